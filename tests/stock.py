@@ -1,0 +1,65 @@
+"""Stock vLLM releases for tests: where they are, and code run against one in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import fetch_vllm
+from fetch_vllm import ALL_RELEASES
+
+__all__ = ["ALL_RELEASES", "release_root", "run_in_release"]
+
+
+@cache
+def release_root(version: str) -> Path:
+    """The folder to put on the Python path; fetched if it is missing, and an error, never a skip, if that fails."""
+    return fetch_vllm.release(version)
+
+
+def run_in_release(
+    release: str | Path,
+    code: str,
+    env: Mapping[str, str] | None = None,
+    *,
+    check: bool = True,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """Runs *code* in a fresh Python where *release* (a version, or a folder that holds ``vllm/``) is importable.
+
+    The plugin is there as it is in production: installed, found through its entry point. Of this process's environment
+    no ``VLLM_`` variable reaches the other; *env* comes on top. With *check*, a non-zero exit code is an AssertionError
+    that shows the output.
+    """
+    root = release_root(release) if isinstance(release, str) else release
+    with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as scratch:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+        environment = clean | {
+            "PYTHONPATH": str(root),
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "CUDA_VISIBLE_DEVICES": "",  # the CPU is what is tested, also where there is a GPU
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",  # tests run side by side
+            "XDG_CACHE_HOME": scratch,  # vLLM keeps what it finds out about models
+            "XDG_CONFIG_HOME": scratch,
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            cwd=scratch,
+            env=environment | dict(env or {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    if check and done.returncode:
+        raise AssertionError(f"vLLM {release}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done

@@ -1,0 +1,99 @@
+"""What is built, and what installing it brings along."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import vllm_graphfix
+
+PROJECT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the sdist and the wheel, built from a copy of this tree: nothing is left behind in it."""
+    copy = tmp_path_factory.mktemp("built") / "tree"
+    unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(PROJECT, copy, ignore=unwanted)
+    (copy / "dist").mkdir()
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(copy / "dist"), str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return copy / "dist"
+
+
+@pytest.fixture
+def wheel(built: Path) -> zipfile.Path:
+    return zipfile.Path(next(built.glob("*.whl")))
+
+
+@pytest.fixture
+def metadata(wheel: zipfile.Path) -> importlib.metadata.Distribution:
+    folder = next(entry for entry in wheel.iterdir() if entry.name.endswith(".dist-info"))
+    return importlib.metadata.PathDistribution(folder)
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.Path) -> None:
+    """Every module, manifest and py.typed is in the wheel; tests, docs, tools and benchmarks are not."""
+    ours = {
+        path.relative_to(PROJECT).as_posix()
+        for path in (PROJECT / "vllm_graphfix").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    packed = {name for name in wheel.root.namelist() if ".dist-info/" not in name and not name.endswith("/")}
+    assert packed == ours
+    assert "vllm_graphfix/py.typed" in packed
+    assert [name for name in packed if name.startswith("vllm_graphfix/manifest") and name.endswith(".json")]
+
+
+def test_sdist_holds_what_a_developer_needs(built: Path) -> None:
+    """Tests, docs, benchmarks and tools are in the sdist, with the files that build and describe the project."""
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "setup.py", "pyproject.toml", "MANIFEST.in"} <= names
+    assert {"tests", "docs", "benchmarks", "tools"} <= names
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_version_has_one_source(metadata: importlib.metadata.Distribution) -> None:
+    """The version of the wheel is the one that the package states."""
+    assert metadata.version == vllm_graphfix.__version__
+
+
+def test_installing_moves_no_peer(metadata: importlib.metadata.Distribution) -> None:
+    """Only the three libraries are required; vLLM comes with its extra, torch and the rest with none."""
+    requirements = [Requirement(line) for line in metadata.requires or ()]
+    required = {each.name for each in requirements if not each.marker or each.marker.evaluate({"extra": ""})}
+    optional = {each.name: each for each in requirements if each.name not in required}
+    assert required == {"rich", "typer", "wrapt"}
+    assert {"vllm", "torch", "triton", "flashinfer", "flashinfer-python"} & set(optional) == {"vllm"}
+    assert str(optional["vllm"].marker) == 'extra == "vllm"'
+    assert SpecifierSet(metadata.metadata["Requires-Python"]).contains("3.10")
+
+
+def test_entry_points(metadata: importlib.metadata.Distribution) -> None:
+    """The wheel names the plugin for vLLM and the command for the shell, each pointing at something callable."""
+    points = {(point.group, point.name): point.value for point in metadata.entry_points}
+    assert points == {
+        ("vllm.general_plugins", "graphfix"): "vllm_graphfix:register",
+        ("console_scripts", "vllm-graphfix"): "vllm_graphfix.cli:main",
+    }
+    for point in metadata.entry_points:
+        assert callable(point.load())
+
+
+def test_plugin_is_installed_here() -> None:
+    """The tests run against an installed plugin, as vLLM finds it, and it is this tree's."""
+    (point,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="graphfix")
+    assert point.value == "vllm_graphfix:register"
+    assert Path(vllm_graphfix.__file__).parent == PROJECT / "vllm_graphfix"

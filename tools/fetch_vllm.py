@@ -1,0 +1,236 @@
+"""Fetches stock vLLM releases and keeps their Python in a cache, for the demo, the tests and the manifest.
+
+A wheel is 250-510 MB, nearly all of it compiled code; what is kept is a tenth of that or less. Prints the folder of
+each release on standard output, progress on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+ALL_RELEASES = tuple(
+    "0.14.1 0.15.0 0.15.1 0.16.0 0.17.0 0.17.1 0.18.0 0.18.1 0.19.0 0.19.1 0.20.0 0.20.1 0.20.2 0.21.0 0.22.0 0.22.1 "
+    "0.23.0 0.24.0 0.25.0 0.25.1 0.26.0 0.27.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0".split()
+)
+
+# The tag differs by release, and pip takes a wheel only if its tag is named.
+PLATFORMS = (
+    *(f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)),
+    *("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"),
+)
+
+COMPILED = {".so", ".cu", ".cuh", ".h", ".hpp", ".inl"}
+ELF_MAGIC = b"\x7fELF"
+
+Progress = Callable[[str, int, "int | None"], None]
+"""Called with what is going on ("downloading", "unpacking"), how much is done, and of how much (None: unknown)."""
+
+
+class FetchError(RuntimeError):
+    """A release cannot be had; the message says which, why, and what to do."""
+
+
+def cache_folder() -> Path:
+    """``$GRAPHFIX_RELEASES``, else ``vllm-graphfix/releases`` in the user's cache folder."""
+    named = os.environ.get("GRAPHFIX_RELEASES")
+    if named:
+        return Path(named).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vllm-graphfix" / "releases"
+
+
+def release(
+    version: str, cache: Path | None = None, *, keep_wheel: bool = False, progress: Progress | None = None
+) -> Path:
+    """The folder with ``vllm/`` and ``vllm-<version>.dist-info/``, from the cache or fetched; raises FetchError."""
+    if not re.fullmatch(r"\d+(\.\d+)+((a|b|rc|\.post|\.dev)\d+)*", version):
+        raise FetchError(f"{version!r} is not a version of vLLM. Name releases like 0.18.1.")
+    cache = cache or cache_folder()
+    tree = cache / version
+    if _is_complete(version, cache, keep_wheel=keep_wheel):
+        return tree
+    with _only_one_fetches(version, cache) as staging:
+        if not _is_complete(version, cache, keep_wheel=keep_wheel):  # else another process did it while we waited
+            downloaded = _download(version, staging, progress or _no_progress)
+            if not tree.is_dir():
+                unpack(downloaded, staging / "tree", progress or _no_progress)
+                (staging / "tree").rename(tree)
+            if keep_wheel:
+                downloaded.rename(cache / downloaded.name)
+    return tree
+
+
+def wheel(version: str, cache: Path | None = None) -> Path | None:
+    """The wheel file of a release that was fetched with ``--keep-wheel``."""
+    return next((cache or cache_folder()).glob(f"vllm-{version}-*.whl"), None)
+
+
+def unpack(archive: Path, into: Path, progress: Progress | None = None) -> None:
+    """The wheel's files, less compiled code and its headers; raises FetchError if one would land outside *into*."""
+    with zipfile.ZipFile(archive) as contents:
+        members = contents.infolist()
+        for done, member in enumerate(members):
+            path = PurePosixPath(member.filename)
+            if path.is_absolute() or ".." in path.parts or re.search(r"[\\:]", member.filename):
+                raise FetchError(f"{archive.name} is not unpacked: {member.filename!r} is outside its own folder.")
+            if member.is_dir() or path.suffix in COMPILED:
+                continue
+            with contents.open(member) as packed:
+                start = packed.read(len(ELF_MAGIC))
+                if start == ELF_MAGIC:
+                    continue
+                target = into / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("wb") as unpacked:
+                    unpacked.write(start)
+                    shutil.copyfileobj(packed, unpacked)
+            if progress:
+                progress("unpacking", done + 1, len(members))
+
+
+def _is_complete(version: str, cache: Path, *, keep_wheel: bool) -> bool:
+    return (cache / version).is_dir() and (not keep_wheel or wheel(version, cache) is not None)
+
+
+def _no_progress(doing: str, done: int, total: int | None) -> None:
+    pass
+
+
+@contextmanager
+def _only_one_fetches(version: str, cache: Path) -> Iterator[Path]:
+    """An empty folder in the cache's own file system (so that a rename is atomic), held by this process alone."""
+    try:
+        (cache / ".tmp").mkdir(parents=True, exist_ok=True)
+        lock = (cache / ".tmp" / f"{version}.lock").open("w")
+    except OSError as error:
+        raise FetchError(
+            f"vLLM {version} is not in {cache}, and nothing can be written there: {error.strerror}. "
+            "Set GRAPHFIX_RELEASES to a folder of yours."
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        staging = cache / ".tmp" / version
+        shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
+        staging.mkdir()
+        try:
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _download(version: str, into: Path, progress: Progress) -> Path:
+    requirement = f"vllm=={version}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--implementation", "cp"]
+    command += ["--python-version", "3.12", *(f"--platform={tag}" for tag in PLATFORMS)]
+    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--dest", str(into), requirement]
+    command.append(f"--progress-bar={'raw' if _pip_counts_bytes() else 'off'}")
+    progress("downloading", 0, None)
+    errors: list[str] = []
+    # pip collects a wheel in the temporary folder first, which may be a small memory file system.
+    environment = {**os.environ, "TMPDIR": str(into)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=environment
+    ) as pip:
+        for line in pip.stdout or ():
+            counted = re.fullmatch(r"Progress (\d+) of (\d+)\n", line)
+            if counted:
+                progress("downloading", int(counted[1]), int(counted[2]))
+            elif line.startswith("ERROR"):
+                errors.append(textwrap.shorten(line, 160, placeholder=" ..."))
+    found = next(into.glob("vllm-*.whl"), None)
+    if pip.returncode or not found:
+        reasons = "\n  ".join(errors or [f"exit code {pip.returncode}"])
+        raise FetchError(
+            f"pip could not download vLLM {version}:\n  {reasons}\n"
+            "Check that pip reaches a package index that has this release, and that the disk has 1 GB free:\n"
+            f"  {shlex.join([sys.executable, '-m', 'pip', 'index', 'versions', 'vllm'])}"
+        )
+    return found
+
+
+def _pip_counts_bytes() -> bool:
+    try:
+        major, minor = importlib.metadata.version("pip").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError as error:
+        raise FetchError(f"{sys.executable} has no pip. Run: {sys.executable} -m ensurepip") from error
+    return (int(major), int(minor)) >= (24, 1)
+
+
+def fetch(versions: Iterable[str], cache: Path, *, keep_wheel: bool = False, jobs: int = 2) -> list[Path]:
+    """The folders of *versions*, in their order; *jobs* are fetched at a time, with bars on standard error."""
+    versions = list(dict.fromkeys(versions))
+    missing = [version for version in versions if not _is_complete(version, cache, keep_wheel=keep_wheel)]
+    if missing:
+        _fetch_with_bars(missing, cache, keep_wheel=keep_wheel, jobs=jobs)
+    return [cache / version for version in versions]
+
+
+def _fetch_with_bars(versions: Sequence[str], cache: Path, *, keep_wheel: bool, jobs: int) -> None:
+    # rich costs a tenth of a second, and most calls find everything in the cache.
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("vLLM {task.fields[version]}"), BarColumn(), TextColumn("{task.description}"))
+    on_terminal = console.is_terminal
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not on_terminal) as bars:
+
+        def one(version: str) -> None:
+            bar = bars.add_task("starting", version=version, total=None)
+            started = time.monotonic()
+
+            def show(doing: str, done: int, total: int | None) -> None:
+                size = f" {done / 1e6:.0f} of {total / 1e6:.0f} MB" if doing == "downloading" and total else ""
+                bars.update(bar, description=doing + size, completed=done, total=total)
+
+            release(version, cache, keep_wheel=keep_wheel, progress=show)
+            bars.remove_task(bar)
+            console.print(f"vLLM {version}: fetched in {time.monotonic() - started:.1f} s", highlight=False)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                for done in as_completed([pool.submit(one, version) for version in versions]):
+                    done.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # what is running comes to its end, the rest is dropped
+                raise
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help="a release, like 0.18.1")
+    parser.add_argument("--all", action="store_true", help=f"{ALL_RELEASES[0]} to {ALL_RELEASES[-1]}, 29 releases")
+    parser.add_argument("--into", type=Path, metavar="DIR", help="default: $GRAPHFIX_RELEASES, else the user's cache")
+    parser.add_argument("--keep-wheel", action="store_true", help="keep the wheel file, too, in DIR")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="downloads at a time (default: 2)")
+    options = parser.parse_args(arguments)
+    if options.all == bool(options.versions):
+        parser.error("name the releases, or --all")
+    cache = options.into.absolute() if options.into else cache_folder()
+    versions = ALL_RELEASES if options.all else options.versions
+    try:
+        trees = fetch(versions, cache, keep_wheel=options.keep_wheel, jobs=options.jobs)
+    except FetchError as error:
+        print(f"fetch_vllm: {error}", file=sys.stderr)
+        return 1
+    print(*trees, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
