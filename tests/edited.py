@@ -1,0 +1,39 @@
+"""Copies of a stock release with one file edited: links to everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+
+def edited(stock: Path, destination: Path, changes: dict[str, Callable[[str], str]], *, anonymous: bool = True) -> Path:
+    """A vLLM in *destination*, a new folder, that is *stock* but for the files that *changes* rewrites.
+
+    Anonymous: without the metadata and the file that would tell the version.
+    """
+    destination.mkdir(parents=True)
+    _link(stock.resolve(), destination, {Path(path).parts for path in changes})
+    for path, change in changes.items():
+        before = (stock / path).read_text()
+        after = change(before)
+        if after == before:
+            raise LookupError(f"{path} of {stock.name}: nothing was edited")
+        (destination / path).write_text(after)
+    if anonymous:
+        for metadata in destination.glob("vllm-*.dist-info"):
+            metadata.unlink()
+        (destination / "vllm" / "_version.py").unlink(missing_ok=True)
+    return destination
+
+
+def _link(stock: Path, destination: Path, left_out: set[tuple[str, ...]]) -> None:
+    """Links what is in *stock*; folders on the way to a file that is left out, and the package itself, are made."""
+    for child in stock.iterdir():
+        below = {parts[1:] for parts in left_out if parts[0] == child.name}
+        if () in below or child.name == "__pycache__":
+            continue
+        if child.is_dir() and (any(below) or child.name == "vllm"):
+            (destination / child.name).mkdir()
+            _link(child, destination / child.name, below)
+        else:
+            (destination / child.name).symlink_to(child)

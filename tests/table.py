@@ -1,0 +1,47 @@
+"""The table of defects: which stock release is affected by what. Written by hand; the diagnosis has to come to the same."""
+
+from __future__ import annotations
+
+from fetch_vllm import ALL_RELEASES
+
+from vllm_graphfix.fixes import FIXES
+
+AFFECTED = {
+    "capture-state": ("0.15.0", "0.21.0"),
+    "draft-prefill-state": ("0.21.0", "0.22.1"),
+    "draft-decode-mode": ("0.17.0", "0.17.1"),
+    "mamba-padding": ("0.19.0", "0.21.0"),
+    "flashmla-fp8": ("0.15.0", "0.18.1"),
+    "flashmla-padding": ("0.15.0", "0.19.1"),
+}
+"""First and last affected release of each fix."""
+
+ABSENT = {
+    "draft-prefill-state": ("0.14.1", "0.20.2"),
+    "mamba-padding": ("0.14.1", "0.18.1"),
+    "flashmla-fp8": ("0.14.1", "0.14.1"),
+    "flashmla-padding": ("0.14.1", "0.14.1"),
+}
+"""First and last release in which the component is not there."""
+
+
+def between(first: str, last: str) -> tuple[str, ...]:
+    return ALL_RELEASES[ALL_RELEASES.index(first) : ALL_RELEASES.index(last) + 1]
+
+
+def verdict(fix: str, release: str) -> str:
+    if release in between(*AFFECTED[fix]):
+        return "affected"
+    if fix in ABSENT and release in between(*ABSENT[fix]):
+        return "absent"
+    return "fixed"
+
+
+def affected_by(release: str) -> tuple[str, ...]:
+    """The fixes that *release* needs, in the order of application."""
+    return tuple(fix.name for fix in FIXES if verdict(fix.name, release) == "affected")
+
+
+AFFECTED_RELEASES = tuple(release for release in ALL_RELEASES if affected_by(release))
+PAIRS = tuple((fix, release) for release in AFFECTED_RELEASES for fix in affected_by(release))
+"""Every pair of a fix and a stock release that it is for."""

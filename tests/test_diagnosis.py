@@ -1,0 +1,304 @@
+"""What the source of a vLLM says: all stock releases against the table, and shapes rather than versions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from edited import edited
+from nightly import make_nightly
+from stock import ALL_RELEASES, release_root
+from table import affected_by, verdict
+
+from vllm_graphfix import manifest
+from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.source import Source, open_source
+
+CUDAGRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
+EAGLE_CUDAGRAPHS = "vllm/v1/worker/gpu/spec_decode/eagle/cudagraph.py"
+EAGLE_FIRST = "vllm/v1/worker/gpu/spec_decode/eagle_cudagraph.py"
+EAGLE = "vllm/v1/worker/gpu/spec_decode/eagle/speculator.py"
+PREFILL = "vllm/v1/worker/gpu/spec_decode/autoregressive/cudagraph_utils.py"
+RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+MAMBA = "vllm/v1/attention/backends/mamba_attn.py"
+FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
+
+
+def test_every_stock_release_is_judged_as_the_table_says(release: str) -> None:
+    source = open_source(release_root(release))
+    for fix in FIXES:
+        found = manifest.diagnose(fix, source)
+        assert (fix.name, found.verdict.value) == (fix.name, verdict(fix.name, release))
+        assert found.known
+        assert source.version == release
+
+
+def test_structure_alone_comes_to_what_the_manifest_says(release: str) -> None:
+    source = open_source(release_root(release))
+    for fix in FIXES:
+        found, _ = manifest.examine(fix, source)
+        assert found == manifest.diagnose(fix, source)._replace(known=False)
+
+
+def test_the_shipped_manifest_is_what_the_releases_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import make_manifest
+
+    shipped = manifest.PATH.read_text()
+    monkeypatch.setattr(manifest, "PATH", tmp_path / "manifest.json")
+    make_manifest.make(list(ALL_RELEASES))
+    assert manifest.PATH.read_text() == shipped
+    make_manifest.make(["0.21.0"])
+    assert manifest.PATH.read_text() == shipped, "looking at one release again changes nothing"
+
+
+def test_a_diagnosis_reads_only_the_files_that_it_declares(release: str) -> None:
+    root = release_root(release)
+    stock = open_source(root)
+    for fix in FIXES:
+        asked: set[str] = set()
+
+        def read(path: str, asked: set[str] = asked) -> bytes | None:
+            asked.add(path)
+            return stock.read(path)
+
+        fix.diagnose(Source("recorded", read, lambda: None))
+        assert asked <= set(fix.reads)
+
+
+def test_the_place_is_in_the_source(release: str) -> None:
+    root = release_root(release)
+    for fix in FIXES:
+        found = manifest.diagnose(fix, open_source(root))
+        if found.verdict is Verdict.AFFECTED:
+            assert found.where is not None
+            path, line = found.where.rsplit(":", 1)
+            assert (root / path).read_text().splitlines()[int(line) - 1].strip()
+
+
+def cut(*patterns: str) -> Callable[[str], str]:
+    """Cuts each match of *patterns*, which must occur."""
+
+    def change(text: str) -> str:
+        for pattern in patterns:
+            text, count = re.subn(pattern, "", text, flags=re.MULTILINE)
+            if not count:
+                raise LookupError(pattern)
+        return text
+
+    return change
+
+
+def swap(pattern: str, replacement: str) -> Callable[[str], str]:
+    def change(text: str) -> str:
+        changed, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
+        if not count:
+            raise LookupError(pattern)
+        return changed
+
+    return change
+
+
+WITHOUT_PLAN_IN_BUFFERS = cut(
+    r"^ *self\.cg_buf_\w+\[:n\]\.copy_\(\w+\)\n",
+    r"^ *\w+ = self\.cg_buf_\w+\[:n\]\n",
+    r"^ *assert .*self\.cg_buf_.*\n",
+)
+PADDED_WITH_MINUS_ONE = swap(r"(num_reqs:num_reqs_padded\]\.fill_)\(NULL_BLOCK_ID\)", r"\1(-1)")
+WITHOUT_THE_FIX = [
+    ("capture-state", "0.22.0", {CUDAGRAPHS: cut(r"^ {24}forward_fn, attn_state = create_forward_fn\(desc\)\n")}),
+    ("mamba-padding", "0.23.0", {RUNNER: cut(r"^ *is_prefilling\[num_reqs:\] = False\n")}),
+    ("flashmla-fp8", "0.23.0", {FLASHMLA: WITHOUT_PLAN_IN_BUFFERS}),
+    ("flashmla-fp8", "0.33.0", {FLASHMLA: WITHOUT_PLAN_IN_BUFFERS}),
+    ("flashmla-padding", "0.23.0", {RUNNER: PADDED_WITH_MINUS_ONE}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "release", "changes"), WITHOUT_THE_FIX, ids=[f"{row[0]}-{row[1]}" for row in WITHOUT_THE_FIX]
+)
+def test_a_fixed_release_with_the_fix_cut_out_is_affected(
+    tmp_path: Path, name: str, release: str, changes: dict[str, Callable[[str], str]]
+) -> None:
+    root = release_root(release)
+    assert manifest.diagnose(BY_NAME[name], open_source(root)).verdict is Verdict.FIXED
+    found = manifest.diagnose(BY_NAME[name], open_source(edited(root, tmp_path / "vllm", changes)))
+    assert found.verdict is Verdict.AFFECTED
+    assert not found.known, "no release has this very code"
+
+
+@pytest.mark.parametrize("without_mode", [True, False])
+@pytest.mark.parametrize("without_zero_fill", [True, False])
+def test_nightlies_before_pr_39773_are_affected(tmp_path: Path, without_mode: bool, without_zero_fill: bool) -> None:
+    root = make_nightly(
+        release_root("0.20.0"), tmp_path, without_mode=without_mode, without_zero_fill=without_zero_fill
+    )
+    found = manifest.diagnose(BY_NAME["draft-decode-mode"], open_source(root))
+    assert found.verdict is (Verdict.AFFECTED if without_mode or without_zero_fill else Verdict.FIXED)
+    assert ("-mode" in found.shape, "-indices" in found.shape) == (without_mode, without_zero_fill)
+
+
+WITH_THE_FIX = [
+    (
+        "capture-state",
+        "0.21.0",
+        {
+            CUDAGRAPHS: swap(
+                r"^( {24})(graph = torch\.cuda\.CUDAGraph\(\)\n)",
+                r"\1forward_fn, attn_state = create_forward_fn(desc)\n\1\2",
+            )
+        },
+    ),
+    (
+        "draft-decode-mode",
+        "0.19.1",
+        {EAGLE: swap(r"^( *)(cudagraph_mode = CUDAGraphMode\.FULL_DECODE_ONLY)\n", r"\1\2  # noted\n")},
+    ),
+    (
+        "mamba-padding",
+        "0.21.0",
+        {RUNNER: swap(r"^( *)(is_prefilling = .*)\n", r"\1\2\n\1is_prefilling[num_reqs:] = False\n")},
+    ),
+    ("flashmla-padding", "0.19.1", {RUNNER: swap(r"(num_reqs:num_reqs_padded\]\.fill_)\(-1\)", r"\1(NULL_BLOCK_ID)")}),
+]
+
+
+@pytest.mark.parametrize(("name", "release", "changes"), WITH_THE_FIX, ids=[row[0] for row in WITH_THE_FIX])
+def test_a_release_with_the_fix_written_in_is_fixed(
+    tmp_path: Path, name: str, release: str, changes: dict[str, Callable[[str], str]]
+) -> None:
+    found = manifest.diagnose(BY_NAME[name], open_source(edited(release_root(release), tmp_path / "vllm", changes)))
+    assert found.verdict is Verdict.FIXED
+
+
+UNSEEN = [
+    (
+        "capture-state",
+        "0.18.1",
+        {
+            CUDAGRAPHS: swap(
+                r"forward_fn = create_forward_fn\(desc\)", "forward_fn = self.forward_of(create_forward_fn, desc)"
+            )
+        },
+    ),
+    ("capture-state", "0.17.1", {CUDAGRAPHS: swap(r"= prepare_inputs_to_capture\(", "= self.prepare(")}),
+    (
+        "draft-prefill-state",
+        "0.22.1",
+        {EAGLE_CUDAGRAPHS: swap(r"full_cg_attn_states\[desc\]", "full_cg_attn_states.get(desc)")},
+    ),
+    (
+        "draft-prefill-state",
+        "0.23.0",
+        {PREFILL: swap(r"if warmup else attn_state_pair\.captured", "or attn_state_pair.captured")},
+    ),
+    ("draft-decode-mode", "0.17.1", {EAGLE_CUDAGRAPHS: swap(r"cudagraph_mode\.decode_mode\(\)", "cudagraph_mode")}),
+    (
+        "mamba-padding",
+        "0.20.0",
+        {RUNNER: swap(r"is_prefilling = .* < .*", "is_prefilling = self._prefilling(num_reqs_padded)")},
+    ),
+    (
+        "mamba-padding",
+        "0.20.0",
+        {MAMBA: swap(r"treat_short_extends_as_decodes=False", "treat_short_extends_as_decodes=self.treat_so")},
+    ),
+    (
+        "flashmla-fp8",
+        "0.18.1",
+        {
+            FLASHMLA: swap(
+                r"scheduler_metadata\.tile_scheduler_metadata = .*", "scheduler_metadata.take(tile_scheduler_metadata)"
+            )
+        },
+    ),
+    ("flashmla-padding", "0.18.1", {RUNNER: swap(r"(num_reqs:num_reqs_padded\]\.fill_)\(-1\)", r"\1(self.pad)")}),
+    (
+        "capture-state",
+        "0.18.1",
+        {
+            CUDAGRAPHS: swap(
+                r"^( {20})forward_fn\(CUDAGraphMode\.NONE\)\n",
+                r"\1for _ in range(2):\n\1    forward_fn(CUDAGraphMode.NONE)\n",
+            )
+        },
+    ),
+    (
+        "capture-state",
+        "0.21.0",
+        {
+            CUDAGRAPHS: swap(
+                r"^( {20})(forward_fn, attn_state = create_forward_fn\(desc\))\n",
+                r"\1if self.pool:\n\1    \2\n\1else:\n\1    \2\n",
+            )
+        },
+    ),
+    (
+        "capture-state",
+        "0.16.0",
+        {EAGLE_FIRST: swap(r"^( {8})generate_fn\((.*)\)\n", r"\1generate_fn(\2)\n\1generate_fn(\2)\n")},
+    ),
+    (
+        "flashmla-padding",
+        "0.19.1",
+        {
+            RUNNER: swap(
+                r"^( *)(blk_table_tensor\[num_reqs:num_reqs_padded\]\.fill_)\(-1\)\n",
+                r"\1if self.odd:\n\1    \2(NULL_BLOCK_ID)\n\1else:\n\1    \2(-1)\n",
+            )
+        },
+    ),
+    (
+        "mamba-padding",
+        "0.21.0",
+        {
+            RUNNER: swap(
+                r"^( *)(is_prefilling = .* < .*)\n", r"\1\2\n\1if self.odd:\n\1    is_prefilling[num_reqs:] = False\n"
+            )
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "release", "changes"), UNSEEN, ids=[f"{row[0]}-{row[1]}-{number}" for number, row in enumerate(UNSEEN)]
+)
+def test_a_shape_that_nobody_has_looked_at_is_unrecognised(
+    tmp_path: Path, name: str, release: str, changes: dict[str, Callable[[str], str]]
+) -> None:
+    found = manifest.diagnose(BY_NAME[name], open_source(edited(release_root(release), tmp_path / "vllm", changes)))
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert not found.known
+
+
+def test_comments_and_formatting_do_not_make_a_shape_unknown(tmp_path: Path) -> None:
+    root = edited(
+        release_root("0.18.1"),
+        tmp_path / "vllm",
+        {FLASHMLA: lambda text: "# a fork's header\n\n" + text.replace("# MQA for the decode path", "")},
+    )
+    assert manifest.diagnose(BY_NAME["flashmla-fp8"], open_source(root)).known
+
+
+def test_an_anonymous_release_is_judged_as_the_named_one(tmp_path: Path) -> None:
+    root = edited(release_root("0.21.0"), tmp_path / "vllm", {RUNNER: lambda text: text + "\n# local change\n"})
+    source = open_source(root)
+    assert source.version is None
+    assert affected_by("0.21.0") == tuple(
+        fix.name for fix in FIXES if manifest.diagnose(fix, source).verdict is Verdict.AFFECTED
+    )
+
+
+def test_an_import_that_stands_deeper_is_still_seen(tmp_path: Path) -> None:
+    change = {
+        FLASHMLA: swap(
+            r"^from vllm\.v1\.attention\.ops\.flashmla import \(\n((?: .*\n)+)\)",
+            r"if True:\n    from vllm.v1.attention.ops.flashmla import (\n\1    )",
+        )
+    }
+    source = open_source(edited(release_root("0.18.1"), tmp_path / "vllm", change))
+    assert {name: manifest.diagnose(BY_NAME[name], source).verdict for name in affected_by("0.18.1")} == dict.fromkeys(
+        affected_by("0.18.1"), Verdict.AFFECTED
+    )

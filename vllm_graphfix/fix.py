@@ -1,0 +1,127 @@
+"""The vocabulary: a fix, its diagnosis, its mode, its state.
+
+Named tuples, since this is imported in every process of an engine and dataclasses take several milliseconds to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source import Source
+
+
+class Verdict(str, Enum):
+    """What the source of a vLLM says about one defect."""
+
+    AFFECTED = "affected"
+    FIXED = "fixed"
+    """The component is there, with a remedy or without the cause."""
+    ABSENT = "absent"
+    """The component is not there."""
+    UNRECOGNISED = "unrecognised"
+    """The component is there, in a shape that nobody has looked at."""
+
+
+class Mode(str, Enum):
+    """What the user wants of a fix."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+    OBSERVE = "observe"
+
+
+class State(str, Enum):
+    """What a process did about a fix."""
+
+    ACTIVE = "active"
+    OBSERVING = "observing"
+    OFF = "off"
+    NOT_NEEDED = "not-needed"
+    NOT_IN_CANARY = "not-in-canary"
+    INCOMPATIBLE = "incompatible"
+    CONFLICT = "conflict"
+    FAILED = "failed"
+    WAITING = "waiting"
+    """Needed; vLLM has not imported the module yet."""
+
+
+class Diagnosis(NamedTuple):
+    """The verdict on one defect, with the evidence."""
+
+    verdict: Verdict
+    reason: str
+    where: str | None = None
+    """Place in the source, ``path:line``."""
+    shape: str = ""
+    """Name of the recognised shape of the code; a fix chooses its patches by it."""
+    known: bool = False
+    """The deciding functions are those of a stock release that was looked at."""
+
+
+StockFunction = Callable[..., Any]
+Wrap = Callable[[StockFunction], Callable[..., Any]]
+
+
+class Patch(NamedTuple):
+    """One name of one module, and what to put around the stock function found there."""
+
+    module: str
+    name: str
+    """``Class.method``, or a name that the functions of the module look up in its globals."""
+    wrap: Wrap
+    """Takes the stock function, returns a plain function made with `functools.wraps`."""
+
+
+class Together(NamedTuple):
+    """Another fix without which this one trades one defect for another."""
+
+    name: str
+    module: str
+    """The import of this module makes the other fix necessary."""
+    because: str
+    may_be_off: bool
+    """The user may switch the other one off by name and keep this one."""
+
+
+class Fix(NamedTuple):
+    """One upstream correction, brought to stock wheels at run time."""
+
+    name: str
+    pr: int | None
+    references: tuple[str, ...]
+    summary: str
+    releases: str
+    """Affected stock releases, for people; a diagnosis never reads it."""
+    symptom: str
+    cause: str
+    remedy: str
+    detect: str
+    """How to tell that a deployment is hit."""
+    concerns: str
+    """Flags, models and hardware."""
+    workaround: str
+    """Without the plugin."""
+    removable: str
+    runner: str | None
+    """``V1`` or ``V2`` if an engine on the other model runner does not need it."""
+    reads: tuple[str, ...]
+    """Every file of a vLLM that the diagnosis may look at, relative to the folder that holds ``vllm/``."""
+    modules: tuple[str, ...]
+    """Every module that a patch of this fix may touch."""
+    diagnose: Callable[[Source], Diagnosis]
+    patches: Callable[[str], Sequence[Patch]]
+    """Of the shape that the diagnosis named."""
+    together: tuple[Together, ...] = ()
+
+    @property
+    def variable(self) -> str:
+        return variable(self.name)
+
+
+def variable(name: str) -> str:
+    """The environment variable that holds the mode of the fix *name*."""
+    return "VLLM_GRAPHFIX_" + name.upper().replace("-", "_")

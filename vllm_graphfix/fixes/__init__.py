@@ -1,0 +1,23 @@
+"""One module a fix. The order is the order of application and of every table."""
+
+from __future__ import annotations
+
+from vllm_graphfix.fix import Fix
+from vllm_graphfix.fixes import (
+    capture_state,
+    draft_decode_mode,
+    draft_prefill_state,
+    flashmla_fp8,
+    flashmla_padding,
+    mamba_padding,
+)
+
+FIXES: tuple[Fix, ...] = (
+    capture_state.FIX,
+    draft_prefill_state.FIX,
+    draft_decode_mode.FIX,
+    mamba_padding.FIX,
+    flashmla_fp8.FIX,
+    flashmla_padding.FIX,
+)
+BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}

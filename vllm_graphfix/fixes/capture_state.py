@@ -1,0 +1,206 @@
+"""`capture-state`: full graphs of model runner V2 are captured on an attention state that no pass has touched (PR 42444)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from vllm_graphfix.capturing import FactoryPerPass, capture_session, current_session
+from vllm_graphfix.fix import Diagnosis, Fix, Patch, StockFunction, Together, Verdict
+from vllm_graphfix.source import Source
+
+_MANAGER = "vllm/v1/worker/gpu/cudagraph_utils.py"
+_FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
+_MANAGER_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
+_EAGLE = {
+    "capture-graph-inline": "vllm/v1/worker/gpu/spec_decode/eagle_cudagraph.py",
+    "capture-graph-split": "vllm/v1/worker/gpu/spec_decode/eagle/cudagraph.py",
+}
+_EAGLE_MODULES = {shape: path.removesuffix(".py").replace("/", ".") for shape, path in _EAGLE.items()}
+
+
+def diagnose(source: Source) -> Diagnosis:
+    if source.function(_MANAGER, "CudaGraphManager") is None:
+        return Diagnosis(Verdict.ABSENT, "no CudaGraphManager: this vLLM has no model runner V2 that captures graphs")
+    capture = source.function(_MANAGER, "CudaGraphManager.capture")
+    capture_graph = source.function(_MANAGER, "CudaGraphManager.capture_graph")
+    if capture is not None and "create_forward_fn" in capture.parameters:
+        asked, graphs = capture.find("create_forward_fn(...)"), capture.find("torch.cuda.graph(...)")
+        passes = capture.find("forward_fn(CUDAGraphMode.NONE)")
+        # One warm-up before the graph, one pass in it: what the patches stand on.
+        if len(graphs) == 1 and len(passes) == 2 and passes[0].lineno < graphs[0].lineno < passes[1].lineno:
+            if len(asked) == 2 and asked[0].lineno < passes[0].lineno < asked[1].lineno < graphs[0].lineno:
+                return Diagnosis(
+                    Verdict.FIXED, "the recorded pass has an attention state of its own", capture.at(asked[1])
+                )
+            plain = capture.loops() == 2 and len(capture.find("forward_fn(...)")) == 3
+            if len(asked) == 1 and plain and capture.find("forward_fn, attn_state = create_forward_fn(...)"):
+                return _affected(source, "factory-with-state", capture.at(asked[0]))
+            if len(asked) == 1 and plain and capture.find("forward_fn = create_forward_fn(...)"):
+                return _affected(source, "factory", capture.at(asked[0]))
+    elif capture_graph is not None:
+        split = source.function(_MANAGER, "CudaGraphManager._capture_full_graph")
+        whole = [function for function in (capture_graph, split) if function is not None]
+        built = [call for function in whole for call in function.find("prepare_inputs_to_capture(...)")]
+        entered = [call for function in whole for call in function.find("set_forward_context(...)")]
+        graphs = (split or capture_graph).find("torch.cuda.graph(...)")
+        runs = [call for function in whole for call in function.find("model(...)")]
+        shape = "capture-graph-split" if split else "capture-graph-inline"
+        two_passes = len(built) == len(graphs) == 1 and len(entered) == len(runs) == 2 and not capture_graph.loops()
+        if two_passes and _draft_has_two_passes(source, _EAGLE[shape]):
+            return _affected(source, shape, capture_graph.at(built[0]))
+    place = capture or capture_graph
+    return Diagnosis(
+        Verdict.UNRECOGNISED,
+        "CudaGraphManager captures graphs in a way that nobody has looked at",
+        place.where if place else None,
+    )
+
+
+def _draft_has_two_passes(source: Source, path: str) -> bool:
+    """Whether the draft's own manager, where there is one, builds one state and runs it twice for a full graph."""
+    capture_graph = source.function(path, "EagleCudaGraphManager.capture_graph")
+    split = source.function(path, "EagleCudaGraphManager._capture_full_graph")
+    whole = [function for function in (capture_graph, split) if function is not None]
+    built = [call for function in whole for call in function.find("prepare_inputs_to_capture(...)")]
+    runs = [call for function in whole for call in function.find("generate_fn(...)")]
+    return not whole or (len(built) == 1 and len(runs) == 2 and not any(function.loops() for function in whole))
+
+
+def _affected(source: Source, shape: str, where: str) -> Diagnosis:
+    if "FlashMLASchedMeta" not in source.names(_FLASHMLA):
+        return Diagnosis(
+            Verdict.FIXED, "one attention state for both passes, but no attention metadata is lazy", where, shape
+        )
+    return Diagnosis(
+        Verdict.AFFECTED,
+        "the warm-up and the recorded pass share one attention state, whose lazy plan the warm-up consumes",
+        where,
+        shape,
+    )
+
+
+def _capture_with_a_state_per_pass(stock: StockFunction) -> StockFunction:
+    """Around `CudaGraphManager.capture(create_forward_fn, …)`, 0.18.0-0.21.0."""
+
+    @functools.wraps(stock)
+    def capture(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        factory = FactoryPerPass.around(create_forward_fn)
+        returned = stock(self, factory, *args, **kwargs)
+        if isinstance(returned, dict):
+            returned.update(factory.recorded_states)
+        return returned
+
+    return capture
+
+
+def _remember_how_states_are_built(stock: StockFunction) -> StockFunction:
+    """Around the name `prepare_inputs_to_capture`, 0.15.0-0.17.1."""
+
+    @functools.wraps(stock)
+    def prepare_inputs_to_capture(*args: Any, **kwargs: Any) -> Any:
+        state = stock(*args, **kwargs)
+        session = current_session()
+        if session is not None:
+            session.built(lambda: stock(*args, **kwargs), state)
+        return state
+
+    return prepare_inputs_to_capture
+
+
+def _hand_each_pass_its_state(stock: StockFunction) -> StockFunction:
+    """Around the name `set_forward_context`, which `capture_graph` enters before the graph: still outside of it."""
+
+    @functools.wraps(stock)
+    def set_forward_context(attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        session = current_session()
+        if session is not None and session.concerns(attn_metadata):
+            attn_metadata, kwargs["slot_mapping"] = session.state_for_next_pass()
+        return stock(attn_metadata, *args, **kwargs)
+
+    return set_forward_context
+
+
+def _capture_graph_in_a_session(stock: StockFunction) -> StockFunction:
+    """Around `CudaGraphManager.capture_graph` and `EagleCudaGraphManager.capture_graph`, 0.15.0-0.17.1."""
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def capture_graph(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs)
+        mode = arguments.arguments.get("capture_cg_mode")
+        if mode is not None and mode.name != "FULL":
+            return stock(*args, **kwargs)
+        with capture_session():
+            generate_fn = arguments.arguments.get("generate_fn")
+            if generate_fn is not None:
+                arguments.arguments["generate_fn"] = _generate_with_a_state_per_pass(generate_fn)
+            return stock(*arguments.args, **arguments.kwargs)
+
+    return capture_graph
+
+
+def _generate_with_a_state_per_pass(generate_fn: Any) -> Any:
+    """`generate_fn` of an Eagle manager. It is called inside the graph: the recorded pass's state must be there before."""
+    prepared: list[tuple[Any, Any]] = []
+
+    def generate(*args: Any) -> Any:
+        session = current_session()
+        position = next((i for i, argument in enumerate(args) if session and session.concerns(argument)), None)
+        if session is None or position is None:
+            return generate_fn(*args)
+        before, after = args[:position], args[position + 2 :]
+        if prepared:
+            return generate_fn(*before, *prepared.pop(), *after)
+        result = generate_fn(*before, *session.state_for_next_pass(), *after)
+        prepared.append(session.state_for_next_pass())
+        return result
+
+    return generate
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    if shape.startswith("factory"):
+        return (Patch(_MANAGER_MODULE, "CudaGraphManager.capture", _capture_with_a_state_per_pass),)
+    eagle = _EAGLE_MODULES[shape]
+    return (
+        Patch(_MANAGER_MODULE, "prepare_inputs_to_capture", _remember_how_states_are_built),
+        Patch(_MANAGER_MODULE, "set_forward_context", _hand_each_pass_its_state),
+        Patch(_MANAGER_MODULE, "CudaGraphManager.capture_graph", _capture_graph_in_a_session),
+        Patch(eagle, "prepare_inputs_to_capture", _remember_how_states_are_built),
+        Patch(eagle, "EagleCudaGraphManager.capture_graph", _capture_graph_in_a_session),
+    )
+
+
+FIX = Fix(
+    name="capture-state",
+    pr=42444,
+    references=("PR 48261",),
+    summary="full graphs of model runner V2 record the attention planner",
+    releases="0.15.0 - 0.21.0",
+    symptom="With model runner V2 and full CUDA graphs, DeepSeek models on FlashMLA answer with gibberish or loop. "
+    "Upstream measured gsm8k 0.169 with the defect and 0.954 without.",
+    cause="The manager warms up and captures on one attention state. FlashMLA plans its tiles in the first kernel call that sees a "
+    "state, which is the warm-up's, so the planner is not in the graph and every replay uses the plan of the dummy batch.",
+    remedy="The pass that a full graph records gets an attention state of its own, built by vLLM's own factory, outside the graph, "
+    "after the warm-up has returned. PIECEWISE captures are as before.",
+    detect="Output differs from --enforce-eager on the same prompts from the first decoded tokens on, the more the further sequence "
+    "lengths are from those of the capture.",
+    concerns="VLLM_USE_V2_MODEL_RUNNER=1, a cudagraph mode with FULL, MLA models on FlashMLA (Hopper).",
+    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or model runner V1.',
+    removable="with vLLM 0.22.0",
+    runner="V2",
+    reads=(_MANAGER, _FLASHMLA, *_EAGLE.values()),
+    modules=(_MANAGER_MODULE, *_EAGLE_MODULES.values()),
+    diagnose=diagnose,
+    patches=patches,
+    together=(
+        Together(
+            name="draft-prefill-state",
+            module="vllm.v1.worker.gpu.spec_decode.eagle.cudagraph",
+            because="a speculator would warm up on states that were recorded and never run",
+            may_be_off=False,
+        ),
+    ),
+)

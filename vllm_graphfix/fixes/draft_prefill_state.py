@@ -1,0 +1,130 @@
+"""`draft-prefill-state`: the draft's prefill is captured on attention states of its own (PR 44253)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm_graphfix.capturing import FactoryPerPass, RebuildableStates, UntouchedStates, asks_per_pass
+from vllm_graphfix.fix import Diagnosis, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.source import Source
+
+_SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
+_EAGLE = f"{_SPEC_DECODE}/eagle/cudagraph.py"
+_LATER = (f"{_SPEC_DECODE}/autoregressive/cudagraph_utils.py", f"{_SPEC_DECODE}/target_dependent_ar/cudagraph_utils.py")
+_PACKAGE = f"{_SPEC_DECODE}/__init__.py"
+_MANAGER_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
+_EAGLE_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.cudagraph"
+
+
+def diagnose(source: Source) -> Diagnosis:
+    capture = source.function(_EAGLE, "PrefillEagleCudaGraphManager.capture")
+    if capture is not None:
+        shared = capture.find("attn_state = full_cg_attn_states[desc]")
+        if len(shared) == 1 and "full_cg_attn_states" in capture.parameters and capture.find("super().capture(...)"):
+            return Diagnosis(
+                Verdict.AFFECTED,
+                "the draft's prefill is warmed up and captured on the target's captured attention states",
+                capture.at(shared[0]),
+                "target-states",
+            )
+        return Diagnosis(
+            Verdict.UNRECOGNISED,
+            "the draft's prefill gets its attention states in a way that nobody has looked at",
+            capture.where,
+        )
+    for path in _LATER:
+        pair = source.function(path, "PrefillSpeculatorCudaGraphManager.capture")
+        if pair is not None:
+            chosen = pair.find("attn_state_pair.warmup if warmup else attn_state_pair.captured")
+            if chosen:
+                return Diagnosis(
+                    Verdict.FIXED, "the draft's warm-up has an attention state of its own", pair.at(chosen[0])
+                )
+            return Diagnosis(
+                Verdict.UNRECOGNISED,
+                "the draft's prefill gets its attention states in a way that nobody has looked at",
+                pair.where,
+            )
+        own = source.function(path, "SpeculatorCudaGraphManager.capture")
+        if own is not None:
+            built = own.find("prepare_inputs_to_capture(...)")
+            if built and "attn_states" not in own.parameters:
+                return Diagnosis(
+                    Verdict.FIXED, "the draft's passes build attention states of their own", own.at(built[0])
+                )
+            return Diagnosis(
+                Verdict.UNRECOGNISED,
+                "the draft's prefill gets its attention states in a way that nobody has looked at",
+                own.where,
+            )
+    eagle = source.function(_EAGLE, "EagleCudaGraphManager.capture")
+    if eagle is not None or source.function(_PACKAGE, "init_speculator") is None or _older_layout(source):
+        return Diagnosis(Verdict.ABSENT, "no capture of a draft's prefill on the target's attention states")
+    return Diagnosis(Verdict.UNRECOGNISED, "speculators are where nobody has looked for them", f"{_PACKAGE}:1")
+
+
+def _older_layout(source: Source) -> bool:
+    return source.read(f"{_SPEC_DECODE}/eagle_cudagraph.py") is not None
+
+
+def _capture_and_remember_the_factory(stock: StockFunction) -> StockFunction:
+    """Around `CudaGraphManager.capture`: the states it returns can be built again."""
+
+    @functools.wraps(stock)
+    def capture(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if asks_per_pass.get():
+            return stock(self, FactoryPerPass.around(create_forward_fn), *args, **kwargs)
+        returned = stock(self, create_forward_fn, *args, **kwargs)
+        return RebuildableStates(returned, create_forward_fn) if isinstance(returned, dict) else returned
+
+    return capture
+
+
+def _capture_on_untouched_states(stock: StockFunction) -> StockFunction:
+    """Around `PrefillEagleCudaGraphManager.capture`: each pass of the draft gets a state built for it."""
+
+    @functools.wraps(stock)
+    def capture(self: Any, forward_fn: Any, full_cg_attn_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(full_cg_attn_states, RebuildableStates):
+            # Whoever made them did not go through CudaGraphManager.capture: there is no target to stand on.
+            return stock(self, forward_fn, full_cg_attn_states, *args, **kwargs)
+        token = asks_per_pass.set(True)
+        try:
+            return stock(self, forward_fn, UntouchedStates(full_cg_attn_states), *args, **kwargs)
+        finally:
+            asks_per_pass.reset(token)
+
+    return capture
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    return (
+        Patch(_MANAGER_MODULE, "CudaGraphManager.capture", _capture_and_remember_the_factory),
+        Patch(_EAGLE_MODULE, "PrefillEagleCudaGraphManager.capture", _capture_on_untouched_states),
+    )
+
+
+FIX = Fix(
+    name="draft-prefill-state",
+    pr=44253,
+    references=("PR 48261",),
+    summary="the draft's prefill is captured on attention states of its own",
+    releases="0.21.0 - 0.22.1",
+    symptom="With MTP or Eagle on model runner V2: CUDA launch failures while capturing, or drafts that are hardly ever accepted.",
+    cause="The draft's prefill is warmed up and captured on the target's captured attention states. Such a state says that it is "
+    "initialised, but its buffers belong to a graph that was recorded and has never run: the warm-up reads memory that nothing wrote, and the "
+    "capture skips the planner.",
+    remedy="Every pass of the draft's capture gets an attention state that no forward pass has touched, built by the target's own factory "
+    "just before that pass.",
+    detect="The engine dies while 'Capturing eagle prefill CUDA graphs', or the acceptance rate with graphs is lower than with --enforce-eager.",
+    concerns="VLLM_USE_V2_MODEL_RUNNER=1 (the default for more and more models from 0.22.0 on), --speculative-config with eagle, eagle3 or mtp, "
+    "a cudagraph mode with FULL, attention backends with lazy metadata (FlashMLA).",
+    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or serving without speculative decoding.',
+    removable="with vLLM 0.23.0",
+    runner="V2",
+    reads=(_EAGLE, *_LATER, _PACKAGE, f"{_SPEC_DECODE}/eagle_cudagraph.py"),
+    modules=(_MANAGER_MODULE, _EAGLE_MODULE),
+    diagnose=diagnose,
+    patches=patches,
+)

@@ -1,0 +1,110 @@
+"""`flashmla-padding`: what dense fp8 FlashMLA is given for padded rows is a length and a block that exist (issue 33664)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm_graphfix.fix import Diagnosis, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.source import Source
+
+_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+_BACKEND = "vllm/v1/attention/backends/mla/flashmla.py"
+_BACKEND_MODULE = "vllm.v1.attention.backends.mla.flashmla"
+_PARAMETERS = (
+    *("self", "block_table_tensor", "seq_lens_device", "max_seq_len", "query_start_loc_cpu"),
+    *("query_start_loc_device", "num_decode_tokens", "dcp_tot_seq_lens_device"),
+)
+_NULL_BLOCK = 0
+"""The block that vLLM's block pool keeps for itself and never gives to a request."""
+
+
+def diagnose(source: Source) -> Diagnosis:
+    build_decode = source.function(_BACKEND, "FlashMLAMetadataBuilder._build_decode")
+    if "get_mla_metadata_dense_fp8" not in source.names(_BACKEND):
+        return Diagnosis(Verdict.ABSENT, "no dense fp8 FlashMLA")
+    build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
+    if build is None:
+        return Diagnosis(Verdict.ABSENT, "no model runner V1")
+    padded = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(...)")
+    null_block = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(NULL_BLOCK_ID)")
+    if len(padded) == len(null_block) == 1:
+        return Diagnosis(Verdict.FIXED, "block tables are padded with the null block", build.at(null_block[0]))
+    minus_one = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(-1)")
+    if len(padded) == len(minus_one) == 1 and build_decode is not None and build_decode.parameters == _PARAMETERS:
+        return Diagnosis(
+            Verdict.AFFECTED,
+            "block tables are padded with -1, which dense fp8 FlashMLA follows",
+            build.at(minus_one[0]),
+            "minus-one",
+        )
+    return Diagnosis(Verdict.UNRECOGNISED, "block tables are padded in a way that nobody has looked at", build.where)
+
+
+def _padded_rows_that_exist(stock: StockFunction) -> StockFunction:
+    """Around `_build_decode`, fp8 only: rows that schedule no token get length 1 in the null block.
+
+    In place, in the runner's buffers: graphs recorded their addresses, and the runner fills the padding anew for every batch.
+    `block_table_tensor` is (num_reqs, max_blocks) int32, `seq_lens_device` (num_reqs,) int32, `query_start_loc_cpu`
+    (num_reqs + 1,) int32 on the CPU.
+    """
+
+    @functools.wraps(stock)
+    def _build_decode(
+        self: Any,
+        block_table_tensor: Any,
+        seq_lens_device: Any,
+        max_seq_len: Any,
+        query_start_loc_cpu: Any,
+        query_start_loc_device: Any,
+        num_decode_tokens: Any,
+        dcp_tot_seq_lens_device: Any,
+    ) -> Any:
+        if self.is_fp8_kvcache:
+            starts = query_start_loc_cpu.numpy()
+            if starts[-1] == starts[-2]:
+                real_rows = int(starts.searchsorted(starts[-1]))
+                block_table_tensor[real_rows:].fill_(_NULL_BLOCK)
+                seq_lens_device[real_rows:].fill_(1)
+            elif dcp_tot_seq_lens_device is None:
+                # The dummy batch of an idle data-parallel rank has rows of length 0 that its query starts do not show.
+                # With decode context parallelism a real row may have length 0 on a rank; it keeps it.
+                seq_lens_device.clamp_(min=1)
+        return stock(
+            self,
+            block_table_tensor,
+            seq_lens_device,
+            max_seq_len,
+            query_start_loc_cpu,
+            query_start_loc_device,
+            num_decode_tokens,
+            dcp_tot_seq_lens_device,
+        )
+
+    return _build_decode
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    return (Patch(_BACKEND_MODULE, "FlashMLAMetadataBuilder._build_decode", _padded_rows_that_exist),)
+
+
+FIX = Fix(
+    name="flashmla-padding",
+    pr=None,
+    references=("issue 33664", "issue 33638", "issue 40435", "PR 35969", "PR 35431"),
+    summary="padded rows of fp8 FlashMLA point to memory that exists",
+    releases="0.15.0 - 0.19.1",
+    symptom="Illegal memory access under concurrency with --kv-cache-dtype fp8, FlashMLA and CUDA graphs (issue 40435: 25-56 % of requests succeed).",
+    cause="The model runner pads a batch with sequence lengths of 0 and block-table entries of -1. The dense fp8 kernel computes a negative "
+    "cache offset from them; whether that faults depends on what lies there.",
+    remedy="Before planner and kernel see them, padded rows get length 1 and the null block. Real rows and bf16 are untouched.",
+    detect="compute-sanitizer on a short run with a batch size between two capture sizes; or CUDA errors that vanish with --kv-cache-dtype auto.",
+    concerns="--kv-cache-dtype fp8, MLA models on FlashMLA (Hopper), a cudagraph mode with FULL.",
+    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --kv-cache-dtype auto.',
+    removable="with vLLM 0.20.0",
+    runner=None,
+    reads=(_RUNNER, _BACKEND),
+    modules=(_BACKEND_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+)

@@ -1,0 +1,102 @@
+"""`mamba-padding`: rows that schedule no token are never prefilling to the Mamba builder (PR 41873)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm_graphfix.fix import Diagnosis, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.source import Source
+
+_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+_BUILDER = "vllm/v1/attention/backends/mamba_attn.py"
+_BUILDER_MODULE = "vllm.v1.attention.backends.mamba_attn"
+
+
+def diagnose(source: Source) -> Diagnosis:
+    build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
+    compute = source.function(_BUILDER, "BaseMambaAttentionMetadataBuilder._compute_common_metadata")
+    computed = build.find("is_prefilling = ...") if build else []
+    if build is None or not computed:
+        return Diagnosis(Verdict.ABSENT, "the model runner does not tell the builders which rows are prefilling")
+    cleared = build.find("is_prefilling[num_reqs:] = False")
+    # Unconditional: a statement of the same depth, after the only place where the marks are made.
+    if len(cleared) == len(computed) == 1 and cleared[0].col_offset == computed[0].col_offset:
+        return Diagnosis(Verdict.FIXED, "padded rows are marked as not prefilling", build.at(cleared[0]))
+    over_padding = build.find("is_prefilling = num_computed_tokens_cpu < num_prompt_tokens_cpu")
+    if compute is not None and not cleared and len(computed) == len(over_padding) == 1:
+        splits = compute.find("split_decodes_and_prefills(...)")
+        by_phase = compute.find(
+            "split_decodes_and_prefills(common_attn_metadata, decode_threshold=..., treat_short_extends_as_decodes=False)"
+        )
+        if len(splits) == len(by_phase) == 1 and compute.parameters[:2] == ("self", "common_attn_metadata"):
+            return Diagnosis(
+                Verdict.AFFECTED,
+                "is_prefilling covers padded rows, and the Mamba builder splits the batch by it",
+                build.at(over_padding[0]),
+                "prefilling-over-padding",
+            )
+        if (
+            len(splits)
+            == len(compute.find("split_decodes_and_prefills(common_attn_metadata, decode_threshold=...)"))
+            == 1
+        ):
+            return Diagnosis(Verdict.FIXED, "the Mamba builder does not split the batch by phase", compute.where)
+    return Diagnosis(
+        Verdict.UNRECOGNISED, "rows are marked as prefilling in a way that nobody has looked at", build.at(computed[0])
+    )
+
+
+def _split_without_padding(stock: StockFunction) -> StockFunction:
+    """Around `_compute_common_metadata(common_attn_metadata, …)`.
+
+    Reads `query_start_loc_cpu`, (num_reqs + 1,) int32, and `is_prefilling`, (num_reqs,) bool, both on the CPU.
+    """
+    from torch import from_numpy  # the target is imported by now, and torch with it
+
+    @functools.wraps(stock)
+    def _compute_common_metadata(self: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        is_prefilling = common_attn_metadata.is_prefilling
+        if is_prefilling is not None:
+            # Bytes, since comparing tensors this small costs ten times as much as all that is here.
+            marks = is_prefilling.numpy()
+            marked = marks.tobytes()
+            if 1 in marked:  # pure decode batches, most steps, end here
+                starts = common_attn_metadata.query_start_loc_cpu.numpy()
+                real = marks & (starts[1:] != starts[:-1])
+                if real.tobytes() != marked:
+                    # A copy: the same metadata goes to the builders of other layers, which are right as they are.
+                    original, common_attn_metadata = common_attn_metadata, object.__new__(type(common_attn_metadata))
+                    common_attn_metadata.__dict__.update(original.__dict__, is_prefilling=from_numpy(real))
+        return stock(self, common_attn_metadata, *args, **kwargs)
+
+    return _compute_common_metadata
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    return (
+        Patch(_BUILDER_MODULE, "BaseMambaAttentionMetadataBuilder._compute_common_metadata", _split_without_padding),
+    )
+
+
+FIX = Fix(
+    name="mamba-padding",
+    pr=41873,
+    references=(),
+    summary="padded rows never turn a Mamba decode batch into a prefill",
+    releases="0.19.0 - 0.21.0",
+    symptom="Mamba and hybrid models decode wrong tokens under full CUDA graphs, now and then, under load.",
+    cause="The model runner marks rows as prefilling over the padded rows too. A slot beyond the batch keeps the numbers of a request that was "
+    "moved away while it was still prefilling. Mamba's builder splits by that mark: a padded row turns a pure decode batch into "
+    "decode + prefill, and the persistent buffers that the graph reads are not refreshed.",
+    remedy="The Mamba builder splits on a copy of the metadata in which rows that schedule no token are not prefilling. Real rows keep their mark.",
+    detect="Long prompts with chunked prefill next to short requests that finish meanwhile; output differs from --enforce-eager for some requests only.",
+    concerns="Mamba, Mamba-2 and hybrid models, model runner V1, a cudagraph mode with FULL, chunked prefill.",
+    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
+    removable="with vLLM 0.22.0",
+    runner="V1",
+    reads=(_RUNNER, _BUILDER),
+    modules=(_BUILDER_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+)
