@@ -1,0 +1,264 @@
+"""When something goes wrong: vLLM runs stock and says why, or, where the user insists, stops before the first capture."""
+
+from __future__ import annotations
+
+import py_compile
+from pathlib import Path
+
+import pytest
+from edited import edited
+from stock import release_root, run_in_release
+from test_engagement import LOAD, REPORT, imports, states
+
+FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
+BUILDER = "vllm.v1.attention.backends.mla.flashmla.FlashMLAMetadataBuilder"
+
+FOREIGN = """
+import wrapt
+@wrapt.patch_function_wrapper("vllm.v1.attention.backends.mla.flashmla", "FlashMLAMetadataBuilder._build_decode")
+def theirs(wrapped, instance, args, kwargs):
+    return wrapped(*args, **kwargs)
+"""
+
+
+def unmakeable(name: str) -> str:
+    """Code after which the layers of the fix *name* raise when they are made."""
+    return f"""
+import vllm_graphfix.fixes as fixes
+def broken(fix):
+    return fix._replace(patches=lambda shape: [p._replace(wrap=lambda stock: 1 / 0) for p in fix.patches(shape)])
+fixes.FIXES = tuple(broken(fix) if fix.name == {name!r} else fix for fix in fixes.FIXES)
+"""
+
+
+# What goes wrong in the process, before the plugin is registered or its targets are imported, and the states that follow.
+WRONG = {
+    "the source cannot be read": (
+        "import vllm_graphfix.source as s\ndef no(*a): raise PermissionError(13, 'not yours')\ns.Path.read_bytes = no\n",
+        {"flashmla-fp8": "failed", "flashmla-padding": "failed", "capture-state": "failed", "mamba-padding": "failed"},
+        "not yours",
+    ),
+    "the manifest cannot be read": (
+        "import vllm_graphfix.manifest as m, pathlib\nm.PATH = pathlib.Path('/nowhere/manifest.json')\n",
+        {"flashmla-fp8": "failed", "capture-state": "failed", "draft-prefill-state": "failed"},
+        "reinstall vllm-graphfix",
+    ),
+    "a target's attribute is gone": (
+        "import vllm.v1.attention.backends.mla.flashmla as f\ndel f.FlashMLAMetadataBuilder._build_decode\n",
+        {"flashmla-fp8": "failed", "flashmla-padding": "failed", "capture-state": "active"},
+        "has no FlashMLAMetadataBuilder._build_decode of its own",
+    ),
+    "a layer cannot be made": (
+        unmakeable("flashmla-fp8"),
+        {"flashmla-fp8": "failed", "flashmla-padding": "active", "capture-state": "active"},
+        "ZeroDivisionError",
+    ),
+    "the companion cannot be made": (
+        unmakeable("flashmla-padding"),
+        {"flashmla-fp8": "incompatible", "flashmla-padding": "failed", "capture-state": "active"},
+        "ZeroDivisionError",
+    ),
+    "a diagnosis raises": (
+        "import vllm_graphfix.manifest as m\ndef no(fix, source): raise RuntimeError('odd')\nm.diagnose = no\n",
+        {"flashmla-fp8": "failed", "mamba-padding": "failed"},
+        "RuntimeError: odd",
+    ),
+    "somebody else has wrapped a target": (
+        FOREIGN,
+        {"flashmla-fp8": "conflict", "flashmla-padding": "conflict", "capture-state": "active"},
+        "FlashMLAMetadataBuilder._build_decode is",
+    ),
+}
+GATE = """
+import vllm.v1.worker.gpu_worker as w
+try:
+    w.Worker.compile_or_warm_up_model(object())
+except Exception as error:
+    print(f"GATE {type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_in_auto_vllm_runs_stock_with_the_reason_in_states_and_log(what: str) -> None:
+    before, wanted, reason = WRONG[what]
+    done = run_in_release("0.18.1", before + LOAD + imports("0.18.1") + GATE + REPORT)
+    found = states_of(done.stdout)
+    assert {name: found[name][1] for name in wanted} == wanted
+    troubled = [name for name, state in wanted.items() if state not in ("active", "not-needed")]
+    assert any(reason in found[name][2] for name in troubled)
+    assert "GATE AttributeError" in done.stdout, "the stock start-up was called, with an object that is no worker"
+
+
+def states_of(output: str) -> dict[str, list[str]]:
+    import json
+
+    line = next(line for line in reversed(output.splitlines()) if line.startswith("REPORT "))
+    found: dict[str, list[str]] = json.loads(line.removeprefix("REPORT "))
+    return found
+
+
+@pytest.mark.parametrize("what", ["the manifest cannot be read", "somebody else has wrapped a target"])
+@pytest.mark.parametrize(
+    "env", [{"VLLM_GRAPHFIX": "strict"}, {"VLLM_GRAPHFIX_FLASHMLA_FP8": "on"}], ids=["strict", "on"]
+)
+def test_who_insists_is_stopped_before_the_first_capture_with_one_message(what: str, env: dict[str, str]) -> None:
+    before, _, _ = WRONG[what]
+    done = run_in_release("0.18.1", before + LOAD + imports("0.18.1") + GATE, env)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("GATE")]
+    assert line.startswith("GATE GraphfixError: vllm-graphfix stops this engine before it captures its CUDA graphs: ")
+    assert "flashmla-fp8 is " in line
+    assert "VLLM_GRAPHFIX=on, to serve without it" in line
+
+
+@pytest.mark.parametrize(
+    "env", [{"VLLM_GRAPHFIX": "strict"}, {"VLLM_GRAPHFIX_FLASHMLA_FP8": "on"}], ids=["strict", "on"]
+)
+def test_who_insists_on_what_works_is_not_stopped(env: dict[str, str]) -> None:
+    done = run_in_release("0.18.1", LOAD + imports("0.18.1") + GATE, env)
+    assert "GATE AttributeError" in done.stdout
+
+
+def test_strict_ignores_a_fix_whose_targets_this_engine_never_imports() -> None:
+    before, _, _ = WRONG["the manifest cannot be read"]
+    done = run_in_release(
+        "0.18.1",
+        before + LOAD + "from vllm_graphfix import _this_process\n_this_process().check(None)\n",
+        {"VLLM_GRAPHFIX": "strict"},
+    )
+    assert done.returncode == 0
+
+
+def test_strict_leaves_help_alone() -> None:
+    before, _, _ = WRONG["the manifest cannot be read"]
+    code = before + (
+        "import vllm.platforms\nvllm.platforms.current_platform.device_type = 'cpu'\n"
+        "import argparse\nfrom vllm.engine.arg_utils import EngineArgs\n"
+        "parser = EngineArgs.add_cli_args(argparse.ArgumentParser())\nprint('HELP', len(parser.format_help()) > 1000)\n"
+    )
+    assert "HELP True" in run_in_release("0.18.1", code, {"VLLM_GRAPHFIX": "strict"}).stdout
+
+
+def test_a_target_that_is_there_as_bytecode_only_is_failed_not_absent(tmp_path: Path) -> None:
+    root = edited(release_root("0.18.1"), tmp_path / "site", {FLASHMLA: lambda text: text + "\n"})
+    py_compile.compile(str(root / FLASHMLA), cfile=str((root / FLASHMLA).with_suffix(".pyc")), doraise=True)
+    (root / FLASHMLA).unlink()
+    found = states_of(run_in_release(root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT).stdout)
+    assert found["flashmla-fp8"][1] == "failed"
+    assert "bytecode only" in found["flashmla-fp8"][2]
+
+
+def test_an_unrecognised_shape_is_left_alone_and_said(tmp_path: Path) -> None:
+    change = {
+        FLASHMLA: lambda text: text.replace(
+            "scheduler_metadata.num_splits = num_splits\n", "scheduler_metadata.num_splits = num_splits + 0\n"
+        ).replace(
+            "tile_scheduler_metadata = tile_scheduler_metadata", "tile_scheduler_metadata = tile_scheduler_metadata + 0"
+        )
+    }
+    root = edited(release_root("0.18.1"), tmp_path / "site", change)
+    done = run_in_release(
+        root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT, {"VLLM_LOGGING_LEVEL": "WARNING"}
+    )
+    assert states_of(done.stdout)["flashmla-fp8"][1] == "incompatible"
+    assert any("WARNING" in line and "flashmla-fp8" in line for line in (done.stdout + done.stderr).splitlines())
+
+
+def test_a_patch_over_ours_that_drops_it_is_seen() -> None:
+    code = (
+        LOAD
+        + imports("0.18.1")
+        + f"""
+import {BUILDER.rsplit(".", 1)[0]} as f
+f.FlashMLAMetadataBuilder._build_decode = lambda *args: None
+"""
+        + REPORT
+    )
+    assert states("0.18.1", code)["flashmla-fp8"][1] == "conflict"
+
+
+INSISTENT = {"VLLM_GRAPHFIX": "strict"}
+WORKER = """
+from types import SimpleNamespace
+import vllm.v1.worker.gpu_worker as w
+def start(**worker):
+    try:
+        w.Worker.compile_or_warm_up_model(SimpleNamespace(**worker))
+    except Exception as error:
+        return type(error).__name__
+"""
+
+
+def gate(before: str, worker: str, env: dict[str, str] | None = None) -> str:
+    """The name of the error with which a worker's start-up ends: GraphfixError, or the stock code's about a stand-in."""
+    code = before + LOAD + imports("0.18.1") + WORKER + f"print('GATE', start({worker}))\n"
+    return run_in_release("0.18.1", code, env or INSISTENT).stdout.split("GATE ")[1].strip()
+
+
+def test_strict_stops_only_engines_that_have_graphs_and_the_model_runner_that_a_fix_is_for() -> None:
+    eager = "model_config=SimpleNamespace(enforce_eager=True), use_v2_model_runner=True"
+    graphs = "model_config=SimpleNamespace(enforce_eager=False), use_v2_model_runner={}"
+    unrecognised = """
+import vllm_graphfix.fixes as fixes
+from vllm_graphfix.fix import Diagnosis, Verdict
+def odd(source): return Diagnosis(Verdict.UNRECOGNISED, "odd")
+import vllm_graphfix.manifest as m
+real = m.diagnose
+m.diagnose = lambda fix, source: odd(source) if fix.name == "capture-state" else real(fix, source)
+"""
+    assert gate(unrecognised, eager) == "AttributeError"
+    assert gate(unrecognised, graphs.format(False)) == "AttributeError"
+    assert gate(unrecognised, graphs.format(True)) == "GraphfixError"
+
+
+def test_a_patch_on_the_start_up_itself_does_not_open_the_gate() -> None:
+    theirs = (
+        "import wrapt\n@wrapt.patch_function_wrapper('vllm.v1.worker.gpu_worker', 'Worker.compile_or_warm_up_model')\n"
+        "def theirs(wrapped, instance, args, kwargs): return wrapped(*args, **kwargs)\n"
+    )
+    assert gate(theirs + FOREIGN, "use_v2_model_runner=False") == "GraphfixError"
+
+
+def test_a_percentage_that_cannot_be_kept_is_not_what_strict_asked_for() -> None:
+    env = INSISTENT | {"VLLM_GRAPHFIX_ROLLOUT": "25"}
+    assert gate("", "use_v2_model_runner=False", env) == "GraphfixError"
+
+
+@pytest.mark.parametrize(("arguments", "stops"), [([], True), (["--help"], False)])
+def test_a_broken_install_stops_who_insists_but_never_a_call_for_help(arguments: list[str], stops: bool) -> None:
+    broken = f"import sys\nsys.modules['wrapt'] = None\nsys.argv = ['vllm', *{arguments!r}]\nimport vllm_graphfix\n"
+    done = run_in_release("0.18.1", broken + "vllm_graphfix.register()\n", INSISTENT, check=False)
+    assert (done.returncode != 0) == stops
+    assert not stops or "reinstall vllm-graphfix" in done.stderr.splitlines()[-1]
+    assert run_in_release("0.18.1", broken + "vllm_graphfix.register()\n").returncode == 0
+
+
+def test_an_import_that_runs_while_others_come_and_go_is_patched_whole() -> None:
+    churn = """
+import sys, threading, types
+sys.setswitchinterval(1e-6)
+stop = threading.Event()
+def churn():
+    number = 0
+    while not stop.is_set():
+        number += 1
+        sys.modules[f"churn{number}"] = types.ModuleType("churn")
+        del sys.modules[f"churn{number}"]
+threading.Thread(target=churn, daemon=True).start()
+"""
+    found = states_of(run_in_release("0.18.1", churn + LOAD + imports("0.18.1") + "stop.set()\n" + REPORT).stdout)
+    assert {found[name][1] for name in ("capture-state", "flashmla-fp8", "flashmla-padding")} == {"active"}
+
+
+def test_a_module_that_another_thread_is_importing_is_patched_when_it_is_there() -> None:
+    code = f"""
+import importlib, sys, threading, time
+import vllm_graphfix
+thread = threading.Thread(target=importlib.import_module, args=("{BUILDER.rsplit(".", 1)[0]}",))
+thread.start()
+while "{BUILDER.rsplit(".", 1)[0]}" not in sys.modules:
+    time.sleep(0.001)
+vllm_graphfix.register()
+thread.join()
+{REPORT}"""
+    found = states_of(run_in_release("0.18.1", code).stdout)
+    assert (found["flashmla-fp8"][1], found["flashmla-padding"][1]) == ("active", "active")
