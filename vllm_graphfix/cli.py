@@ -1,0 +1,246 @@
+"""The command line: status, explain, verify."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from vllm_graphfix import __version__
+from vllm_graphfix.fix import Fix, State, Verdict
+from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.manifest import ManifestError
+from vllm_graphfix.source import SourceError, open_source
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vllm_graphfix.status import Status
+
+app = typer.Typer(
+    name="vllm-graphfix",
+    help="CUDA-graph correctness fixes of vLLM for stock wheels: what is needed here, what is done about it, and the proof.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+EXIT_NOT_PROVEN = 1
+EXIT_USAGE = 2
+EXIT_LEFT_UNDONE = 3
+
+VllmOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--vllm",
+        metavar="PATH",
+        help="A vLLM wheel file, source tree or site-packages folder; default: the installed vLLM.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="For machines; a stable interface with a schema version.")]
+
+_COLOURS = {
+    Verdict.AFFECTED.value: "yellow",
+    Verdict.UNRECOGNISED.value: "red",
+    Verdict.FIXED.value: "green",
+    Verdict.ABSENT.value: "dim",
+    State.ACTIVE.value: "bold green",
+    State.OFF.value: "red",
+    State.NOT_IN_CANARY.value: "yellow",
+    State.INCOMPATIBLE.value: "red",
+    State.NOT_NEEDED.value: "dim",
+}
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vllm-graphfix {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def status(
+    vllm: VllmOption = None,
+    as_json: JsonOption = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit code 3 if a fix is needed and would not be applied.")
+    ] = False,
+) -> None:
+    """What this vLLM needs and what this environment would do about it. Nothing of vLLM is imported."""
+    from vllm_graphfix.status import status as judge
+
+    try:
+        found = judge(open_source(vllm))
+    except (SourceError, ManifestError) as error:
+        _stop(str(error))
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        _show_status(found)
+    if check and any(row.left_undone for row in found.rows):
+        raise typer.Exit(EXIT_LEFT_UNDONE)
+
+
+@app.command()
+def explain(
+    fix: Annotated[
+        str | None, typer.Argument(metavar="[FIX]", help="Name of a fix; without it, all are listed.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Symptom, cause, what the fix does, how to tell that you are hit, and the way without the plugin."""
+    if fix is None:
+        _list_fixes(as_json)
+        return
+    chosen = _named(fix)
+    sections = _sections(chosen)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "name": chosen.name, "pr": chosen.pr, **sections}, indent=2))
+        return
+    from rich.padding import Padding
+
+    console = _console()
+    console.print(f"[bold]{chosen.name}[/]  {chosen.summary}")
+    for title, text in sections.items():
+        console.print(f"\n[bold]{title.replace('_', ' ').capitalize()}[/]")
+        console.print(Padding(text, (0, 0, 0, 2)), markup=False, highlight=False)
+
+
+@app.command()
+def verify(
+    fixes: Annotated[list[str] | None, typer.Argument(metavar="[FIX]…", help="Names of fixes; default: all.")] = None,
+    vllm: VllmOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove it here: vLLM's own classes, without and with CUDA graphs, stock and patched.
+
+    On a machine without a GPU the graphs are a CPU double, and the verdict says so. Exit code 0 only if all that should hold does.
+    """
+    from vllm_graphfix.verify import VerifyError
+    from vllm_graphfix.verify.report import as_json as report_json
+    from vllm_graphfix.verify.report import show
+    from vllm_graphfix.verify.run import run
+
+    chosen = list(dict.fromkeys(_named(name) for name in fixes or BY_NAME))
+    try:
+        report = run(open_source(vllm), chosen, _console(stderr=True))
+    except (SourceError, ManifestError, VerifyError) as error:
+        _stop(str(error))
+    if as_json:
+        typer.echo(json.dumps(report_json(report), indent=2))
+    else:
+        show(report, _console())
+    if not report.holds:
+        raise typer.Exit(EXIT_NOT_PROVEN)
+
+
+def main() -> None:
+    app()
+
+
+def _named(name: str) -> Fix:
+    found = BY_NAME.get(name.lower().replace("_", "-"))
+    if found is None:
+        from difflib import get_close_matches
+
+        close = get_close_matches(name.lower(), BY_NAME, n=1)
+        _stop(
+            f"there is no fix named {name!r}"
+            + (f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(BY_NAME)}")
+        )
+    return found
+
+
+def _stop(message: str) -> NoReturn:
+    typer.echo(f"vllm-graphfix: {message}", err=True)
+    raise typer.Exit(EXIT_USAGE)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    # Rich honours NO_COLOR and terminals; a pipe has no width, and wrapping at 80 would cut tables for people with `| less`.
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else 140, soft_wrap=False)
+
+
+def _references(fix: Fix) -> str:
+    return ", ".join(([f"PR {fix.pr}"] if fix.pr else []) + list(fix.references))
+
+
+def _sections(fix: Fix) -> dict[str, str]:
+    return {
+        "symptom": fix.symptom,
+        "cause": fix.cause,
+        "what_the_fix_does": fix.remedy,
+        "upstream": _references(fix),
+        "releases": fix.releases,
+        "how_to_tell_that_you_are_hit": fix.detect,
+        "concerns": fix.concerns,
+        "without_the_plugin": fix.workaround,
+        "switch_it_off": f"{fix.variable}=off for this one, VLLM_GRAPHFIX=off for all; then restart the engine.",
+        "no_longer_needed": fix.removable,
+        **({"goes_with": "; ".join(f"{t.name}: without it {t.because}" for t in fix.together)} if fix.together else {}),
+    }
+
+
+def _list_fixes(as_json: bool) -> None:
+    if as_json:
+        listed = [{"name": fix.name, "pr": fix.pr, "summary": fix.summary, "releases": fix.releases} for fix in FIXES]
+        typer.echo(json.dumps({"schema": 1, "fixes": listed}, indent=2))
+        return
+    from rich.table import Table
+
+    table = Table("fix", "what it does", "affected releases", "upstream", box=None, pad_edge=False)
+    for fix in FIXES:
+        table.add_row(f"[bold]{fix.name}[/]", fix.summary, fix.releases, _references(fix))
+    _console().print(table)
+
+
+def _show_status(found: Status) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = _console()
+    known = all(row.diagnosis.known for row in found.rows)
+    origin = (
+        "a stock release that was looked at" if known else "not a stock release that was looked at; judged by its code"
+    )
+    console.print(
+        f"vLLM [bold]{found.source.version or '(version unknown)'}[/] in {escape(found.source.label)}, {origin}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table("fix", "diagnosis", "mode", "would be", "because", box=None, pad_edge=False)
+    for row in found.rows:
+        verdict, would_be = row.diagnosis.verdict.value, row.would_be.value
+        place = (
+            f" [dim]({row.diagnosis.where})[/]"
+            if row.diagnosis.where and row.diagnosis.verdict is not Verdict.FIXED
+            else ""
+        )
+        because = "\n".join(
+            [escape(row.diagnosis.reason) + place, *(f"[yellow]{escape(note)}[/]" for note in row.notes)]
+        )
+        table.add_row(
+            f"[bold]{row.fix.name}[/]",
+            f"[{_COLOURS.get(verdict, '')}]{verdict}[/]",
+            row.mode.value,
+            f"[{_COLOURS.get(would_be, '')}]{would_be}[/]",
+            because,
+        )
+    console.print(table)
+    for note in found.notes:
+        console.print(f"[yellow]![/] {escape(note)}", highlight=False)

@@ -1,0 +1,119 @@
+"""What a vLLM needs and what this environment would do about it, judged from its source alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from vllm_graphfix import __version__, manifest, settings
+from vllm_graphfix.fix import Diagnosis, Fix, Mode, State, Verdict, variable
+from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.source import Source
+
+SCHEMA = 1
+
+
+class Row(NamedTuple):
+    """One fix."""
+
+    fix: Fix
+    diagnosis: Diagnosis
+    mode: Mode
+    would_be: State
+    notes: tuple[str, ...]
+
+    @property
+    def left_undone(self) -> bool:
+        """Needed, or perhaps needed, and not applied."""
+        needed = self.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)
+        return needed and self.would_be is not State.ACTIVE
+
+
+class Status(NamedTuple):
+    """One vLLM under one environment."""
+
+    source: Source
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    """What the operator should act on, beyond the rows."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The stable interface; `SCHEMA` changes with it."""
+        return {
+            "schema": SCHEMA,
+            "graphfix": __version__,
+            "vllm": self.source.version,
+            "source": self.source.label,
+            "notes": list(self.notes),
+            "fixes": [
+                {
+                    "name": row.fix.name,
+                    "pr": row.fix.pr,
+                    "references": list(row.fix.references),
+                    "diagnosis": row.diagnosis.verdict.value,
+                    "reason": row.diagnosis.reason,
+                    "where": row.diagnosis.where,
+                    "known_release": row.diagnosis.known,
+                    "mode": row.mode.value,
+                    "would_be": row.would_be.value,
+                    "notes": list(row.notes),
+                }
+                for row in self.rows
+            ],
+        }
+
+
+def status(source: Source, environment: Mapping[str, str] = os.environ) -> Status:
+    """Judges *source*. Raises `SourceError` and `ManifestError`; nothing is imported or executed."""
+    wanted = settings.read(environment, [fix.name for fix in FIXES])
+    found = {fix.name: manifest.diagnose(fix, source) for fix in FIXES}
+    filtered = _filtered_out(environment)
+    notes = list(wanted.problems)
+    if filtered is not None:
+        notes.append(filtered)
+    rows = tuple(_row(fix, found, wanted, filtered) for fix in FIXES)
+    unneeded = [variable(row.fix.name) for row in rows if _no_longer_needed(row, wanted)]
+    if unneeded:
+        notes.append(f"no longer needed with this vLLM: {', '.join(unneeded)}")
+    return Status(source, rows, tuple(notes))
+
+
+def _no_longer_needed(row: Row, wanted: settings.Settings) -> bool:
+    return row.fix.name in wanted.explicit and row.diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT)
+
+
+def _row(fix: Fix, found: Mapping[str, Diagnosis], wanted: settings.Settings, filtered: str | None) -> Row:
+    mode, diagnosis = wanted.modes[fix.name], found[fix.name]
+    notes: list[str] = []
+    if filtered is not None or wanted.master is settings.Master.OFF or mode in (Mode.OFF, Mode.OBSERVE):
+        would_be = State.OFF
+    elif wanted.withheld is not None:
+        would_be = State.NOT_IN_CANARY
+    elif diagnosis.verdict is Verdict.AFFECTED:
+        would_be = State.ACTIVE
+        for together in fix.together:
+            if found[together.name].verdict is Verdict.UNRECOGNISED:
+                would_be = State.INCOMPATIBLE
+                notes.append(f"{together.name} is unrecognised; without it {together.because}")
+            elif found[together.name].verdict is Verdict.AFFECTED and wanted.modes[together.name] in (
+                Mode.OFF,
+                Mode.OBSERVE,
+            ):
+                if together.may_be_off:
+                    notes.append(f"{together.name} is switched off: {together.because}")
+                else:
+                    notes.append(f"{together.name} is switched off: where {together.because}, this fix is taken back")
+    elif diagnosis.verdict is Verdict.UNRECOGNISED:
+        would_be = State.INCOMPATIBLE
+    else:
+        would_be = State.NOT_NEEDED
+    return Row(fix, diagnosis, mode, would_be, tuple(notes))
+
+
+def _filtered_out(environment: Mapping[str, str]) -> str | None:
+    """vLLM loads the plugins that VLLM_PLUGINS names; set and empty, it loads none."""
+    named = environment.get("VLLM_PLUGINS")
+    if named is None or "graphfix" in (name.strip() for name in named.split(",")):
+        return None
+    return f"VLLM_PLUGINS={named!r} keeps vLLM from loading this plugin; add graphfix to it"
