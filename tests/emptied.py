@@ -1,0 +1,58 @@
+"""Runs `verify`'s worker for fixes whose bodies are emptied, in forks of one process that has imported vLLM."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+from vllm_graphfix import fixes
+from vllm_graphfix.fix import Fix, StockFunction
+from vllm_graphfix.verify import worker
+from vllm_graphfix.verify.flashmla import install_flashmla_stand_ins
+
+
+def emptied(fix: Fix) -> Fix:
+    """The same patches of the same targets, which change nothing."""
+    return fix._replace(patches=lambda shape: [patch._replace(wrap=_pass_on) for patch in fix.patches(shape)])
+
+
+def _pass_on(stock: StockFunction) -> StockFunction:
+    @functools.wraps(stock)
+    def unchanged(*args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **kwargs)
+
+    return unchanged
+
+
+def main(names: list[str]) -> None:
+    """One fork for each of *names* with that fix emptied and the others as they are; then one with nothing emptied.
+
+    Each prints ``{"event": "forked", "emptied": name}`` (null for nothing) and the lines of a worker after it.
+    """
+    install_flashmla_stand_ins()
+    importlib.import_module("vllm.v1.worker.gpu_model_runner")
+    for name in names:
+        importlib.import_module(worker.scenario_module(name))
+    for name in names:
+        _fork(name, [name])
+    _fork(None, names)
+
+
+def _fork(name: str | None, scenarios: list[str]) -> None:
+    print(json.dumps({"event": "forked", "emptied": name}), flush=True)  # noqa: T201 - the result
+    child = os.fork()
+    if not child:
+        try:
+            fixes.FIXES = tuple(emptied(fix) if fix.name == name else fix for fix in fixes.FIXES)
+            worker.main(scenarios)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"the worker with {name} emptied ended in an error")

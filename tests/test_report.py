@@ -1,0 +1,134 @@
+"""What `verify` concludes from two measurements, what it calls equal, and how it says so."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from math import inf, nan
+
+import pytest
+from rich.console import Console
+
+from vllm_graphfix.fix import Diagnosis, Verdict
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.report import Proof, Report, as_json, differing, show
+
+RIGHT = Measurement("three numbers", (1.0, 2.0, 3.0), (1.0, 2.0, 3.0))
+WRONG = replace(RIGHT, graphed=(1.0, 2.5, nan))
+CRASH = replace(RIGHT, graphed=(), error="illegal [memory] access")
+PROVEN = Proof(
+    fix=BY_NAME["mamba-padding"],
+    diagnosis=Diagnosis(Verdict.AFFECTED, "affected"),
+    stock=WRONG,
+    patched=RIGHT,
+    failure=None,
+    stock_state=("off", "VLLM_GRAPHFIX=off"),
+    patched_state=("active", "applied"),
+)
+NOTHING_PATCHED = replace(
+    PROVEN, diagnosis=Diagnosis(Verdict.FIXED, "fixed"), stock=None, patched=None, patched_state=("not-needed", "fixed")
+)
+INCOMPATIBLE = ("incompatible", "nobody has looked at it")
+OUTCOMES = [
+    (PROVEN, "proven"),
+    (replace(PROVEN, stock=CRASH), "proven"),
+    (NOTHING_PATCHED, "nothing patched"),
+    (replace(NOTHING_PATCHED, diagnosis=Diagnosis(Verdict.ABSENT, "absent")), "nothing patched"),
+    (replace(NOTHING_PATCHED, patched_state=("active", "applied")), "active, not not-needed"),
+    (
+        replace(NOTHING_PATCHED, diagnosis=Diagnosis(Verdict.UNRECOGNISED, "?"), patched_state=INCOMPATIBLE),
+        "unrecognised",
+    ),
+    (replace(PROVEN, failure="KeyError: 'x'", patched=None), "scenario failed"),
+    (replace(PROVEN, stock=None), "scenario failed"),
+    (replace(PROVEN, patched=None), "scenario failed"),
+    (replace(PROVEN, stock_state=("active", "applied")), "active in the stock process"),
+    (replace(PROVEN, patched_state=("waiting", "not imported")), "waiting in the patched process"),
+    (replace(PROVEN, patched=replace(RIGHT, eager=(1.0, 2.0, 4.0))), "the references differ"),
+    (replace(PROVEN, stock=RIGHT), "defect not shown on stock"),
+    (replace(PROVEN, patched=WRONG), "defect still there"),
+    (replace(PROVEN, patched=CRASH), "defect still there"),
+    (replace(PROVEN, patched=replace(RIGHT, error="ended in the middle")), "defect still there"),
+    (replace(PROVEN, patched=replace(RIGHT, graphed=(1.0, 2.0))), "defect still there"),
+]
+
+
+@pytest.mark.parametrize(("proof", "outcome"), OUTCOMES)
+def test_every_outcome(proof: Proof, outcome: str) -> None:
+    """Two outcomes hold; each of the others names what does not."""
+    assert proof.outcome == outcome
+    assert proof.holds == (outcome in ("proven", "nothing patched"))
+
+
+def test_a_report_holds_only_if_every_proof_does() -> None:
+    good = Report("0.19.0", "/somewhere", "CPU double", (PROVEN, NOTHING_PATCHED))
+    assert good.holds
+    assert not replace(good, proofs=(PROVEN, replace(PROVEN, patched=WRONG))).holds
+
+
+@pytest.mark.parametrize(
+    ("reference", "found", "wrong"),
+    [
+        ((1.0, 2.0), (1.0, 2.0), 0),
+        ((1.0, 2.0), (1.0, 2.5), 1),
+        ((1.0, 2.0), (1.0, nan), 1),
+        ((1.0, nan), (1.0, nan), 1),
+        ((1.0, inf), (1.0, inf), 1),
+        ((1.0, 2.0), (1.0,), 2),
+        ((1.0,), (1.0, 2.0, 3.0), 3),
+        ((1.0, 2.0), (), 2),
+    ],
+    ids=["equal", "one", "nan", "nan twice", "inf twice", "fewer", "more", "none"],
+)
+def test_what_is_counted_as_wrong(reference: tuple[float, ...], found: tuple[float, ...], wrong: int) -> None:
+    """A number that is none is never right, and with another count none is."""
+    assert differing(reference, found) == wrong
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_the_tolerance_is_relative_to_the_largest_number_and_to_one_at_least(scale: float) -> None:
+    reference = (scale, 0.0)
+    unit = max(scale, 1.0)
+    assert differing(reference, (scale, 0.9e-6 * unit)) == 0
+    assert differing(reference, (scale, 1.1e-6 * unit)) == 1
+
+
+def test_json_has_every_fix_and_no_number_that_json_has_not() -> None:
+    report = Report("0.19.0", "/somewhere", "CPU double", (PROVEN, NOTHING_PATCHED, replace(PROVEN, stock=CRASH)))
+    written = json.loads(json.dumps(as_json(report), allow_nan=False))
+    assert (written["schema"], written["vllm"], written["device"], written["holds"]) == (
+        1,
+        "0.19.0",
+        "CPU double",
+        True,
+    )
+    proven, nothing, crash = written["fixes"]
+    assert (proven["name"], proven["pr"], proven["outcome"]) == ("mamba-padding", 41873, "proven")
+    assert (proven["eager"], proven["stock"], proven["patched"]) == ([1, 2, 3], [1, 2.5, None], [1, 2, 3])
+    assert (nothing["outcome"], nothing["eager"], nothing["state"]) == ("nothing patched", None, "not-needed")
+    assert (crash["stock"], crash["stock_error"]) == ([], "illegal [memory] access")
+
+
+def shown(report: Report) -> str:
+    written = io.StringIO()
+    show(report, Console(file=written, width=160))
+    return written.getvalue()
+
+
+def test_people_see_the_numbers_how_many_are_wrong_and_the_device() -> None:
+    text = shown(Report(None, "/some [where]", "CPU double", (PROVEN, NOTHING_PATCHED, replace(PROVEN, stock=CRASH))))
+    assert "(version unknown) in /some [where], verified on the CPU double" in text
+    assert "2 of 3 wrong" in text
+    assert "equal" in text
+    assert "illegal [memory] access" in text
+    assert "mamba-padding: three numbers" in text
+
+
+def test_people_see_why_a_proof_does_not_hold() -> None:
+    failed = replace(PROVEN, patched=None, failure="KeyError: 'x' (in the patched process; log: /tmp/it.log)")
+    lost = replace(PROVEN, patched_state=("conflict", "was replaced"))
+    text = shown(Report("0.19.0", "/somewhere", "CPU double", (failed, lost)))
+    assert "! mamba-padding: scenario failed: KeyError: 'x' (in the patched process; log: /tmp/it.log)" in text
+    assert "! mamba-padding: conflict in the patched process: was replaced" in text

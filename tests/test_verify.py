@@ -1,0 +1,233 @@
+"""`verify` as users run it: the defect on stock, its absence with the plugin, and that it is the fix that makes it so."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from edited import edited
+from nightly import make_nightly
+from rich.console import Console
+from stock import release_root, run_in_release
+from table import AFFECTED_RELEASES, PAIRS, affected_by, verdict
+from test_diagnosis import UNSEEN, WITHOUT_THE_FIX
+
+from vllm_graphfix.fix import Fix
+from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.source import open_source
+from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.report import Proof, Report
+from vllm_graphfix.verify.run import run
+
+
+def verified(root: Path, fixes: Sequence[Fix] = FIXES) -> Report:
+    return run(open_source(root), fixes, Console(file=io.StringIO()))
+
+
+def outcomes(report: Report) -> dict[str, str]:
+    """Of each fix; of a scenario that failed, with the reason."""
+    return {proof.fix.name: ": ".join(filter(None, [proof.outcome, proof.failure])) for proof in report.proofs}
+
+
+# One run a release, whose tests share a process of pytest-xdist: `--dist loadgroup`.
+@cache
+def report_of(release: str) -> Report:
+    return verified(release_root(release))
+
+
+@pytest.mark.parametrize("release", [pytest.param(r, marks=pytest.mark.xdist_group(r)) for r in AFFECTED_RELEASES])
+def test_every_fix_that_a_release_needs_is_proven_and_nothing_else_is_patched(release: str) -> None:
+    report = report_of(release)
+    assert outcomes(report) == {
+        fix.name: "proven" if verdict(fix.name, release) == "affected" else "nothing patched" for fix in FIXES
+    }
+    assert report.holds
+    assert (report.vllm, report.device) == (release, "CPU double")
+
+
+@cache
+def proofs_with_one_emptied(release: str) -> dict[str | None, dict[str, Proof]]:
+    """The release's proofs, their patched side measured again with the body of one fix emptied, by that fix's name.
+
+    Under None nothing is emptied.
+    """
+    names = list(affected_by(release))
+    code = Path(__file__).with_name("emptied.py").read_text() + f"\nmain({names!r})\n"
+    stock = {proof.fix.name: proof for proof in report_of(release).proofs}
+    found: dict[str | None, dict[str, Proof]] = {}
+    for line in run_in_release(release, code).stdout.splitlines():
+        event: dict[str, Any] = json.loads(line) if line.startswith('{"event": ') else {"event": None}
+        if event["event"] == "forked":
+            proofs = found[event["emptied"]] = {
+                name: replace(stock[name], patched=None) for name in ([event["emptied"]] if event["emptied"] else names)
+            }
+        elif event["event"] == "measured":
+            measured = Measurement(event["numbers"], tuple(event["eager"]), tuple(event["graphed"]), event["error"])
+            proofs[event["fix"]] = replace(proofs[event["fix"]], patched=measured)
+        elif event["event"] == "failed":
+            proofs[event["fix"]] = replace(proofs[event["fix"]], failure=event["error"])
+        elif event["event"] == "state" and event["fix"] in proofs:
+            state = (event["state"], event["reason"])
+            proofs[event["fix"]] = replace(proofs[event["fix"]], patched_state=state)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "release"), [pytest.param(*pair, marks=pytest.mark.xdist_group(pair[1])) for pair in PAIRS]
+)
+def test_the_defect_is_still_there_if_the_body_of_the_fix_is_emptied(name: str, release: str) -> None:
+    """All patches are on their targets, those of this one fix change nothing; with nothing emptied the same way proves it."""
+    proofs = proofs_with_one_emptied(release)
+    emptied, whole = proofs[name][name], proofs[None][name]
+    assert emptied.patched_state == report_of_fix(name, release).patched_state
+    assert (emptied.outcome, emptied.failure) == ("defect still there", None)
+    assert (whole.outcome, whole.failure) == ("proven", None)
+
+
+def report_of_fix(name: str, release: str) -> Proof:
+    return next(proof for proof in report_of(release).proofs if proof.fix.name == name)
+
+
+@pytest.mark.parametrize(
+    ("without_mode", "without_zero_fill"), [(True, False), (False, True), (True, True)], ids=["mode", "indices", "both"]
+)
+def test_nightlies_before_pr_39773_are_proven(tmp_path: Path, without_mode: bool, without_zero_fill: bool) -> None:
+    root = make_nightly(
+        release_root("0.20.0"), tmp_path, without_mode=without_mode, without_zero_fill=without_zero_fill
+    )
+    assert outcomes(verified(root, [BY_NAME["draft-decode-mode"]])) == {"draft-decode-mode": "proven"}
+
+
+ALSO_AFFECTED = {"capture-state": ["draft-prefill-state"]}
+"""In the release that a fix is cut out of; they have to work together."""
+
+
+@pytest.mark.parametrize(
+    ("name", "release", "changes"),
+    # the scenarios drive vLLM as far as 0.23; later releases are judged by source alone
+    [pytest.param(*row, id=f"{row[0]}-{row[1]}") for row in WITHOUT_THE_FIX if row[1] <= "0.23.0"],
+)
+def test_a_fixed_release_with_the_fix_cut_out_is_proven(
+    tmp_path: Path, name: str, release: str, changes: dict[str, Callable[[str], str]]
+) -> None:
+    names = [name, *ALSO_AFFECTED.get(name, ())]
+    report = verified(edited(release_root(release), tmp_path / "vllm", changes), [BY_NAME[n] for n in names])
+    assert report.vllm is None, "nothing tells the version"
+    assert outcomes(report) == dict.fromkeys(names, "proven")
+
+
+def verify(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """The command, in a process as a user has it."""
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_graphfix", "verify", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": "", **(env or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+@pytest.fixture
+def without_torch(tmp_path: Path) -> dict[str, str]:
+    """The environment of a Python in which torch cannot be imported; what `verify` leaves behind is in `tmp_path`."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    return {"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
+
+
+def test_where_nothing_is_affected_nothing_is_patched_and_no_scenario_runs() -> None:
+    done = verify("--json", "--vllm", release_root("0.33.0"))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["schema"], report["vllm"], report["holds"]) == (1, "0.33.0", True)
+    assert [row["name"] for row in report["fixes"]] == list(BY_NAME)
+    assert {(row["outcome"], row["eager"], row["state"]) for row in report["fixes"]} == {
+        ("nothing patched", None, "not-needed")
+    }
+
+
+def test_what_the_user_has_switched_off_is_verified_all_the_same() -> None:
+    done = verify(
+        *("flashmla-fp8", "--json", "--vllm", release_root("0.18.1")),
+        env={"VLLM_GRAPHFIX": "off", "VLLM_GRAPHFIX_FLASHMLA_FP8": "off", "VLLM_GRAPHFIX_ROLLOUT": "1%"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(done.stdout)["fixes"]
+    assert (row["name"], row["pr"], row["diagnosis"], row["outcome"]) == ("flashmla-fp8", 35175, "affected", "proven")
+    assert row["state"] == "active"
+    assert row["patched"] == row["eager"] != row["stock"]
+
+
+def test_a_wheel_file_is_verified_as_it_would_be_installed(tmp_path: Path) -> None:
+    root, wheel = release_root("0.22.1"), tmp_path / "vllm-0.22.1-cp38-abi3-manylinux1_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file in root.rglob("*"):
+            if file.is_file() and file.suffix != ".pyc":
+                archive.write(file, file.relative_to(root))
+        archive.writestr("vllm/_C.abi3.so", b"compiled for a GPU")
+    done = verify("--vllm", wheel)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "vLLM 0.22.1 in " in done.stdout
+    assert "verified on the CPU double" in " ".join(done.stdout.split())
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("draft-prefill-state ")]
+    assert "wrong" in row
+    assert row.split()[-2:] == ["equal", "proven"]
+    assert done.stdout.count("nothing patched") == len(FIXES) - 1
+
+
+def test_a_proof_that_does_not_hold_is_exit_code_1(tmp_path: Path) -> None:
+    name, release, changes = next(row for row in UNSEEN if row[0] == "flashmla-fp8")
+    done = verify(name, "--vllm", edited(release_root(release), tmp_path / "vllm", changes))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "! flashmla-fp8: unrecognised: " in done.stdout
+
+
+def test_the_vllm_that_was_named_is_the_one_that_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('the working directory is no argument')\n")
+    monkeypatch.chdir(tmp_path)
+    done = verify("flashmla-fp8", "--vllm", release_root("0.18.1"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_patch_where_none_is_needed_is_found(tmp_path: Path) -> None:
+    """The state alone would say not-needed; what is looked at is the code."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import wrapt\n"
+        "@wrapt.when_imported('vllm.v1.attention.backends.mla.flashmla')\n"
+        "def patch(module):\n"
+        "    from vllm_graphfix.fixes import flashmla_fp8\n"
+        "    builder = module.FlashMLAMetadataBuilder\n"
+        "    builder._build_decode = flashmla_fp8._plan_in_persistent_buffers(builder._build_decode)\n"
+    )
+    done = verify("flashmla-fp8", "--vllm", release_root("0.23.0"), env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "not left alone" in done.stdout
+
+
+def test_an_unknown_fix_is_a_usage_error_with_the_nearest_that_there_is() -> None:
+    done = verify("flashmla-fp9")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "vllm-graphfix: there is no fix named 'flashmla-fp9'; did you mean flashmla-fp8?\n"
+
+
+def test_without_torch_one_message_says_what_to_do(without_torch: dict[str, str], tmp_path: Path) -> None:
+    done = verify("--vllm", release_root("0.22.1"), env=without_torch)
+    assert (done.returncode, done.stdout) == (2, "")
+    (message,) = done.stderr.splitlines()
+    assert message.startswith("vllm-graphfix: ")
+    assert "No module named 'torch'" in message
+    assert f"Run this with a Python that has torch and what vLLM imports; this one is {sys.executable}." in message
+    (log,) = tmp_path.glob("graphfix-verify-*.log")
+    assert message.endswith(f"The log is {log}")

@@ -1,0 +1,19 @@
+"""What one scenario measured in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The same computation without and with CUDA graphs."""
+
+    numbers: str
+    """What the numbers are, in one phrase for the report."""
+    eager: tuple[float, ...]
+    """The reference: the same inputs, no graph."""
+    graphed: tuple[float, ...]
+    """Through a captured and replayed graph; empty if that ended in an error."""
+    error: str | None = None
+    """The graph run's error, first line."""

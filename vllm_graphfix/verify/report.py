@@ -1,0 +1,169 @@
+"""What `verify` found, for eyes and for machines."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix import __version__
+from vllm_graphfix.fix import Diagnosis, Fix, State, Verdict
+from vllm_graphfix.verify.measurement import Measurement
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA = 1
+_TOLERANCE = 1e-6
+"""Relative to the largest number. The same operations on the same device in float32 come out equal; this is for their order."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One fix on one vLLM."""
+
+    fix: Fix
+    diagnosis: Diagnosis
+    stock: Measurement | None
+    patched: Measurement | None
+    failure: str | None
+    """Why a scenario came to no measurement."""
+    stock_state: tuple[str, str]
+    patched_state: tuple[str, str]
+    """State and reason in the patched process."""
+
+    @property
+    def outcome(self) -> str:
+        """``proven``, ``nothing patched``, or what does not hold."""
+        if self.diagnosis.verdict is Verdict.UNRECOGNISED:
+            return "unrecognised"
+        if self.diagnosis.verdict is not Verdict.AFFECTED:
+            if self.failure is not None:
+                return "not left alone"
+            expected = State.NOT_NEEDED.value
+            return (
+                "nothing patched" if self.patched_state[0] == expected else f"{self.patched_state[0]}, not {expected}"
+            )
+        if self.failure is not None or self.stock is None or self.patched is None:
+            return "scenario failed"
+        if self.stock_state[0] != State.OFF.value:
+            return f"{self.stock_state[0]} in the stock process"
+        if self.patched_state[0] != State.ACTIVE.value:
+            return f"{self.patched_state[0]} in the patched process"
+        if not self.stock.eager or differing(self.stock.eager, self.patched.eager):
+            return "the references differ"
+        if not (self.stock.error or differing(self.stock.eager, self.stock.graphed)):
+            return "defect not shown on stock"
+        if self.patched.error or differing(self.patched.eager, self.patched.graphed):
+            return "defect still there"
+        return "proven"
+
+    @property
+    def holds(self) -> bool:
+        return self.outcome in ("proven", "nothing patched")
+
+
+@dataclass(frozen=True)
+class Report:
+    """All fixes on one vLLM."""
+
+    vllm: str | None
+    source: str
+    device: str
+    proofs: tuple[Proof, ...]
+
+    @property
+    def holds(self) -> bool:
+        return all(proof.holds for proof in self.proofs)
+
+
+def differing(reference: tuple[float, ...], found: tuple[float, ...]) -> int:
+    """How many numbers are not those of the reference; all of them if their count differs."""
+    if len(reference) != len(found):
+        return max(len(reference), len(found))
+    scale = max((abs(number) for number in reference if math.isfinite(number)), default=1.0)
+    return sum(not abs(a - b) <= _TOLERANCE * max(scale, 1.0) for a, b in zip(reference, found, strict=True))
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The stable interface; `SCHEMA` changes with it. Numbers that JSON has not are null."""
+    return {
+        "schema": SCHEMA,
+        "graphfix": __version__,
+        "vllm": report.vllm,
+        "source": report.source,
+        "device": report.device,
+        "holds": report.holds,
+        "fixes": [
+            {
+                "name": proof.fix.name,
+                "pr": proof.fix.pr,
+                "diagnosis": proof.diagnosis.verdict.value,
+                "outcome": proof.outcome,
+                "holds": proof.holds,
+                "failure": proof.failure,
+                "numbers": proof.stock.numbers if proof.stock else None,
+                "eager": _numbers(proof.stock.eager) if proof.stock else None,
+                "stock": _numbers(proof.stock.graphed) if proof.stock else None,
+                "stock_error": proof.stock.error if proof.stock else None,
+                "patched": _numbers(proof.patched.graphed) if proof.patched else None,
+                "patched_error": proof.patched.error if proof.patched else None,
+                "state": proof.patched_state[0],
+                "state_reason": proof.patched_state[1],
+            }
+            for proof in report.proofs
+        ],
+    }
+
+
+def _numbers(numbers: tuple[float, ...]) -> list[float | None]:
+    return [number if math.isfinite(number) else None for number in numbers]
+
+
+def show(report: Report, console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    console.print(
+        f"vLLM [bold]{report.vllm or '(version unknown)'}[/] in {escape(report.source)}, verified on the [bold]{report.device}[/]",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table("fix", "eager", "stock, graphs", "patched, graphs", "verdict", box=None, pad_edge=False)
+    for proof in report.proofs:
+        colour = {"proven": "bold green", "nothing patched": "dim"}.get(proof.outcome, "bold red")
+        first = _first_difference(proof.stock)
+        table.add_row(
+            f"[bold]{proof.fix.name}[/]",
+            _sample(proof.stock.eager, first) if proof.stock else "",
+            f"[red]{escape(_found(proof.stock, first))}[/]" if proof.stock else "",
+            f"[green]{escape(_found(proof.patched, first))}[/]" if proof.patched else "",
+            f"[{colour}]{proof.outcome}[/]",
+        )
+    console.print(table)
+    for proof in report.proofs:
+        if proof.stock and proof.holds:
+            console.print(f"[dim]{proof.fix.name}: {escape(proof.stock.numbers)}[/]", highlight=False)
+        elif not proof.holds:
+            reason = proof.failure or proof.patched_state[1]
+            console.print(f"[red]![/] {proof.fix.name}: {proof.outcome}: {escape(reason)}", highlight=False)
+
+
+def _found(measured: Measurement, first: int) -> str:
+    if measured.error:
+        return measured.error
+    wrong = differing(measured.eager, measured.graphed)
+    return f"{_sample(measured.graphed, first)}  {'equal' if not wrong else f'{wrong} of {len(measured.eager)} wrong'}"
+
+
+def _first_difference(measured: Measurement | None) -> int:
+    """Where the numbers that are shown begin: there is more to see where stock goes wrong than where it is still right."""
+    if measured is None:
+        return 0
+    pairs = zip(measured.eager, measured.graphed, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if differing((a,), (b,))), 0)
+
+
+def _sample(numbers: tuple[float, ...], first: int) -> str:
+    shown = " ".join(f"{number:.4g}" for number in numbers[first : first + 3])
+    return f"{'… ' if first else ''}{shown}{' …' if len(numbers) > first + 3 else ''}"

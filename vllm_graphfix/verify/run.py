@@ -1,0 +1,181 @@
+"""Runs the scenarios in a stock and in a patched process, side by side, and compares them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix import manifest
+from vllm_graphfix.fix import Fix, Verdict
+from vllm_graphfix.settings import PREFIX
+from vllm_graphfix.source import Source
+from vllm_graphfix.verify import VerifyError
+from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.report import Proof, Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+_TIMEOUT = 900
+"""Seconds for one process; ten times what one takes on two slow cores."""
+
+
+def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
+    """Proves *fixes* on *source* with the CPU double. Progress goes to *console*. Raises `VerifyError`, `SourceError`."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    diagnoses = {fix.name: manifest.diagnose(fix, source) for fix in fixes}
+    affected = [fix.name for fix in fixes if diagnoses[fix.name].verdict is Verdict.AFFECTED]
+    others = [fix.name for fix in fixes if diagnoses[fix.name].verdict in (Verdict.FIXED, Verdict.ABSENT)]
+    columns = (TextColumn("{task.description:8}"), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn())
+    # Where there is no terminal, bars that vanish leave an empty line.
+    bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with _on_disk(source) as folder, bars as progress:
+        stock, patched = (
+            _Worker(
+                kind,
+                folder,
+                affected,
+                others if kind == "patched" else (),
+                progress,
+                progress.add_task(kind, total=len(affected) + 1, doing="imports vLLM"),
+            )
+            for kind in ("stock", "patched")
+        )
+        try:
+            for worker in (stock, patched):
+                worker.join()
+        finally:
+            for worker in (stock, patched):
+                worker.stop()
+    return Report(
+        source.version,
+        source.label,
+        "CPU double",
+        tuple(
+            Proof(
+                fix,
+                diagnoses[fix.name],
+                stock.measured.get(fix.name),
+                patched.measured.get(fix.name),
+                stock.failed.get(fix.name) or patched.failed.get(fix.name),
+                stock.states[fix.name],
+                patched.states[fix.name],
+            )
+            for fix in fixes
+        ),
+    )
+
+
+class _Worker(threading.Thread):
+    """Starts one process, reads its lines as they come."""
+
+    def __init__(
+        self,
+        kind: str,
+        folder: Path,
+        names: Sequence[str],
+        others: Sequence[str],
+        progress: Progress,
+        task: TaskID,
+    ) -> None:
+        super().__init__(daemon=True)
+        self.kind = kind
+        self.measured: dict[str, Measurement] = {}
+        self.failed: dict[str, str] = {}
+        self.states: dict[str, tuple[str, str]] = {}
+        self._progress, self._task, self._names = progress, task, names
+        self._log = tempfile.NamedTemporaryFile(prefix=f"graphfix-verify-{kind}-", suffix=".log", delete=False)  # noqa: SIM115 - kept for the user if the process fails
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_graphfix.verify.worker", str(folder), *names, "--", *others],
+            env=_environment(kind),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        self._timer = threading.Timer(_TIMEOUT, self._process.kill)
+        self._timer.start()
+        self.start()
+
+    def run(self) -> None:
+        with self._process:
+            for line in self._process.stdout or ():
+                self._take(json.loads(line))
+        self._timer.cancel()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Raises VerifyError if the process did not come to its end."""
+        super().join(timeout)
+        self._log.close()
+        if self._process.returncode or not self.states:
+            tail = Path(self._log.name).read_text(errors="replace").strip().splitlines()[-1:]
+            raise VerifyError(
+                f"the {self.kind} process ended with {self._process.returncode}: {' '.join(tail) or 'no message'}. "
+                f"Run this with a Python that has torch and what vLLM imports; this one is {sys.executable}. The log is {self._log.name}"
+            )
+        if not self.failed:
+            Path(self._log.name).unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """Ends a process that was not waited for, because the other one failed or the user has had enough."""
+        if not self._log.closed:
+            self._process.kill()
+            super().join()
+            self._log.close()
+            Path(self._log.name).unlink(missing_ok=True)
+
+    def _take(self, line: dict[str, Any]) -> None:
+        event, name = line["event"], line.get("fix", "")
+        if event == "measured":
+            self.measured[name] = Measurement(
+                line["numbers"], tuple(line["eager"]), tuple(line["graphed"]), line["error"]
+            )
+        elif event == "failed":
+            self.failed[name] = f"{line['error']} (in the {self.kind} process; log: {self._log.name})"
+        elif event == "state":
+            self.states[name] = (line["state"], line["reason"])
+            return
+        done = len(self.measured) + len(self.failed)
+        following = self._names[done] if done < len(self._names) else "done"
+        self._progress.update(self._task, completed=done + 1, doing=following)
+
+
+def _environment(kind: str) -> dict[str, str]:
+    """The user's, less what would decide about fixes or devices in place of the proof."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+    package = Path(__file__).parents[2]
+    # The plugin is found wherever this very copy lies. The vLLM under test is an argument: a path may hold a colon.
+    path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    return kept | {
+        PREFIX: "off" if kind == "stock" else "on",
+        "PYTHONPATH": path,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",  # two processes share the machine, and the tensors are tiny
+        "TQDM_DISABLE": "1",  # vLLM's bars over captures; the progress shown is ours
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
+
+
+@contextmanager
+def _on_disk(source: Source) -> Iterator[Path]:
+    """The folder that holds ``vllm/``; of a wheel file, its Python unpacked for the time being."""
+    if source.folder is not None:
+        yield source.folder.absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="graphfix-verify-") as folder, zipfile.ZipFile(source.label) as archive:
+        for member in archive.infolist():
+            if member.filename.endswith((".so", ".cu", ".h", "/")):
+                continue
+            archive.extract(member, folder)  # zipfile drops what would lead out of the folder
+        yield Path(folder)

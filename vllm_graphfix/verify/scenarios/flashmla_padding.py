@@ -1,0 +1,32 @@
+"""flashmla-padding (issue 33664): the dense fp8 kernel is given a batch's padded rows, of length 0 and block ids -1."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from vllm_graphfix.verify.flashmla import install_flashmla_stand_ins
+from vllm_graphfix.verify.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.scenarios.flashmla_fp8 import DenseFP8Decode
+
+
+def run() -> Measurement:
+    """Two requests in a graph captured for four: eager runs them without padding."""
+    install_flashmla_stand_ins()
+    steps = [[63 + step, 200 + step] for step in range(3)]
+    eager = DenseFP8Decode()
+    expected = [eager.step(lengths) for lengths in steps]
+    replayed: list[list[float]] = []
+    error = None
+    with cpu_cuda_graphs():
+        graphed = DenseFP8Decode(captured_requests=4)
+        try:
+            replayed = [graphed.step(lengths) for lengths in steps]
+        except RuntimeError as e:
+            error = str(e).splitlines()[0]
+    return Measurement(
+        numbers="attention output of 2 requests padded to 4 over 3 decode steps (every 64th of 512 values a head)",
+        eager=tuple(chain.from_iterable(expected)),
+        graphed=tuple(chain.from_iterable(replayed)),
+        error=error,
+    )

@@ -1,0 +1,228 @@
+"""mamba-padding (PR 41873): a decode batch is padded into a slot whose former request was still prefilling.
+
+Three short requests decode while a long prompt is prefilled in chunks in the last slot. One of them finishes, the long
+one moves down into its slot, and the batches of three decodes that follow are padded to the captured size of four.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.sampling_params import SamplingParams
+from vllm.v1.attention.backends import mamba_attn
+from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionBackend
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
+from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.utils import CpuGpuBuffer
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_graphfix.verify.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.measurement import Measurement
+
+CAPTURED = 4
+MAX_MODEL_LEN = 32
+MAX_TOKENS = 32
+STATE_SIZE = 2
+LAYER = "model.layers.0.mixer"
+CPU = torch.device("cpu")
+
+PROMPTS = {"first": 3, "second": 4, "third": 5, "long": 8}
+STEPS: list[dict[str, int]] = [
+    {"first": 3, "second": 4, "third": 5},
+    {"first": 1, "second": 1, "third": 1},
+    {"first": 1, "second": 1, "third": 1, "long": 4},
+    {"second": 1, "third": 1, "long": 4},
+    *[{"second": 1, "third": 1, "long": 1}] * 3,
+]
+"""Tokens that the scheduler gives to each request, step by step."""
+
+
+def run() -> Measurement:
+    eager: list[float] = []
+    graphed: list[float] = []
+    for backend in (Mamba1AttentionBackend, Mamba2AttentionBackend):
+        with _unpinned():
+            eager += _serve(backend, CUDAGraphMode.NONE)
+        with _unpinned(), cpu_cuda_graphs():
+            graphed += _serve(backend, CUDAGraphMode.FULL)
+    numbers = "Mamba1 and Mamba2 layer outputs of 3 requests over 4 decode steps"
+    return Measurement(numbers, tuple(eager), tuple(graphed))
+
+
+class SelectiveStateStandIn:
+    """Stands in for a Mamba layer and its Triton kernels: a state per cache block, and an update of it per token."""
+
+    def __init__(self) -> None:
+        self.hidden = torch.zeros(MAX_TOKENS, STATE_SIZE)
+        self._states = torch.zeros(1 + len(PROMPTS), STATE_SIZE)
+        self._decay = torch.tensor([0.5, 0.8])
+
+    def decode(self, state_indices: torch.Tensor) -> torch.Tensor:
+        """One token for each row of `state_indices` (rows, 1); -1 (up to 0.19) and 0 mean that a row has no state."""
+        blocks = state_indices[:, 0].clamp(min=0).long()
+        updated = self._states[blocks] * self._decay + self.hidden[: len(blocks)]
+        self._states.index_copy_(0, blocks, updated)
+        return updated
+
+    def eager(self, metadata: Any) -> torch.Tensor:
+        """Decodes first, then each prefill token by token, as the metadata says."""
+        decodes, outputs = metadata.num_decodes, []
+        if decodes:
+            outputs.append(self.decode(metadata.state_indices_tensor_d[:decodes]))
+        for row in range(metadata.num_prefills):
+            block = metadata.state_indices_tensor_p[row]
+            start, end = (decodes + metadata.query_start_loc_p[row : row + 2]).tolist()
+            state = self._states[block] * metadata.has_initial_states_p[row]
+            for hidden in self.hidden[start:end]:
+                state = state * self._decay + hidden
+            self._states[block] = state
+        return torch.cat(outputs) if outputs else self.hidden[:0]
+
+
+def _serve(backend: Any, mode: CUDAGraphMode) -> list[float]:
+    """The decode outputs of every step that only decodes, a request after the other."""
+    runner, layer = _runner(backend, mode), SelectiveStateStandIn()
+    graph, output = None, torch.empty(0)
+    if mode == CUDAGraphMode.FULL:
+        _set_lengths(runner, [1] * CAPTURED, [1] * CAPTURED)
+        captured = _metadata(runner, CAPTURED, CAPTURED, 1, for_cudagraph_capture=True)
+        layer.decode(captured.state_indices_tensor_d)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = layer.decode(captured.state_indices_tensor_d)
+    numbers: list[float] = []
+    random = torch.Generator().manual_seed(0)
+    for scheduled in STEPS:
+        _update_batch(runner, scheduled)
+        order = runner.input_batch.req_ids
+        inputs = {name: torch.randn(count, STATE_SIZE, generator=random) for name, count in scheduled.items()}
+        layer.hidden[: sum(scheduled.values())] = torch.cat([inputs[name] for name in order])
+        counts = [scheduled[name] for name in order]
+        _set_lengths(runner, counts, runner.input_batch.num_computed_tokens_cpu[: len(order)] + counts)
+        decode_only = max(counts) == 1
+        if graph is not None and decode_only and len(order) < CAPTURED:
+            _metadata(runner, len(order), CAPTURED, 1)
+            graph.replay()
+            outputs = output
+        else:
+            outputs = layer.eager(_metadata(runner, len(order), len(order), max(counts), num_tokens=sum(counts)))
+        if len(order) == 3 and decode_only:
+            numbers += [n for name in scheduled for n in outputs[order.index(name)].tolist()]
+        for name, count in scheduled.items():
+            runner.computed[name] += count
+    return numbers
+
+
+def _unpinned() -> AbstractContextManager[object]:
+    """From 0.21 on a batch with prefills is described in pinned memory, which needs CUDA."""
+    if not hasattr(mamba_attn, "async_tensor_h2d"):
+        return nullcontext()
+    return mock.patch.object(mamba_attn, "async_tensor_h2d", partial(mamba_attn.async_tensor_h2d, pin_memory=False))
+
+
+def _runner(backend: Any, mode: CUDAGraphMode) -> Any:
+    """A GPUModelRunner with no more than its batch and what `_build_attention_metadata` reads."""
+    spec = MambaSpec(block_size=MAX_MODEL_LEN, shapes=((STATE_SIZE,),), dtypes=(torch.float32,))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_mamba_chunk_size=lambda: 8),
+        cache_config=SimpleNamespace(mamba_cache_mode="none", kv_sharing_fast_prefill=False),
+        scheduler_config=SimpleNamespace(max_num_seqs=CAPTURED),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=CAPTURED),
+        speculative_config=None,
+        num_speculative_tokens=0,
+    )
+    group = AttentionGroup(backend, [LAYER], spec, 0)
+    group.create_metadata_builders(config, CPU)
+    runner: Any = object.__new__(GPUModelRunner)
+    runner.input_batch = InputBatch(
+        max_num_reqs=CAPTURED,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=MAX_TOKENS,
+        device=CPU,
+        pin_memory=False,
+        vocab_size=8,
+        block_sizes=[MAX_MODEL_LEN],
+        kernel_block_sizes=[MAX_MODEL_LEN],
+    )
+    runner.computed = {}
+    runner.device, runner.max_model_len = CPU, MAX_MODEL_LEN
+    runner.cache_config, runner.compilation_config = config.cache_config, config.compilation_config
+    groups = [KVCacheGroupSpec([LAYER], spec)]
+    runner.kv_cache_config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    runner.attn_groups = [[group]]
+    runner.query_start_loc = CpuGpuBuffer(CAPTURED + 1, dtype=torch.int32, device=CPU, pin_memory=False)
+    runner.seq_lens = torch.zeros(CAPTURED, dtype=torch.int32)
+    runner.optimistic_seq_lens_cpu = torch.zeros(CAPTURED, dtype=torch.int32)
+    runner.positions = torch.zeros(MAX_TOKENS, dtype=torch.int64)
+    runner.speculative_config = None
+    runner.use_async_spec_decode = runner.routed_experts_initialized = runner.is_mm_prefix_lm = False
+    runner.dcp_world_size = 1
+    return runner
+
+
+def _update_batch(runner: Any, scheduled: dict[str, int]) -> None:
+    """What `_update_states` does to the batch, in its order."""
+    batch = runner.input_batch
+    for name in [n for n in batch.req_ids if n not in scheduled]:
+        batch.remove_request(name)
+    for name, row in batch.req_id_to_index.items():
+        batch.num_computed_tokens_cpu[row] = runner.computed[name]
+    for name in scheduled:
+        if name not in runner.computed:
+            runner.computed[name] = 0
+            batch.add_request(
+                CachedRequestState(
+                    req_id=name,
+                    prompt_token_ids=[0] * PROMPTS[name],
+                    mm_features=[],
+                    sampling_params=SamplingParams(temperature=0.0),
+                    generator=None,
+                    block_ids=([1 + list(PROMPTS).index(name)],),
+                    num_computed_tokens=0,
+                    output_token_ids=[],
+                )
+            )
+    batch.condense()
+    reorder_batch_to_split_decodes_and_prefills(batch, SimpleNamespace(num_scheduled_tokens=scheduled))
+    batch.refresh_metadata()
+    batch.block_table.commit_block_table(batch.num_reqs)
+
+
+def _set_lengths(runner: Any, counts: list[int], seq_lens: Any) -> None:
+    """The part of `_prepare_inputs` that fills the persistent lengths, slots beyond the batch included."""
+    rows = len(counts)
+    runner.query_start_loc.np[1 : rows + 1] = np.cumsum(counts)
+    runner.query_start_loc.np[rows + 1 :] = sum(counts)
+    runner.query_start_loc.copy_to_gpu()
+    for lengths in (runner.seq_lens, runner.optimistic_seq_lens_cpu):
+        lengths.zero_()[:rows] = torch.as_tensor(seq_lens)
+
+
+def _metadata(
+    runner: Any, rows: int, padded_rows: int, max_query_len: int, num_tokens: int | None = None, **capture: bool
+) -> Any:
+    """The layer's metadata for `rows` requests padded to `padded_rows`, one token each without `num_tokens`."""
+    tokens = num_tokens or rows
+    padded_tokens = num_tokens or padded_rows
+    slot_mappings, _ = runner._get_slot_mappings(padded_tokens, padded_rows, tokens)
+    metadata, _ = runner._build_attention_metadata(
+        num_tokens=tokens,
+        num_reqs=rows,
+        max_query_len=max_query_len,
+        num_tokens_padded=padded_tokens,
+        num_reqs_padded=padded_rows,
+        slot_mappings=slot_mappings,
+        **capture,
+    )
+    return metadata[LAYER]

@@ -1,0 +1,157 @@
+"""CPU stand-in for Triton's launcher: a kernel's own Python body runs on CPU tensors, one program after another.
+
+The body is vLLM's; only `tl` is replaced, with as much of it as the speculator's kernels use. A launch is one opaque
+operator, as a kernel is in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+@contextlib.contextmanager
+def cpu_triton_kernels(*modules: ModuleType) -> Iterator[None]:
+    """For the block, what is named `…_kernel` in `modules` can be launched on a CPU."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b))))
+            for name, kernel in list(vars(module).items()):
+                if name.endswith("_kernel"):
+                    stack.enter_context(mock.patch.object(module, name, KernelStandIn(_body(kernel))))
+        yield
+
+
+class KernelStandIn:
+    """Stands in for a `triton.JITFunction`: `kernel[grid](*arguments, CONSTANT=…)`."""
+
+    def __init__(self, body: Callable[..., None]) -> None:
+        self._body = body
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        places = [i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
+        scalars = [None if isinstance(a, torch.Tensor) else a for a in arguments]
+        _launches.append(Launch(self._body, grid, scalars, places, constants))
+        torch.ops.vllm_graphfix.triton_launch(tensors, len(_launches) - 1)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All of a launch but its tensors, which are the operator's arguments; a captured launch runs again."""
+
+    body: Callable[..., None]
+    grid: tuple[int, ...]
+    scalars: list[object]
+    places: list[int]
+    constants: dict[str, object]
+
+    def run(self, tensors: list[torch.Tensor]) -> None:
+        arguments = list(self.scalars)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            arguments[place] = Pointer.to(tensor)
+        names = self.body.__globals__  # helpers of the kernel are functions of its module
+        jitted = {name: _body(value) for name, value in names.items() if _body(value) is not value}
+        for program in itertools.product(*map(range, self.grid)):
+            with mock.patch.dict(names, jitted | {"tl": Language(self.grid, program)}):
+                self.body(*arguments, **self.constants)
+
+
+_launches: list[Launch] = []
+
+
+# which tensors a kernel writes to is for its body to know, so none is declared
+@torch.library.custom_op("vllm_graphfix::triton_launch", mutates_args=(), schema="(Tensor[] tensors, int launch) -> ()")
+def _triton_launch(tensors: list[torch.Tensor], launch: int) -> None:
+    _launches[launch].run(tensors)
+
+
+@_triton_launch.register_fake
+def _(tensors: list[torch.Tensor], launch: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A typed address, or a block of them."""
+
+    memory: torch.Tensor
+    offset: torch.Tensor
+
+    @classmethod
+    def to(cls, tensor: torch.Tensor) -> Pointer:
+        """Up to the end of the storage, as on a GPU: a view's end stops no kernel."""
+        end = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return cls(tensor.as_strided((end - tensor.storage_offset(),), (1,)), torch.tensor(0))
+
+    def __add__(self, offset: torch.Tensor | int) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+    def __sub__(self, offset: torch.Tensor | int) -> Pointer:
+        return self + -offset
+
+
+class Language:
+    """What a program of a launch sees as `triton.language`."""
+
+    int32, int64, float32, float64 = torch.int32, torch.int64, torch.float32, torch.float64
+    arange = staticmethod(torch.arange)
+    where = staticmethod(torch.where)
+
+    def __init__(self, grid: tuple[int, ...], program: tuple[int, ...]) -> None:
+        self._grid, self._program = grid, program
+
+    def program_id(self, axis: int) -> int:
+        return self._program[axis]
+
+    def num_programs(self, axis: int) -> int:
+        return self._grid[axis]
+
+    @staticmethod
+    def load(pointer: Pointer, mask: torch.Tensor | None = None, other: float = 0) -> torch.Tensor:
+        if mask is None:
+            return pointer.memory[_checked(pointer)].clone()
+        block = pointer.memory.new_full(mask.shape, other)
+        block[mask] = pointer.memory[_checked(pointer, mask)]
+        return block
+
+    @staticmethod
+    def store(pointer: Pointer, value: torch.Tensor | float, mask: torch.Tensor | None = None) -> None:
+        values = torch.as_tensor(value).to(pointer.memory.dtype)
+        if mask is not None:
+            values = values.expand(mask.shape)[mask]
+        pointer.memory[_checked(pointer, mask)] = values
+
+    @staticmethod
+    def minimum(a: torch.Tensor, b: torch.Tensor | int) -> torch.Tensor:
+        return torch.minimum(a, torch.as_tensor(b, dtype=a.dtype))
+
+    @staticmethod
+    def max(block: torch.Tensor, axis: int, return_indices: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        value, index = block.max(dim=axis)
+        return value, index
+
+
+def _checked(pointer: Pointer, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The offsets that are accessed; a negative one would count from the end here, and fault on a GPU."""
+    offsets = pointer.offset if mask is None else pointer.offset.expand(mask.shape)[mask]
+    if offsets.numel() and int(offsets.min()) < 0:
+        raise RuntimeError("illegal memory access (CPU stand-in): an offset before the tensor")
+    return offsets
+
+
+def _body(kernel: Any) -> Any:
+    """The Python function behind a `triton.JITFunction`; without Triton it is one already."""
+    function = getattr(kernel, "fn", None)
+    return function if inspect.isfunction(function) else kernel

@@ -1,0 +1,115 @@
+"""One process of `verify`: runs scenarios on the vLLM that its import path holds, and writes a line of JSON for each.
+
+    python -m vllm_graphfix.verify.worker FOLDER [FIX…] [-- FIX…]
+
+FOLDER holds ``vllm/``. Behind the dashes: fixes that are not needed, whose code is imported to see that nobody touched it.
+
+Whether the fixes are on is the environment's to say, as in production.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+
+def _results() -> TextIO:
+    """Standard output, for results alone: what vLLM logs there goes to standard error."""
+    sys.stdout.flush()
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return results
+
+
+def scenario_module(fix: str) -> str:
+    return f"vllm_graphfix.verify.scenarios.{fix.replace('-', '_')}"
+
+
+def _install_kernel_stand_ins() -> None:
+    """Before any scenario makes vLLM look for its FlashMLA kernels. Raises ImportError without torch."""
+    from vllm_graphfix.verify.flashmla import install_flashmla_stand_ins
+
+    try:
+        install_flashmla_stand_ins()
+    except Exception:  # this vLLM has no FlashMLA, or another one; the scenarios that use it will say so
+        traceback.print_exc()
+
+
+def untouched(fix: str) -> None:
+    """Imports what *fix* concerns in this vLLM. Raises AssertionError if a function there is of this package."""
+    from vllm_graphfix.fixes import BY_NAME
+
+    for name in BY_NAME[fix].modules:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name and name.startswith(error.name):
+                continue  # this vLLM has no such module
+            raise
+        owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
+        for owner in owners:
+            for attribute, value in list(vars(owner).items()):
+                written_in = getattr(value, "__globals__", {}).get("__name__", "")
+                if written_in == BY_NAME[fix].diagnose.__globals__["__name__"]:
+                    raise AssertionError(f"{name}: {attribute} is patched")
+
+
+def use(folder: str) -> None:
+    """Makes the vLLM in *folder* the one that is imported. Raises ImportError if it is another one all the same."""
+    sys.path[0] = folder  # in place of the working directory, which may be another vLLM's checkout
+    import vllm
+
+    if Path(folder) not in Path(str(vllm.__file__)).parents:
+        raise ImportError(f"vllm was imported from {vllm.__file__}, not from {folder}")
+
+
+def main(names: list[str], others: Sequence[str] = ()) -> None:
+    """Runs the scenarios of the fixes *names*, and looks whether what *others* concern was left alone."""
+    results = _results()
+
+    def say(**line: Any) -> None:
+        results.write(json.dumps(line) + "\n")
+        results.flush()
+
+    import vllm_graphfix
+
+    vllm_graphfix.register()
+    say(event="registered")
+    if names:
+        _install_kernel_stand_ins()
+    for name in names:
+        try:
+            found = importlib.import_module(scenario_module(name)).run()
+        except Exception as error:
+            traceback.print_exc()
+            say(event="failed", fix=name, error=f"{type(error).__name__}: {error}")
+        else:
+            say(
+                event="measured",
+                fix=name,
+                numbers=found.numbers,
+                eager=list(found.eager),
+                graphed=list(found.graphed),
+                error=found.error,
+            )
+    for name in others:
+        try:
+            untouched(name)
+        except Exception as error:
+            traceback.print_exc()
+            say(event="failed", fix=name, error=f"{type(error).__name__}: {error}")
+    for state in vllm_graphfix.states().values():
+        say(event="state", fix=state.name, state=state.state.value, reason=state.reason)
+
+
+if __name__ == "__main__":
+    given = sys.argv[2:]
+    split = given.index("--") if "--" in given else len(given)
+    use(sys.argv[1])
+    main(given[:split], given[split + 1 :])
