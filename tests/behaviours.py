@@ -1,0 +1,33 @@
+"""Runs a file of ``in_vllm/`` on a stock release: pytest inside a process in which that vLLM and the plugin are loaded.
+
+One process a file and release, since importing vLLM takes seconds. What fails is named in the output that the assertion shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from stock import run_in_release
+
+_FOLDER = Path(__file__).parent / "in_vllm"
+
+_CODE = """
+import os, sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm_graphfix.verify.flashmla import install_flashmla_stand_ins
+install_flashmla_stand_ins()
+import pytest
+options = "-q --no-header --noconftest --strict-markers --tb=short --disable-warnings -p no:cacheprovider -p no:xdist -rfE".split()
+sys.exit(pytest.main([*options, "-c", os.devnull, "--rootdir", {folder!r}, "-k", {select!r}, {path!r}]))
+"""
+
+
+def check_behaviours(release: str | Path, name: str, env: Mapping[str, str] | None = None, *, select: str = "") -> None:
+    """Runs the tests of ``in_vllm/<name>.py``, or those that pytest's ``-k`` *select* names.
+
+    Raises AssertionError with pytest's report if one fails, or if there was none to run.
+    """
+    path = _FOLDER / f"{name}.py"
+    run_in_release(release, _CODE.format(folder=str(_FOLDER), path=str(path), select=select), env)
