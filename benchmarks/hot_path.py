@@ -1,0 +1,264 @@
+"""What the fixes that stay on the path of a decode step add to each call, against the stock function in the same process.
+
+    python benchmarks/hot_path.py [--rounds N]
+
+"alone" puts the fix around a function of the same signature that does nothing, so that nothing but the fix is measured;
+"real" puts it around vLLM's own. Tensors are the CPU's: a copy or fill costs another time on a GPU, and the same Python.
+The other fixes act while graphs are captured and are not called afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from measuring import Times, console, environment, interleaved, machine, run, table, verdict
+
+import fetch_vllm  # isort: skip - measuring has put tools/ on the path
+
+Function = Callable[..., Any]
+
+TARGET = 5.0
+"""Microseconds of Python a call, of mamba-padding and flashmla-fp8."""
+RELEASES = {"mamba": "0.21.0", "flashmla": "0.18.1"}
+REQUESTS, PADDED_REQUESTS = 200, 256
+"""Of a batch with padding; one without has as many requests as rows."""
+CALLS = {"alone": 200, "real": 20}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=400, metavar="N", help="of calls of each function (default: 400)")
+    parser.add_argument("--measure", choices=RELEASES, help=argparse.SUPPRESS)  # in the process that has this vLLM
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(MEASURE[options.measure](options.rounds)))
+        return
+    made = table(
+        f"microseconds a call, {options.rounds} interleaved rounds; difference of the minima, and of the medians",
+        *("fix, batch", "around", "stock min", "with fix min", "fix adds", "by median", "ratio", "target"),
+    )
+    for name, version in RELEASES.items():
+        env = environment(fetch_vllm.release(version), OMP_NUM_THREADS="1", VLLM_GRAPHFIX="off")
+        lines = run([__file__, "--measure", name, "--rounds", str(options.rounds)], env).output.splitlines()
+        for batch, around, stock, fixed, has_target in json.loads(lines[-1]):
+            before, after = Times(*stock), Times(*fixed)
+            added = after.minimum - before.minimum
+            made.add_row(
+                batch,
+                around,
+                f"{before.minimum:.2f}",
+                f"{after.minimum:.2f}",
+                f"{added:+.2f}",
+                f"{after.median - before.median:+.2f}",
+                "" if around == "alone" else f"{after.minimum / before.minimum:.3f}",
+                verdict(added, TARGET, "µs") if has_target and around == "alone" else "",
+            )
+        made.add_section()
+    out = console()
+    out.print(machine(), highlight=False)
+    out.print(made)
+    versions = " and ".join(f"{version} ({name})" for name, version in RELEASES.items())
+    out.print(
+        f"{REQUESTS} requests in {PADDED_REQUESTS} rows, or {PADDED_REQUESTS} requests; vLLM {versions}. For flashmla-fp8, "
+        "stock is stock plus the two slice copies of the upstream fix; for padded rows of flashmla-padding, plus two slice fills.",
+        highlight=False,
+    )
+
+
+def _compared(
+    label: str, around: str, stock: Function, fixed: Function, rounds: int, *, target: bool
+) -> tuple[object, ...]:
+    times = interleaved({"stock": stock, "fixed": fixed}, calls=CALLS[around], rounds=rounds)
+    return label, around, times["stock"], times["fixed"], target
+
+
+# mamba-padding
+
+
+def mamba(rounds: int) -> list[tuple[object, ...]]:
+    import torch
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
+    from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadataBuilder
+    from vllm.v1.kv_cache_interface import MambaSpec
+    from vllm.v1.worker.utils import AttentionGroup
+
+    from vllm_graphfix.fixes.mamba_padding import FIX
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=4096, get_mamba_chunk_size=lambda: 256),
+        cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        scheduler_config=SimpleNamespace(max_num_seqs=PADDED_REQUESTS),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=CUDAGraphMode.FULL, max_cudagraph_capture_size=PADDED_REQUESTS
+        ),
+        speculative_config=None,
+        num_speculative_tokens=0,
+    )
+    spec = MambaSpec(block_size=4096, shapes=((2,),), dtypes=(torch.float32,))
+    group = AttentionGroup(Mamba2AttentionBackend, ["layer"], spec, 0)
+    group.create_metadata_builders(config, torch.device("cpu"))
+    builder = group.get_metadata_builder()
+
+    def batch(requests: int, *, stale_row: bool) -> Any:
+        starts = torch.arange(PADDED_REQUESTS + 1, dtype=torch.int32).clamp(max=requests)
+        is_prefilling = torch.zeros(PADDED_REQUESTS, dtype=torch.bool)
+        is_prefilling[-1] = stale_row
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=(torch.arange(PADDED_REQUESTS) < requests).int() * 100,
+            num_reqs=PADDED_REQUESTS,
+            num_actual_tokens=requests,
+            max_query_len=1,
+            max_seq_len=100,
+            block_table_tensor=torch.zeros(PADDED_REQUESTS, 1, dtype=torch.int32),
+            slot_mapping=torch.zeros(PADDED_REQUESTS, dtype=torch.int64),
+            is_prefilling=is_prefilling,
+        )
+
+    def does_nothing(self: Any, common_attn_metadata: Any, *, num_accepted_tokens: Any = None) -> None: ...
+
+    stale = "mamba-padding, padding that reads as prefilling"
+    right = batch(REQUESTS, stale_row=False)
+    batches = {
+        "mamba-padding, no padding": batch(PADDED_REQUESTS, stale_row=False),
+        "mamba-padding, no padding, a request that is prefilling": batch(PADDED_REQUESTS, stale_row=True),
+        "mamba-padding, padding that does not read as prefilling": right,
+        stale: batch(REQUESTS, stale_row=True),
+    }
+    (patch,) = FIX.patches("prefilling-over-padding")
+    real = BaseMambaAttentionMetadataBuilder._compute_common_metadata
+    found = []
+    for around, stock in (("alone", does_nothing), ("real", real)):
+        fixed = patch.wrap(stock)
+        for label, metadata in batches.items():
+            if around == "real" and metadata.is_prefilling.any() and label != stale:
+                continue  # what a prefill adds needs pinned memory, and would hide the fix
+            # Of stale padding stock makes a prefill, which takes longer: the decode that it is is the stricter measure.
+            calls = _call(stock, builder, right if label == stale else metadata), _call(fixed, builder, metadata)
+            found.append(_compared(label, around, *calls, rounds, target=True))
+    return found
+
+
+# FlashMLA
+
+
+def flashmla(rounds: int) -> list[tuple[object, ...]]:
+    import torch
+
+    from vllm_graphfix.verify.flashmla import PLAN_WIDTH, install_flashmla_stand_ins
+
+    install_flashmla_stand_ins()
+    from vllm.v1.attention.backends.mla import flashmla as flashmla_backend
+
+    from vllm_graphfix.fixes import flashmla_fp8, flashmla_padding
+
+    real = flashmla_backend.FlashMLAMetadataBuilder._build_decode
+    parts = 132
+    """Of the plan on an H200, which has as many multiprocessors."""
+    builder = object.__new__(flashmla_backend.FlashMLAMetadataBuilder)
+    builder.__dict__.update(
+        is_fp8_kvcache=True,
+        num_q_heads=16,
+        cg_buf_tile_scheduler_metadata=torch.zeros(parts, PLAN_WIDTH, dtype=torch.int32),
+        cg_buf_num_splits=torch.empty(PADDED_REQUESTS + 1, dtype=torch.int32),
+    )
+    plan, splits = (
+        torch.zeros(parts, PLAN_WIDTH, dtype=torch.int32),
+        torch.zeros(PADDED_REQUESTS + 1, dtype=torch.int32),
+    )
+    # The planner is a kernel; here it costs nothing, so that what is left is Python.
+    flashmla_backend.get_mla_metadata_dense_fp8 = lambda *_: (plan, splits)
+    metadata = SimpleNamespace(scheduler_metadata=SimpleNamespace())
+
+    def hands_out_a_plan(
+        self: Any,
+        block_table_tensor: Any,
+        seq_lens_device: Any,
+        max_seq_len: Any,
+        query_start_loc_cpu: Any,
+        query_start_loc_device: Any,
+        num_decode_tokens: Any,
+        dcp_tot_seq_lens_device: Any,
+    ) -> Any:
+        metadata.scheduler_metadata.tile_scheduler_metadata = plan
+        metadata.scheduler_metadata.num_splits = splits
+        return metadata
+
+    def hands_out_a_persistent_plan(
+        self: Any,
+        block_table_tensor: Any,
+        seq_lens_device: Any,
+        max_seq_len: Any,
+        query_start_loc_cpu: Any,
+        query_start_loc_device: Any,
+        num_decode_tokens: Any,
+        dcp_tot_seq_lens_device: Any,
+    ) -> Any:
+        tiles = self.cg_buf_tile_scheduler_metadata[:parts].copy_(plan)
+        metadata.scheduler_metadata.tile_scheduler_metadata = tiles
+        metadata.scheduler_metadata.num_splits = self.cg_buf_num_splits[: PADDED_REQUESTS + 1].copy_(splits)
+        return metadata
+
+    def with_two_fills(stock: Function) -> Function:
+        """What any remedy on this path must write, at the least."""
+
+        def _build_decode(self: Any, block_table_tensor: Any, seq_lens_device: Any, **keywords: Any) -> Any:
+            block_table_tensor[REQUESTS:].fill_(0)
+            seq_lens_device[REQUESTS:].fill_(1)
+            return stock(self, block_table_tensor, seq_lens_device, **keywords)
+
+        return _build_decode
+
+    def real_with_two_copies(self: Any, **keywords: Any) -> Any:
+        made = real(self, **keywords)
+        scheduler = made.scheduler_metadata
+        tiles = scheduler.tile_scheduler_metadata
+        scheduler.tile_scheduler_metadata = self.cg_buf_tile_scheduler_metadata[:parts].copy_(tiles)
+        scheduler.num_splits = self.cg_buf_num_splits[: PADDED_REQUESTS + 1].copy_(scheduler.num_splits)
+        return made
+
+    def arguments(requests: int) -> dict[str, Any]:
+        starts = torch.arange(PADDED_REQUESTS + 1, dtype=torch.int32).clamp(max=requests)
+        return {
+            "block_table_tensor": torch.zeros(PADDED_REQUESTS, 64, dtype=torch.int32),
+            "seq_lens_device": torch.full((PADDED_REQUESTS,), 100, dtype=torch.int32),
+            "max_seq_len": 100,
+            "query_start_loc_cpu": starts,
+            "query_start_loc_device": starts,
+            "num_decode_tokens": requests,
+            "dcp_tot_seq_lens_device": None,
+        }
+
+    (persistent,), (padding,) = flashmla_fp8.FIX.patches("new-plan"), flashmla_padding.FIX.patches("minus-one")
+    full, padded = arguments(PADDED_REQUESTS), arguments(REQUESTS)
+    found = []
+    for around, stock, reference in (
+        ("alone", hands_out_a_plan, hands_out_a_persistent_plan),
+        ("real", real, real_with_two_copies),
+    ):
+        calls = _call(reference, builder, **full), _call(persistent.wrap(stock), builder, **full)
+        found.append(_compared("flashmla-fp8, any batch", around, *calls, rounds, target=True))
+    for around, stock in (("alone", hands_out_a_plan), ("real", real)):
+        fixed = padding.wrap(stock)
+        for label, reference, given in (("no padding", stock, full), ("padding", with_two_fills(stock), padded)):
+            calls = _call(reference, builder, **given), _call(fixed, builder, **given)
+            found.append(_compared(f"flashmla-padding, {label}", around, *calls, rounds, target=False))
+    return found
+
+
+def _call(function: Function, *arguments: Any, **keywords: Any) -> Callable[[], object]:
+    return lambda: function(*arguments, **keywords)
+
+
+MEASURE = {"mamba": mamba, "flashmla": flashmla}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What README.md and docs/ say is so: releases, commands, variables, targets of make, links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import fetch_vllm
+import pytest
+import update_docs
+from fetch_vllm import ALL_RELEASES
+from typer.testing import CliRunner
+
+from vllm_graphfix import manifest, settings
+from vllm_graphfix.cli import app
+from vllm_graphfix.fix import Fix
+from vllm_graphfix.fixes import BY_NAME, FIXES
+
+PROJECT = Path(__file__).parent.parent
+README = PROJECT / "README.md"
+PAGES = (README, *sorted((PROJECT / "docs").glob("*.md")))
+FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+TOOL_VARIABLES = {"GRAPHFIX_RELEASES"}
+"""Of the project's tools, not of the plugin."""
+
+
+def commands(page: Path, program: str) -> list[list[str]]:
+    """The arguments of every line in a code block that starts *program*."""
+    lines = [line for block in FENCE.findall(page.read_text()) for line in block.splitlines()]
+    calls = [re.split(r"[|>]", line.removeprefix("$ "))[0] for line in lines]
+    split = [shlex.split(call, comments=True) for call in calls if program in call]
+    return [words[1:] for words in split if words and words[0] == program]
+
+
+ALL_COMMANDS = [(page.name, arguments) for page in PAGES for arguments in commands(page, "vllm-graphfix")]
+
+
+def readme_table() -> dict[str, dict[str, str]]:
+    """Release to fix to verdict, as a reader takes it from README.md."""
+    header, _, *rows = re.findall(r"^\|.*\|$", README.read_text().split("generated: releases")[1], re.MULTILINE)[:100]
+    names = [cell.strip(" `") for cell in header.strip("|").split("|")][1:]
+    table: dict[str, dict[str, str]] = {}
+    for row in rows:
+        span, *cells = (cell.strip(" *") for cell in row.strip("|").split("|"))
+        if not span[:1].isdigit():
+            break  # the next table
+        first, _, last = span.partition(" – ")
+        start, end = ALL_RELEASES.index(first), ALL_RELEASES.index(last or first)
+        for release in ALL_RELEASES[start : end + 1]:
+            assert release not in table
+            table[release] = dict(zip(names, cells, strict=True))
+    return table
+
+
+def test_the_table_covers_every_release_and_fix() -> None:
+    table = readme_table()
+    assert list(table) == list(ALL_RELEASES)
+    assert all(list(row) == list(BY_NAME) for row in table.values())
+
+
+@pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
+def test_the_table_says_what_the_manifest_says(fix: Fix) -> None:
+    """Read from README.md as text, not through the tool that wrote it."""
+    entries = manifest.load()["fixes"][fix.name]
+    expected = {release: entry["verdict"] for entry in entries for release in entry["releases"]}
+    assert {release: row[fix.name] for release, row in readme_table().items()} == expected
+
+
+@pytest.mark.parametrize("page", update_docs.PAGES, ids=lambda page: page.name)
+def test_generated_parts_are_up_to_date(page: Path) -> None:
+    text = page.read_text()
+    assert update_docs.updated(text) == text, "run tools/update_docs.py"
+
+
+@pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
+def test_every_fix_has_a_section_with_its_facts(fix: Fix) -> None:
+    sections = (PROJECT / "docs" / "fixes.md").read_text().split("\n## ")
+    section = next(text for text in sections if text.startswith(f"{fix.name}\n"))
+    assert f"<!-- generated: {fix.name} -->" in section
+    assert all(f"| {fact} |" in section for fact in (fix.symptom, fix.cause, fix.releases, f"`{fix.variable}`"))
+
+
+@pytest.mark.parametrize(("page", "arguments"), ALL_COMMANDS, ids=[" ".join([p, *a]) for p, a in ALL_COMMANDS])
+def test_commands_are_understood(page: str, arguments: list[str]) -> None:
+    """Options are parsed before --help is obeyed, so an unknown one fails; names of fixes are looked up."""
+    done = CliRunner().invoke(app, [*arguments, "--help"])
+    assert done.exit_code == 0, f"{page}: {done.output}"
+    if arguments and arguments[0] in ("explain", "verify"):
+        named = [word for word in arguments[1:] if not word.startswith("-") and word not in ("PATH", "FIX")]
+        assert set(named) <= set(BY_NAME)
+
+
+def test_there_are_commands_to_check() -> None:
+    assert {arguments[0] for page, arguments in ALL_COMMANDS if page == README.name} >= {"status", "verify", "explain"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (PROJECT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", page.read_text())) <= targets
+    assert {arguments[0] for arguments in commands(page, "make")} <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_exist(page: Path) -> None:
+    scripts = [words[0] for words in commands(page, "python") if words[0].endswith(".py")]
+    missing = [script for script in scripts if not (PROJECT / script).is_file()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Files, pictures and headings; addresses on the net are not followed."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("https://", "http://")):
+            continue
+        path, _, heading = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.is_file(), target
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", found.read_text(), re.MULTILINE)
+            assert heading in [re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in headings], (
+                target
+            )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_variables_exist(page: Path) -> None:
+    named = set(re.findall(r"VLLM_GRAPHFIX(?:_[A-Z0-9]+)*\b(?!_|…)", page.read_text()))
+    assert named <= {*settings.names(BY_NAME), *TOOL_VARIABLES}
+
+
+def test_configuration_has_every_variable() -> None:
+    text = (PROJECT / "docs" / "configuration.md").read_text()
+    assert [name for name in settings.names(BY_NAME) if f"`{name}`" not in text] == []
+
+
+def test_every_page_is_linked() -> None:
+    linked = set(re.findall(r"\]\(docs/([^)#\s]+)", README.read_text()))
+    assert {path.name for path in (PROJECT / "docs").iterdir() if path.suffix in {".md", ".svg"}} <= linked
+
+
+def test_releases_of_the_demo_are_stock_releases() -> None:
+    demo = re.search(r"^DEMO_RELEASES := (.+)$", (PROJECT / "Makefile").read_text(), re.MULTILINE)
+    assert demo
+    assert set(demo[1].split()) <= set(fetch_vllm.ALL_RELEASES)
+    assert all(release in README.read_text() for release in demo[1].split())

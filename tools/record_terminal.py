@@ -1,0 +1,82 @@
+"""Records `vllm-graphfix status` and `verify` as pictures of a terminal: docs/status.svg and docs/verify.svg.
+
+    python tools/record_terminal.py [VERSION]
+
+The commands run as a user runs them, in a terminal of their own; what they print is drawn, colours and all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+from collections.abc import Sequence
+from pathlib import Path
+
+from fetch_vllm import release
+from rich.console import Console
+from rich.text import Text
+
+DOCS = Path(__file__).parent.parent / "docs"
+COLUMNS = 122
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("version", nargs="?", default="0.18.1", help="a stock release (default: 0.18.1)")
+    version = parser.parse_args().version
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        name = f"vllm-{version}"  # relative, so that the picture shows no folder of this machine
+        (Path(folder) / name).symlink_to(release(version))
+        for command in ("status", "verify"):
+            arguments = [command, "--vllm", name]
+            code, printed = _in_a_terminal([sys.executable, "-m", "vllm_graphfix", *arguments], Path(folder))
+            _draw(f"vllm-graphfix {' '.join(arguments)}", printed, DOCS / f"{command}.svg")
+            print(f"docs/{command}.svg: exit code {code}")
+            failed |= code
+    return failed
+
+
+def _in_a_terminal(command: Sequence[str], folder: Path) -> tuple[int, str]:
+    """Exit code and what was printed; progress goes to standard error, which is not recorded."""
+    unwanted = ("VLLM_", "NO_COLOR", "COLUMNS")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
+    environment = kept | {"TERM": "xterm-256color", "PYTHONPATH": str(DOCS.parent)}
+    printed = bytearray()
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.DEVNULL
+    ) as process:
+        os.close(writer)
+        try:
+            while chunk := os.read(reader, 4096):
+                printed += chunk
+        except OSError:  # how a terminal tells that nobody writes to it any more
+            pass
+        os.close(reader)
+    return process.returncode, printed.decode().replace("\r\n", "\n")
+
+
+def _draw(command: str, printed: str, into: Path) -> None:
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(Text.assemble(("$ ", "bold green"), command))
+    for line in printed.splitlines():
+        console.print(Text.from_ansi(line.rstrip()), no_wrap=True, crop=True)
+    # The same id every time: a picture changes only if what it shows does.
+    picture = console.export_svg(title="vllm-graphfix", unique_id=f"graphfix-{into.stem}")
+    # A picture in a README fetches no font.
+    into.write_text(re.sub(r"@font-face\s*{.*?}", "", picture, flags=re.DOTALL))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Writes what README.md and docs/fixes.md say of fixes and releases anew, from the fixes' records and the manifest.
+
+    python tools/update_docs.py [--check]
+
+What is generated stands between `<!-- generated: NAME -->` and `<!-- end -->`; everything else is left alone. With
+--check nothing is written, and the exit code is 1 if something would be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from vllm_graphfix import manifest
+from vllm_graphfix.fix import Fix, Verdict
+from vllm_graphfix.fixes import BY_NAME, FIXES
+
+PROJECT = Path(__file__).parent.parent
+PAGES = (PROJECT / "README.md", PROJECT / "docs" / "fixes.md")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    outdated = 0
+    for page in PAGES:
+        written = page.read_text()
+        text = updated(written)
+        if text != written:
+            outdated = 1
+            print(f"{page.relative_to(PROJECT)}: {'out of date; run tools/update_docs.py' if check else 'updated'}")
+            if not check:
+                page.write_text(text)
+    return outdated if check else 0
+
+
+def updated(text: str) -> str:
+    """*text* with every generated part as it should be; raises KeyError for a name that means nothing."""
+
+    def generate(found: re.Match[str]) -> str:
+        name = found[1]
+        lines = release_table() if name == "releases" else facts(BY_NAME[name])
+        return "\n".join([f"<!-- generated: {name} -->", *lines, "<!-- end -->"])
+
+    return re.sub(r"<!-- generated: (\S+) -->\n.*?<!-- end -->", generate, text, flags=re.DOTALL)
+
+
+def release_table() -> Iterator[str]:
+    """A row for releases that follow each other and need the same."""
+    yield f"| vLLM | {' | '.join(f'`{fix.name}`' for fix in FIXES)} |"
+    yield "|---" * (len(FIXES) + 1) + "|"
+    releases = sorted(verdicts(FIXES[0]), key=lambda release: tuple(map(int, release.split("."))))
+    found = {fix.name: verdicts(fix) for fix in FIXES}
+    for row, group in groupby(releases, key=lambda release: tuple(found[fix.name][release] for fix in FIXES)):
+        cells = " | ".join(f"**{cell}**" if cell == Verdict.AFFECTED.value else cell for cell in row)
+        yield f"| {_span(list(group))} | {cells} |"
+
+
+def verdicts(fix: Fix) -> dict[str, str]:
+    """Release to verdict, as the manifest has it."""
+    return {release: entry["verdict"] for entry in _entries(fix) for release in entry["releases"]}
+
+
+def facts(fix: Fix) -> Iterator[str]:
+    """What `vllm-graphfix explain` says, and the shapes of code that the fix was written for."""
+    references = ", ".join(([f"PR {fix.pr}"] if fix.pr else []) + list(fix.references))
+    together = "; ".join(f"`{other.name}`: without it {other.because}" for other in fix.together)
+    rows = {
+        "Symptom": fix.symptom,
+        "Cause": fix.cause,
+        "Remedy": fix.remedy,
+        "How to tell": fix.detect,
+        "Concerns": fix.concerns,
+        "Without the plugin": fix.workaround,
+        "Upstream": references,
+        "Affected": fix.releases,
+        "Not needed from": fix.removable.removeprefix("with "),
+        "Variable": f"`{fix.variable}`",
+        "Goes with": together,
+    }
+    yield ""
+    yield "| | |"
+    yield "|---|---|"
+    yield from (f"| {name} | {text} |" for name, text in rows.items() if text)
+    yield ""
+    yield "| shape | releases | evidence |"
+    yield "|---|---|---|"
+    affected = [entry for entry in _entries(fix) if entry["verdict"] == Verdict.AFFECTED.value]
+    for shape, same in groupby(affected, key=lambda entry: str(entry["shape"])):
+        entries = list(same)
+        evidence = ", ".join(f"`{name.partition('::')[2]}`" for name in entries[0]["evidence"])
+        yield f"| `{shape}` | {_span([release for entry in entries for release in entry['releases']])} | {evidence} |"
+    yield ""
+
+
+def _entries(fix: Fix) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = manifest.load()["fixes"][fix.name]
+    return found
+
+
+def _span(releases: list[str]) -> str:
+    return releases[0] if len(releases) == 1 else f"{releases[0]} – {releases[-1]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
