@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import wrapt
 
-from vllm_graphfix import manifest, patching, settings
+from vllm_graphfix import patching, settings
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, Patch, State, Verdict
-from vllm_graphfix.source import Source, open_source
 
 # Below "vllm", the one logger that vLLM gives a handler; anywhere else an INFO line is lost. Its format leaves
 # the logger's name out, so every message says whose it is.
@@ -62,11 +61,8 @@ class _Progress:
 class Process:
     """All fixes in one process. `start` may be called any number of times and never raises."""
 
-    def __init__(
-        self, fixes: Iterable[Fix], environment: settings.Settings, find_source: Callable[[], Source] = open_source
-    ) -> None:
+    def __init__(self, fixes: Iterable[Fix], environment: settings.Settings) -> None:
         self._settings = environment
-        self._find_source = find_source
         self._progress = {fix.name: _Progress(fix, environment.modes[fix.name]) for fix in fixes}
         self._started = False
         self._diagnosed = False
@@ -132,11 +128,14 @@ class Process:
         if self._diagnosed:
             return
         self._diagnosed = True
-        source: Source | None = None
+        from vllm_graphfix import manifest
+        from vllm_graphfix.source import open_source
+
+        source = None
         for progress in self._progress.values():
             if progress.engaged:
                 try:
-                    source = source or self._find_source()
+                    source = source or open_source()
                     self._judge(progress, manifest.diagnose(progress.fix, source))
                 except Exception as error:
                     self._fail(progress, error)
@@ -201,8 +200,11 @@ class Process:
 
     def _affected_by(self, other: _Progress) -> bool:
         """Whether a fix that is switched off would be needed here."""
+        from vllm_graphfix import manifest
+        from vllm_graphfix.source import open_source
+
         try:
-            other.diagnosis = other.diagnosis or manifest.diagnose(other.fix, self._find_source())
+            other.diagnosis = other.diagnosis or manifest.diagnose(other.fix, open_source())
         except Exception:
             return True
         return other.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)

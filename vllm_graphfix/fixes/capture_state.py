@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.capturing import FactoryPerPass, capture_session, current_session
 from vllm_graphfix.fix import Diagnosis, Fix, Patch, StockFunction, Together, Verdict
-from vllm_graphfix.source import Source
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source import Source
 
 _MANAGER = "vllm/v1/worker/gpu/cudagraph_utils.py"
 _FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Diagnosis, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.source import Source
-from vllm_graphfix.syntax import Function
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source import Source
+    from vllm_graphfix.syntax import Function
 
 _SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
 _FIRST_MANAGER = f"{_SPEC_DECODE}/eagle_cudagraph.py"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.capturing import FactoryPerPass, RebuildableStates, UntouchedStates, asks_per_pass
 from vllm_graphfix.fix import Diagnosis, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.source import Source
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source import Source
 
 _SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
 _EAGLE = f"{_SPEC_DECODE}/eagle/cudagraph.py"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Diagnosis, Fix, Patch, StockFunction, Together, Verdict
-from vllm_graphfix.source import Source
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source import Source
 
 _BACKEND = "vllm/v1/attention/backends/mla/flashmla.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.mla.flashmla"
