@@ -184,6 +184,12 @@ def test_one_info_line_sums_up_what_was_done() -> None:
     assert line.endswith("not-needed: draft-prefill-state, draft-decode-mode, mamba-padding")
 
 
+def test_a_process_that_imports_nothing_of_a_fix_says_so_when_it_ends() -> None:
+    done = run_in_release("0.18.1", LOAD, {"VLLM_LOGGING_LEVEL": "INFO"})
+    (line,) = [line for line in (done.stdout + done.stderr).splitlines() if "graphfix" in line.lower()]
+    assert f"nothing imported that these concern: {', '.join(fix.name for fix in FIXES)}" in line
+
+
 def test_the_line_is_there_too_where_all_is_off() -> None:
     (line,) = log("0.18.1", {"VLLM_GRAPHFIX": "off"})
     assert f"off: {', '.join(fix.name for fix in FIXES)}" in line

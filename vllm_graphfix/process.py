@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import logging
@@ -97,6 +98,8 @@ class Process:
             _when_imported(_GATE, self._install_gate)
         if not engaged:
             self._sum_up()
+        elif not {"-h", "--help"} & set(sys.argv):
+            atexit.register(self._sum_up)  # for a process, such as an API server's, that imports no code of a fix
 
     def states(self) -> dict[str, FixState]:
         """Every fix, by name, in the order of application; targets are read back."""
@@ -282,7 +285,9 @@ class Process:
         self._summed_up = True
         told: dict[str, list[str]] = {}
         for progress in self._progress.values():
-            word = "applied where vLLM imports them" if progress.engaged else progress.state.value
+            word = progress.state.value
+            if progress.engaged:
+                word = "applied where vLLM imports them" if self._diagnosed else "nothing imported that these concern"
             told.setdefault(word, []).append(progress.fix.name)
             logger.debug("graphfix: %s: %s, %s", progress.fix.name, progress.state.value, progress.reason)
         logger.info("graphfix: %s", "; ".join(f"{word}: {', '.join(names)}" for word, names in told.items()))
