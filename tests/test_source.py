@@ -125,6 +125,21 @@ def test_a_file_larger_than_any_of_vllm_is_refused(site_packages: Path, monkeypa
             open_source(given).read(CODE)
 
 
+def test_a_damaged_wheel_is_an_error_that_names_the_file(
+    site_packages: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    wheel = tmp_path_factory.mktemp("wheel") / "vllm-1.2.3-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(site_packages / CODE, CODE)
+        archive.write(site_packages / "vllm" / "__init__.py", "vllm/__init__.py")
+    content = bytearray(wheel.read_bytes())
+    start = content.index(CODE.encode()) + len(CODE)
+    content[start : start + 16] = b"\xff" * 16
+    wheel.write_bytes(content)
+    with pytest.raises(SourceError, match="gpu_model_runner"):
+        open_source(wheel).read(CODE)
+
+
 def test_broken_python_is_an_error_that_names_the_file(site_packages: Path) -> None:
     for content in (b"def broken(:\n", b"\x00\xff\xfe", b"x = '\\", b"# coding: nonsense\nx = 1\n"):
         (site_packages / CODE).write_bytes(content)

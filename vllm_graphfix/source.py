@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,7 +175,8 @@ def _wheel(path: Path) -> Source:
             with archive.open(info) as file:
                 # The size in the directory of an archive is a claim; one byte more than it proves it false.
                 content = file.read(_LARGEST_FILE + 1)
-        except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError) as error:
+        # What zipfile raises for data that is damaged, compressed in a way it does not know, or encrypted.
+        except (zipfile.BadZipFile, zlib.error, OSError, NotImplementedError, RuntimeError) as error:
             raise SourceError(f"{name} in {path} cannot be read: {error}") from error
         if len(content) > _LARGEST_FILE:
             raise SourceError(f"{name} in {path} is larger than any source file of vLLM; is it the right wheel?")
