@@ -45,7 +45,7 @@ def diagnose(source: Source) -> Diagnosis:
     for path, name, kernel_name in _SPECULATORS:
         two_managers = source.function(path, f"{name}.init_cudagraph_manager")
         if two_managers is not None:
-            return _two_managers(two_managers, source.function(path, kernel_name))
+            return _two_managers(source, two_managers, source.function(path, kernel_name))
     init = source.function(_SPECULATOR, "EagleSpeculator.__init__")
     manager = source.function(_MANAGER, "EagleCudaGraphManager.__init__")
     if init is None and manager is None:
@@ -70,7 +70,7 @@ def diagnose(source: Source) -> Diagnosis:
     )
 
 
-def _two_managers(init: Function, kernel: Function | None) -> Diagnosis:
+def _two_managers(source: Source, init: Function, kernel: Function | None) -> Diagnosis:
     """0.20.0 and later, and the nightlies between PR 37588 and PR 39773."""
     chosen = init.find(_DECODE_ONLY)
     if kernel is None or not kernel.find("tl.store(last_token_indices_ptr + req_idx, ...)"):
@@ -88,6 +88,11 @@ def _two_managers(init: Function, kernel: Function | None) -> Diagnosis:
     ):
         return Diagnosis(
             Verdict.UNRECOGNISED, "draft decodes choose their mode in a way that nobody has looked at", init.where
+        )
+    prepare = source.function(init.path, "prepare_eagle_inputs")
+    if not filled and (prepare is None or not {"input_batch", "last_token_indices"} <= set(prepare.parameters)):
+        return Diagnosis(
+            Verdict.UNRECOGNISED, "last_token_indices are filled in a way that nobody has looked at", init.where
         )
     missing = [
         *(() if chosen else ("draft decodes get the configured mode, PIECEWISE included",)),
@@ -133,14 +138,17 @@ def _decode_manager_of_its_own_mode(stock: StockFunction) -> StockFunction:
 
 
 def _zero_stale_indices(stock: StockFunction) -> StockFunction:
-    """Around the name `prepare_eagle_inputs` of the nightlies."""
+    """Around the name `prepare_eagle_inputs` of the nightlies. Raises ValueError if it takes other arguments than known."""
+    # Their order has changed between releases, their names have not.
+    parameters = stock.__code__.co_varnames[: stock.__code__.co_argcount]
+    batch_at, indices_at = parameters.index("input_batch"), parameters.index("last_token_indices")
 
     @functools.wraps(stock)
-    def prepare_eagle_inputs(
-        input_buffers: Any, input_batch: Any, last_token_indices: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        result = stock(input_buffers, input_batch, last_token_indices, *args, **kwargs)
-        last_token_indices[input_batch.num_reqs :].zero_()
+    def prepare_eagle_inputs(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        batch = kwargs["input_batch"] if "input_batch" in kwargs else args[batch_at]
+        indices = kwargs["last_token_indices"] if "last_token_indices" in kwargs else args[indices_at]
+        indices[batch.num_reqs :].zero_()
         return result
 
     return prepare_eagle_inputs
