@@ -153,7 +153,7 @@ def mamba(rounds: int) -> list[tuple[object, ...]]:
 def flashmla(rounds: int) -> list[tuple[object, ...]]:
     import torch
 
-    from vllm_graphfix.verify.flashmla import PLAN_WIDTH, install_flashmla_stand_ins
+    from vllm_graphfix.verify.double.flashmla import PLAN_WIDTH, install_flashmla_stand_ins
 
     install_flashmla_stand_ins()
     from vllm.v1.attention.backends.mla import flashmla as flashmla_backend

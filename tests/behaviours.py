@@ -16,7 +16,7 @@ _CODE = """
 import os, sys
 from vllm.plugins import load_general_plugins
 load_general_plugins()
-from vllm_graphfix.verify.flashmla import install_flashmla_stand_ins
+from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 install_flashmla_stand_ins()
 import pytest
 options = "-q --no-header --noconftest --strict-markers --tb=short --disable-warnings -p no:cacheprovider -p no:xdist -rfE".split()

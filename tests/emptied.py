@@ -12,8 +12,8 @@ from typing import Any
 
 from vllm_graphfix import fixes
 from vllm_graphfix.fix import Fix, StockFunction
-from vllm_graphfix.verify import worker
-from vllm_graphfix.verify.flashmla import install_flashmla_stand_ins
+from vllm_graphfix.verify.double import worker
+from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 
 
 def emptied(fix: Fix) -> Fix:

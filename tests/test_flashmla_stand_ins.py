@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graphfix.verify import flashmla
-from vllm_graphfix.verify.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double import flashmla
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 
 HEADS, WIDTH, VALUE_WIDTH, BLOCK, SCALE = 2, 6, 4, 4, 0.4
 

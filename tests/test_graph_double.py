@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from vllm_graphfix.verify.graph import CPUGraph, cpu_cuda_graphs, poison_
+from vllm_graphfix.verify.double.graph import CPUGraph, cpu_cuda_graphs, poison_
 
 Result = TypeVar("Result")
 

@@ -17,8 +17,15 @@ from vllm.v1.worker.gpu import cudagraph_utils
 
 import vllm_graphfix
 from vllm_graphfix import capturing
-from vllm_graphfix.verify.decoding import DEVICE, HIDDEN, MAX_REQUESTS, ModelStandIn, RunnerStandIn, configuration
-from vllm_graphfix.verify.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.decoding import (
+    DEVICE,
+    HIDDEN,
+    MAX_REQUESTS,
+    ModelStandIn,
+    RunnerStandIn,
+    configuration,
+)
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 
 FULL = CUDAGraphMode.FULL_DECODE_ONLY
 LAYER = "model.layers.0.attention"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.attention.backends.mla import flashmla
 
-from vllm_graphfix.verify.scenarios.flashmla_fp8 import MAX_BLOCKS, _metadata_builder
+from vllm_graphfix.verify.double.scenarios.flashmla_fp8 import MAX_BLOCKS, _metadata_builder
 
 if TYPE_CHECKING:
     import pytest

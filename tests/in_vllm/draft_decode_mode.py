@@ -14,9 +14,9 @@ from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.eagle import speculator as eagle
 
 import vllm_graphfix
-from vllm_graphfix.verify.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.scenarios import draft_decode_mode as scenario
-from vllm_graphfix.verify.triton_kernels import cpu_triton_kernels
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.scenarios import draft_decode_mode as scenario
+from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 
 MODES = tuple(CUDAGraphMode)
 CAPTURED = 4

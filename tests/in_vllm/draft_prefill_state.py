@@ -19,9 +19,9 @@ from vllm.v1.worker.gpu.spec_decode.eagle.cudagraph import PrefillEagleCudaGraph
 
 import vllm_graphfix
 from vllm_graphfix import capturing
-from vllm_graphfix.verify.decoding import DEVICE, configuration
-from vllm_graphfix.verify.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.scenarios.draft_prefill_state import DRAFT_TOKENS, QUERY_TOKENS, SIZES, Drafting
+from vllm_graphfix.verify.double.decoding import DEVICE, configuration
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.scenarios.draft_prefill_state import DRAFT_TOKENS, QUERY_TOKENS, SIZES, Drafting
 
 FULL = CUDAGraphMode.FULL
 MODE = CUDAGraphMode.FULL_AND_PIECEWISE

@@ -12,9 +12,9 @@ from vllm.v1.attention.backends.mla import flashmla
 
 import vllm_graphfix
 from vllm_graphfix.fixes import flashmla_fp8, flashmla_padding
-from vllm_graphfix.verify.flashmla import SM_PARTS
-from vllm_graphfix.verify.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.scenarios.flashmla_fp8 import MAX_REQUESTS, DenseFP8Decode
+from vllm_graphfix.verify.double.flashmla import SM_PARTS
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.scenarios.flashmla_fp8 import MAX_REQUESTS, DenseFP8Decode
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import torch
 from dense_fp8 import Batch, Planner, builder
 
 import vllm_graphfix
-from vllm_graphfix.verify.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.scenarios.flashmla_fp8 import MAX_REQUESTS, DenseFP8Decode
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.scenarios.flashmla_fp8 import MAX_REQUESTS, DenseFP8Decode
 
 
 @pytest.fixture(autouse=True)

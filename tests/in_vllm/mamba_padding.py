@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilde
 from vllm.v1.kv_cache_interface import MambaSpec
 
 import vllm_graphfix
-from vllm_graphfix.verify.scenarios.mamba_padding import _unpinned
+from vllm_graphfix.verify.double.scenarios.mamba_padding import _unpinned
 
 BUILDERS = (Mamba1AttentionMetadataBuilder, Mamba2AttentionMetadataBuilder)
 SLOTS = 8

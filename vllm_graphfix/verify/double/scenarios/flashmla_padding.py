@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import chain
 
-from vllm_graphfix.verify.flashmla import install_flashmla_stand_ins
-from vllm_graphfix.verify.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.scenarios.flashmla_fp8 import DenseFP8Decode
 from vllm_graphfix.verify.measurement import Measurement
-from vllm_graphfix.verify.scenarios.flashmla_fp8 import DenseFP8Decode
 
 
 def run() -> Measurement:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from vllm_graphfix.verify.flashmla import FP8_BLOCK_SIZE, PLAN_WIDTH, SM_PARTS, install_flashmla_stand_ins
-from vllm_graphfix.verify.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.flashmla import FP8_BLOCK_SIZE, PLAN_WIDTH, SM_PARTS, install_flashmla_stand_ins
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
 
 HEADS, LATENT, ROPE = 2, 512, 64

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from vllm_graphfix.verify.flashmla import install_flashmla_stand_ins
-from vllm_graphfix.verify.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
 
 install_flashmla_stand_ins()
@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager  # noqa: E4
 from vllm.v1.worker.gpu.input_batch import InputBuffers  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator  # noqa: E402
 
-from vllm_graphfix.verify.decoding import (  # noqa: E402
+from vllm_graphfix.verify.double.decoding import (  # noqa: E402
     DEVICE,
     HIDDEN,
     MAX_REQUESTS,

@@ -22,9 +22,9 @@ from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.eagle import speculator as eagle
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_graphfix.verify.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 from vllm_graphfix.verify.measurement import Measurement
-from vllm_graphfix.verify.triton_kernels import cpu_triton_kernels
 
 MAX_REQUESTS = 4
 DRAFT_TOKENS = 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
+MODES_OF_A_PROOF = f"{PREFIX}=off (stock), every fix auto (patched)"
 _TIMEOUT = 900
 """Seconds for one process; ten times what one takes on two slow cores."""
 
@@ -74,6 +76,7 @@ def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
             )
             for fix in fixes
         ),
+        environment={"torch": patched.torch, "Python": platform.python_version(), "modes": MODES_OF_A_PROOF},
     )
 
 
@@ -94,10 +97,11 @@ class _Worker(threading.Thread):
         self.measured: dict[str, Measurement] = {}
         self.failed: dict[str, str] = {}
         self.states: dict[str, tuple[str, str]] = {}
+        self.torch = "unknown"
         self._progress, self._task, self._names = progress, task, names
         self._log = tempfile.NamedTemporaryFile(prefix=f"graphfix-verify-{kind}-", suffix=".log", delete=False)  # noqa: SIM115 - kept for the user if the process fails
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_graphfix.verify.worker", str(folder), *names, "--", *others],
+            [sys.executable, "-m", "vllm_graphfix.verify.double.worker", str(folder), *names, "--", *others],
             env=_environment(kind),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -137,7 +141,9 @@ class _Worker(threading.Thread):
 
     def _take(self, line: dict[str, Any]) -> None:
         event, name = line["event"], line.get("fix", "")
-        if event == "measured":
+        if event == "registered":
+            self.torch = line["torch"]
+        elif event == "measured":
             self.measured[name] = Measurement(
                 line["numbers"], tuple(line["eager"]), tuple(line["graphed"]), line["error"]
             )
@@ -154,7 +160,7 @@ class _Worker(threading.Thread):
 def _environment(kind: str) -> dict[str, str]:
     """The user's, less what would decide about fixes or devices in place of the proof."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
-    package = Path(__file__).parents[2]
+    package = Path(__file__).parents[3]
     # The plugin is found wherever this very copy lies. The vLLM under test is an argument: a path may hold a colon.
     path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     return kept | {

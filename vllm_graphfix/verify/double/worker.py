@@ -1,6 +1,6 @@
 """One process of `verify`: runs scenarios on the vLLM that its import path holds, and writes a line of JSON for each.
 
-    python -m vllm_graphfix.verify.worker FOLDER [FIX…] [-- FIX…]
+    python -m vllm_graphfix.verify.double.worker FOLDER [FIX…] [-- FIX…]
 
 FOLDER holds ``vllm/``. Behind the dashes: fixes that are not needed, whose code is imported to see that nobody touched it.
 
@@ -10,6 +10,7 @@ Whether the fixes are on is the environment's to say, as in production.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -28,12 +29,12 @@ def _results() -> TextIO:
 
 
 def scenario_module(fix: str) -> str:
-    return f"vllm_graphfix.verify.scenarios.{fix.replace('-', '_')}"
+    return f"vllm_graphfix.verify.double.scenarios.{fix.replace('-', '_')}"
 
 
 def _install_kernel_stand_ins() -> None:
     """Before any scenario makes vLLM look for its FlashMLA kernels. Raises ImportError without torch."""
-    from vllm_graphfix.verify.flashmla import install_flashmla_stand_ins
+    from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 
     try:
         install_flashmla_stand_ins()
@@ -80,7 +81,7 @@ def main(names: list[str], others: Sequence[str] = ()) -> None:
     import vllm_graphfix
 
     vllm_graphfix.register()
-    say(event="registered")
+    say(event="registered", torch=importlib.metadata.version("torch"))
     if names:
         _install_kernel_stand_ins()
     for name in names:
