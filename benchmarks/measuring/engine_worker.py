@@ -1,0 +1,141 @@
+"""One engine in a process of its own, which decodes when it is told to, and waits on a pipe meanwhile.
+
+    python engine_worker.py DESCRIPTOR
+
+DESCRIPTOR is this end of a `multiprocessing.Pipe`. The first message is the order, what `engine_process.Order` makes. The answers to
+it are the moment at which the engine was ready and then `_told`. After that each ``{"batch": …, "tokens": …}`` is answered with
+the seconds of its decode steps. An error is the last answer: ``{"error": …}``.
+
+Imports nothing of the plugin unless the order says so: a stock engine must not pay for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import os
+import platform
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+SEED = 7
+PROMPT = 100
+"""Tokens of each prompt: the largest batch is prefilled in one step."""
+RUNNERS = {"V1": "vllm.v1.worker.gpu_model_runner", "V2": "vllm.v1.worker.gpu.model_runner"}
+
+
+def main(parent: Any) -> int:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(
+            1, signal.SIGKILL
+        )  # PR_SET_PDEATHSIG: an engine that nobody asks must not keep the GPU's memory
+    try:
+        order = parent.recv()
+        if order["plugin"]:
+            import vllm_graphfix
+
+            vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
+        from vllm import LLM
+
+        captures = _time_captures(RUNNERS[order["runner"]])
+        llm = LLM(**order["arguments"])
+        parent.send(time.monotonic())  # one clock for all processes of a machine
+        parent.send(_told(llm, order, captures))
+        prompts = _prompts(llm, order["largest_batch"])
+        while True:
+            asked = parent.recv()
+            parent.send(_decode(llm, prompts[: asked["batch"]], asked["tokens"]))
+    except EOFError:  # nobody asks any more
+        return 0
+    except BaseException as error:  # an engine may end in SystemExit
+        traceback.print_exc()
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        parent.send({"error": f"{type(error).__name__}: {first}"})
+        return 1
+
+
+def _time_captures(module: str) -> list[float]:
+    """Seconds of each later call of the model runner's `capture_model`, which is no target of the plugin."""
+    seconds: list[float] = []
+    runner = importlib.import_module(module).GPUModelRunner
+    stock = runner.capture_model
+
+    @functools.wraps(stock)
+    def capture_model(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        returned = stock(*args, **kwargs)
+        seconds.append(time.perf_counter() - started)
+        return returned
+
+    runner.capture_model = capture_model
+    return seconds
+
+
+def _told(llm: LLM, order: dict[str, Any], captures: list[float]) -> dict[str, Any]:
+    import torch
+    import vllm
+
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    compilation = llm.llm_engine.vllm_config.compilation_config
+    cuda = torch.cuda.is_available()
+    told = {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
+        "compilation_mode": getattr(compilation.mode, "name", str(compilation.mode)),
+        "cudagraph_mode": getattr(compilation.cudagraph_mode, "name", str(compilation.cudagraph_mode)),
+        "cpu_seconds": sum(usage.ru_utime + usage.ru_stime for usage in used),
+        "capture_seconds": sum(captures) if captures else None,
+        "reserved_bytes": torch.cuda.memory_reserved() if cuda else None,
+        "active": [],
+        "graphfix": None,
+    }
+    if order["plugin"]:
+        import vllm_graphfix
+
+        told["graphfix"] = vllm_graphfix.__version__
+        told["active"] = [name for name, state in vllm_graphfix.states().items() if state.state.value == "active"]
+    return told
+
+
+def _prompts(llm: LLM, largest_batch: int) -> list[dict[str, list[int]]]:
+    chance = random.Random(SEED)  # noqa: S311 - the same prompts in every process
+    vocabulary = range(1, llm.llm_engine.model_config.get_vocab_size())
+    return [{"prompt_token_ids": chance.choices(vocabulary, k=PROMPT)} for _ in range(largest_batch)]
+
+
+def _decode(llm: LLM, prompts: Any, tokens: int) -> float:
+    """Seconds from the first token of all *prompts* to their last: as many steps as *tokens*, less one, of the whole batch."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    # Of the engine's own clock, which it reads once a step.
+    times = [output.metrics for output in outputs]
+    return float(max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times))
+
+
+if __name__ == "__main__":
+    here = os.path.realpath(os.path.dirname(__file__))  # noqa: PTH120 - a stock engine must not pay for pathlib
+    sys.path[:] = [
+        folder for folder in sys.path if os.path.realpath(folder) != here
+    ]  # an engine must not find this folder
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # its end is this process's end, whatever it has started
+    code = main(Connection(descriptor))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What is torn down at the end of an interpreter hangs now and then after an illegal memory access.
+    os._exit(code)

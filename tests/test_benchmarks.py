@@ -1,0 +1,394 @@
+"""The benchmark of real engines, as far as it needs none: what it runs where, how engines take turns and end, its figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+from stock import release_root
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import engine_cost
+from measuring import engine_cases, engine_figures, engine_plot, engine_process
+from measuring.engine_cases import CASES, MLA, MLA_FP8, Site, find_sites, plan
+from measuring.engine_process import DiedError, EngineProcess, Order
+
+from vllm_graphfix.verify.engine.device import Device
+
+STAND_IN = Path(__file__).with_name("engine_worker_stand_in.py")
+GPU = Device("Double of a GPU", "", (9, 0), 100.0, 139.0, "0", "0", "0", "0")
+Run = Callable[..., dict[str, Any]]
+
+
+def sites(*releases: str) -> tuple[Site, ...]:
+    return find_sites([f"{release}={release_root(release)}" for release in releases])
+
+
+# -- what is run where
+
+
+def test_a_case_runs_on_the_newest_affected_release_and_the_first_fixed_one_after_it() -> None:
+    given = sites("0.22.1", "0.18.1", "0.33.0", "0.20.0", "0.21.0")
+    plans = [plan(case, given) for case in CASES]
+    releases = {made.case.name: {c.name: c.site.release for c in made.configurations} for made in plans if made}
+    assert {name: (on["stock"], on["fixed"]) for name, on in releases.items()} == {
+        "mla": ("0.21.0", "0.22.1"),
+        "mla-fp8": ("0.18.1", "0.20.0"),
+        "mamba2": ("0.21.0", "0.22.1"),
+    }
+
+
+def test_all_but_the_fixed_engine_are_of_the_affected_release() -> None:
+    made = plan(MLA, sites("0.21.0", "0.22.1"))
+    assert made is not None
+    assert {c.name for c in made.configurations if c.site.release == "0.21.0"} == {
+        "eager",
+        "piecewise",
+        "stock",
+        "stock-again",
+        "patched",
+    }
+
+
+def test_without_a_fixed_release_its_engine_is_listed_as_not_run() -> None:
+    made = plan(MLA, sites("0.21.0"))
+    assert made is not None
+    assert "fixed" not in {c.name for c in made.configurations}
+    assert made.not_run == ("no release with the upstream fix was given",)
+
+
+def test_a_case_that_concerns_no_given_release_has_no_plan() -> None:
+    assert plan(MLA_FP8, sites("0.21.0", "0.22.1")) is None
+
+
+def test_a_folder_with_another_release_than_said_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"holds vLLM 0\.21\.0, not 0\.22\.1"):
+        find_sites([f"0.22.1={release_root('0.21.0')}"])
+
+
+def test_only_the_patched_engine_loads_the_plugin() -> None:
+    made = plan(MLA, sites("0.21.0", "0.22.1"))
+    assert made is not None
+    plugins = {c.name: c.environment(MLA, (), Path())["VLLM_PLUGINS"] for c in made.configurations}
+    assert [name for name, plugin in plugins.items() if plugin] == ["patched"]
+    assert [c.name for c in made.configurations if c.plugin] == ["patched"]
+
+
+def test_an_engine_finds_its_own_vllm_first_and_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = sites("0.21.0", "0.22.1")
+    other = str(release_root("0.22.1"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([other, "somewhere-else"]))
+    made = plan(MLA, given)
+    assert made is not None
+    path = made["stock"].environment(MLA, given, Path())["PYTHONPATH"].split(os.pathsep)
+    assert path == [str(release_root("0.21.0").resolve()), "somewhere-else"]
+
+
+def test_no_setting_from_outside_reaches_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_GRAPHFIX", "off")
+    made = plan(MLA, sites("0.21.0"))
+    assert made is not None
+    assert "VLLM_GRAPHFIX" not in made["patched"].environment(MLA, (), Path())
+
+
+def test_the_largest_batch_is_prefilled_in_one_step_and_fits_the_largest_graph() -> None:
+    source = (Path(engine_process.WORKER)).read_text()
+    (prompt,) = (int(line.split("=")[1]) for line in source.splitlines() if line.startswith("PROMPT ="))
+    assert prompt * max(engine_cases.SIZES) <= engine_cases._ENGINE["max_num_batched_tokens"]
+
+
+# -- one engine
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], EngineProcess]]:
+    """Starts the stand-in of an engine that behaves as it is told."""
+    monkeypatch.setattr(engine_process, "WORKER", STAND_IN)
+    engines: list[EngineProcess] = []
+
+    def start(behaviour: str) -> EngineProcess:
+        environment = os.environ | {
+            "VLLM_CACHE_ROOT": "cache-mla-stock",
+            "ENGINE_WORKER_STAND_IN": json.dumps({"mla-stock": behaviour}),
+        }
+        order = Order(arguments={}, plugin=False, runner="V1", largest_batch=8)
+        engines.append(EngineProcess(order, environment, tmp_path / "log"))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.end()
+
+
+def test_an_engine_that_does_not_answer_in_time_is_given_up(started: Callable[[str], EngineProcess]) -> None:
+    with pytest.raises(DiedError, match="did not answer in time"):
+        started("hangs").ready(0.1)
+
+
+def test_the_start_of_an_engine_ends_when_it_answers_and_not_when_it_is_asked_for(
+    started: Callable[[str], EngineProcess],
+) -> None:
+    before = time.monotonic()
+    engine = started("")
+    assert engine._pipe.poll(60)
+    answered = time.monotonic()
+    started("").ready(60)
+    assert engine.ready(60).seconds <= answered - before
+
+
+def test_a_crash_is_told_in_the_words_of_the_log(started: Callable[[str], EngineProcess]) -> None:
+    engine = started("crashes at batch 8")
+    engine.ready(60)
+    engine.tell(8, 9)
+    with pytest.raises(DiedError, match="an illegal memory access was encountered"):
+        engine.hear(60)
+
+
+def test_an_engine_that_was_ended_leaves_no_process(started: Callable[[str], EngineProcess]) -> None:
+    engine = started("hangs")
+    engine.end()
+    assert engine._process.returncode is not None
+
+
+# -- all of them
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The whole benchmark with stand-ins of engines, some of which behave as *behaviours* says."""
+    monkeypatch.setattr(engine_process, "WORKER", STAND_IN)
+
+    def go(
+        behaviours: Mapping[str, str],
+        *arguments: str,
+        device: Device = GPU,
+        releases: tuple[str, ...] = ("0.21.0", "0.22.1"),
+    ) -> dict[str, Any]:
+        monkeypatch.setenv("ENGINE_WORKER_STAND_IN", json.dumps(behaviours))
+        monkeypatch.setattr("vllm_graphfix.verify.engine.device.find", lambda: device)
+        given = [part for site in sites(*releases) for part in ("--site", f"{site.release}={site.folder}")]
+        monkeypatch.setattr(
+            sys, "argv", ["engine_cost.py", *given, "--out", str(tmp_path), "--tokens", "5", *arguments]
+        )
+        engine_cost.main()
+        result: dict[str, Any] = json.loads((tmp_path / engine_cost.RESULT).read_text())
+        return result
+
+    return go
+
+
+def case_of(result: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return next(case for case in result["cases"] if case["name"] == name)
+
+
+def test_every_engine_takes_its_turn_in_every_round(run: Run) -> None:
+    case = case_of(run({}, "--only", "mla", "--rounds", "2", "--starts", "0"), "mla")
+    everybody = {"eager", "piecewise", "stock", "stock-again", "patched", "fixed"}
+    assert [turn["batch"] for turn in case["rounds"]] == [1, 8, 64] * 2
+    assert all(set(turn["seconds"]) == everybody for turn in case["rounds"])
+
+
+def test_rounds_alternate_in_their_order(run: Run) -> None:
+    case = case_of(run({}, "--only", "mla", "--rounds", "2", "--starts", "0", "--batches", "1"), "mla")
+    first, second = (list(turn["seconds"]) for turn in case["rounds"])
+    assert first == second[::-1]
+
+
+def test_an_engine_that_dies_is_reported_and_the_others_go_on(run: Run) -> None:
+    result = run({"mla-stock": "crashes at batch 8"}, "--only", "mla", "--rounds", "2", "--starts", "0")
+    case = case_of(result, "mla")
+    (stock,) = (engine for engine in case["configurations"] if engine["name"] == "stock")
+    assert "died while decoding batch 8: CUDA error: an illegal memory access" in stock["failure"]
+    assert all(set(turn["seconds"]) >= {"eager", "patched", "fixed"} for turn in case["rounds"])
+    assert any(stock["failure"] in note for note in engine_figures.notes(case))
+
+
+def test_an_engine_whose_compiler_does_not_run_is_started_without_it(run: Run) -> None:
+    case = case_of(run({"mla-fixed": "does not compile"}, "--only", "mla", "--rounds", "1", "--starts", "0"), "mla")
+    (fixed,) = (engine for engine in case["configurations"] if engine["name"] == "fixed")
+    assert (fixed["attempt"], fixed["failure"], fixed["told"]["cudagraph_mode"]) == (1, None, "FULL_DECODE_ONLY")
+    assert any("no compiler here" in note for note in engine_figures.notes(case))
+
+
+def test_stock_and_patched_start_in_pairs(run: Run) -> None:
+    case = case_of(run({}, "--only", "mla", "--rounds", "1", "--starts", "2"), "mla")
+    assert [set(pair) for pair in case["starts"]] == [{"stock", "patched"}] * 2
+    assert [list(pair) for pair in case["starts"]] == [["patched", "stock"], ["stock", "patched"]]
+
+
+def test_an_interruption_leaves_no_process_and_keeps_what_was_measured(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[EngineProcess] = []
+    stock = EngineProcess.tell
+
+    def interrupted(engine: EngineProcess, batch: int, tokens: int) -> None:
+        engines.append(engine)
+        if len(engines) == 3 * 6 * 2 + 1:  # the batches of all engines once to warm up, once measured
+            raise KeyboardInterrupt
+        stock(engine, batch, tokens)
+
+    monkeypatch.setattr(EngineProcess, "tell", interrupted)
+    case = case_of(run({}, "--only", "mla", "--rounds", "2"), "mla")
+    assert all(engine._process.returncode is not None for engine in engines)
+    assert len(case["rounds"]) == 3
+
+
+def test_cases_of_several_releases_run_one_after_the_other(run: Run) -> None:
+    result = run({}, "--rounds", "1", "--starts", "0", releases=("0.18.1", "0.20.0", "0.21.0", "0.22.1"))
+    assert [(case["name"], len(case["rounds"])) for case in result["cases"]] == [
+        ("mla", 3),
+        ("mla-fp8", 3),
+        ("mamba2", 3),
+    ]
+
+
+def test_where_time_is_up_nothing_more_is_begun(run: Run) -> None:
+    case = case_of(run({}, "--only", "mla", "--limit", "1"), "mla")
+    assert (case["rounds"], case["not_run"]) == ([], ["time was up", "starts: stock and patched did not start before"])
+
+
+def test_another_gpu_runs_what_it_can(run: Run) -> None:
+    older = GPU.__class__("Double of an older GPU", "", (8, 0), 100.0, 139.0, "0", "0", "0", "0")
+    result = run({}, "--rounds", "1", "--starts", "0", device=older)
+    assert case_of(result, "mla")["not_run"] == ["needs compute capability 9.0"]
+    assert len(case_of(result, "mamba2")["rounds"]) == 3
+
+
+def test_a_gpu_without_enough_free_memory_runs_nothing(run: Run) -> None:
+    small = GPU.__class__("Double of a small GPU", "", (9, 0), 4.0, 8.0, "0", "0", "0", "0")
+    case = case_of(run({}, "--only", "mla", device=small), "mla")
+    assert case["not_run"] == ["needs 42 GiB of free GPU memory, 4.0 are"]
+
+
+def test_without_a_gpu_one_line_says_so(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = GPU.__class__(None, "torch sees no GPU", (0, 0), 0.0, 0.0, "unknown", "0", "none", "0")
+    with pytest.raises(FileNotFoundError):  # no result was written
+        run({}, device=nothing)
+    assert capsys.readouterr().err == (
+        "not run: no GPU (torch sees no GPU); --rehearse runs this script on a CPU engine\n"
+    )
+
+
+# -- its figures
+
+
+def measured(**seconds: float) -> dict[str, Any]:
+    """A case with one round of batch 1, in which the engines took *seconds*."""
+    made = plan(MLA, sites("0.21.0", "0.22.1"))
+    assert made is not None
+    told = {"compilation_mode": "VLLM_COMPILE", "cudagraph_mode": "FULL_AND_PIECEWISE", "active": ["capture-state"]}
+    return {
+        "name": "mla",
+        "title": "MLA",
+        "fixes": ["capture-state"],
+        "tokens": 11,
+        "not_run": [],
+        "configurations": [
+            {
+                "name": c.name,
+                "label": c.label,
+                "release": c.site.release,
+                "graphs": c.graphs,
+                "attempt": 0,
+                "failure": None,
+                "told": dict(told),
+            }
+            for c in made.configurations
+        ],
+        "rounds": [{"batch": 1, "seconds": seconds}],
+        "starts": [],
+    }
+
+
+def start(seconds: float, mib: float) -> dict[str, Any]:
+    held = int(mib * engine_figures.MIB)
+    return {"seconds": seconds, "cpu_seconds": 1.0, "capture_seconds": None, "used_bytes": held, "reserved_bytes": held}
+
+
+def test_a_ratio_is_of_the_same_round() -> None:
+    case = measured(eager=4.0, patched=2.0)
+    case["rounds"].append({"batch": 1, "seconds": {"eager": 40.0, "patched": 10.0}})
+    assert engine_figures.throughput(case, "patched", "eager", 1) == (3.0, 2.0, 4.0, 2)
+
+
+def test_a_round_in_which_one_is_missing_counts_for_neither() -> None:
+    case = measured(eager=4.0)
+    assert engine_figures.throughput(case, "patched", "eager", 1) is None
+
+
+@pytest.mark.parametrize(("patched", "met"), [(1.0, True), (1.005, True), (1.02, False)])
+def test_patched_may_be_slower_than_stock_by_one_percent(patched: float, met: bool) -> None:
+    first = engine_figures.targets(measured(stock=1.0, patched=patched))[0]
+    assert first.met is met
+
+
+@pytest.mark.parametrize(("patched", "met"), [(2.0, True), (3.0, False)])
+def test_patched_is_to_be_half_as_fast_again_as_eager(patched: float, met: bool) -> None:
+    (found,) = (t for t in engine_figures.targets(measured(eager=4.0, patched=patched)) if "eager" in t.what)
+    assert found.met is met
+
+
+@pytest.mark.parametrize(
+    ("seconds", "mib", "met"),
+    [(20.0, 5000.0, [True, True]), (22.0, 5010.0, [False, True]), (20.0, 5017.0, [True, False])],
+)
+def test_start_up_and_memory_have_their_targets(seconds: float, mib: float, met: list[bool]) -> None:
+    case = measured(stock=1.0, patched=1.0)
+    case["starts"] = [{"stock": start(20.0, 5000.0), "patched": start(seconds, mib)}]
+    assert [target.met for target in engine_figures.targets(case)[-2:]] == met
+
+
+def test_engines_that_were_not_started_alike_are_not_compared() -> None:
+    case = measured(stock=1.0, patched=1.0)
+    next(engine for engine in case["configurations"] if engine["name"] == "stock")["attempt"] = 1
+    assert engine_figures.targets(case)[0].met is None
+
+
+def test_a_patched_engine_without_its_fix_is_called_out() -> None:
+    case = measured(stock=1.0, patched=1.0)
+    next(engine for engine in case["configurations"] if engine["name"] == "patched")["told"]["active"] = []
+    assert "NOT at work: capture-state; the patched engine is not one" in engine_figures.notes(case)
+
+
+def test_full_graphs_that_vllm_made_something_else_are_called_out() -> None:
+    case = measured(stock=1.0, patched=1.0)
+    next(engine for engine in case["configurations"] if engine["name"] == "fixed")["told"]["cudagraph_mode"] = (
+        "PIECEWISE"
+    )
+    assert any("vLLM made it PIECEWISE" in note for note in engine_figures.notes(case))
+
+
+def test_tokens_a_second_are_those_of_the_whole_batch() -> None:
+    case = measured(eager=2.0)
+    case["rounds"] = [{"batch": 8, "seconds": {"eager": 2.0}}]
+    assert engine_figures.tokens_a_second(case, "eager", 8) == 8 * 10 / 2.0
+
+
+def test_the_picture_names_the_stock_engine_as_wrong_and_is_well_formed() -> None:
+    result = {
+        "date": "2026-11-21T00:00:00+00:00",
+        "device": {"name": "Double of a GPU", "driver": "0", "torch": "0"},
+        "cases": [measured(eager=4.0, stock=2.0, patched=2.0, fixed=1.0)],
+    }
+    texts = [element.text or "" for element in ET.fromstring(engine_plot.svg(result)).iter() if element.text]  # noqa: S314
+    assert "full graphs, stock (wrong tokens)" in texts
+    assert "did not run" in texts  # the piecewise engine
+    assert "4.00×" in texts
+
+
+def test_a_table_for_a_page_has_a_line_for_each_engine() -> None:
+    decoding = engine_figures.tables(measured(eager=4.0, patched=2.0))[0]
+    assert (
+        engine_figures.markdown(decoding)
+        .splitlines()[-1]
+        .startswith("| 1 | full graphs, patched | 200.000 | 5 | 2.000")
+    )
