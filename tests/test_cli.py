@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,15 @@ from stock import release_root
 from table import affected_by
 from typer.testing import CliRunner
 
+import vllm_graphfix.verify.run
 from vllm_graphfix import __version__
 from vllm_graphfix.cli import app
+from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.source import SourceError
+from vllm_graphfix.verify import VerifyError
+from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.report import Proof, Report
 
 FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
 
@@ -174,6 +182,108 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], messa
     assert err.count("\n") == 1
 
 
+VERIFIED = Report("0.18.1", "/somewhere", "a GPU", ())
+PROVEN, NOT_PROVEN, SKIPPED = (
+    Proof(
+        fix=FIXES[number],
+        diagnosis=Diagnosis(Verdict.AFFECTED, "affected"),
+        stock=Measurement("a number", (1.0,), (0.0,)),
+        patched=Measurement("a number", (1.0,), (found,)),
+        failure=None,
+        stock_state=("off", ""),
+        patched_state=("active", ""),
+        skipped=skipped,
+    )
+    for number, (found, skipped) in enumerate([(1.0, None), (0.0, None), (1.0, "no GPU for it")])
+)
+
+
+def verify_with(
+    outcome: Report | BaseException, monkeypatch: pytest.MonkeyPatch, *arguments: str, code: int
+) -> tuple[str, str]:
+    """The command, with a double of what runs a proof."""
+    asked: list[Any] = []
+
+    def ran(*given: Any) -> Report:
+        asked.append(given)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(vllm_graphfix.verify.run, "run", ran)
+    written = call("verify", "--vllm", str(release_root("0.18.1")), *arguments, code=code)
+    ((source, fixes, device, console),) = asked
+    assert (source.version, console.stderr) == ("0.18.1", True)
+    assert device == (arguments[arguments.index("--device") + 1] if "--device" in arguments else None)
+    assert fixes == list(FIXES)
+    return written
+
+
+@pytest.mark.parametrize(
+    ("proofs", "code"),
+    [((PROVEN,), 0), ((PROVEN, NOT_PROVEN), 1), ((PROVEN, SKIPPED), 3), ((SKIPPED,), 3), ((NOT_PROVEN, SKIPPED), 1)],
+    ids=["all proven", "one not", "one not run", "none run", "one not and one not run"],
+)
+@pytest.mark.parametrize("json_wanted", [False, True], ids=["eyes", "json"])
+def test_verify_ends_with_what_it_found(
+    proofs: tuple[Proof, ...], code: int, json_wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--json"] if json_wanted else []
+    out, err = verify_with(replace(VERIFIED, proofs=proofs), monkeypatch, *arguments, code=code)
+    assert err == ""
+    if json_wanted:
+        written = json.loads(out)
+        assert written["holds"] == (code == 0)
+        assert [row["name"] for row in written["fixes"]] == [proof.fix.name for proof in proofs]
+    else:
+        assert "verified on the a GPU" in out
+        assert ("not run: no GPU for it" in out) == (SKIPPED in proofs)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_verify_passes_on_where_the_user_wants_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify_with(replace(VERIFIED, proofs=(PROVEN,)), monkeypatch, "--device", device, code=0)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "code"),
+    [
+        (VerifyError("there is no GPU; do this"), "there is no GPU; do this", 2),
+        (SourceError("a file is no Python"), "a file is no Python", 2),
+        (KeyboardInterrupt(), "interrupted; every process that was started has ended", 130),
+    ],
+    ids=["no GPU", "no source", "interrupted"],
+)
+def test_verify_that_comes_to_no_result_says_so_in_one_line(
+    error: BaseException, message: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert verify_with(error, monkeypatch, "--json", code=code) == ("", f"vllm-graphfix: {message}\n")
+
+
+def test_verify_knows_two_devices() -> None:
+    out, err = call("verify", "--device", "tpu", code=2)
+    assert out == ""
+    assert "'gpu', 'cpu'" in err
+
+
+def test_a_vllm_without_kernels_is_one_clear_line_for_who_insists_on_a_gpu() -> None:
+    out, err = call("verify", "--device", "gpu", "--vllm", str(release_root("0.18.1")), code=2)
+    assert out == ""
+    assert err == (
+        f"vllm-graphfix: this cannot be verified on a GPU: the vLLM in {release_root('0.18.1')} has no compiled kernels. "
+        "`--device cpu` uses the CPU double\n"
+    )
+
+
+def test_a_wheel_file_is_one_clear_line_for_who_insists_on_a_gpu(tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm-0.18.1-cp38-abi3-manylinux1_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm/__init__.py", "")
+    out, err = call("verify", "--device", "gpu", "--vllm", str(wheel), code=2)
+    assert (out, err.count("\n")) == ("", 1)
+    assert "this cannot be verified on a GPU: a wheel file has to be installed first" in err
+
+
 def test_the_version_and_the_help_are_there() -> None:
     assert call("--version")[0] == f"vllm-graphfix {__version__}\n"
-    assert all(command in call("--help")[0] for command in ("status", "explain", "verify"))
+    assert all(command in call("--help")[0] for command in ("status", "explain", "verify", "compare"))

@@ -81,13 +81,17 @@ def test_every_fix_has_a_section_with_its_facts(fix: Fix) -> None:
     assert all(f"| {fact} |" in section for fact in (fix.symptom, fix.cause, fix.releases, f"`{fix.variable}`"))
 
 
+VALUES = {"PATH", "FIX", "gpu", "cpu"}
+"""Words of commands that are no names of fixes."""
+
+
 @pytest.mark.parametrize(("page", "arguments"), ALL_COMMANDS, ids=[" ".join([p, *a]) for p, a in ALL_COMMANDS])
 def test_commands_are_understood(page: str, arguments: list[str]) -> None:
     """Options are parsed before --help is obeyed, so an unknown one fails; names of fixes are looked up."""
     done = CliRunner().invoke(app, [*arguments, "--help"])
     assert done.exit_code == 0, f"{page}: {done.output}"
     if arguments and arguments[0] in ("explain", "verify"):
-        named = [word for word in arguments[1:] if not word.startswith("-") and word not in ("PATH", "FIX")]
+        named = [word for word in arguments[1:] if not word.startswith("-") and word not in VALUES]
         assert set(named) <= set(BY_NAME)
 
 

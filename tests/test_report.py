@@ -30,6 +30,10 @@ PROVEN = Proof(
 NOTHING_PATCHED = replace(
     PROVEN, diagnosis=Diagnosis(Verdict.FIXED, "fixed"), stock=None, patched=None, patched_state=("not-needed", "fixed")
 )
+NOT_RUN = "FlashMLA needs compute capability [9.0]"
+SKIPPED = replace(
+    PROVEN, stock=None, patched=None, stock_state=("", NOT_RUN), patched_state=("", NOT_RUN), skipped=NOT_RUN
+)
 INCOMPATIBLE = ("incompatible", "nobody has looked at it")
 OUTCOMES = [
     (PROVEN, "proven"),
@@ -52,6 +56,7 @@ OUTCOMES = [
     (replace(PROVEN, patched=CRASH), "defect still there"),
     (replace(PROVEN, patched=replace(RIGHT, error="ended in the middle")), "defect still there"),
     (replace(PROVEN, patched=replace(RIGHT, graphed=(1.0, 2.0))), "defect still there"),
+    (SKIPPED, "skipped"),
 ]
 
 
@@ -66,6 +71,13 @@ def test_a_report_holds_only_if_every_proof_does() -> None:
     good = Report("0.19.0", "/somewhere", "CPU double", (PROVEN, NOTHING_PATCHED))
     assert good.holds
     assert not replace(good, proofs=(PROVEN, replace(PROVEN, patched=WRONG))).holds
+
+
+def test_what_was_not_run_makes_a_report_incomplete_and_does_not_make_it_fail() -> None:
+    some = Report("0.19.0", "/somewhere", "a GPU", (PROVEN, SKIPPED))
+    assert (some.holds, some.complete) == (True, False)
+    assert not replace(some, proofs=(replace(PROVEN, patched=WRONG), SKIPPED)).holds
+    assert replace(some, proofs=(PROVEN,)).complete
 
 
 @pytest.mark.parametrize(
@@ -111,6 +123,31 @@ def test_json_has_every_fix_and_no_number_that_json_has_not() -> None:
     assert (crash["stock"], crash["stock_error"]) == ([], "illegal [memory] access")
 
 
+@pytest.mark.parametrize("proofs", [(PROVEN, SKIPPED), (SKIPPED,)], ids=["some", "all"])
+def test_json_never_says_that_everything_holds_if_something_was_not_run(proofs: tuple[Proof, ...]) -> None:
+    written = as_json(Report("0.19.0", "/somewhere", "a GPU", proofs))
+    assert (written["holds"], written["complete"]) == (False, False)
+    skipped = written["fixes"][-1]
+    assert (skipped["outcome"], skipped["holds"], skipped["skipped"]) == ("skipped", False, NOT_RUN)
+    assert (skipped["eager"], skipped["stock"], skipped["patched"], skipped["failure"]) == (None, None, None, None)
+
+
+def test_json_has_what_a_verdict_depends_on_and_where_to_look_further() -> None:
+    detailed = replace(
+        PROVEN,
+        stock=replace(WRONG, details=("stock: 1 of 3 tokens",)),
+        patched=replace(RIGHT, details=("patched: 3 of 3 tokens", "patched: no tie")),
+    )
+    report = Report(
+        "0.19.0", "/somewhere", "a GPU", (detailed, NOTHING_PATCHED), {"driver": "580.1", "seed": "7"}, "/logs"
+    )
+    written = json.loads(json.dumps(as_json(report), allow_nan=False))
+    assert (written["holds"], written["complete"]) == (True, True)
+    assert (written["environment"], written["logs"]) == ({"driver": "580.1", "seed": "7"}, "/logs")
+    assert written["fixes"][0]["details"] == ["stock: 1 of 3 tokens", "patched: 3 of 3 tokens", "patched: no tie"]
+    assert (written["fixes"][1]["details"], written["fixes"][1]["skipped"]) == ([], None)
+
+
 def shown(report: Report) -> str:
     written = io.StringIO()
     show(report, Console(file=written, width=160))
@@ -132,3 +169,27 @@ def test_people_see_why_a_proof_does_not_hold() -> None:
     text = shown(Report("0.19.0", "/somewhere", "CPU double", (failed, lost)))
     assert "! mamba-padding: scenario failed: KeyError: 'x' (in the patched process; log: /tmp/it.log)" in text
     assert "! mamba-padding: conflict in the patched process: was replaced" in text
+
+
+def test_people_see_what_was_not_run_and_why() -> None:
+    text = shown(Report("0.19.0", "/somewhere", "a GPU", (PROVEN, SKIPPED)))
+    assert "! mamba-padding: not run: FlashMLA needs compute capability [9.0]" in text
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("mamba-padding  ")] == [
+        "proven",
+        "skipped",
+    ]
+
+
+def test_people_see_the_machine_the_details_and_the_logs() -> None:
+    detailed = replace(PROVEN, stock=replace(WRONG, details=("stock: the first at token [4]",)))
+    report = Report("0.19.0", "/somewhere", "GPU [x]", (detailed,), {"driver": "580.1 [open]"}, "/logs/[x]")
+    text = shown(report)
+    assert "verified on the GPU [x]" in text
+    assert "driver 580.1 [open]" in text
+    assert "  stock: the first at token [4]\n" in text
+    assert "Logs of the engines: /logs/[x]\n" in text
+
+
+def test_a_verdict_that_needs_no_reason_is_a_line_without_one() -> None:
+    text = shown(Report("0.19.0", "/somewhere", "a GPU", (replace(PROVEN, stock=RIGHT, patched_state=("active", "")),)))
+    assert "! mamba-padding: defect not shown on stock\n" in text

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,13 +23,14 @@ from rich.console import Console
 from stock import release_root, run_in_release
 from table import AFFECTED_RELEASES, PAIRS, affected_by, verdict
 from test_diagnosis import UNSEEN, WITHOUT_THE_FIX
+from test_engine_processes import SOON, all_end
 
 from vllm_graphfix.fix import Fix
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.source import open_source
+from vllm_graphfix.verify.double.run import run
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.report import Proof, Report
-from vllm_graphfix.verify.run import run
 
 
 def verified(root: Path, fixes: Sequence[Fix] = FIXES) -> Report:
@@ -211,7 +214,9 @@ def test_a_patch_where_none_is_needed_is_found(tmp_path: Path) -> None:
         "    builder = module.FlashMLAMetadataBuilder\n"
         "    builder._build_decode = flashmla_fp8._plan_in_persistent_buffers(builder._build_decode)\n"
     )
-    done = verify("flashmla-fp8", "--vllm", release_root("0.23.0"), env={"PYTHONPATH": str(tmp_path)})
+    done = verify(
+        "flashmla-fp8", "--vllm", release_root("0.23.0"), env={"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "not left alone" in done.stdout
 
@@ -231,3 +236,36 @@ def test_without_torch_one_message_says_what_to_do(without_torch: dict[str, str]
     assert f"Run this with a Python that has torch and what vLLM imports; this one is {sys.executable}." in message
     (log,) = tmp_path.glob("graphfix-verify-*.log")
     assert message.endswith(f"The log is {log}")
+
+
+def at_work(process: subprocess.Popen[str]) -> list[int]:
+    """The two processes that a command has started, once both import torch."""
+    children = Path("/proc") / str(process.pid) / "task" / str(process.pid) / "children"
+    while process.poll() is None:
+        pids = [int(pid) for pid in children.read_text().split()]
+        if len(pids) == 2 and all("libtorch" in (Path("/proc") / str(pid) / "maps").read_text() for pid in pids):
+            return pids
+        time.sleep(0.02)
+    raise AssertionError(f"it ended by itself, with {process.returncode}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_interrupted_it_leaves_no_process_and_no_file(tmp_path: Path, number: signal.Signals) -> None:
+    """The signal goes to the command alone, not to what it has started."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "vllm_graphfix", "verify", "--vllm", release_root("0.18.1")],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            workers = at_work(process)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=SOON)
+        finally:
+            process.kill()  # where the test fails
+    assert (process.returncode, out) == (130, "")
+    assert err == "vllm-graphfix: interrupted; every process that was started has ended\n"
+    assert all_end(workers)
+    assert list(tmp_path.iterdir()) == []

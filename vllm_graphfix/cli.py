@@ -1,9 +1,10 @@
-"""The command line: status, explain, verify."""
+"""The command line: status, explain, verify, compare."""
 
 from __future__ import annotations
 
 import json
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -31,6 +32,15 @@ app = typer.Typer(
 EXIT_NOT_PROVEN = 1
 EXIT_USAGE = 2
 EXIT_LEFT_UNDONE = 3
+EXIT_INTERRUPTED = 130
+
+
+class DeviceName(str, Enum):
+    """Where `verify` runs."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+
 
 VllmOption = Annotated[
     Path | None,
@@ -122,11 +132,18 @@ def explain(
 def verify(
     fixes: Annotated[list[str] | None, typer.Argument(metavar="[FIX]…", help="Names of fixes; default: all.")] = None,
     vllm: VllmOption = None,
+    device: Annotated[
+        DeviceName | None,
+        typer.Option(
+            help="gpu: real engines with tiny models on this machine's GPU. cpu: vLLM's classes on a CPU double of CUDA graphs. "
+            "Default: the GPU if there is one."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Prove it here: vLLM's own classes, without and with CUDA graphs, stock and patched.
+    """Prove it here: vLLM without and with CUDA graphs, stock and patched. Nothing is downloaded.
 
-    On a machine without a GPU the graphs are a CPU double, and the verdict says so. Exit code 0 only if all that should hold does.
+    Exit code 0 only if all that should hold does; 3 if that is so, and something could not be run here.
     """
     from vllm_graphfix.verify import VerifyError
     from vllm_graphfix.verify.report import as_json as report_json
@@ -135,15 +152,70 @@ def verify(
 
     chosen = list(dict.fromkeys(_named(name) for name in fixes or BY_NAME))
     try:
-        report = run(open_source(vllm), chosen, _console(stderr=True))
+        report = run(open_source(vllm), chosen, device.value if device else None, _console(stderr=True))
     except (SourceError, ManifestError, VerifyError) as error:
         _stop(str(error))
+    except KeyboardInterrupt:
+        _stop("interrupted; every process that was started has ended", code=EXIT_INTERRUPTED)
     if as_json:
         typer.echo(json.dumps(report_json(report), indent=2))
     else:
         show(report, _console())
     if not report.holds:
         raise typer.Exit(EXIT_NOT_PROVEN)
+    if not report.complete:
+        raise typer.Exit(EXIT_LEFT_UNDONE)
+
+
+# No short options here: `-tp`, `-O3` or `-cc.cudagraph_mode=FULL` are vLLM's, and a letter of ours among theirs would be taken for it.
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]},
+)
+def compare(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As `vllm serve` takes it; its flags come after it.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A prompt a line; in a .jsonl file: text, token ids, or objects with `prompt` or `prompt_token_ids`.",
+        ),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="How many are made up, without --prompts.")] = 16,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Of the longest answer; the others are shorter, down to half of it.")
+    ] = 128,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one engine, its start included.")] = 3600.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Does this model give the same tokens with CUDA graphs as without? Runs it with the flags given, greedily, one engine after the other.
+
+    Whether the fixes are on is the environment's to say; VLLM_GRAPHFIX=off shows stock. Exit code 1 for corruption; 3 if nothing can be
+    said, as where no graphs were used.
+    """
+    from vllm_graphfix.compare import CompareError
+    from vllm_graphfix.compare.prompts import read_prompts
+    from vllm_graphfix.compare.report import as_json as report_json
+    from vllm_graphfix.compare.report import show
+    from vllm_graphfix.compare.run import run
+
+    if model.startswith("-") and not Path(model).exists():  # vLLM's flag, which is unknown here
+        _stop(f"name the model first: vllm-graphfix compare MODEL {model} …")
+    try:
+        asked = read_prompts(prompts) if prompts is not None else ()
+        report = run(model, context.args, asked, num_prompts, max_tokens, timeout, _console(stderr=True))
+    except CompareError as error:
+        _stop(str(error))
+    except KeyboardInterrupt as interrupt:
+        _stop(f"interrupted; every process that was started has ended {interrupt}".rstrip(), code=EXIT_INTERRUPTED)
+    if as_json:
+        typer.echo(json.dumps(report_json(report), indent=2))
+    else:
+        show(report, _console())
+    if report.corrupt:
+        raise typer.Exit(EXIT_NOT_PROVEN)
+    if report.inconclusive is not None:
+        raise typer.Exit(EXIT_LEFT_UNDONE)
 
 
 def main() -> None:
@@ -163,9 +235,9 @@ def _named(name: str) -> Fix:
     return found
 
 
-def _stop(message: str) -> NoReturn:
+def _stop(message: str, code: int = EXIT_USAGE) -> NoReturn:
     typer.echo(f"vllm-graphfix: {message}", err=True)
-    raise typer.Exit(EXIT_USAGE)
+    raise typer.Exit(code)
 
 
 def _console(*, stderr: bool = False) -> Console:

@@ -17,3 +17,5 @@ class Measurement:
     """Through a captured and replayed graph; empty if that ended in an error."""
     error: str | None = None
     """The graph run's error, first line."""
+    details: tuple[str, ...] = ()
+    """What else is worth a line in the report."""

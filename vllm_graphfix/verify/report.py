@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix import __version__
@@ -31,10 +32,14 @@ class Proof:
     stock_state: tuple[str, str]
     patched_state: tuple[str, str]
     """State and reason in the patched process."""
+    skipped: str | None = None
+    """Why it was not run."""
 
     @property
     def outcome(self) -> str:
         """``proven``, ``nothing patched``, or what does not hold."""
+        if self.skipped is not None:
+            return "skipped"
         if self.diagnosis.verdict is Verdict.UNRECOGNISED:
             return "unrecognised"
         if self.diagnosis.verdict is not Verdict.AFFECTED:
@@ -71,10 +76,19 @@ class Report:
     source: str
     device: str
     proofs: tuple[Proof, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What else a verdict depends on, by name."""
+    logs: str | None = None
+    """The folder with the engines' logs, if one of them ended in an error or a proof does not hold."""
 
     @property
     def holds(self) -> bool:
-        return all(proof.holds for proof in self.proofs)
+        """Of everything that was run."""
+        return all(proof.holds for proof in self.proofs if proof.skipped is None)
+
+    @property
+    def complete(self) -> bool:
+        return all(proof.skipped is None for proof in self.proofs)
 
 
 def differing(reference: tuple[float, ...], found: tuple[float, ...]) -> int:
@@ -93,7 +107,10 @@ def as_json(report: Report) -> dict[str, Any]:
         "vllm": report.vllm,
         "source": report.source,
         "device": report.device,
-        "holds": report.holds,
+        "environment": dict(report.environment),
+        "holds": report.holds and report.complete,
+        "complete": report.complete,
+        "logs": report.logs,
         "fixes": [
             {
                 "name": proof.fix.name,
@@ -102,12 +119,14 @@ def as_json(report: Report) -> dict[str, Any]:
                 "outcome": proof.outcome,
                 "holds": proof.holds,
                 "failure": proof.failure,
+                "skipped": proof.skipped,
                 "numbers": proof.stock.numbers if proof.stock else None,
                 "eager": _numbers(proof.stock.eager) if proof.stock else None,
                 "stock": _numbers(proof.stock.graphed) if proof.stock else None,
                 "stock_error": proof.stock.error if proof.stock else None,
                 "patched": _numbers(proof.patched.graphed) if proof.patched else None,
                 "patched_error": proof.patched.error if proof.patched else None,
+                "details": [line for measured in (proof.stock, proof.patched) if measured for line in measured.details],
                 "state": proof.patched_state[0],
                 "state_reason": proof.patched_state[1],
             }
@@ -125,13 +144,13 @@ def show(report: Report, console: Console) -> None:
     from rich.table import Table
 
     console.print(
-        f"vLLM [bold]{report.vllm or '(version unknown)'}[/] in {escape(report.source)}, verified on the [bold]{report.device}[/]",
+        f"vLLM [bold]{report.vllm or '(version unknown)'}[/] in {escape(report.source)}, verified on the [bold]{escape(report.device)}[/]",
         highlight=False,
         soft_wrap=True,
     )
     table = Table("fix", "eager", "stock, graphs", "patched, graphs", "verdict", box=None, pad_edge=False)
     for proof in report.proofs:
-        colour = {"proven": "bold green", "nothing patched": "dim"}.get(proof.outcome, "bold red")
+        colour = {"proven": "bold green", "nothing patched": "dim", "skipped": "yellow"}.get(proof.outcome, "bold red")
         first = _first_difference(proof.stock)
         table.add_row(
             f"[bold]{proof.fix.name}[/]",
@@ -140,13 +159,23 @@ def show(report: Report, console: Console) -> None:
             f"[green]{escape(_found(proof.patched, first))}[/]" if proof.patched else "",
             f"[{colour}]{proof.outcome}[/]",
         )
+    if report.environment:
+        named = ", ".join(f"{name} {value}" for name, value in report.environment.items())
+        console.print(f"[dim]vllm-graphfix {__version__}, {escape(named)}[/]", highlight=False, soft_wrap=True)
     console.print(table)
     for proof in report.proofs:
-        if proof.stock and proof.holds:
+        if proof.skipped:
+            console.print(f"[yellow]![/] {proof.fix.name}: not run: {escape(proof.skipped)}", highlight=False)
+        elif proof.stock and proof.holds:
             console.print(f"[dim]{proof.fix.name}: {escape(proof.stock.numbers)}[/]", highlight=False)
         elif not proof.holds:
-            reason = proof.failure or proof.patched_state[1]
-            console.print(f"[red]![/] {proof.fix.name}: {proof.outcome}: {escape(reason)}", highlight=False)
+            told = ": ".join(filter(None, [proof.fix.name, proof.outcome, proof.failure or proof.patched_state[1]]))
+            console.print(f"[red]![/] {escape(told)}", highlight=False)
+        for measured in (proof.stock, proof.patched):
+            for line in measured.details if measured else ():
+                console.print(f"[dim]  {escape(line)}[/]", highlight=False)
+    if report.logs:
+        console.print(f"Logs of the engines: {escape(report.logs)}", highlight=False, soft_wrap=True)
 
 
 def _found(measured: Measurement, first: int) -> str:

@@ -1,0 +1,203 @@
+"""What is run for each fix: three engines that differ only in what they should, in words that every affected release knows."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stock import release_root
+from table import PAIRS
+
+from vllm_graphfix import settings
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.verify.engine import extension
+from vllm_graphfix.verify.engine.cases import CASES, MODES, Case
+from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
+from vllm_graphfix.verify.engine.models import MODELS, VOCABULARY
+from vllm_graphfix.verify.engine.probes import PROBES
+
+FOLDER = Path("models")
+FIXES = pytest.mark.parametrize("name", CASES)
+
+
+def jobs_of(case: Case) -> dict[str, Job]:
+    return dict(zip(MODES, case.jobs(FOLDER), strict=True))
+
+
+def test_every_fix_has_a_case_of_its_own() -> None:
+    assert list(CASES) == list(BY_NAME)
+    assert len({case.name for case in CASES.values()}) == len(CASES)
+
+
+@FIXES
+def test_the_models_and_probes_of_a_case_exist(name: str) -> None:
+    case = CASES[name]
+    assert {case.model, case.draft} - {None} <= set(MODELS)
+    assert set(case.probes) <= set(PROBES)
+
+
+@FIXES
+def test_the_three_engines_of_a_case_differ_in_mode_switch_and_repetition_alone(name: str) -> None:
+    jobs = jobs_of(CASES[name])
+    assert {mode: (job.mode, job.environment[settings.PREFIX], job.again) for mode, job in jobs.items()} == {
+        "eager": (EAGER, "off", True),
+        "stock": (GRAPHS, "off", False),
+        "patched": (GRAPHS, "on", False),
+    }
+    rest = [
+        (job.arguments, job.prompts, job.max_tokens, job.probes, {**job.environment, settings.PREFIX: ""})
+        for job in jobs.values()
+    ]
+    assert rest[0] == rest[1] == rest[2]
+    assert [job.name for job in jobs.values()] == [f"{CASES[name].name} {mode}" for mode in MODES]
+
+
+@FIXES
+def test_what_the_user_has_set_about_fixes_does_not_reach_the_engines(name: str) -> None:
+    for job in jobs_of(CASES[name]).values():
+        left_out = {variable for variable, value in job.environment.items() if value is None}
+        assert left_out == set(settings.names(BY_NAME)) - {settings.PREFIX}
+
+
+@FIXES
+def test_the_model_runner_is_the_one_that_the_fix_is_for(name: str) -> None:
+    runner = BY_NAME[name].runner or CASES[name].runner
+    for job in jobs_of(CASES[name]).values():
+        assert job.environment["VLLM_USE_V2_MODEL_RUNNER"] == {"V1": "0", "V2": "1"}[runner]
+
+
+@FIXES
+def test_engines_need_no_network_no_tokenizer_and_one_process(name: str) -> None:
+    for job in jobs_of(CASES[name]).values():
+        assert (job.environment["HF_HUB_OFFLINE"], job.arguments["skip_tokenizer_init"]) == ("1", True)
+        assert job.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "probes see what is in their own process"
+
+
+@FIXES
+def test_the_extension_that_is_named_is_there(name: str) -> None:
+    for job in jobs_of(CASES[name]).values():
+        module, _, attribute = job.arguments["worker_extension_cls"].rpartition(".")
+        assert module == extension.__name__
+        assert callable(getattr(extension, attribute).graphfix_states)
+
+
+@FIXES
+def test_model_and_draft_are_folders_below_the_one_that_is_given(name: str) -> None:
+    case = CASES[name]
+    for job in jobs_of(case).values():
+        assert job.arguments["model"] == str(FOLDER / case.model)
+        draft = job.arguments.get("speculative_config", {}).get("model")
+        assert draft == (None if case.draft is None else str(FOLDER / case.draft))
+
+
+def test_the_folder_of_one_call_does_not_stay_in_the_next() -> None:
+    case = CASES["draft-decode-mode"]
+    case.jobs(Path("elsewhere"))
+    assert case.jobs(FOLDER)[0].arguments["speculative_config"]["model"] == str(FOLDER / "eagle")
+
+
+@FIXES
+def test_prompts_are_token_ids_of_the_lengths_asked_for_and_the_same_every_time(name: str) -> None:
+    case = CASES[name]
+    job = case.jobs(FOLDER)[0]
+    assert [(len(prompt), count) for prompt, count in zip(job.prompts, job.max_tokens, strict=True)] == [*case.workload]
+    assert all(isinstance(token, int) and 0 < token < VOCABULARY for prompt in job.prompts for token in prompt)
+    assert len(set(job.prompts)) == len(job.prompts)
+    assert case.jobs(FOLDER)[0].prompts == job.prompts
+
+
+@FIXES
+def test_prompts_and_answers_fit_the_engine(name: str) -> None:
+    case = CASES[name]
+    arguments = case.jobs(FOLDER)[0].arguments
+    assert max(map(sum, case.workload)) <= arguments["max_model_len"]
+    assert arguments["max_model_len"] <= MODELS[case.model][0].get("max_position_embeddings", 1 << 20)
+    assert len(case.workload) <= arguments["max_num_seqs"]
+
+
+@FIXES
+def test_some_batches_are_between_the_sizes_of_the_graphs(name: str) -> None:
+    """Where padding is the defect. Elsewhere, batches have a graph of their size."""
+    case = CASES[name]
+    arguments = case.jobs(FOLDER)[0].arguments
+    drafts = arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
+    sizes = case.graphs["cudagraph_capture_sizes"]
+    requests = range(1, len(case.workload) + 1)
+    # Answers of one length end together: the batch is full, or there is none.
+    together = len({count for _, count in case.workload}) == 1
+    batches = {
+        count * (1 if name == "draft-decode-mode" else drafts + 1)
+        for count in (requests[-1:] if together else requests)
+    }
+    padded = {batch for batch in batches if batch not in sizes}
+    assert max(batches) <= max(sizes)
+    assert bool(padded) == (name in {"draft-decode-mode", "flashmla-padding", "mamba-padding"})
+
+
+@FIXES
+def test_a_job_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
+    for job in CASES[name].jobs(FOLDER):
+        job.write(tmp_path / "job")
+        assert Job.read(tmp_path / "job") == job
+
+
+def test_a_job_with_flags_and_text_is_read_as_it_was_written(tmp_path: Path) -> None:
+    job = Job(
+        "one", GRAPHS, flags=("--model", "ünï"), prompts=("text", (1, 2)), generated=3, max_tokens=(4,), again=True
+    )
+    job.write(tmp_path / "job")
+    assert Job.read(tmp_path / "job") == job
+
+
+@cache
+def parsed(release: str, path: str) -> ast.Module:
+    return ast.parse((release_root(release) / path).read_text())
+
+
+def parameters(release: str, path: str, qualname: str) -> set[str]:
+    """Fields of a dataclass of a stock release, or parameters of one of its functions, without importing it."""
+    body: list[ast.stmt] = parsed(release, path).body
+    node: Any = None
+    for name in qualname.split("."):
+        node = next(
+            child for child in body if isinstance(child, (ast.ClassDef, ast.FunctionDef)) and child.name == name
+        )
+        body = node.body
+    if isinstance(node, ast.FunctionDef):
+        return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+    return {
+        child.target.id for child in body if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name)
+    }
+
+
+@pytest.mark.parametrize(("name", "release"), PAIRS)
+def test_every_affected_release_knows_the_arguments(name: str, release: str) -> None:
+    """An unknown one would end the engine."""
+    job = CASES[name].jobs(FOLDER)[0]
+    engine = parameters(release, "vllm/engine/arg_utils.py", "EngineArgs")
+    assert len(engine) > 100
+    assert set(job.arguments) | {"enforce_eager"} <= engine
+    compilation = parameters(release, "vllm/config/compilation.py", "CompilationConfig")
+    assert set(job.arguments["compilation_config"]) <= compilation
+    attention = parameters(release, "vllm/config/attention.py", "AttentionConfig")
+    assert set(job.arguments.get("attention_config", {})) <= attention
+    speculation = parameters(release, "vllm/config/speculative.py", "SpeculativeConfig")
+    assert set(job.arguments.get("speculative_config", {})) <= speculation
+
+
+@pytest.mark.parametrize("release", sorted({release for _, release in PAIRS}))
+def test_every_affected_release_knows_the_variables(release: str) -> None:
+    known = (release_root(release) / "vllm" / "envs.py").read_text()
+    named = {name for case in CASES.values() for job in case.jobs(FOLDER) for name in job.environment}
+    unknown = {name for name in named if name.startswith("VLLM_") and f'"{name}"' not in known}
+    assert unknown == set(settings.names(BY_NAME))
+
+
+@pytest.mark.parametrize(("name", "release"), PAIRS)
+def test_what_the_engines_are_asked_with_exists(name: str, release: str) -> None:
+    sampling = parameters(release, "vllm/sampling_params.py", "SamplingParams")
+    assert {"temperature", "max_tokens", "ignore_eos", "detokenize", "logprobs"} <= sampling
+    assert {"prompts", "sampling_params", "use_tqdm"} <= parameters(release, "vllm/entrypoints/llm.py", "LLM.generate")

@@ -1,0 +1,268 @@
+"""Where a proof runs: what torch says of a GPU, asked in a process of its own, and what is done about it."""
+
+from __future__ import annotations
+
+import io
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from edited import edited
+from rich.console import Console
+from stock import release_root
+
+from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.source import Source, open_source
+from vllm_graphfix.verify import VerifyError, run
+from vllm_graphfix.verify.double import run as double
+from vllm_graphfix.verify.engine import device as devices
+from vllm_graphfix.verify.engine import verify as engine
+from vllm_graphfix.verify.engine.cases import CASES
+from vllm_graphfix.verify.engine.device import Device
+from vllm_graphfix.verify.report import Report
+
+TORCH_DOUBLE = """
+__version__ = "2.11.0+cu130"
+
+class version:
+    cuda = "13.0"
+
+class cuda:
+    is_available = staticmethod(lambda: True)
+    mem_get_info = staticmethod(lambda: (100 << 30, 140 << 30))
+    get_device_capability = staticmethod(lambda: (9, 0))
+
+    @staticmethod
+    def get_device_name():
+        {name}
+"""
+H200 = Device("Double of an H200", "", (9, 0), 100.0, 140.0, "unknown", "2.11.0+cu130", "13.0", "3.11.7")
+NO_GPU = replace(H200, name=None, why_not="torch sees no GPU")
+
+
+def with_torch(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the process that is asked, torch is a double whose GPU has the name that the statement *name* gives."""
+    (folder / "torch.py").write_text(TORCH_DOUBLE.format(name=name))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_without_a_gpu_torch_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real torch, which is not to see what this machine may have."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = devices.find()
+    assert found.name is None
+    assert found.why_not in ("torch was built without CUDA", "torch sees no GPU")
+    assert (found.capability, found.free_gib, found.total_gib) == ((0, 0), 0, 0)
+    assert found.torch.startswith("2.")
+    assert sys.version.startswith(found.python)
+
+
+def test_models_are_made_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    devices.find(tmp_path, ("eagle", "mamba2"))
+    made = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
+    assert made == [f"{name}/{file}" for name in ("eagle", "mamba2") for file in ("config.json", "model.safetensors")]
+
+
+def test_a_gpu_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_torch(tmp_path, "return 'Double of an H200'", monkeypatch)
+    found = devices.find()
+    assert replace(found, driver="unknown", python="3.11.7") == H200
+    assert found.driver
+    assert str(found) == "Double of an H200, compute capability 9.0"
+
+
+@pytest.mark.parametrize(
+    ("statement", "why_not"),
+    [
+        ("raise RuntimeError('CUDA driver version is insufficient\\n\\nmore')", "CUDA driver version is insufficient"),
+        ("raise RuntimeError", "RuntimeError"),
+    ],
+    ids=["a message", "none"],
+)
+def test_a_gpu_that_cannot_be_used_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str, why_not: str
+) -> None:
+    with_torch(tmp_path, statement, monkeypatch)
+    found = devices.find()
+    assert (found.name, found.why_not) == (None, why_not)
+
+
+def test_without_torch_one_line_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(VerifyError) as caught:
+        devices.find()
+    assert str(caught.value) == (
+        "torch cannot be asked for a GPU: ModuleNotFoundError: No module named 'torch'. "
+        f"Run this with the Python that runs vLLM; this one is {sys.executable}"
+    )
+
+
+def test_a_process_that_dies_without_a_word_is_an_error_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("import os; os._exit(11)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(VerifyError, match=r"exit code 11\. Run this"):
+        devices.find()
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Source:
+    """A vLLM with compiled kernels, as far as one can see without importing it."""
+    root = edited(release_root("0.18.1"), tmp_path / "vllm", {}, anonymous=False)
+    (root / "vllm" / "_C.abi3.so").write_bytes(b"compiled for a GPU")
+    return open_source(root)
+
+
+@pytest.fixture
+def python_alone() -> Source:
+    return open_source(release_root("0.18.1"))
+
+
+def wheel_in(folder: Path) -> Path:
+    path = folder / "vllm-0.18.1-cp38-abi3-manylinux1_x86_64.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("vllm/__init__.py", "")
+        archive.writestr("vllm/_C.abi3.so", b"compiled for a GPU")
+    return path
+
+
+class Chosen:
+    """What was asked and where the proof ran, without running it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, found: Device | VerifyError) -> None:
+        self.asked = 0
+        self.ran: list[str] = []
+        self._found = found
+        monkeypatch.setattr(devices, "find", self._find)
+        monkeypatch.setattr(double, "run", self._on("CPU double"))
+        monkeypatch.setattr(engine, "run", self._on("GPU"))
+
+    def _find(self) -> Device:
+        self.asked += 1
+        if isinstance(self._found, VerifyError):
+            raise self._found
+        return self._found
+
+    def _on(self, device: str) -> Any:
+        def ran(source: Source, *rest: Any) -> Report:
+            self.ran.append(device)
+            return Report(source.version, source.label, device, ())
+
+        return ran
+
+
+def proof_runs_on(source: Source, device: str | None) -> str:
+    return run.run(source, FIXES, device, Console(file=io.StringIO())).device
+
+
+@pytest.mark.parametrize("device", [None, "gpu"])
+def test_a_gpu_that_is_there_is_used(compiled: Source, monkeypatch: pytest.MonkeyPatch, device: str | None) -> None:
+    Chosen(monkeypatch, H200)
+    assert proof_runs_on(compiled, device) == "GPU"
+
+
+def test_without_a_gpu_the_double_is_used(compiled: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Chosen(monkeypatch, NO_GPU)
+    assert proof_runs_on(compiled, None) == "CPU double"
+    assert chosen.asked == 1
+
+
+def test_a_vllm_without_kernels_runs_on_the_double_without_asking_for_a_gpu(
+    python_alone: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = Chosen(monkeypatch, H200)
+    assert proof_runs_on(python_alone, None) == "CPU double"
+    assert chosen.asked == 0
+
+
+def test_a_wheel_file_runs_on_the_double_without_asking_for_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = Chosen(monkeypatch, H200)
+    assert proof_runs_on(open_source(wheel_in(tmp_path)), None) == "CPU double"
+    assert chosen.asked == 0
+
+
+def test_who_insists_on_the_double_is_never_asked_for_a_gpu(compiled: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Chosen(monkeypatch, VerifyError("no torch"))
+    assert proof_runs_on(compiled, "cpu") == "CPU double"
+    assert chosen.asked == 0
+
+
+def test_who_insists_on_a_gpu_is_told_that_there_is_none(compiled: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Chosen(monkeypatch, NO_GPU)
+    with pytest.raises(VerifyError) as caught:
+        proof_runs_on(compiled, "gpu")
+    assert str(caught.value) == (
+        "this cannot be verified on a GPU: torch sees no GPU. `--device cpu` uses the CPU double"
+    )
+    assert chosen.ran == []
+
+
+def test_who_insists_on_a_gpu_is_told_that_a_vllm_has_no_kernels(
+    python_alone: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Chosen(monkeypatch, H200)
+    with pytest.raises(VerifyError, match=r"cannot be verified on a GPU: the vLLM in .* has no compiled kernels\. "):
+        proof_runs_on(python_alone, "gpu")
+
+
+def test_a_vllm_that_no_python_path_can_name_is_not_looked_for_under_another_name(
+    compiled: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engines would import whatever else there is."""
+    Chosen(monkeypatch, H200)
+    moved = (compiled.folder or tmp_path).rename(tmp_path / "a:b")
+    with pytest.raises(VerifyError, match=r"cannot be verified on a GPU: there is a ':' in .*/a:b, where"):
+        proof_runs_on(open_source(moved), "gpu")
+
+
+def test_who_insists_on_a_gpu_is_told_to_install_a_wheel_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Chosen(monkeypatch, H200)
+    with pytest.raises(VerifyError, match=r"cannot be verified on a GPU: a wheel file has to be installed first\. "):
+        proof_runs_on(open_source(wheel_in(tmp_path)), "gpu")
+
+
+@pytest.mark.parametrize("device", [None, "gpu"])
+def test_a_torch_that_is_missing_is_an_error_where_a_gpu_would_be_used(
+    compiled: Source, monkeypatch: pytest.MonkeyPatch, device: str | None
+) -> None:
+    chosen = Chosen(monkeypatch, VerifyError("torch cannot be asked"))
+    with pytest.raises(VerifyError, match=r"torch cannot be asked"):
+        proof_runs_on(compiled, device)
+    assert chosen.ran == []
+
+
+FLASHMLA_CASES = [name for name in BY_NAME if CASES[name].capability is not None]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_nothing_is_skipped_on_a_gpu_that_has_what_is_needed(name: str) -> None:
+    assert engine.why_skipped(CASES[name], H200) is None
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_flashmla_alone_is_skipped_on_another_compute_capability(name: str, capability: tuple[int, int]) -> None:
+    why = engine.why_skipped(CASES[name], replace(H200, name="Double of another", capability=capability))
+    if name in FLASHMLA_CASES:
+        assert why == (
+            f"dense FlashMLA needs compute capability 9.0, Double of another has {capability[0]}.{capability[1]}; "
+            "`verify --device cpu` proves it on the CPU double"
+        )
+    else:
+        assert why is None
+
+
+def test_flashmla_is_what_the_four_fixes_for_it_need() -> None:
+    assert FLASHMLA_CASES == ["capture-state", "draft-prefill-state", "flashmla-fp8", "flashmla-padding"]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_everything_is_skipped_where_too_little_memory_is_free(name: str) -> None:
+    why = engine.why_skipped(CASES[name], replace(H200, free_gib=1.5))
+    assert why == "5 GiB of free GPU memory are needed, 1.5 are; end what uses the GPU"

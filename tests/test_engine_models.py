@@ -1,0 +1,207 @@
+"""The tiny models: checkpoints that transformers and vLLM's own loader recognise, with weights of sensible scales."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from stock import run_in_release
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_graphfix.verify.engine import models
+from vllm_graphfix.verify.engine.models import MODELS, write
+
+WHOLE_MODELS = [name for name in MODELS if name != "eagle"]
+"""That transformers knows; an Eagle head, which is a draft without embeddings, it does not."""
+
+
+def written(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = load_file(write(name, folder) / "model.safetensors")
+    return tensors
+
+
+def shapes_in_transformers(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    rest = {key: value for key, value in config.items() if key != "model_type"}
+    untyped: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = untyped.from_config(AutoConfig.for_model(config["model_type"], **rest))
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", WHOLE_MODELS)
+def test_names_and_shapes_are_those_of_transformers_own_implementation(name: str) -> None:
+    """A draft layer behind the last one, as checkpoints with multi-token prediction have it, is vLLM's alone."""
+    config, shapes = MODELS[name]
+    found = shapes(config)
+    behind = f"model.layers.{config['num_hidden_layers']}."
+    assert {key: shape for key, shape in found.items() if not key.startswith(behind)} == shapes_in_transformers(config)
+    assert any(key.startswith(behind) for key in found) == ("num_nextn_predict_layers" in config)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_written_is_what_was_described(name: str, tmp_path: Path) -> None:
+    config, shapes = MODELS[name]
+    tensors = written(name, tmp_path)
+    assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == shapes(config)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / name / "config.json").read_text()) == config
+    with safe_open(tmp_path / name / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}, "transformers refuses others"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_are_one_and_matrices_keep_the_scale_of_what_they_are_given(name: str, tmp_path: Path) -> None:
+    for key, tensor in written(name, tmp_path).items():
+        values = tensor.float()
+        if key.endswith("A_log"):
+            assert (values.exp() > 0.4).all()
+            assert (values.diff() > 0).all(), "each head forgets at its own pace"
+        elif key.endswith("bias"):
+            assert (values == 0).all(), key
+        elif values.dim() == 1:
+            assert (values == 1).all(), key
+        else:
+            # A row of an embedding is looked up, not summed over.
+            fan_in = 1 if "embed" in key else values[0].numel()
+            assert values.mean() * fan_in**0.5 == pytest.approx(0.0, abs=0.1), key
+            assert values.std() * fan_in**0.5 == pytest.approx(1.0, rel=0.05), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_folders_hold_the_same_bytes(name: str, tmp_path: Path) -> None:
+    """Made in another state of torch's generator, too."""
+    one = write(name, tmp_path / "one")
+    torch.rand(3)
+    other = write(name, tmp_path / "other")
+    files = sorted(path.name for path in one.iterdir())
+    assert files == sorted(path.name for path in other.iterdir()) == ["config.json", "model.safetensors"]
+    assert all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
+
+
+def test_no_two_matrices_are_the_same(tmp_path: Path) -> None:
+    """Layers that are alike would hide which of them is read."""
+    matrices = [tensor for tensor in written("llama", tmp_path).values() if tensor.dim() > 1]
+    rows = {tuple(tensor.flatten()[:64].tolist()) for tensor in matrices}
+    assert len(rows) == len(matrices)
+
+
+def test_the_generator_of_torch_is_left_where_it_was(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    write("eagle", tmp_path)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_llama_computes_something_else_for_every_token(tmp_path: Path) -> None:
+    """With weights near zero, as vLLM's own dummies, every output would be the same; with large ones, no number."""
+    model = AutoModelForCausalLM.from_pretrained(write("llama", tmp_path), dtype=torch.float32)
+    with torch.inference_mode():
+        (logits,) = model(torch.arange(5, 37).unsqueeze(0)).logits
+    assert len(set(logits.argmax(-1).tolist())) > 24
+    assert 0.5 < logits.std() < 2.0
+
+
+LOADS_INTO_VLLM = """
+    import os
+    from pathlib import Path
+
+    import torch
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+
+    class PlatformStandIn(CpuPlatform):
+        # A CPU without vLLM's kernels, which serves every model.
+        @classmethod
+        def get_attn_backend_cls(cls, *args, **kwargs):
+            return "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+
+        @classmethod
+        def import_kernels(cls):
+            pass
+
+        @classmethod
+        def check_and_update_config(cls, config):
+            pass
+
+
+    class AttentionStandIn(torch.nn.Module):
+        # Of MLA, whose kernels want a GPU; no weights are its own.
+        def __init__(self, *args, **kwargs):
+            super().__init__()
+
+
+    vllm.platforms._current_platform = PlatformStandIn()
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers import mla
+    from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.models import registry
+    from vllm_graphfix.verify.engine import cases, models
+
+    mla.MLAAttention = AttentionStandIn
+    registry._run_in_subprocess = lambda look: look()  # vLLM looks at each model in a process of its own, for ten seconds
+    torch.set_default_dtype(torch.bfloat16)
+    folder = Path.cwd()
+    for name in {names!r}:
+        case = next(case for case in cases.CASES.values() if case.name == name)
+        for model in filter(None, (case.model, case.draft)):
+            models.write(model, folder)
+        arguments = case.jobs(folder)[0].arguments
+        del arguments["worker_extension_cls"]
+        config = EngineArgs(**arguments).create_engine_config()
+        with set_current_vllm_config(config):
+            if not torch.distributed.is_initialized():
+                init_distributed_environment(1, 0, f"file://{{folder}}/rendezvous", 0, "gloo")
+                initialize_model_parallel()
+            print("loaded", name, type(get_model(vllm_config=config)).__name__)
+            if config.speculative_config is not None:
+                draft = config.speculative_config.draft_model_config
+                print("loaded", name, type(get_model(vllm_config=config, model_config=draft)).__name__)
+"""
+
+LOADED = [
+    (
+        "0.21.0",
+        [
+            "mla DeepseekV2ForCausalLM",
+            "mla-mtp DeepseekV3ForCausalLM",
+            "mla-mtp DeepSeekMTP",
+            "mamba2 Mamba2ForCausalLM",
+            "llama-eagle LlamaForCausalLM",
+            "llama-eagle EagleLlamaForCausalLM",
+        ],
+    ),
+    ("0.17.1", ["llama-eagle LlamaForCausalLM", "llama-eagle EagleLlamaForCausalLM"]),
+]
+
+
+@pytest.mark.parametrize(("release", "loaded"), LOADED, ids=[release for release, _ in LOADED])
+def test_vllms_loader_finds_every_weight_of_every_model_and_draft(release: str, loaded: list[str]) -> None:
+    """It raises for a parameter that the checkpoint does not name. Attention and platform are stand-ins."""
+    names = list(dict.fromkeys(line.split()[0] for line in loaded))
+    done = run_in_release(release, LOADS_INTO_VLLM.format(names=names))
+    told = [line.removeprefix("loaded ") for line in done.stdout.splitlines() if line.startswith("loaded ")]
+    assert told == loaded
+
+
+def test_a_checkpoint_without_one_of_the_weights_is_refused_by_vllm() -> None:
+    """So that the test before can fail."""
+    name = f"model.layers.{models.LAYERS}.enorm.weight"
+    code = LOADS_INTO_VLLM.replace(
+        "    folder = Path.cwd()\n",
+        "    folder = Path.cwd()\n"
+        f"    values, config, shapes = models._values, *models.MODELS['mla-mtp']\n"
+        f"    models.MODELS['mla-mtp'] = (config, lambda c: {{{{k: v for k, v in shapes(c).items() if k != {name!r}}}}})\n",
+    )
+    done = run_in_release("0.21.0", code.format(names=["mla-mtp"]), check=False)
+    assert done.returncode != 0
+    assert name.removeprefix("model.") in done.stderr
+    assert "not initialized from checkpoint" in done.stderr

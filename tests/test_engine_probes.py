@@ -1,0 +1,289 @@
+"""What probes see in an engine: on vLLM's own classes where they run without a GPU, on small doubles where they do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from stock import run_in_release
+
+from vllm_graphfix.verify.engine.probes import PROBES, PlannersInDraftGraphs, capturing, nodes_of
+
+PLANNER = "_ZN5flash23get_mla_metadata_kernelE27Mla_metadata_params"
+OTHER = "_ZN2at6native29vectorized_elementwise_kernelILi4EEEvi"
+
+
+class GraphDouble:
+    """Of `torch.cuda.CUDAGraph`: a captured graph is there to be looked at until it is instantiated, or if it is kept.
+
+    What is written down has the form in which CUDA describes a graph.
+    """
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.keep_graph = keep_graph
+        self.kernels: list[str] = []
+        self.captured = self.instantiated = self.debugged = False
+
+    def capture_end(self) -> None:
+        self.captured = True
+        if not self.keep_graph:
+            self.instantiate()
+
+    def instantiate(self) -> None:
+        assert self.captured
+        assert not self.instantiated
+        self.instantiated = True
+
+    def enable_debug_mode(self) -> None:
+        self.debugged = True
+
+    def debug_dump(self, path: str) -> None:
+        if not (self.debugged and self.captured and self.keep_graph):
+            return
+        nodes = "\n".join(
+            f'"graph_1_node_{number}"[style="bold" shape="record" label="{{KERNEL\n'
+            f"| {{ID | {number} | {kernel}\\<\\<\\<1,32,0\\>\\>\\>}}\n"
+            f"| {{{{node handle | func handle}} | {{0x5573 | 0x5574}}}}\n"
+            '}"];'
+            for number, kernel in enumerate(self.kernels)
+        )
+        memset = '"graph_1_node_9"[style="solid" shape="record" label="{MEMSET\n| {ID | 9 | get_mla_metadata}\n}"];'
+        Path(path).write_text(f'digraph dot {{\nsubgraph cluster_1 {{\nlabel="graph_1"\n{nodes}\n{memset}\n}}\n}}\n')
+
+
+def kept(*kernels: str) -> GraphDouble:
+    graph = GraphDouble(keep_graph=True)
+    graph.kernels += kernels
+    graph.captured = True
+    return graph
+
+
+def test_the_kernels_of_a_kept_graph_are_named() -> None:
+    told = "\n".join(nodes_of(kept(OTHER, PLANNER)))
+    assert OTHER in told
+    assert PLANNER in told
+
+
+def test_what_is_no_kernel_is_none() -> None:
+    assert not any("MEMSET" in line or "metadata}" in line for line in nodes_of(kept(OTHER)))
+
+
+def test_a_graph_without_kernels_has_none() -> None:
+    assert nodes_of(kept()) == []
+
+
+def test_a_graph_that_cannot_be_looked_at_is_an_error() -> None:
+    """Not a graph without the planner."""
+    gone = GraphDouble()
+    gone.capture_end()
+    with pytest.raises(RuntimeError, match="did not write down"):
+        nodes_of(gone)
+
+
+class Manager:
+    """Captures as vLLM's managers of CUDA graphs do: one class's `capture` calls that of the class above it."""
+
+    def __init__(self, kernels: list[str] | None = None) -> None:
+        self.kernels = kernels or []
+        self.seen: str | None = None
+
+    def capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.kernels += self.kernels  # type: ignore[attr-defined] # a double
+        graph.capture_end()
+        assert graph.instantiated, "vLLM replays it"  # type: ignore[attr-defined]
+        self.seen = capturing()
+
+
+class ModelCudaGraphManager(Manager):
+    pass
+
+
+class PrefillEagleCudaGraphManager(Manager):
+    def capture(self) -> None:
+        super().capture()
+
+
+class Speculator:
+    def __init__(self, *managers: Manager) -> None:
+        self.managers = managers
+
+    def capture(self) -> None:
+        for manager in self.managers:
+            manager.capture()
+
+
+@pytest.fixture
+def _graph_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", GraphDouble)
+
+
+@pytest.mark.usefixtures("_graph_double")
+def test_who_captures_is_the_innermost_object_that_does() -> None:
+    prefill, model = PrefillEagleCudaGraphManager(), ModelCudaGraphManager()
+    Speculator(prefill, model).capture()
+    assert (prefill.seen, model.seen) == ("PrefillEagleCudaGraphManager", "ModelCudaGraphManager")
+
+
+def test_nobody_captures_where_no_object_does() -> None:
+    def capture() -> str | None:
+        return capturing()
+
+    assert capturing() is None
+    assert capture() is None, "a function is no object"
+
+
+@pytest.fixture
+def observed(_graph_double: None) -> tuple[dict[str, list[float]], list[str]]:
+    """What a probe of the draft's graphs has seen, and what it has saved."""
+    seen: dict[str, list[float]] = {}
+    saved: list[str] = []
+    PlannersInDraftGraphs(seen, lambda: saved.append(json.dumps(seen))).before_the_engine()
+    return seen, saved
+
+
+def test_graphs_of_the_drafts_prefill_are_counted_with_and_without_the_planner(
+    observed: tuple[dict[str, list[float]], list[str]],
+) -> None:
+    seen, saved = observed
+    assert seen == {"planners-in-draft-graphs": [0.0, 0.0]}, "none until one is captured"
+    Speculator(
+        *(PrefillEagleCudaGraphManager(kernels) for kernels in ([OTHER], [PLANNER, OTHER], [], [PLANNER]))
+    ).capture()
+    assert seen == {"planners-in-draft-graphs": [2.0, 4.0]}
+    assert len(saved) == 4
+    assert json.loads(saved[-1]) == seen, "what comes next may end in a crash"
+
+
+def test_graphs_of_the_target_are_not_counted(observed: tuple[dict[str, list[float]], list[str]]) -> None:
+    seen, saved = observed
+    ModelCudaGraphManager([PLANNER]).capture()
+    graph: Any = torch.cuda.CUDAGraph()
+    graph.capture_end()
+    assert graph.instantiated
+    assert (seen, saved) == ({"planners-in-draft-graphs": [0.0, 0.0]}, [])
+
+
+def test_every_probe_is_found_by_its_name() -> None:
+    assert list(PROBES) == ["padded-rows", "planners-in-draft-graphs", "piecewise-draft-decodes", "drafts"]
+    assert all(probe.name == name for name, probe in PROBES.items())
+
+
+ON_REAL_CLASSES = """
+import json
+from types import SimpleNamespace
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
+install_flashmla_stand_ins()
+from vllm_graphfix.verify.double.scenarios import {scenario} as scenario
+from vllm_graphfix.verify.engine.probes import PROBES
+
+observed, saved = {{}}, []
+probe = PROBES[{probe!r}](observed, lambda: saved.append(json.dumps(observed)))
+{attach}
+measured = scenario.run()
+print("told", json.dumps([observed, saved[-1:], measured.eager, measured.error]))
+"""
+"""A scenario of the CPU double, with a probe in it: vLLM's own builder, speculator and managers of graphs."""
+
+IN_A_BUILDER = "probe.in_the_engine(None)\n"
+IN_A_SPECULATOR = """
+speculator_of = scenario._speculator
+
+def watched(mode):
+    speculator = speculator_of(mode)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(speculator=speculator))
+    probe.in_the_engine(SimpleNamespace(collective_rpc=lambda method: [method(worker)]))
+    return speculator
+
+scenario._speculator = watched
+"""
+IN_GRAPHS = """
+import torch
+from pathlib import Path
+from vllm_graphfix.verify.double import graph as cpu
+
+class KeptGraph(cpu.CPUGraph):
+    # With what `torch.cuda.CUDAGraph` has beyond: it tells what it has recorded.
+    def instantiate(self):
+        pass
+
+    def enable_debug_mode(self):
+        pass
+
+    def debug_dump(self, path):
+        names = (operation.name.replace("plan_stand_in", "get_mla_metadata") for operation in self.operations)
+        Path(path).write_text("".join(f"KERNEL {name}\\n" for name in names))
+
+torch.cuda.CUDAGraph = KeptGraph
+probe.before_the_engine()
+cpu.CPUGraph = torch.cuda.CUDAGraph
+"""
+
+
+def seen_on_real_classes(
+    release: str, scenario: str, probe: str, attach: str, switch: str
+) -> tuple[list[float], list[float], str | None]:
+    """What the probe observed, the eager numbers of the scenario, and the error that its graphs ended in."""
+    code = ON_REAL_CLASSES.format(scenario=scenario, probe=probe, attach=attach)
+    done = run_in_release(release, code, {"VLLM_GRAPHFIX": switch})
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("told ")]
+    observed, saved, eager, error = json.loads(line.removeprefix("told "))
+    if saved:
+        assert json.loads(saved[0]).keys() == observed.keys()
+    return observed[probe], eager, error
+
+
+@pytest.mark.parametrize(("switch", "lowest"), [("off", [0.0, -1.0]), ("on", [1.0, 0.0])])
+def test_what_dense_fp8_flashmla_is_given_for_padded_rows(switch: str, lowest: list[float]) -> None:
+    seen, _, _ = seen_on_real_classes("0.19.1", "flashmla_padding", "padded-rows", IN_A_BUILDER, switch)
+    assert seen == lowest
+
+
+@pytest.mark.parametrize(("switch", "planned"), [("off", 0.0), ("on", 3.0)])
+def test_the_planner_is_in_the_graphs_of_the_drafts_prefill_with_the_fix_alone(switch: str, planned: float) -> None:
+    """The draft has a graph for each of the three capture sizes of the scenario."""
+    seen, _, _ = seen_on_real_classes("0.21.0", "draft_prefill_state", "planners-in-draft-graphs", IN_GRAPHS, switch)
+    assert seen == [planned, 3.0]
+
+
+def test_draft_decodes_in_piecewise_graphs_are_counted_on_stock() -> None:
+    """The scenario ends in the crash that users see; by then there was at least one."""
+    (padded, decodes), _, error = seen_on_real_classes(
+        "0.17.1", "draft_decode_mode", "piecewise-draft-decodes", IN_A_SPECULATOR, "off"
+    )
+    assert 0 < padded < decodes
+    assert error is not None
+    assert "kv_indptr" in error
+
+
+def test_draft_decodes_run_without_piecewise_graphs_with_the_fix() -> None:
+    (padded, decodes), _, error = seen_on_real_classes(
+        "0.17.1", "draft_decode_mode", "piecewise-draft-decodes", IN_A_SPECULATOR, "on"
+    )
+    assert (padded, error) == (0.0, None)
+    assert decodes > 0
+
+
+def test_draft_tokens_are_kept_in_order_with_the_size_of_each_batch() -> None:
+    """In the scenario: a prefill of four requests, then four steps of three, three tokens each; eager first."""
+    seen, eager, _ = seen_on_real_classes("0.17.1", "draft_decode_mode", "drafts", IN_A_SPECULATOR, "on")
+    prefill, steps = seen[: 1 + 4 * 3], seen[1 + 4 * 3 : 1 + 4 * 3 + 4 * (1 + 3 * 3)]
+    batches = [steps[start : start + 10] for start in range(0, len(steps), 10)]
+    assert prefill[0] == 4.0
+    assert [batch[0] for batch in batches] == [3.0] * 4
+    assert [token for batch in batches for token in batch[1:]] == eager[: 4 * 9]
+
+
+def test_probes_need_a_speculator_where_they_watch_one() -> None:
+    """An engine without one ends in an error, and is not said to have drafted nothing."""
+    worker = SimpleNamespace(model_runner=SimpleNamespace())
+    engine: Any = SimpleNamespace(collective_rpc=lambda method: [method(worker)])
+    for name in ("piecewise-draft-decodes", "drafts"):
+        with pytest.raises(AttributeError):
+            PROBES[name]({}, lambda: None).in_the_engine(engine)

@@ -1,0 +1,168 @@
+"""What is run on a GPU for each fix: a tiny model, an engine, a workload, and where its defect shows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_graphfix import settings
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
+from vllm_graphfix.verify.engine.models import VOCABULARY
+from vllm_graphfix.verify.engine.worker import EXTENSION, SEED
+
+MODES = ("eager", "stock", "patched")
+
+
+@dataclass(frozen=True, eq=False)  # cases are told apart by which they are
+class Case:
+    """One tiny model on one engine; it is run eager, with graphs stock, and with graphs and the fixes."""
+
+    name: str
+    model: str
+    runner: str
+    """``V1`` or ``V2``."""
+    graphs: dict[str, Any]
+    """vLLM's `compilation_config`."""
+    workload: tuple[tuple[int, int], ...]
+    """Tokens of each prompt and of its answer."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Further keywords of `vllm.LLM`."""
+    draft: str | None = None
+    probes: tuple[str, ...] = ()
+    capability: int | None = None
+    """Major compute capability that the attention kernels need."""
+
+    def jobs(self, models: Path) -> list[Job]:
+        """Eager twice in one process, for its own noise; stock and patched once each. *models* holds the models' folders."""
+        chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
+        prompts = tuple(tuple(chance.choices(range(1, VOCABULARY), k=length)) for length, _ in self.workload)
+        arguments = _ENGINE | {"model": str(models / self.model)} | self.arguments
+        if self.draft is not None:
+            arguments["speculative_config"] = {**arguments["speculative_config"], "model": str(models / self.draft)}
+        return [
+            Job(
+                name=f"{self.name} {mode}",
+                mode=EAGER if mode == "eager" else GRAPHS,
+                arguments=arguments | {"compilation_config": self.graphs},
+                environment=_ENVIRONMENT
+                # What the user has set would decide about fixes in place of the proof.
+                | dict.fromkeys(settings.names(BY_NAME))
+                | {settings.PREFIX: "on" if mode == "patched" else "off"}
+                | {"VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "V2" else "0"},
+                prompts=prompts,
+                max_tokens=tuple(count for _, count in self.workload),
+                again=mode == "eager",
+                probes=self.probes,
+            )
+            for mode in MODES
+        ]
+
+
+_ENGINE: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 2048,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 1 << 30,  # keeps vLLM's memory profiling out of a GPU that several engines share
+    "gpu_memory_utilization": 0.05,  # with the above, only what vLLM asks to be free at the start
+    "enable_prefix_caching": False,
+    "disable_log_stats": False,  # counts drafts
+    "worker_extension_cls": EXTENSION,
+    "seed": 0,
+}
+GIB_PER_ENGINE = 5
+"""Of GPU memory: the cache, CUDA's context, FlashInfer's workspace, graphs."""
+
+_ENVIRONMENT: dict[str, str | None] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that probes see the engine
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "2",  # engines share the machine
+    "TQDM_DISABLE": "1",
+}
+
+
+def _full(sizes: list[int]) -> dict[str, Any]:
+    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+
+
+_FLASHMLA: dict[str, Any] = {"block_size": 64, "attention_config": {"backend": "FLASHMLA"}}
+_LENGTHS = (5, 33, 64, 65, 130, 257, 400, 511)
+_TOGETHER = tuple((length, 65) for length in _LENGTHS)
+_ONE_BY_ONE = tuple((length, 20 + 9 * number) for number, length in enumerate(_LENGTHS))
+"""Answers of different lengths: the batch shrinks through every size, and most are between capture sizes."""
+
+MLA = Case(
+    name="mla",
+    model="mla",
+    runner="V2",
+    graphs=_full([1, 2, 4, 8]),
+    workload=_TOGETHER,
+    arguments=_FLASHMLA,
+    capability=9,
+)
+MLA_FP8 = Case(
+    name="mla-fp8",
+    model="mla",
+    runner="V1",
+    graphs=_full([1, 2, 4, 8]),
+    workload=_TOGETHER,
+    arguments=_FLASHMLA | {"kv_cache_dtype": "fp8"},
+    capability=9,
+)
+MLA_FP8_PADDED = Case(
+    name="mla-fp8-padded",
+    model="mla",
+    runner="V1",
+    graphs=_full([1, 2, 4, 8]),
+    workload=_ONE_BY_ONE,
+    arguments=_FLASHMLA | {"kv_cache_dtype": "fp8"},
+    probes=("padded-rows",),
+    capability=9,
+)
+MLA_MTP = Case(
+    name="mla-mtp",
+    model="mla-mtp",
+    runner="V2",
+    graphs=_full([3, 6, 12, 24]),
+    workload=_TOGETHER,
+    arguments=_FLASHMLA | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+    probes=("planners-in-draft-graphs", "drafts"),
+    capability=9,
+)
+# The long prompt is prefilled in chunks in the last slot, the first request finishes meanwhile, and the decode batch that
+# follows is padded over the slot left behind.
+MAMBA2 = Case(
+    name="mamba2",
+    model="mamba2",
+    runner="V1",
+    graphs=_full([4]),
+    workload=((5, 4), (7, 160), (420, 160)),
+    arguments={"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True},
+)
+LLAMA_EAGLE = Case(
+    name="llama-eagle",
+    model="llama",
+    draft="eagle",
+    runner="V2",
+    # Cut into pieces and compiled, which rounds otherwise than eager does: answers may go apart at ties.
+    graphs={"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 8, 16, 32]},
+    workload=_ONE_BY_ONE,
+    arguments={
+        "attention_config": {"backend": "FLASHINFER"},
+        "speculative_config": {"method": "eagle", "num_speculative_tokens": 3},
+    },
+    probes=("piecewise-draft-decodes",),
+)
+
+CASES: dict[str, Case] = {
+    "capture-state": MLA,
+    "draft-prefill-state": MLA_MTP,
+    "draft-decode-mode": LLAMA_EAGLE,
+    "mamba-padding": MAMBA2,
+    "flashmla-fp8": MLA_FP8,
+    "flashmla-padding": MLA_FP8_PADDED,
+}
+"""By the name of the fix."""

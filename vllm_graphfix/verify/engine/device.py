@@ -1,0 +1,113 @@
+"""The GPU that torch would use here, asked in a process of its own: the parent stays without torch and CUDA.
+
+    python -m vllm_graphfix.verify.engine.device [FOLDER MODEL…]
+
+prints a line of JSON with the fields of `Device`, and makes the tiny models *MODEL* in FOLDER.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vllm_graphfix.verify import VerifyError
+from vllm_graphfix.verify.engine.processes import PACKAGE
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU; or why there is none."""
+
+    name: str | None
+    """None without a GPU."""
+    why_not: str
+    """What torch says, if there is none."""
+    capability: tuple[int, int]
+    free_gib: float
+    total_gib: float
+    driver: str
+    torch: str
+    cuda: str
+    python: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, compute capability {'.'.join(map(str, self.capability))}"
+
+
+def find(models: Path | None = None, names: tuple[str, ...] = ()) -> Device:
+    """The GPU here. Makes the tiny models *names* in the folder *models* on the way. Raises VerifyError without torch."""
+    arguments = [str(models), *names] if models is not None else []
+    path = os.pathsep.join(filter(None, [str(PACKAGE), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_graphfix.verify.engine.device", *arguments],
+        cwd=models,
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise VerifyError(
+            f"torch cannot be asked for a GPU: {last[0]}. Run this with the Python that runs vLLM; this one is {sys.executable}"
+        )
+    fields = json.loads(done.stdout.splitlines()[-1])
+    return Device(**fields | {"capability": tuple(fields["capability"])})
+
+
+def _ask_torch() -> Device:
+    import torch
+
+    name, why_not, capability, free, total = None, "", (0, 0), 0, 0
+    try:
+        if torch.version.cuda is None:
+            why_not = "torch was built without CUDA"
+        elif not torch.cuda.is_available():
+            why_not = "torch sees no GPU"
+        else:
+            free, total = torch.cuda.mem_get_info()
+            capability = torch.cuda.get_device_capability()
+            name = torch.cuda.get_device_name()
+    except Exception as error:  # a driver that is too old, a GPU that has fallen off its bus
+        name, why_not = None, next(iter(str(error).splitlines()), type(error).__name__)
+    return Device(
+        name,
+        why_not,
+        capability,
+        round(free / GIB, 1),
+        round(total / GIB, 1),
+        driver(),
+        torch.__version__,
+        torch.version.cuda or "none",
+        platform.python_version(),
+    )
+
+
+def driver() -> str:
+    """Of NVML, which torch does not ask for it."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        text = ctypes.create_string_buffer(80)
+        if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, len(text)):
+            return "unknown"
+        return text.value.decode()
+    except OSError:
+        return "unknown"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        from vllm_graphfix.verify.engine import models as tiny
+
+        for model in sys.argv[2:]:
+            tiny.write(model, Path(sys.argv[1]))
+    print(json.dumps(asdict(_ask_torch())))  # noqa: T201 - the result

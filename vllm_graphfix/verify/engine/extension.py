@@ -1,0 +1,18 @@
+"""What vLLM mixes into its worker class for `compare`: each rank can be asked for the states of its fixes, and for its graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class GraphfixStates:
+    """vLLM's `worker_extension_cls`; its methods are called by `LLM.collective_rpc`."""
+
+    def graphfix_states(self) -> dict[str, str]:
+        import vllm_graphfix
+
+        return {name: state.state.value for name, state in vllm_graphfix.states().items()}
+
+    def graphfix_cudagraph_mode(self) -> str:
+        config: Any = getattr(self, "vllm_config")  # noqa: B009 - the worker's, which this is mixed into
+        return str(config.compilation_config.cudagraph_mode.name)

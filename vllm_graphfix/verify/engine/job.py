@@ -1,0 +1,105 @@
+"""What one engine is asked to do, and what it says: the two sides of a process, as JSON in a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_graphfix.verify.comparison import Answer
+
+GRAPHS = "graphs"
+"""As the arguments say."""
+COMPILED = "no graphs"
+"""The same without graphs: what torch.compile does is still done."""
+EAGER = "eager"
+"""`enforce_eager`: neither."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine, started, asked and ended in a process of its own."""
+
+    name: str
+    """Of the run; its log and its result are named so."""
+    mode: str
+    """`GRAPHS`, `COMPILED` or `EAGER`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Keywords of `vllm.LLM`."""
+    flags: tuple[str, ...] = ()
+    """Or flags of vLLM's own command line."""
+    folder: str = ""
+    """Where relative paths in the flags begin."""
+    environment: dict[str, str | None] = field(default_factory=dict)
+    """On top of what the process inherits; what is None is not inherited."""
+    prompts: tuple[tuple[int, ...] | str, ...] = ()
+    """Token ids or text; none: as many as `generated` are made, the same for the same model."""
+    generated: int = 0
+    max_tokens: tuple[int, ...] = ()
+    """Of each prompt's answer."""
+    again: bool = False
+    """Ask a second time, in the reverse order: what differs then is the engine's own noise."""
+    probes: tuple[str, ...] = ()
+    """What to look at inside the engine; names of `probes.PROBES`. The engine must be in one process."""
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        fields = json.loads(path.read_text())
+        fields["prompts"] = tuple(p if isinstance(p, str) else tuple(p) for p in fields["prompts"])
+        for name in ("flags", "max_tokens", "probes"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an engine said."""
+
+    passes: tuple[tuple[Answer, ...], ...]
+    """The answers to all prompts; twice if it was asked again, both in the order of the prompts."""
+    states: dict[str, dict[str, str]]
+    """State of each fix, by rank."""
+    observed: dict[str, list[float]]
+    """What the probes saw, by name."""
+    drafts: tuple[int, int] | None
+    """Tokens of drafts that were accepted, and proposed; None without speculative decoding."""
+    facts: dict[str, str]
+    """What it ran on: vllm, torch, python, device."""
+    start_seconds: float
+    """From the first import of vLLM to an engine that answers."""
+    cudagraph_mode: str | None = None
+    """vLLM's, as its workers have it in the end; None for an engine that was given no flags."""
+
+
+def to_json(said: Said) -> dict[str, Any]:
+    return {
+        "passes": [
+            [{"tokens": answer.tokens, "top": [list(top.items()) for top in answer.top]} for answer in answers]
+            for answers in said.passes
+        ],
+        "states": said.states,
+        "observed": said.observed,
+        "drafts": said.drafts,
+        "facts": said.facts,
+        "start_seconds": said.start_seconds,
+        "cudagraph_mode": said.cudagraph_mode,
+    }
+
+
+def from_json(written: dict[str, Any]) -> Said:
+    return Said(
+        passes=tuple(
+            tuple(Answer(tuple(answer["tokens"]), tuple(map(dict, answer["top"]))) for answer in answers)
+            for answers in written["passes"]
+        ),
+        states=written["states"],
+        observed=written["observed"],
+        drafts=tuple(written["drafts"]) if written["drafts"] else None,
+        facts=written["facts"],
+        start_seconds=written["start_seconds"],
+        cudagraph_mode=written["cudagraph_mode"],
+    )

@@ -1,0 +1,238 @@
+"""Tiny models with random weights, made on the spot: folders that vLLM loads like any checkpoint.
+
+Two layers each. Norms are 1 and matrices normal(0, 1/sqrt(fan-in)): with vLLM's own dummy weights, which are near zero, every
+output is the same. Each tensor has a seed of its own, so that two folders made anywhere hold the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+VOCABULARY = 1024
+LAYERS = 2
+
+Config = dict[str, Any]
+Shapes = dict[str, tuple[int, ...]]
+
+_COMMON: Config = {
+    "hidden_size": 512,
+    "num_hidden_layers": LAYERS,
+    "vocab_size": VOCABULARY,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+MLA: Config = _COMMON | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 10,  # all layers are dense
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+MLA_MTP: Config = MLA | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_nextn_predict_layers": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+}
+MAMBA2: Config = _COMMON | {
+    "architectures": ["Mamba2ForCausalLM"],
+    "model_type": "mamba2",
+    "state_size": 64,
+    "head_dim": 64,
+    "num_heads": 16,
+    "n_groups": 1,
+    "expand": 2,
+    "conv_kernel": 4,
+    "chunk_size": 256,
+    "layer_norm_epsilon": 1e-5,
+    "rms_norm": True,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "residual_in_fp32": True,
+    "time_step_limit": [0.0, 1e9],
+}
+LLAMA: Config = _COMMON | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+EAGLE: Config = LLAMA | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+"""The draft head of a Llama; vLLM gives it the target's embeddings and output matrix."""
+
+
+def _embeddings(config: Config, layers: str = "model.layers", norm: str = "model.norm") -> Shapes:
+    hidden = config["hidden_size"]
+    outer = layers.rpartition(".")[0]
+    return {
+        f"{outer}.{'embeddings' if outer == 'backbone' else 'embed_tokens'}.weight": (VOCABULARY, hidden),
+        f"{norm}.weight": (hidden,),
+        "lm_head.weight": (VOCABULARY, hidden),
+    }
+
+
+def _mlp(prefix: str, config: Config) -> Shapes:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    return {
+        f"{prefix}.input_layernorm.weight": (hidden,),
+        f"{prefix}.post_attention_layernorm.weight": (hidden,),
+        f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
+        f"{prefix}.mlp.up_proj.weight": (inner, hidden),
+        f"{prefix}.mlp.down_proj.weight": (hidden, inner),
+    }
+
+
+def _latent_attention(prefix: str, config: Config) -> Shapes:
+    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    return {
+        f"{prefix}.self_attn.q_proj.weight": (heads * (nope + rope), hidden),
+        f"{prefix}.self_attn.kv_a_proj_with_mqa.weight": (latent + rope, hidden),
+        f"{prefix}.self_attn.kv_a_layernorm.weight": (latent,),
+        f"{prefix}.self_attn.kv_b_proj.weight": (heads * (nope + value), latent),
+        f"{prefix}.self_attn.o_proj.weight": (hidden, heads * value),
+    }
+
+
+def _grouped_attention(prefix: str, config: Config) -> Shapes:
+    hidden, head = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    return {
+        f"{prefix}.self_attn.q_proj.weight": (queries, hidden),
+        f"{prefix}.self_attn.k_proj.weight": (keys, hidden),
+        f"{prefix}.self_attn.v_proj.weight": (keys, hidden),
+        f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
+    }
+
+
+def _mla(config: Config) -> Shapes:
+    shapes = _embeddings(config)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        shapes |= _mlp(prefix, config) | _latent_attention(prefix, config)
+    return shapes
+
+
+def _mla_mtp(config: Config) -> Shapes:
+    hidden = config["hidden_size"]
+    prefix = f"model.layers.{config['num_hidden_layers']}"
+    return (
+        _mla(config)
+        | _mlp(prefix, config)
+        | _latent_attention(prefix, config)
+        | {
+            f"{prefix}.embed_tokens.weight": (VOCABULARY, hidden),
+            f"{prefix}.enorm.weight": (hidden,),
+            f"{prefix}.hnorm.weight": (hidden,),
+            f"{prefix}.eh_proj.weight": (hidden, 2 * hidden),
+            f"{prefix}.shared_head.norm.weight": (hidden,),
+            f"{prefix}.shared_head.head.weight": (VOCABULARY, hidden),
+        }
+    )
+
+
+def _mamba2(config: Config) -> Shapes:
+    hidden, heads = config["hidden_size"], config["num_heads"]
+    inner = config["expand"] * hidden
+    convolved = inner + 2 * config["n_groups"] * config["state_size"]
+    shapes = _embeddings(config, "backbone.layers", "backbone.norm_f")
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"backbone.layers.{layer}"
+        shapes |= {
+            f"{prefix}.norm.weight": (hidden,),
+            f"{prefix}.mixer.in_proj.weight": (inner + convolved + heads, hidden),
+            f"{prefix}.mixer.conv1d.weight": (convolved, 1, config["conv_kernel"]),
+            f"{prefix}.mixer.conv1d.bias": (convolved,),
+            f"{prefix}.mixer.A_log": (heads,),
+            f"{prefix}.mixer.D": (heads,),
+            f"{prefix}.mixer.dt_bias": (heads,),
+            f"{prefix}.mixer.norm.weight": (inner,),
+            f"{prefix}.mixer.out_proj.weight": (hidden, inner),
+        }
+    return shapes
+
+
+def _llama(config: Config) -> Shapes:
+    shapes = _embeddings(config)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        shapes |= _mlp(prefix, config) | _grouped_attention(prefix, config)
+    return shapes
+
+
+def _eagle(config: Config) -> Shapes:
+    shapes: Shapes = {"fc.weight": (config["hidden_size"], 2 * config["hidden_size"])}
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= _mlp(f"layers.{layer}", config) | _grouped_attention(f"layers.{layer}", config)
+    del shapes["layers.0.input_layernorm.weight"]  # an Eagle head begins without
+    return shapes
+
+
+MODELS: dict[str, tuple[Config, Callable[[Config], Shapes]]] = {
+    "mla": (MLA, _mla),
+    "mla-mtp": (MLA_MTP, _mla_mtp),
+    "mamba2": (MAMBA2, _mamba2),
+    "llama": (LLAMA, _llama),
+    "eagle": (EAGLE, _eagle),
+}
+"""Name of a model: its configuration, and the names and shapes of its tensors in a checkpoint."""
+
+
+def write(name: str, folder: Path) -> Path:
+    """Makes the model *name* in *folder*, in a folder of its name, and returns that. Needs torch and safetensors."""
+    import torch
+    from safetensors.torch import save_file
+
+    config, shapes = MODELS[name]
+    made = folder / name
+    made.mkdir(parents=True, exist_ok=True)
+    (made / "config.json").write_text(json.dumps(config, indent=2))
+    tensors = {tensor: _values(tensor, shape).to(torch.bfloat16) for tensor, shape in shapes(config).items()}
+    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+    return made
+
+
+def _values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
+    if name.endswith("A_log"):  # decay rates of a state, from slow to fast
+        return torch.linspace(0.5, 4.0, shape[0]).log()
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator)
+    fan_in = 1 if "embed" in name else values[0].numel()
+    return values.mul_(fan_in**-0.5)

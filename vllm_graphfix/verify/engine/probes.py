@@ -1,0 +1,170 @@
+"""Looks inside an engine for what its tokens do not show. The engine is in this process; nothing of vLLM is changed."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Observed = dict[str, list[float]]
+
+
+class Probe:
+    """Writes what it sees into *observed*; calls *save* when something new is there, since the engine may crash next."""
+
+    name: str
+
+    def __init__(self, observed: Observed, save: Callable[[], None]) -> None:
+        self._observed, self._save = observed, save
+
+    def before_the_engine(self) -> None:
+        """Called when vLLM can be imported and no engine is there."""
+
+    def in_the_engine(self, llm: LLM) -> None:
+        """Called when graphs are captured and nothing was asked."""
+
+
+class PaddedRows(Probe):
+    """The lowest sequence length and block id that the planner and the kernel of dense fp8 FlashMLA are given in a decode batch."""
+
+    name = "padded-rows"
+
+    def in_the_engine(self, llm: LLM) -> None:
+        from vllm.v1.attention.backends.mla import flashmla
+
+        lowest = self._observed.setdefault(self.name, [float("inf"), float("inf")])
+        plan, build = flashmla.get_mla_metadata_dense_fp8, flashmla.FlashMLAMetadataBuilder._build_decode
+
+        def note(length: float, block: float) -> None:
+            if length < lowest[0] or block < lowest[1]:
+                lowest[:] = min(lowest[0], length), min(lowest[1], block)
+                self._save()
+
+        # With functools.wraps, so that the plugin finds its own function below.
+        @functools.wraps(plan)
+        def planned(cache_seqlens: Any, *args: Any, **kwargs: Any) -> Any:
+            note(int(cache_seqlens.min()), float("inf"))
+            return plan(cache_seqlens, *args, **kwargs)
+
+        @functools.wraps(build)
+        def built(*args: Any, **kwargs: Any) -> Any:
+            metadata = build(*args, **kwargs)
+            note(int(metadata.seq_lens.min()), int(metadata.block_table[:, 0].min()))
+            return metadata
+
+        flashmla.get_mla_metadata_dense_fp8 = planned
+        flashmla.FlashMLAMetadataBuilder._build_decode = built
+
+
+class PlannersInDraftGraphs(Probe):
+    """Full graphs of the draft's prefill: how many record FlashMLA's planner kernel, and how many there are."""
+
+    name = "planners-in-draft-graphs"
+    manager = "PrefillEagleCudaGraphManager"
+    kernel = re.compile(r"get_mla_metadata")
+
+    def before_the_engine(self) -> None:
+        import torch
+
+        seen = self._observed.setdefault(self.name, [0.0, 0.0])
+        probe = self
+
+        class GraphThatKeepsItsNodes(torch.cuda.CUDAGraph):
+            """CUDA frees the nodes of a graph when it is instantiated, unless it is told to keep them."""
+
+            def __init__(self, keep_graph: bool = False) -> None:
+                super().__init__(keep_graph=True)  # type: ignore[call-arg] # the compiled base class takes it
+
+            def capture_end(self) -> None:
+                super().capture_end()
+                if capturing() == probe.manager:
+                    seen[:] = seen[0] + any(map(probe.kernel.search, nodes_of(self))), seen[1] + 1
+                    probe._save()
+                self.instantiate()
+
+        torch.cuda.CUDAGraph = GraphThatKeepsItsNodes  # type: ignore[misc]
+
+
+def nodes_of(graph: Any) -> list[str]:
+    """What CUDA says of each kernel node of a captured graph that keeps its nodes. Raises RuntimeError if it says nothing."""
+    graph.enable_debug_mode()
+    with tempfile.TemporaryDirectory() as folder:
+        dot = Path(folder) / "graph.dot"
+        graph.debug_dump(str(dot))
+        if not dot.exists():
+            raise RuntimeError("CUDA did not write down the nodes of a graph")
+        return [line for line in dot.read_text(errors="replace").splitlines() if "kernel" in line.lower()]
+
+
+def capturing() -> str | None:
+    """The class of the vLLM object whose `capture` is running: that of the innermost such call."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "capture" and "self" in frame.f_locals:
+            return type(frame.f_locals["self"]).__name__
+        frame = frame.f_back
+    return None
+
+
+class Drafts(Probe):
+    """Every draft token, in the order in which the speculator proposes them, the batch size before each batch."""
+
+    name = "drafts"
+
+    def in_the_engine(self, llm: LLM) -> None:
+        seen = self._observed.setdefault(self.name, [])
+
+        def watch(worker: Any) -> None:
+            speculator = worker.model_runner.speculator
+            propose = speculator.propose
+
+            def proposed(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+                drafts = propose(input_batch, *args, **kwargs)
+                seen.append(float(input_batch.num_reqs))
+                seen.extend(map(float, drafts[: input_batch.num_reqs].flatten().tolist()))
+                return drafts
+
+            speculator.propose = proposed
+
+        llm.collective_rpc(watch)
+
+
+class PiecewiseDraftDecodes(Probe):
+    """Draft decodes that ran in piecewise graphs with more tokens than requests: attention reads past what is valid for them.
+
+    And all draft decodes.
+    """
+
+    name = "piecewise-draft-decodes"
+
+    def in_the_engine(self, llm: LLM) -> None:
+        seen = self._observed.setdefault(self.name, [0.0, 0.0])
+
+        def watch(worker: Any) -> None:
+            speculator = worker.model_runner.speculator
+            generate = speculator.generate_draft
+
+            def generated(num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+                mode = kwargs.get("cudagraph_runtime_mode", args[-1] if args else None)
+                seen[1] += 1
+                if getattr(mode, "name", "") == "PIECEWISE" and num_tokens > num_reqs:
+                    seen[0] += 1
+                    self._save()
+                return generate(num_reqs, num_tokens, *args, **kwargs)
+
+            speculator.generate_draft = generated
+
+        llm.collective_rpc(watch)
+
+
+PROBES: dict[str, type[Probe]] = {
+    probe.name: probe for probe in (PaddedRows, PlannersInDraftGraphs, PiecewiseDraftDecodes, Drafts)
+}

@@ -1,0 +1,205 @@
+"""Runs engines in processes of their own, side by side, and leaves none behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from vllm_graphfix.verify.engine.job import Job, Said, from_json
+
+PACKAGE = Path(__file__).parents[3]
+_PLUGIN = "plugin"
+_EXCEPTION = re.compile(
+    r"(?:^|[\s\]])(?P<python>(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt): \S.*)|\bwhat\(\):\s+(?P<cpp>\S.*)"
+)
+_NO_FAILURE = re.compile(r"\b(?:DEBUG|INFO|WARNING) \d\d-\d\d ")
+"""vLLM's log of something that it tried and can do without."""
+_SECONDHAND = re.compile(r"root cause|Engine core initialization failed|EngineDeadError|EngineCore encountered")
+"""What vLLM says in the parent of the process that failed."""
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+"""Colours, movements of the cursor, titles of windows."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an engine's process ended."""
+
+    job: Job
+    said: Said | None
+    """None if it did not come to its end."""
+    error: str | None
+    """The engine's own, first line; None if it came to its end."""
+    log: Path
+    seconds: float
+    observed: dict[str, list[float]] = field(default_factory=dict)
+    """What the probes had seen, also of an engine that crashed."""
+
+
+Told = Callable[[Job, str], None]
+
+
+class Engines:
+    """All processes of one run of a command."""
+
+    def __init__(
+        self, folder: Path, timeout: float, doing: Told = lambda job, line: None, done: Told = lambda job, how: None
+    ) -> None:
+        """Logs and results go to *folder*. *timeout*, in seconds, is for one engine from start to end.
+
+        *doing* is told the last line of an engine's log twice a second, *done* how it ended.
+        """
+        self._folder, self._timeout, self._doing, self._done = folder, timeout, doing, done
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def run(self, jobs: Sequence[Job], parallel: int) -> dict[str, Ended]:
+        """All *jobs*, *parallel* at a time, by name. If this is interrupted, no process stays."""
+        _put_the_plugin_alone(self._folder / _PLUGIN)
+        with terminated_like_interrupted(), ThreadPoolExecutor(max(1, parallel)) as pool:
+            try:
+                futures = [pool.submit(self._run, job) for job in jobs]
+                return {job.name: future.result() for job, future in zip(jobs, futures, strict=True)}
+            except BaseException:
+                self._stop()
+                raise
+
+    def _run(self, job: Job) -> Ended:
+        stem = re.sub(r"[^\w.-]+", "-", job.name)
+        given, result, log = (self._folder / f"{stem}.{kind}" for kind in ("job", "json", "log"))
+        job.write(given)
+        started = time.monotonic()
+        with log.open("wb") as output, _open_while_this_process_lives() as alive:
+            with self._lock:
+                if self._stopped:
+                    return Ended(job, None, "was not started", log, 0.0)
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "vllm_graphfix.verify.engine.worker", str(given), str(result), str(alive)],
+                    cwd=self._folder,  # `-m` looks there first, and the user's folder may hold a vLLM of its own
+                    env=_environment(job.environment, self._folder / _PLUGIN),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(alive,),
+                    start_new_session=True,  # an engine starts processes; together they can be ended
+                )
+                self._running[job.name] = process
+            late = self._wait(job, process, log, started)
+            _kill(process)
+            process.wait()
+        with self._lock:
+            del self._running[job.name]
+        ended = _ended(job, process.returncode, result, log, time.monotonic() - started, late)
+        self._done(job, f"{ended.error or 'done'}, {ended.seconds:.0f} s")
+        return ended
+
+    def _wait(self, job: Job, process: subprocess.Popen[bytes], log: Path, started: float) -> str | None:
+        while process.poll() is None:
+            if time.monotonic() - started > self._timeout:
+                return f"did not come to its end in {self._timeout:.0f} s"
+            self._doing(job, last_line(log))
+            time.sleep(0.5)
+        return None
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            running = list(self._running.values())
+        for process in running:  # all of them before any is waited for: whoever is impatient interrupts again
+            _kill(process)
+        for process in running:
+            process.wait()
+
+
+@contextmanager
+def _open_while_this_process_lives() -> Iterator[int]:
+    """The reading end of a pipe; the other end is closed when this process ends, however it does."""
+    reading, writing = os.pipe()
+    try:
+        yield reading
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """The process and all that it started: an engine's workers hold the GPU's memory."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """`kill`, or a terminal that is closed, ends this process as Ctrl-C does: what it started is ended first."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # One that is ignored stays so, as `nohup` wants it, and one that somebody handles stays his.
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _put_the_plugin_alone(folder: Path) -> None:
+    """Links this very copy and its metadata into *folder*: where it is installed, another vLLM than the one asked for may lie beside it."""
+    folder.mkdir(exist_ok=True)
+    for part in PACKAGE.glob("vllm_graphfix*"):
+        if not (folder / part.name).is_symlink():
+            (folder / part.name).symlink_to(part)
+
+
+def _environment(extra: Mapping[str, str | None], plugin: Path) -> dict[str, str]:
+    changed = {**os.environ, **extra}
+    merged = {name: value for name, value in changed.items() if value is not None}
+    path = os.pathsep.join(filter(None, [str(plugin), merged.get("PYTHONPATH", "")]))
+    return merged | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def _ended(job: Job, code: int, result: Path, log: Path, seconds: float, late: str | None) -> Ended:
+    written = json.loads(result.read_text()) if result.exists() else {}
+    observed = written.get("observed", {})
+    if code == 0 and "passes" in written:
+        return Ended(job, from_json(written), None, log, seconds, observed)
+    own = written.get("error", "")
+    text = log.read_text(errors="replace")
+    if not own or _SECONDHAND.search(own):
+        own = root_cause(text) or own
+    if not own:
+        own = f"ended with signal {-code}" if code < 0 else (last_line(log) or f"ended with exit code {code}")
+    return Ended(job, None, late or own, log, seconds, observed)
+
+
+def root_cause(log: str) -> str | None:
+    """The first exception of a log that is not about another process's."""
+    lines = (line for line in _CONTROL.sub("", log).splitlines() if not _NO_FAILURE.search(line))
+    found = ((match["python"] or match["cpp"]).strip() for line in lines if (match := _EXCEPTION.search(line)))
+    return next((error for error in found if not _SECONDHAND.search(error)), None)
+
+
+def last_line(log: Path) -> str:
+    """For people to see that something goes on."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 2000))
+        lines = re.split(r"[\r\n]+", _CONTROL.sub("", file.read().decode(errors="replace")).strip())
+    return lines[-1].strip()

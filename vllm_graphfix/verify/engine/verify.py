@@ -1,0 +1,250 @@
+"""Proves fixes on this machine's GPU: each on a tiny model, eager, with graphs stock, and with graphs and the fixes."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_graphfix import manifest
+from vllm_graphfix.fix import Diagnosis, Fix, Verdict
+from vllm_graphfix.source import Source
+from vllm_graphfix.verify.comparison import Comparison, Kind, compare, noise_between
+from vllm_graphfix.verify.double import run as double
+from vllm_graphfix.verify.engine import device as devices
+from vllm_graphfix.verify.engine.bars import EngineBars
+from vllm_graphfix.verify.engine.cases import CASES, GIB_PER_ENGINE, LLAMA_EAGLE, MAMBA2, MODES, Case
+from vllm_graphfix.verify.engine.device import Device
+from vllm_graphfix.verify.engine.job import Said
+from vllm_graphfix.verify.engine.processes import Ended, Engines
+from vllm_graphfix.verify.engine.worker import SEED
+from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.report import Proof, Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_TIMEOUT = 600.0
+"""Seconds for one engine. Most take less than one minute."""
+_MOST = 6
+"""Engines at a time; more get in each other's way while they start."""
+_COMPILE = {LLAMA_EAGLE.name, MAMBA2.name}
+"""Cases that take minutes to compile kernels the first time, FlashInfer's and Triton's: they begin first."""
+_CRASH = re.compile(
+    r"illegal (memory access|address|instruction)|misaligned address|launch fail|device-side assert|kv_indptr"
+    r"|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)|CUDA error.{0,200}?: (invalid (configuration )?argument|operation (not permitted|failed|would))",
+    re.IGNORECASE,
+)
+"""The crashes that these defects lead to. An engine that ends in another error has proven nothing: out of memory, say."""
+
+Runs = Mapping[str, Ended]
+"""Of one case, by mode."""
+
+
+def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) -> Report:
+    """Proves *fixes* on *device* with the vLLM of *source*, one that can run. Raises `VerifyError`, `SourceError`."""
+    diagnoses = {fix.name: manifest.diagnose(fix, source) for fix in fixes}
+    affected = [fix for fix in fixes if diagnoses[fix.name].verdict is Verdict.AFFECTED]
+    others = [fix for fix in fixes if fix not in affected]
+    skipped = {fix.name: why_skipped(CASES[fix.name], device) for fix in affected}
+    cases = dict.fromkeys(CASES[fix.name] for fix in affected if skipped[fix.name] is None)
+    folder = Path(tempfile.mkdtemp(prefix="graphfix-verify-"))
+    keep = False
+    try:
+        with ThreadPoolExecutor(1) as beside:
+            from rich.console import Console as Quiet
+
+            # Fixes that are not needed are looked at without a GPU: nothing of what they concern may be touched.
+            left_alone = beside.submit(double.run, source, others, Quiet(file=io.StringIO())) if others else None
+            ended = _run_cases(source, tuple(cases), device, folder, console)
+            proofs = {proof.fix.name: proof for proof in left_alone.result().proofs} if left_alone else {}
+        for fix in affected:
+            runs = {mode: ended[f"{CASES[fix.name].name} {mode}"] for mode in MODES} if not skipped[fix.name] else None
+            proofs[fix.name] = prove(fix, diagnoses[fix.name], runs, skipped[fix.name])
+        keep = any(end.error for end in ended.values()) or any(
+            proofs[fix.name].outcome not in ("proven", "skipped") for fix in affected
+        )
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    return Report(
+        source.version,
+        source.label,
+        device.name or "",
+        tuple(proofs[fix.name] for fix in fixes),
+        environment={
+            "compute capability": ".".join(map(str, device.capability)),
+            "driver": device.driver,
+            "CUDA": device.cuda,
+            "torch": device.torch,
+            "Python": device.python,
+            "modes": double.MODES_OF_A_PROOF,
+            "seed": str(SEED),
+        },
+        logs=str(folder) if keep else None,
+    )
+
+
+def why_skipped(case: Case, device: Device) -> str | None:
+    """What *device* lacks for *case*, or None."""
+    if case.capability is not None and device.capability[0] != case.capability:
+        return (
+            f"dense FlashMLA needs compute capability {case.capability}.0, {device.name} has "
+            f"{'.'.join(map(str, device.capability))}; `verify --device cpu` proves it on the CPU double"
+        )
+    if device.free_gib < GIB_PER_ENGINE:
+        return f"{GIB_PER_ENGINE} GiB of free GPU memory are needed, {device.free_gib} are; end what uses the GPU"
+    return None
+
+
+def _run_cases(
+    source: Source, cases: Sequence[Case], device: Device, folder: Path, console: Console
+) -> dict[str, Ended]:
+    if not cases:
+        return {}
+    names = {name for case in cases for name in (case.model, case.draft) if name is not None}
+    devices.find(folder, tuple(sorted(names)))
+    jobs = [job for case in cases for job in case.jobs(folder)]
+    path = os.pathsep.join(filter(None, [str(source.folder or ""), os.environ.get("PYTHONPATH", "")]))
+    jobs = [replace(job, environment=job.environment | {"PYTHONPATH": path}) for job in jobs]
+    jobs.sort(key=lambda job: job.name.split()[0] not in _COMPILE)
+    parallel = min(_MOST, (os.cpu_count() or 2) // 2, int(device.free_gib // GIB_PER_ENGINE))
+    if LLAMA_EAGLE in cases:
+        console.print("FlashInfer compiles its kernels when it is used for the first time, for about two minutes")
+    bars = EngineBars(console, jobs)
+    with bars.shown():
+        return Engines(folder, _TIMEOUT, bars.doing, bars.done).run(jobs, parallel)
+
+
+def prove(fix: Fix, diagnosis: Diagnosis, runs: Runs | None, skipped: str | None = None) -> Proof:
+    """What the three runs of a fix's case say about it."""
+    if runs is None:
+        nothing = ("", skipped or "")
+        return Proof(fix, diagnosis, None, None, None, nothing, nothing, skipped)
+    failure = _why_nothing_is_proven(fix.name, runs)
+    stock, patched = (None, None) if failure else (measure(fix.name, runs, mode) for mode in ("stock", "patched"))
+    return Proof(
+        fix,
+        diagnosis,
+        stock,
+        patched,
+        failure,
+        _state(fix, runs["stock"], "off"),
+        _state(fix, runs["patched"], "active"),
+    )
+
+
+def _why_nothing_is_proven(name: str, runs: Runs) -> str | None:
+    """A run that ended in an error of its own, a reference that is none, or a probe that saw nothing; or None."""
+    for mode, end in runs.items():
+        if end.error and (mode == "eager" or not _CRASH.search(end.error)):
+            return f"{mode}: {end.error} (log: {end.log})"
+    eager = runs["eager"].said
+    if eager is not None and not math.isfinite(noise_between(*eager.passes)):
+        return "eager: log-probabilities that are not finite numbers"
+    unseen = ((mode, _unseen(name, end.observed)) for mode, end in runs.items() if mode != "eager" and not end.error)
+    return next((f"{mode}: {what}" for mode, what in unseen if what), None)
+
+
+def _unseen(name: str, observed: Mapping[str, Sequence[float]]) -> str | None:
+    """What should have been seen in an engine that came to its end, and was not."""
+    if name == "draft-prefill-state" and not observed.get("planners-in-draft-graphs", [0.0, 0.0])[1]:
+        return "no full graph of the draft's prefill was captured"
+    if name == "draft-decode-mode" and not observed.get("piecewise-draft-decodes", [0.0, 0.0])[1]:
+        return "no draft was decoded"
+    if name == "flashmla-padding" and not math.isfinite(sum(observed.get("padded-rows", [math.inf]))):
+        return "dense fp8 FlashMLA was not used"
+    return None
+
+
+def _state(fix: Fix, end: Ended, of_a_crash: str) -> tuple[str, str]:
+    """A crashed engine cannot be asked for its states; that it crashed is said elsewhere."""
+    if end.said is None:
+        return of_a_crash, end.error or ""
+    states = {states.get(fix.name, "unknown") for states in end.said.states.values()}
+    return " and ".join(sorted(states)), ""
+
+
+def measure(name: str, runs: Runs, mode: str) -> Measurement:
+    """The numbers in which the defect of the fix *name* shows, of the run in *mode* against eager's."""
+    eager, graphed = runs["eager"], runs[mode]
+    assert eager.said is not None  # noqa: S101 - a case whose reference failed is not measured
+    total = float(sum(len(answer.tokens) for answer in eager.said.passes[0]))
+    phrase, reference, found, lines = _where_it_shows(name, graphed)
+    if graphed.said is not None:
+        comparison = compare(eager.said.passes[0], graphed.said.passes[0], noise_between(*eager.said.passes))
+        found = (*found, float(comparison.agreed))
+        lines += [*described(comparison), *_drafts(eager.said, graphed.said)]
+    return Measurement(
+        f"{phrase}tokens equal to eager's, of {total:.0f}",
+        (*reference, total),
+        found,
+        graphed.error,
+        tuple(f"{mode}: {line}" for line in lines),
+    )
+
+
+def _where_it_shows(name: str, graphed: Ended) -> tuple[str, tuple[float, ...], tuple[float, ...], list[str]]:
+    """Beyond the tokens: what the numbers are, what they should be, what was found, and the same for people."""
+    if name == "draft-prefill-state":
+        planned, captured = graphed.observed.get("planners-in-draft-graphs", [0.0, 0.0])
+        phrase = "full graphs of the draft's prefill that do not record FlashMLA's planner; "
+        line = f"FlashMLA's planner is recorded in {planned:.0f} of {captured:.0f} full graphs of the draft's prefill"
+        return phrase, (0.0,), (captured - planned,), [line]
+    if name == "draft-decode-mode":
+        padded, decodes = graphed.observed.get("piecewise-draft-decodes", [0.0, 0.0])
+        phrase = "draft decodes in piecewise graphs with padding; "
+        return (
+            phrase,
+            (0.0,),
+            (padded,),
+            [f"{padded:.0f} of {decodes:.0f} draft decodes ran in piecewise graphs with padding"],
+        )
+    if name == "flashmla-padding":
+        length, block = graphed.observed.get("padded-rows", [math.inf, math.inf])
+        line = f"dense fp8 FlashMLA was given lengths down to {length:.0f} and block ids down to {block:.0f}"
+        phrase = "lowest length (at most 1) and block id (at most 0) given to dense fp8 FlashMLA; "
+        return phrase, (1.0, 0.0), (min(length, 1.0), min(block, 0.0)), [line] if math.isfinite(length + block) else []
+    return "", (), (), []
+
+
+def described(comparison: Comparison) -> list[str]:
+    """For people: how far a run agrees with the reference."""
+    agreed = f"{comparison.agreed} of {comparison.tokens} tokens equal to eager's"
+    apart = f"log-probabilities up to {comparison.distance:.2g} apart"
+    lines = [
+        f"{agreed}; {apart} (eager from itself {comparison.noise:.2g}; rounding ends at {comparison.tolerance:.2g})"
+    ]
+    corrupt = comparison.of(Kind.CORRUPT)
+    if corrupt:
+        number, first = min(
+            ((i, j) for i, j in enumerate(comparison.judgements) if j.kind is Kind.CORRUPT),
+            key=lambda pair: pair[1].position or 0,
+        )
+        what = (
+            f"{first.found} instead of {first.expected}" if first.found != first.expected else "in its log-probability"
+        )
+        margin = "" if first.margin is None else f"; eager's two best are {first.margin:.2g} apart there"
+        lines.append(
+            f"corrupt prompts: {len(corrupt)} of {len(comparison.judgements)}, the first at token {first.position} of prompt "
+            f"{number}, {what}{margin}"
+        )
+    ties = len(comparison.of(Kind.TIE))
+    return [*lines, f"prompts that go apart at a tie: {ties}"] if ties else lines
+
+
+def _drafts(eager: Said, graphed: Said) -> list[str]:
+    lines = []
+    reference, found = eager.observed.get("drafts", []), graphed.observed.get("drafts", [])
+    if found:
+        same = next((i for i, (a, b) in enumerate(zip(reference, found, strict=False)) if a != b), len(found))
+        lines.append(f"draft tokens equal to eager's up to number {same} of {len(found)}")
+    return lines

@@ -1,0 +1,271 @@
+"""One engine in one process.
+
+    python -m vllm_graphfix.verify.engine.worker JOB RESULT [PIPE]
+
+JOB is a file that `Job.write` made. RESULT is a file of JSON: what `to_json` makes, and before the engine came to its end, or if
+it did not, ``{"observed": …, "error": …}``. vLLM's own output goes where the process's goes.
+PIPE is the descriptor of a pipe: when its other end is closed, this process ends, and all that it started.
+
+Whether the fixes are on is the environment's to say, as in production.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import random
+import re
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vllm_graphfix.settings import PREFIX
+from vllm_graphfix.verify.comparison import Answer
+from vllm_graphfix.verify.engine.job import COMPILED, EAGER, Job, Said, to_json
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+
+BEST = 5
+"""Log-probabilities asked for at each position."""
+SEED = 7
+EXTENSION = "vllm_graphfix.verify.engine.extension.GraphfixStates"
+
+
+class FlagError(Exception):
+    """vLLM does not know a flag, or not this value of it; the message is vLLM's."""
+
+
+def main(job: Job, result: Path) -> int:
+    observed: dict[str, list[float]] = {}
+    try:
+        said = to_json(_run(job, observed, result))
+    except BaseException as error:  # an engine may end in SystemExit
+        traceback.print_exc()
+        _write(result, {"observed": observed, "error": f"{type(error).__name__}: {_first_line(error)}"})
+        return 1
+    _write(result, said)
+    return 0
+
+
+def _end_with_the_other_end_of(pipe: int) -> None:
+    """However that ended: an engine that nobody reads must not keep the GPU's memory.
+
+    A process that watches, since this one may hang in CUDA, and since a signal at the death of its parent would reach it alone,
+    and not the processes that an engine has.
+    """
+    if os.fork():
+        os.close(pipe)
+        return
+    os.read(pipe, 1)  # nobody writes
+    os.killpg(0, signal.SIGKILL)
+
+
+def _write(result: Path, written: dict[str, Any]) -> None:
+    partial = result.with_suffix(".partial")
+    partial.write_text(json.dumps(written))
+    partial.replace(result)  # whoever reads it reads all of it
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and re.match(
+        r"\d+ validation errors? for ", lines[0]
+    ):  # pydantic: which it is comes after how many
+        return " ".join(lines[1:]).partition(" [type=")[0]
+    return lines[0] if lines else ""
+
+
+def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
+    from vllm_graphfix.verify.engine.probes import PROBES
+
+    started = time.monotonic()
+    import vllm_graphfix
+
+    vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
+    probes = [
+        PROBES[name](observed, lambda: _write(result, {"observed": observed, "error": ""})) for name in job.probes
+    ]
+    for probe in probes:
+        probe.before_the_engine()
+    llm = _engine(job)
+    for probe in probes:
+        probe.in_the_engine(llm)
+    seconds = time.monotonic() - started
+    prompts = job.prompts or _generated(job, llm)
+    passes = [_ask(llm, prompts, job.max_tokens)]
+    if job.again:
+        # What is kept of the first pass would hide the noise of computing it again.
+        llm.reset_prefix_cache()
+        reverse = _ask(llm, prompts[::-1], job.max_tokens[::-1])
+        passes.append(reverse[::-1])
+    return Said(
+        passes=tuple(passes),
+        states=_states(llm, job),
+        observed=observed,
+        drafts=_drafts(llm),
+        facts=_facts(),
+        start_seconds=round(seconds, 1),
+        cudagraph_mode=_cudagraph_mode(llm) if job.flags else None,
+    )
+
+
+def _engine(job: Job) -> LLM:
+    from vllm import LLM
+
+    if job.flags:
+        os.chdir(job.folder or ".")
+        return LLM(**vars(_given(job)))  # as LLM.from_engine_args does, which 0.18 and older lack
+    arguments = dict(job.arguments)
+    if job.mode == EAGER:
+        arguments.pop("compilation_config", None)
+        arguments["enforce_eager"] = True
+    return LLM(**arguments)
+
+
+def _given(job: Job) -> EngineArgs:
+    """What vLLM makes of the flags, and what the job needs beyond them."""
+    from vllm.config import CUDAGraphMode
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = EngineArgs.from_cli_args(_parsed(job.flags))
+    if job.mode == EAGER:
+        given.enforce_eager = True
+    elif job.mode == COMPILED:
+        given.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    given.worker_extension_cls = given.worker_extension_cls or EXTENSION  # the user's own is left where it is
+    # What is asked for and counted; tokens do not depend on it.
+    if 0 <= given.max_logprobs < BEST:
+        given.max_logprobs = BEST
+    given.logprobs_mode = "raw_logprobs"
+    given.disable_log_stats = False
+    return given
+
+
+def _parsed(flags: tuple[str, ...]) -> Any:
+    """As `vllm serve` parses them, so that its command line can be taken over: what the server alone knows is dropped later."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is a peer
+        def error(self, message: str) -> NoReturn:  # argparse would print the usage of 200 flags
+            raise FlagError(message)
+
+    parser, add = Parser(prog="vllm-graphfix compare", add_help=False), AsyncEngineArgs.add_cli_args
+    for place in ("openai", "launchers", "common"):  # up to 0.28, up to 0.32, since
+        with suppress(ImportError, AttributeError):
+            add = importlib.import_module(f"vllm.entrypoints.{place}.cli_args").make_arg_parser
+            break
+    parsed = add(parser).parse_args([*flags])
+    if getattr(parsed, "model_tag", None) is not None:  # where `vllm serve` expects its model
+        raise FlagError(f"unrecognized arguments: {parsed.model_tag}")
+    return parsed
+
+
+def _generated(job: Job, llm: LLM) -> tuple[tuple[int, ...], ...]:
+    """Random tokens, in lengths from a few to half of what the model takes beside the answers."""
+    config = llm.llm_engine.model_config
+    longest = max(16, min(1024, (config.max_model_len - max(job.max_tokens)) // 2))
+    chance = random.Random(SEED)  # noqa: S311 - the same prompts in every process
+    words = _words(llm, config.get_vocab_size())
+    lengths = [max(4, longest * (number % 8 + 1) // 8 - number) for number in range(job.generated)]
+    return tuple(tuple(chance.choices(words, k=min(length, config.max_model_len - 1))) for length in lengths)
+
+
+def _words(llm: LLM, vocabulary: int) -> list[int]:
+    """Token ids that stand for text: placeholders of images and the like want an image, and ids beyond the tokenizer's are padding."""
+    special: set[int] = set()
+    try:
+        tokenizer = llm.get_tokenizer()
+        special.update(tokenizer.all_special_ids, getattr(tokenizer, "added_tokens_encoder", {}).values())
+        vocabulary = min(vocabulary, len(tokenizer))
+    except Exception:  # --skip-tokenizer-init; a tokenizer of its own kind
+        special.update(range(10))  # which are rarely words
+    return [token for token in range(vocabulary) if token not in special] or list(range(vocabulary))
+
+
+def _ask(llm: LLM, prompts: tuple[Any, ...], max_tokens: tuple[int, ...]) -> tuple[Answer, ...]:
+    from vllm import SamplingParams
+
+    sampling = [
+        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=BEST)
+        for count in max_tokens
+    ]
+    given = [prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs = llm.generate(given, sampling, use_tqdm=False)
+    return tuple(_answer(output.outputs[0]) for output in outputs)
+
+
+def _answer(completion: Any) -> Answer:
+    top = tuple({token: float(found.logprob) for token, found in best.items()} for best in completion.logprobs)
+    return Answer(tuple(completion.token_ids), top)
+
+
+def _states(llm: LLM, job: Job) -> dict[str, dict[str, str]]:
+    """Of every worker, by rank; none if they cannot be asked, because the user has a worker extension of their own."""
+    try:
+        told: list[dict[str, str]] = llm.collective_rpc("graphfix_states")
+    except Exception:
+        if job.flags:
+            return {}
+        import vllm_graphfix
+
+        # Without flags, the engine is in this process.
+        told = [{name: state.state.value for name, state in vllm_graphfix.states().items()}]
+    return {str(rank): states for rank, states in enumerate(told)}
+
+
+def _cudagraph_mode(llm: LLM) -> str:
+    """Of the workers, which take it back where their attention cannot do it; if they cannot be asked, what they were given."""
+    try:
+        return " and ".join(sorted(set(llm.collective_rpc("graphfix_cudagraph_mode"))))
+    except Exception:
+        config: Any = llm.llm_engine.vllm_config.compilation_config
+        return str(config.cudagraph_mode.name)
+
+
+def _drafts(llm: LLM) -> tuple[int, int] | None:
+    try:
+        counters = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    except Exception:  # statistics are switched off
+        return None
+    accepted, proposed = (counters.get(f"vllm:spec_decode_num_{what}_tokens", 0) for what in ("accepted", "draft"))
+    return (int(accepted), int(proposed)) if proposed else None
+
+
+def _facts() -> dict[str, str]:
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
+
+    import vllm_graphfix
+    from vllm_graphfix.verify.engine.device import driver
+
+    switches = (f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIX))
+    return {
+        "vllm": vllm.__version__,
+        "graphfix": vllm_graphfix.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": str(current_platform.get_device_name()),  # of NVML: this process need not touch the GPU
+        "driver": driver(),
+        "switches": " ".join(switches) or f"{PREFIX}=on",
+        "seed": str(SEED),
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[3:]:
+        _end_with_the_other_end_of(int(sys.argv[3]))
+    code = main(Job.read(Path(sys.argv[1])), Path(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What is torn down at the end of an interpreter hangs now and then after an illegal memory access.
+    os._exit(code)

@@ -1,0 +1,54 @@
+"""Where a proof runs: on this machine's GPU if there is one and this vLLM can use it, on the CPU double otherwise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_graphfix.fix import Fix
+from vllm_graphfix.source import Source
+from vllm_graphfix.verify import VerifyError
+from vllm_graphfix.verify.report import Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def run(source: Source, fixes: Sequence[Fix], device: str | None, console: Console) -> Report:
+    """Proves *fixes* on *source*; *device* is ``gpu``, ``cpu``, or None to choose. Raises `VerifyError`, `SourceError`."""
+    from vllm_graphfix.verify.engine.processes import terminated_like_interrupted
+
+    with terminated_like_interrupted():
+        return _run(source, fixes, device, console)
+
+
+def _run(source: Source, fixes: Sequence[Fix], device: str | None, console: Console) -> Report:
+    from vllm_graphfix.verify.double.run import run as run_on_double
+
+    if device == "cpu":
+        return run_on_double(source, fixes, console)
+    why_not = _cannot_run(source.folder)
+    if why_not is None:
+        from vllm_graphfix.verify.engine import device as devices
+        from vllm_graphfix.verify.engine.verify import run as run_on_gpu
+
+        found = devices.find()
+        if found.name is not None:
+            return run_on_gpu(source, fixes, found, console)
+        why_not = found.why_not
+    if device == "gpu":
+        raise VerifyError(f"this cannot be verified on a GPU: {why_not}. `--device cpu` uses the CPU double")
+    return run_on_double(source, fixes, console)
+
+
+def _cannot_run(folder: Path | None) -> str | None:
+    """Why the vLLM in *folder* has no kernels to run, or None. Where kernels lie differs; that there are some does not."""
+    if folder is None:
+        return "a wheel file has to be installed first"
+    if os.pathsep in str(folder):
+        return f"there is a {os.pathsep!r} in {folder}, where a Python path ends"
+    if not any((folder / "vllm").glob("*.so")):
+        return f"the vLLM in {folder} has no compiled kernels"
+    return None
