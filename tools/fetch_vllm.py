@@ -63,9 +63,9 @@ def release(
     tree = cache / version
     if _is_complete(version, cache, keep_wheel=keep_wheel):
         return tree
-    with _only_one_fetches(version, cache) as staging:
+    with only_one_fetches(version, cache) as staging:
         if not _is_complete(version, cache, keep_wheel=keep_wheel):  # else another process did it while we waited
-            downloaded = _download(version, staging, progress or _no_progress)
+            downloaded = download("vllm", version, staging, progress or _no_progress, _RELEASE_WHEELS)
             if not tree.is_dir():
                 unpack(downloaded, staging / "tree", progress or _no_progress)
                 (staging / "tree").rename(tree)
@@ -79,19 +79,19 @@ def wheel(version: str, cache: Path | None = None) -> Path | None:
     return next((cache or cache_folder()).glob(f"vllm-{version}-*.whl"), None)
 
 
-def unpack(archive: Path, into: Path, progress: Progress | None = None) -> None:
-    """The wheel's files, less compiled code and its headers; raises FetchError if one would land outside *into*."""
+def unpack(archive: Path, into: Path, progress: Progress | None = None, *, compiled: bool = False) -> None:
+    """The wheel's files, less *compiled* code and its headers; raises FetchError if one would land outside *into*."""
     with zipfile.ZipFile(archive) as contents:
         members = contents.infolist()
         for done, member in enumerate(members):
             path = PurePosixPath(member.filename)
             if path.is_absolute() or ".." in path.parts or re.search(r"[\\:]", member.filename):
                 raise FetchError(f"{archive.name} is not unpacked: {member.filename!r} is outside its own folder.")
-            if member.is_dir() or path.suffix in COMPILED:
+            if member.is_dir() or (path.suffix in COMPILED and not compiled):
                 continue
             with contents.open(member) as packed:
                 start = packed.read(len(ELF_MAGIC))
-                if start == ELF_MAGIC:
+                if start == ELF_MAGIC and not compiled:
                     continue
                 target = into / path
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def _no_progress(doing: str, done: int, total: int | None) -> None:
 
 
 @contextmanager
-def _only_one_fetches(version: str, cache: Path) -> Iterator[Path]:
+def only_one_fetches(version: str, cache: Path) -> Iterator[Path]:
     """An empty folder in the cache's own file system (so that a rename is atomic), held by this process alone."""
     try:
         (cache / ".tmp").mkdir(parents=True, exist_ok=True)
@@ -132,11 +132,15 @@ def _only_one_fetches(version: str, cache: Path) -> Iterator[Path]:
             shutil.rmtree(staging, ignore_errors=True)
 
 
-def _download(version: str, into: Path, progress: Progress) -> Path:
-    requirement = f"vllm=={version}"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--implementation", "cp"]
-    command += ["--python-version", "3.12", *(f"--platform={tag}" for tag in PLATFORMS)]
-    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--dest", str(into), requirement]
+_RELEASE_WHEELS = ("--implementation", "cp", "--python-version", "3.12", *(f"--platform={tag}" for tag in PLATFORMS))
+"""Not those for this machine: their Python is all that is kept."""
+
+
+def download(package: str, version: str, into: Path, progress: Progress, wheels: Sequence[str] = ()) -> Path:
+    """The wheel file of *package*, the one for this Python and machine unless *wheels*, options of pip, say otherwise."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", *wheels]
+    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--dest", str(into)]
+    command.append(f"{package}=={version}")
     command.append(f"--progress-bar={'raw' if _pip_counts_bytes() else 'off'}")
     progress("downloading", 0, None)
     errors: list[str] = []
@@ -151,13 +155,13 @@ def _download(version: str, into: Path, progress: Progress) -> Path:
                 progress("downloading", int(counted[1]), int(counted[2]))
             elif line.startswith("ERROR"):
                 errors.append(textwrap.shorten(line, 160, placeholder=" ..."))
-    found = next(into.glob("vllm-*.whl"), None)
+    found = next(into.glob(f"{package.replace('-', '_')}-*.whl"), None)
     if pip.returncode or not found:
         reasons = "\n  ".join(errors or [f"exit code {pip.returncode}"])
         raise FetchError(
-            f"pip could not download vLLM {version}:\n  {reasons}\n"
+            f"pip could not download vLLM {version} (package {package}):\n  {reasons}\n"
             "Check that pip reaches a package index that has this release, and that the disk has 1 GB free:\n"
-            f"  {shlex.join([sys.executable, '-m', 'pip', 'index', 'versions', 'vllm'])}"
+            f"  {shlex.join([sys.executable, '-m', 'pip', 'index', 'versions', package])}"
         )
     return found
 

@@ -1,0 +1,94 @@
+"""A real engine for tests: PyPI's vLLM for CPUs, the plugin beside it, tiny models, and `compare` as users call it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import fetch_cpu_engine
+
+from vllm_graphfix.verify.engine import models
+
+_LIMIT = 600
+"""Seconds; each engine takes some 15, and more where other tests share the machine."""
+
+
+@cache
+def cpu_engine() -> Path:
+    """The folder to put on the Python path; fetched if it is missing, and an error, never a skip, if that fails."""
+    return fetch_cpu_engine.engine()
+
+
+def environment(scratch: Path, *path: Path) -> dict[str, str]:
+    """What a process needs where *path* comes before all else that is imported; caches are in *scratch*."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    return clean | {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "CUDA_VISIBLE_DEVICES": "",  # the CPU is what is tested, also where there is a GPU
+        "HF_HUB_OFFLINE": "1",
+        "NO_COLOR": "1",
+        "OMP_NUM_THREADS": "1",  # tests run side by side
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a third of the time to start; what needs more processes has them
+        "VLLM_NO_USAGE_STATS": "1",
+        "XDG_CACHE_HOME": str(scratch),
+        "XDG_CONFIG_HOME": str(scratch),
+    }
+
+
+def compare(
+    folder: Path, *arguments: str, env: Mapping[str, str] | None = None, path: tuple[Path, ...] = (), code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """`vllm-graphfix compare` in *folder* with a real engine on the CPU; it must end with *code*."""
+    return called(folder, *arguments, env=environment(folder, *path, cpu_engine()) | dict(env or {}), code=code)
+
+
+def called(folder: Path, *arguments: str, env: Mapping[str, str], code: int) -> subprocess.CompletedProcess[str]:
+    """`vllm-graphfix compare` in *folder* with the environment *env*; it must end with *code*, and not with a traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_graphfix", "compare", *arguments],
+        cwd=folder,
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT,
+        check=False,
+    )
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def report(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What `--json` printed; NaN and Infinity, which JSON has not, are an error."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    found: dict[str, Any] = json.loads(done.stdout, parse_constant=refuse)
+    return found
+
+
+def write_llama(folder: Path) -> Path:
+    """A tiny Llama, with a tokenizer whose words are ``w3`` to ``w1023``, each the token of its number."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    made = models.write("llama", folder)
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    words = [*special.values(), *(f"w{number}" for number in range(len(special), models.VOCABULARY))]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens(list(special.values()))
+    tokenizer.save(str(made / "tokenizer.json"))
+    (made / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | special))
+    return made

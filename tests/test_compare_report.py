@@ -1,0 +1,418 @@
+"""What `compare` makes of the answers of its engines: who vouches for them, the chart, JSON, and the page for eyes."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf, nan
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from vllm_graphfix import __version__
+from vllm_graphfix.compare.arbitration import Findings, arbitrated, by_eager_alone
+from vllm_graphfix.compare.report import Report, as_json, histogram, show
+from vllm_graphfix.verify.comparison import Answer, Comparison, Judgement, Kind, compare
+from vllm_graphfix.verify.engine.job import Said
+
+LENGTH = 8
+BEST, SECOND, OTHER = 10, 11, 12
+"""Tokens: the best one, one nearly as good at a tie and far from it else, one that is far from it anywhere."""
+
+
+def answer(changes: dict[int, int] | None = None, ties: Sequence[int] = ()) -> Answer:
+    """`BEST` at each position but for *changes*; at *ties* the second is nearly as good. The engine's own choice is its best."""
+    changes = changes or {}
+    tokens = tuple(changes.get(position, BEST) for position in range(LENGTH))
+    top = []
+    for position, token in enumerate(tokens):
+        best = {BEST: -0.1, SECOND: -0.11 if position in ties else -4.0, OTHER: -6.0}
+        if token == OTHER:
+            best = {BEST: -6.0, SECOND: -7.0, OTHER: -0.1}
+        top.append(best)
+    return Answer(tokens, tuple(top))
+
+
+def judged(eager: Answer, graphs: Answer, compiled: Answer) -> tuple[Judgement, int]:
+    found = arbitrated(compare([eager], [graphs], 0.0), [graphs], [compiled])
+    return found.comparison.judgements[0], found.compared[0]
+
+
+EVERYWHERE = range(LENGTH)
+ARBITRATION: list[tuple[str, tuple[Answer, Answer, Answer], Kind, int | None, int]] = [
+    # name, answers eager, with graphs and compiled alike without graphs; kind, position, tokens compared
+    ("all the same", (answer(), answer(), answer()), Kind.EQUAL, None, 8),
+    ("eager vouches, whatever the other says", (answer(), answer(), answer({3: OTHER})), Kind.EQUAL, None, 8),
+    ("graphs alone differ", (answer(), answer({5: OTHER}), answer()), Kind.CORRUPT, 5, 5),
+    ("without graphs it is so too", (answer(), answer({5: OTHER}), answer({5: OTHER})), Kind.COMPILED, 5, 8),
+    (
+        "the three differ: nobody vouches",
+        (answer(), answer({5: OTHER}), answer({5: SECOND})),
+        Kind.CORRUPT,
+        5,
+        5,
+    ),
+    (
+        "a tie before: the other has seen nothing of it",
+        (answer(), answer({5: OTHER}), answer({2: SECOND}, ties=[2])),
+        Kind.CORRUPT,
+        5,
+        5,
+    ),
+    (
+        "a tie after: the other has seen it",
+        (answer(), answer({3: OTHER}, ties=[6]), answer({3: OTHER, 6: SECOND}, ties=[6])),
+        Kind.COMPILED,
+        3,
+        6,
+    ),
+    (
+        "it goes on: first compiled, then corrupt",
+        (answer(), answer({2: OTHER, 6: OTHER}), answer({2: OTHER})),
+        Kind.CORRUPT,
+        6,
+        6,
+    ),
+    (
+        "a tie with eager hides nothing from the other",
+        (answer({1: SECOND}, ties=[1]), answer({6: OTHER}, ties=[1]), answer(ties=[1])),
+        Kind.CORRUPT,
+        6,
+        6,
+    ),
+    (
+        "a tie with eager, and the other agrees to the end",
+        (answer({1: SECOND}, ties=[1]), answer(ties=[1]), answer(ties=[1])),
+        Kind.TIE,
+        1,
+        8,
+    ),
+    (
+        "a tie with both",
+        (answer({1: SECOND}, ties=[1]), answer(ties=[1, 4]), answer({4: SECOND}, ties=[1, 4])),
+        Kind.TIE,
+        1,
+        4,
+    ),
+    (
+        "the other differs where eager vouches",
+        (answer({4: SECOND}, ties=[4]), answer(ties=[4]), answer({2: OTHER}, ties=[4])),
+        Kind.TIE,
+        4,
+        4,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "position", "compared"), [row[1:] for row in ARBITRATION], ids=[row[0] for row in ARBITRATION]
+)
+def test_corrupt_is_what_one_reference_contradicts_and_the_other_does_not_vouch_for(
+    answers: tuple[Answer, Answer, Answer], kind: Kind, position: int | None, compared: int
+) -> None:
+    judgement, seen = judged(*answers)
+    assert (judgement.kind, judgement.position, seen) == (kind, position, compared)
+
+
+def test_the_expected_token_is_that_of_the_reference_that_contradicts() -> None:
+    eager, graphs, compiled = answer({1: SECOND}, ties=[1]), answer({6: OTHER}, ties=[1]), answer(ties=[1])
+    judgement, _ = judged(eager, graphs, compiled)
+    assert (judgement.expected, judgement.found) == (BEST, OTHER)
+
+
+def test_log_probabilities_alone_are_judged_like_tokens() -> None:
+    """The same tokens, and log-probabilities that are not: corrupt, unless it is so without graphs."""
+    moved = replace(answer(), top=(*answer().top[:3], {BEST: -2.0, SECOND: -4.0, OTHER: -6.0}, *answer().top[4:]))
+    assert judged(answer(), moved, answer())[0].kind is Kind.CORRUPT
+    assert judged(answer(), moved, moved)[0].kind is Kind.COMPILED
+
+
+def test_a_tie_at_the_very_position_vouches_for_it() -> None:
+    """Both engines of a tie found both tokens nearly as good, so the one that was not chosen is right there, too."""
+    close, other_way = {SECOND: -0.10, OTHER: -0.11, BEST: -6.0}, {SECOND: -0.11, OTHER: -0.10, BEST: -6.0}
+    graphs = replace(answer({5: OTHER}), top=(*answer().top[:5], other_way, *answer().top[6:]))
+    compiled = replace(answer({5: SECOND}), top=(*answer().top[:5], close, *answer().top[6:]))
+    assert judged(answer(), graphs, compiled)[0].kind is Kind.COMPILED
+    assert judged(compiled, graphs, answer())[0].kind is Kind.TIE
+
+
+def test_the_second_reference_is_given_eagers_noise() -> None:
+    graphs = answer({5: OTHER})
+    compiled = replace(graphs, top=({BEST: -0.22, SECOND: -4.0, OTHER: -6.0}, *graphs.top[1:]))
+    kinds = {
+        noise: arbitrated(compare([answer()], [graphs], noise), [graphs], [compiled]).comparison.judgements[0].kind
+        for noise in (0.0, 0.05)
+    }
+    assert kinds == {0.0: Kind.CORRUPT, 0.05: Kind.COMPILED}
+
+
+def test_numbers_that_are_none_are_not_vouched_for() -> None:
+    broken = replace(answer(), top=({BEST: nan, SECOND: nan}, *answer().top[1:]))
+    assert judged(answer(), broken, broken)[0].kind is Kind.CORRUPT
+
+
+def test_each_prompt_is_judged_on_its_own() -> None:
+    eager = [answer(), answer(), answer()]
+    graphs = [answer(), answer({5: OTHER}), answer({4: OTHER})]
+    found = arbitrated(compare(eager, graphs, 0.02), graphs, [answer(), answer({5: OTHER}), answer()])
+    assert [judgement.kind for judgement in found.comparison.judgements] == [Kind.EQUAL, Kind.COMPILED, Kind.CORRUPT]
+    assert (found.compared, found.comparison.noise) == ((8, 8, 4), 0.02)
+
+
+def judgement(kind: Kind, position: int | None = None, length: int = 64) -> Judgement:
+    return Judgement(kind, length, position, None if position is None else 5, None if position is None else 6, 0.5, 2.0)
+
+
+def findings(*judgements: Judgement, noise: float = 0.01) -> Findings:
+    return by_eager_alone(Comparison(judgements, noise, 0.0625))
+
+
+FACTS = {
+    "vllm": "0.21.0",
+    "graphfix": __version__,
+    "torch": "2.11.0",
+    "python": "3.12.1",
+    "device": "GPU [of a test]",
+    "driver": "1",
+    "switches": "VLLM_GRAPHFIX=on",
+    "seed": "7",
+}
+SAID = Said((), {"0": {"mamba-padding": "active"}}, {}, None, FACTS, 1.0, "FULL")
+EQUAL = judgement(Kind.EQUAL)
+
+
+def report(*judgements: Judgement, eager: Said = SAID, graphs: Said | None = SAID, **more: Any) -> Report:
+    return Report("the/model", ("-tp", "2"), eager, graphs, findings(*judgements or (EQUAL,)), **more)
+
+
+FAILED = replace(report(), graphs=None, findings=None, error="CUDA error: illegal (log: /l)", logs="/")
+
+
+def test_the_chart_has_a_row_for_each_part_of_the_longest_answer() -> None:
+    rows = histogram(
+        findings(judgement(Kind.CORRUPT, 0, 20), judgement(Kind.TIE, 19, 20), judgement(Kind.TIE, 2, 9)).comparison
+    )
+    assert [label for label, _ in rows] == ["0-2", "3-5", "6-8", "9-11", "12-14", "15-17", "18-19"]
+    assert rows[0][1] == {Kind.CORRUPT: 1, Kind.COMPILED: 0, Kind.TIE: 1}
+    assert rows[-1][1] == {Kind.CORRUPT: 0, Kind.COMPILED: 0, Kind.TIE: 1}
+
+
+@pytest.mark.parametrize(("length", "parts"), [(1, 1), (2, 2), (8, 8), (9, 5), (128, 8), (1000, 8)])
+def test_the_chart_is_short_and_covers_every_token(length: int, parts: int) -> None:
+    rows = histogram(findings(judgement(Kind.CORRUPT, length - 1, length)).comparison)
+    assert len(rows) == parts
+    assert rows[0][0].split("-")[0] == "0"
+    assert rows[-1][0].split("-")[1] == str(length - 1)
+    assert rows[-1][1][Kind.CORRUPT] == 1
+
+
+def test_the_chart_takes_what_lies_beyond_the_reference() -> None:
+    """Where an answer goes on after the reference's has ended, or the reference has none."""
+    assert histogram(findings(judgement(Kind.CORRUPT, 8, 8)).comparison)[-1][1][Kind.CORRUPT] == 1
+    assert histogram(findings(judgement(Kind.CORRUPT, 0, 0)).comparison)[-1][1][Kind.CORRUPT] == 1
+
+
+def test_json_has_the_fields_of_its_schema() -> None:
+    found = as_json(report(EQUAL, judgement(Kind.CORRUPT, 16), note="a note", logs="/logs"))
+    prompts = found.pop("prompts")
+    assert found == {
+        "schema": 1,
+        **FACTS,
+        "model": "the/model",
+        "flags": ["-tp", "2"],
+        "corrupt": True,
+        "inconclusive": None,
+        "error": None,
+        "note": "a note",
+        "logs": "/logs",
+        "cudagraph_mode": "FULL",
+        "fixes": {"0": {"mamba-padding": "active"}},
+        "drafts": {"eager": None, "graphs": None, "lost": False},
+        "noise": 0.01,
+        "tolerance": 0.0625,
+        "distance": 0.0,
+        "tokens": 128,
+        "compared": 80,
+    }
+    assert prompts[1] == {
+        "prompt": 1,
+        "kind": "corrupt",
+        "length": 64,
+        "compared": 16,
+        "position": 16,
+        "expected": 5,
+        "found": 6,
+        "margin": 0.5,
+        "gap": 2.0,
+        "distance": 0.0,
+    }
+
+
+def test_json_of_an_engine_that_failed_has_the_same_fields() -> None:
+    found = as_json(FAILED)
+    assert found.keys() == as_json(report()).keys()
+    assert (found["corrupt"], found["error"], found["fixes"], found["prompts"]) == (True, FAILED.error, None, [])
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_json_has_null_where_a_number_is_none() -> None:
+    broken = replace(judgement(Kind.CORRUPT, 0), margin=nan, gap=inf, distance=inf)
+    found = as_json(Report("m", (), SAID, SAID, findings(broken, noise=inf)))
+    json.dumps(found, allow_nan=False)
+    assert (found["noise"], found["distance"]) == (None, None)
+    assert [found["prompts"][0][name] for name in ("margin", "gap", "distance")] == [None, None, None]
+
+
+def page(shown: Report) -> str:
+    out = io.StringIO()
+    show(shown, Console(file=out, width=140))
+    return out.getvalue()
+
+
+def last(shown: Report) -> str:
+    return page(shown).splitlines()[-1]
+
+
+def test_the_page_names_what_was_compared_and_on_what() -> None:
+    first, second = page(report()).splitlines()[:2]
+    assert first == (
+        f"the/model -tp 2: vLLM 0.21.0, vllm-graphfix {__version__}, torch 2.11.0, GPU [of a test], driver 1, VLLM_GRAPHFIX=on, "
+        "seed 7"
+    )
+    assert second == "graphs: FULL; fixes: mamba-padding active"
+
+
+def test_the_page_of_equal_answers_is_short() -> None:
+    shown = page(report(EQUAL, EQUAL))
+    assert "2 prompts: 2 equal, 0 apart at a tie, 0 corrupt; 128 of 128 tokens compared" in shown
+    assert "eager differs from itself by up to 0.01, graphs from eager by up to 0; rounding ends at 0.0625" in shown
+    assert "prompt " not in shown
+    assert last(report(EQUAL, EQUAL)) == "no corruption"
+
+
+def test_the_page_shows_where_a_corrupt_answer_begins_to_differ() -> None:
+    shown = page(report(EQUAL, judgement(Kind.CORRUPT, 16)))
+    (row,) = [line.split() for line in shown.splitlines() if line.startswith("1 ")]
+    assert row == ["1", "token", "16", "of", "64", "5", "6", "0.5", "corrupt"]
+    (bar,) = [line.split() for line in shown.splitlines() if line.startswith("16-23")]
+    assert bar == ["16-23", "█" * 40, "1"]
+    assert shown.splitlines()[-1] == "corruption"
+
+
+def test_the_page_of_ties_alone_shows_no_corruption() -> None:
+    shown = page(report(judgement(Kind.TIE, 60), judgement(Kind.TIE, 60)))
+    assert shown.count("tie, rounding") == 2
+    assert f"56-63 {'░' * 40} 2" in shown
+    assert shown.splitlines()[-1] == "no corruption"
+
+
+def test_the_page_tells_what_is_compiled_from_what_is_corrupt() -> None:
+    shown = page(report(judgement(Kind.COMPILED, 60)))
+    assert "compiled, without graphs too" in shown
+    assert "0 apart at a tie, 1 as compiled without graphs, 0 corrupt" in shown
+    assert shown.splitlines()[-1] == "no corruption"
+
+
+def test_an_answer_that_ended_early_has_no_token_there() -> None:
+    shown = page(report(replace(judgement(Kind.CORRUPT, 16), found=None, margin=None)))
+    (row,) = [line.split() for line in shown.splitlines() if line.startswith("0 ")]
+    assert row == ["0", "token", "16", "of", "64", "5", "none", "corrupt"]
+
+
+def test_of_many_prompts_the_worst_are_shown_and_the_rest_counted() -> None:
+    many = [*[judgement(Kind.TIE, 60)] * 500, judgement(Kind.COMPILED, 60), judgement(Kind.CORRUPT, 1)]
+    lines = page(report(*many)).splitlines()
+    rows = [line for line in lines if "token " in line and " of 64" in line]
+    assert (len(rows), rows[0].split()[0], rows[1].split()[0]) == (20, "501", "500")
+    assert "… and 482 more; --json has all" in lines
+    (bar,) = [line for line in lines if line.split()[:1] == ["0-7"]]
+    assert bar.split() == ["0-7", "█", "1"], "one of five hundred is still to be seen"
+
+
+def test_states_are_told_once_if_all_ranks_agree_and_as_they_are_if_not() -> None:
+    def fixes(*ranks: dict[str, str]) -> str:
+        states = {str(rank): states for rank, states in enumerate(ranks)}
+        return page(report(graphs=replace(SAID, states=states))).splitlines()[1].partition("fixes: ")[2]
+
+    assert fixes({"a": "active", "b": "off", "c": "not-needed"}) == "a active, b off"
+    assert fixes({"a": "active"}, {"a": "active"}) == "a active (2 ranks)"
+    assert fixes({"a": "active"}, {"a": "off"}) == "a active and off (2 ranks)"
+    assert fixes({"a": "active"}, {}) == "a active and unknown (2 ranks)"
+    assert fixes({}, {"a": "active"}) == "a active and unknown (2 ranks)"
+    assert fixes({"a": "not-needed"}) == "none is needed here"
+    assert fixes() == "unknown, the workers could not be asked"
+
+
+def test_an_engine_that_fails_with_graphs_alone_is_corrupt_and_says_its_error() -> None:
+    assert FAILED.corrupt
+    assert last(FAILED) == "with graphs the engine fails, without it runs: CUDA error: illegal (log: /l)"
+
+
+def drafts(eager: tuple[int, int] | None, graphs: tuple[int, int] | None, *judgements: Judgement) -> Report:
+    return report(*judgements, eager=replace(SAID, drafts=eager), graphs=replace(SAID, drafts=graphs))
+
+
+def test_drafts_are_counted() -> None:
+    assert "drafts accepted: eager 300 of 1000, with graphs 140 of 500" in page(drafts((300, 1000), (140, 500)))
+    assert "drafts" not in page(drafts(None, (140, 500)))
+
+
+LOST = [
+    ((300, 1000), (2, 500), True),
+    ((300, 1000), (74, 500), True),
+    ((300, 1000), (76, 500), False),
+    ((300, 1000), (500, 500), False),
+    ((300, 1000), (0, 99), False),  # too few to say
+    ((40, 1000), (0, 500), False),  # a draft model that guesses nothing has nothing to lose
+    ((0, 1000), (0, 500), False),
+    (None, (0, 500), False),
+    ((300, 1000), None, False),
+]
+
+
+@pytest.mark.parametrize(("eager", "graphs", "lost"), LOST)
+def test_drafts_are_lost_if_less_than_half_as_many_are_accepted(
+    eager: tuple[int, int] | None, graphs: tuple[int, int] | None, lost: bool
+) -> None:
+    shown = drafts(eager, graphs)
+    assert (shown.drafts_lost, shown.corrupt, as_json(shown)["drafts"]["lost"]) == (lost, lost, lost)
+    assert last(shown).startswith("drafts lost") == lost
+
+
+def test_no_corruption_says_nothing_where_no_graphs_were_used() -> None:
+    without = report(graphs=replace(SAID, cudagraph_mode="NONE"))
+    assert "no CUDA graphs were used" in (without.inconclusive or "")
+    assert last(without) == f"inconclusive: {without.inconclusive}"
+    assert as_json(without)["inconclusive"] == without.inconclusive
+    assert report(graphs=replace(SAID, cudagraph_mode="NONE and FULL")).inconclusive is None
+
+
+def test_no_corruption_says_nothing_where_eager_is_as_far_from_itself() -> None:
+    assert Report("m", (), SAID, SAID, findings(EQUAL, noise=0.9)).inconclusive is None
+    loud = Report("m", (), SAID, SAID, findings(EQUAL, noise=1.5))
+    assert "eager differs from itself by up to 1.5" in (loud.inconclusive or "")
+
+
+def test_no_corruption_says_nothing_where_little_could_be_compared() -> None:
+    assert report(EQUAL, judgement(Kind.TIE, 0)).inconclusive is None
+    early = report(EQUAL, *[judgement(Kind.TIE, 2)] * 3)
+    assert "only 70 of 256 tokens could be compared" in (early.inconclusive or "")
+
+
+@pytest.mark.parametrize(
+    "found", [FAILED, report(judgement(Kind.CORRUPT, 0), graphs=replace(SAID, cudagraph_mode="NONE"))]
+)
+def test_corruption_is_never_inconclusive(found: Report) -> None:
+    assert (found.corrupt, found.inconclusive) == (True, None)
+
+
+@pytest.mark.parametrize("text", ["[/red]", "[bold", "a\\", "[/]"])
+def test_what_others_wrote_is_printed_as_it_is(text: str) -> None:
+    """Square brackets are markup of the console's."""
+    assert text in page(replace(report(), model=text))
+    assert text in page(replace(report(), flags=(text,)))
+    assert text in page(replace(report(), note=text))
+    assert text in page(replace(FAILED, error=text))

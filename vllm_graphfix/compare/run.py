@@ -1,0 +1,147 @@
+"""Runs the user's model eager and with graphs, each in a process of its own, one after the other, and compares the answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_graphfix.compare import CompareError
+from vllm_graphfix.compare.arbitration import Findings, arbitrated, by_eager_alone
+from vllm_graphfix.compare.prompts import Prompt
+from vllm_graphfix.compare.report import Report
+from vllm_graphfix.verify.comparison import Comparison, Kind, compare, noise_between
+from vllm_graphfix.verify.engine.bars import EngineBars
+from vllm_graphfix.verify.engine.job import COMPILED, EAGER, GRAPHS, Job, Said
+from vllm_graphfix.verify.engine.processes import Ended, Engines
+from vllm_graphfix.verify.engine.worker import FlagError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_LEAST = 0.5
+"""The shortest answer, as a part of the longest: a batch that shrinks passes through sizes between those captured."""
+
+
+def run(
+    model: str,
+    flags: Sequence[str],
+    prompts: Sequence[Prompt],
+    generated: int,
+    max_tokens: int,
+    timeout: float,
+    console: Console,
+) -> Report:
+    """Asks *prompts*, or *generated* ones if there are none, for up to *max_tokens* tokens each.
+
+    *flags* are vLLM's. *timeout*, in seconds, is for one engine. Raises CompareError if the engine does not run without graphs.
+    """
+    _refuse(flags)
+    if importlib.util.find_spec("vllm") is None:
+        raise CompareError(
+            f"there is no vLLM here; run this with the Python that runs vLLM, this one is {sys.executable}"
+        )
+    count = len(prompts) or generated
+    lengths = tuple(max(1, round(max_tokens * (1 - (1 - _LEAST) * number / count))) for number in range(count))
+    named = f"./{model}" if model.startswith("-") else model  # else it would be read as a flag
+    jobs = [
+        Job(
+            name=mode,
+            mode=mode,
+            flags=("--model", named, *flags),
+            folder=str(Path.cwd()),
+            prompts=tuple(prompts),
+            generated=generated,
+            max_tokens=lengths,
+            again=mode == EAGER,
+        )
+        for mode in (EAGER, GRAPHS, COMPILED)
+    ]
+    folder = Path(tempfile.mkdtemp(prefix="graphfix-compare-"))
+    keep = True  # where somebody has to look into the logs
+    try:
+        report = _compare(model, flags, jobs, folder, timeout, console)
+        keep = report.logs is not None
+    except CompareError as error:
+        keep = error.log is not None
+        raise
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(f"(logs: {folder})") from interrupt
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    return report
+
+
+def _refuse(flags: Sequence[str]) -> None:
+    names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
+    if "--enforce-eager" in names:
+        raise CompareError("with --enforce-eager there are no graphs to compare; leave it out")
+    if "--model" in names:
+        raise CompareError(
+            "the model is named once, before the flags: vllm-graphfix compare MODEL …; leave out --model"
+        )
+
+
+def _compare(
+    model: str, flags: Sequence[str], jobs: Sequence[Job], folder: Path, timeout: float, console: Console
+) -> Report:
+    bars = EngineBars(console, jobs)
+    engines = Engines(folder, timeout, bars.doing, bars.done)
+    with bars.shown():
+        eager, graphs, compiled = jobs
+        reference = engines.run([eager], 1)[eager.name]
+        if reference.said is None:
+            raise _cannot_be_put(reference)
+        noise = noise_between(*reference.said.passes)
+        if not math.isfinite(noise):
+            raise CompareError(
+                "without graphs log-probabilities are not finite numbers: there is nothing to compare with"
+            )
+        found = engines.run([graphs], 1)[graphs.name]
+        if found.said is None:
+            error = f"{found.error} (log: {found.log})"
+            return Report(model, tuple(flags), reference.said, None, None, error, logs=str(folder))
+        comparison = compare(reference.said.passes[0], found.said.passes[0], noise)
+        arbiter = None
+        if len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
+            arbiter = engines.run([compiled], 1)[compiled.name]
+    failed = arbiter is not None and arbiter.said is None
+    return Report(
+        model,
+        tuple(flags),
+        reference.said,
+        found.said,
+        _findings(comparison, found.said, arbiter),
+        note=_told(arbiter),
+        logs=str(folder) if failed else None,
+    )
+
+
+def _cannot_be_put(reference: Ended) -> CompareError:
+    refused, _, message = (reference.error or "").partition(": ")
+    if refused == FlagError.__name__:
+        return CompareError(f"vLLM does not take these flags: {message}")
+    return CompareError(f"without graphs the engine does not run: {reference.error}", reference.log)
+
+
+def _findings(comparison: Comparison, graphs: Said, arbiter: Ended | None) -> Findings:
+    if arbiter is None or arbiter.said is None:
+        return by_eager_alone(comparison)
+    return arbitrated(comparison, graphs.passes[0], arbiter.said.passes[0])
+
+
+def _told(arbiter: Ended | None) -> str | None:
+    if arbiter is None:
+        return None
+    if arbiter.said is None:
+        return (
+            f"the same engine without graphs did not run, so only eager was compared with: {arbiter.error} "
+            f"(log: {arbiter.log})"
+        )
+    return "answers that are not eager's were also compared with those of the same engine without graphs"
