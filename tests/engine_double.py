@@ -104,6 +104,8 @@ class LLM:
         return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=top)])
 
     def collective_rpc(self, method: str | Callable[[Any], Any]) -> list[Any]:
+        if method == "graphfix_cudagraph_mode":
+            return ["NONE" if self.behaviour == "no graphs" else "FULL_DECODE_ONLY"]
         if method == "graphfix_states":
             from vllm_graphfix.fixes import BY_NAME
 
@@ -190,4 +192,4 @@ ANSWERING: dict[str, Callable[[LLM], None]] = {
     "out of memory": runs_out_of_memory,
     "exits": lambda engine: sys.exit("enough"),
 }
-BEHAVIOURS = ("answers", "wrong", "no numbers", *STARTING, *ANSWERING)
+BEHAVIOURS = ("answers", "wrong", "no numbers", "no graphs", *STARTING, *ANSWERING)

@@ -95,7 +95,7 @@ def test_wrong_tokens_on_stock_and_eagers_with_the_fix_prove_it() -> None:
     assert (proof.outcome, proof.failure, proof.skipped) == ("proven", None, None)
     assert proof.stock is not None
     assert proof.patched is not None
-    assert (proof.stock.numbers, proof.stock.eager) == ("tokens equal to eager's, of 7", (7.0,))
+    assert (proof.stock.numbers, proof.stock.eager) == ("tokens before corruption, of 7", (7.0,))
     assert (proof.stock.graphed, proof.patched.graphed) == ((4.0,), (7.0,))
     assert proof.stock.details[1] == (
         "stock: corrupt prompts: 1 of 2, the first at token 1 of prompt 0, 9 instead of 2; eager's two best are 2.9 apart there"
@@ -251,7 +251,56 @@ def test_what_a_probe_saw_proves_it_where_tokens_do_not_show_it(name: str) -> No
     assert proof.outcome == "proven"
     assert proof.stock is not None
     assert proof.stock.graphed[-1] == proof.stock.eager[-1] == 7.0, "the tokens are equal"
-    assert proof.stock.numbers.endswith("; tokens equal to eager's, of 7")
+    assert proof.stock.numbers.endswith("; tokens before corruption, of 7")
+
+
+@pytest.mark.parametrize("crash", [False, True])
+@pytest.mark.parametrize("name", OBSERVATIONS)
+def test_wrong_tokens_on_stock_or_a_crash_that_another_defect_may_have_made_do_not_prove_it(
+    name: str, crash: bool
+) -> None:
+    """On stock all fixes are off: what is fixed by another one must not pass for the proof of this one."""
+    _, right = OBSERVATIONS[name]
+    observed = {CASES[name].probes[0]: right}
+    stock = (
+        failed("stock", ILLEGAL_ACCESS, observed)
+        if crash
+        else came_to_its_end("stock", said(WRONG, "off", observed=observed))
+    )
+    proof = proof_of(name, stock=stock, **with_(patched=said(RIGHT, "active", observed=observed)))
+    assert proof.outcome == "defect not shown on stock"
+
+
+def test_answers_that_part_at_ties_at_once_prove_nothing() -> None:
+    """Nothing is said of what follows a tie."""
+    tied = Answer((2, 3, 4), ({2: -0.70, 1: -0.71}, {3: -0.1}, {4: -0.1}))
+    close = Answer((1, 2, 3), ({1: -0.70, 2: -0.71}, {2: -0.1}, {3: -0.1}))
+    runs = with_(
+        eager=said((close,), "off", again=(close,)),
+        stock=said((answer(8, 9, 9),), "off"),
+        patched=said((tied,), "active"),
+    )
+    proof = proof_of("capture-state", **runs)
+    assert proof.outcome == "scenario failed"
+    assert proof.failure == "patched: answers part early at ties, 0 of 3 tokens were compared"
+
+
+@pytest.mark.parametrize("mode", ["stock", "patched"])
+def test_an_engine_that_used_no_graphs_proves_nothing(mode: str) -> None:
+    """It equals eager because it is."""
+    ran = RUNS[mode].said
+    assert ran is not None
+    proof = proof_of("capture-state", **with_(**{mode: replace(ran, cudagraph_mode="NONE")}))
+    assert (proof.outcome, proof.failure) == ("scenario failed", f"{mode}: the engine used no graphs")
+
+
+def test_an_eager_engine_that_is_far_from_itself_proves_nothing() -> None:
+    again = tuple(
+        Answer(each.tokens, tuple({t: v - 0.3 for t, v in top.items()} for top in each.top)) for each in RIGHT
+    )
+    proof = proof_of("capture-state", **with_(eager=said(RIGHT, "off", again=again)))
+    assert proof.outcome == "scenario failed"
+    assert "differ from themselves by up to 0.3" in (proof.failure or "")
 
 
 @pytest.mark.parametrize("name", OBSERVATIONS)
@@ -322,7 +371,7 @@ def test_what_drafts_were_like_is_told() -> None:
     runs = RUNS | with_(eager=eager, stock=said(RIGHT, "off", observed=observed))
     assert measure("draft-prefill-state", runs, "stock").details == (
         "stock: FlashMLA's planner is recorded in 0 of 2 full graphs of the draft's prefill",
-        "stock: 7 of 7 tokens equal to eager's; log-probabilities up to 0 apart (eager from itself 0; rounding ends at 0.062)",
+        "stock: 7 of 7 tokens compared and equal to eager's; log-probabilities up to 0 apart (eager from itself 0; rounding ends at 0.062)",
         "stock: draft tokens equal to eager's up to number 2 of 3",
     )
 

@@ -59,8 +59,13 @@ class Judgement:
 
     @property
     def agreed(self) -> int:
-        """Tokens before corruption; a tie is none."""
+        """Tokens before corruption; a tie is none, and nothing is said of what follows it."""
         return self.position if self.kind is Kind.CORRUPT and self.position is not None else self.length
+
+    @property
+    def compared(self) -> int:
+        """Tokens before the first difference of any kind: those that the reference had the same context for."""
+        return self.length if self.position is None else self.position
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,10 @@ class Comparison:
     @property
     def agreed(self) -> int:
         return sum(judgement.agreed for judgement in self.judgements)
+
+    @property
+    def compared(self) -> int:
+        return sum(judgement.compared for judgement in self.judgements)
 
     @property
     def distance(self) -> float:

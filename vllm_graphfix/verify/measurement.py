@@ -19,3 +19,7 @@ class Measurement:
     """The graph run's error, first line."""
     details: tuple[str, ...] = ()
     """What else is worth a line in the report."""
+    deciding: int | None = None
+    """So many of the first numbers have to be wrong on stock to show the defect: the others, or an error, may be another
+    defect's doing. None: any of them, or an error, shows it.
+    """

@@ -57,7 +57,7 @@ class Proof:
             return f"{self.patched_state[0]} in the patched process"
         if not self.stock.eager or differing(self.stock.eager, self.patched.eager):
             return "the references differ"
-        if not (self.stock.error or differing(self.stock.eager, self.stock.graphed)):
+        if not _shows_the_defect(self.stock):
             return "defect not shown on stock"
         if self.patched.error or differing(self.patched.eager, self.patched.graphed):
             return "defect still there"
@@ -89,6 +89,13 @@ class Report:
     @property
     def complete(self) -> bool:
         return all(proof.skipped is None for proof in self.proofs)
+
+
+def _shows_the_defect(stock: Measurement) -> bool:
+    first = stock.deciding
+    if first is None and stock.error:
+        return True
+    return bool(differing(stock.eager[:first], stock.graphed[:first]))
 
 
 def differing(reference: tuple[float, ...], found: tuple[float, ...]) -> int:

@@ -35,6 +35,13 @@ class Case:
     capability: int | None = None
     """Major compute capability that the attention kernels need."""
 
+    needs: str | None = None
+    """A package that its kernels come from, and that vLLM may be without."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return (self.model,) if self.draft is None else (self.model, self.draft)
+
     def jobs(self, models: Path) -> list[Job]:
         """Eager twice in one process, for its own noise; stock and patched once each. *models* holds the models' folders."""
         chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
@@ -155,6 +162,7 @@ LLAMA_EAGLE = Case(
         "speculative_config": {"method": "eagle", "num_speculative_tokens": 3},
     },
     probes=("piecewise-draft-decodes",),
+    needs="flashinfer",
 )
 
 CASES: dict[str, Case] = {

@@ -20,6 +20,8 @@ from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.engine.processes import PACKAGE
 
 GIB = 1 << 30
+_TIMEOUT = 300.0
+"""Seconds to import torch, make some models and ask for the GPU; most machines take ten."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,19 @@ def find(models: Path | None = None, names: tuple[str, ...] = ()) -> Device:
     """The GPU here. Makes the tiny models *names* in the folder *models* on the way. Raises VerifyError without torch."""
     arguments = [str(models), *names] if models is not None else []
     path = os.pathsep.join(filter(None, [str(PACKAGE), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_graphfix.verify.engine.device", *arguments],
-        cwd=models,
-        env=os.environ | {"PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_graphfix.verify.engine.device", *arguments],
+            cwd=models,
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise VerifyError(f"the GPU did not answer in {_TIMEOUT:.0f} s; see what nvidia-smi says") from error
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise VerifyError(

@@ -1,4 +1,4 @@
-"""What vLLM mixes into its worker class for `compare`: each rank can be asked for the states of its fixes, and for its graphs."""
+"""What vLLM mixes into its worker class: each rank can be asked for the states of its fixes, and for its graphs."""
 
 from __future__ import annotations
 

@@ -32,6 +32,14 @@ _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)|[\x00-\
 """Colours, movements of the cursor, titles of windows."""
 
 
+CRASH = re.compile(
+    r"illegal (memory access|address|instruction)|misaligned address|launch fail|device-side assert|kv_indptr.*non-negative"
+    r"|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)|CUDA error.{0,200}?: (invalid (configuration )?argument|operation (not permitted|failed|would))",
+    re.IGNORECASE | re.DOTALL,
+)
+"""The crashes that defects of CUDA graphs lead to. An engine that ends in another error says nothing of its graphs: out of memory, say."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """How an engine's process ended."""

@@ -113,7 +113,7 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
         drafts=_drafts(llm),
         facts=_facts(),
         start_seconds=round(seconds, 1),
-        cudagraph_mode=_cudagraph_mode(llm) if job.flags else None,
+        cudagraph_mode=_cudagraph_mode(llm),
     )
 
 
