@@ -105,7 +105,7 @@ def test_a_model_is_needed(caught: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--num-prompts", "0"), ("--max-tokens", "0"), ("--timeout", "0"), ("--num-prompts", "many")],
+    [("--num-prompts", "0"), ("--max-tokens", "1"), ("--timeout", "0"), ("--num-prompts", "many")],
 )
 def test_our_options_refuse_what_makes_no_sense(caught: list[tuple[Any, ...]], option: str, value: str) -> None:
     assert f"Invalid value for '{option}'" in call("the/model", option, value)
@@ -160,9 +160,9 @@ def test_every_engine_gets_the_same_and_relative_paths_begin_where_the_user_is(
     assert {job.max_tokens for job in (eager, graphs, compiled)} == {(16, 14, 12, 10)}
 
 
-def test_answers_differ_in_length_and_every_one_has_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    (first, *_) = jobs_of(monkeypatch, "m", "--num-prompts", "100", "--max-tokens", "1")
-    assert first.max_tokens == (1,) * 100
+def test_answers_differ_in_length_and_every_one_has_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, *_) = jobs_of(monkeypatch, "m", "--num-prompts", "100", "--max-tokens", "2")
+    assert first.max_tokens == (2,) * 100
     (first, *_) = jobs_of(monkeypatch, "m", "--num-prompts", "1", "--max-tokens", "7")
     assert first.max_tokens == (7,)
 

@@ -153,7 +153,7 @@ def verify(
     chosen = list(dict.fromkeys(_named(name) for name in fixes or BY_NAME))
     try:
         report = run(open_source(vllm), chosen, device.value if device else None, _console(stderr=True))
-    except (SourceError, ManifestError, VerifyError) as error:
+    except (SourceError, ManifestError, VerifyError, OSError) as error:  # a disk that is full, say
         _stop(str(error))
     except KeyboardInterrupt:
         _stop("interrupted; every process that was started has ended", code=EXIT_INTERRUPTED)
@@ -183,7 +183,7 @@ def compare(
     ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="How many are made up, without --prompts.")] = 16,
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Of the longest answer; the others are shorter, down to half of it.")
+        int, typer.Option(min=2, help="Of the longest answer; the others are shorter, down to half of it.")
     ] = 128,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one engine, its start included.")] = 3600.0,
     as_json: JsonOption = False,
@@ -204,7 +204,7 @@ def compare(
     try:
         asked = read_prompts(prompts) if prompts is not None else ()
         report = run(model, context.args, asked, num_prompts, max_tokens, timeout, _console(stderr=True))
-    except CompareError as error:
+    except (CompareError, OSError) as error:
         _stop(str(error))
     except KeyboardInterrupt as interrupt:
         _stop(f"interrupted; every process that was started has ended {interrupt}".rstrip(), code=EXIT_INTERRUPTED)

@@ -23,7 +23,7 @@ class Findings:
 
 
 def by_eager_alone(comparison: Comparison) -> Findings:
-    return Findings(comparison, tuple(map(_compared, comparison.judgements)))
+    return Findings(comparison, tuple(judgement.compared for judgement in comparison.judgements))
 
 
 def arbitrated(comparison: Comparison, found: Sequence[Answer], compiled: Sequence[Answer]) -> Findings:
@@ -36,7 +36,7 @@ def arbitrated(comparison: Comparison, found: Sequence[Answer], compiled: Sequen
     pairs = list(zip(comparison.judgements, second.judgements, strict=True))
     judgements = tuple(_judged(first, other) for first, other in pairs)
     compared = tuple(
-        _compared(judged) if judged.kind is Kind.CORRUPT else max(map(_compared, pair))
+        judged.compared if judged.kind is Kind.CORRUPT else max(one.compared for one in pair)
         for judged, pair in zip(judgements, pairs, strict=True)
     )
     return Findings(replace(comparison, judgements=judgements), compared)
@@ -55,7 +55,3 @@ def _vouches(reference: Judgement, position: int | None) -> bool:
     if reference.position is None or position is None or position < reference.position:
         return True
     return reference.kind is Kind.TIE and position == reference.position
-
-
-def _compared(judgement: Judgement) -> int:
-    return judgement.length if judgement.position is None else judgement.position

@@ -11,6 +11,7 @@ from vllm_graphfix import __version__
 from vllm_graphfix.compare.arbitration import Findings
 from vllm_graphfix.verify.comparison import Comparison, Kind
 from vllm_graphfix.verify.engine.job import Said
+from vllm_graphfix.verify.engine.processes import CRASH
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 SCHEMA = 1
 NO_GRAPHS = "NONE"
 """vLLM's `cudagraph_mode` of an engine that captures none."""
-_LOUD = 1.0
-"""Eager's own noise, in log-probability, beyond which corruption can no longer be told from it."""
+_LOUD = 0.33
+"""Eager's own noise, in log-probability: beyond it, rounding would end at more than 1, and corruption could pass for it."""
 _ENOUGH = 0.5
 """Of the tokens: fewer compared say too little."""
 _FEWEST_DRAFTS, _ACCEPTED, _LOST = 100, 0.05, 0.5
@@ -54,8 +55,10 @@ class Report:
 
     @property
     def corrupt(self) -> bool:
-        """Tokens are, drafts are lost, or there is no answer at all."""
-        return self.findings is None or self.findings.comparison.corrupt or self.drafts_lost
+        """Tokens are, drafts are lost, or the engine crashed as graphs make it crash."""
+        if self.findings is None:
+            return bool(CRASH.search(self.error or ""))
+        return self.findings.comparison.corrupt or self.drafts_lost
 
     @property
     def drafts_lost(self) -> bool:
@@ -68,8 +71,10 @@ class Report:
     @property
     def inconclusive(self) -> str | None:
         """Why it says nothing that no corruption was found; None if it does."""
-        if self.corrupt or self.findings is None or self.graphs is None:
+        if self.corrupt:
             return None
+        if self.findings is None or self.graphs is None:
+            return f"with graphs the engine failed, not in a way that graphs do: {self.error}"
         comparison, compared = self.findings.comparison, sum(self.findings.compared)
         if self.graphs.cudagraph_mode == NO_GRAPHS:
             return (

@@ -47,7 +47,7 @@ def run(
             f"there is no vLLM here; run this with the Python that runs vLLM, this one is {sys.executable}"
         )
     count = len(prompts) or generated
-    lengths = tuple(max(1, round(max_tokens * (1 - (1 - _LEAST) * number / count))) for number in range(count))
+    lengths = tuple(max(2, round(max_tokens * (1 - (1 - _LEAST) * number / count))) for number in range(count))
     named = f"./{model}" if model.startswith("-") else model  # else it would be read as a flag
     jobs = [
         Job(
