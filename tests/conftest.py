@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from stock import ALL_RELEASES, release_root
@@ -22,3 +23,9 @@ def release(request: pytest.FixtureRequest) -> str:
     version: str = request.param
     release_root(version)
     return version
+
+
+# `nohup` and a shell's background jobs ignore these, and every process that a test starts and interrupts would inherit that.
+for ignored in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
