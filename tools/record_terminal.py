@@ -35,12 +35,14 @@ def main() -> int:
     version = parser.parse_args().version
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        name = f"vllm-{version}"  # relative, so that the picture shows no folder of this machine
-        (Path(folder) / name).symlink_to(release(version))
+        name, stock = f"vllm-{version}", release(version)
+        (Path(folder) / name).symlink_to(stock)
         for command in ("status", "verify"):
             arguments = [command, "--vllm", name]
             code, printed = _in_a_terminal([sys.executable, "-m", "vllm_graphfix", *arguments], Path(folder))
-            _draw(f"vllm-graphfix {' '.join(arguments)}", printed, DOCS / f"{command}.svg")
+            # The picture shows no folder of this machine.
+            shown = printed.replace(str(stock.resolve()), name)
+            _draw(f"vllm-graphfix {' '.join(arguments)}", shown, DOCS / f"{command}.svg")
             print(f"docs/{command}.svg: exit code {code}")
             failed |= code
     return failed
