@@ -72,7 +72,6 @@ def test_a_gpu_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = devices.find()
     assert replace(found, driver="unknown", python="3.11.7") == H200
     assert found.driver
-    assert str(found) == "Double of an H200, compute capability 9.0"
 
 
 @pytest.mark.parametrize(

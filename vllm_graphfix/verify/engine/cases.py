@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +119,7 @@ MLA_FP8 = Case(
     arguments=_FLASHMLA | {"kv_cache_dtype": "fp8"},
     capability=9,
 )
-MLA_FP8_PADDED = Case(
-    name="mla-fp8-padded",
-    model="mla",
-    runner="V1",
-    graphs=_full([1, 2, 4, 8]),
-    workload=_ONE_BY_ONE,
-    arguments=_FLASHMLA | {"kv_cache_dtype": "fp8"},
-    probes=("padded-rows",),
-    capability=9,
-)
+MLA_FP8_PADDED = replace(MLA_FP8, name="mla-fp8-padded", workload=_ONE_BY_ONE, probes=("padded-rows",))
 MLA_MTP = Case(
     name="mla-mtp",
     model="mla-mtp",

@@ -40,9 +40,6 @@ class Device:
     cuda: str
     python: str
 
-    def __str__(self) -> str:
-        return f"{self.name}, compute capability {'.'.join(map(str, self.capability))}"
-
 
 def find(models: Path | None = None, names: tuple[str, ...] = ()) -> Device:
     """The GPU here. Makes the tiny models *names* in the folder *models* on the way. Raises VerifyError without torch."""
