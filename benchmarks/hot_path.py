@@ -3,7 +3,8 @@
     python benchmarks/hot_path.py [--rounds N]
 
 "alone" puts the fix around a function of the same signature that does nothing, so that nothing but the fix is measured;
-"real" puts it around vLLM's own. Tensors are the CPU's: a copy or fill costs another time on a GPU, and the same Python.
+"real" puts it around vLLM's own. "observed" is what stands in its place in mode observe, which counts and changes nothing.
+Tensors are the CPU's: a copy or fill costs another time on a GPU, and the same Python.
 The other fixes act while graphs are captured and are not called afterwards.
 """
 
@@ -13,9 +14,11 @@ import argparse
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from measuring import Times, console, environment, interleaved, machine, run, table, verdict
+
+from vllm_graphfix.fix import Event
 
 import fetch_vllm  # isort: skip - measuring has put tools/ on the path
 
@@ -23,6 +26,8 @@ Function = Callable[..., Any]
 
 TARGET = 5.0
 """Microseconds of Python a call, of mamba-padding and flashmla-fp8."""
+COUNTER_TARGET = 0.2
+"""Microseconds, of counting one event."""
 RELEASES = {"mamba": "0.21.0", "flashmla": "0.18.1"}
 REQUESTS, PADDED_REQUESTS = 200, 256
 """Of a batch with padding; one without has as many requests as rows."""
@@ -40,12 +45,14 @@ def main() -> None:
     made = table(
         f"microseconds a call, {options.rounds} interleaved rounds; difference of the minima, and of the medians",
         *("fix, batch", "around", "stock min", "with fix min", "fix adds", "by median", "ratio", "target"),
+        *("observed adds", "by median"),
     )
     for name, version in RELEASES.items():
         env = environment(fetch_vllm.release(version), OMP_NUM_THREADS="1", VLLM_GRAPHFIX="off")
         lines = run([__file__, "--measure", name, "--rounds", str(options.rounds)], env).output.splitlines()
-        for batch, around, stock, fixed, has_target in json.loads(lines[-1]):
+        for batch, around, stock, fixed, observed, watched, has_target in json.loads(lines[-1]):
             before, after = Times(*stock), Times(*fixed)
+            unobserved, seen = Times(*observed), Times(*watched)
             added = after.minimum - before.minimum
             made.add_row(
                 batch,
@@ -56,11 +63,18 @@ def main() -> None:
                 f"{after.median - before.median:+.2f}",
                 "" if around == "alone" else f"{after.minimum / before.minimum:.3f}",
                 verdict(added, TARGET, "µs") if has_target and around == "alone" else "",
+                f"{seen.minimum - unobserved.minimum:+.2f}",
+                f"{seen.median - unobserved.median:+.2f}",
             )
         made.add_section()
     out = console()
     out.print(machine(), highlight=False)
     out.print(made)
+    counted = _counter(options.rounds)
+    out.print(
+        f"counting an event: {counted.minimum:.3f} µs, median {counted.median:.3f} ({verdict(counted.minimum, COUNTER_TARGET, 'µs')})",
+        highlight=False,
+    )
     versions = " and ".join(f"{version} ({name})" for name, version in RELEASES.items())
     out.print(
         f"{REQUESTS} requests in {PADDED_REQUESTS} rows, or {PADDED_REQUESTS} requests; vLLM {versions}. For flashmla-fp8, "
@@ -69,11 +83,34 @@ def main() -> None:
     )
 
 
-def _compared(
-    label: str, around: str, stock: Function, fixed: Function, rounds: int, *, target: bool
-) -> tuple[object, ...]:
-    times = interleaved({"stock": stock, "fixed": fixed}, calls=CALLS[around], rounds=rounds)
-    return label, around, times["stock"], times["fixed"], target
+class Calls(NamedTuple):
+    """What is compared: the least that puts right, with the fix; stock on the same batch, and observed."""
+
+    stock: Function
+    fixed: Function
+    unobserved: Function
+    observed: Function
+
+
+def _compared(label: str, around: str, calls: Calls, rounds: int, *, target: bool) -> tuple[object, ...]:
+    times = interleaved(calls._asdict(), calls=CALLS[around], rounds=rounds)
+    return label, around, *(times[name] for name in Calls._fields), target
+
+
+def _counter(rounds: int) -> Times:
+    """Of a loop that counts, less the loop."""
+    event = Event("counted", "One call.")
+
+    def counts() -> None:
+        for _ in range(1000):
+            event.count += 1
+
+    def loops() -> None:
+        for _ in range(1000):
+            pass
+
+    times = interleaved({"counts": counts, "loops": loops}, calls=1, rounds=rounds)
+    return Times(*(1e-3 * (a - b) for a, b in zip(times["counts"], times["loops"], strict=True)))
 
 
 # mamba-padding
@@ -133,17 +170,24 @@ def mamba(rounds: int) -> list[tuple[object, ...]]:
         "mamba-padding, padding that does not read as prefilling": right,
         stale: batch(REQUESTS, stale_row=True),
     }
-    (patch,) = FIX.patches("prefilling-over-padding")
+    (patch,), (watch,) = FIX.patches("prefilling-over-padding"), FIX.observers("prefilling-over-padding")
     real = BaseMambaAttentionMetadataBuilder._compute_common_metadata
     found = []
     for around, stock in (("alone", does_nothing), ("real", real)):
-        fixed = patch.wrap(stock)
+        fixed, observed = patch.wrap(stock), watch.wrap(stock)
         for label, metadata in batches.items():
             if around == "real" and metadata.is_prefilling.any() and label != stale:
                 continue  # what a prefill adds needs pinned memory, and would hide the fix
             # Of stale padding stock makes a prefill, which takes longer: the decode that it is is the stricter measure.
-            calls = _call(stock, builder, right if label == stale else metadata), _call(fixed, builder, metadata)
-            found.append(_compared(label, around, *calls, rounds, target=True))
+            # Observed it is a prefill, and around vLLM's own function not measured for the same reason.
+            seen = right if label == stale and around == "real" else metadata
+            calls = Calls(
+                _call(stock, builder, right if label == stale else metadata),
+                _call(fixed, builder, metadata),
+                _call(stock, builder, seen),
+                _call(observed, builder, seen),
+            )
+            found.append(_compared(label, around, calls, rounds, target=True))
     return found
 
 
@@ -238,19 +282,21 @@ def flashmla(rounds: int) -> list[tuple[object, ...]]:
         }
 
     (persistent,), (padding,) = flashmla_fp8.FIX.patches("new-plan"), flashmla_padding.FIX.patches("minus-one")
+    (plans,), (rows,) = flashmla_fp8.FIX.observers("new-plan"), flashmla_padding.FIX.observers("minus-one")
     full, padded = arguments(PADDED_REQUESTS), arguments(REQUESTS)
     found = []
     for around, stock, reference in (
         ("alone", hands_out_a_plan, hands_out_a_persistent_plan),
         ("real", real, real_with_two_copies),
     ):
-        calls = _call(reference, builder, **full), _call(persistent.wrap(stock), builder, **full)
-        found.append(_compared("flashmla-fp8, any batch", around, *calls, rounds, target=True))
+        functions = (reference, persistent.wrap(stock), stock, plans.wrap(stock))
+        calls = Calls(*(_call(function, builder, **full) for function in functions))
+        found.append(_compared("flashmla-fp8, any batch", around, calls, rounds, target=True))
     for around, stock in (("alone", hands_out_a_plan), ("real", real)):
-        fixed = padding.wrap(stock)
+        fixed, observed = padding.wrap(stock), rows.wrap(stock)
         for label, reference, given in (("no padding", stock, full), ("padding", with_two_fills(stock), padded)):
-            calls = _call(reference, builder, **given), _call(fixed, builder, **given)
-            found.append(_compared(f"flashmla-padding, {label}", around, *calls, rounds, target=False))
+            calls = Calls(*(_call(function, builder, **given) for function in (reference, fixed, stock, observed)))
+            found.append(_compared(f"flashmla-padding, {label}", around, calls, rounds, target=False))
     return found
 
 

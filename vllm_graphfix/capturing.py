@@ -2,7 +2,7 @@
 
 FlashMLA's metadata is lazy: the first kernel call that sees it runs the planner. A pass that is to record the planner
 must therefore run on an attention state that no forward pass has touched. What is here hands each pass a state of its
-own, built by vLLM's code, outside the graph, after the warm-up has returned.
+own, built by vLLM's code, outside the graph, after the warm-up has returned; or only tells whether a plan was consumed.
 """
 
 from __future__ import annotations
@@ -10,11 +10,63 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FunctionType, ModuleType
 from typing import Any
 
 # Descriptors, attention states and forward functions are vLLM's and differ by release; none of their insides is used here.
 CreateForwardFn = Callable[[Any], Any]
 ForwardFn = Callable[..., Any]
+
+_DEEPEST, _MOST = 8, 4000
+"""Levels below an attention state, and objects in all, among which a plan is looked for. Sparse FlashMLA's is five levels down."""
+
+
+def has_consumed_plan(state: object) -> bool:
+    """Whether a lazy plan in *state*, or in what a forward function keeps, was made: the pass that follows records no planner.
+
+    `FlashMLASchedMeta` says so in ``have_initialized``. Attention metadata without a lazy plan have none. Reads attributes alone,
+    no tensor and no property; never raises.
+    """
+    seen: dict[int, object] = {}
+    level = [state]
+    try:
+        for _ in range(_DEEPEST):
+            below: list[object] = []
+            for found in level:
+                if id(found) in seen or len(seen) >= _MOST:
+                    continue
+                seen[id(found)] = found
+                parts = _parts(found)
+                if parts is None:
+                    continue
+                if isinstance(parts, dict):
+                    if parts.get("have_initialized") is True and not isinstance(found, dict):
+                        return True
+                    parts = parts.values()
+                below.extend(parts)
+            level = below
+    except Exception:  # what is counted must not matter to vLLM; a container of a fork may refuse to be looked at
+        return False
+    return False
+
+
+def _parts(found: object) -> Any:
+    """What *found* is made of: values by name, or values; None for what no plan is in."""
+    if isinstance(found, (dict, list, tuple)):
+        return found
+    if isinstance(found, FunctionType):
+        return [held for held in map(_held, found.__closure__ or ()) if isinstance(held, (dict, list, tuple))]
+    # Tensors, modules of a model and whatever else torch's are have no plan, and some have much below them.
+    if isinstance(found, (type, ModuleType)) or type(found).__module__.partition(".")[0] == "torch":
+        return None
+    return getattr(found, "__dict__", None)
+
+
+def _held(cell: Any) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
 
 
 class FactoryPerPass:
@@ -25,8 +77,10 @@ class FactoryPerPass:
 
     def __init__(self, create: CreateForwardFn) -> None:
         self._create = create
-        self._warm_up: dict[Any, ForwardFn] = {}
+        self._warm_up: dict[Any, Any] = {}
         self._recorded: dict[Any, Any] = {}
+        self.consumed = 0
+        """FULL descriptors so far, of whose first state the warm-up has consumed the plan: stock would have recorded with it."""
         self.recorded_states: dict[Any, Any] = {}
         """The state of the recorded pass by FULL descriptor, where the factory returns states."""
 
@@ -45,22 +99,56 @@ class FactoryPerPass:
         def forward_fn(*args: Any, **kwargs: Any) -> Any:
             return self._run(descriptor, *args, **kwargs)
 
-        if isinstance(made, tuple):
-            self._warm_up[descriptor], state = made
-            return forward_fn, state
         self._warm_up[descriptor] = made
-        return forward_fn
+        return (forward_fn, made[1]) if isinstance(made, tuple) else forward_fn
 
     def _run(self, descriptor: Any, *args: Any, **kwargs: Any) -> Any:
         if descriptor in self._recorded:
-            made = self._recorded.pop(descriptor)
-            return (made[0] if isinstance(made, tuple) else made)(*args, **kwargs)
-        result = self._warm_up.pop(descriptor)(*args, **kwargs)
+            return _forward_of(self._recorded.pop(descriptor))(*args, **kwargs)
+        made = self._warm_up.pop(descriptor)
+        result = _forward_of(made)(*args, **kwargs)
+        self.consumed += has_consumed_plan(made)
+        del made  # with its state, before there is another one
         # Only now: built before the warm-up, its views of builder-owned buffers could be overwritten (PR 48261).
         made = self._recorded[descriptor] = self._create(descriptor)
         if isinstance(made, tuple):
             self.recorded_states[descriptor] = made[1]
         return result
+
+
+def _forward_of(made: Any) -> ForwardFn:
+    forward: ForwardFn = made[0] if isinstance(made, tuple) else made
+    return forward
+
+
+class WatchedFactory:
+    """``create_forward_fn`` that hands on what the stock one makes, the very objects, and looks at them when their passes are over."""
+
+    def __init__(self, create: CreateForwardFn) -> None:
+        self._create = create
+        self._made: Any = None
+        self.consumed = 0
+        """As in `FactoryPerPass`. Both passes have run on the one state; the plan went to the first."""
+
+    def __call__(self, descriptor: Any) -> Any:
+        self.look()
+        made = self._create(descriptor)
+        if is_full(descriptor):
+            self._made = made
+        return made
+
+    def look(self) -> None:
+        """To be called after the capture too, for the last descriptor."""
+        made, self._made = self._made, None
+        self.consumed += has_consumed_plan(made)
+
+
+def is_full(descriptor: Any) -> bool:
+    """Never raises."""
+    try:
+        return bool(descriptor.cg_mode.name == "FULL")
+    except Exception:
+        return False
 
 
 class RebuildableStates(dict[Any, Any]):
@@ -118,6 +206,10 @@ class CaptureSession:
             return self._build()
         self._handed_over = True
         return self._state
+
+    def consumed(self) -> bool:
+        """Whether the warm-up has consumed the plan of the state that was built first, which stock would have recorded with."""
+        return has_consumed_plan(self._state)
 
 
 _session: ContextVar[CaptureSession | None] = ContextVar("graphfix_capture_session", default=None)

@@ -62,6 +62,22 @@ class Diagnosis(NamedTuple):
     """The deciding functions are those of a stock release that was looked at."""
 
 
+class Event:
+    """Something that a fix looks for: what `observe` would have changed, and what `active` did change.
+
+    Counted where it happens with ``event.count += 1``, which takes no lock, allocates nothing that lasts and writes nothing: one thread
+    runs the model, and who reads the number may be one behind.
+    """
+
+    __slots__ = ("count", "meaning", "name")
+
+    def __init__(self, name: str, meaning: str) -> None:
+        self.name = name
+        self.meaning = meaning
+        """One sentence for people: what one more of it says."""
+        self.count = 0
+
+
 StockFunction = Callable[..., Any]
 Wrap = Callable[[StockFunction], Callable[..., Any]]
 
@@ -114,7 +130,10 @@ class Fix(NamedTuple):
     """Every module that a patch of this fix may touch."""
     diagnose: Callable[[Source], Diagnosis]
     patches: Callable[[str], Sequence[Patch]]
-    """Of the shape that the diagnosis named."""
+    """Of the shape that the diagnosis named; they put right, and count `events`."""
+    observers: Callable[[str], Sequence[Patch]]
+    """Of the shape that the diagnosis named; they change nothing, and count `events`."""
+    events: tuple[Event, ...]
     together: tuple[Together, ...] = ()
 
     @property

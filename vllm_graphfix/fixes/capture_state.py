@@ -6,8 +6,8 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.capturing import FactoryPerPass, capture_session, current_session
-from vllm_graphfix.fix import Diagnosis, Fix, Patch, StockFunction, Together, Verdict
+from vllm_graphfix.capturing import FactoryPerPass, WatchedFactory, capture_session, current_session
+from vllm_graphfix.fix import Diagnosis, Event, Fix, Patch, StockFunction, Together, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.source import Source
@@ -20,6 +20,12 @@ _EAGLE = {
     "capture-graph-split": "vllm/v1/worker/gpu/spec_decode/eagle/cudagraph.py",
 }
 _EAGLE_MODULES = {shape: path.removesuffix(".py").replace("/", ".") for shape, path in _EAGLE.items()}
+
+STATE_CONSUMED = Event(
+    "state-consumed",
+    "A full graph was captured whose warm-up had consumed the attention plan that stock records with: on stock every replay uses the "
+    "plan of a dummy batch.",
+)
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -90,8 +96,25 @@ def _capture_with_a_state_per_pass(stock: StockFunction) -> StockFunction:
     def capture(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
         factory = FactoryPerPass.around(create_forward_fn)
         returned = stock(self, factory, *args, **kwargs)
+        STATE_CONSUMED.count += factory.consumed
         if isinstance(returned, dict):
             returned.update(factory.recorded_states)
+        return returned
+
+    return capture
+
+
+def _watch_capture(stock: StockFunction) -> StockFunction:
+    """Around the same. The factory is the one argument that is wrapped; what it makes is stock's."""
+
+    @functools.wraps(stock)
+    def capture(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(create_forward_fn, FactoryPerPass):  # another fix hands each of these passes a state of its own
+            return stock(self, create_forward_fn, *args, **kwargs)
+        factory = WatchedFactory(create_forward_fn)
+        returned = stock(self, factory, *args, **kwargs)
+        factory.look()
+        STATE_CONSUMED.count += factory.consumed
         return returned
 
     return capture
@@ -130,17 +153,47 @@ def _capture_graph_in_a_session(stock: StockFunction) -> StockFunction:
 
     @functools.wraps(stock)
     def capture_graph(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs)
-        mode = arguments.arguments.get("capture_cg_mode")
-        if mode is not None and mode.name != "FULL":
+        arguments = _of_full_graph(signature, args, kwargs)
+        if arguments is None:
             return stock(*args, **kwargs)
-        with capture_session():
+        with capture_session() as session:
             generate_fn = arguments.arguments.get("generate_fn")
             if generate_fn is not None:
                 arguments.arguments["generate_fn"] = _generate_with_a_state_per_pass(generate_fn)
-            return stock(*arguments.args, **arguments.kwargs)
+            returned = stock(*arguments.args, **arguments.kwargs)
+        STATE_CONSUMED.count += session.consumed()
+        return returned
 
     return capture_graph
+
+
+def _watch_capture_graph(stock: StockFunction) -> StockFunction:
+    """Around the same."""
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def capture_graph(*args: Any, **kwargs: Any) -> Any:
+        if _of_full_graph(signature, args, kwargs) is None:
+            return stock(*args, **kwargs)
+        with capture_session() as session:
+            returned = stock(*args, **kwargs)
+        STATE_CONSUMED.count += session.consumed()
+        return returned
+
+    return capture_graph
+
+
+def _of_full_graph(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> inspect.BoundArguments | None:
+    """The arguments of a `capture_graph` that captures a full graph; None for a PIECEWISE one."""
+    try:
+        arguments = signature.bind(*args, **kwargs)
+        mode = arguments.arguments.get("capture_cg_mode")
+        full = mode is None or mode.name == "FULL"
+    except Exception:  # of wrong arguments it is stock's to complain
+        return None
+    return arguments if full else None
 
 
 def _generate_with_a_state_per_pass(generate_fn: Any) -> Any:
@@ -175,6 +228,19 @@ def patches(shape: str) -> tuple[Patch, ...]:
     )
 
 
+def observers(shape: str) -> tuple[Patch, ...]:
+    if shape.startswith("factory"):
+        return (Patch(_MANAGER_MODULE, "CudaGraphManager.capture", _watch_capture),)
+    return tuple(
+        Patch(module, name, wrap)
+        for module, manager in ((_MANAGER_MODULE, "CudaGraphManager"), (_EAGLE_MODULES[shape], "EagleCudaGraphManager"))
+        for name, wrap in (
+            ("prepare_inputs_to_capture", _remember_how_states_are_built),
+            (f"{manager}.capture_graph", _watch_capture_graph),
+        )
+    )
+
+
 FIX = Fix(
     name="capture-state",
     pr=42444,
@@ -197,6 +263,8 @@ FIX = Fix(
     modules=(_MANAGER_MODULE, *_EAGLE_MODULES.values()),
     diagnose=diagnose,
     patches=patches,
+    observers=observers,
+    events=(STATE_CONSUMED,),
     together=(
         Together(
             name="draft-prefill-state",

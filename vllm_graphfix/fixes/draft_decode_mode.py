@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.source import Source
@@ -30,6 +33,21 @@ _MANAGER_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.cudagraph"
 _SPECULATOR_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
 
 _DECODE_ONLY = "cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY"
+_DRAFT = "EagleSpeculator.generate_draft"
+_DRAFT_PARAMETERS = (
+    *("self", "num_reqs", "num_tokens_padded", "attn_metadata", "slot_mappings"),
+    *("num_tokens_across_dp", "cudagraph_runtime_mode"),
+)
+
+DECODE_PADDED_IN_PIECEWISE = Event(
+    "decode-padded-in-piecewise",
+    "The decodes of a draft would run on stock in piecewise graphs with more tokens than requests: attention reads past what is valid "
+    "for the batch.",
+)
+PREFILL_WITH_OLD_INDICES = Event(
+    "prefill-with-old-indices",
+    "A draft's prefill, where it is captured in full graphs, has on stock token indices of an earlier batch beyond its own requests.",
+)
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -56,7 +74,7 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis(Verdict.FIXED, "draft decodes have full graphs or none", init.at(chosen[0]))
     if manager is not None:
         taken = manager.find("self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()")
-        if len(taken) == 1:
+        if len(taken) == 1 and _drafts_as_known(source, _SPECULATOR):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "draft decodes take the configured decode mode as it is, PIECEWISE included",
@@ -94,12 +112,21 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
         return Diagnosis(
             Verdict.UNRECOGNISED, "last_token_indices are filled in a way that nobody has looked at", init.where
         )
+    if not chosen and not _drafts_as_known(source, init.path):
+        return Diagnosis(
+            Verdict.UNRECOGNISED, "draft decodes are generated in a way that nobody has looked at", init.where
+        )
     missing = [
         *(() if chosen else ("draft decodes get the configured mode, PIECEWISE included",)),
         *(() if filled else ("last_token_indices keep old values beyond the batch",)),
     ]
     shape = "two-managers" + ("" if chosen else "-mode") + ("" if filled else "-indices")
     return Diagnosis(Verdict.AFFECTED, "; ".join(missing), (kernel if chosen else init).where, shape)
+
+
+def _drafts_as_known(source: Source, path: str) -> bool:
+    draft = source.function(path, _DRAFT)
+    return draft is not None and draft.parameters == _DRAFT_PARAMETERS
 
 
 def _no_piecewise_draft_decodes(stock: StockFunction) -> StockFunction:
@@ -112,6 +139,8 @@ def _no_piecewise_draft_decodes(stock: StockFunction) -> StockFunction:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         if self.cudagraph_mode.name != "FULL":
+            sizes = self.cudagraph_sizes if self.cudagraph_mode.name == "PIECEWISE" else {}
+            self.graphfix_stock_tokens = lambda num_reqs: sizes.get(num_reqs, num_reqs)
             self.cudagraph_mode = type(self.cudagraph_mode).NONE
             self.cudagraph_sizes = {}
             self.pool = None
@@ -119,25 +148,101 @@ def _no_piecewise_draft_decodes(stock: StockFunction) -> StockFunction:
     return init
 
 
-def _decode_manager_of_its_own_mode(stock: StockFunction) -> StockFunction:
-    """Around `EagleSpeculator.init_cudagraph_manager` of the nightlies: the decode manager is made anew with the right mode."""
+class _OldIndices:
+    """How far stock's `last_token_indices` hold old values, by what the host knows: the largest batch since all were zeroed."""
+
+    def __init__(self) -> None:
+        self._speculator: Any = None
+        self._rows = 0
+
+    def belong_to(self, speculator: Any) -> None:
+        """A worker has one. The indices are zeroed after this, before the first graph is captured. Never raises."""
+        with suppress(TypeError):  # not vLLM's, and without weak references
+            self._speculator, self._rows = weakref.ref(speculator), 0
+
+    def look(self, batch: Any) -> None:
+        """Never raises."""
+        try:
+            speculator = self._speculator and self._speculator()
+            if speculator is not None and speculator.prefill_cudagraph_manager.graphs:
+                if batch.num_reqs < self._rows:
+                    PREFILL_WITH_OLD_INDICES.count += 1
+                self._rows = max(self._rows, batch.num_reqs)
+        except Exception:  # noqa: S110 - what is counted must not matter to vLLM
+            pass
+
+
+def _around_init(stock: StockFunction, indices: _OldIndices, *, mode_too: bool) -> StockFunction:
+    """Around `EagleSpeculator.init_cudagraph_manager` of the nightlies: with *mode_too* the decode manager is made anew."""
 
     @functools.wraps(stock)
     def init_cudagraph_manager(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
-        manager = self.decode_cudagraph_manager
-        modes = type(manager.cudagraph_mode)
-        wanted = modes.FULL_DECODE_ONLY if manager.cudagraph_mode.decode_mode() == modes.FULL else modes.NONE
-        if manager.cudagraph_mode != wanted:
-            replacement = type(manager)(self.vllm_config, self.device, wanted, manager.decode_query_len)
-            replacement.pool = self.prefill_cudagraph_manager.pool
-            self.decode_cudagraph_manager = replacement
+        indices.belong_to(self)
+        if mode_too:
+            _give_decodes_their_own_mode(self)
         return result
 
     return init_cudagraph_manager
 
 
-def _zero_stale_indices(stock: StockFunction) -> StockFunction:
+def _give_decodes_their_own_mode(speculator: Any) -> None:
+    manager = speculator.decode_cudagraph_manager
+    modes = type(manager.cudagraph_mode)
+    wanted = modes.FULL_DECODE_ONLY if manager.cudagraph_mode.decode_mode() == modes.FULL else modes.NONE
+    if manager.cudagraph_mode != wanted:
+        replacement = type(manager)(speculator.vllm_config, speculator.device, wanted, manager.decode_query_len)
+        replacement.pool = speculator.prefill_cudagraph_manager.pool
+        replacement.graphfix_stock_tokens = _tokens_by(manager, replacement)
+        speculator.decode_cudagraph_manager = replacement
+
+
+def _tokens_by(stock_manager: Any, replacement: Any) -> Callable[[int], int]:
+    """With how many tokens stock's decode manager would run so many requests in a piecewise graph; else the requests themselves.
+
+    It captures nothing and holds no graph: its dispatch alone is used.
+    """
+
+    def stock_tokens(num_reqs: int) -> int:
+        stock_manager._graphs_captured = replacement._graphs_captured
+        found = stock_manager.dispatch(num_reqs, num_reqs, 1)
+        return int(found.num_tokens) if found.cg_mode.name == "PIECEWISE" else num_reqs
+
+    return stock_tokens
+
+
+def _around_drafts(stock: StockFunction) -> StockFunction:
+    """Around `EagleSpeculator.generate_draft`, which runs the decodes of a draft where no full graph does. Changes nothing."""
+
+    @functools.wraps(stock)
+    def generate_draft(
+        self: Any, num_reqs: Any, num_tokens_padded: Any, attn_metadata: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        try:
+            if attn_metadata is not None:  # a dummy run goes without attention
+                manager = getattr(self, "decode_cudagraph_manager", None) or self.cudagraph_manager
+                stock_tokens = getattr(manager, "graphfix_stock_tokens", None)
+                if stock_tokens is not None:  # the fix is active on this manager: these decodes run in no graph
+                    tokens = stock_tokens(num_reqs)
+                elif _mode(args, kwargs) == "PIECEWISE" and getattr(manager, "_graphs_captured", True):
+                    tokens = num_tokens_padded  # while the nightlies capture, the metadata are those of all the tokens
+                else:
+                    tokens = num_reqs
+                if tokens > num_reqs:
+                    DECODE_PADDED_IN_PIECEWISE.count += 1
+        except Exception:  # noqa: S110 - whatever this is, it is stock's to judge
+            pass
+        return stock(self, num_reqs, num_tokens_padded, attn_metadata, *args, **kwargs)
+
+    return generate_draft
+
+
+def _mode(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    mode = args[2] if len(args) > 2 else kwargs.get("cudagraph_runtime_mode")
+    return getattr(mode, "name", None)
+
+
+def _around_inputs(stock: StockFunction, indices: _OldIndices, *, zeroed: bool) -> StockFunction:
     """Around the name `prepare_eagle_inputs` of the nightlies. Raises ValueError if it takes other arguments than known."""
     # Their order has changed between releases, their names have not.
     parameters = stock.__code__.co_varnames[: stock.__code__.co_argcount]
@@ -147,8 +252,10 @@ def _zero_stale_indices(stock: StockFunction) -> StockFunction:
     def prepare_eagle_inputs(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
         batch = kwargs["input_batch"] if "input_batch" in kwargs else args[batch_at]
-        indices = kwargs["last_token_indices"] if "last_token_indices" in kwargs else args[indices_at]
-        indices[batch.num_reqs :].zero_()
+        indices.look(batch)
+        if zeroed:
+            given = kwargs["last_token_indices"] if "last_token_indices" in kwargs else args[indices_at]
+            given[batch.num_reqs :].zero_()
         return result
 
     return prepare_eagle_inputs
@@ -156,14 +263,30 @@ def _zero_stale_indices(stock: StockFunction) -> StockFunction:
 
 def patches(shape: str) -> tuple[Patch, ...]:
     if shape == "one-manager":
-        return (Patch(_MANAGER_MODULE, "EagleCudaGraphManager.__init__", _no_piecewise_draft_decodes),)
-    wanted = []
-    if "-mode" in shape:
-        wanted.append(
-            Patch(_SPECULATOR_MODULE, "EagleSpeculator.init_cudagraph_manager", _decode_manager_of_its_own_mode)
+        return (
+            Patch(_MANAGER_MODULE, "EagleCudaGraphManager.__init__", _no_piecewise_draft_decodes),
+            Patch(_SPECULATOR_MODULE, _DRAFT, _around_drafts),
         )
-    if "-indices" in shape:
-        wanted.append(Patch(_SPECULATOR_MODULE, "prepare_eagle_inputs", _zero_stale_indices))
+    return _of_two_managers(shape, put_right=True)
+
+
+def observers(shape: str) -> tuple[Patch, ...]:
+    if shape == "one-manager":
+        return (Patch(_SPECULATOR_MODULE, _DRAFT, _around_drafts),)
+    return _of_two_managers(shape, put_right=False)
+
+
+def _of_two_managers(shape: str, *, put_right: bool) -> tuple[Patch, ...]:
+    mode_too, indices_too, indices = "-mode" in shape, "-indices" in shape, _OldIndices()
+    wanted = []
+    if indices_too or put_right:
+        init = functools.partial(_around_init, indices=indices, mode_too=mode_too and put_right)
+        wanted.append(Patch(_SPECULATOR_MODULE, "EagleSpeculator.init_cudagraph_manager", init))
+    if mode_too:
+        wanted.append(Patch(_SPECULATOR_MODULE, _DRAFT, _around_drafts))
+    if indices_too:
+        inputs = functools.partial(_around_inputs, indices=indices, zeroed=put_right)
+        wanted.append(Patch(_SPECULATOR_MODULE, "prepare_eagle_inputs", inputs))
     return tuple(wanted)
 
 
@@ -188,4 +311,6 @@ FIX = Fix(
     modules=(_MANAGER_MODULE, _SPECULATOR_MODULE),
     diagnose=diagnose,
     patches=patches,
+    observers=observers,
+    events=(DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES),
 )

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.capturing import FactoryPerPass, RebuildableStates, UntouchedStates, asks_per_pass
-from vllm_graphfix.fix import Diagnosis, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.capturing import (
+    FactoryPerPass,
+    RebuildableStates,
+    UntouchedStates,
+    asks_per_pass,
+    has_consumed_plan,
+    is_full,
+)
+from vllm_graphfix.fix import Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.source import Source
@@ -17,6 +25,12 @@ _LATER = (f"{_SPEC_DECODE}/autoregressive/cudagraph_utils.py", f"{_SPEC_DECODE}/
 _PACKAGE = f"{_SPEC_DECODE}/__init__.py"
 _MANAGER_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
 _EAGLE_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.cudagraph"
+
+CAPTURED_STATE_REUSED = Event(
+    "captured-state-reused",
+    "A full graph of the draft's prefill was captured that stock captures on the target's attention state, whose plan belongs to the "
+    "target's graph.",
+)
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -91,13 +105,42 @@ def _capture_on_untouched_states(stock: StockFunction) -> StockFunction:
         if not isinstance(full_cg_attn_states, RebuildableStates):
             # Whoever made them did not go through CudaGraphManager.capture: there is no target to stand on.
             return stock(self, forward_fn, full_cg_attn_states, *args, **kwargs)
+        consumed = _with_consumed_plans(full_cg_attn_states)
         token = asks_per_pass.set(True)
         try:
-            return stock(self, forward_fn, UntouchedStates(full_cg_attn_states), *args, **kwargs)
+            returned = stock(self, forward_fn, UntouchedStates(full_cg_attn_states), *args, **kwargs)
         finally:
             asks_per_pass.reset(token)
+        _count(consumed, self)
+        return returned
 
     return capture
+
+
+def _watch_capture(stock: StockFunction) -> StockFunction:
+    """Around the same."""
+
+    @functools.wraps(stock)
+    def capture(self: Any, forward_fn: Any, full_cg_attn_states: Any, *args: Any, **kwargs: Any) -> Any:
+        consumed = _with_consumed_plans(full_cg_attn_states)
+        returned = stock(self, forward_fn, full_cg_attn_states, *args, **kwargs)
+        _count(consumed, self)
+        return returned
+
+    return capture
+
+
+def _with_consumed_plans(states: Any) -> list[Any]:
+    """FULL descriptors whose captured state has a plan already: to be asked before the draft's own passes make one."""
+    if not isinstance(states, dict):
+        return []
+    return [descriptor for descriptor, state in states.items() if is_full(descriptor) and has_consumed_plan(state)]
+
+
+def _count(consumed: list[Any], manager: Any) -> None:
+    """Those of *consumed* that *manager* has captured. Never raises."""
+    with suppress(Exception):
+        CAPTURED_STATE_REUSED.count += sum(descriptor in manager.graphs for descriptor in consumed)
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
@@ -105,6 +148,10 @@ def patches(shape: str) -> tuple[Patch, ...]:
         Patch(_MANAGER_MODULE, "CudaGraphManager.capture", _capture_and_remember_the_factory),
         Patch(_EAGLE_MODULE, "PrefillEagleCudaGraphManager.capture", _capture_on_untouched_states),
     )
+
+
+def observers(shape: str) -> tuple[Patch, ...]:
+    return (Patch(_EAGLE_MODULE, "PrefillEagleCudaGraphManager.capture", _watch_capture),)
 
 
 FIX = Fix(
@@ -129,4 +176,6 @@ FIX = Fix(
     modules=(_MANAGER_MODULE, _EAGLE_MODULE),
     diagnose=diagnose,
     patches=patches,
+    observers=observers,
+    events=(CAPTURED_STATE_REUSED,),
 )

@@ -5,13 +5,18 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Fix, Patch, StockFunction, Together, Verdict
+from vllm_graphfix.fix import Diagnosis, Event, Fix, Patch, StockFunction, Together, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.source import Source
 
 _BACKEND = "vllm/v1/attention/backends/mla/flashmla.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.mla.flashmla"
+
+PLAN_OUTSIDE_BUFFERS = Event(
+    "plan-outside-buffers",
+    "A plan for fp8 decodes came from the planner outside the persistent buffers: on stock a full graph that replays does not see it.",
+)
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -59,15 +64,42 @@ def _plan_in_persistent_buffers(stock: StockFunction) -> StockFunction:
     @functools.wraps(stock)
     def _build_decode(self: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = stock(self, *args, **kwargs)
-        tiles = self.cg_buf_tile_scheduler_metadata
-        if tiles is None or not self.is_fp8_kvcache:  # the buffers exist with full graphs only
-            return metadata
-        plan = metadata.scheduler_metadata
-        plan.tile_scheduler_metadata = _copied(plan.tile_scheduler_metadata, tiles, "tile_scheduler_metadata")
-        plan.num_splits = _copied(plan.num_splits, self.cg_buf_num_splits, "num_splits")
+        plan = _plan_outside_buffers(self, metadata)
+        if plan is not None:
+            PLAN_OUTSIDE_BUFFERS.count += 1
+            tiles, splits = self.cg_buf_tile_scheduler_metadata, self.cg_buf_num_splits
+            plan.tile_scheduler_metadata = _copied(plan.tile_scheduler_metadata, tiles, "tile_scheduler_metadata")
+            plan.num_splits = _copied(plan.num_splits, splits, "num_splits")
         return metadata
 
     return _build_decode
+
+
+def _watch_plans(stock: StockFunction) -> StockFunction:
+    """Around the same."""
+
+    @functools.wraps(stock)
+    def _build_decode(self: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = stock(self, *args, **kwargs)
+        try:
+            if _plan_outside_buffers(self, metadata) is not None:
+                PLAN_OUTSIDE_BUFFERS.count += 1
+        except Exception:  # noqa: S110 - stock has done its work, and whatever that is goes to vLLM
+            pass
+        return metadata
+
+    return _build_decode
+
+
+def _plan_outside_buffers(builder: Any, metadata: Any) -> Any:
+    """The plan of *metadata* if full graphs read one at another address; None otherwise. Compares addresses, reads no tensor."""
+    tiles = builder.cg_buf_tile_scheduler_metadata
+    if tiles is None or not builder.is_fp8_kvcache:  # the buffers exist with full graphs only
+        return None
+    plan = metadata.scheduler_metadata
+    if plan.tile_scheduler_metadata.data_ptr() != tiles.data_ptr():
+        return plan
+    return None if plan.num_splits.data_ptr() == builder.cg_buf_num_splits.data_ptr() else plan
 
 
 def _copied(values: Any, buffer: Any, name: str) -> Any:
@@ -80,8 +112,15 @@ def _copied(values: Any, buffer: Any, name: str) -> Any:
     return buffer[:rows].copy_(values)
 
 
+_TARGET = "FlashMLAMetadataBuilder._build_decode"
+
+
 def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BACKEND_MODULE, "FlashMLAMetadataBuilder._build_decode", _plan_in_persistent_buffers),)
+    return (Patch(_BACKEND_MODULE, _TARGET, _plan_in_persistent_buffers),)
+
+
+def observers(shape: str) -> tuple[Patch, ...]:
+    return (Patch(_BACKEND_MODULE, _TARGET, _watch_plans),)
 
 
 FIX = Fix(
@@ -104,6 +143,8 @@ FIX = Fix(
     modules=(_BACKEND_MODULE,),
     diagnose=diagnose,
     patches=patches,
+    observers=observers,
+    events=(PLAN_OUTSIDE_BUFFERS,),
     together=(
         Together(
             name="flashmla-padding",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.source import Source
@@ -19,6 +19,11 @@ _PARAMETERS = (
 )
 _NULL_BLOCK = 0
 """The block that vLLM's block pool keeps for itself and never gives to a request."""
+
+PADDED_ROWS_GIVEN = Event(
+    "padded-rows-given",
+    "A batch with padded rows came to dense fp8 FlashMLA: on stock the kernel gets length 0 and block -1 for them.",
+)
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -64,7 +69,8 @@ def _padded_rows_that_exist(stock: StockFunction) -> StockFunction:
     ) -> Any:
         if self.is_fp8_kvcache:
             starts = query_start_loc_cpu.numpy()
-            if starts[-1] == starts[-2]:
+            if _has_padded_rows(starts):
+                PADDED_ROWS_GIVEN.count += 1
                 real_rows = int(starts.searchsorted(starts[-1]))
                 block_table_tensor[real_rows:].fill_(_NULL_BLOCK)
                 seq_lens_device[real_rows:].fill_(1)
@@ -86,8 +92,43 @@ def _padded_rows_that_exist(stock: StockFunction) -> StockFunction:
     return _build_decode
 
 
+def _watch_padding(stock: StockFunction) -> StockFunction:
+    """Around the same. The rows of an idle rank's dummy batch are not counted: only the device knows their lengths."""
+
+    @functools.wraps(stock)
+    def _build_decode(
+        self: Any,
+        block_table_tensor: Any,
+        seq_lens_device: Any,
+        max_seq_len: Any,
+        query_start_loc_cpu: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        try:
+            if self.is_fp8_kvcache and _has_padded_rows(query_start_loc_cpu.numpy()):
+                PADDED_ROWS_GIVEN.count += 1
+        except Exception:  # noqa: S110 - whatever this batch is, it is stock's to judge
+            pass
+        return stock(self, block_table_tensor, seq_lens_device, max_seq_len, query_start_loc_cpu, *args, **kwargs)
+
+    return _build_decode
+
+
+def _has_padded_rows(starts: Any) -> bool:
+    """Whether the last row schedules no token; *starts* is `query_start_loc_cpu` as an array."""
+    return bool(starts[-1] == starts[-2])
+
+
+_TARGET = "FlashMLAMetadataBuilder._build_decode"
+
+
 def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BACKEND_MODULE, "FlashMLAMetadataBuilder._build_decode", _padded_rows_that_exist),)
+    return (Patch(_BACKEND_MODULE, _TARGET, _padded_rows_that_exist),)
+
+
+def observers(shape: str) -> tuple[Patch, ...]:
+    return (Patch(_BACKEND_MODULE, _TARGET, _watch_padding),)
 
 
 FIX = Fix(
@@ -109,4 +150,6 @@ FIX = Fix(
     modules=(_BACKEND_MODULE,),
     diagnose=diagnose,
     patches=patches,
+    observers=observers,
+    events=(PADDED_ROWS_GIVEN,),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.source import Source
@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _BUILDER = "vllm/v1/attention/backends/mamba_attn.py"
 _BUILDER_MODULE = "vllm.v1.attention.backends.mamba_attn"
+
+PADDED_ROW_PREFILLING = Event(
+    "padded-row-prefilling",
+    "A batch came to a group of Mamba layers with a padded row that reads as prefilling: on stock a decode graph replays on old state indices.",
+)
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -50,35 +55,64 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _split_without_padding(stock: StockFunction) -> StockFunction:
-    """Around `_compute_common_metadata(common_attn_metadata, …)`.
-
-    Reads `query_start_loc_cpu`, (num_reqs + 1,) int32, and `is_prefilling`, (num_reqs,) bool, both on the CPU.
-    """
+    """Around `_compute_common_metadata(common_attn_metadata, …)`."""
     from torch import from_numpy  # the target is imported by now, and torch with it
 
     @functools.wraps(stock)
     def _compute_common_metadata(self: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        is_prefilling = common_attn_metadata.is_prefilling
-        if is_prefilling is not None:
-            # Bytes, since comparing tensors this small costs ten times as much as all that is here.
-            marks = is_prefilling.numpy()
-            marked = marks.tobytes()
-            if 1 in marked:  # pure decode batches, most steps, end here
-                starts = common_attn_metadata.query_start_loc_cpu.numpy()
-                real = marks & (starts[1:] != starts[:-1])
-                if real.tobytes() != marked:
-                    # A copy: the same metadata goes to the builders of other layers, which are right as they are.
-                    original, common_attn_metadata = common_attn_metadata, object.__new__(type(common_attn_metadata))
-                    common_attn_metadata.__dict__.update(original.__dict__, is_prefilling=from_numpy(real))
+        real = _marks_without_padding(common_attn_metadata)
+        if real is not None:
+            PADDED_ROW_PREFILLING.count += 1
+            # A copy: the same metadata goes to the builders of other layers, which are right as they are.
+            original, common_attn_metadata = common_attn_metadata, object.__new__(type(common_attn_metadata))
+            common_attn_metadata.__dict__.update(original.__dict__, is_prefilling=from_numpy(real))
         return stock(self, common_attn_metadata, *args, **kwargs)
 
     return _compute_common_metadata
 
 
+def _watch_marks(stock: StockFunction) -> StockFunction:
+    """Around the same."""
+
+    @functools.wraps(stock)
+    def _compute_common_metadata(self: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if _marks_without_padding(common_attn_metadata) is not None:
+                PADDED_ROW_PREFILLING.count += 1
+        except Exception:  # noqa: S110 - whatever this batch is, it is stock's to judge
+            pass
+        return stock(self, common_attn_metadata, *args, **kwargs)
+
+    return _compute_common_metadata
+
+
+def _marks_without_padding(common_attn_metadata: Any) -> Any:
+    """`is_prefilling`, less its padded rows, as an array; None where no padded row is marked.
+
+    Reads `query_start_loc_cpu`, (num_reqs + 1,) int32, and `is_prefilling`, (num_reqs,) bool, both on the CPU.
+    """
+    is_prefilling = common_attn_metadata.is_prefilling
+    if is_prefilling is None:
+        return None
+    # Bytes, since comparing tensors this small costs ten times as much as all that is here.
+    marks = is_prefilling.numpy()
+    marked = marks.tobytes()
+    if 1 not in marked:  # pure decode batches, most steps
+        return None
+    starts = common_attn_metadata.query_start_loc_cpu.numpy()
+    real = marks & (starts[1:] != starts[:-1])
+    return None if real.tobytes() == marked else real
+
+
+_TARGET = "BaseMambaAttentionMetadataBuilder._compute_common_metadata"
+
+
 def patches(shape: str) -> tuple[Patch, ...]:
-    return (
-        Patch(_BUILDER_MODULE, "BaseMambaAttentionMetadataBuilder._compute_common_metadata", _split_without_padding),
-    )
+    return (Patch(_BUILDER_MODULE, _TARGET, _split_without_padding),)
+
+
+def observers(shape: str) -> tuple[Patch, ...]:
+    return (Patch(_BUILDER_MODULE, _TARGET, _watch_marks),)
 
 
 FIX = Fix(
@@ -101,4 +135,6 @@ FIX = Fix(
     modules=(_BUILDER_MODULE,),
     diagnose=diagnose,
     patches=patches,
+    observers=observers,
+    events=(PADDED_ROW_PREFILLING,),
 )

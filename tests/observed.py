@@ -1,0 +1,133 @@
+"""Runs the CPU double's scenarios on stock, observed and with the fixes, in forks of one process that has imported vLLM."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.worker import scenario_module
+from vllm_graphfix.verify.report import differing
+
+MASTER = {"stock": "off", "observe": "observe", "active": "on"}
+
+
+def main(names: list[str]) -> None:
+    """One fork for each way. Each prints a line of JSON for every workload of every fix of *names*: state, events, numbers.
+
+    The workloads: the fix's scenario, and one of the same code ``without`` the defect's condition.
+    """
+    install_flashmla_stand_ins()
+    importlib.import_module("vllm.v1.worker.gpu_model_runner")
+    for name in names:
+        importlib.import_module(scenario_module(name))
+    for way, master in MASTER.items():
+        child = os.fork()
+        if not child:
+            try:
+                os.environ["VLLM_GRAPHFIX"] = master
+                _run(way, names)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"{way}: ended in an error")
+
+
+def _run(way: str, names: list[str]) -> None:
+    import vllm_graphfix
+    from vllm_graphfix.fixes import BY_NAME
+
+    vllm_graphfix.register()
+    for name in names:
+        scenario, events = importlib.import_module(scenario_module(name)), BY_NAME[name].events
+        for workload, run in {"scenario": _measured, "without": WITHOUT[name], **FURTHER.get(name, {})}.items():
+            for event in events:
+                event.count = 0
+            told = {"way": way, "fix": name, "workload": workload} | run(scenario)
+            told["state"] = vllm_graphfix.states()[name].state.value
+            told["events"] = {event.name: event.count for event in events}
+            print(json.dumps(told), flush=True)  # noqa: T201 - the result
+
+
+def _measured(scenario: Any) -> dict[str, object]:
+    found = scenario.run()
+    return {
+        "numbers": repr((found.graphed, found.error)),  # as text, in which NaN equals NaN
+        "right": found.error is None and not differing(found.eager, found.graphed),
+        "stopped": found.error is not None,
+    }
+
+
+# The same code without what makes the defect: nothing is to be counted.
+
+
+def _without_lazy_attention(scenario: Any) -> dict[str, object]:
+    from vllm_graphfix.verify.double.decoding import AttentionStandIn
+
+    with mock.patch.object(AttentionStandIn, "forward", lambda self, hidden_states: hidden_states.tanh()):
+        return _measured(scenario)
+
+
+def _drafts_that_fit_their_graphs(scenario: Any) -> dict[str, object]:
+    """Every batch has the four requests that the graphs were captured for."""
+    from vllm.config import CUDAGraphMode
+
+    with mock.patch.object(scenario, "REJECTED", [0, 1, 2, 0]):
+        return _drafts(scenario, *CUDAGraphMode)
+
+
+def _drafts_in_full_graphs(scenario: Any) -> dict[str, object]:
+    from vllm.config import CUDAGraphMode
+
+    return _drafts(scenario, CUDAGraphMode.FULL)
+
+
+def _drafts(scenario: Any, *modes: Any) -> dict[str, object]:
+    from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
+
+    with cpu_cuda_graphs(), cpu_triton_kernels(scenario.eagle, scenario.gumbel):
+        try:
+            return {"numbers": repr([scenario._draft(mode) for mode in modes])}
+        except IndexError as error:  # a graph of stock gathers with an old index
+            return {"numbers": str(error)}
+
+
+def _without_a_prompt_in_chunks(scenario: Any) -> dict[str, object]:
+    """A request finishes, and its row is padding from then on: of a request that was past its prompt."""
+    steps = [{"first": 3, "second": 4, "third": 5}, *[dict.fromkeys(("first", "second", "third"), 1)] * 3]
+    steps += [dict.fromkeys(("second", "third"), 1)] * 3
+    with mock.patch.object(scenario, "STEPS", steps):
+        return _measured(scenario)
+
+
+def _without_full_graphs(scenario: Any) -> dict[str, object]:
+    decode = scenario.DenseFP8Decode()
+    return {"numbers": repr([decode.step([60 + step, 127 + step, 200 + step]) for step in range(3)])}
+
+
+def _without_padding(scenario: Any) -> dict[str, object]:
+    with cpu_cuda_graphs():
+        decode = scenario.DenseFP8Decode(captured_requests=3)
+        decode.step([60, 127, 200])
+    return {}  # on stock the plan of another batch: the other fix's numbers
+
+
+Workload = Callable[[Any], dict[str, object]]
+WITHOUT: dict[str, Workload] = {
+    "capture-state": _without_lazy_attention,
+    "draft-prefill-state": _without_lazy_attention,
+    "draft-decode-mode": _drafts_that_fit_their_graphs,
+    "mamba-padding": _without_a_prompt_in_chunks,
+    "flashmla-fp8": _without_full_graphs,
+    "flashmla-padding": _without_padding,
+}
+FURTHER: dict[str, dict[str, Workload]] = {"draft-decode-mode": {"full": _drafts_in_full_graphs}}
