@@ -37,6 +37,7 @@ def environment(scratch: Path, *path: Path) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a third of the time to start; what needs more processes has them
+        "VLLM_GRAPHFIX_STATUS_DIR": str(scratch),
         "VLLM_NO_USAGE_STATS": "1",
         "XDG_CACHE_HOME": str(scratch),
         "XDG_CONFIG_HOME": str(scratch),

@@ -122,7 +122,7 @@ def test_strict_ignores_a_fix_whose_targets_this_engine_never_imports() -> None:
     before, _, _ = WRONG["the manifest cannot be read"]
     done = run_in_release(
         "0.18.1",
-        before + LOAD + "from vllm_graphfix import _this_process\n_this_process().check(None)\n",
+        before + LOAD + "from vllm_graphfix import _this_process\nassert _this_process().process.left_undone(v2=None) == ()\n",
         {"VLLM_GRAPHFIX": "strict"},
     )
     assert done.returncode == 0
@@ -218,9 +218,9 @@ def test_a_patch_on_the_start_up_itself_does_not_open_the_gate() -> None:
     assert gate(theirs + FOREIGN, "use_v2_model_runner=False") == "GraphfixError"
 
 
-def test_a_percentage_that_cannot_be_kept_is_not_what_strict_asked_for() -> None:
-    env = INSISTENT | {"VLLM_GRAPHFIX_ROLLOUT": "25"}
-    assert gate("", "use_v2_model_runner=False", env) == "GraphfixError"
+def test_strict_does_not_stop_an_engine_that_is_not_in_the_rollout() -> None:
+    assert gate(FOREIGN, "use_v2_model_runner=False", INSISTENT) == "GraphfixError"
+    assert gate(FOREIGN, "use_v2_model_runner=False", INSISTENT | {"VLLM_GRAPHFIX_ROLLOUT": "0"}) == "AttributeError"
 
 
 @pytest.mark.parametrize(("arguments", "stops"), [([], True), (["--help"], False)])

@@ -43,12 +43,12 @@ def test_the_master_switch_is_read_likewise(value: str, master: Master) -> None:
 
 MEANINGLESS = [
     ("VLLM_GRAPHFIX", "strickt", "did you mean strict?"),
-    ("VLLM_GRAPHFIX", "xyzzy", "valid: off, on, strict."),
+    ("VLLM_GRAPHFIX", "xyzzy", "valid: observe, off, on, strict."),
     ("VLLM_GRAPHFIX_FLASHMLA_FP8", "of", "did you mean off?"),
     ("VLLM_GRAPHFIX_FLASHMLA_PF8", "on", "did you mean VLLM_GRAPHFIX_FLASHMLA_FP8?"),
     ("VLLM_GRAPHFIXX", "on", "did you mean VLLM_GRAPHFIX?"),
     ("vllm_graphfix_capture_state", "on", "did you mean VLLM_GRAPHFIX_CAPTURE_STATE?"),
-    ("VLLM_GRAPHFIX", "\x1b[31m" + "x" * 10_000, "valid: off, on, strict."),
+    ("VLLM_GRAPHFIX", "\x1b[31m" + "x" * 10_000, "valid: observe, off, on, strict."),
 ]
 
 
@@ -64,28 +64,11 @@ def test_what_means_nothing_is_named_with_the_nearest_and_changes_nothing(name: 
     assert found._replace(problems=(), explicit=frozenset()) == read({}, FIXES)
 
 
-@pytest.mark.parametrize("value", ["25", "25%", "0.5%", "0", "all"])
-def test_a_percentage_that_cannot_be_kept_patches_nothing(value: str) -> None:
-    found = read({"VLLM_GRAPHFIX_ROLLOUT": value}, FIXES)
-    assert found.withheld is not None
-    assert found.withheld in found.problems
-
-
-@pytest.mark.parametrize("value", ["", "100", "100%", " 100 % "])
-def test_all_of_a_fleet_is_what_happens_anyway(value: str) -> None:
-    assert read({"VLLM_GRAPHFIX_ROLLOUT": value}, FIXES).withheld is None
-
-
-def test_observe_is_off_and_says_so() -> None:
-    found = read({"VLLM_GRAPHFIX_CAPTURE_STATE": "observe"}, FIXES)
-    assert found.modes["capture-state"] is Mode.OBSERVE
-    assert "until then the fix is off" in found.problems[0]
-
-
-def test_strict_and_on_are_loud() -> None:
-    assert read({"VLLM_GRAPHFIX": "strict"}, FIXES).loud("flashmla-fp8")
-    assert read({"VLLM_GRAPHFIX_FLASHMLA_FP8": "on"}, FIXES).loud("flashmla-fp8")
-    assert not read({"VLLM_GRAPHFIX_FLASHMLA_FP8": "on"}, FIXES).loud("capture-state")
+def test_observe_for_all_is_for_what_is_left_at_auto() -> None:
+    one_on = read({"VLLM_GRAPHFIX": "observe", "VLLM_GRAPHFIX_FLASHMLA_FP8": "on"}, FIXES)
+    assert one_on.modes == {"capture-state": Mode.OBSERVE, "flashmla-fp8": Mode.ON}
+    one_off = read({"VLLM_GRAPHFIX": "observe", "VLLM_GRAPHFIX_FLASHMLA_FP8": "off"}, FIXES)
+    assert one_off.modes == {"capture-state": Mode.OBSERVE, "flashmla-fp8": Mode.OFF}
 
 
 def test_every_name_of_the_interface_is_known() -> None:

@@ -11,7 +11,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_graphfix.process import FixState, Process
+    from vllm_graphfix.membership import Membership
+    from vllm_graphfix.process import FixState
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "register", "states"]
@@ -38,7 +39,7 @@ def states() -> dict[str, FixState]:
 
     Before `register` was called here every fix is as the environment wants it and `waiting`.
     """
-    return _this_process().states()
+    return _this_process().process.states()
 
 
 def _insisted() -> bool:
@@ -53,9 +54,8 @@ def _only_asked() -> bool:
 
 
 @functools.cache
-def _this_process() -> Process:
-    from vllm_graphfix import settings
+def _this_process() -> Membership:
     from vllm_graphfix.fixes import FIXES
-    from vllm_graphfix.process import Process
+    from vllm_graphfix.membership import Membership
 
-    return Process(FIXES, settings.read(os.environ, [fix.name for fix in FIXES]))
+    return Membership(FIXES)

@@ -1,4 +1,4 @@
-"""The command line: status, explain, verify, compare."""
+"""The command line: status, explain, verify, compare, fleet."""
 
 from __future__ import annotations
 
@@ -216,6 +216,47 @@ def compare(
         raise typer.Exit(EXIT_NOT_PROVEN)
     if report.inconclusive is not None:
         raise typer.Exit(EXIT_LEFT_UNDONE)
+
+
+@app.command()
+def fleet(
+    seconds: Annotated[
+        float | None, typer.Argument(metavar="[SECONDS]", help="Of --watch: between two looks; default: 2.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")] = False,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", metavar="PATH", help="Where the records are; default: VLLM_GRAPHFIX_STATUS_DIR, or else /tmp."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What the processes of the running engines report, and whether all ranks agree.
+
+    Exit code 0 if all engines that run are in order; 1 if something is not; 3 if there is nothing to see.
+    """
+    from vllm_graphfix import fleet as fleets
+
+    if seconds is not None and not watch:
+        _stop("SECONDS is for --watch: vllm-graphfix fleet --watch SECONDS")
+    if watch and as_json:
+        _stop("--watch is for eyes: call `vllm-graphfix fleet --json` as often as it is needed")
+    try:
+        if watch:
+            fleets.watch(folder, 2.0 if seconds is None else seconds, _console())
+            return
+        found = fleets.look(folder)
+    except fleets.FleetError as error:
+        _stop(str(error))
+    except KeyboardInterrupt:
+        _stop("interrupted", code=EXIT_INTERRUPTED)
+    if as_json:
+        typer.echo(json.dumps(fleets.as_json(found), indent=2))
+    else:
+        _console().print(fleets.shown(found))
+    if found.exit_code:
+        raise typer.Exit(found.exit_code)
 
 
 def main() -> None:

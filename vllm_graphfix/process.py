@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import wrapt
 
-from vllm_graphfix import patching, settings
+from vllm_graphfix import patching
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, Patch, State, Verdict
+from vllm_graphfix.settings import Master
 
 # Below "vllm", the one logger that vLLM gives a handler; anywhere else an INFO line is lost. Its format leaves
 # the logger's name out, so every message says whose it is.
 logger = logging.getLogger("vllm.graphfix")
-
-_GATE = "vllm.v1.worker.gpu_worker"
 
 
 class GraphfixError(RuntimeError):
@@ -39,74 +37,112 @@ class FixState(NamedTuple):
     reason: str
 
 
+class Wanted(NamedTuple):
+    """What is to be done about all fixes: the environment's word, or what the first process of an engine made of it."""
+
+    master: Master
+    modes: Mapping[str, Mode]
+    withheld: str | None = None
+    """Why nothing is patched although the switch is on."""
+
+    def loud(self, name: str) -> bool:
+        """Whether the engine must not start without the fix where it is needed."""
+        if self.withheld is not None or self.master is Master.OFF:
+            return False
+        mode = self.modes[name]
+        return mode is Mode.ON or (self.master is Master.STRICT and mode is Mode.AUTO)
+
+
 class _Progress:
     """One fix in this process."""
 
-    def __init__(self, fix: Fix, mode: Mode) -> None:
+    def __init__(self, fix: Fix, wanted: Wanted) -> None:
         self.fix = fix
-        self.mode = mode
+        self.mode = wanted.modes[fix.name]
         self.diagnosis: Diagnosis | None = None
         self.patches: tuple[Patch, ...] = ()
         self.sites: list[patching.Site] = []
         self.state = State.WAITING
         self.reason = "to be diagnosed when vLLM imports what it concerns"
+        if wanted.master is Master.OFF:
+            self.settle(State.OFF, "VLLM_GRAPHFIX=off")
+        elif self.mode is Mode.OFF:
+            self.settle(State.OFF, f"{fix.variable}=off")
+        elif wanted.withheld is not None:
+            self.settle(State.NOT_IN_CANARY, wanted.withheld)
 
     def settle(self, state: State, reason: str) -> None:
         self.state, self.reason = state, reason
 
     @property
+    def observes(self) -> bool:
+        return self.mode is Mode.OBSERVE
+
+    @property
     def engaged(self) -> bool:
-        return self.state in (State.ACTIVE, State.WAITING)
+        """Its patches, those that put right or those that only look, are on vLLM, or will be when vLLM imports the targets."""
+        return self.state in (State.ACTIVE, State.OBSERVING, State.WAITING)
+
+    @property
+    def puts_right(self) -> bool:
+        return self.engaged and not self.observes
 
 
 class Process:
-    """All fixes in one process. `start` may be called any number of times and never raises."""
+    """All fixes in one process."""
 
-    def __init__(self, fixes: Iterable[Fix], environment: settings.Settings) -> None:
-        self._settings = environment
-        self._progress = {fix.name: _Progress(fix, environment.modes[fix.name]) for fix in fixes}
+    def __init__(self, fixes: Iterable[Fix], wanted: Wanted) -> None:
+        self._fixes = tuple(fixes)
         self._started = False
-        self._diagnosed = False
         self._summed_up = False
+        self._hooked: set[str] = set()
         # Imports run in threads, and a hook may cause an import that runs a hook.
         self._lock = threading.RLock()
-        for progress in self._progress.values():
-            if environment.master is settings.Master.OFF:
-                progress.settle(State.OFF, "VLLM_GRAPHFIX=off")
-            elif environment.withheld is not None:
-                progress.settle(State.NOT_IN_CANARY, environment.withheld)
-            elif progress.mode in (Mode.OFF, Mode.OBSERVE):
-                progress.settle(State.OFF, f"{progress.fix.variable}={progress.mode.value}")
+        self._go_by(wanted)
 
-    def start(self) -> None:
-        """Hooks the imports of what may have to be patched; what is imported already is patched now."""
+    def _go_by(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._progress = {fix.name: _Progress(fix, wanted) for fix in self._fixes}
+        self._diagnosed = False
+
+    def start(self, wanted: Wanted) -> None:
+        """Hooks the imports of what may have to be patched; what is imported already is patched now.
+
+        Called again, for a later engine that this process starts, it takes back what that engine does not want. Never raises.
+        """
         with self._lock:
-            if self._started:
+            if self._started and wanted == self._wanted:
                 return
+            for progress in self._progress.values():
+                if progress.sites:
+                    self._take_back(progress, State.OFF, "taken back for another engine")
             self._started = True
+            self._go_by(wanted)
+            engaged = [progress for progress in self._progress.values() if progress.engaged]
         # From here on without the lock: to hook a module that another thread is importing is to wait for that thread.
-        for problem in self._settings.problems:
-            logger.warning("graphfix: %s", problem)
-        _when_imported("vllm.envs", self._register_names)
-        engaged = [progress for progress in self._progress.values() if progress.engaged]
         modules = [module for progress in engaged for module in progress.fix.modules]
         # A companion's module matters even where the companion itself is switched off.
         modules += [together.module for progress in engaged for together in progress.fix.together]
         for module in dict.fromkeys(modules):
-            _when_imported(module, functools.partial(self._apply_to, module))
-        if self._settings.master is not settings.Master.OFF and any(map(self._settings.loud, self._progress)):
-            _when_imported(_GATE, self._install_gate)
+            if module not in self._hooked:
+                self._hooked.add(module)
+                when_imported(module, functools.partial(self._apply_to, module))
+            elif (imported := sys.modules.get(module)) is not None:
+                self._apply_to(module, imported)
         if not engaged:
-            self._sum_up()
-        elif not {"-h", "--help"} & set(sys.argv):
-            atexit.register(self._sum_up)  # for a process, such as an API server's, that imports no code of a fix
+            self.sum_up()
 
-    def states(self) -> dict[str, FixState]:
-        """Every fix, by name, in the order of application; targets are read back."""
+    def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
+        """Every fix, by name, in the order of application; targets are read back.
+
+        Without *diagnose* nothing is read that was not read before: for a process that imports no code of a fix.
+        """
         with self._lock:
-            self._diagnose()
+            if diagnose:
+                self._diagnose()
             for progress in self._progress.values():
-                lost = [site for site in progress.sites if not site.holds()] if progress.state is State.ACTIVE else []
+                applied = progress.state in (State.ACTIVE, State.OBSERVING)
+                lost = [site for site in progress.sites if not site.holds()] if applied else []
                 if lost:
                     progress.settle(State.CONFLICT, f"{lost[0].attribute} was replaced after the fix was applied")
             return {name: self._told(progress) for name, progress in self._progress.items()}
@@ -146,7 +182,8 @@ class Process:
     def _judge(self, progress: _Progress, found: Diagnosis) -> None:
         progress.diagnosis = found
         if found.verdict is Verdict.AFFECTED:
-            progress.patches = tuple(progress.fix.patches(found.shape))
+            patches = progress.fix.observers if progress.observes else progress.fix.patches
+            progress.patches = tuple(patches(found.shape))
             progress.settle(State.WAITING, f"{found.reason} ({found.where}); to be applied when vLLM imports it")
         elif found.verdict is Verdict.UNRECOGNISED:
             progress.settle(State.INCOMPATIBLE, f"{found.reason} ({found.where})")
@@ -165,7 +202,7 @@ class Process:
                     self._apply(progress, patches)
             for progress in self._progress.values():
                 self._keep_together(progress, module)
-            self._sum_up()
+            self.sum_up()
 
     def _apply(self, progress: _Progress, patches: list[Patch]) -> None:
         try:
@@ -174,8 +211,9 @@ class Process:
                 raise RuntimeError("a target does not read back as it was set")
             missing = sorted({patch.module for patch in progress.patches if patch.module not in sys.modules})
             rest = f"; {', '.join(missing)} when it is imported" if missing else ""
-            progress.settle(State.ACTIVE, f"applied to {', '.join(site.attribute for site in progress.sites)}{rest}")
-            logger.debug("graphfix: %s: active, %s", progress.fix.name, progress.reason)
+            state, done = (State.OBSERVING, "counts at") if progress.observes else (State.ACTIVE, "applied to")
+            progress.settle(state, f"{done} {', '.join(site.attribute for site in progress.sites)}{rest}")
+            logger.debug("graphfix: %s: %s, %s", progress.fix.name, state.value, progress.reason)
         except patching.ConflictError as error:
             self._take_back(progress, State.CONFLICT, str(error))
             self._warn(progress, "is not applied: remove the other patch, or switch this fix off")
@@ -186,12 +224,12 @@ class Process:
         """Takes a fix back that would trade its defect for another one without a companion that is not there."""
         for together in progress.fix.together:
             other = self._progress.get(together.name)
-            if together.module != module or not progress.engaged or other is None or other.engaged:
+            if together.module != module or not progress.puts_right or other is None or other.puts_right:
                 continue
-            switched_off = other.state is State.OFF
-            if other.state is State.NOT_NEEDED or (switched_off and not self._affected_by(other)):
+            chosen = other.state is State.OFF or other.observes
+            if other.state is State.NOT_NEEDED or (chosen and not self._affected_by(other)):
                 continue
-            if switched_off and together.may_be_off:
+            if chosen and together.may_be_off:
                 logger.warning(
                     "graphfix: %s without %s (%s): %s", progress.fix.name, together.name, other.reason, together.because
                 )
@@ -202,7 +240,7 @@ class Process:
             self._warn(progress, f"is taken back: switch {together.name} on, or this fix off")
 
     def _affected_by(self, other: _Progress) -> bool:
-        """Whether a fix that is switched off would be needed here."""
+        """Whether a fix that is switched off, or observed, would be needed here."""
         from vllm_graphfix import manifest
         from vllm_graphfix.source import open_source
 
@@ -226,43 +264,18 @@ class Process:
         self._take_back(progress, State.FAILED, f"{type(error).__name__}: {error}")
         self._warn(progress, "is not applied; vLLM runs as it was")
 
-    # -- names, gate, log ----------------------------------------------------------------------------------------
+    # -- gate, log -------------------------------------------------------------------------------------------------
 
-    def _register_names(self, envs: Any) -> None:
-        """vLLM warns of names that it does not know, and some Ray executors copy only those that it does."""
-        for name in settings.names(self._progress):
-            # The value enters the key of the compile cache. It is constant: no fix touches code that is compiled.
-            envs.environment_variables.setdefault(name, lambda: None)
+    def left_undone(self, *, v2: bool | None) -> tuple[str, ...]:
+        """The fixes that the user insists on, that this process needs and that are not applied, each with state and reason.
 
-    def _install_gate(self, worker_module: Any) -> None:
-        """Around the worker's start-up, which captures graphs: late enough to know everything.
-
-        On top of whatever is there: the gate changes nothing, and a conflict must not open it.
+        *v2*: whether the engine is on model runner V2; None if that is not known.
         """
-        stock = worker_module.Worker.compile_or_warm_up_model
-
-        @functools.wraps(stock)
-        def compile_or_warm_up_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
-            self.check(worker)
-            return stock(worker, *args, **kwargs)
-
-        worker_module.Worker.compile_or_warm_up_model = compile_or_warm_up_model
-
-    def check(self, worker: Any) -> None:
-        """Raises GraphfixError if a fix that the user insists on is needed by *worker* and is not applied."""
-        if getattr(getattr(worker, "model_config", None), "enforce_eager", False):
-            return  # no graphs, none of these defects
-        v2 = getattr(worker, "use_v2_model_runner", None)
-        missing = [
+        return tuple(
             f"{state.name} is {state.state.value}: {state.reason}"
             for state in self.states().values()
-            if self._settings.loud(state.name) and self._left_undone(self._progress[state.name], v2)
-        ]
-        if missing:
-            raise GraphfixError(
-                f"vllm-graphfix stops this engine before it captures its CUDA graphs: {'; '.join(missing)}. Set the "
-                "variable of the fix to off, or VLLM_GRAPHFIX=on, to serve without it; `vllm-graphfix status` says more."
-            )
+            if self._wanted.loud(state.name) and self._left_undone(self._progress[state.name], v2)
+        )
 
     def _left_undone(self, progress: _Progress, v2: bool | None) -> bool:
         """Whether this engine has imported what the fix is for, and the fix is not on all of it."""
@@ -270,15 +283,13 @@ class Process:
             return False
         if progress.state in (State.INCOMPATIBLE, State.CONFLICT, State.FAILED):
             return any(module in sys.modules for module in progress.fix.modules)
-        if progress.state is State.NOT_IN_CANARY:
-            return self._affected_by(progress)
         imported = sum(patch.module in sys.modules for patch in progress.patches)
         return progress.engaged and len(progress.sites) < imported
 
     def _warn(self, progress: _Progress, what: str) -> None:
         logger.warning("graphfix: %s %s (%s: %s)", progress.fix.name, what, progress.state.value, progress.reason)
 
-    def _sum_up(self) -> None:
+    def sum_up(self) -> None:
         """One line a process, once it is known what will be done; what goes otherwise later is a warning of its own."""
         if self._summed_up:
             return
@@ -287,13 +298,14 @@ class Process:
         for progress in self._progress.values():
             word = progress.state.value
             if progress.engaged:
-                word = "applied where vLLM imports them" if self._diagnosed else "nothing imported that these concern"
+                done = "observed" if progress.observes else "applied"
+                word = f"{done} where vLLM imports them" if self._diagnosed else "nothing imported that these concern"
             told.setdefault(word, []).append(progress.fix.name)
             logger.debug("graphfix: %s: %s, %s", progress.fix.name, progress.state.value, progress.reason)
         logger.info("graphfix: %s", "; ".join(f"{word}: {', '.join(names)}" for word, names in told.items()))
 
 
-def _when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
+def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
     """Calls *hook* with the module once it is imported, or now if it is; whatever goes wrong stays here."""
 
     def guarded(imported: ModuleType) -> None:

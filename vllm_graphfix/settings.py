@@ -12,8 +12,9 @@ T = TypeVar("T")
 
 PREFIX = "VLLM_GRAPHFIX"
 ROLLOUT = "VLLM_GRAPHFIX_ROLLOUT"
-RESERVED = (ROLLOUT, "VLLM_GRAPHFIX_ROLLOUT_KEY", "VLLM_GRAPHFIX_DECISION", "VLLM_GRAPHFIX_STATUS_DIR")
-"""Names of the interface that this version does not act on yet."""
+ROLLOUT_KEY = "VLLM_GRAPHFIX_ROLLOUT_KEY"
+DECISION = "VLLM_GRAPHFIX_DECISION"
+STATUS_DIR = "VLLM_GRAPHFIX_STATUS_DIR"
 
 _SAME = {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}
 
@@ -24,27 +25,27 @@ class Master(str, Enum):
     ON = "on"
     OFF = "off"
     STRICT = "strict"
+    OBSERVE = "observe"
+    """Every fix that is left at `auto` is observed: also one that a later version of this package brings."""
 
 
 class Settings(NamedTuple):
     master: Master
     modes: Mapping[str, Mode]
-    """By the name of the fix; every fix has one."""
+    """By the name of the fix; every fix has one, and none is `auto` where the master switch says `observe`."""
     explicit: frozenset[str]
     """Fixes whose mode the user set by name."""
     problems: tuple[str, ...]
     """What was set and means nothing here, each with what would."""
-    withheld: str | None
-    """Why nothing is patched although the master switch is on."""
-
-    def loud(self, name: str) -> bool:
-        """Whether the engine must not start without the fix where it is needed."""
-        return self.master is Master.STRICT or self.modes[name] is Mode.ON
+    rollout: str
+    """The percentage as it was written; empty if none is set."""
+    rollout_key: str
+    """Empty for the host name."""
 
 
 def names(fixes: Iterable[str]) -> tuple[str, ...]:
     """Every name of the interface, to be registered with vLLM."""
-    return (PREFIX, *map(variable, fixes), *RESERVED)
+    return (PREFIX, *map(variable, fixes), ROLLOUT, ROLLOUT_KEY, DECISION, STATUS_DIR)
 
 
 def read(environment: Mapping[str, str], fixes: Iterable[str]) -> Settings:
@@ -55,21 +56,17 @@ def read(environment: Mapping[str, str], fixes: Iterable[str]) -> Settings:
     modes: dict[str, Mode] = {}
     for name in fixes:
         modes[name] = _choice(environment, variable(name), {m.value: m for m in Mode}, Mode.AUTO, problems)
-        if modes[name] is Mode.OBSERVE:
-            problems.append(f"{variable(name)}=observe comes with a later version; until then the fix is off")
+        if master is Master.OBSERVE and modes[name] is Mode.AUTO:
+            modes[name] = Mode.OBSERVE
     known = names(fixes)
     problems += [
         f"{key} means nothing{_nearest(key.upper(), known)} It changes nothing"
         for key in sorted(environment)
         if key not in known and key.upper().startswith(PREFIX)
     ]
-    withheld = None
-    rollout = environment.get(ROLLOUT, "").strip()
-    if rollout and rollout.rstrip("%").strip() not in ("100", "100.0"):
-        withheld = f"{ROLLOUT}={_shown(rollout)} needs a later version; this one does not patch a part of a fleet, so it patches nothing"
-        problems.append(withheld)
     explicit = frozenset(name for name in fixes if environment.get(variable(name), "").strip())
-    return Settings(master, modes, explicit, tuple(problems), withheld)
+    rollout, key = environment.get(ROLLOUT, "").strip(), environment.get(ROLLOUT_KEY, "").strip()
+    return Settings(master, modes, explicit, tuple(problems), rollout, key)
 
 
 def _choice(environment: Mapping[str, str], key: str, values: Mapping[str, T], default: T, problems: list[str]) -> T:
@@ -79,7 +76,7 @@ def _choice(environment: Mapping[str, str], key: str, values: Mapping[str, T], d
         return default
     value = values.get(_SAME.get(word, word))
     if value is None:
-        problems.append(f"{key}={_shown(given)} means nothing{_nearest(word, values)} It changes nothing")
+        problems.append(f"{key}={shown(given)} means nothing{_nearest(word, values)} It changes nothing")
         return default
     return value
 
@@ -92,6 +89,6 @@ def _nearest(word: str, candidates: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; valid: {', '.join(ordered)}."
 
 
-def _shown(value: str) -> str:
+def shown(value: str) -> str:
     """A value fit for one line of a log, whatever it was."""
     return repr(value if len(value) <= 40 else value[:37] + "...")

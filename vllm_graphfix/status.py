@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from vllm_graphfix import __version__, manifest, settings
+from vllm_graphfix import __version__, manifest, rollout, settings
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, State, Verdict, variable
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.source import Source
@@ -68,11 +68,14 @@ def status(source: Source, environment: Mapping[str, str] = os.environ) -> Statu
     """Judges *source*. Raises `SourceError` and `ManifestError`; nothing is imported or executed."""
     wanted = settings.read(environment, [fix.name for fix in FIXES])
     found = {fix.name: manifest.diagnose(fix, source) for fix in FIXES}
-    filtered = _filtered_out(environment)
-    notes = list(wanted.problems)
+    filtered = filtered_out(environment)
+    decision = rollout.decide(wanted, source.version or "")
+    notes = [*wanted.problems, *filter(None, [decision.refused])]
     if filtered is not None:
         notes.append(filtered)
-    rows = tuple(_row(fix, found, wanted, filtered) for fix in FIXES)
+    if not decision.canary and decision.refused is None:
+        notes.append(f"an engine that starts here is not in the rollout: {decision.withheld}")
+    rows = tuple(_row(fix, found, wanted, filtered, decision.withheld) for fix in FIXES)
     unneeded = [variable(row.fix.name) for row in rows if _no_longer_needed(row, wanted)]
     if unneeded:
         notes.append(f"no longer needed with this vLLM: {', '.join(unneeded)}")
@@ -83,13 +86,17 @@ def _no_longer_needed(row: Row, wanted: settings.Settings) -> bool:
     return row.fix.name in wanted.explicit and row.diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT)
 
 
-def _row(fix: Fix, found: Mapping[str, Diagnosis], wanted: settings.Settings, filtered: str | None) -> Row:
+def _row(
+    fix: Fix, found: Mapping[str, Diagnosis], wanted: settings.Settings, filtered: str | None, withheld: str | None
+) -> Row:
     mode, diagnosis = wanted.modes[fix.name], found[fix.name]
     notes: list[str] = []
-    if filtered is not None or wanted.master is settings.Master.OFF or mode in (Mode.OFF, Mode.OBSERVE):
+    if filtered is not None or wanted.master is settings.Master.OFF or mode is Mode.OFF:
         would_be = State.OFF
-    elif wanted.withheld is not None:
+    elif withheld is not None:
         would_be = State.NOT_IN_CANARY
+    elif diagnosis.verdict is Verdict.AFFECTED and mode is Mode.OBSERVE:
+        would_be = State.OBSERVING
     elif diagnosis.verdict is Verdict.AFFECTED:
         would_be = State.ACTIVE
         for together in fix.together:
@@ -101,9 +108,11 @@ def _row(fix: Fix, found: Mapping[str, Diagnosis], wanted: settings.Settings, fi
                 Mode.OBSERVE,
             ):
                 if together.may_be_off:
-                    notes.append(f"{together.name} is switched off: {together.because}")
+                    notes.append(f"{together.name} is not switched on: {together.because}")
                 else:
-                    notes.append(f"{together.name} is switched off: where {together.because}, this fix is taken back")
+                    notes.append(
+                        f"{together.name} is not switched on: where {together.because}, this fix is taken back"
+                    )
     elif diagnosis.verdict is Verdict.UNRECOGNISED:
         would_be = State.INCOMPATIBLE
     else:
@@ -111,7 +120,7 @@ def _row(fix: Fix, found: Mapping[str, Diagnosis], wanted: settings.Settings, fi
     return Row(fix, diagnosis, mode, would_be, tuple(notes))
 
 
-def _filtered_out(environment: Mapping[str, str]) -> str | None:
+def filtered_out(environment: Mapping[str, str]) -> str | None:
     """vLLM loads the plugins that VLLM_PLUGINS names; set and empty, it loads none."""
     named = environment.get("VLLM_PLUGINS")
     if named is None or "graphfix" in (name.strip() for name in named.split(",")):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from vllm_graphfix.settings import STATUS_DIR
 from vllm_graphfix.verify.engine.job import Job, Said, from_json
 
 PACKAGE = Path(__file__).parents[3]
@@ -181,7 +182,8 @@ def _environment(extra: Mapping[str, str | None], plugin: Path) -> dict[str, str
     changed = {**os.environ, **extra}
     merged = {name: value for name, value in changed.items() if value is not None}
     path = os.pathsep.join(filter(None, [str(plugin), merged.get("PYTHONPATH", "")]))
-    return merged | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    # Engines that prove something are nobody's fleet: their records go with their folder.
+    return merged | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", STATUS_DIR: str(plugin.parent)}
 
 
 def _ended(job: Job, code: int, result: Path, log: Path, seconds: float, late: str | None) -> Ended:

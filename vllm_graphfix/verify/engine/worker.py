@@ -106,6 +106,7 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
         llm.reset_prefix_cache()
         reverse = _ask(llm, prompts[::-1], job.max_tokens[::-1])
         passes.append(reverse[::-1])
+    observed |= _events()
     return Said(
         passes=tuple(passes),
         states=_states(llm, job),
@@ -220,6 +221,13 @@ def _states(llm: LLM, job: Job) -> dict[str, dict[str, str]]:
         # Without flags, the engine is in this process.
         told = [{name: state.state.value for name, state in vllm_graphfix.states().items()}]
     return {str(rank): states for rank, states in enumerate(told)}
+
+
+def _events() -> dict[str, list[float]]:
+    """What the fixes have counted in this process, by fix and event."""
+    from vllm_graphfix.fixes import FIXES
+
+    return {f"{fix.name}: {event.name}": [float(event.count)] for fix in FIXES for event in fix.events if event.count}
 
 
 def _cudagraph_mode(llm: LLM) -> str:

@@ -1,0 +1,50 @@
+"""Status records as processes of an engine leave them, for the tests that read them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm_graphfix.report import Agreement, Decided, FixReport, Identity, Rank, Record, identity, own_folder, write
+
+ENGINE = "0123456789abcdef"
+AN_HOUR = 3600.0
+
+
+def of(pid: int) -> Identity:
+    """The identity of the process *pid* of this machine."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return identity()._replace(pid=pid, start_ticks=int(fields[19]))
+
+
+def record(process: Identity | None = None, rank: int | None = None, world_size: int = 1, **changes: Any) -> Record:
+    """Of a front-end; with *rank*, of a worker that agreed with all others."""
+    return Record(
+        graphfix="0.1.0",
+        vllm="0.21.0",
+        engine=ENGINE,
+        **(process or identity())._asdict(),
+        role="front-end" if rank is None else "worker",
+        model="some/model",
+        rank=None if rank is None else Rank(rank, rank, world_size, 0),
+        decision=Decided(canary=True, bucket=1234, percentage=25.0, master="on", inherited=rank is not None),
+        fixes={"capture-state": FixReport("auto", "active", "applied to GPUModelRunner.capture_model")},
+        events={"capture-state": {"state-consumed": 12}},
+        agreement=None if rank is None else Agreement("a-token", world_size, world_size, None),
+        written=1763740000.0,
+    )._replace(**changes)
+
+
+def elsewhere(pid: int, host: str = "node-b") -> Identity:
+    """A process on another machine."""
+    return Identity(host, pid, 4242, "another-boot", "pid:[1]")
+
+
+def leave(base: Path, *records: Record, age: float = 0.0) -> None:
+    """Writes *records*, last touched *age* seconds ago."""
+    for one in records:
+        write(base, one)
+        then = time.time() - age
+        os.utime(own_folder(base) / one.file_name, (then, then))

@@ -1,0 +1,259 @@
+"""Ranks find out that they disagree before they capture a graph, by a store with a timeout. Real stores, real process groups."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stock import release_root, run_in_release
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from vllm_graphfix import agreement
+from vllm_graphfix.agreement import Agreement, Word, compare
+
+STAGE = "1-start"
+
+
+def word(host: str = "node-a", **changed: Any) -> Word:
+    said = Word(
+        host=host,
+        pid=1,
+        engine="e" * 16,
+        graphfix="0.1.0",
+        vllm="0.21.0",
+        canary=True,
+        master="on",
+        modes={"mamba-padding": "auto", "capture-state": "auto"},
+        states={"mamba-padding": "active", "capture-state": "active"},
+        token=agreement.new_token(),
+    )
+    return said._replace(**changed)
+
+
+def compared(words: dict[int, Word], world_size: int, timeout: float = 20.0) -> tuple[dict[int, Agreement], list[str]]:
+    """What each of the ranks in *words* found, each with a connection of its own to one store; and the warnings of all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    stores = [TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))]
+    stores += [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)) for _ in words][1:]
+    found: dict[int, Agreement] = {}
+    warnings: list[str] = []
+
+    def run(store: TCPStore, rank: int, said: Word) -> None:
+        mine = PrefixStore("vllm_graphfix", store)
+        hosts: Callable[[int], str | None] = {3: "10.0.0.3"}.get
+        found[rank] = compare(mine, STAGE, rank, world_size, said, warnings.append, silent_host=hosts, timeout=timeout)
+
+    threads = [
+        threading.Thread(target=run, args=(store, rank, said))
+        for store, (rank, said) in zip(stores, words.items(), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout + 30)
+    return found, warnings
+
+
+def test_ranks_that_say_the_same_agree() -> None:
+    words = {rank: word(f"node-{rank // 2}") for rank in range(4)}
+    found, warnings = compared(words, 4)
+    for rank in words:
+        assert (found[rank].world_size, found[rank].agreeing, found[rank].difference) == (4, 4, None)
+        assert (found[rank].group, found[rank].leader) == (words[0].token, words[0].engine)
+    assert warnings == []
+
+
+def test_nodes_that_started_on_their_own_agree_although_each_has_an_engine_of_its_own() -> None:
+    found, _ = compared({0: word(engine="a" * 16), 1: word("node-b", engine="b" * 16)}, 2)
+    assert {each.difference for each in found.values()} == {None}
+    assert {each.leader for each in found.values()} == {"a" * 16}
+
+
+def test_code_that_a_rank_does_not_run_differs_from_nothing() -> None:
+    """A drafter is on the last stage of a pipeline only; elsewhere its fix waits for an import that never comes."""
+    states = {"mamba-padding": "active", "capture-state": "waiting"}
+    found, _ = compared({0: word(states=states), 1: word()}, 2)
+    assert found[1].difference is None
+    assert found[0].agreeing == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"canary": False}, "in the rollout is 'yes' on ranks 0-1, 3 (node-a); 'no' on rank 2 (node-b)."),
+        ({"master": "off"}, "VLLM_GRAPHFIX is 'on' on ranks 0-1, 3 (node-a); 'off' on rank 2 (node-b)."),
+        ({"graphfix": "0.2.0"}, "vllm-graphfix is '0.1.0' on ranks 0-1, 3 (node-a); '0.2.0' on rank 2 (node-b)."),
+        ({"vllm": "0.20.0"}, "vLLM is '0.21.0' on ranks 0-1, 3 (node-a); '0.20.0' on rank 2 (node-b)."),
+        (
+            {"modes": {"mamba-padding": "off", "capture-state": "auto"}},
+            "the mode of mamba-padding is 'auto' on ranks 0-1, 3 (node-a); 'off' on rank 2 (node-b).",
+        ),
+        (
+            {"states": {"mamba-padding": "failed", "capture-state": "active"}},
+            "mamba-padding is 'active' on ranks 0-1, 3 (node-a); 'failed' on rank 2 (node-b).",
+        ),
+    ],
+)
+def test_a_difference_names_what_differs_and_the_ranks_with_their_hosts(changed: dict[str, Any], what: str) -> None:
+    words = {rank: word() for rank in (0, 1, 3)} | {2: word("node-b", **changed)}
+    found, _ = compared(words, 4)
+    assert {each.difference for each in found.values()} == {what}
+    assert {each.agreeing for each in found.values()} == {3}
+
+
+@pytest.mark.parametrize("silent", [0, 3], ids=["rank 0", "another rank"])
+def test_a_rank_without_the_plugin_is_named_after_a_time_and_nobody_hangs(silent: int) -> None:
+    words = {rank: word() for rank in range(4) if rank != silent}
+    started = time.monotonic()
+    found, _ = compared(words, 4, timeout=2.0)
+    assert time.monotonic() - started < 25
+    for each in found.values():
+        assert each.difference is not None
+        host = "10.0.0.3" if silent == 3 else "a host that is not known here"
+        assert each.difference.startswith(f"Without a word in 2 s: rank {silent} on {host}.")
+        assert "VLLM_PLUGINS" in each.difference
+        assert each.agreeing == 3
+
+
+def test_a_rank_that_is_late_is_waited_for_and_named_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "WARN_AFTER", 0.2)
+    monkeypatch.setattr(Word, "compared", slow_on_rank_1(Word.compared))
+    found, warnings = compared({0: word(), 1: word("late")}, 2)
+    assert found[0].difference is None
+    assert any("waiting for rank 1" in warning for warning in warnings)
+
+
+def slow_on_rank_1(real: Callable[[Word], dict[str, str]]) -> Callable[[Word], dict[str, str]]:
+    def compared(self: Word) -> dict[str, str]:
+        if self.host == "late":
+            time.sleep(1.0)
+        return real(self)
+
+    return compared
+
+
+def test_ranks_that_are_all_switched_off_say_so() -> None:
+    found, _ = compared({0: word(master="off"), 1: word(master="off")}, 3, timeout=0.5)
+    assert all(each.all_off and each.difference is not None for each in found.values())
+    found, _ = compared({0: word(master="off"), 1: word()}, 2)
+    assert not any(each.all_off for each in found.values())
+
+
+def test_a_word_of_another_version_is_a_difference_and_no_crash() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store.set(f"{STAGE}/1", "another digest")
+    store.set(f"{STAGE}/word/1", json.dumps({"something": "else"}))
+    found = compare(store, STAGE, 0, 2, word(), lambda text: None, timeout=1.0)
+    assert found.difference == "Another version of vllm-graphfix spoke for rank 1."
+    assert found.agreeing == 1
+
+
+WORLD = """
+import json, multiprocessing, os, sys, tempfile
+from types import SimpleNamespace
+
+def rank(number, size, port, env, plugin):
+    os.environ.update(env)
+    if not plugin:
+        os.environ["VLLM_PLUGINS"] = ""
+    from vllm.plugins import load_general_plugins
+    load_general_plugins()
+    import torch
+    from torch import distributed
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=size)
+    distributed.new_group(list(range(size)), backend="gloo")
+    import vllm.v1.attention.backends.mamba_attn
+    import vllm.v1.worker.gpu_worker as workers
+    if plugin:
+        from vllm_graphfix import agreement
+        agreement.TIMEOUT = agreement.TIMEOUT_FOR_A_WARNING = 3.0
+    mode = SimpleNamespace(name=os.environ.get("GRAPHS", "FULL"))
+    worker_double = SimpleNamespace(local_rank=number, use_v2_model_runner=False, vllm_config=SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_rank=0), model_config=SimpleNamespace(enforce_eager=mode.name == "NONE"),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode)))
+    try:
+        workers.Worker.compile_or_warm_up_model(worker_double)
+    except AttributeError:
+        print("RANK", number, "STARTS", flush=True)  # the stock start-up was called, with an object that is no worker
+    except RuntimeError as error:
+        print("RANK", number, type(error).__name__, error, flush=True)
+    os._exit(0)
+
+def world(*ranks):
+    import socket
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=rank, args=(n, len(ranks), port, *each)) for n, each in enumerate(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+"""
+
+
+def world(ranks: str, env: dict[str, str] | None = None) -> list[str]:
+    """What each rank of a world said: *ranks* is code, for each rank its own environment and whether it has the plugin."""
+    done = run_in_release("0.21.0", WORLD + f"world({ranks})\n", {"VLLM_LOGGING_LEVEL": "WARNING"} | (env or {}))
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))
+
+
+def test_ranks_of_a_process_group_that_agree_start() -> None:
+    assert world("({}, True), ({}, True)") == ["RANK 0 STARTS", "RANK 1 STARTS"]
+
+
+def test_all_ranks_stop_where_one_is_set_up_otherwise() -> None:
+    said = world("({}, True), ({'VLLM_GRAPHFIX_MAMBA_PADDING': 'off'}, True)")
+    assert len(said) == 2
+    for line in said:
+        assert "GraphfixError vllm-graphfix stops this engine before it captures its CUDA graphs" in line
+        assert f"mamba-padding is 'active' on rank 0 ({socket.gethostname()}); 'off' on rank 1" in line
+
+
+def test_a_node_that_is_switched_off_beside_one_that_is_not_stops_both() -> None:
+    said = world("({'VLLM_GRAPHFIX': 'off'}, True), ({}, True)")
+    assert len(said) == 2
+    assert all("VLLM_GRAPHFIX is 'off' on rank 0" in line and "GraphfixError" in line for line in said)
+
+
+def test_a_rank_whose_process_keeps_the_plugin_out_is_named_with_its_host() -> None:
+    without, other = sorted(world("({}, True), ({}, False)"), key=lambda line: "GraphfixError" in line)
+    assert without == "RANK 1 STARTS"
+    assert "GraphfixError" in other
+    assert f"Without a word in 3 s: rank 1 on {socket.gethostname()}." in other
+
+
+def test_the_kill_switch_brings_up_an_engine_one_of_whose_ranks_lacks_the_plugin() -> None:
+    assert world("({}, True), ({}, False)", {"VLLM_GRAPHFIX": "off"}) == ["RANK 0 STARTS", "RANK 1 STARTS"]
+
+
+def test_without_graphs_a_difference_is_a_warning() -> None:
+    said = world("({}, True), ({'VLLM_GRAPHFIX_MAMBA_PADDING': 'off'}, True)", {"GRAPHS": "NONE"})
+    assert said == ["RANK 0 STARTS", "RANK 1 STARTS"]
+
+
+@pytest.mark.parametrize("release", ["0.15.0", "0.18.1", "0.21.0", "0.26.0", "0.33.0"])
+def test_what_the_gate_stands_on_is_in_vllm(release: str) -> None:
+    """The methods that it is put around, by name; and, from 0.18.0 on, the one that measures graphs."""
+    root = release_root(release)
+    assert "def compile_or_warm_up_model(self" in read(root, "gpu_worker.py")
+    assert "def compile_or_warm_up_model(self" in read(root, "cpu_worker.py")
+    assert ("def profile_cudagraph_memory(self" in read(root, "gpu_model_runner.py")) == (release >= "0.18")
+
+
+def read(root: Path, name: str) -> str:
+    return (root / "vllm" / "v1" / "worker" / name).read_text(encoding="utf-8")

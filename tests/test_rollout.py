@@ -1,0 +1,149 @@
+"""Which engines are in the rollout, and what one process tells the others of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_graphfix import __version__, rollout, settings
+from vllm_graphfix.rollout import BUCKETS, bucket, buckets_of, decide, decode, handed_on
+
+FIXES = ("capture-state", "flashmla-fp8")
+DOCUMENT = Path(__file__).parents[1] / "docs" / "rollout.md"
+KEYS = 100_000
+
+
+@pytest.fixture(scope="module")
+def found() -> list[int]:
+    return [bucket(f"node-{number}.example") for number in range(KEYS)]
+
+
+def test_every_percentage_is_hit_within_half_a_point(found: list[int]) -> None:
+    for percentage in range(101):
+        hit = sum(each < percentage * 100 for each in found) / KEYS * 100
+        assert abs(hit - percentage) <= 0.5, f"{percentage} % hits {hit} %"
+
+
+def test_nobody_leaves_when_the_percentage_rises() -> None:
+    before: set[str] = set()
+    for percentage in ("0", "0.01", "0.5", "1", "5", "5.5", "25", "50", "99.99", "100"):
+        environment = {"VLLM_GRAPHFIX_ROLLOUT": percentage}
+        inside = {
+            key
+            for key in map(str, range(2_000))
+            if decide(settings.read(environment | {"VLLM_GRAPHFIX_ROLLOUT_KEY": key}, FIXES), "0.21.0").canary
+        }
+        assert before <= inside
+        before = inside
+    assert len(before) == 2_000
+
+
+def test_the_published_vectors_hold() -> None:
+    """Other tools may predict who is in: the function is a part of the interface."""
+    rows = re.findall(r"^\| `([^`]*)` \| (\d+) \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) >= 5
+    for key, published in rows:
+        digest = hashlib.sha256(b"vllm-graphfix:" + key.encode()).digest()
+        assert bucket(key) == int(published) == int.from_bytes(digest[:8], "big") % BUCKETS
+
+
+@pytest.mark.parametrize(
+    ("text", "buckets"),
+    [
+        ("25", 2500),
+        ("25%", 2500),
+        (" 0.5 % ", 50),
+        ("0", 0),
+        ("0.01", 1),
+        ("99.990%", 9999),
+        ("100", 10_000),
+        ("7.25", 725),
+    ],
+)
+def test_a_percentage_is_read_to_the_last_bucket(text: str, buckets: int) -> None:
+    assert buckets_of(text) == buckets
+
+
+@pytest.mark.parametrize(
+    "text", ["", "%", "-1", "100.01", "1e1", "0.005", "a quarter", "25%%", "٢٥", "1_0", "nan", "9" * 500]
+)
+def test_what_is_no_percentage_puts_nobody_in_and_says_so(text: str) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        buckets_of(text)
+    if text:
+        decision = decide(settings.read({"VLLM_GRAPHFIX_ROLLOUT": text}, FIXES), "0.21.0")
+        assert not decision.canary
+        assert decision.withheld is not None
+        assert decision.withheld.startswith("VLLM_GRAPHFIX_ROLLOUT=")
+        assert decision.withheld.isprintable()
+        assert len(decision.withheld) < 200
+
+
+@given(st.integers(0, BUCKETS))
+def test_a_number_of_buckets_is_shown_as_it_is_read(buckets: int) -> None:
+    assert buckets_of(rollout.shown(buckets)) == buckets
+
+
+def test_without_a_percentage_every_engine_is_in() -> None:
+    decision = decide(settings.read({}, FIXES), "0.21.0")
+    assert (decision.canary, decision.bucket, decision.rollout, decision.withheld) == (True, None, None, None)
+
+
+def test_the_key_is_the_host_unless_one_is_set() -> None:
+    percentage = {"VLLM_GRAPHFIX_ROLLOUT": "50"}
+    by_host = decide(settings.read(percentage, FIXES), "0.21.0", host="node-a")
+    assert (by_host.key, by_host.bucket) == ("node-a", bucket("node-a"))
+    by_key = decide(settings.read(percentage | {"VLLM_GRAPHFIX_ROLLOUT_KEY": "web"}, FIXES), "0.21.0", host="node-a")
+    assert (by_key.key, by_key.bucket) == ("web", bucket("web"))
+
+
+def test_a_decision_comes_out_of_the_environment_as_it_went_in() -> None:
+    environment = {
+        "VLLM_GRAPHFIX_ROLLOUT": "1",
+        "VLLM_GRAPHFIX_ROLLOUT_KEY": "ü\n",
+        "VLLM_GRAPHFIX_CAPTURE_STATE": "off",
+    }
+    decision = decide(settings.read(environment, FIXES), "0.21.0")
+    assert decode(decision.encode()) == decision
+    assert "\n" not in decision.encode()
+
+
+def test_a_decision_counts_only_for_the_vllm_and_the_plugin_that_made_it() -> None:
+    decision = decide(settings.read({}, FIXES), "0.21.0")
+    left = {"VLLM_GRAPHFIX_DECISION": decision.encode()}
+    assert handed_on(left, "0.21.0", frozenset(FIXES)) == decision
+    assert handed_on(left, "0.22.0", frozenset(FIXES)) is None
+    assert handed_on(left, "0.21.0", frozenset({*FIXES, "a-new-one"})) is None
+    assert handed_on({}, "0.21.0", frozenset(FIXES)) is None
+    other = {"VLLM_GRAPHFIX_DECISION": decision._replace(graphfix=__version__ + ".1").encode()}
+    assert handed_on(other, "0.21.0", frozenset(FIXES)) is None
+
+
+GOOD = json.loads(decide(settings.read({}, FIXES), "0.21.0").encode())
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda x: st.lists(x) | st.dictionaries(st.text(), x),
+)
+
+
+@given(st.text() | JSON.map(json.dumps))
+def test_whatever_else_the_environment_holds_is_no_decision(text: str) -> None:
+    assert decode(text) is None
+
+
+@given(st.sampled_from(sorted(GOOD)), JSON)
+def test_a_decision_with_one_field_replaced_is_none_or_of_the_right_types(name: str, value: object) -> None:
+    decision = decode(json.dumps(GOOD | {name: value}))
+    if decision is not None:
+        assert json.loads(decision.encode()) == GOOD | {name: value}
+
+
+def test_a_decision_too_deep_or_too_long_is_none() -> None:
+    assert decode("[" * 8000) is None
+    assert decode(json.dumps(GOOD | {"host": "x" * 10_000})) is None

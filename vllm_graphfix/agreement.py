@@ -1,0 +1,245 @@
+"""Whether all ranks of an engine will do the same, found out before a graph is captured and without a collective.
+
+Ranks that disagree about a fix can run different graphs, and then wait for each other in a collective for ever. A collective that
+compares them would hang in just that case, and where a rank lacks the plugin. So each rank leaves its word in the key-value store
+that torch.distributed has for its rendezvous, and reads the others' with a timeout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+WARN_AFTER = 30.0
+"""Seconds after which ranks that are waited for are named in the log."""
+TIMEOUT = 300.0
+"""Seconds. Before a capture all ranks have just run one forward pass together; vLLM itself gives an engine 600 s to start."""
+TIMEOUT_FOR_A_WARNING = 10.0
+"""Seconds where a silent rank does not stop the engine."""
+_LAST_READERS = 5.0
+"""Seconds that the rank which holds the store waits before it goes, so that the others can read why."""
+
+
+class Word(NamedTuple):
+    """What one rank says of itself."""
+
+    host: str
+    pid: int
+    engine: str
+    """Of the decision that it goes by; nodes that start on their own have one each, which is no difference."""
+    graphfix: str
+    vllm: str
+    canary: bool
+    master: str
+    modes: Mapping[str, str]
+    states: Mapping[str, str]
+    token: str
+    """Made up by each rank for each comparison; that of rank 0 names the group."""
+
+    def compared(self) -> dict[str, str]:
+        """What must be the same on all ranks, in the order in which a person would look at it.
+
+        A fix that is `waiting` concerns code that this rank does not run, such as a drafter, which only the last stage of a pipeline
+        has: that differs from nothing.
+        """
+        told = {
+            "vllm-graphfix": self.graphfix,
+            "vLLM": self.vllm,
+            "VLLM_GRAPHFIX": self.master,
+            "in the rollout": "yes" if self.canary else "no",
+        }
+        told |= {f"the mode of {name}": mode for name, mode in sorted(self.modes.items())}
+        return told | {name: state for name, state in sorted(self.states.items()) if state != "waiting"}
+
+
+class Agreement(NamedTuple):
+    """What came of a comparison."""
+
+    group: str
+    """Names the ranks that were compared with each other; the same on all of them."""
+    leader: str | None
+    """The engine of rank 0; None if it said nothing."""
+    world_size: int
+    agreeing: int
+    """Ranks that say the same as most do."""
+    difference: str | None
+    """One or more sentences that name ranks, hosts and what differs."""
+    all_off: bool
+    """Whether every rank that spoke has the kill switch set: beside one that is silent they are stock as it is."""
+
+
+def compare(
+    store: Any,
+    stage: str,
+    rank: int,
+    world_size: int,
+    word: Word,
+    warn: Callable[[str], None],
+    *,
+    silent_host: Callable[[int], str | None] = lambda rank: None,
+    timeout: float = TIMEOUT,
+) -> Agreement:
+    """Leaves *word* of *rank* for *stage* in *store*, and reads what the other ranks left.
+
+    *store* is a `torch.distributed.Store`; *stage* is the same on all ranks and new to the store. *silent_host* says where a rank is
+    that said nothing. Raises what the store raises if it cannot be reached.
+    """
+    # The word first: who sees the digest may read it. Digests keep the traffic of a thousand ranks small.
+    store.set(f"{stage}/word/{rank}", json.dumps(word._asdict()))
+    store.set(f"{stage}/{rank}", _digest(word))
+    silent = _wait_for(store, stage, [other for other in range(world_size) if other != rank], timeout, warn)
+    heard = [other for other in range(world_size) if other not in silent]
+    digests = store.multi_get([f"{stage}/{other}" for other in heard])
+    if len(set(digests)) == 1 and not silent:
+        first = _read(store, f"{stage}/word/0") or word
+        return Agreement(first.token, first.engine, world_size, world_size, None, first.master == "off")
+    words = {other: _read(store, f"{stage}/word/{other}") for other in heard}
+    spoke = {other: said for other, said in words.items() if said is not None}
+    foreign = [other for other, said in words.items() if said is None]
+    difference = _told(spoke, silent, foreign, timeout, silent_host)
+    if difference is not None:
+        _let_others_read(store, stage, rank, heard)
+    return Agreement(
+        group=spoke[min(spoke)].token,
+        leader=spoke[0].engine if 0 in spoke else None,
+        world_size=world_size,
+        agreeing=len(spoke) - len(_outvoted(spoke)),
+        difference=difference,
+        all_off=all(said.master == "off" for said in spoke.values()),
+    )
+
+
+def _digest(word: Word) -> str:
+    return hashlib.sha256(json.dumps(word.compared()).encode()).hexdigest()[:16]
+
+
+def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Callable[[str], None]) -> list[int]:
+    """Those of *others* that have said nothing after *limit* seconds."""
+    started = time.monotonic()
+    missing = others
+    for until in (min(WARN_AFTER, limit), limit):
+        left = max(started + until - time.monotonic(), 0.001)
+        try:
+            store.wait([f"{stage}/{rank}" for rank in missing], timedelta(seconds=left))
+        except RuntimeError:  # DistStoreError, when time is up; a store that is gone says so again in the next line
+            missing = [rank for rank in missing if not store.check([f"{stage}/{rank}"])]
+        else:
+            return []
+        if missing and until < limit:
+            warn(
+                f"waiting for {_ranks(missing)} to say which fixes are there; without a word the engine stops in {limit - until:.0f} s"
+            )
+    return missing
+
+
+def _read(store: Any, key: str) -> Word | None:
+    """None for what another version of this package may have left."""
+    try:
+        told = json.loads(store.get(key))
+        return Word(**{name: told[name] for name in Word._fields})
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _let_others_read(store: Any, stage: str, rank: int, heard: list[int]) -> None:
+    """The process of rank 0 holds the store. If it went first, the others would say that the store is gone, not what differs."""
+    try:
+        store.set(f"{stage}/read/{rank}", b"")
+        if rank == 0:
+            store.wait([f"{stage}/read/{other}" for other in heard], timedelta(seconds=_LAST_READERS))
+    except RuntimeError:
+        return
+
+
+def _differing(spoke: Mapping[int, Word]) -> dict[str, dict[str, list[int]]]:
+    """What differs: subject to value to ranks."""
+    told = {rank: word.compared() for rank, word in spoke.items()}
+    found: dict[str, dict[str, list[int]]] = {}
+    for subject in dict.fromkeys(name for said in told.values() for name in said):
+        values: dict[str, list[int]] = {}
+        for rank, said in told.items():
+            if subject in said:
+                values.setdefault(said[subject], []).append(rank)
+        if len(values) > 1:
+            found[subject] = values
+    return found
+
+
+def _outvoted(spoke: Mapping[int, Word]) -> set[int]:
+    """Ranks that say something else than most do; of two halves, that without the lowest rank."""
+    outvoted: set[int] = set()
+    for values in _differing(spoke).values():
+        most = max(values.values(), key=lambda ranks: (len(ranks), -min(ranks)))
+        outvoted.update(rank for ranks in values.values() if ranks is not most for rank in ranks)
+    return outvoted
+
+
+def _told(
+    spoke: Mapping[int, Word],
+    silent: list[int],
+    foreign: list[int],
+    limit: float,
+    silent_host: Callable[[int], str | None],
+) -> str | None:
+    sentences = []
+    for subject, values in _differing(spoke).items():
+        said = "; ".join(f"{value!r} on {_with_hosts(ranks, spoke)}" for value, ranks in values.items())
+        sentences.append(f"{subject} is {said}.")
+    if silent:
+        where = {rank: silent_host(rank) or "a host that is not known here" for rank in silent}
+        by_host = {host: [rank for rank in silent if where[rank] == host] for host in dict.fromkeys(where.values())}
+        said = "; ".join(f"{_ranks(ranks)} on {host}" for host, ranks in by_host.items())
+        sentences.append(
+            f"Without a word in {limit:.0f} s: {said}. There vllm-graphfix is not installed, or VLLM_PLUGINS keeps it out, or the "
+            "process hangs."
+        )
+    if foreign:
+        sentences.append(f"Another version of vllm-graphfix spoke for {_ranks(foreign)}.")
+    return " ".join(sentences) or None
+
+
+def _with_hosts(ranks: list[int], spoke: Mapping[int, Word]) -> str:
+    hosts = dict.fromkeys(spoke[rank].host for rank in ranks)
+    return ", ".join(f"{_ranks([rank for rank in ranks if spoke[rank].host == host])} ({host})" for host in hosts)
+
+
+def _ranks(ranks: list[int]) -> str:
+    """``rank 3``, ``ranks 0, 2-5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    told = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {told}" if len(ranks) == 1 else f"ranks {told}"
+
+
+def host_in(store: Any, rank: int, world_size: int) -> str | None:
+    """The host name that *rank* gave to gloo, of whose groups every vLLM engine makes one of all ranks; None if it cannot be told.
+
+    For a rank that says nothing this is the only word of where it runs. Gloo leaves it under a key that ends in the rank: its
+    length (u64, little-endian), then the name.
+    """
+    try:
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        keys = set(store.list_keys())
+        for group in {key.rpartition("/")[0] for key in keys if "/cpu/" in key}:
+            if all(f"{group}/{other}" in keys for other in range(world_size)):
+                left = store.get(f"{group}/{rank}")
+                host = left[8 : 8 + int.from_bytes(left[:8], "little")].decode("ascii")
+                return host if re.fullmatch(r"[A-Za-z0-9._-]{1,255}", host) else None
+    except Exception:
+        return None
+    return None
+
+
+def new_token() -> str:
+    return os.urandom(8).hex()

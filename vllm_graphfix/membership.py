@@ -1,0 +1,513 @@
+"""This process as a part of an engine: whose decision it goes by, whether all ranks agree, and what it tells others.
+
+vLLM's own functions are wrapped here where an engine begins, where its graphs are about to be captured and where its metrics are put
+together. These wrappers change nothing that vLLM does, whatever the switches say; all that goes wrong in them stays in them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, MutableMapping
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+from vllm_graphfix import rollout, settings
+from vllm_graphfix.fix import Fix
+from vllm_graphfix.process import Process, Wanted, when_imported
+from vllm_graphfix.rollout import Decision
+
+logger = logging.getLogger("vllm.graphfix")  # as in process.py
+
+HEARTBEAT = 10.0
+"""Seconds between two looks at what a record should say; counters of events in it are as old as that at most."""
+
+STOPS = "vllm-graphfix stops this engine before it captures its CUDA graphs"
+"""How every message begins that stops an engine."""
+_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+
+
+class GraphfixError(RuntimeError):
+    """The engine must not capture its graphs: a fix that the user insists on is not applied, or the ranks do not agree."""
+
+
+class Role(str, Enum):
+    """What a process is to an engine."""
+
+    FRONT_END = "front-end"
+    """The first one: `vllm serve`, or a program that makes an `LLM`."""
+    API_SERVER = "api-server"
+    """A further one, of ``--api-server-count``."""
+    ENGINE_CORE = "engine-core"
+    WORKER = "worker"
+    INSPECTION = "inspection"
+    """Looks at a model's class for another process."""
+
+
+_PLACES = {
+    "vllm.v1.engine.core": Role.ENGINE_CORE,
+    "vllm.v1.worker.worker_base": Role.WORKER,
+    "vllm.model_executor.models.registry": Role.INSPECTION,
+}
+"""Modules of vLLM that load plugins in a process which somebody else's engine has started. Anybody else begins an engine."""
+
+
+class Membership:
+    """One process. `start` may be called any number of times."""
+
+    def __init__(self, fixes: Iterable[Fix], environment: MutableMapping[str, str] = os.environ) -> None:
+        self._fixes = tuple(fixes)
+        self._environment = environment
+        self._names = tuple(fix.name for fix in self._fixes)
+        wanted = settings.read(environment, self._names)
+        self.process = Process(self._fixes, Wanted(wanted.master, wanted.modes))
+        self._lock = threading.Lock()
+        self._started = False
+        self.role = Role.FRONT_END
+        self.decision: Decision | None = None
+        self._inherited = False
+        self._configured: tuple[str, int] | None = None
+        """Model and ranks of the engine that this process configured last."""
+        self._comparisons = 0
+        self._captures_here = False
+        self._telling = _Telling(self)
+
+    # -- the decision --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Decides, or goes by what was decided, and engages the fixes. Raises only what must stop `register`."""
+        with self._lock:
+            if self._started:
+                return
+            self._started = True
+        self.role, config = _place()
+        self._join(config)
+        if self.role is Role.INSPECTION:
+            return
+        when_imported("vllm.envs", self._register_names)
+        when_imported("vllm.plugins", self._watch_plugins)
+        when_imported("vllm.engine.arg_utils", self._watch_engines)
+        when_imported("vllm.v1.engine.core", self._watch_start)
+        when_imported("vllm.v1.worker.gpu_worker", functools.partial(self._gate, "Worker", "compile_or_warm_up_model"))
+        when_imported(
+            "vllm.v1.worker.cpu_worker", functools.partial(self._gate, "CPUWorker", "compile_or_warm_up_model")
+        )
+        for runner in _RUNNERS:
+            # V1 captures and discards graphs to learn their size (0.18.0 and later), before the worker captures those that it keeps.
+            when_imported(runner, functools.partial(self._gate, "GPUModelRunner", "profile_cudagraph_memory"))
+        when_imported("vllm.entrypoints.serve.instrumentator.metrics", self._watch_metrics)
+        os.register_at_fork(after_in_child=self._forked)
+        if not {"-h", "--help"} & set(sys.argv):
+            atexit.register(
+                self.process.sum_up
+            )  # for a process, such as an API server's, that imports no code of a fix
+        if self.role in (Role.ENGINE_CORE, Role.WORKER):
+            self._telling.tell()
+
+    def _join(self, config: Any) -> None:
+        """Goes by the decision that was handed on, or decides."""
+        handed_on = rollout.handed_on(self._environment, _vllm_version(), frozenset(self._names))
+        if handed_on is not None and self._is_ours(handed_on, config):
+            self.decision, self._inherited = handed_on, True
+            self.process.start(_wanted(handed_on))
+        else:
+            self._decide()
+
+    def _is_ours(self, decision: Decision, config: Any) -> bool:
+        """Whether this process is a part of the engine that *decision* was made for."""
+        if self.role is Role.FRONT_END:
+            # An environment is inherited by whatever is started, another engine included.
+            if not _is_api_server_of(decision):
+                return False
+            self.role = Role.API_SERVER
+        # A Ray node that an earlier engine started keeps that engine's environment, and newer executors do not overwrite it.
+        instance = getattr(config, "instance_id", None)
+        if not (instance and decision.instance):
+            return True
+        # Data-parallel engine cores on Ray have their rank appended to it (0.21.0 and later).
+        return bool(instance == decision.instance or instance.startswith(f"{decision.instance}_dp"))
+
+    def _decide(self) -> None:
+        wanted = settings.read(self._environment, self._names)
+        decision = rollout.decide(wanted, _vllm_version())
+        problems = [*wanted.problems, *filter(None, [decision.refused])]
+        if self.decision is not None and decision.same_choice(self.decision):
+            if self._configured is None:
+                return  # no engine has begun since
+            problems = []  # said already
+        elif self._captures_here:
+            logger.warning(
+                "graphfix: this process has captured graphs; a second engine in it goes by the decision of the first. "
+                "Start it in a process of its own, or with VLLM_ENABLE_V1_MULTIPROCESSING=1."
+            )
+            return
+        for problem in problems:
+            logger.warning("graphfix: %s", problem)
+        self.decision, self._inherited = decision, False
+        self._environment[settings.DECISION] = decision.encode()
+        self.process.start(_wanted(decision))
+
+    def _watch_engines(self, arg_utils: Any) -> None:
+        """Around the function with which an engine begins: each engine of this process gets a decision of its own."""
+
+        def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            mine = self.role in (Role.FRONT_END, Role.API_SERVER)
+            if mine:
+                _guarded(self._begin_engine)
+            config = stock(*args, **kwargs)
+            if mine:
+                _guarded(self._configure, config)
+            return config
+
+        _wrap(arg_utils.EngineArgs, "create_engine_config", around)
+
+    def _begin_engine(self) -> None:
+        if self.role is Role.FRONT_END:
+            self._decide()
+
+    def _configure(self, config: Any) -> None:
+        parallel = config.parallel_config
+        served = config.model_config.served_model_name
+        self._configured = (str(served[0] if isinstance(served, list) else served), int(parallel.world_size_across_dp))
+        if self.decision is not None and self.role is Role.FRONT_END:
+            self.decision = self.decision._replace(instance=str(config.instance_id))
+            self._environment[settings.DECISION] = self.decision.encode()
+        self._telling.tell()
+
+    def _watch_plugins(self, plugins: Any) -> None:
+        """Around what vLLM calls in each of its processes; in one that was forked, it does not call `register` again."""
+
+        def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = stock(*args, **kwargs)
+            if self._telling.forked:
+                _guarded(self._settle_in_fork)
+            return result
+
+        _wrap(plugins, "load_general_plugins", around)
+
+    def _forked(self) -> None:
+        self._lock = threading.Lock()
+        for fix in self._fixes:
+            for event in fix.events:
+                event.count = 0
+        self._telling = _Telling(self, forked=True)
+
+    def _settle_in_fork(self) -> None:
+        role, _ = _place()
+        if role in (Role.ENGINE_CORE, Role.WORKER):
+            self.role, self._inherited, self._telling.forked = role, True, False
+            self._telling.tell()
+
+    # -- the gate ------------------------------------------------------------------------------------------------
+
+    def _gate(self, owner: str, method: str, module: Any) -> None:
+        """Around a method that is about to capture graphs: late enough to know everything.
+
+        On top of whatever is there: the gate changes nothing, and a conflict must not open it.
+        """
+
+        def around(stock: Callable[..., Any], subject: Any, *args: Any, **kwargs: Any) -> Any:
+            self._before_capture(subject, method)
+            result = stock(subject, *args, **kwargs)
+            if method == "compile_or_warm_up_model":
+                _guarded(self._telling.keep)
+            return result
+
+        found = getattr(module, owner, None)
+        if found is not None and method in vars(found):  # before 0.18.0 no runner measures its graphs
+            _wrap(found, method, around)
+
+    def _before_capture(self, subject: Any, stage: str) -> None:
+        """Raises GraphfixError if the ranks do not agree, or if a fix that the user insists on is needed and not applied."""
+        config = getattr(subject, "vllm_config", None)
+        problem = None
+        try:
+            self._captures_here = True
+            problem = self._compare(config, stage, getattr(subject, "local_rank", 0))
+        except Exception:
+            logger.exception("graphfix: could not compare the ranks of this engine")
+        model = getattr(config, "model_config", None) or getattr(subject, "model_config", None)
+        if problem is None and not getattr(model, "enforce_eager", False):  # no graphs, none of these defects
+            problem = self._undone(subject)
+        self._telling.problem = problem
+        _guarded(self._telling.tell)
+        if problem is not None:
+            _guarded(self._telling.finish)
+            raise GraphfixError(problem)
+
+    def _undone(self, subject: Any) -> str | None:
+        v2 = getattr(subject, "use_v2_model_runner", None)
+        if v2 is None and type(subject).__module__ in _RUNNERS:
+            v2 = type(subject).__module__ == _RUNNERS[1]
+        undone = self.process.left_undone(v2=v2)
+        if not undone:
+            return None
+        return (
+            f"{STOPS}: {'; '.join(undone)}. Set the variable of the fix to off, "
+            "or VLLM_GRAPHFIX=on, to serve without it; `vllm-graphfix status` says more."
+        )
+
+    def _watch_start(self, core: Any) -> None:
+        """Around the part of an engine core's start in which ranks may stop it.
+
+        A silent rank is by then in a collective with ranks that have stopped. The core would wait for it at its own end, without limit;
+        vLLM's own way to end an executor ends its processes.
+        """
+
+        def around(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return stock(engine, *args, **kwargs)
+            except Exception as error:
+                if STOPS in str(error):
+                    _guarded(engine.model_executor.shutdown)
+                raise
+
+        if "_initialize_kv_caches" in vars(core.EngineCore):
+            _wrap(core.EngineCore, "_initialize_kv_caches", around)
+
+    def _compare(self, config: Any, stage: str, local_rank: int) -> str | None:
+        """Compares the ranks; what stops the engine, or None."""
+        from torch import distributed
+        from torch.distributed import distributed_c10d
+
+        from vllm_graphfix import agreement
+
+        parallel = config.parallel_config
+        known = distributed.is_available() and distributed.is_initialized()
+        rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if known else (0, 1)
+        telling = self._telling
+        telling.rank = (rank, local_rank, world_size, int(getattr(parallel, "data_parallel_rank", 0) or 0))
+        word = self._word()
+        if word is None:
+            return None
+        if world_size == 1:
+            telling.agreement = agreement.Agreement(word.token, word.engine, 1, 1, None, all_off=False)
+            return None
+        if getattr(parallel, "enable_elastic_ep", False):
+            logger.info("graphfix: ranks are not compared with --enable-elastic-ep: they come and go")
+            return None
+        captures = config.compilation_config.cudagraph_mode.name != "NONE" and not config.model_config.enforce_eager
+        store = distributed_c10d._get_default_store()
+        self._comparisons += 1
+        found = telling.agreement = agreement.compare(
+            distributed_c10d.PrefixStore("vllm_graphfix", store),
+            f"{self._comparisons}-{stage}",
+            rank,
+            world_size,
+            word,
+            lambda text: logger.warning("graphfix: %s", text),
+            silent_host=lambda silent: agreement.host_in(store, silent, world_size),
+            # What is a warning at most is not worth minutes: the kill switch brings a server up, also beside a rank without the plugin.
+            timeout=agreement.TIMEOUT if captures and word.master != "off" else agreement.TIMEOUT_FOR_A_WARNING,
+        )
+        if found.difference is None:
+            return None
+        message = f"the ranks of this engine do not agree. {found.difference}"
+        if not captures or found.all_off:
+            logger.warning(
+                "graphfix: %s Without graphs, or with everything off, that does not stop the engine.", message
+            )
+            return None
+        return (
+            f"{STOPS}: {message} Give all its nodes the same vllm-graphfix, the "
+            f"same VLLM_GRAPHFIX variables and, with {settings.ROLLOUT}, the same {settings.ROLLOUT_KEY}; VLLM_GRAPHFIX=off on all of "
+            "them serves as stock vLLM does."
+        )
+
+    def _word(self) -> Any:
+        from vllm_graphfix.agreement import Word, new_token
+
+        decision = self.decision
+        if decision is None:
+            return None
+        return Word(
+            host=_host(),
+            pid=os.getpid(),
+            engine=decision.engine,
+            graphfix=decision.graphfix,
+            vllm=decision.vllm,
+            canary=decision.canary,
+            master=decision.master.value,
+            modes={name: mode.value for name, mode in decision.modes.items()},
+            states={name: state.state.value for name, state in self.process.states().items()},
+            token=new_token(),
+        )
+
+    # -- names, metrics ------------------------------------------------------------------------------------------
+
+    def _register_names(self, envs: Any) -> None:
+        """vLLM warns of names that it does not know, and some Ray executors copy only those that it does."""
+        for name in settings.names(self._names):
+            # The value enters the key of the compile cache. It is constant: no fix touches code that is compiled.
+            envs.environment_variables.setdefault(name, lambda: None)
+
+    def _watch_metrics(self, instrumentator: Any) -> None:
+        """Around the function with which a process of vLLM begins to serve /metrics."""
+
+        def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            registry = stock(*args, **kwargs)
+            _guarded(self._expose)
+            return registry
+
+        _wrap(instrumentator, "get_prometheus_registry", around)
+
+    def _expose(self) -> None:
+        from vllm_graphfix import metrics
+
+        if self.decision is not None and self._configured is not None:
+            metrics.expose(self._telling.base(), self.decision, self._configured[1])
+            self._telling.keep()
+
+
+class _Telling:
+    """What this process tells others about itself: its record."""
+
+    def __init__(self, membership: Membership, *, forked: bool = False) -> None:
+        self._membership = membership
+        self.forked = forked
+        self.rank: tuple[int, int, int, int] | None = None
+        """Rank, local rank, world size, data-parallel rank."""
+        self.agreement: Any = None
+        self.problem: str | None = None
+        self._reporter: Any = None
+        self._kept = False
+
+    def base(self) -> Any:
+        from vllm_graphfix import report
+
+        return report.base_folder(self._membership._environment)
+
+    def tell(self) -> None:
+        """Hands the record over; nobody waits for the disk."""
+        record = self.record()
+        if record is not None:
+            self._the_reporter().publish(record)
+
+    def keep(self) -> None:
+        """From now on the record is kept up to date."""
+        if not self._kept:
+            self._kept = True
+            self._the_reporter().keep(self.record, HEARTBEAT)
+
+    def finish(self) -> None:
+        """Waits a little for the record to be written: the process is about to end, and its record says why."""
+        self._the_reporter().flush()
+
+    def _the_reporter(self) -> Any:
+        if self._reporter is None:
+            from multiprocessing.util import Finalize
+
+            from vllm_graphfix import report
+
+            self._reporter = report.Reporter(self.base(), lambda text: logger.warning("graphfix: %s", text))
+            # Not atexit, which the children that multiprocessing forks do not run.
+            Finalize(None, self._reporter.close, exitpriority=0)
+        return self._reporter
+
+    def record(self) -> Any:
+        from vllm_graphfix import report
+
+        membership = self._membership
+        decision = membership.decision
+        if decision is None:
+            return None
+        agreed = self.agreement
+        here = report.identity()
+        captures = self.rank is not None
+        return report.Record(
+            graphfix=decision.graphfix,
+            vllm=decision.vllm,
+            engine=decision.engine,
+            host=here.host,
+            pid=here.pid,
+            start_ticks=here.start_ticks,
+            boot=here.boot,
+            pid_namespace=here.pid_namespace,
+            role=membership.role.value,
+            model=membership._configured[0] if membership._configured else None,
+            rank=report.Rank(*self.rank) if self.rank is not None else None,
+            decision=report.Decided(
+                canary=decision.canary,
+                bucket=decision.bucket,
+                percentage=decision.rollout / 100 if decision.rollout is not None else None,
+                master=decision.master.value,
+                inherited=membership._inherited,
+            ),
+            fixes={
+                name: report.FixReport(state.mode.value, state.state.value, state.reason)
+                for name, state in membership.process.states(diagnose=captures).items()
+            },
+            events={
+                fix.name: {event.name: event.count for event in fix.events} for fix in membership._fixes if fix.events
+            },
+            agreement=report.Agreement(agreed.group, agreed.world_size, agreed.agreeing, agreed.difference)
+            if agreed
+            else None,
+            leader=agreed.leader if agreed else None,
+            problem=self.problem,
+            written=time.time(),
+        )
+
+
+def _wanted(decision: Decision) -> Wanted:
+    return Wanted(decision.master, decision.modes, decision.withheld)
+
+
+def _place() -> tuple[Role, Any]:
+    """What this process is to the engine whose code is loading plugins right now, and the engine's configuration if it is at hand.
+
+    The innermost function of vLLM that loads plugins tells: others, a tracer's wrapper say, may stand between. Where there is none, as
+    in a notebook that calls `register` by hand, an engine will begin here.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == "vllm.engine.arg_utils":
+            break
+        if name in _PLACES:
+            return _PLACES[name], frame.f_locals.get("vllm_config")
+        frame = frame.f_back
+    return Role.FRONT_END, None
+
+
+def _is_api_server_of(decision: Decision) -> bool:
+    """Whether the process that decided started this one to serve the same engine: vLLM names these processes."""
+    import multiprocessing
+
+    parent = multiprocessing.parent_process()
+    named = multiprocessing.current_process().name.startswith("ApiServer")
+    return named and parent is not None and parent.pid == decision.pid and _host() == decision.host
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Puts *around* on a function of vLLM: called with the stock function, then with its arguments."""
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(stock, *args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+def _guarded(function: Callable[..., Any], *args: Any) -> None:
+    try:
+        function(*args)
+    except Exception:
+        logger.exception("graphfix: %s failed; vLLM runs as it was", function.__name__)
+
+
+def _vllm_version() -> str:
+    return str(getattr(sys.modules.get("vllm"), "__version__", ""))
+
+
+def _host() -> str:
+    import socket
+
+    return socket.gethostname()

@@ -1,0 +1,186 @@
+"""What the ranks of this engine report, on vLLM's own /metrics.
+
+With prometheus_client, which comes with vLLM, and as vLLM itself uses it: with several API servers it runs in multiprocess mode, in which
+collectors of one's own do not exist, and a Gauge says what holds for the whole engine in mode `mostrecent`.
+
+vLLM renders /metrics in the event loop that serves requests. So a scrape must not touch a disk: a thread reads the records now and then.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections import Counter as Tally
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Gauge
+
+    from vllm_graphfix.report import Record
+    from vllm_graphfix.rollout import Decision
+
+EVERY = 5.0
+"""Seconds between two readings of the records."""
+
+STATE_LABELS = ("fix", "mode", "state", "reason", "vllm", "graphfix")
+EVENT_LABELS = ("fix", "event")
+NAMES = (
+    "graphfix_fix_state",
+    "graphfix_events_total",
+    "graphfix_ranks_expected",
+    "graphfix_ranks_agreeing",
+    "graphfix_canary",
+    "graphfix_rollout_percent",
+    "graphfix_records_read_timestamp_seconds",
+)
+"""Every series that is exposed."""
+
+
+class Engine(NamedTuple):
+    """The engine that a process serves."""
+
+    id: str
+    canary: bool
+    percentage: float
+    ranks: int
+    """As many as its configuration has, data parallelism included."""
+
+
+class Snapshot(NamedTuple):
+    """What the records of one engine's ranks said when they were read last."""
+
+    read_at: float
+    """Epoch seconds."""
+    states: dict[tuple[str, ...], int]
+    """By the values of `STATE_LABELS`: the number of ranks."""
+    events: dict[tuple[str, ...], int]
+    """By the values of `EVENT_LABELS`: over all ranks."""
+    agreeing: int | None
+    """Ranks that agree; None if none has been compared yet."""
+
+
+def of_engine(records: Iterable[Record], engine: str) -> list[Record]:
+    """The records of ranks of *engine*, nodes that started on their own and follow its rank 0 among them."""
+    return [record for record in records if record.rank is not None and engine in (record.engine, record.leader)]
+
+
+def summed_up(records: Iterable[Record], read_at: float) -> Snapshot:
+    """Of the records of the ranks of one engine."""
+    states: Tally[tuple[str, ...]] = Tally()
+    events: Tally[tuple[str, ...]] = Tally()
+    groups: dict[str, int] = {}
+    for record in records:
+        for name, fix in record.fixes.items():
+            states[name, fix.mode, fix.state, fix.reason, record.vllm, record.graphfix] += 1
+        for name, counts in record.events.items():
+            for event, count in counts.items():
+                events[name, event] += count
+        if record.agreement is not None:
+            groups[record.agreement.group] = record.agreement.agreeing
+    return Snapshot(read_at, dict(states), dict(events), sum(groups.values()) if groups else None)
+
+
+class Exposition:
+    """The series of one process, in *registry*; not to be made twice for the same one."""
+
+    def __init__(self, registry: CollectorRegistry, *, counts: bool = True) -> None:
+        """*counts*: whether this process tells of events. Counters of several API servers are added up, so one of them does."""
+        from prometheus_client import Counter
+
+        self._registry = registry
+        self._state = self._gauge("fix_state", "Ranks of this engine in which a fix is in that state.", STATE_LABELS)
+        self._expected = self._gauge("ranks_expected", "Ranks of this engine.")
+        self._agreeing: Gauge | None = None
+        self._canary = self._gauge("canary", "1 if this engine is among those that get the fixes, 0 if not.")
+        self._percent = self._gauge("rollout_percent", "Percentage of engines that get the fixes, as set here.")
+        self._read_at = self._gauge("records_read_timestamp_seconds", "When the records of the ranks were last read.")
+        self._events = Counter(
+            "graphfix_events_total",
+            "What a fix found: what `observe` would have put right, and what `active` did.",
+            EVENT_LABELS,
+            registry=registry,
+        )
+        self._counts = counts
+        self._states: set[tuple[str, ...]] = set()
+        self._told: dict[tuple[str, ...], int] = {}
+
+    def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
+        from prometheus_client import Gauge
+
+        return Gauge(f"graphfix_{name}", documentation, labels, registry=self._registry, multiprocess_mode="mostrecent")
+
+    def tell_engine(self, engine: Engine) -> None:
+        self._canary.set(engine.canary)
+        self._percent.set(engine.percentage)
+        self._expected.set(engine.ranks)
+
+    def tell(self, snapshot: Snapshot) -> None:
+        self._read_at.set(snapshot.read_at)
+        if snapshot.agreeing is not None:
+            # Not before it is known: 0 would say that the ranks disagree.
+            self._agreeing = self._agreeing or self._gauge(
+                "ranks_agreeing", "Ranks that agree about the fixes, compared before the first capture."
+            )
+            self._agreeing.set(snapshot.agreeing)
+        for labels in self._states - snapshot.states.keys():
+            self._state.labels(*labels).set(0)  # in multiprocess mode nothing can be taken away
+        for labels, ranks in snapshot.states.items():
+            self._state.labels(*labels).set(ranks)
+        self._states |= snapshot.states.keys()
+        for labels, count in snapshot.events.items() if self._counts else ():
+            self._events.labels(*labels).inc(max(0, count - self._told.get(labels, 0)))
+            self._told[labels] = count
+
+
+class Watcher:
+    """Reads the records of one engine in a thread of its own, for as long as the process lives."""
+
+    def __init__(self, base: Path, engine: Engine, exposition: Exposition) -> None:
+        self._base = base
+        self._exposition = exposition
+        self.engine = engine
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="graphfix-metrics", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with suppress(Exception):  # the timestamp says so; a line in the log every few seconds would say no more
+                self.look()
+            time.sleep(EVERY)
+
+    def look(self) -> None:
+        """Reads the records now. Where no rank's can be read, what was told last stays, with its time."""
+        from vllm_graphfix import report
+
+        self._exposition.tell_engine(self.engine)
+        now, here = time.time(), report.identity()
+        found = report.read(self._base, own=True).found  # what other users write is not ours to tell
+        alive = [each.record for each in found if report.liveness(each, now, here, found) is not report.Liveness.DEAD]
+        ranks = of_engine(alive, self.engine.id)
+        if ranks:
+            self._exposition.tell(summed_up(ranks, now))
+
+
+_watcher: Watcher | None = None
+
+
+def expose(base: Path, decision: Decision, ranks: int) -> None:
+    """Puts this engine's series beside vLLM's; called again, for a later engine of the process, it tells of that one."""
+    global _watcher  # noqa: PLW0603 # one process serves one engine
+    everybody = 0.0 if decision.refused else 100.0
+    percentage = everybody if decision.rollout is None else decision.rollout / 100
+    engine = Engine(decision.engine, decision.canary, percentage, ranks)
+    if _watcher is None:
+        from prometheus_client import REGISTRY
+
+        name = multiprocessing.current_process().name
+        counts = not name.startswith("ApiServer") or name == "ApiServer_0"
+        _watcher = Watcher(base, engine, Exposition(REGISTRY, counts=counts))
+        _watcher.start()
+    else:
+        _watcher.engine = engine

@@ -1,0 +1,173 @@
+"""Which engines get the fixes: a sticky, monotonic choice by percentage, made once for an engine and handed on to its processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from vllm_graphfix import settings
+from vllm_graphfix.fix import Mode
+
+BUCKETS = 10_000
+"""A percentage is a number of buckets: 0.01 % is one."""
+
+_SCHEMA = 1
+_LONGEST = 8192
+"""Characters of a decision; ours have some 600, and an environment may hold anything."""
+
+
+def bucket(key: str) -> int:
+    """Of *key*, 0 to 9,999: the first eight bytes of SHA-256 over ``vllm-graphfix:`` and the key, big-endian, modulo 10,000.
+
+    An engine is in the rollout if its bucket is below the percentage times 100. So whoever is in at 5 % is in at 6 %.
+    """
+    digest = hashlib.sha256(b"vllm-graphfix:" + key.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") % BUCKETS
+
+
+def buckets_of(percentage: str) -> int:
+    """How many buckets ``25``, ``25%`` or ``0.5 %`` is; raises ValueError with what is wrong.
+
+    Decimal digits, not floating point: a percentage finer than one bucket is refused, not rounded, since both directions would surprise.
+    """
+    text = percentage.strip().removesuffix("%").strip()
+    matched = re.fullmatch(r"([0-9]{1,3})(?:\.([0-9]{1,6}))?", text)
+    if matched is None:
+        raise ValueError("is no percentage such as 25, 25% or 0.5%")
+    fraction = (matched[2] or "").rstrip("0")
+    if len(fraction) > 2:
+        raise ValueError("is finer than 0.01 %, the smallest step")
+    found = int(matched[1]) * 100 + int(fraction.ljust(2, "0"))
+    if found > BUCKETS:
+        raise ValueError("is more than 100 %")
+    return found
+
+
+def shown(buckets: int) -> str:
+    """A number of buckets as people write it: ``25 %``, ``0.5 %``."""
+    return f"{buckets / 100:.2f}".rstrip("0").rstrip(".") + " %"
+
+
+class Decision(NamedTuple):
+    """What the first process of an engine decided, from its environment alone, for every process after it."""
+
+    engine: str
+    """Made up anew for each engine: 16 hexadecimal digits."""
+    instance: str | None
+    """`VllmConfig.instance_id` of the engine, which travels with the configuration; None before there is one."""
+    graphfix: str
+    vllm: str
+    host: str
+    pid: int
+    """Of the process that decided, on *host*."""
+    key: str | None
+    bucket: int | None
+    """None where no percentage is set: every engine is in."""
+    rollout: int | None
+    """Buckets that are in; None where no percentage is set."""
+    canary: bool
+    refused: str | None
+    """What is wrong with the percentage; nothing is patched then."""
+    master: settings.Master
+    modes: Mapping[str, Mode]
+
+    @property
+    def withheld(self) -> str | None:
+        """Why nothing is patched in this engine although the switch is on; None if it is in the rollout."""
+        if self.canary:
+            return None
+        if self.refused is not None:
+            return self.refused
+        return f"bucket {self.bucket} of {BUCKETS:,} is not among the first {shown(self.rollout or 0)} ({settings.ROLLOUT}, key {self.key!r})"
+
+    def same_choice(self, other: Decision) -> bool:
+        """Whether both mean the same for a process, whichever engine they are for."""
+        return (self.withheld, self.master, dict(self.modes)) == (other.withheld, other.master, dict(other.modes))
+
+    def encode(self) -> str:
+        """For the environment: one line of JSON."""
+        told: dict[str, Any] = {"schema": _SCHEMA} | self._asdict() | {"master": self.master.value}
+        told["modes"] = {name: mode.value for name, mode in self.modes.items()}
+        return json.dumps(told, separators=(",", ":"))
+
+
+def decide(wanted: settings.Settings, vllm: str, *, host: str | None = None) -> Decision:
+    """The decision of a new engine whose first process this is. Never raises."""
+    from vllm_graphfix import __version__
+
+    host = host or socket.gethostname()
+    key = rollout = found = refused = None
+    if wanted.rollout:
+        key = wanted.rollout_key or host
+        found = bucket(key)
+        try:
+            rollout = buckets_of(wanted.rollout)
+        except ValueError as error:
+            # All engines would be the other reading. Whoever wrote a percentage wanted a part of the fleet.
+            refused = (
+                f"{settings.ROLLOUT}={settings.shown(wanted.rollout)} {error}; no engine gets the fixes until it is one"
+            )
+    canary = refused is None and (found is None or rollout is None or found < rollout)
+    return Decision(
+        os.urandom(8).hex(),
+        None,
+        __version__,
+        vllm,
+        host,
+        os.getpid(),
+        key,
+        found,
+        rollout,
+        canary,
+        refused,
+        wanted.master,
+        dict(wanted.modes),
+    )
+
+
+def decode(text: str) -> Decision | None:
+    """What `Decision.encode` made; None for anything else, that of another version of this package included."""
+    if len(text) > _LONGEST:
+        return None
+    try:
+        told = json.loads(text)
+        if not isinstance(told, dict) or told.pop("schema", None) != _SCHEMA:
+            return None
+        told["master"] = settings.Master(told["master"])
+        told["modes"] = {name: Mode(mode) for name, mode in told["modes"].items()}
+        decision = Decision(**told)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return decision if _sound(decision) else None
+
+
+def _sound(decision: Decision) -> bool:
+    kinds: dict[str, Any] = {
+        "engine": str,
+        "graphfix": str,
+        "vllm": str,
+        "host": str,
+        "pid": int,
+        "canary": bool,
+        "instance": (str, type(None)),
+        "key": (str, type(None)),
+        "refused": (str, type(None)),
+        "bucket": (int, type(None)),
+        "rollout": (int, type(None)),
+    }
+    return all(isinstance(getattr(decision, name), kind) for name, kind in kinds.items())
+
+
+def handed_on(environment: Mapping[str, str], vllm: str, fixes: frozenset[str]) -> Decision | None:
+    """The decision that another process left in *environment*, if it is for this vLLM and this version of the package."""
+    from vllm_graphfix import __version__
+
+    found = decode(environment.get(settings.DECISION, ""))
+    if found is None or (found.graphfix, found.vllm) != (__version__, vllm) or found.modes.keys() != fixes:
+        return None
+    return found
