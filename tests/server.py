@@ -1,0 +1,279 @@
+"""Real servers for tests: `vllm serve` of an affected release on a CPU, with the plugin installed as a package."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fetch_cpu_engine
+from engine import environment, write_llama
+
+RELEASE = fetch_cpu_engine.AFFECTED
+MODEL = "tiny"
+"""The name that a server serves its model under."""
+
+NOBODY = "0" * 16
+"""An engine's id that none has: of files which are no records."""
+
+_PROJECT = Path(__file__).parents[1]
+_LIMIT = 300.0
+"""Seconds for a server to start; alone on two cores it takes 20."""
+_FLAGS = "--host=127.0.0.1 --enforce-eager --max-model-len=256 --max-num-seqs=4 --num-gpu-blocks-override=64".split()
+
+
+class ServerError(RuntimeError):
+    """A server did not start, or did not answer; the message has its log."""
+
+
+class Installed(NamedTuple):
+    """What all servers of a session share; see `install`."""
+
+    plugin: Path
+    """Where the plugin is installed as a package, and nothing else."""
+    model: Path
+    scratch: Path
+    """What vLLM finds out about models is kept there: the first server takes 5 seconds longer."""
+
+
+@cache
+def cpu_release() -> Path:
+    """The folder to put on the Python path; fetched if it is missing, and an error, never a skip, if that fails."""
+    return fetch_cpu_engine.engine(version=RELEASE)
+
+
+def install(folder: Path) -> Installed:
+    """Builds a wheel of this tree, from a copy of it, and installs it with pip below *folder*."""
+    copy, plugin = folder / "tree", folder / "plugin"
+    unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(_PROJECT, copy, ignore=unwanted)
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    _pip("wheel", *quiet, "--no-build-isolation", "--wheel-dir", str(folder), str(copy))
+    _pip("install", *quiet, "--target", str(plugin), *map(str, folder.glob("vllm_graphfix-*.whl")))
+    return Installed(plugin, write_llama(folder), folder)
+
+
+def _pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", *arguments]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Answer(NamedTuple):
+    """What `vllm-graphfix fleet --json` said."""
+
+    code: int
+    told: dict[str, Any]
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """The only engine."""
+        (found,) = self.told["engines"]
+        assert isinstance(found, dict)
+        return found
+
+    @property
+    def without_record(self) -> dict[int, str]:
+        """Processes of vLLM without a record, and why; those of other tests are among them."""
+        return {one["pid"]: one["reason"] for one in self.told["unrecorded"]}
+
+
+class Server:
+    """One `vllm serve`; made by `serve`."""
+
+    def __init__(self, installed: Installed, folder: Path, flags: Sequence[str], env: Mapping[str, str]) -> None:
+        self.status_folder = folder / "status"
+        self.status_folder.mkdir(exist_ok=True)
+        self._log = folder / "server.log"
+        # Sockets of vLLM lie in the temporary folder, and their names are at most 107 characters long.
+        self._temporary = tempfile.mkdtemp(prefix="graphfix-")
+        self._environment = {
+            **environment(installed.scratch, installed.plugin, cpu_release()),
+            "TMPDIR": self._temporary,
+            "TORCHDYNAMO_DISABLE": "1",  # even with --enforce-eager vLLM compiles its sampler, for half a minute
+            "VLLM_GRAPHFIX_STATUS_DIR": str(self.status_folder),
+            **env,
+        }
+        del self._environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port: int = free.getsockname()[1]
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(installed.model)]
+        command += [f"--served-model-name={MODEL}", f"--port={self.port}", *_FLAGS, *flags]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self._shared: set[Path] = set()
+        self._serving = next((int(flag.split("=")[1]) for flag in flags if flag.startswith("--api-server-count=")), 1)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def wait_until_up(self) -> None:
+        """Returns when all of its API servers answer; raises ServerError if it ends before, or takes too long."""
+        until = time.monotonic() + _LIMIT
+        while self.log.count("Application startup complete") < self._serving:
+            if self._process.poll() is not None:
+                raise ServerError(f"the server ended with {self._process.returncode}:\n{self.log[-8000:]}")
+            if time.monotonic() > until:
+                raise ServerError(f"the server was not up after {_LIMIT:.0f} s:\n{self.log[-8000:]}")
+            time.sleep(0.1)
+        self._get("/health")
+        self._shared = self._shared_memory()
+
+    def completions(self, prompt: str | list[int], tokens: int = 8) -> str:
+        """The text that follows *prompt*, greedily."""
+        asked = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        text = json.loads(self._get("/v1/completions", json.dumps(asked).encode()))["choices"][0]["text"]
+        assert isinstance(text, str)
+        return text
+
+    def metrics(self) -> str:
+        """What /metrics says."""
+        return self._get("/metrics").decode()
+
+    def metrics_of_each(self) -> dict[str, str]:
+        """What each API server says on /metrics, by its name in the log; whichever is faster takes a connection."""
+        found: dict[str, str] = {}
+        for _ in range(200):
+            with self._connected() as connection:
+                text = self._ask(connection, "/metrics").decode()
+                here = connection.sock.getsockname()[1]
+            asked = re.compile(rf'^\((\w+) pid=\d+\) .*:{here} - "GET /metrics', re.MULTILINE)
+            until = time.monotonic() + 10
+            while not (name := asked.search(self.log)) and time.monotonic() < until:
+                time.sleep(0.02)
+            if not name:
+                raise ServerError(f"the log does not say who answered:\n{self.log[-8000:]}")
+            found[name[1]] = text
+            if len(found) == self._serving:
+                return found
+        raise ServerError(f"only {', '.join(found)} answered")
+
+    def _get(self, path: str, data: bytes | None = None) -> bytes:
+        with self._connected() as connection:
+            return self._ask(connection, path, data)
+
+    def _connected(self) -> contextlib.closing[HTTPConnection]:
+        return contextlib.closing(HTTPConnection("127.0.0.1", self.port, timeout=120))
+
+    def _ask(self, connection: HTTPConnection, path: str, data: bytes | None = None) -> bytes:
+        try:
+            connection.request("POST" if data else "GET", path, data, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            found = answer.read()
+        except (OSError, HTTPException) as error:
+            raise ServerError(f"{path}: {error!r}\n{self.log[-8000:]}") from error
+        if answer.status != 200:
+            raise ServerError(f"{path}: {answer.status} {found.decode(errors='replace')}\n{self.log[-8000:]}")
+        return found
+
+    def fleet(self, *arguments: str) -> Answer:
+        """`vllm-graphfix fleet --json` with the environment of this server, now."""
+        command = [sys.executable, "-m", "vllm_graphfix", "fleet", "--json", *arguments]
+        done = subprocess.run(
+            command, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        assert done.stdout, f"exit code {done.returncode}\n{done.stderr}"
+        return Answer(done.returncode, json.loads(done.stdout))
+
+    def records(self) -> list[dict[str, Any]]:
+        """The status records of this user's processes, as they lie in the folder; not what a test put there, of `NOBODY`."""
+        folder = self.status_folder / f"vllm-graphfix-{os.getuid()}"
+        files = sorted(path for path in folder.glob("[!.]*.json") if not path.name.startswith(NOBODY))
+        return [json.loads(path.read_bytes()) for path in files]
+
+    def pids(self) -> dict[int, str]:
+        """Its processes, with what each calls itself: ``VLLM::EngineCore``, or its command line."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                    if int(session) == self.pid and state != "Z":
+                        command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                        found[int(entry.name)] = command.decode(errors="replace").strip()
+        return found
+
+    def named(self, title: str) -> list[int]:
+        """The processes whose title begins with *title*."""
+        return sorted(pid for pid, told in self.pids().items() if told.startswith(title))
+
+    def kill_engine(self) -> int:
+        """Kills the engine core as the kernel would, out of memory; returns its pid when all of the server has ended."""
+        (core,) = self.named("VLLM::EngineCore")
+        os.kill(core, signal.SIGKILL)
+        self._process.wait(60)
+        self._wait_until_gone(60)
+        return core
+
+    def stop(self) -> int:
+        """Ends it as a supervisor does; returns the exit code."""
+        self._process.terminate()
+        code = self._process.wait(60)
+        self._wait_until_gone(30)
+        return code
+
+    def end(self) -> None:
+        """Leaves no process and no file in /tmp or /dev/shm, whatever state it is in."""
+        for pid, told in self.pids().items():
+            if "resource_tracker" not in told:  # which removes shared memory when all others are gone
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._wait_until_gone(10)  # it does so within a second
+        while self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            time.sleep(0.1)
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        for path in self._shared:
+            path.unlink(missing_ok=True)
+
+    def _shared_memory(self) -> set[Path]:
+        """Its files there: ranks on a CPU share some that vLLM leaves behind however it ends."""
+        found: set[Path] = set()
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+                names = re.findall(r"/dev/shm/[^\n]+?(?= \(deleted\)$|$)", maps, re.MULTILINE)  # noqa: S108 # the kernel's name
+                found |= {Path(name) for name in names}
+        return found
+
+    def _wait_until_gone(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self.pids() and time.monotonic() < until:
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def serve(installed: Installed, folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A server that answers; with further *flags* and *env*. Its files are in *folder*, its processes end with the block."""
+    server = Server(installed, folder, flags, env or {})
+    try:
+        server.wait_until_up()
+        yield server
+    finally:
+        server.end()

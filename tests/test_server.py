@@ -1,0 +1,396 @@
+"""The plugin in real servers: `vllm serve` 0.21.0 on a CPU, from the first process to the last, as an operator sees it.
+
+A server takes half a minute to start and 2 GB. So each is started once, asked for everything that is to be known of it, and ended; the tests
+look at what was seen. One group: they share the installed plugin, and no two servers run at the same time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from server import MODEL, NOBODY, RELEASE, Answer, Installed, Server, install, serve
+
+from vllm_graphfix import __version__
+from vllm_graphfix.fixes import FIXES
+
+pytestmark = pytest.mark.xdist_group("servers")
+
+PROMPT = [3, 4, 5]
+APPLIED = {"capture-state", "draft-prefill-state", "mamba-padding"}
+"""What 0.21.0 needs, on a CPU as elsewhere."""
+
+
+@dataclasses.dataclass
+class Seen:
+    """A server as it was when it served, and what it left behind."""
+
+    pids: dict[int, str]
+    text: str
+    words: str
+    metrics: dict[str, str]
+    """By the process that answered."""
+    records: list[dict[str, Any]]
+    fleet: Answer
+    log: str
+    left: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Records, when no process was left."""
+    fleet_after: Answer | None = None
+
+    def role(self, role: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["role"] == role]
+
+    def states(self) -> list[dict[str, str]]:
+        """State by fix, in each process."""
+        return [{name: fix["state"] for name, fix in record["fixes"].items()} for record in self.records]
+
+
+def samples(text: str, family: str) -> list[tuple[dict[str, str], float]]:
+    """Labels and value of each series of *family* in the text of /metrics."""
+    return [
+        (sample.labels, sample.value)
+        for found in text_string_to_metric_families(text)
+        if found.name == family
+        for sample in found.samples
+        if not sample.name.endswith("_created")
+    ]
+
+
+def value(text: str, name: str) -> float:
+    """That of the only series of this name."""
+    ((labels, found),) = samples(text, name)
+    assert labels == {}
+    return found
+
+
+def look(server: Server, *, until: str = "graphfix_ranks_agreeing") -> Seen:
+    """Asks *server* for everything, when *until* is on its /metrics: the records are read every few seconds."""
+    text, words = server.completions(PROMPT), server.completions("w3 w4 w5")
+    latest = time.monotonic() + 60
+    metrics = server.metrics_of_each()
+    while not all(until in told for told in metrics.values()) and time.monotonic() < latest:
+        time.sleep(1)
+        metrics = server.metrics_of_each()
+    return Seen(server.pids(), text, words, metrics, server.records(), server.fleet(), server.log)
+
+
+def look_after(seen: Seen, server: Server) -> Seen:
+    seen.left, seen.fleet_after = server.records(), server.fleet()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return install(tmp_path_factory.mktemp("servers"))
+
+
+@pytest.fixture(scope="module")
+def plain(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """One rank, nothing set; the kernel kills its engine core in the end."""
+    with serve(installed, tmp_path_factory.mktemp("plain")) as server:
+        seen = look(server)
+        server.kill_engine()
+        return look_after(seen, server)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Tensor parallel; all of its processes are killed at once in the end, as by a power cut."""
+    with serve(installed, tmp_path_factory.mktemp("two-ranks"), "--tensor-parallel-size=2") as server:
+        seen = look(server)
+        server.end()
+        return look_after(seen, server)
+
+
+@pytest.fixture(scope="module")
+def two_api_servers(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Stopped with SIGTERM in the end, as a supervisor does."""
+    with serve(installed, tmp_path_factory.mktemp("two-api-servers"), "--api-server-count=2") as server:
+        seen = look(server)
+        server.stop()
+        return look_after(seen, server)
+
+
+@pytest.fixture(scope="module")
+def filtered_out(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """vLLM is told to load no plugin: stock."""
+    with serve(installed, tmp_path_factory.mktemp("filtered-out"), env={"VLLM_PLUGINS": ""}) as server:
+        return look(server, until="vllm:")
+
+
+@pytest.fixture(scope="module")
+def outside(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Not in the rollout, and in its folder is what is no record."""
+    folder = tmp_path_factory.mktemp("outside")
+    records = folder / "status" / f"vllm-graphfix-{os.getuid()}"
+    records.mkdir(parents=True, mode=0o700)
+    name = f"{NOBODY}-elsewhere-{{}}.json"
+    os.mkfifo(records / name.format(1))
+    (records / name.format(2)).symlink_to("/dev/zero")
+    (records / name.format(3)).write_bytes(b"\xff" * 1_000_000)
+    (records / name.format(4)).write_text("{}")
+    (records / name.format(5)).write_text("[" * 60_000)
+    (records / name.format(6)).mkdir()
+    with serve(installed, folder, env={"VLLM_GRAPHFIX_ROLLOUT": "0"}) as server:
+        return look(server)
+
+
+@pytest.fixture(scope="module")
+def without_folder(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Its status folder is one that nobody can write to, root neither."""
+    folder = tmp_path_factory.mktemp("without-folder")
+    with serve(installed, folder, env={"VLLM_GRAPHFIX_STATUS_DIR": "/proc"}) as server:
+        return look(server, until="graphfix_canary")
+
+
+# -- one rank, nothing set -----------------------------------------------------------------------------------------------
+
+
+def test_answers_are_those_of_a_stock_server(plain: Seen, filtered_out: Seen) -> None:
+    assert len(plain.text.split()) == 8
+    assert (plain.text, plain.words) == (filtered_out.text, filtered_out.words)
+
+
+def test_each_process_of_the_server_leaves_one_record(plain: Seen) -> None:
+    roles = {record["pid"]: record["role"] for record in plain.records}
+    named = {pid: title for pid, title in plain.pids.items() if "resource_tracker" not in title}
+    assert roles.keys() == named.keys()
+    assert Counter(roles.values()) == {"front-end": 1, "engine-core": 1, "worker": 1}
+    assert {title for pid, title in named.items() if roles[pid] == "engine-core"} == {"VLLM::EngineCore"}
+    assert {title for pid, title in named.items() if roles[pid] == "worker"} == {"VLLM::Worker"}
+
+
+def test_all_processes_belong_to_one_engine_and_go_by_its_decision(plain: Seen) -> None:
+    assert len({record["engine"] for record in plain.records}) == 1
+    inherited = {record["role"]: record["decision"]["inherited"] for record in plain.records}
+    assert inherited == {"front-end": False, "engine-core": True, "worker": True}
+
+
+def test_records_say_what_runs(plain: Seen) -> None:
+    assert {(record["vllm"], record["graphfix"]) for record in plain.records} == {(RELEASE, __version__)}
+    assert plain.role("front-end")[0]["model"] == MODEL
+
+
+def test_the_worker_has_applied_what_the_release_needs(plain: Seen) -> None:
+    (worker,) = plain.role("worker")
+    assert {name for name, fix in worker["fixes"].items() if fix["state"] == "active"} == APPLIED
+    assert {fix["state"] for name, fix in worker["fixes"].items() if name not in APPLIED} == {"not-needed"}
+    assert worker["rank"] == {"rank": 0, "local_rank": 0, "world_size": 1, "data_parallel_rank": 0}
+
+
+def test_metrics_show_each_fix(plain: Seen) -> None:
+    (text,) = plain.metrics.values()
+    shown = {
+        labels["fix"]: (labels["state"], labels["mode"], ranks) for labels, ranks in samples(text, "graphfix_fix_state")
+    }
+    assert shown == {fix.name: ("active" if fix.name in APPLIED else "not-needed", "auto", 1.0) for fix in FIXES}
+    for labels, _ in samples(text, "graphfix_fix_state"):
+        assert (labels["vllm"], labels["graphfix"]) == (RELEASE, __version__)
+        assert labels["reason"]
+
+
+def test_metrics_show_the_events_of_each_fix(plain: Seen) -> None:
+    (text,) = plain.metrics.values()
+    shown = {(labels["fix"], labels["event"]): count for labels, count in samples(text, "graphfix_events")}
+    assert shown == {(fix.name, event.name): 0.0 for fix in FIXES for event in fix.events}
+
+
+def test_metrics_show_the_ranks_and_the_rollout(plain: Seen) -> None:
+    (text,) = plain.metrics.values()
+    assert value(text, "graphfix_ranks_expected") == 1
+    assert value(text, "graphfix_ranks_agreeing") == 1
+    assert value(text, "graphfix_canary") == 1
+    assert value(text, "graphfix_rollout_percent") == 100
+    assert time.time() - value(text, "graphfix_records_read_timestamp_seconds") < 30
+
+
+def test_metrics_of_vllm_are_there_as_before(plain: Seen, filtered_out: Seen) -> None:
+    (ours,), (stock,) = plain.metrics.values(), filtered_out.metrics.values()
+    names = [{found.name for found in text_string_to_metric_families(text)} for text in (ours, stock)]
+    assert {name for name in names[0] if not name.startswith("graphfix_")} == names[1]
+    assert any(name.startswith("vllm:") for name in names[1])
+
+
+def test_fleet_shows_the_engine_in_order(plain: Seen) -> None:
+    engine = plain.fleet.engine
+    assert (engine["status"], engine["wrong"], engine["model"]) == ("in order", [], MODEL)
+    assert (engine["vllm"], engine["graphfix"], engine["canary"]) == ([RELEASE], [__version__], True)
+    assert engine["ranks"] == {"expected": 1, "recorded": 1, "agreeing": 1, "missing": []}
+    assert {one["pid"]: one["liveness"] for one in engine["processes"]} == dict.fromkeys(
+        (record["pid"] for record in plain.records), "alive"
+    )
+    assert not plain.fleet.without_record.keys() & plain.pids.keys()
+    assert plain.fleet.told["problems"] == []
+
+
+def test_exit_code_of_fleet_is_0(plain: Seen) -> None:
+    # Other tests' processes do not count; one that it cannot look into would.
+    spoilt = any(not one["elsewhere"] for one in plain.fleet.told["unrecorded"])
+    assert plain.fleet.code == plain.fleet.told["exit_code"] == int(spoilt)
+
+
+def test_log_says_in_one_line_what_was_applied(plain: Seen) -> None:
+    told = [line for line in plain.log.splitlines() if "graphfix:" in line]
+    assert len(told) == 1
+    assert "INFO" in told[0]
+    assert all(fix in told[0] for fix in APPLIED)
+
+
+def test_a_killed_engine_core_reads_as_dead(plain: Seen) -> None:
+    (core,) = plain.role("engine-core")
+    assert [record["pid"] for record in plain.left] == [core["pid"]]  # the others ended in good order
+    assert plain.fleet_after is not None
+    engine = plain.fleet_after.engine
+    assert (engine["status"], engine["live"]) == ("ended", False)
+    assert [(one["pid"], one["liveness"]) for one in engine["processes"]] == [(core["pid"], "dead")]
+
+
+# -- two ranks -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_agree(two_ranks: Seen) -> None:
+    workers = two_ranks.role("worker")
+    assert sorted(worker["rank"]["rank"] for worker in workers) == [0, 1]
+    assert len({worker["agreement"]["group"] for worker in workers}) == 1
+    for worker in workers:
+        assert {key: worker["agreement"][key] for key in ("world_size", "agreeing", "difference")} == {
+            "world_size": 2,
+            "agreeing": 2,
+            "difference": None,
+        }
+
+
+def test_metrics_count_both_ranks(two_ranks: Seen) -> None:
+    (text,) = two_ranks.metrics.values()
+    assert (value(text, "graphfix_ranks_expected"), value(text, "graphfix_ranks_agreeing")) == (2, 2)
+    active = {labels["fix"]: n for labels, n in samples(text, "graphfix_fix_state") if labels["state"] == "active"}
+    assert active == dict.fromkeys(APPLIED, 2.0)
+
+
+def test_fleet_shows_both_ranks(two_ranks: Seen) -> None:
+    engine = two_ranks.fleet.engine
+    assert (engine["status"], engine["wrong"]) == ("in order", [])
+    assert engine["ranks"] == {"expected": 2, "recorded": 2, "agreeing": 2, "missing": []}
+    assert engine["fixes"]["mamba-padding"]["states"] == {"active": ["rank 0", "rank 1"]}
+
+
+def test_two_ranks_answer(two_ranks: Seen) -> None:
+    assert len(two_ranks.text.split()) == 8
+
+
+def test_all_processes_killed_at_once_read_as_dead(two_ranks: Seen) -> None:
+    assert two_ranks.fleet_after is not None
+    engine = two_ranks.fleet_after.engine
+    assert engine["status"] == "ended"
+    assert {one["pid"]: one["liveness"] for one in engine["processes"]} == dict.fromkeys(
+        (record["pid"] for record in two_ranks.records), "dead"
+    )
+
+
+# -- two API servers -----------------------------------------------------------------------------------------------------
+
+
+def test_two_api_servers_have_records_below_one_front_end(two_api_servers: Seen) -> None:
+    roles = Counter(record["role"] for record in two_api_servers.records)
+    assert roles == {"front-end": 1, "api-server": 2, "engine-core": 1, "worker": 1}
+    assert len({record["engine"] for record in two_api_servers.records}) == 1
+
+
+def test_metrics_of_both_api_servers_are_complete(two_api_servers: Seen) -> None:
+    assert two_api_servers.metrics.keys() == {"ApiServer_0", "ApiServer_1"}
+    for text in two_api_servers.metrics.values():
+        states = {labels["fix"]: (labels["state"], n) for labels, n in samples(text, "graphfix_fix_state")}
+        assert states == {fix.name: ("active" if fix.name in APPLIED else "not-needed", 1.0) for fix in FIXES}
+        assert (value(text, "graphfix_ranks_expected"), value(text, "graphfix_ranks_agreeing")) == (1, 1)
+        assert len(samples(text, "graphfix_events")) == sum(len(fix.events) for fix in FIXES)
+        assert value(text, "graphfix_canary") == 1
+
+
+def test_fleet_shows_both_api_servers(two_api_servers: Seen) -> None:
+    engine = two_api_servers.fleet.engine
+    assert (engine["status"], engine["wrong"]) == ("in order", [])
+    assert sum(one["role"] == "api-server" for one in engine["processes"]) == 2
+
+
+def test_a_server_that_is_stopped_leaves_no_record(two_api_servers: Seen) -> None:
+    assert two_api_servers.left == []
+
+
+# -- VLLM_PLUGINS that filters it out ------------------------------------------------------------------------------------
+
+
+def test_a_server_without_the_plugin_has_neither_records_nor_metrics(filtered_out: Seen) -> None:
+    assert filtered_out.records == []
+    assert not any("graphfix" in text for text in filtered_out.metrics.values())
+    assert "graphfix" not in filtered_out.log
+
+
+def test_fleet_shows_it_and_says_why(filtered_out: Seen) -> None:
+    processes = {pid for pid, title in filtered_out.pids.items() if "resource_tracker" not in title}
+    reasons = {pid: filtered_out.fleet.without_record.get(pid, "") for pid in processes}
+    assert len(reasons) == 3
+    assert all(re.search(r"VLLM_PLUGINS='' .* add graphfix", reason) for reason in reasons.values()), reasons
+
+
+def test_exit_code_of_fleet_is_1_without_the_plugin(filtered_out: Seen) -> None:
+    assert filtered_out.fleet.code == filtered_out.fleet.told["exit_code"] == 1
+
+
+# -- outside the rollout, in a hostile folder ----------------------------------------------------------------------------
+
+
+def test_outside_the_rollout_nothing_is_applied(outside: Seen) -> None:
+    assert len(outside.records) == 3
+    for states in outside.states():
+        assert states == {fix.name: "not-in-canary" for fix in FIXES}
+    assert {record["decision"]["canary"] for record in outside.records} == {False}
+
+
+def test_metrics_say_that_it_is_outside(outside: Seen) -> None:
+    (text,) = outside.metrics.values()
+    assert (value(text, "graphfix_canary"), value(text, "graphfix_rollout_percent")) == (0, 0)
+    states = {labels["fix"]: (labels["state"], n) for labels, n in samples(text, "graphfix_fix_state")}
+    assert states == {fix.name: ("not-in-canary", 1.0) for fix in FIXES}
+
+
+def test_outside_the_rollout_answers_are_the_same(outside: Seen, filtered_out: Seen) -> None:
+    assert outside.text == filtered_out.text
+
+
+def test_fleet_reads_past_what_is_no_record(outside: Seen) -> None:
+    engine = outside.fleet.engine
+    assert (engine["status"], engine["canary"], engine["percentage"]) == ("in order", False, 0.0)
+    assert len(outside.fleet.told["problems"]) == 1
+    assert "6 files" in outside.fleet.told["problems"][0]
+
+
+def test_what_is_no_record_is_no_warning_in_the_log(outside: Seen) -> None:
+    assert not [line for line in outside.log.splitlines() if "graphfix" in line and "INFO" not in line]
+
+
+# -- a folder that cannot be written to ----------------------------------------------------------------------------------
+
+
+def test_without_a_folder_it_serves_as_ever(without_folder: Seen, filtered_out: Seen) -> None:
+    assert without_folder.text == filtered_out.text
+
+
+def test_without_a_folder_each_process_warns_once(without_folder: Seen) -> None:
+    warned = [line for line in without_folder.log.splitlines() if "graphfix:" in line and "WARNING" in line]
+    assert len(warned) == 3
+    for line in warned:
+        assert "cannot write a status record in /proc/" in line
+        assert "VLLM_GRAPHFIX_STATUS_DIR" in line
+
+
+def test_without_a_folder_metrics_leave_out_what_is_not_known(without_folder: Seen) -> None:
+    (text,) = without_folder.metrics.values()
+    assert value(text, "graphfix_ranks_expected") == 1
+    assert samples(text, "graphfix_ranks_agreeing") == []
+    assert samples(text, "graphfix_fix_state") == []

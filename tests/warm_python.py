@@ -1,0 +1,124 @@
+"""Python programs in forks of one process that has imported torch and the like, which takes most of the start of anything in vLLM.
+
+``python warm_python.py SOCKET`` imports, prints a line, serves, and ends with its standard input; whatever it forked ends with it.
+``python warm_python.py SOCKET program.py …`` then does what ``python program.py …`` does, with its own environment, folder, input and
+outputs. Nothing of vLLM and nothing of the plugin is imported before the fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from typing import Any
+
+_PRELOADED = (
+    "torch torch._dynamo torch._inductor.compile_fx numba networkx transformers transformers.models.auto transformers.processing_utils "
+    "mistral_common.protocol.instruct.request google.protobuf.descriptor_pb2 opentelemetry.sdk.trace openai fastapi aiohttp xgrammar"
+)
+
+
+def call(address: str, arguments: list[str]) -> int:
+    """Has *arguments* run by the server at *address*; the exit code."""
+    here = os.getcwd()  # noqa: PTH109 - this side imports as little as it can
+    told = json.dumps({"arguments": arguments, "environment": dict(os.environ), "folder": here}).encode()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(address)
+        socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
+        server.sendall(told)
+        code = server.recv(1)
+    return code[0] if code else 1
+
+
+def serve(address: str) -> dict[str, Any] | None:
+    """Returns in each fork, with what it is to run, and in the server when there is nobody left to serve."""
+    for name in _PRELOADED.split():
+        with contextlib.suppress(ImportError):  # only time would be lost
+            __import__(name)
+    job: dict[str, Any] | None = None
+    callers: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(address)
+        listener.listen(64)
+        selector = held.enter_context(selectors.DefaultSelector())
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        print("serving", flush=True)  # noqa: T201 - for whoever started this
+        try:
+            while job is None:
+                for key, _ in selector.select(timeout=0.05):
+                    if key.fileobj is sys.stdin:
+                        return None
+                    if key.fileobj is listener:
+                        caller, _ = listener.accept()
+                        asked = _asked(caller)
+                        child = os.fork()
+                        if child == 0:
+                            job = asked
+                            caller.close()
+                            break
+                        for descriptor in asked["descriptors"]:
+                            os.close(descriptor)
+                        callers[child] = caller
+                        selector.register(caller, selectors.EVENT_READ, child)
+                    else:  # the caller was killed
+                        selector.unregister(key.fileobj)
+                        os.kill(key.data, signal.SIGKILL)
+                else:
+                    _tell_ends(callers, selector)
+        finally:
+            for child, caller in callers.items():
+                caller.close()
+                if job is None:
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+    return job
+
+
+def _asked(caller: socket.socket) -> dict[str, Any]:
+    length, descriptors, _, _ = socket.recv_fds(caller, 8, 3)
+    with caller.makefile("rb") as stream:
+        told: dict[str, Any] = json.loads(stream.read(int.from_bytes(length, "big")))
+    return told | {"descriptors": descriptors}
+
+
+def _tell_ends(callers: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
+    while callers:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if not child:
+            return
+        with callers.pop(child) as caller, contextlib.suppress(KeyError, OSError):
+            selector.unregister(caller)  # KeyError: the caller went first
+            caller.sendall(bytes([os.waitstatus_to_exitcode(status) & 255]))
+
+
+def run(job: dict[str, Any]) -> None:
+    """Runs a program in this fork, with what a Python of its own would have."""
+    import runpy
+
+    for target, descriptor in enumerate(job["descriptors"]):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.chdir(job["folder"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    arguments = job["arguments"]
+    program = next(argument for argument in arguments if not argument.startswith("-"))
+    sys.argv = arguments[arguments.index(program) :]
+    given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    sys.path[:1] = [os.path.dirname(os.path.abspath(program)), *given]  # noqa: PTH100, PTH120 - as Python does it
+    runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    address, *rest = sys.argv[1:]
+    if rest:
+        sys.exit(call(address, rest))
+    job = serve(address)
+    if job is not None:
+        run(job)
