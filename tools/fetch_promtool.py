@@ -1,0 +1,91 @@
+"""Fetches Prometheus and promtool from Debian's package `prometheus`, without installing it, for the tests and the picture of the dashboard.
+
+What is on the PATH is taken first. Prints the path of each on standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from fetch_vllm import FetchError, cache_folder, only_one_fetches
+
+PACKAGE = "prometheus"
+INSTEAD = "Install Prometheus (2.42 or later, its promtool is what the tests need) and put promtool and prometheus on the PATH."
+
+
+class NoDebianError(FetchError):
+    """There is no apt-get here, and the tools are not on the PATH."""
+
+
+def tool(name: str, cache: Path | None = None) -> Path:
+    """The executable ``promtool`` or ``prometheus``, from the PATH, the cache or the package; raises FetchError."""
+    installed = shutil.which(name)
+    if installed:
+        return Path(installed)
+    cache = cache or cache_folder()
+    tree = cache / PACKAGE
+    if not tree.is_dir():
+        if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+            raise NoDebianError(f"{name} is not on the PATH, and there is no apt-get to fetch it with. {INSTEAD}")
+        with only_one_fetches(PACKAGE, cache) as staging:
+            if not tree.is_dir():  # else another process did it while we waited
+                print(f"{PACKAGE}: downloading Debian's package", file=sys.stderr)
+                _run(["dpkg-deb", "--extract", str(_download(staging)), str(staging / "tree")])
+                (staging / "tree").rename(tree)
+    return tree / "usr" / "bin" / name
+
+
+def _download(staging: Path) -> Path:
+    """The package, with package lists of our own if the machine's are missing or old: apt-get needs no root for either."""
+    options = ["--quiet", "--quiet", "-o", "Debug::NoLocking=1", f"-o=Dir::Cache={staging}/cache"]
+    if os.geteuid() == 0:
+        options += ["-o", "APT::Sandbox::User=root"]  # its own user cannot write into a folder of ours
+    lists = staging / "lists" / "partial"
+    lists.mkdir(parents=True)
+    ours = [f"-o=Dir::State::Lists={lists.parent}"]
+    try:
+        _run(["apt-get", *options, "download", PACKAGE], staging)
+    except FetchError:
+        _run(["apt-get", *options, *ours, "update"], staging)
+        _run(["apt-get", *options, *ours, "download", PACKAGE], staging)
+    return next(staging.glob(f"{PACKAGE}_*.deb"))
+
+
+def _run(command: Sequence[str], folder: Path | None = None) -> None:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        said = textwrap.indent(done.stdout.strip() or f"exit code {done.returncode}", "  ")
+        raise FetchError(f"{' '.join(command[:1])} could not fetch {PACKAGE}:\n{said}\n{INSTEAD}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--into", type=Path, metavar="DIR", help="default: $GRAPHFIX_RELEASES, else the user's cache")
+    options = parser.parse_args(arguments)
+    cache = options.into.absolute() if options.into else None
+    try:
+        print(tool("promtool", cache), tool("prometheus", cache), sep="\n")
+    except FetchError as error:
+        print(f"fetch_promtool: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
