@@ -132,8 +132,10 @@ class Exposition:
             self._state.labels(*labels).set(ranks)
         self._states |= snapshot.states.keys()
         for labels, count in snapshot.events.items() if self._counts else ():
-            self._events.labels(*labels).inc(max(0, count - self._told.get(labels, 0)))
-            self._told[labels] = count
+            # A rank's record that is missing for a moment is no event that has not happened.
+            told = self._told.get(labels, 0)
+            self._events.labels(*labels).inc(max(0, count - told))
+            self._told[labels] = max(count, told)
 
 
 class Watcher:

@@ -1,0 +1,219 @@
+"""What is told on /metrics, from the records of an engine's ranks. With the real prometheus_client; on servers: ``test_server.py``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from records import ENGINE, elsewhere, leave, of, record
+
+from vllm_graphfix import metrics
+from vllm_graphfix.metrics import NAMES, Engine, Exposition, Watcher
+from vllm_graphfix.report import Agreement, FixReport, own_folder
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
+
+SERVED = Engine(ENGINE, canary=True, percentage=25.0, ranks=2)
+
+
+def told(text: bytes | str, name: str) -> list[Sample]:
+    given = text if isinstance(text, str) else text.decode()
+    return [each for family in text_string_to_metric_families(given) for each in family.samples if each.name == name]
+
+
+class Scraped:
+    """An engine's metrics in a registry of their own, read from records in a folder."""
+
+    def __init__(self, base: Path, engine: Engine = SERVED) -> None:
+        self.registry = CollectorRegistry()
+        self.watcher = Watcher(base, engine, Exposition(self.registry))
+
+    def look(self) -> None:
+        self.watcher.look()
+
+    def samples(self, name: str) -> list[Sample]:
+        return told(generate_latest(self.registry), name)
+
+    def value(self, name: str) -> float:
+        (sample,) = self.samples(name)
+        return sample.value
+
+
+@pytest.fixture
+def scraped(tmp_path: Path) -> Scraped:
+    return Scraped(tmp_path)
+
+
+def ranks(base: Path, *counts: int, **changes: object) -> None:
+    """A record of each rank, with so many events."""
+    for rank, count in enumerate(counts):
+        one = record(elsewhere(100 + rank), rank=rank, world_size=len(counts), **changes)
+        leave(base, one._replace(events={"capture-state": {"state-consumed": count}}))
+
+
+def test_every_series_is_there_once_ranks_have_reported(scraped: Scraped, tmp_path: Path) -> None:
+    ranks(tmp_path, 3, 4)
+    scraped.look()
+    assert all(scraped.samples(name) for name in NAMES)
+    assert scraped.value("graphfix_ranks_expected") == 2
+    assert scraped.value("graphfix_ranks_agreeing") == 2
+    assert scraped.value("graphfix_canary") == 1
+    assert scraped.value("graphfix_rollout_percent") == 25
+    assert time.time() - scraped.value("graphfix_records_read_timestamp_seconds") < 60
+
+
+def test_states_count_ranks(scraped: Scraped, tmp_path: Path) -> None:
+    ranks(tmp_path, 0, 0)
+    scraped.look()
+    (sample,) = scraped.samples("graphfix_fix_state")
+    assert sample.value == 2
+    assert sample.labels == {
+        "fix": "capture-state",
+        "mode": "auto",
+        "state": "active",
+        "reason": "applied to GPUModelRunner.capture_model",
+        "vllm": "0.21.0",
+        "graphfix": "0.1.0",
+    }
+
+
+def test_a_state_that_no_rank_is_in_any_more_is_0(scraped: Scraped, tmp_path: Path) -> None:
+    ranks(tmp_path, 0)
+    scraped.look()
+    ranks(tmp_path, 0, fixes={"capture-state": FixReport("auto", "conflict", "somebody else's patch")})
+    scraped.look()
+    states = {sample.labels["state"]: sample.value for sample in scraped.samples("graphfix_fix_state")}
+    assert states == {"active": 0, "conflict": 1}
+
+
+def test_events_of_all_ranks_are_added_up_and_only_ever_rise(scraped: Scraped, tmp_path: Path) -> None:
+    for counts, total in (((3, 4), 7), ((3, 4), 7), ((5, 4), 9), ((5,), 9), ((5, 5), 10)):
+        for left in own_folder(tmp_path).glob("*.json"):
+            left.unlink()
+        ranks(tmp_path, *counts)
+        scraped.look()
+        assert scraped.value("graphfix_events_total") == total
+
+
+def test_a_disagreement_shows(scraped: Scraped, tmp_path: Path) -> None:
+    ranks(tmp_path, 0, 0, agreement=Agreement("a-token", 2, 1, "capture-state is 'active' on rank 0; 'off' on rank 1."))
+    scraped.look()
+    assert scraped.value("graphfix_ranks_agreeing") == 1
+
+
+def test_before_a_rank_has_reported_nothing_is_said_of_ranks_that_agree(scraped: Scraped, tmp_path: Path) -> None:
+    leave(tmp_path, record())
+    scraped.look()
+    assert scraped.value("graphfix_ranks_expected") == 2
+    assert scraped.samples("graphfix_ranks_agreeing") == []
+    assert scraped.samples("graphfix_fix_state") == []
+
+
+def test_other_engines_and_dead_processes_are_not_told_of(scraped: Scraped, tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = of(gone.pid)
+    gone.communicate()
+    leave(tmp_path, record(process, rank=0), record(elsewhere(7), rank=0, engine="f" * 16))
+    scraped.look()
+    assert scraped.samples("graphfix_fix_state") == []
+
+
+def test_ranks_of_nodes_that_started_on_their_own_belong_to_the_engine_of_rank_0(
+    scraped: Scraped, tmp_path: Path
+) -> None:
+    leave(tmp_path, record(elsewhere(7), rank=1, world_size=2, engine="f" * 16, leader=ENGINE))
+    scraped.look()
+    assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [1]
+
+
+def test_what_was_told_stays_with_its_time_when_the_folder_is_gone(scraped: Scraped, tmp_path: Path) -> None:
+    ranks(tmp_path, 3)
+    scraped.look()
+    before = generate_latest(scraped.registry)
+    own_folder(tmp_path).rename(tmp_path / "away")
+    scraped.look()
+    assert told(generate_latest(scraped.registry), "graphfix_records_read_timestamp_seconds") == told(
+        before, "graphfix_records_read_timestamp_seconds"
+    )
+    assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [1]
+
+
+def test_several_api_servers_tell_of_one_engine_once(tmp_path: Path) -> None:
+    """prometheus_client adds counters of processes up, and takes the latest of the gauges: as vLLM runs it with --api-server-count 2."""
+    server = f"""
+    import multiprocessing, sys
+    from pathlib import Path
+    from prometheus_client import REGISTRY
+    from vllm_graphfix.metrics import Engine, Exposition, Watcher
+    multiprocessing.current_process().name = sys.argv[2]
+    from vllm_graphfix import metrics
+    metrics.EVERY = 0.05
+    class Decision:
+        engine, canary, rollout, refused = {ENGINE!r}, True, 2500, None
+    metrics.expose(Path(sys.argv[1]), Decision, 2)
+    import time
+    time.sleep(1)
+    """
+    multiprocess = tmp_path / "multiprocess"
+    multiprocess.mkdir()
+    ranks(tmp_path, 3, 4)
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(multiprocess)}
+    command = [sys.executable, "-c", textwrap.dedent(server), str(tmp_path)]
+    started = [subprocess.Popen([*command, f"ApiServer_{number}"], env=environment) for number in (0, 1)]
+    assert [process.wait(60) for process in started] == [0, 0]
+    scrape = """
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.multiprocess import MultiProcessCollector
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    print(generate_latest(registry).decode())
+    """
+    text = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(scrape)], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert [sample.value for sample in told(text, "graphfix_events_total")] == [7]
+    assert [sample.value for sample in told(text, "graphfix_fix_state")] == [2]
+    assert [sample.value for sample in told(text, "graphfix_ranks_agreeing")] == [2]
+    assert [sample.value for sample in told(text, "graphfix_ranks_expected")] == [2]
+
+
+def test_vllm_does_not_take_them_away_with_its_own() -> None:
+    """It unregisters what has vLLM's name in it, each time an engine is made in a process."""
+    assert not any("vllm" in name for name in NAMES)
+
+
+def test_a_scrape_reads_no_file(scraped: Scraped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM renders /metrics in the event loop that serves requests."""
+    ranks(tmp_path, 1)
+    scraped.look()
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a scrape has touched a file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        patch.setattr("builtins.open", refuse)
+        patch.setattr(os, "scandir", refuse)
+        assert b"graphfix_fix_state{" in generate_latest(scraped.registry)
+
+
+def test_a_refused_percentage_is_0_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_graphfix import rollout, settings
+
+    made: list[Engine] = []
+    monkeypatch.setattr(metrics, "_watcher", Watcher(tmp_path, SERVED, Exposition(CollectorRegistry())))
+    for text in ("none", "", "7.5"):
+        decision = rollout.decide(settings.read({"VLLM_GRAPHFIX_ROLLOUT": text}, ["capture-state"]), "0.21.0")
+        metrics.expose(tmp_path, decision, 2)
+        assert metrics._watcher is not None
+        made.append(metrics._watcher.engine)
+    assert [engine.percentage for engine in made] == [0.0, 100.0, 7.5]
