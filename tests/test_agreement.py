@@ -160,90 +160,128 @@ def test_a_word_of_another_version_is_a_difference_and_no_crash() -> None:
     assert found.agreeing == 1
 
 
-WORLD = """
-import json, multiprocessing, os, sys, tempfile
-from types import SimpleNamespace
+WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
+    "agrees": (({}, True), ({}, True)),
+    "differs": (({}, True), ({"VLLM_GRAPHFIX_MAMBA_PADDING": "off"}, True)),
+    "one is off": (({"VLLM_GRAPHFIX": "off"}, True), ({}, True)),
+    "one lacks the plugin": (({}, True), ({}, False)),
+    "all are off, one lacks the plugin": (({"VLLM_GRAPHFIX": "off"}, True), ({"VLLM_GRAPHFIX": "off"}, False)),
+    "differs, without graphs": (
+        ({"GRAPHS": "NONE"}, True),
+        ({"GRAPHS": "NONE", "VLLM_GRAPHFIX_MAMBA_PADDING": "off"}, True),
+    ),
+}
+"""Each rank's environment, and whether it has the plugin."""
 
-def rank(number, size, port, env, plugin):
+PROGRAM = """
+import multiprocessing, os, socket, sys
+from types import SimpleNamespace
+import torch
+from torch import distributed
+import vllm.v1.attention.backends.mamba_attn
+import vllm.v1.worker.gpu_worker as workers
+
+def rank(world, number, size, port, env, plugin):
     os.environ.update(env)
     if not plugin:
         os.environ["VLLM_PLUGINS"] = ""
     from vllm.plugins import load_general_plugins
     load_general_plugins()
-    import torch
-    from torch import distributed
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=size)
     distributed.new_group(list(range(size)), backend="gloo")
-    import vllm.v1.attention.backends.mamba_attn
-    import vllm.v1.worker.gpu_worker as workers
     if plugin:
         from vllm_graphfix import agreement
-        agreement.TIMEOUT = agreement.TIMEOUT_FOR_A_WARNING = 3.0
+        agreement.TIMEOUT = agreement.TIMEOUT_FOR_A_WARNING = 4.0 if "lacks" in world else 60.0
     mode = SimpleNamespace(name=os.environ.get("GRAPHS", "FULL"))
     worker_double = SimpleNamespace(local_rank=number, use_v2_model_runner=False, vllm_config=SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_rank=0), model_config=SimpleNamespace(enforce_eager=mode.name == "NONE"),
         compilation_config=SimpleNamespace(cudagraph_mode=mode)))
     try:
         workers.Worker.compile_or_warm_up_model(worker_double)
+        said = "returned"
     except AttributeError:
-        print("RANK", number, "STARTS", flush=True)  # the stock start-up was called, with an object that is no worker
+        said = "STARTS"  # the stock start-up was called, with an object that is no worker
     except RuntimeError as error:
-        print("RANK", number, type(error).__name__, error, flush=True)
+        said = f"{type(error).__name__} {error}"
+    print(f"{world}: RANK {number} {said}", flush=True)
     os._exit(0)
 
-def world(*ranks):
-    import socket
+def run(world, ranks):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=rank, args=(n, len(ranks), port, *each)) for n, each in enumerate(ranks)]
+    processes = [context.Process(target=rank, args=(world, n, len(ranks), port, *each)) for n, each in enumerate(ranks)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(120)
         process.kill()
+
+for world, ranks in WORLDS.items():
+    run(world, ranks)
 """
 
 
-def world(ranks: str, env: dict[str, str] | None = None) -> list[str]:
-    """What each rank of a world said: *ranks* is code, for each rank its own environment and whether it has the plugin."""
-    done = run_in_release("0.21.0", WORLD + f"world({ranks})\n", {"VLLM_LOGGING_LEVEL": "WARNING"} | (env or {}))
-    return sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[str]]:
+    """What each rank of each world of `WORLDS` said: real process groups of stock 0.21.0, around a double of a worker."""
+    done = run_in_release("0.21.0", f"WORLDS = {WORLDS!r}\n" + PROGRAM, {"VLLM_LOGGING_LEVEL": "WARNING"})
+    lines = [line.partition(": RANK ") for line in done.stdout.splitlines() if ": RANK " in line]
+    return {world: sorted(told for name, _, told in lines if name == world) for world in WORLDS}
 
 
-def test_ranks_of_a_process_group_that_agree_start() -> None:
-    assert world("({}, True), ({}, True)") == ["RANK 0 STARTS", "RANK 1 STARTS"]
+@pytest.mark.parametrize("world", ["agrees", "all are off, one lacks the plugin", "differs, without graphs"])
+def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
+    """Where they agree; and where a difference cannot hang: the kill switch brings an engine up in any case."""
+    assert said[world] == ["0 STARTS", "1 STARTS"]
 
 
-def test_all_ranks_stop_where_one_is_set_up_otherwise() -> None:
-    said = world("({}, True), ({'VLLM_GRAPHFIX_MAMBA_PADDING': 'off'}, True)")
-    assert len(said) == 2
-    for line in said:
+@pytest.mark.parametrize(
+    ("world", "what"),
+    [
+        ("differs", "mamba-padding is 'active' on rank 0 ({host}); 'off' on rank 1 ({host})"),
+        ("one is off", "VLLM_GRAPHFIX is 'off' on rank 0 ({host}); 'on' on rank 1 ({host})"),
+    ],
+)
+def test_all_ranks_stop_before_they_capture_where_one_is_set_up_otherwise(
+    world: str, what: str, said: dict[str, list[str]]
+) -> None:
+    assert len(said[world]) == 2
+    for line in said[world]:
         assert "GraphfixError vllm-graphfix stops this engine before it captures its CUDA graphs" in line
-        assert f"mamba-padding is 'active' on rank 0 ({socket.gethostname()}); 'off' on rank 1" in line
+        assert what.format(host=socket.gethostname()) in line
 
 
-def test_a_node_that_is_switched_off_beside_one_that_is_not_stops_both() -> None:
-    said = world("({'VLLM_GRAPHFIX': 'off'}, True), ({}, True)")
-    assert len(said) == 2
-    assert all("VLLM_GRAPHFIX is 'off' on rank 0" in line and "GraphfixError" in line for line in said)
+def test_a_rank_whose_process_keeps_the_plugin_out_is_named_with_its_host(said: dict[str, list[str]]) -> None:
+    with_plugin, without = said["one lacks the plugin"]
+    assert without == "1 STARTS"
+    assert "GraphfixError" in with_plugin
+    assert f"Without a word in 4 s: rank 1 on {socket.gethostname()}." in with_plugin
 
 
-def test_a_rank_whose_process_keeps_the_plugin_out_is_named_with_its_host() -> None:
-    without, other = sorted(world("({}, True), ({}, False)"), key=lambda line: "GraphfixError" in line)
-    assert without == "RANK 1 STARTS"
-    assert "GraphfixError" in other
-    assert f"Without a word in 3 s: rank 1 on {socket.gethostname()}." in other
-
-
-def test_the_kill_switch_brings_up_an_engine_one_of_whose_ranks_lacks_the_plugin() -> None:
-    assert world("({}, True), ({}, False)", {"VLLM_GRAPHFIX": "off"}) == ["RANK 0 STARTS", "RANK 1 STARTS"]
-
-
-def test_without_graphs_a_difference_is_a_warning() -> None:
-    said = world("({}, True), ({'VLLM_GRAPHFIX_MAMBA_PADDING': 'off'}, True)", {"GRAPHS": "NONE"})
-    assert said == ["RANK 0 STARTS", "RANK 1 STARTS"]
+@pytest.mark.parametrize(
+    ("error", "ended"),
+    [("vllm-graphfix stops this engine before it captures its CUDA graphs: …", True), ("out of memory", False)],
+)
+def test_a_core_whose_ranks_stop_it_ends_its_executor(error: str, ended: bool) -> None:
+    """A silent rank waits in a collective by then, and the core would wait for that rank when it ends."""
+    code = f"""
+    from types import SimpleNamespace
+    from vllm.plugins import load_general_plugins
+    load_general_plugins()
+    from vllm.v1.engine.core import EngineCore
+    def fail(*args, **kwargs):
+        raise RuntimeError({error!r})
+    executor_double = SimpleNamespace(get_kv_cache_specs=fail, shutdown=lambda: print("ENDED"))
+    try:
+        EngineCore._initialize_kv_caches(SimpleNamespace(model_executor=executor_double), SimpleNamespace())
+    except RuntimeError as raised:
+        print("RAISED", raised)
+    """
+    said = run_in_release("0.21.0", code).stdout
+    assert f"RAISED {error}" in said
+    assert ("ENDED" in said) == ended
 
 
 @pytest.mark.parametrize("release", ["0.15.0", "0.18.1", "0.21.0", "0.26.0", "0.33.0"])
@@ -252,6 +290,7 @@ def test_what_the_gate_stands_on_is_in_vllm(release: str) -> None:
     root = release_root(release)
     assert "def compile_or_warm_up_model(self" in read(root, "gpu_worker.py")
     assert "def compile_or_warm_up_model(self" in read(root, "cpu_worker.py")
+    assert "def _initialize_kv_caches(" in (root / "vllm" / "v1" / "engine" / "core.py").read_text(encoding="utf-8")
     assert ("def profile_cudagraph_memory(self" in read(root, "gpu_model_runner.py")) == (release >= "0.18")
 
 

@@ -67,6 +67,9 @@ def test_status_json_is_the_interface_that_the_design_gives() -> None:
     }
 
 
+OUTSIDE = {"VLLM_GRAPHFIX_ROLLOUT_KEY": "node-b"}
+"""In the rollout from 56.26 % on."""
+
 WOULD_BE: list[tuple[str, dict[str, str], dict[str, str]]] = [
     ("0.18.1", {}, {"flashmla-fp8": "active", "draft-prefill-state": "not-needed", "mamba-padding": "not-needed"}),
     ("0.18.1", {"VLLM_GRAPHFIX": "0"}, {"flashmla-fp8": "off", "capture-state": "off"}),
@@ -74,7 +77,11 @@ WOULD_BE: list[tuple[str, dict[str, str], dict[str, str]]] = [
     ("0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_FP8": "off"}, {"flashmla-fp8": "off", "capture-state": "active"}),
     ("0.18.1", {"VLLM_PLUGINS": "other"}, {"flashmla-fp8": "off"}),
     ("0.18.1", {"VLLM_PLUGINS": "other,graphfix"}, {"flashmla-fp8": "active"}),
-    ("0.18.1", {"VLLM_GRAPHFIX_ROLLOUT": "5%"}, {"flashmla-fp8": "not-in-canary"}),
+    ("0.18.1", {"VLLM_GRAPHFIX": "observe"}, {"flashmla-fp8": "observing", "mamba-padding": "not-needed"}),
+    ("0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_FP8": "observe"}, {"flashmla-fp8": "observing", "capture-state": "active"}),
+    ("0.18.1", {"VLLM_GRAPHFIX_ROLLOUT": "5%", **OUTSIDE}, {"flashmla-fp8": "not-in-canary"}),
+    ("0.18.1", {"VLLM_GRAPHFIX_ROLLOUT": "57", **OUTSIDE}, {"flashmla-fp8": "active"}),
+    ("0.18.1", {"VLLM_GRAPHFIX_ROLLOUT": "many"}, {"flashmla-fp8": "not-in-canary", "mamba-padding": "not-in-canary"}),
 ]
 
 
@@ -113,10 +120,11 @@ def test_status_tells_what_to_act_on() -> None:
     )
     assert "add graphfix to it" in notes("0.18.1", {"VLLM_PLUGINS": ""})
     assert "did you mean VLLM_GRAPHFIX_FLASHMLA_FP8?" in notes("0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_FP": "on"})
-    assert "flashmla-padding is switched off: a right plan" in notes(
-        "0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_PADDING": "off"}
-    )
-    assert "draft-prefill-state is switched off" in notes("0.21.0", {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "off"})
+    for mode in ("off", "observe"):
+        assert "flashmla-padding is not switched on: a right plan" in notes(
+            "0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_PADDING": mode}
+        )
+        assert "draft-prefill-state is not switched on" in notes("0.21.0", {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": mode})
     assert notes("0.20.0", {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "off"}).startswith("no longer needed")
     assert notes("0.18.1", {}) == ""
 
@@ -150,11 +158,21 @@ def test_explain_says_all_that_there_is(fix: Any) -> None:
         fix.workaround,
         fix.removable,
         fix.releases,
+        *(f"{event.name}: {event.meaning}" for event in fix.events),
     ):
         assert " ".join(text.split()) in words
     assert f"{fix.variable}=off" in words
     found = json.loads(call("explain", fix.name.upper().replace("-", "_"), "--json")[0])
     assert (found["schema"], found["name"], found["pr"], found["cause"]) == (1, fix.name, fix.pr, fix.cause)
+
+
+@pytest.mark.parametrize("fix", FIXES, ids=[fix.name for fix in FIXES])
+def test_explain_has_a_line_for_each_event_that_is_counted(fix: Any) -> None:
+    lines = json.loads(call("explain", fix.name, "--json")[0])["what_it_counts"].splitlines()
+    assert lines == [f"{event.name}: {event.meaning}" for event in fix.events]
+    out, _ = call("explain", fix.name)
+    section = out.split("\nWhat it counts\n")[1].split("\n\n")[0].splitlines()
+    assert all(any(line.startswith(f"  {event.name}: ") for line in section) for event in fix.events)
 
 
 def test_explain_without_a_name_lists_the_fixes() -> None:
@@ -286,4 +304,4 @@ def test_a_wheel_file_is_one_clear_line_for_who_insists_on_a_gpu(tmp_path: Path)
 
 def test_the_version_and_the_help_are_there() -> None:
     assert call("--version")[0] == f"vllm-graphfix {__version__}\n"
-    assert all(command in call("--help")[0] for command in ("status", "explain", "verify", "compare"))
+    assert all(command in call("--help")[0] for command in ("status", "explain", "verify", "compare", "fleet"))

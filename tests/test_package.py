@@ -71,11 +71,11 @@ def test_version_has_one_source(metadata: importlib.metadata.Distribution) -> No
 
 
 def test_installing_moves_no_peer(metadata: importlib.metadata.Distribution) -> None:
-    """Only the three libraries are required; vLLM comes with its extra, torch and the rest with none."""
+    """Only these four libraries are required; vLLM comes with its extra, torch and the rest with none."""
     requirements = [Requirement(line) for line in metadata.requires or ()]
     required = {each.name for each in requirements if not each.marker or each.marker.evaluate({"extra": ""})}
     optional = {each.name: each for each in requirements if each.name not in required}
-    assert required == {"rich", "typer", "wrapt"}
+    assert required == {"psutil", "rich", "typer", "wrapt"}
     assert {"vllm", "torch", "triton", "flashinfer", "flashinfer-python"} & set(optional) == {"vllm"}
     assert str(optional["vllm"].marker) == 'extra == "vllm"'
     assert SpecifierSet(metadata.metadata["Requires-Python"]).contains("3.10")

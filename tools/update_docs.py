@@ -68,7 +68,7 @@ def verdicts(fix: Fix) -> dict[str, str]:
 
 
 def facts(fix: Fix) -> Iterator[str]:
-    """What `vllm-graphfix explain` says, and the shapes of code that the fix was written for."""
+    """What `vllm-graphfix explain` says, the events that are counted, and the shapes of code that the fix was written for."""
     references = ", ".join(([f"PR {fix.pr}"] if fix.pr else []) + list(fix.references))
     together = "; ".join(f"`{other.name}`: without it {other.because}" for other in fix.together)
     rows = {
@@ -88,6 +88,10 @@ def facts(fix: Fix) -> Iterator[str]:
     yield "| | |"
     yield "|---|---|"
     yield from (f"| {name} | {text} |" for name, text in rows.items() if text)
+    yield ""
+    yield "| event | one more of it says |"
+    yield "|---|---|"
+    yield from (f"| `{event.name}` | {event.meaning} |" for event in fix.events)
     yield ""
     yield "| shape | releases | evidence |"
     yield "|---|---|---|"

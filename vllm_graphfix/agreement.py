@@ -132,9 +132,7 @@ def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Cal
         else:
             return []
         if missing and until < limit:
-            warn(
-                f"waiting for {_ranks(missing)} to say which fixes are there; without a word the engine stops in {limit - until:.0f} s"
-            )
+            warn(f"waiting for {_ranks(missing)} to say which fixes are there, for {limit - until:.0f} s more")
     return missing
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from enum import Enum
 from pathlib import Path
@@ -58,6 +59,7 @@ _COLOURS = {
     Verdict.FIXED.value: "green",
     Verdict.ABSENT.value: "dim",
     State.ACTIVE.value: "bold green",
+    State.OBSERVING.value: "cyan",
     State.OFF.value: "red",
     State.NOT_IN_CANARY.value: "yellow",
     State.INCOMPATIBLE.value: "red",
@@ -110,7 +112,7 @@ def explain(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Symptom, cause, what the fix does, how to tell that you are hit, and the way without the plugin."""
+    """Symptom, cause, what the fix does and counts, how to tell that you are hit, and the way without the plugin."""
     if fix is None:
         _list_fixes(as_json)
         return
@@ -284,9 +286,10 @@ def _stop(message: str, code: int = EXIT_USAGE) -> NoReturn:
 def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    # Rich honours NO_COLOR and terminals; a pipe has no width, and wrapping at 80 would cut tables for people with `| less`.
+    # Rich honours NO_COLOR, COLUMNS and terminals; a pipe has no width, and wrapping at 80 would cut tables for people with `| less`.
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else 140, soft_wrap=False)
+    known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(stderr=stderr, width=None if known else 140, soft_wrap=False)
 
 
 def _references(fix: Fix) -> str:
@@ -298,6 +301,7 @@ def _sections(fix: Fix) -> dict[str, str]:
         "symptom": fix.symptom,
         "cause": fix.cause,
         "what_the_fix_does": fix.remedy,
+        "what_it_counts": "\n".join(f"{event.name}: {event.meaning}" for event in fix.events),
         "upstream": _references(fix),
         "releases": fix.releases,
         "how_to_tell_that_you_are_hit": fix.detect,

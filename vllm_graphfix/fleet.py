@@ -25,6 +25,7 @@ from vllm_graphfix.report import (
     liveness,
     read,
 )
+from vllm_graphfix.rollout import BUCKETS
 
 if TYPE_CHECKING:
     import psutil
@@ -35,6 +36,7 @@ IN_ORDER, NOT_IN_ORDER, NOTHING = 0, 1, 3
 _STOPPED_LATELY = PRUNED_AFTER
 _STARTING = 120.0
 """Seconds in which a process of vLLM may not have come to its plugins: it imports torch first."""
+_COUNTING = frozenset({State.ACTIVE.value, State.OBSERVING.value})
 _BAD = frozenset({State.FAILED.value, State.CONFLICT.value, State.INCOMPATIBLE.value})
 _SHORTEST_LOOK, _LONGEST_LOOK = 0.1, 86400.0
 
@@ -611,6 +613,7 @@ _LIVENESS_COLOURS = {Liveness.ALIVE: "green", Liveness.DEAD: "red", Liveness.SIL
 def shown(fleet: Fleet) -> RenderableType:
     from rich.console import Group
     from rich.markup import escape
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
@@ -619,13 +622,17 @@ def shown(fleet: Fleet) -> RenderableType:
         parts += [*_engine_shown(engine), Text()]
     if fleet.unrecorded:
         parts.append(Text.from_markup("[bold]processes of vLLM without a record[/]"))
-        table = Table("pid", "user", "command", "started", "why", box=None, pad_edge=False)
+        reasons: dict[str, list[Unrecorded]] = {}
         for one in fleet.unrecorded:
-            colour = "dim" if one.elsewhere else "yellow" if one.age < _STARTING else "red"
-            table.add_row(
-                str(one.pid), escape(one.user), escape(one.command), _ago(one.age), f"[{colour}]{escape(one.reason)}[/]"
-            )
-        parts += [table, Text()]
+            reasons.setdefault(one.reason, []).append(one)
+        for reason, processes in reasons.items():
+            mark = "[yellow]![/]" if all(one.elsewhere for one in processes) else "[red]✗[/]"
+            table = Table("pid", "user", "started", "command", box=None, pad_edge=False)
+            table.columns[-1].no_wrap = True
+            for one in processes:
+                table.add_row(str(one.pid), escape(one.user), _ago(one.age), escape(one.command))
+            parts += [Padding(Text.from_markup(f"{mark} {escape(reason)}"), (0, 0, 0, 2)), Padding(table, (0, 0, 0, 4))]
+        parts.append(Text())
     if not fleet.engines and not fleet.unrecorded:
         parts.append(
             Text.from_markup(
@@ -648,12 +655,13 @@ def _engine_shown(engine: Engine) -> list[RenderableType]:
     dim = "" if engine.live else "dim"
     rollout = "in the rollout" if decided.canary else "[yellow]not in the rollout[/]"
     if decided.bucket is not None and decided.percentage is not None:
-        rollout += f" (bucket {decided.bucket} of 10000, at {decided.percentage:g} %)"
+        rollout += f" of {decided.percentage:g} % (bucket {decided.bucket} of {BUCKETS:,})"
+    chosen = decided.percentage is not None or not decided.canary
     facts = [
         f"vLLM {escape(', '.join(engine.told('vllm')))}",
         f"vllm-graphfix {escape(', '.join(engine.told('graphfix')))}",
         *([f"VLLM_GRAPHFIX={escape(decided.master)}"] if decided.master != "on" else []),
-        rollout,
+        *([rollout] if chosen else []),
         f"on {escape(', '.join(engine.told('host')))}",
     ]
     head = f"[bold]{model}[/]  engine {engine.name}  [{_STATUS_COLOURS[engine.status]}]{engine.status}[/]"
@@ -661,12 +669,10 @@ def _engine_shown(engine: Engine) -> list[RenderableType]:
         Text.from_markup(head, style=dim),
         Padding(Text.from_markup(", ".join(facts), style=dim), (0, 0, 0, 2)),
     ]
-    if engine.live and engine.agreeing is not None:
+    if engine.live and engine.agreeing is not None and engine.expected > 1:
         colour = "green" if engine.agreeing == engine.expected else "red"
-        told = f"[{colour}]{engine.agreeing} of {engine.expected} ranks agree[/]"
-        if engine.expected == 1:
-            told = "one rank"
-        parts.append(Padding(Text.from_markup(told), (0, 0, 0, 2)))
+        agree = f"[{colour}]{engine.agreeing} of {engine.expected} ranks agree[/]"
+        parts.append(Padding(Text.from_markup(agree), (0, 0, 0, 2)))
     parts += [Padding(Text.from_markup(f"[red]✗ {escape(what)}[/]"), (0, 0, 0, 2)) for what in engine.wrong]
     parts += [Padding(Text.from_markup(f"[yellow]![/] {escape(what)}"), (0, 0, 0, 2)) for what in engine.notes]
     if not engine.live:
@@ -680,22 +686,28 @@ def _engine_shown(engine: Engine) -> list[RenderableType]:
             escape(record.host),
             str(record.pid),
             f"[{_LIVENESS_COLOURS[member.liveness]}]{member.liveness.value}[/]",
-            _ago(member.age),
+            # Ranks are heard of every few seconds. The others have nothing more to say after their start.
+            _ago(member.age) if record.rank is not None or not member.live else "",
         )
     fixes = Table("fix", "mode", "state", "events", "because", box=None, pad_edge=False)
+    fixes.columns[-1].overflow = "fold"  # names of modules are long words
+    alike: dict[tuple[str, ...], list[str]] = {}
     for fix in engine.fixes:
         states, first = engine.states(fix), _first(engine, fix)
         several = len(states) > 1
-        fixes.add_row(
-            f"[bold]{escape(fix)}[/]",
+        counts = bool(_COUNTING & states.keys())
+        told: tuple[str, ...] = (
             first.mode,
             "\n".join(
                 f"[{_STATE_COLOURS[state]}]{state}[/]" + (f" ({escape(engine.several(members))})" if several else "")
                 for state, members in states.items()
             ),
-            "\n".join(f"{escape(event)} {count}" for event, count in engine.counts(fix).items()),
+            "\n".join(f"{escape(event)} {count}" for event, count in engine.counts(fix).items() if counts or count),
             escape(first.reason),
         )
+        alike.setdefault(told, []).append(f"[bold]{escape(fix)}[/]")
+    for told, names in alike.items():
+        fixes.add_row("\n".join(names), *told)
     return [*parts, Padding(processes, (0, 0, 0, 2)), Padding(fixes, (0, 0, 0, 2))]
 
 

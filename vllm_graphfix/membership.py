@@ -229,7 +229,9 @@ class Membership:
         problem = None
         try:
             self._captures_here = True
-            problem = self._compare(config, stage, getattr(subject, "local_rank", 0))
+            # A worker knows its local rank, a runner its device.
+            local_rank = getattr(subject, "local_rank", getattr(getattr(subject, "device", None), "index", None))
+            problem = self._compare(config, stage, local_rank)
         except Exception:
             logger.exception("graphfix: could not compare the ranks of this engine")
         model = getattr(config, "model_config", None) or getattr(subject, "model_config", None)
@@ -271,7 +273,7 @@ class Membership:
         if "_initialize_kv_caches" in vars(core.EngineCore):
             _wrap(core.EngineCore, "_initialize_kv_caches", around)
 
-    def _compare(self, config: Any, stage: str, local_rank: int) -> str | None:
+    def _compare(self, config: Any, stage: str, local_rank: int | None) -> str | None:
         """Compares the ranks; what stops the engine, or None."""
         from torch import distributed
         from torch.distributed import distributed_c10d
@@ -371,7 +373,7 @@ class _Telling:
     def __init__(self, membership: Membership, *, forked: bool = False) -> None:
         self._membership = membership
         self.forked = forked
-        self.rank: tuple[int, int, int, int] | None = None
+        self.rank: tuple[int, int | None, int, int] | None = None
         """Rank, local rank, world size, data-parallel rank."""
         self.agreement: Any = None
         self.problem: str | None = None
@@ -508,6 +510,4 @@ def _vllm_version() -> str:
 
 
 def _host() -> str:
-    import socket
-
-    return socket.gethostname()
+    return os.uname().nodename

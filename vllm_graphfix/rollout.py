@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
-import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -26,6 +24,8 @@ def bucket(key: str) -> int:
 
     An engine is in the rollout if its bucket is below the percentage times 100. So whoever is in at 5 % is in at 6 %.
     """
+    import hashlib  # milliseconds, and only where a percentage is set
+
     digest = hashlib.sha256(b"vllm-graphfix:" + key.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") % BUCKETS
 
@@ -100,7 +100,7 @@ def decide(wanted: settings.Settings, vllm: str, *, host: str | None = None) -> 
     """The decision of a new engine whose first process this is. Never raises."""
     from vllm_graphfix import __version__
 
-    host = host or socket.gethostname()
+    host = host or os.uname().nodename
     key = rollout = found = refused = None
     if wanted.rollout:
         key = wanted.rollout_key or host
