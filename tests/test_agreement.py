@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from stock import release_root, run_in_release
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from vllm_graphfix import agreement
-from vllm_graphfix.agreement import Agreement, Word, compare
+from vllm_graphfix.agreement import Agreement, Word, compare, leave
 
-STAGE = "1-start"
+STAGE = "start"
 
 
 def word(host: str = "node-a", **changed: Any) -> Word:
@@ -50,7 +50,8 @@ def compared(words: dict[int, Word], world_size: int, timeout: float = 20.0) -> 
     def run(store: TCPStore, rank: int, said: Word) -> None:
         mine = PrefixStore("vllm_graphfix", store)
         hosts: Callable[[int], str | None] = {3: "10.0.0.3"}.get
-        found[rank] = compare(mine, STAGE, rank, world_size, said, warnings.append, silent_host=hosts, timeout=timeout)
+        place = leave(mine, STAGE, rank, said)
+        found[rank] = compare(mine, place, rank, world_size, said, warnings.append, silent_host=hosts, timeout=timeout)
 
     threads = [
         threading.Thread(target=run, args=(store, rank, said))
@@ -148,14 +149,35 @@ def test_ranks_that_are_all_switched_off_say_so() -> None:
     assert not any(each.all_off for each in found.values())
 
 
+def test_a_word_is_there_for_whoever_compares_later() -> None:
+    """While memory is measured some ranks compare and others do not: none waits for one that has spoken and gone on."""
+    store = HashStore()
+    leave(store, STAGE, 1, word())
+    mine = word()
+    found = compare(store, leave(store, STAGE, 0, mine), 0, 2, mine, lambda text: None, timeout=1.0)
+    assert found.difference is None
+
+
+def test_ranks_that_join_later_are_compared_in_the_store_that_they_share() -> None:
+    """As when vLLM scales expert parallelism up: groups are made anew, and with them the store."""
+    old, new = word(), word("node-b")
+    leave(HashStore(), STAGE, 0, old)
+    shared = HashStore()
+    places = {leave(shared, STAGE, 0, old), leave(shared, STAGE, 1, new)}
+    assert len(places) == 1
+    assert compare(shared, places.pop(), 0, 2, old, lambda text: None, timeout=1.0).difference is None
+
+
 def test_a_word_of_another_version_is_a_difference_and_no_crash() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    store.set(f"{STAGE}/1", "another digest")
-    store.set(f"{STAGE}/word/1", json.dumps({"something": "else"}))
-    found = compare(store, STAGE, 0, 2, word(), lambda text: None, timeout=1.0)
+    mine = word()
+    place = leave(store, STAGE, 0, mine)
+    store.set(f"{place}/1", "another digest")
+    store.set(f"{place}/word/1", json.dumps({"something": "else"}))
+    found = compare(store, place, 0, 2, mine, lambda text: None, timeout=1.0)
     assert found.difference == "Another version of vllm-graphfix spoke for rank 1."
     assert found.agreeing == 1
 
@@ -289,6 +311,7 @@ def test_what_the_gate_stands_on_is_in_vllm(release: str) -> None:
     """The methods that it is put around, by name; and, from 0.18.0 on, the one that measures graphs."""
     root = release_root(release)
     assert "def compile_or_warm_up_model(self" in read(root, "gpu_worker.py")
+    assert "def determine_available_memory(self" in read(root, "gpu_worker.py")
     assert "def compile_or_warm_up_model(self" in read(root, "cpu_worker.py")
     assert "def _initialize_kv_caches(" in (root / "vllm" / "v1" / "engine" / "core.py").read_text(encoding="utf-8")
     assert ("def profile_cudagraph_memory(self" in read(root, "gpu_model_runner.py")) == (release >= "0.18")

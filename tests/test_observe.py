@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from nightly import make_nightly
 from stock import release_root, run_in_release
-from table import PAIRS, affected_by
+from table import PAIRS, affected_by, slow_but_for_the_sample
 
 from vllm_graphfix.capturing import has_consumed_plan
 from vllm_graphfix.fix import Event, Patch
@@ -50,7 +50,11 @@ def in_release(release: str) -> dict[tuple[str, str, str], Told]:
 
 
 each_pair = pytest.mark.parametrize(
-    ("name", "release"), [pytest.param(*pair, marks=pytest.mark.xdist_group(pair[1])) for pair in PAIRS]
+    ("name", "release"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.xdist_group(pair[1]), *slow_but_for_the_sample(pair[1])])
+        for pair in PAIRS
+    ],
 )
 
 

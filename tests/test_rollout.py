@@ -116,13 +116,12 @@ def test_a_decision_comes_out_of_the_environment_as_it_went_in() -> None:
 
 def test_a_decision_counts_only_for_the_vllm_and_the_plugin_that_made_it() -> None:
     decision = decide(settings.read({}, FIXES), "0.21.0")
-    left = {"VLLM_GRAPHFIX_DECISION": decision.encode()}
-    assert handed_on(left, "0.21.0", frozenset(FIXES)) == decision
-    assert handed_on(left, "0.22.0", frozenset(FIXES)) is None
-    assert handed_on(left, "0.21.0", frozenset({*FIXES, "a-new-one"})) is None
-    assert handed_on({}, "0.21.0", frozenset(FIXES)) is None
-    other = {"VLLM_GRAPHFIX_DECISION": decision._replace(graphfix=__version__ + ".1").encode()}
-    assert handed_on(other, "0.21.0", frozenset(FIXES)) is None
+    assert handed_on(decision.encode(), "0.21.0", frozenset(FIXES)) == decision
+    assert handed_on(decision.encode(), "0.22.0", frozenset(FIXES)) is None
+    assert handed_on(decision.encode(), "0.21.0", frozenset({*FIXES, "a-new-one"})) is None
+    assert handed_on(None, "0.21.0", frozenset(FIXES)) is None
+    other = decision._replace(graphfix=__version__ + ".1")
+    assert handed_on(other.encode(), "0.21.0", frozenset(FIXES)) is None
 
 
 GOOD = json.loads(decide(settings.read({}, FIXES), "0.21.0").encode())

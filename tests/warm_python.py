@@ -8,6 +8,7 @@ outputs. Nothing of vLLM and nothing of the plugin is imported before the fork.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import selectors
@@ -39,6 +40,8 @@ def serve(address: str) -> dict[str, Any] | None:
     for name in _PRELOADED.split():
         with contextlib.suppress(ImportError):  # only time would be lost
             __import__(name)
+    gc.collect()
+    gc.freeze()  # or each fork's first collection goes through, and copies, all that was imported
     job: dict[str, Any] | None = None
     callers: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as held:

@@ -74,6 +74,19 @@ class Agreement(NamedTuple):
     """Whether every rank that spoke has the kill switch set: beside one that is silent they are stock as it is."""
 
 
+def leave(store: Any, stage: str, rank: int, word: Word) -> str:
+    """Leaves *word* of *rank* in *store*, a `torch.distributed.Store`, and returns the stage to `compare` at.
+
+    A rank's n-th word for *stage* is compared with the others' n-th, in this store: where vLLM makes its groups anew, old and new
+    ranks begin with the first. Raises what the store raises if it cannot be reached.
+    """
+    place = f"{stage}-{store.add(f'{stage}/count/{rank}', 1)}"
+    # The word first: who sees the digest may read it. Digests keep the traffic of a thousand ranks small.
+    store.set(f"{place}/word/{rank}", json.dumps(word._asdict()))
+    store.set(f"{place}/{rank}", _digest(word))
+    return place
+
+
 def compare(
     store: Any,
     stage: str,
@@ -85,14 +98,10 @@ def compare(
     silent_host: Callable[[int], str | None] = lambda rank: None,
     timeout: float = TIMEOUT,
 ) -> Agreement:
-    """Leaves *word* of *rank* for *stage* in *store*, and reads what the other ranks left.
+    """Compares *word*, which `leave` has left at *stage*, with what the other ranks have left there.
 
-    *store* is a `torch.distributed.Store`; *stage* is the same on all ranks and new to the store. *silent_host* says where a rank is
-    that said nothing. Raises what the store raises if it cannot be reached.
+    *silent_host* says where a rank is that said nothing. Raises what the store raises if it cannot be reached.
     """
-    # The word first: who sees the digest may read it. Digests keep the traffic of a thousand ranks small.
-    store.set(f"{stage}/word/{rank}", json.dumps(word._asdict()))
-    store.set(f"{stage}/{rank}", _digest(word))
     silent = _wait_for(store, stage, [other for other in range(world_size) if other != rank], timeout, warn)
     heard = [other for other in range(world_size) if other not in silent]
     digests = store.multi_get([f"{stage}/{other}" for other in heard])

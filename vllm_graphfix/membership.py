@@ -33,6 +33,10 @@ STOPS = "vllm-graphfix stops this engine before it captures its CUDA graphs"
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 
 
+_CARRIED = "_graphfix_decision"
+"""Attribute of a `VllmConfig`, which goes to every process of its engine; no field of it, so that no hash of vLLM's sees it."""
+
+
 class GraphfixError(RuntimeError):
     """The engine must not capture its graphs: a fix that the user insists on is not applied, or the ranks do not agree."""
 
@@ -74,7 +78,10 @@ class Membership:
         self._inherited = False
         self._configured: tuple[str, int] | None = None
         """Model and ranks of the engine that this process configured last."""
-        self._comparisons = 0
+        self._model: str | None = None
+        """Of an engine that another process configured."""
+        self._left: tuple[Any, str, Any] | None = None
+        """Store, stage and word that this rank has left there and not compared yet."""
         self._captures_here = False
         self._telling = _Telling(self)
 
@@ -87,6 +94,7 @@ class Membership:
                 return
             self._started = True
         self.role, config = _place()
+        self._model = _model(config)
         self._join(config)
         if self.role is Role.INSPECTION:
             return
@@ -94,6 +102,7 @@ class Membership:
         when_imported("vllm.plugins", self._watch_plugins)
         when_imported("vllm.engine.arg_utils", self._watch_engines)
         when_imported("vllm.v1.engine.core", self._watch_start)
+        when_imported("vllm.v1.worker.gpu_worker", self._watch_profiling)
         when_imported("vllm.v1.worker.gpu_worker", functools.partial(self._gate, "Worker", "compile_or_warm_up_model"))
         when_imported(
             "vllm.v1.worker.cpu_worker", functools.partial(self._gate, "CPUWorker", "compile_or_warm_up_model")
@@ -112,12 +121,24 @@ class Membership:
 
     def _join(self, config: Any) -> None:
         """Goes by the decision that was handed on, or decides."""
-        handed_on = rollout.handed_on(self._environment, _vllm_version(), frozenset(self._names))
-        if handed_on is not None and self._is_ours(handed_on, config):
-            self.decision, self._inherited = handed_on, True
-            self.process.start(_wanted(handed_on))
-        else:
-            self._decide()
+        # The configuration of the engine, where it is at hand, carries the decision too: a Ray node that an earlier engine started
+        # keeps that engine's environment, and newer executors do not overwrite it.
+        for left in (
+            vars(config).get(_CARRIED) if config is not None else None,
+            self._environment.get(settings.DECISION),
+        ):
+            found = rollout.handed_on(left, _vllm_version(), frozenset(self._names))
+            if found is not None and self._is_ours(found, config):
+                self.decision, self._inherited = found, True
+                self._environment[settings.DECISION] = found.encode()
+                self.process.start(_wanted(found))
+                return
+        if self.role in (Role.ENGINE_CORE, Role.WORKER) and self._environment.get(settings.DECISION):
+            logger.warning(
+                "graphfix: %s is not this engine's; this process decides for itself, from its own environment",
+                settings.DECISION,
+            )
+        self._decide()
 
     def _is_ours(self, decision: Decision, config: Any) -> bool:
         """Whether this process is a part of the engine that *decision* was made for."""
@@ -126,12 +147,11 @@ class Membership:
             if not _is_api_server_of(decision):
                 return False
             self.role = Role.API_SERVER
-        # A Ray node that an earlier engine started keeps that engine's environment, and newer executors do not overwrite it.
         instance = getattr(config, "instance_id", None)
-        if not (instance and decision.instance):
+        if not instance:
             return True
         # Data-parallel engine cores on Ray have their rank appended to it (0.21.0 and later).
-        return bool(instance == decision.instance or instance.startswith(f"{decision.instance}_dp"))
+        return decision.instance is not None and f"{instance}_dp".startswith(f"{decision.instance}_dp")
 
     def _decide(self) -> None:
         wanted = settings.read(self._environment, self._names)
@@ -173,11 +193,16 @@ class Membership:
 
     def _configure(self, config: Any) -> None:
         parallel = config.parallel_config
-        served = config.model_config.served_model_name
-        self._configured = (str(served[0] if isinstance(served, list) else served), int(parallel.world_size_across_dp))
+        # Data-parallel ranks of a dense model are engines of their own to vLLM; those of another node are another front-end's.
+        together = (
+            parallel.data_parallel_size
+            if getattr(config.model_config, "is_moe", True)
+            else parallel.data_parallel_size_local
+        )
+        self._configured = (str(_model(config)), int(parallel.world_size * together))
         if self.decision is not None and self.role is Role.FRONT_END:
             self.decision = self.decision._replace(instance=str(config.instance_id))
-            self._environment[settings.DECISION] = self.decision.encode()
+            self._environment[settings.DECISION] = vars(config)[_CARRIED] = self.decision.encode()
         self._telling.tell()
 
     def _watch_plugins(self, plugins: Any) -> None:
@@ -273,33 +298,55 @@ class Membership:
         if "_initialize_kv_caches" in vars(core.EngineCore):
             _wrap(core.EngineCore, "_initialize_kv_caches", around)
 
-    def _compare(self, config: Any, stage: str, local_rank: int | None) -> str | None:
-        """Compares the ranks; what stops the engine, or None."""
+    def _watch_profiling(self, module: Any) -> None:
+        """Around what every rank does before the first of them may capture a graph.
+
+        Some ranks capture while they measure memory, and others do not (a start-up plan, 0.30.0 and later; a later pipeline stage that is
+        still compiling): a rank that waits for the others must find their words there already.
+        """
+
+        def around(stock: Callable[..., Any], subject: Any, *args: Any, **kwargs: Any) -> Any:
+            _guarded(self._leave, "profiling")
+            return stock(subject, *args, **kwargs)
+
+        _wrap(module.Worker, "determine_available_memory", around)
+
+    def _leave(self, stage: str) -> None:
+        """Leaves this rank's word for the others."""
         from torch import distributed
         from torch.distributed import distributed_c10d
 
         from vllm_graphfix import agreement
 
+        word = self._word()
+        if word is not None and _world()[1] > 1:
+            store = distributed_c10d.PrefixStore("vllm_graphfix", distributed_c10d._get_default_store())
+            self._left = store, agreement.leave(store, stage, distributed.get_rank(), word), word
+
+    def _compare(self, config: Any, stage: str, local_rank: int | None) -> str | None:
+        """Compares the ranks; what stops the engine, or None."""
+        from vllm_graphfix import agreement
+
         parallel = config.parallel_config
-        known = distributed.is_available() and distributed.is_initialized()
-        rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if known else (0, 1)
+        rank, world_size = _world()
         telling = self._telling
         telling.rank = (rank, local_rank, world_size, int(getattr(parallel, "data_parallel_rank", 0) or 0))
-        word = self._word()
-        if word is None:
-            return None
         if world_size == 1:
-            telling.agreement = agreement.Agreement(word.token, word.engine, 1, 1, None, all_off=False)
+            word = self._word()
+            telling.agreement = word and agreement.Agreement(word.token, word.engine, 1, 1, None, all_off=False)
             return None
         if getattr(parallel, "enable_elastic_ep", False):
             logger.info("graphfix: ranks are not compared with --enable-elastic-ep: they come and go")
             return None
+        if stage == "compile_or_warm_up_model":
+            self._leave("warm-up")
+        if self._left is None:
+            return None
+        (store, place, word), self._left = self._left, None
         captures = config.compilation_config.cudagraph_mode.name != "NONE" and not config.model_config.enforce_eager
-        store = distributed_c10d._get_default_store()
-        self._comparisons += 1
         found = telling.agreement = agreement.compare(
-            distributed_c10d.PrefixStore("vllm_graphfix", store),
-            f"{self._comparisons}-{stage}",
+            store,
+            place,
             rank,
             world_size,
             word,
@@ -432,7 +479,7 @@ class _Telling:
             boot=here.boot,
             pid_namespace=here.pid_namespace,
             role=membership.role.value,
-            model=membership._configured[0] if membership._configured else None,
+            model=membership._configured[0] if membership._configured else membership._model,
             rank=report.Rank(*self.rank) if self.rank is not None else None,
             decision=report.Decided(
                 canary=decision.canary,
@@ -457,6 +504,14 @@ class _Telling:
         )
 
 
+def _world() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    from torch import distributed
+
+    known = distributed.is_available() and distributed.is_initialized()
+    return (distributed.get_rank(), distributed.get_world_size()) if known else (0, 1)
+
+
 def _wanted(decision: Decision) -> Wanted:
     return Wanted(decision.master, decision.modes, decision.withheld)
 
@@ -476,6 +531,13 @@ def _place() -> tuple[Role, Any]:
             return _PLACES[name], frame.f_locals.get("vllm_config")
         frame = frame.f_back
     return Role.FRONT_END, None
+
+
+def _model(config: Any) -> str | None:
+    """The name that clients call the model of this configuration by."""
+    served = getattr(getattr(config, "model_config", None), "served_model_name", None)
+    first = served[0] if isinstance(served, list) and served else served
+    return str(first) if first else None
 
 
 def _is_api_server_of(decision: Decision) -> bool:

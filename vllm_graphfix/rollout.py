@@ -163,11 +163,11 @@ def _sound(decision: Decision) -> bool:
     return all(isinstance(getattr(decision, name), kind) for name, kind in kinds.items())
 
 
-def handed_on(environment: Mapping[str, str], vllm: str, fixes: frozenset[str]) -> Decision | None:
-    """The decision that another process left in *environment*, if it is for this vLLM and this version of the package."""
+def handed_on(left: str | None, vllm: str, fixes: frozenset[str]) -> Decision | None:
+    """The decision that another process *left*, if it is for this vLLM and this version of the package."""
     from vllm_graphfix import __version__
 
-    found = decode(environment.get(settings.DECISION, ""))
+    found = decode(left or "")
     if found is None or (found.graphfix, found.vllm) != (__version__, vllm) or found.modes.keys() != fixes:
         return None
     return found

@@ -1,0 +1,80 @@
+"""What status records and metrics cost: one record written, 64 ranks read, and what a scrape of /metrics takes for them.
+
+python benchmarks/status_records.py [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from measuring import Times, console, machine, table, verdict
+from prometheus_client import CollectorRegistry, generate_latest
+
+from vllm_graphfix import report
+from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.metrics import Engine, Exposition, Watcher
+
+RANKS = 64
+ENGINE = "0123456789abcdef"
+TARGET = 0.005
+"""Seconds, of a scrape."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200, metavar="N", help="default: 200")
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder)
+        for rank in range(RANKS):
+            report.write(base, of_rank(rank))
+        registry, empty = CollectorRegistry(), CollectorRegistry()
+        watcher = Watcher(base, Engine(ENGINE, canary=True, percentage=25.0, ranks=RANKS), Exposition(registry))
+        watcher.look()
+        measured: dict[str, tuple[Callable[[], object], float | None]] = {
+            "a record written": (lambda: report.write(base, of_rank(0)), None),
+            f"records of {RANKS} ranks read and told, in a thread every 5 s": (watcher.look, None),
+            "an empty registry rendered": (lambda: generate_latest(empty), None),
+            f"a scrape: ours rendered, {RANKS} ranks": (lambda: generate_latest(registry), TARGET),
+        }
+        times: dict[str, list[float]] = {name: [] for name in measured}
+        for _ in range(rounds):
+            for name, (call, _) in measured.items():
+                started = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - started)
+    made = table(f"milliseconds; {rounds} rounds, interleaved", "what", "min", "median", "target")
+    for name, (_, target) in measured.items():
+        found = Times.of(times[name])
+        judged = verdict(found.minimum, target, "s") if target else ""
+        made.add_row(name, *(f"{value * 1000:.2f}" for value in found), judged)
+    out = console()
+    out.print(machine(), highlight=False)
+    out.print(made)
+
+
+def of_rank(rank: int) -> report.Record:
+    """As large as a worker's: each fix with a reason of its own on each rank, which no engine has, and all events."""
+    return report.Record(
+        graphfix="0.1.0",
+        vllm="0.21.0",
+        engine=ENGINE,
+        **report.identity()._replace(host=f"node-{rank // 8}", pid=1000 + rank, boot="another")._asdict(),
+        role="worker",
+        model="some/model",
+        rank=report.Rank(rank, rank % 8, RANKS, 0),
+        decision=report.Decided(canary=True, bucket=1234, percentage=25.0, master="on", inherited=True),
+        fixes={fix.name: report.FixReport("auto", "active", f"applied to {fix.name} on rank {rank}") for fix in FIXES},
+        events={fix.name: {event.name: 12 for event in fix.events} for fix in FIXES},
+        agreement=report.Agreement("a-token", RANKS, RANKS, None),
+        leader=ENGINE,
+        written=time.time(),
+    )
+
+
+if __name__ == "__main__":
+    main()
