@@ -282,6 +282,23 @@ def test_a_rank_whose_process_keeps_the_plugin_out_is_named_with_its_host(said: 
     assert f"Without a word in 4 s: rank 1 on {socket.gethostname()}." in with_plugin
 
 
+def test_a_fix_taken_back_for_want_of_a_companion_is_no_difference_between_pipeline_stages() -> None:
+    """Only the last stage imports the drafter's code, for which `capture-state` needs the companion."""
+    code = """
+    from vllm.plugins import load_general_plugins
+    load_general_plugins()
+    import vllm.v1.worker.gpu.cudagraph_utils
+    from vllm_graphfix import _this_process
+    first = _this_process()._word()
+    import vllm.v1.worker.gpu.spec_decode.eagle.cudagraph
+    last = _this_process()._word()
+    states = _this_process().process.states()
+    print("SAID", first.states["capture-state"], last.states["capture-state"], states["capture-state"].state.value)
+    """
+    said = run_in_release("0.21.0", code, {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "observe"}).stdout
+    assert "SAID active waiting incompatible" in said
+
+
 @pytest.mark.parametrize(
     ("error", "ended"),
     [("vllm-graphfix stops this engine before it captures its CUDA graphs: …", True), ("out of memory", False)],

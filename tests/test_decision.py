@@ -84,6 +84,9 @@ PROGRAM = f"""
 if len(sys.argv) > 2:
     front_end("program")
     sys.exit()
+from vllm.engine.arg_utils import EngineArgs
+EngineArgs(model=MODEL)  # loads the plugins; no engine begins here yet
+start("fork", front_end, "forked early")
 one = configuration()
 told("first")
 of_the_first = os.environ[{settings.DECISION!r}]
@@ -102,6 +105,7 @@ two = configuration()
 told("second")
 start("spawn", engine_core, two, "core of the second")
 start("fork", engine_core, two, "forked core of the second")
+start("fork", engine_core, one, "late forked core")
 os.environ[{settings.DECISION!r}] = of_the_first
 start("spawn", engine_core, two, "core on a node that keeps another engine's decision")
 del two.__dict__["_graphfix_decision"]
@@ -138,7 +142,12 @@ def test_the_first_process_decides(found: Found) -> None:
     }
 
 
-@pytest.mark.parametrize("who", ["core", "forked core", "api server"])
+def test_front_ends_that_were_forked_from_one_process_are_engines_of_their_own(found: Found) -> None:
+    assert found["forked early"]["engine"] != found["first"]["engine"]
+    assert found["forked early"]["canary"] is True
+
+
+@pytest.mark.parametrize("who", ["core", "forked core", "late forked core", "api server"])
 def test_an_engines_processes_go_by_its_decision_whatever_their_own_environment_says(who: str, found: Found) -> None:
     assert found[who]["role"] == ("api-server" if who == "api server" else "engine-core")
     assert {name: found[who][name] for name in ("engine", "key", "canary", "mode")} == {

@@ -122,7 +122,9 @@ def test_strict_ignores_a_fix_whose_targets_this_engine_never_imports() -> None:
     before, _, _ = WRONG["the manifest cannot be read"]
     done = run_in_release(
         "0.18.1",
-        before + LOAD + "from vllm_graphfix import _this_process\nassert _this_process().process.left_undone(v2=None) == ()\n",
+        before
+        + LOAD
+        + "from vllm_graphfix import _this_process\nassert _this_process().process.left_undone(v2=None) == ()\n",
         {"VLLM_GRAPHFIX": "strict"},
     )
     assert done.returncode == 0

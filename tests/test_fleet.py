@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -71,8 +72,8 @@ def ranks(two: tuple[Identity, Identity], **changes: Any) -> tuple[Record, Recor
     return first, second._replace(**changes)
 
 
-def text(base: Path) -> str:
-    console = Console(width=200, color_system=None)
+def text(base: Path, width: int = 200) -> str:
+    console = Console(width=width, color_system=None)
     with console.capture() as capture:
         console.print(shown(look(base)))
     return capture.get()
@@ -174,6 +175,7 @@ def test_an_engine_that_was_killed_as_a_whole_has_ended_and_is_not_wrong(tmp_pat
     assert (engine.status, engine.live, engine.wrong) == ("ended", False, ())
     assert look(tmp_path).exit_code == 0
     assert f"engine {ENGINE}  ended" in text(tmp_path)
+    assert "dead: ranks 0-1, heard of 0 s ago" in text(tmp_path)
 
 
 @pytest.mark.usefixtures("alone")
@@ -217,6 +219,26 @@ def test_an_engine_no_rank_of_which_has_said_anything_is_exit_1(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_program_that_makes_one_engine_after_the_other_is_in_order(
+    tmp_path: Path, two: tuple[Identity, Identity]
+) -> None:
+    """Its record of the first engine lives as long as it does."""
+    process, rank = two
+    leave(tmp_path, record(process), record(process, engine=OTHER_ENGINE, written=1763740001.0))
+    leave(tmp_path, record(rank, rank=0, engine=OTHER_ENGINE))
+    (engine,) = look(tmp_path).engines
+    assert (engine.name, engine.wrong) == (OTHER_ENGINE, ())
+
+
+def test_a_program_that_has_two_engines_at_once_shows_both(
+    tmp_path: Path, start: Start, two: tuple[Identity, Identity]
+) -> None:
+    process, rank = two
+    leave(tmp_path, record(process), record(process, engine=OTHER_ENGINE, written=1763740001.0))
+    leave(tmp_path, record(rank, rank=0), record(of(start().pid), rank=0, engine=OTHER_ENGINE))
+    assert [engine.wrong for engine in look(tmp_path).engines] == [(), ()]
+
+
 def test_nodes_that_started_on_their_own_are_joined_by_the_leader(tmp_path: Path) -> None:
     leave(tmp_path, record(elsewhere(1, "node-a")), record(elsewhere(2, "node-a"), 0, 2, leader=ENGINE))
     leave(tmp_path, record(elsewhere(1, "node-b"), engine=OTHER_ENGINE))
@@ -296,6 +318,53 @@ def test_files_that_are_no_records_are_said_and_change_nothing(tmp_path: Path) -
     (own_folder(tmp_path) / "x.json").touch()
     assert "x.json: no record has such a name" in text(tmp_path)
     assert look(tmp_path).exit_code == 0
+
+
+def of_fixes(**states: str) -> dict[str, Any]:
+    """Changes of a record: each fix in that state, because of its mode, and with an event that did not happen."""
+    return {
+        "fixes": {name.replace("_", "-"): FixReport("auto", state, "the reason") for name, state in states.items()},
+        "events": {name.replace("_", "-"): {f"event-of-{name}": 0} for name in states},
+    }
+
+
+@pytest.mark.usefixtures("alone")
+def test_events_are_shown_of_the_fixes_that_count_them(tmp_path: Path) -> None:
+    leave(
+        tmp_path, record(rank=0, **of_fixes(first="active", second="observing", third="not-needed", fourth="waiting"))
+    )
+    assert re.findall(r"event-of-(\w+) 0", text(tmp_path)) == ["first", "second"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_event_that_happened_is_shown_whatever_became_of_its_fix(tmp_path: Path) -> None:
+    leave(tmp_path, record(rank=0, fixes={"capture-state": FixReport("auto", "failed", "the reason")}))
+    assert "state-consumed 12" in text(tmp_path)
+
+
+@pytest.mark.usefixtures("alone")
+def test_fixes_of_which_the_same_is_told_share_a_row(tmp_path: Path) -> None:
+    leave(tmp_path, record(rank=0, **of_fixes(first="off", second="off", third="not-needed")))
+    assert text(tmp_path).count("the reason") == 2
+    assert all(name in text(tmp_path) for name in ("first", "second", "third"))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rollout_is_told_of_where_there_is_one(tmp_path: Path) -> None:
+    leave(tmp_path, record(rank=0))
+    assert "in the rollout of 25 % (bucket 1234 of 10,000)" in text(tmp_path)
+    leave(tmp_path, record(rank=0, decision=Decided(True, None, None, "on", True)))
+    assert "rollout" not in text(tmp_path)
+    leave(tmp_path, record(rank=0, decision=Decided(False, 1234, None, "on", True)))  # the percentage is none
+    assert "not in the rollout" in text(tmp_path)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_process_that_writes_once_is_not_said_to_be_silent(tmp_path: Path, start: Start) -> None:
+    leave(tmp_path, record(), age=500.0)
+    leave(tmp_path, record(of(start().pid), 0))
+    assert "min ago" not in text(tmp_path)
+    assert "0 s ago" in text(tmp_path)
 
 
 # -- processes without a record ----------------------------------------------------------------------------------
@@ -464,6 +533,20 @@ def test_servers_without_a_record_are_exit_1_unless_they_leave_theirs_elsewhere(
     assert look(tmp_path).exit_code == with_an_engine
 
 
+def test_a_reason_is_named_once_for_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = "/usr/bin/python3 /usr/local/bin/vllm serve " + "a/model/with/a/name/" * 9
+    seen = (replace(A_SERVER, command=serve), replace(A_SERVER, pid=2, command="VLLM::EngineCore"))
+    monkeypatch.setattr(fleet, "_unrecorded", lambda *_: (seen, ()))  # a double of what runs on this machine
+    lines = [line.split() for line in text(tmp_path, 80).splitlines() if line.strip()]
+    assert lines[1:] == [
+        ["✗", "the", "reason"],
+        ["pid", "user", "started", "command"],
+        ["1", "somebody", "5", "min", "ago", "vllm", "serve", lines[3][-1]],
+        ["2", "somebody", "5", "min", "ago", "VLLM::EngineCore"],
+    ]
+    assert lines[3][-1].startswith("a/model")
+
+
 COMMANDS: list[tuple[str, bool]] = [
     ("/usr/bin/python3 /usr/local/bin/vllm serve some/model", True),
     ("/usr/bin/python3.12 -u -X dev /usr/local/bin/vllm serve --headless", True),
@@ -615,6 +698,16 @@ def test_the_folder_is_the_environments_and_may_be_named_in_full(tmp_path: Path)
     leave(tmp_path, record(rank=0))
     call(env={"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path)})
     call("--dir", str(own_folder(tmp_path)))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_pipe_is_as_wide_as_the_environment_says(tmp_path: Path) -> None:
+    leave(tmp_path, record(rank=0, problem="word " * 40))
+    widths = [
+        max(map(len, call("--dir", str(tmp_path), code=1, env={"COLUMNS": columns})[0].splitlines()))
+        for columns in ("70", "", "none")
+    ]
+    assert widths[0] <= 70 < widths[1] == widths[2] <= 140
 
 
 @pytest.mark.parametrize("folder", ["gone", "a file"])

@@ -217,3 +217,55 @@ def test_a_refused_percentage_is_0_percent(tmp_path: Path, monkeypatch: pytest.M
         assert metrics._watcher is not None
         made.append(metrics._watcher.engine)
     assert [engine.percentage for engine in made] == [0.0, 100.0, 7.5]
+
+
+def test_records_of_other_engines_are_read_once(
+    scraped: Scraped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On shared storage they are those of a whole fleet, and this process serves requests."""
+    from vllm_graphfix import report
+
+    theirs = [record(elsewhere(pid), rank=0, engine="f" * 16, leader="f" * 16) for pid in range(1, 6)]
+    leave(tmp_path, *theirs)
+    ranks(tmp_path, 1)
+    read: list[str] = []
+    real = report._read_record
+
+    def noted(folder: int, path: Path, name: str, uid: int) -> report.Found:
+        read.append(name)
+        return real(folder, path, name, uid)
+
+    monkeypatch.setattr(report, "_read_record", noted)
+    for expected in (6, 1):
+        read.clear()
+        scraped.look()
+        assert len(read) == expected
+    scraped.watcher.serve(SERVED._replace(id="f" * 16))
+    scraped.look()
+    assert sum(sample.value for sample in scraped.samples("graphfix_fix_state")) == 5
+
+
+def test_a_rank_that_is_compared_later_is_told_of_from_then_on(scraped: Scraped, tmp_path: Path) -> None:
+    follower = record(elsewhere(7), rank=1, world_size=2, engine="f" * 16)
+    leave(tmp_path, follower)
+    scraped.look()
+    assert scraped.samples("graphfix_fix_state") == []
+    leave(tmp_path, follower._replace(leader=ENGINE))
+    scraped.look()
+    assert len(scraped.samples("graphfix_fix_state")) == 1
+
+
+def test_ranks_whose_own_front_end_serves_metrics_are_told_of_there_only(scraped: Scraped, tmp_path: Path) -> None:
+    """With a load balancer of one's own each data-parallel rank is a server, and all follow one rank 0."""
+    ranks(tmp_path, 1)
+    follower = record(elsewhere(7), rank=1, world_size=2, engine="f" * 16, leader=ENGINE)
+    leave(tmp_path, follower, record(elsewhere(8), engine="f" * 16, serves_metrics=True))
+    scraped.look()
+    assert sum(sample.value for sample in scraped.samples("graphfix_fix_state")) == 1
+
+
+def test_where_ranks_come_and_go_none_are_expected(tmp_path: Path) -> None:
+    scraped = Scraped(tmp_path, SERVED._replace(ranks=None))
+    ranks(tmp_path, 1)
+    scraped.look()
+    assert scraped.samples("graphfix_ranks_expected") == []

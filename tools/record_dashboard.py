@@ -307,8 +307,14 @@ def _table(answer: Answer, width: float, tall: float) -> list[str]:
     return drawn
 
 
+def _rounded_up(value: float) -> float:
+    """The upper end of an axis: a number whose half is one that people read, too."""
+    size = 10.0 ** math.floor(math.log10(value))
+    return next(size * step for step in (1, 2, 3, 4, 5, 6, 8, 10) if size * step >= value * 0.999)
+
+
 def _lines(answer: Answer, width: float, tall: float, start: float, end: float) -> list[str]:
-    top = 1.08 * (max(value for _, series in answer.series for _, value in series.points) or 1)
+    top = _rounded_up(max(0, *(value for _, series in answer.series for _, value in series.points)) or 1)
     left, right, upper, lower = 48, width - 10, 28, tall - 58
 
     def x(at: float) -> float:
@@ -325,6 +331,7 @@ def _lines(answer: Answer, width: float, tall: float, start: float, end: float) 
         drawn.append(f'<path d="M{left} {y(tick):.1f}H{right:.1f}" stroke="#eaeef2"/>')
         drawn.append(_text(left - 5, y(tick) + 4, _shown(tick, answer.panel.unit), size=10, fill=FAINT, anchor="end"))
     at, line = 8.0, tall - 31
+    unnamed = 0
     for place, (name, series) in enumerate(answer.series):
         side, _, what = name.partition(" ")
         colour = SIDES.get(side, PALETTE[place % len(PALETTE)])
@@ -339,10 +346,14 @@ def _lines(answer: Answer, width: float, tall: float, start: float, end: float) 
         room = 24 + 5.6 * len(name)
         if at > 8 and at + room > width:
             at, line = 8.0, line + 13
-        if line < tall:
+        if line >= tall:
+            unnamed += 1
+        else:
             drawn.append(f'<path d="M{at:.1f} {line - 4:.1f}h12" stroke="{colour}" stroke-width="2"{dashes}/>')
             drawn.append(_text(at + 16, line, name, size=10))
         at += room
+    if unnamed:
+        drawn.append(_text(right, 16, f"and {unnamed} more", size=10, fill=FAINT, anchor="end"))
     return drawn
 
 

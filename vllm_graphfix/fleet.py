@@ -240,7 +240,27 @@ def look(folder: Path | None = None) -> Fleet:
         for found in reading.found
     ]
     unrecorded, notes = _unrecorded(base, here, members, now)
-    return Fleet(base, here, _engines(members), unrecorded, notes, reading.problems)
+    return Fleet(base, here, _engines(_without_left_engines(members)), unrecorded, notes, reading.problems)
+
+
+def _without_left_engines(members: Sequence[Member]) -> list[Member]:
+    """Less the front-ends that have gone on to another engine, as a program does that makes one after the other.
+
+    Their process lives and so does its record; an engine with a rank that lives is kept, since a program may have two at once.
+    """
+    latest: dict[tuple[str, int, int], float] = {}
+    for member in members:
+        process = member.record.host, member.record.pid, member.record.start_ticks
+        latest[process] = max(latest.get(process, 0.0), member.record.written)
+    serving = {member.record.engine for member in members if member.live and member.record.rank is not None}
+    return [
+        member
+        for member in members
+        if member.record.role != "front-end"
+        or member.record.engine in serving
+        or member.record.problem is not None
+        or member.record.written >= latest[member.record.host, member.record.pid, member.record.start_ticks]
+    ]
 
 
 def _engines(members: Iterable[Member]) -> tuple[Engine, ...]:
@@ -357,6 +377,8 @@ def _ago(seconds: float) -> str:
 _TITLE = re.compile(r"(\w+)::(APIServer|EngineCore|Worker)|ray::(RayWorker|EngineCore)|VLLM::")
 """What vLLM calls its processes (VLLM_PROCESS_NAME_PREFIX is the word in front), and Ray the actors that vLLM makes."""
 _NO_PLUGINS = re.compile(r"\w+::DPCoordinator|multiprocessing\.(resource_tracker|forkserver)")
+_SERVE = re.compile(r"^\S*python\S* (-m vllm\.entrypoints\.cli\.main|\S*/vllm) ")
+"""How the operator's `vllm serve` reads in a list of processes."""
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*|vllm")
 
 
@@ -627,10 +649,10 @@ def shown(fleet: Fleet) -> RenderableType:
             reasons.setdefault(one.reason, []).append(one)
         for reason, processes in reasons.items():
             mark = "[yellow]![/]" if all(one.elsewhere for one in processes) else "[red]✗[/]"
-            table = Table("pid", "user", "started", "command", box=None, pad_edge=False)
-            table.columns[-1].no_wrap = True
+            table = Table("pid", "user", "started", box=None, pad_edge=False, expand=True)
+            table.add_column("command", ratio=1, no_wrap=True)  # the others keep their width
             for one in processes:
-                table.add_row(str(one.pid), escape(one.user), _ago(one.age), escape(one.command))
+                table.add_row(str(one.pid), escape(one.user), _ago(one.age), escape(_SERVE.sub("vllm ", one.command)))
             parts += [Padding(Text.from_markup(f"{mark} {escape(reason)}"), (0, 0, 0, 2)), Padding(table, (0, 0, 0, 4))]
         parts.append(Text())
     if not fleet.engines and not fleet.unrecorded:
@@ -676,6 +698,11 @@ def _engine_shown(engine: Engine) -> list[RenderableType]:
     parts += [Padding(Text.from_markup(f"[red]✗ {escape(what)}[/]"), (0, 0, 0, 2)) for what in engine.wrong]
     parts += [Padding(Text.from_markup(f"[yellow]![/] {escape(what)}"), (0, 0, 0, 2)) for what in engine.notes]
     if not engine.live:
+        for what in (Liveness.DEAD, Liveness.SILENT):
+            if left := [member for member in engine.members if member.liveness is what]:
+                heard = [member.age for member in left if member.record.rank is not None]
+                told = f"{what.value}: {engine.several(left)}" + (f", heard of {_ago(min(heard))}" if heard else "")
+                parts.append(Padding(Text(told, style="dim"), (0, 0, 0, 2)))
         return parts
     processes = Table("process", "rank", "host", "pid", "", "heard of", box=None, pad_edge=False)
     for member in engine.members:
@@ -696,7 +723,7 @@ def _engine_shown(engine: Engine) -> list[RenderableType]:
         states, first = engine.states(fix), _first(engine, fix)
         several = len(states) > 1
         counts = bool(_COUNTING & states.keys())
-        told: tuple[str, ...] = (
+        account: tuple[str, ...] = (
             first.mode,
             "\n".join(
                 f"[{_STATE_COLOURS[state]}]{state}[/]" + (f" ({escape(engine.several(members))})" if several else "")
@@ -705,9 +732,9 @@ def _engine_shown(engine: Engine) -> list[RenderableType]:
             "\n".join(f"{escape(event)} {count}" for event, count in engine.counts(fix).items() if counts or count),
             escape(first.reason),
         )
-        alike.setdefault(told, []).append(f"[bold]{escape(fix)}[/]")
-    for told, names in alike.items():
-        fixes.add_row("\n".join(names), *told)
+        alike.setdefault(account, []).append(f"[bold]{escape(fix)}[/]")
+    for account, names in alike.items():
+        fixes.add_row("\n".join(names), *account)
     return [*parts, Padding(processes, (0, 0, 0, 2)), Padding(fixes, (0, 0, 0, 2))]
 
 

@@ -19,8 +19,8 @@ from types import FrameType
 from typing import Any
 
 from vllm_graphfix import rollout, settings
-from vllm_graphfix.fix import Fix
-from vllm_graphfix.process import Process, Wanted, when_imported
+from vllm_graphfix.fix import Fix, State, Verdict
+from vllm_graphfix.process import FixState, Process, Wanted, when_imported
 from vllm_graphfix.rollout import Decision
 
 logger = logging.getLogger("vllm.graphfix")  # as in process.py
@@ -76,8 +76,8 @@ class Membership:
         self.role = Role.FRONT_END
         self.decision: Decision | None = None
         self._inherited = False
-        self._configured: tuple[str, int] | None = None
-        """Model and ranks of the engine that this process configured last."""
+        self._configured: tuple[str, int | None] | None = None
+        """Model and, where it is fixed, number of ranks of the engine that this process configured last."""
         self._model: str | None = None
         """Of an engine that another process configured."""
         self._left: tuple[Any, str, Any] | None = None
@@ -102,7 +102,8 @@ class Membership:
         when_imported("vllm.plugins", self._watch_plugins)
         when_imported("vllm.engine.arg_utils", self._watch_engines)
         when_imported("vllm.v1.engine.core", self._watch_start)
-        when_imported("vllm.v1.worker.gpu_worker", self._watch_profiling)
+        when_imported("vllm.v1.worker.gpu_worker", functools.partial(self._watch_profiling, "Worker"))
+        when_imported("vllm.v1.worker.cpu_worker", functools.partial(self._watch_profiling, "CPUWorker"))
         when_imported("vllm.v1.worker.gpu_worker", functools.partial(self._gate, "Worker", "compile_or_warm_up_model"))
         when_imported(
             "vllm.v1.worker.cpu_worker", functools.partial(self._gate, "CPUWorker", "compile_or_warm_up_model")
@@ -158,8 +159,8 @@ class Membership:
         decision = rollout.decide(wanted, _vllm_version())
         problems = [*wanted.problems, *filter(None, [decision.refused])]
         if self.decision is not None and decision.same_choice(self.decision):
-            if self._configured is None:
-                return  # no engine has begun since
+            if self._configured is None and self.decision.pid == os.getpid():
+                return  # no engine has begun since, nor has this process been forked, with others like it, from the one that decided
             problems = []  # said already
         elif self._captures_here:
             logger.warning(
@@ -199,7 +200,9 @@ class Membership:
             if getattr(config.model_config, "is_moe", True)
             else parallel.data_parallel_size_local
         )
-        self._configured = (str(_model(config)), int(parallel.world_size * together))
+        # With elastic expert parallelism ranks come and go.
+        ranks = None if getattr(parallel, "enable_elastic_ep", False) else int(parallel.world_size * together)
+        self._configured = (str(_model(config)), ranks)
         if self.decision is not None and self.role is Role.FRONT_END:
             self.decision = self.decision._replace(instance=str(config.instance_id))
             self._environment[settings.DECISION] = vars(config)[_CARRIED] = self.decision.encode()
@@ -218,16 +221,26 @@ class Membership:
 
     def _forked(self) -> None:
         self._lock = threading.Lock()
+        self.process.forked()
         for fix in self._fixes:
             for event in fix.events:
                 event.count = 0
         self._telling = _Telling(self, forked=True)
 
     def _settle_in_fork(self) -> None:
-        role, _ = _place()
-        if role in (Role.ENGINE_CORE, Role.WORKER):
-            self.role, self._inherited, self._telling.forked = role, True, False
-            self._telling.tell()
+        role, config = _place()
+        if role not in (Role.ENGINE_CORE, Role.WORKER):
+            return
+        self.role, self._inherited, self._telling.forked = role, True, False
+        carried = (
+            rollout.handed_on(vars(config).get(_CARRIED), _vllm_version(), frozenset(self._names)) if config else None
+        )
+        if (
+            carried is not None and carried != self.decision
+        ):  # the process that was forked has configured another engine since
+            self.decision = carried
+            self.process.start(_wanted(carried))
+        self._telling.tell()
 
     # -- the gate ------------------------------------------------------------------------------------------------
 
@@ -261,12 +274,21 @@ class Membership:
             logger.exception("graphfix: could not compare the ranks of this engine")
         model = getattr(config, "model_config", None) or getattr(subject, "model_config", None)
         if problem is None and not getattr(model, "enforce_eager", False):  # no graphs, none of these defects
-            problem = self._undone(subject)
+            problem = self._undone_or_unknown(subject)
         self._telling.problem = problem
         _guarded(self._telling.tell)
         if problem is not None:
             _guarded(self._telling.finish)
             raise GraphfixError(problem)
+
+    def _undone_or_unknown(self, subject: Any) -> str | None:
+        try:
+            return self._undone(subject)
+        except Exception as error:
+            logger.exception("graphfix: could not tell the states of the fixes")
+            if not self.process.insisted():
+                return None
+            return f"{STOPS}: the states of the fixes cannot be told ({type(error).__name__}: {error}). VLLM_GRAPHFIX=off serves without them."
 
     def _undone(self, subject: Any) -> str | None:
         v2 = getattr(subject, "use_v2_model_runner", None)
@@ -298,7 +320,7 @@ class Membership:
         if "_initialize_kv_caches" in vars(core.EngineCore):
             _wrap(core.EngineCore, "_initialize_kv_caches", around)
 
-    def _watch_profiling(self, module: Any) -> None:
+    def _watch_profiling(self, owner: str, module: Any) -> None:
         """Around what every rank does before the first of them may capture a graph.
 
         Some ranks capture while they measure memory, and others do not (a start-up plan, 0.30.0 and later; a later pipeline stage that is
@@ -309,7 +331,8 @@ class Membership:
             _guarded(self._leave, "profiling")
             return stock(subject, *args, **kwargs)
 
-        _wrap(module.Worker, "determine_available_memory", around)
+        if "determine_available_memory" in vars(getattr(module, owner)):
+            _wrap(getattr(module, owner), "determine_available_memory", around)
 
     def _leave(self, stage: str) -> None:
         """Leaves this rank's word for the others."""
@@ -338,12 +361,20 @@ class Membership:
         if getattr(parallel, "enable_elastic_ep", False):
             logger.info("graphfix: ranks are not compared with --enable-elastic-ep: they come and go")
             return None
-        if stage == "compile_or_warm_up_model":
-            self._leave("warm-up")
-        if self._left is None:
-            return None
-        (store, place, word), self._left = self._left, None
         captures = config.compilation_config.cudagraph_mode.name != "NONE" and not config.model_config.enforce_eager
+        stops = captures and self.decision is not None and self.decision.master is not settings.Master.OFF
+        early = self._left
+        if stage == "compile_or_warm_up_model":
+            self._leave("warm-up")  # for those who wait for it
+            if not stops and telling.agreement is not None:
+                return None
+        # Between profiling and here hosts may go apart by minutes. Where a difference is a warning at most, nobody waits: what was said
+        # before is there already.
+        left = early if early is not None and not stops else self._left
+        self._left = None
+        if left is None:
+            return None
+        store, place, word = left
         found = telling.agreement = agreement.compare(
             store,
             place,
@@ -353,7 +384,7 @@ class Membership:
             lambda text: logger.warning("graphfix: %s", text),
             silent_host=lambda silent: agreement.host_in(store, silent, world_size),
             # What is a warning at most is not worth minutes: the kill switch brings a server up, also beside a rank without the plugin.
-            timeout=agreement.TIMEOUT if captures and word.master != "off" else agreement.TIMEOUT_FOR_A_WARNING,
+            timeout=agreement.TIMEOUT if stops else agreement.TIMEOUT_FOR_A_WARNING,
         )
         if found.difference is None:
             return None
@@ -384,7 +415,7 @@ class Membership:
             canary=decision.canary,
             master=decision.master.value,
             modes={name: mode.value for name, mode in decision.modes.items()},
-            states={name: state.state.value for name, state in self.process.states().items()},
+            states={name: _compared(state).value for name, state in self.process.states().items()},
             token=new_token(),
         )
 
@@ -411,6 +442,7 @@ class Membership:
 
         if self.decision is not None and self._configured is not None:
             metrics.expose(self._telling.base(), self.decision, self._configured[1])
+            self._telling.serves_metrics = True
             self._telling.keep()
 
 
@@ -424,6 +456,7 @@ class _Telling:
         """Rank, local rank, world size, data-parallel rank."""
         self.agreement: Any = None
         self.problem: str | None = None
+        self.serves_metrics = False
         self._reporter: Any = None
         self._kept = False
 
@@ -500,8 +533,21 @@ class _Telling:
             else None,
             leader=agreed.leader if agreed else None,
             problem=self.problem,
+            serves_metrics=self.serves_metrics,
             written=time.time(),
         )
+
+
+def _compared(told: FixState) -> State:
+    """The state that the ranks are compared by.
+
+    A fix that was taken back for want of a companion stays where the companion's code is not imported: on the first stages of a pipeline
+    whose last one has the drafter. That concerns how each rank captures its own graphs, and no other rank.
+    """
+    taken_back = (
+        told.state is State.INCOMPATIBLE and told.diagnosis is not None and told.diagnosis.verdict is Verdict.AFFECTED
+    )
+    return State.WAITING if taken_back else told.state
 
 
 def _world() -> tuple[int, int]:
@@ -525,6 +571,8 @@ def _place() -> tuple[Role, Any]:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
+        if name == "__main__":  # run with -m, as the inspection is
+            name = getattr(frame.f_globals.get("__spec__"), "name", "")
         if name == "vllm.engine.arg_utils":
             break
         if name in _PLACES:

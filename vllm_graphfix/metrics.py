@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 EVERY = 5.0
 """Seconds between two readings of the records."""
 
+_REMEMBERED = 100_000
+
 STATE_LABELS = ("fix", "mode", "state", "reason", "vllm", "graphfix")
 EVENT_LABELS = ("fix", "event")
 NAMES = (
@@ -46,8 +48,8 @@ class Engine(NamedTuple):
     id: str
     canary: bool
     percentage: float
-    ranks: int
-    """As many as its configuration has, data parallelism included."""
+    ranks: int | None
+    """As many as its configuration has, data parallelism included; None if that changes while it runs."""
 
 
 class Snapshot(NamedTuple):
@@ -64,8 +66,15 @@ class Snapshot(NamedTuple):
 
 
 def of_engine(records: Iterable[Record], engine: str) -> list[Record]:
-    """The records of ranks of *engine*, nodes that started on their own and follow its rank 0 among them."""
-    return [record for record in records if record.rank is not None and engine in (record.engine, record.leader)]
+    """The records of ranks of *engine*: its own, and those of nodes that follow its rank 0 and have no /metrics of their own."""
+    given = list(records)
+    told_elsewhere = {record.engine for record in given if record.serves_metrics and record.engine != engine}
+    return [
+        record
+        for record in given
+        if record.rank is not None
+        and (record.engine == engine or (record.leader == engine and record.engine not in told_elsewhere))
+    ]
 
 
 def summed_up(records: Iterable[Record], read_at: float) -> Snapshot:
@@ -93,7 +102,7 @@ class Exposition:
 
         self._registry = registry
         self._state = self._gauge("fix_state", "Ranks of this engine in which a fix is in that state.", STATE_LABELS)
-        self._expected = self._gauge("ranks_expected", "Ranks of this engine.")
+        self._expected: Gauge | None = None
         self._agreeing: Gauge | None = None
         self._canary = self._gauge("canary", "1 if this engine is among those that get the fixes, 0 if not.")
         self._percent = self._gauge("rollout_percent", "Percentage of engines that get the fixes, as set here.")
@@ -116,7 +125,9 @@ class Exposition:
     def tell_engine(self, engine: Engine) -> None:
         self._canary.set(engine.canary)
         self._percent.set(engine.percentage)
-        self._expected.set(engine.ranks)
+        if engine.ranks is not None:
+            self._expected = self._expected or self._gauge("ranks_expected", "Ranks of this engine.")
+            self._expected.set(engine.ranks)
 
     def tell(self, snapshot: Snapshot) -> None:
         self._read_at.set(snapshot.read_at)
@@ -144,7 +155,13 @@ class Watcher:
     def __init__(self, base: Path, engine: Engine, exposition: Exposition) -> None:
         self._base = base
         self._exposition = exposition
+        self._foreign: set[tuple[str, int]] = set()
+        """Records of other engines, by name and inode: on shared storage those of a whole fleet, not to be read again and again."""
         self.engine = engine
+
+    def serve(self, engine: Engine) -> None:
+        """Another engine than before."""
+        self.engine, self._foreign = engine, set()
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="graphfix-metrics", daemon=True).start()
@@ -161,9 +178,16 @@ class Watcher:
 
         self._exposition.tell_engine(self.engine)
         now, here = time.time(), report.identity()
-        found = report.read(self._base, own=True).found  # what other users write is not ours to tell
-        alive = [each.record for each in found if report.liveness(each, now, here, found) is not report.Liveness.DEAD]
-        ranks = of_engine(alive, self.engine.id)
+        # Our own user's: what others write is not ours to tell.
+        found = report.read(self._base, own=True, first=self.engine.id, skip=self._foreign).found
+        ours = {record.file_name for record in of_engine((each.record for each in found), self.engine.id)}
+        of_ours = [each for each in found if each.path.name in ours]
+        # One that follows another engine's rank 0 will never be ours; any other may, and an inode may come again.
+        foreign = (each for each in found if each.record.leader is not None and each.path.name not in ours)
+        self._foreign |= {(each.path.name, each.inode) for each in foreign}
+        if len(self._foreign) > _REMEMBERED:
+            self._foreign.clear()
+        ranks = [each.record for each in of_ours if report.liveness(each, now, here) is not report.Liveness.DEAD]
         if ranks:
             self._exposition.tell(summed_up(ranks, now))
 
@@ -171,7 +195,7 @@ class Watcher:
 _watcher: Watcher | None = None
 
 
-def expose(base: Path, decision: Decision, ranks: int) -> None:
+def expose(base: Path, decision: Decision, ranks: int | None) -> None:
     """Puts this engine's series beside vLLM's; called again, for a later engine of the process, it tells of that one."""
     global _watcher  # noqa: PLW0603 # one process serves one engine
     everybody = 0.0 if decision.refused else 100.0
@@ -185,4 +209,4 @@ def expose(base: Path, decision: Decision, ranks: int) -> None:
         _watcher = Watcher(base, engine, Exposition(REGISTRY, counts=counts))
         _watcher.start()
     else:
-        _watcher.engine = engine
+        _watcher.serve(engine)

@@ -184,7 +184,8 @@ class Process:
         if found.verdict is Verdict.AFFECTED:
             patches = progress.fix.observers if progress.observes else progress.fix.patches
             progress.patches = tuple(patches(found.shape))
-            progress.settle(State.WAITING, f"{found.reason} ({found.where}); to be applied when vLLM imports it")
+            done = "observed" if progress.observes else "applied"
+            progress.settle(State.WAITING, f"{found.reason} ({found.where}); to be {done} when vLLM imports it")
         elif found.verdict is Verdict.UNRECOGNISED:
             progress.settle(State.INCOMPATIBLE, f"{found.reason} ({found.where})")
             self._warn(progress, "cannot be applied to this vLLM; see `vllm-graphfix explain`")
@@ -265,6 +266,14 @@ class Process:
         self._warn(progress, "is not applied; vLLM runs as it was")
 
     # -- gate, log -------------------------------------------------------------------------------------------------
+
+    def insisted(self) -> bool:
+        """Whether there is a fix that the user insists on."""
+        return any(map(self._wanted.loud, self._progress))
+
+    def forked(self) -> None:
+        """In a forked child: a thread that held the lock is not there."""
+        self._lock = threading.RLock()
 
     def left_undone(self, *, v2: bool | None) -> tuple[str, ...]:
         """The fixes that the user insists on, that this process needs and that are not applied, each with state and reason.

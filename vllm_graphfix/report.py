@@ -115,6 +115,8 @@ class Record(NamedTuple):
     agreement: Agreement | None = None
     leader: str | None = None
     problem: str | None = None
+    serves_metrics: bool = False
+    """Whether /metrics of this process tells of its engine."""
     written: float = 0.0
 
     @property
@@ -143,6 +145,7 @@ class Record(NamedTuple):
             and self.agreement._replace(difference=_fitting(self.agreement.difference))._asdict(),
             "leader": self.leader,
             "problem": _fitting(self.problem),
+            "serves_metrics": self.serves_metrics,
             "written": self.written,
         }
 
@@ -202,6 +205,7 @@ class Record(NamedTuple):
             ),
             leader=given.name("leader", _ENGINE) if given.has("leader") else None,
             problem=given.text("problem") if given.has("problem") else None,
+            serves_metrics=given.truth("serves_metrics") if given.has("serves_metrics") else False,
             written=given.number("written", 1e11),
         )
 
@@ -450,6 +454,8 @@ class Found(NamedTuple):
     heartbeat: float
     """When it was last written or touched, in seconds of the epoch."""
     path: Path
+    inode: int = 0
+    """Of the file: another one whenever the record was written anew, the same when it was touched."""
 
 
 class Reading(NamedTuple):
@@ -458,10 +464,11 @@ class Reading(NamedTuple):
     """What could not be read, a line for each folder."""
 
 
-def read(base: Path, *, own: bool = False) -> Reading:
+def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tuple[str, int]] = frozenset()) -> Reading:
     """The records in every `vllm-graphfix-<uid>` below *base* that this user may read, its own ones first. Never raises.
 
-    With *own*, this user's only: nobody else can have written these.
+    With *own*, this user's only: nobody else can have written these. Those of the engine *first* are read before all others, those
+    in *skip*, by name and inode, not at all.
     """
     found: list[Found] = []
     problems: list[str] = []
@@ -491,7 +498,7 @@ def read(base: Path, *, own: bool = False) -> Reading:
         try:
             uid = int(path.name.rpartition("-")[2])
             _check(folder, uid)
-            _read_folder(folder, path, uid, found, problems)
+            _read_folder(folder, path, uid, found, problems, first, skip)
         except OSError as error:
             refused.append(f"{path}: {_why(error)}")
         finally:
@@ -500,11 +507,23 @@ def read(base: Path, *, own: bool = False) -> Reading:
     return Reading(tuple(found), tuple(problems))
 
 
-def _read_folder(folder: int, path: Path, uid: int, found: list[Found], problems: list[str]) -> None:
+def _read_folder(
+    folder: int,
+    path: Path,
+    uid: int,
+    found: list[Found],
+    problems: list[str],
+    first: str,
+    skip: Collection[tuple[str, int]],
+) -> None:
     wrong: list[str] = []
     with os.scandir(folder) as entries:
-        names = [entry.name for entry in islice(entries, _ENTRIES) if not entry.name.startswith(".")]
-    names.sort()
+        names = [
+            entry.name
+            for entry in islice(entries, _ENTRIES)
+            if not entry.name.startswith(".") and (not skip or (entry.name, entry.inode()) not in skip)
+        ]
+    names.sort(key=lambda name: (not (first and name.startswith(first)), name))
     for number, name in enumerate(names):
         if len(found) + len(wrong) >= FILES:
             problems.append(f"{path}: {len(names) - number} files were not looked at, since at most {FILES} are read")
@@ -550,7 +569,7 @@ def _read_record(folder: int, path: Path, name: str, uid: int) -> Found:
         raise RecordError(f"it is no JSON ({type(error).__name__})") from error
     if record.file_name != name:
         raise RecordError("its content is that of another one")
-    return Found(record, about.st_mtime, path / name)
+    return Found(record, about.st_mtime, path / name, about.st_ino)
 
 
 # -- alive, dead, silent -----------------------------------------------------------------------------------------
