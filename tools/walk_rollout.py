@@ -1,0 +1,294 @@
+"""Walks through docs/rollout.md on real servers, vLLM 0.21.0 on a CPU, and writes what was printed into the page.
+
+    python tools/walk_rollout.py [STAGE]... [--record SECONDS] [--photograph]
+
+What was printed stands between `<!-- walked: NAME -->` and `<!-- end -->`; everything else is left alone. At most two servers run at a
+time, with 2 GB each, and take up to a minute to start. Processes of other vLLMs of this machine would be on the page too: end them first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))  # a folder of scripts, not an installed module
+
+import record_dashboard  # noqa: E402
+from engine import environment  # noqa: E402
+from server import MODEL, Server, cpu_release, install, serve  # noqa: E402
+
+from vllm_graphfix.rollout import BUCKETS, bucket  # noqa: E402
+
+PAGE = ROOT / "docs" / "rollout.md"
+COLUMNS = 110
+PERCENTAGE = 5
+SERVE = f"vllm serve /models/{MODEL}"
+QUERY = "sum by (instance, fix, mode, state) (graphfix_fix_state)"
+METRICS = r"^graphfix_.*(observing|total|ranks)"
+
+
+class Walk:
+    """Servers that share a status folder, and the commands of somebody who looks at them."""
+
+    def __init__(self, folder: Path, record: float, *, photograph: bool) -> None:
+        self.record = record
+        self.photograph = photograph
+        self._folder = folder
+        self._status = folder / "status"
+        self._installed = install(folder / "installed")
+        self._status.mkdir()
+        self._environment = environment(self._installed.scratch, self._installed.plugin, cpu_release()) | {
+            "COLUMNS": str(COLUMNS),
+            "VLLM_GRAPHFIX_STATUS_DIR": str(self._status),
+        }
+
+    @contextlib.contextmanager
+    def serve(self, **variables: str) -> Iterator[Server]:
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        with serve(self._installed, folder, env={"VLLM_GRAPHFIX_STATUS_DIR": str(self._status), **variables}) as server:
+            for number in range(8):
+                server.completions([3, 4, number + 5], tokens=32)
+            yield server
+            if server.pids():
+                server.stop()  # so that it takes its records away
+
+    def forget(self) -> None:
+        """A stage does not see what a killed server has left in another."""
+        shutil.rmtree(self._status)
+        self._status.mkdir()
+
+    def command(self, *arguments: str) -> str:
+        """`vllm-graphfix` with *arguments*, what it printed, and its exit code unless that is 0."""
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_graphfix", *arguments],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        code = f"\n$ echo $?\n{done.returncode}" if done.returncode else ""
+        return f"$ vllm-graphfix {' '.join(arguments)}\n{self.readable(done.stdout)}{code}"
+
+    def readable(self, printed: str) -> str:
+        """*printed* without the names of this machine, its user and its folders."""
+        names = {
+            str(self._installed.model): f"/models/{MODEL}",
+            str(cpu_release()): "/venv/lib/python3/site-packages",
+            sys.executable: "/venv/bin/python",
+            str(self._status): "/tmp",  # noqa: S108 # the default, which the page is about
+            socket.gethostname(): "node-a",
+        }
+        for name, instead in names.items():
+            # What stands in a column of a table keeps its width.
+            printed = re.sub(rf"{re.escape(name)}(?=  )", instead.ljust(len(name)), printed)
+            printed = printed.replace(name, instead)
+        lines = [line.rstrip() for line in printed.splitlines()]
+        return "\n".join(lines).strip("\n")
+
+
+def status(walk: Walk) -> dict[str, str]:
+    return {"status": walk.command("status")}
+
+
+def observe(walk: Walk) -> dict[str, str]:
+    with walk.serve(VLLM_GRAPHFIX="observe") as server:
+        _wait_for_metrics(server)
+        seen, metrics = walk.command("fleet"), _metrics(server, METRICS)
+    return {"observe": f"$ VLLM_GRAPHFIX=observe {SERVE} &\n{seen}", "observe metrics": metrics}
+
+
+def canary(walk: Walk) -> dict[str, str]:
+    names = [f"eu-{number}" for number in range(1, 1000)]
+    chosen = {
+        inside: next(name for name in names if (bucket(name) < PERCENTAGE * BUCKETS // 100) is inside)
+        for inside in (True, False)
+    }
+    rollout = {"VLLM_GRAPHFIX": "on", "VLLM_GRAPHFIX_ROLLOUT": f"{PERCENTAGE}"}
+    with (
+        walk.serve(**rollout, VLLM_GRAPHFIX_ROLLOUT_KEY=chosen[True]) as patched,
+        walk.serve(**rollout, VLLM_GRAPHFIX_ROLLOUT_KEY=chosen[False]) as stock,
+    ):
+        for server in (patched, stock):
+            _wait_for_metrics(server)
+        seen = walk.command("fleet")
+        asked = "\n".join(
+            _metrics(server, "^graphfix_(canary|rollout)", port) for port, server in ((8000, patched), (8001, stock))
+        )
+        if walk.record:
+            with _load(patched), _load(stock):
+                _dashboard(walk, [patched, stock])
+    started = "\n".join(
+        f"$ VLLM_GRAPHFIX_ROLLOUT={PERCENTAGE} VLLM_GRAPHFIX_ROLLOUT_KEY={name} {SERVE} --port {port} &"
+        for name, port in ((chosen[True], 8000), (chosen[False], 8001))
+    )
+    return {"canary": f"{started}\n{seen}\n{asked}"}
+
+
+def everywhere_and_off(walk: Walk) -> dict[str, str]:
+    with walk.serve(VLLM_GRAPHFIX="on") as server:
+        _wait_for_metrics(server)
+        seen = walk.command("fleet")
+        start = time.monotonic()
+        server.stop()
+        ended = time.monotonic() - start
+    with walk.serve(VLLM_GRAPHFIX="off") as server:
+        server.completions([3, 4, 5])
+        answered = time.monotonic() - start
+        _wait_for_metrics(server)
+        seen_off = walk.command("fleet")
+    told = f"# {answered:.0f} s from the signal to the first answer, {ended:.0f} of them until the old server had ended"
+    return {
+        "all": f"$ VLLM_GRAPHFIX=on {SERVE} &\n{seen}",
+        "off": f"$ kill -TERM %1; wait %1; VLLM_GRAPHFIX=off {SERVE} &\n{told}\n{seen_off}",
+    }
+
+
+def killed(walk: Walk) -> dict[str, str]:
+    with walk.serve() as server:
+        _wait_for_metrics(server)
+        core = server.kill_engine()
+        seen = walk.command("fleet")
+    return {"killed": f"$ kill -KILL {core}\n{seen}"}
+
+
+def filtered(walk: Walk) -> dict[str, str]:
+    with walk.serve(VLLM_PLUGINS=""):
+        seen = walk.command("fleet")
+    return {"filtered": f"$ VLLM_PLUGINS= {SERVE} &\n{seen}"}
+
+
+STAGES: dict[str, Callable[[Walk], dict[str, str]]] = {
+    "status": status,
+    "observe": observe,
+    "canary": canary,
+    "all": everywhere_and_off,
+    "killed": killed,
+    "filtered": filtered,
+}
+
+
+def _metrics(server: Server, pattern: str, port: int = 8000) -> str:
+    """The lines of /metrics that *pattern* is found in; the user's server listens on *port*."""
+    lines = [line for line in server.metrics().splitlines() if re.search(pattern, line)]
+    return "\n".join([f"$ curl -s localhost:{port}/metrics | grep -E '{pattern}'", *lines])
+
+
+def _wait_for_metrics(server: Server) -> None:
+    """Until its ranks' records have been read: that happens every few seconds."""
+    until = time.monotonic() + 60
+    while "graphfix_ranks_agreeing " not in server.metrics() and time.monotonic() < until:
+        time.sleep(1)
+
+
+@contextlib.contextmanager
+def _load(server: Server) -> Iterator[None]:
+    """Two clients that ask for completions, some of which end before their limit."""
+    done = threading.Event()
+
+    def ask(client: int) -> None:
+        number = client
+        while not done.wait(0.3):
+            number += 2
+            asked = {"model": MODEL, "prompt": [3 + number % 90, 4, 5], "max_tokens": 24 + number % 40}
+            asked |= {"temperature": 1, "seed": number, "stop": [" w77"] if number % 3 else []}
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{server.port}/v1/completions",
+                json.dumps(asked).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310 # our own, on this machine
+                answer.read()
+
+    clients = [threading.Thread(target=ask, args=(client,)) for client in range(2)]
+    for client in clients:
+        client.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for client in clients:
+            client.join()
+
+
+def _dashboard(walk: Walk, servers: Sequence[Server]) -> None:
+    """docs/dashboard.svg, and docs/prometheus.png if that is wanted."""
+    urls = [f"http://127.0.0.1:{server.port}/metrics" for server in servers]
+    with record_dashboard.prometheus(urls) as running:
+        start = time.time()
+        time.sleep(walk.record)
+        running.scraped()
+        end = time.time()
+        answers = [record_dashboard.ask(running, panel, start, end) for panel in record_dashboard.panels()]
+        if walk.photograph:
+            asked = urllib.parse.urlencode({"g0.expr": QUERY, "g0.tab": 1})
+            _photograph(f"{running.address}/classic/graph?{asked}", ROOT / "docs" / "prometheus.png")
+        print(*(running.firing() or ["no alert"]), sep="\n")
+    about = f"two servers of vLLM 0.21.0 on a CPU, one in a rollout of {PERCENTAGE} %"
+    (ROOT / "docs" / "dashboard.svg").write_text(record_dashboard.picture(answers, start, end, about))
+
+
+def _photograph(address: str, into: Path) -> None:
+    with tempfile.TemporaryDirectory() as profile:
+        flags = "--headless --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
+        command = ["chromium", *flags.split(), "--disable-component-update", f"--user-data-dir={profile}"]
+        command += ["--no-sandbox"] if os.geteuid() == 0 else []
+        command += [
+            "--hide-scrollbars",
+            "--window-size=1100,810",
+            "--virtual-time-budget=10000",
+            f"--screenshot={into}",
+            address,
+        ]
+        subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120, check=True)
+
+
+def written(page: str, parts: dict[str, str]) -> str:
+    """*page* with *parts* in their places; raises KeyError for one that has none."""
+    for name, text in parts.items():
+        before, start, rest = page.partition(f"<!-- walked: {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        if not end:
+            raise KeyError(name)
+        page = f"{before}{start}```console\n{text}\n```\n{end}{after}"
+    return page
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"default: all of {', '.join(STAGES)}")
+    parser.add_argument("--record", type=float, default=0.0, metavar="SECONDS", help="docs/dashboard.svg, in `canary`")
+    parser.add_argument(
+        "--photograph",
+        action="store_true",
+        help="docs/prometheus.png too; needs chromium and an installed Prometheus 2, for its pages",
+    )
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="walk-") as folder:
+        walk = Walk(Path(folder), options.record, photograph=options.photograph)
+        for name in options.stages or STAGES:
+            walk.forget()
+            parts = STAGES[name](walk)
+            PAGE.write_text(written(PAGE.read_text(), parts))
+            print(*parts.values(), sep="\n\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
