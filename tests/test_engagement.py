@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from stock import run_in_release
-from table import AFFECTED_RELEASES, affected_by, verdict
+from table import AFFECTED_RELEASES, affected_by, slow_but_for_the_sample, verdict
 
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
@@ -43,7 +43,10 @@ def expected(release: str) -> dict[str, str]:
     return {fix.name: "active" if verdict(fix.name, release) == "affected" else "not-needed" for fix in FIXES}
 
 
-@pytest.mark.parametrize("release", [*AFFECTED_RELEASES, "0.14.1", "0.23.0", "0.33.0"])
+@pytest.mark.parametrize(
+    "release",
+    [pytest.param(r, marks=slow_but_for_the_sample(r)) for r in (*AFFECTED_RELEASES, "0.14.1", "0.23.0", "0.33.0")],
+)
 def test_load_general_plugins_engages_what_the_release_needs(release: str) -> None:
     found = states(release, LOAD + imports(release) + REPORT)
     assert {name: state for name, (_, state, _, _) in found.items()} == expected(release)
@@ -248,3 +251,27 @@ assert not heavy, heavy
 def test_a_vllm_without_cuda_still_serves_its_platform() -> None:
     code = LOAD + "from vllm.platforms import current_platform\nassert not current_platform.is_cuda()\n" + REPORT
     assert states("0.18.1", code)["mamba-padding"][1] == "not-needed"
+
+
+@pytest.mark.parametrize("release", ["0.15.0", "0.33.0"])
+def test_a_stage_of_a_rollout_changes_no_factor_of_vllms_compile_key(release: str) -> None:
+    """Else each stage would compile a fleet anew. The engine that is asked has decided: its decision is in the environment."""
+    code = f"""
+{LOAD}
+import json, os
+import vllm.envs as envs
+assert "VLLM_GRAPHFIX_DECISION" in os.environ
+told = json.dumps(envs.compile_factors(), default=str, sort_keys=True)
+print("FACTORS", told.replace(os.getcwd(), "scratch"))  # another folder in each run of this test
+"""
+    stages: list[dict[str, str]] = [
+        {"VLLM_GRAPHFIX": "off"},
+        {"VLLM_GRAPHFIX": "observe", "VLLM_GRAPHFIX_ROLLOUT": "5", "VLLM_GRAPHFIX_ROLLOUT_KEY": "a"},
+        {"VLLM_GRAPHFIX_ROLLOUT": "50", "VLLM_GRAPHFIX_MAMBA_PADDING": "on", "VLLM_GRAPHFIX_STATUS_DIR": "/elsewhere"},
+    ]
+    found = {
+        next(line for line in run_in_release(release, code, env).stdout.splitlines() if line.startswith("FACTORS"))
+        for env in stages
+    }
+    assert len(found) == 1
+    assert "VLLM_GRAPHFIX_DECISION" in found.pop()

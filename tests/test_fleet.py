@@ -173,13 +173,16 @@ def test_an_engine_that_was_killed_as_a_whole_has_ended_and_is_not_wrong(tmp_pat
         process.wait()
     engine = only(tmp_path)
     assert (engine.status, engine.live, engine.wrong) == ("ended", False, ())
+    assert look(tmp_path).exit_code == 3  # none runs: `until vllm-graphfix fleet` goes on waiting
+    leave(tmp_path, record(engine=OTHER_ENGINE, rank=0))
     assert look(tmp_path).exit_code == 0
+    (tmp_path / own_folder(tmp_path) / record(engine=OTHER_ENGINE).file_name).unlink()
     assert f"engine {ENGINE}  ended" in text(tmp_path)
     assert "dead: ranks 0-1, heard of 0 s ago" in text(tmp_path)
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("age", "code"), [(0.0, 1), (AN_HOUR - 10, 1), (AN_HOUR + 10, 0)])
+@pytest.mark.parametrize(("age", "code"), [(0.0, 1), (AN_HOUR - 10, 1), (AN_HOUR + 10, 3)])
 def test_an_engine_that_was_stopped_by_us_is_exit_1_for_an_hour(
     tmp_path: Path, start: Start, age: float, code: int
 ) -> None:

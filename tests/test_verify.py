@@ -21,7 +21,7 @@ from edited import edited
 from nightly import make_nightly
 from rich.console import Console
 from stock import release_root, run_in_release
-from table import AFFECTED_RELEASES, PAIRS, affected_by, verdict
+from table import AFFECTED_RELEASES, PAIRS, affected_by, slow_but_for_the_sample, verdict
 from test_diagnosis import UNSEEN, WITHOUT_THE_FIX
 from test_engine_processes import SOON, all_end
 
@@ -48,7 +48,10 @@ def report_of(release: str) -> Report:
     return verified(release_root(release))
 
 
-@pytest.mark.parametrize("release", [pytest.param(r, marks=pytest.mark.xdist_group(r)) for r in AFFECTED_RELEASES])
+@pytest.mark.parametrize(
+    "release",
+    [pytest.param(r, marks=[pytest.mark.xdist_group(r), *slow_but_for_the_sample(r)]) for r in AFFECTED_RELEASES],
+)
 def test_every_fix_that_a_release_needs_is_proven_and_nothing_else_is_patched(release: str) -> None:
     report = report_of(release)
     assert outcomes(report) == {
@@ -86,7 +89,11 @@ def proofs_with_one_emptied(release: str) -> dict[str | None, dict[str, Proof]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "release"), [pytest.param(*pair, marks=pytest.mark.xdist_group(pair[1])) for pair in PAIRS]
+    ("name", "release"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.xdist_group(pair[1]), *slow_but_for_the_sample(pair[1])])
+        for pair in PAIRS
+    ],
 )
 def test_the_defect_is_still_there_if_the_body_of_the_fix_is_emptied(name: str, release: str) -> None:
     """All patches are on their targets, those of this one fix change nothing; with nothing emptied the same way proves it."""

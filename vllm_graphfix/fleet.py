@@ -219,7 +219,7 @@ class Fleet:
     def exit_code(self) -> int:
         if any(engine.wrong for engine in self.engines) or any(not one.elsewhere for one in self.unrecorded):
             return NOT_IN_ORDER
-        return IN_ORDER if self.engines else NOTHING
+        return IN_ORDER if any(engine.live for engine in self.engines) else NOTHING
 
 
 def look(folder: Path | None = None) -> Fleet:

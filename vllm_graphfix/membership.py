@@ -206,6 +206,18 @@ class Membership:
         if self.decision is not None and self.role is Role.FRONT_END:
             self.decision = self.decision._replace(instance=str(config.instance_id))
             self._environment[settings.DECISION] = vars(config)[_CARRIED] = self.decision.encode()
+            if self.decision.rollout is not None:
+                inside = "in" if self.decision.canary else "not in"
+                logger.info(
+                    "graphfix: this engine is %s the rollout of %s (bucket %d of %d, key %r)",
+                    *(
+                        inside,
+                        rollout.shown(self.decision.rollout),
+                        self.decision.bucket,
+                        rollout.BUCKETS,
+                        self.decision.key,
+                    ),
+                )
         self._telling.tell()
 
     def _watch_plugins(self, plugins: Any) -> None:

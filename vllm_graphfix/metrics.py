@@ -86,8 +86,10 @@ def summed_up(records: Iterable[Record], read_at: float) -> Snapshot:
         for name, fix in record.fixes.items():
             states[name, fix.mode, fix.state, fix.reason, record.vllm, record.graphfix] += 1
         for name, counts in record.events.items():
+            counting = name in record.fixes and record.fixes[name].state in ("active", "observing")
             for event, count in counts.items():
-                events[name, event] += count
+                if counting or count:  # what nobody counts is no series
+                    events[name, event] += count
         if record.agreement is not None:
             groups[record.agreement.group] = record.agreement.agreeing
     return Snapshot(read_at, dict(states), dict(events), sum(groups.values()) if groups else None)

@@ -24,6 +24,12 @@ class Site:
         self.layers: dict[str, Wrap] = {}
         self.installed: FunctionType = stock
 
+    @property
+    def name(self) -> str:
+        """For people: ``Class.method`` or ``module.function``."""
+        owner = getattr(self.owner, "__qualname__", None) or self.owner.__name__.rpartition(".")[2]
+        return f"{owner}.{self.attribute}"
+
     def current(self) -> object:
         return vars(self.owner).get(self.attribute)
 

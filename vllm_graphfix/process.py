@@ -213,7 +213,7 @@ class Process:
             missing = sorted({patch.module for patch in progress.patches if patch.module not in sys.modules})
             rest = f"; {', '.join(missing)} when it is imported" if missing else ""
             state, done = (State.OBSERVING, "counts at") if progress.observes else (State.ACTIVE, "applied to")
-            progress.settle(state, f"{done} {', '.join(site.attribute for site in progress.sites)}{rest}")
+            progress.settle(state, f"{done} {', '.join(site.name for site in progress.sites)}{rest}")
             logger.debug("graphfix: %s: %s, %s", progress.fix.name, state.value, progress.reason)
         except patching.ConflictError as error:
             self._take_back(progress, State.CONFLICT, str(error))
