@@ -704,15 +704,6 @@ def test_the_folder_is_the_environments_and_may_be_named_in_full(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_pipe_is_as_wide_as_the_environment_says(tmp_path: Path) -> None:
-    leave(tmp_path, record(rank=0, problem="word " * 40))
-    widths = [
-        max(map(len, call("--dir", str(tmp_path), code=1, env={"COLUMNS": columns})[0].splitlines()))
-        for columns in ("70", "", "none")
-    ]
-    assert widths[0] <= 70 < widths[1] == widths[2] <= 140
-
-
 @pytest.mark.parametrize("folder", ["gone", "a file"])
 def test_a_folder_that_is_none_is_one_sentence_and_exit_2(tmp_path: Path, folder: str) -> None:
     (tmp_path / "a file").touch()

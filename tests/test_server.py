@@ -207,7 +207,7 @@ def test_metrics_show_the_ranks_and_the_rollout(plain: Seen) -> None:
     assert value(text, "graphfix_ranks_agreeing") == 1
     assert value(text, "graphfix_canary") == 1
     assert value(text, "graphfix_rollout_percent") == 100
-    assert time.time() - value(text, "graphfix_records_read_timestamp_seconds") < 30
+    assert time.time() - value(text, "graphfix_records_read_timestamp_seconds") < 300
 
 
 def test_metrics_of_vllm_are_there_as_before(plain: Seen, filtered_out: Seen) -> None:

@@ -53,7 +53,6 @@ class Walk:
         self._installed = install(folder / "installed")
         self._status.mkdir()
         self._environment = environment(self._installed.scratch, self._installed.plugin, cpu_release()) | {
-            "COLUMNS": str(COLUMNS),
             "VLLM_GRAPHFIX_STATUS_DIR": str(self._status),
         }
 
@@ -75,7 +74,13 @@ class Walk:
     def command(self, *arguments: str) -> str:
         """`vllm-graphfix` with *arguments*, what it printed, and its exit code unless that is 0."""
         done = subprocess.run(
-            [sys.executable, "-m", "vllm_graphfix", *arguments],
+            # As wide as the page, which a pipe is not.
+            [
+                sys.executable,
+                "-c",
+                f"from vllm_graphfix import cli; cli.PIPE_WIDTH = {COLUMNS}; cli.main()",
+                *arguments,
+            ],
             env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

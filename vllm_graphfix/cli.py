@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from enum import Enum
 from pathlib import Path
@@ -34,6 +33,9 @@ EXIT_NOT_PROVEN = 1
 EXIT_USAGE = 2
 EXIT_LEFT_UNDONE = 3
 EXIT_INTERRUPTED = 130
+
+PIPE_WIDTH = 140
+"""Columns where there is no terminal."""
 
 
 class DeviceName(str, Enum):
@@ -286,10 +288,9 @@ def _stop(message: str, code: int = EXIT_USAGE) -> NoReturn:
 def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    # Rich honours NO_COLOR, COLUMNS and terminals; a pipe has no width, and wrapping at 80 would cut tables for people with `| less`.
+    # Rich honours NO_COLOR and terminals; a pipe has no width, and wrapping at 80 would cut tables for people with `| less`.
     stream = sys.stderr if stderr else sys.stdout
-    known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(stderr=stderr, width=None if known else 140, soft_wrap=False)
+    return Console(stderr=stderr, width=None if stream.isatty() else PIPE_WIDTH, soft_wrap=False)
 
 
 def _references(fix: Fix) -> str:

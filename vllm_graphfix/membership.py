@@ -33,10 +33,6 @@ STOPS = "vllm-graphfix stops this engine before it captures its CUDA graphs"
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 
 
-_CARRIED = "_graphfix_decision"
-"""Attribute of a `VllmConfig`, which goes to every process of its engine; no field of it, so that no hash of vLLM's sees it."""
-
-
 class GraphfixError(RuntimeError):
     """The engine must not capture its graphs: a fix that the user insists on is not applied, or the ranks do not agree."""
 
@@ -80,6 +76,8 @@ class Membership:
         """Model and, where it is fixed, number of ranks of the engine that this process configured last."""
         self._model: str | None = None
         """Of an engine that another process configured."""
+        self._decisions: dict[str | None, Decision] = {}
+        """Of the engines that this process configured, by `VllmConfig.instance_id`."""
         self._left: tuple[Any, str, Any] | None = None
         """Store, stage and word that this rank has left there and not compared yet."""
         self._captures_here = False
@@ -122,18 +120,11 @@ class Membership:
 
     def _join(self, config: Any) -> None:
         """Goes by the decision that was handed on, or decides."""
-        # The configuration of the engine, where it is at hand, carries the decision too: a Ray node that an earlier engine started
-        # keeps that engine's environment, and newer executors do not overwrite it.
-        for left in (
-            vars(config).get(_CARRIED) if config is not None else None,
-            self._environment.get(settings.DECISION),
-        ):
-            found = rollout.handed_on(left, _vllm_version(), frozenset(self._names))
-            if found is not None and self._is_ours(found, config):
-                self.decision, self._inherited = found, True
-                self._environment[settings.DECISION] = found.encode()
-                self.process.start(_wanted(found))
-                return
+        found = rollout.handed_on(self._environment.get(settings.DECISION), _vllm_version(), frozenset(self._names))
+        if found is not None and self._is_ours(found, config):
+            self.decision, self._inherited = found, True
+            self.process.start(_wanted(found))
+            return
         if self.role in (Role.ENGINE_CORE, Role.WORKER) and self._environment.get(settings.DECISION):
             logger.warning(
                 "graphfix: %s is not this engine's; this process decides for itself, from its own environment",
@@ -148,6 +139,7 @@ class Membership:
             if not _is_api_server_of(decision):
                 return False
             self.role = Role.API_SERVER
+        # A Ray node keeps the environment of the engine that started it, and newer executors do not overwrite it.
         instance = getattr(config, "instance_id", None)
         if not instance:
             return True
@@ -205,7 +197,8 @@ class Membership:
         self._configured = (str(_model(config)), ranks)
         if self.decision is not None and self.role is Role.FRONT_END:
             self.decision = self.decision._replace(instance=str(config.instance_id))
-            self._environment[settings.DECISION] = vars(config)[_CARRIED] = self.decision.encode()
+            self._environment[settings.DECISION] = self.decision.encode()
+            self._decisions[self.decision.instance] = self.decision
             if self.decision.rollout is not None:
                 inside = "in" if self.decision.canary else "not in"
                 logger.info(
@@ -244,14 +237,12 @@ class Membership:
         if role not in (Role.ENGINE_CORE, Role.WORKER):
             return
         self.role, self._inherited, self._telling.forked = role, True, False
-        carried = (
-            rollout.handed_on(vars(config).get(_CARRIED), _vllm_version(), frozenset(self._names)) if config else None
-        )
+        made = self._decisions.get(str(getattr(config, "instance_id", None)))
         if (
-            carried is not None and carried != self.decision
+            made is not None and made != self.decision
         ):  # the process that was forked has configured another engine since
-            self.decision = carried
-            self.process.start(_wanted(carried))
+            self.decision = made
+            self.process.start(_wanted(made))
         self._telling.tell()
 
     # -- the gate ------------------------------------------------------------------------------------------------
@@ -610,8 +601,10 @@ def _is_api_server_of(decision: Decision) -> bool:
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Puts *around* on a function of vLLM: called with the stock function, then with its arguments."""
-    stock = getattr(owner, name)
+    """Puts *around* on a function of vLLM, if it is there: called with the stock function, then with its arguments."""
+    stock = getattr(owner, name, None)
+    if stock is None:
+        return
 
     @functools.wraps(stock)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

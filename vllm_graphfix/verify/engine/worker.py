@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vllm_graphfix.settings import PREFIX
+from vllm_graphfix.settings import DECISION, PREFIX, STATUS_DIR
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine.job import COMPILED, EAGER, Job, Said, to_json
 
@@ -256,7 +256,10 @@ def _facts() -> dict[str, str]:
     import vllm_graphfix
     from vllm_graphfix.verify.engine.device import driver
 
-    switches = (f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIX))
+    chosen = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    for ours in (DECISION, STATUS_DIR):  # set by the plugin, and by whoever started this process
+        chosen.pop(ours, None)
+    switches = (f"{name}={value}" for name, value in sorted(chosen.items()))
     return {
         "vllm": vllm.__version__,
         "graphfix": vllm_graphfix.__version__,
