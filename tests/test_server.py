@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server import MODEL, NOBODY, RELEASE, Answer, Installed, Server, install, serve
 
 from vllm_graphfix import __version__
-from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.fixes import BY_NAME, FIXES
 
 pytestmark = pytest.mark.xdist_group("servers")
 
@@ -198,7 +198,7 @@ def test_metrics_show_each_fix(plain: Seen) -> None:
 def test_metrics_show_the_events_of_each_fix(plain: Seen) -> None:
     (text,) = plain.metrics.values()
     shown = {(labels["fix"], labels["event"]): count for labels, count in samples(text, "graphfix_events")}
-    assert shown == {(fix.name, event.name): 0.0 for fix in FIXES for event in fix.events}
+    assert shown == {(name, event.name): 0.0 for name in APPLIED for event in BY_NAME[name].events}
 
 
 def test_metrics_show_the_ranks_and_the_rollout(plain: Seen) -> None:
@@ -308,7 +308,7 @@ def test_metrics_of_both_api_servers_are_complete(two_api_servers: Seen) -> None
         states = {labels["fix"]: (labels["state"], n) for labels, n in samples(text, "graphfix_fix_state")}
         assert states == {fix.name: ("active" if fix.name in APPLIED else "not-needed", 1.0) for fix in FIXES}
         assert (value(text, "graphfix_ranks_expected"), value(text, "graphfix_ranks_agreeing")) == (1, 1)
-        assert len(samples(text, "graphfix_events")) == sum(len(fix.events) for fix in FIXES)
+        assert len(samples(text, "graphfix_events")) == sum(len(BY_NAME[name].events) for name in APPLIED)
         assert value(text, "graphfix_canary") == 1
 
 
