@@ -114,7 +114,7 @@ class LLM:
             return [told]
         if callable(method):
             return [method(SimpleNamespace(model_runner=SimpleNamespace(speculator=self.speculator)))]
-        raise NotImplementedError(method)
+        raise NotImplementedError(f"this double of an engine does not know {method!r}")
 
     def get_metrics(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(name=f"vllm:spec_decode_num_{what}_tokens", value=8) for what in ("accepted", "draft")]

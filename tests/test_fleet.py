@@ -442,7 +442,7 @@ def test_an_installation_that_lacks_the_plugin_is_named(tmp_path: Path, serve: S
 def test_a_server_with_file_systems_of_its_own_is_said_to(tmp_path: Path, serve: Start, start: Start) -> None:
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "--mount", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no namespace can be made here")
+        pytest.skip("no mount namespace can be made here: that needs root, or unprivileged namespaces")
     script = str(tmp_path / "bin" / "vllm")
     process = start(unshare, "--mount", sys.executable, script, "serve", env=here(tmp_path))
     assert reason(process, tmp_path).startswith("it has file systems of its own, as in a container or under systemd")

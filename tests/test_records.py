@@ -418,7 +418,7 @@ def test_a_real_file_system_that_is_full_or_read_only_leaves_nothing_behind(
         shutil.which("unshare") is None
         or subprocess.run([*inside, "true"], capture_output=True, check=False).returncode
     ):
-        pytest.skip("no mount can be made here")
+        pytest.skip("no file system can be mounted here: that needs root, or unprivileged namespaces")
     told = run(WRITES_UNTIL_FULL.format(limit=limit), str(tmp_path), before=inside)
     assert why in told
     assert told.endswith("() True []\n")

@@ -15,7 +15,6 @@ from vllm_graphfix import __version__
 from vllm_graphfix.fix import State
 from vllm_graphfix.report import (
     PRUNED_AFTER,
-    VARIABLE,
     Found,
     Identity,
     Liveness,
@@ -26,6 +25,7 @@ from vllm_graphfix.report import (
     read,
 )
 from vllm_graphfix.rollout import BUCKETS
+from vllm_graphfix.settings import STATUS_DIR
 
 if TYPE_CHECKING:
     import psutil
@@ -228,9 +228,9 @@ def look(folder: Path | None = None) -> Fleet:
     if re.fullmatch(r"vllm-graphfix-\d+", base.name) and base.is_dir():
         base = base.parent
     if not base.is_dir():
-        source = "--dir" if folder is not None else VARIABLE
+        source = "--dir" if folder is not None else STATUS_DIR
         raise FleetError(
-            f"{source}={str(base)!r} is no folder that this user can look into; name the one that {VARIABLE} names for the engines"
+            f"{source}={str(base)!r} is no folder that this user can look into; name the one that {STATUS_DIR} names for the engines"
         )
     if not os.access(base, os.R_OK | os.X_OK):
         raise FleetError(f"{str(base)!r} is not for this user to read")
@@ -308,17 +308,17 @@ def _judged(engine: Engine) -> tuple[list[str], list[str]]:
         wrong.append(f"not heard of for {min(m.age for m in silent):.0f} s: {engine.several(silent)}")
     if not any(member.record.rank is not None for member in engine.members):
         wrong.append(
-            f"no rank has said anything: they are starting, or on machines whose records are not here ({VARIABLE} on shared storage)"
+            f"no rank has said anything: they are starting, or on machines whose records are not here ({STATUS_DIR} on shared storage)"
         )
     for absent, agreed in engine.missing():
         if agreed:
             verb = "is on a machine" if len(absent) == 1 else "are on machines"
             notes.append(
-                f"{_ranks(absent)} {verb} whose records are not here: set {VARIABLE} to shared storage to see them; they agreed"
+                f"{_ranks(absent)} {verb} whose records are not here: set {STATUS_DIR} to shared storage to see them; they agreed"
             )
         else:
             wrong.append(
-                f"no record of {_ranks(absent)}: starting, without the plugin, or on machines whose records are not here: set {VARIABLE} to shared storage"
+                f"no record of {_ranks(absent)}: starting, without the plugin, or on machines whose records are not here: set {STATUS_DIR} to shared storage"
             )
     uncompared = [member for member in engine.ranked if member.record.agreement is None]
     if uncompared:
@@ -461,7 +461,7 @@ def _reason(pid: int, environment: Mapping[str, str], command: Sequence[str], ag
     if filtered is not None:
         return filtered
     if _file_systems(pid) not in (None, _file_systems(os.getpid())):
-        return f"it has file systems of its own, as in a container or under systemd's PrivateTmp: look from inside, or set {VARIABLE} to a folder that it shares with you"
+        return f"it has file systems of its own, as in a container or under systemd's PrivateTmp: look from inside, or set {STATUS_DIR} to a folder that it shares with you"
     if command and "PYTHONPATH" not in environment and _lacks_us(Path(command[0])):
         return f"vllm-graphfix is not installed for {command[0]}"
     if age < _STARTING:
@@ -659,7 +659,7 @@ def shown(fleet: Fleet) -> RenderableType:
         parts.append(
             Text.from_markup(
                 f"No records in {escape(str(fleet.folder))}, and no process of vLLM on {escape(fleet.here.host)}. Engines elsewhere are seen "
-                f"if {VARIABLE} is a folder of shared storage, for them and here."
+                f"if {STATUS_DIR} is a folder of shared storage, for them and here."
             )
         )
     parts += [Text.from_markup(f"[yellow]![/] {escape(note)}") for note in (*fleet.notes, *fleet.problems)]

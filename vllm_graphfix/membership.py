@@ -1,4 +1,4 @@
-"""This process as a part of an engine: whose decision it goes by, whether all ranks agree, and what it tells others.
+"""This process as a part of an engine: whose decision it goes by, and whether all ranks agree before they capture graphs.
 
 vLLM's own functions are wrapped here where an engine begins, where its graphs are about to be captured and where its metrics are put
 together. These wrappers change nothing that vLLM does, whatever the switches say; all that goes wrong in them stays in them.
@@ -12,21 +12,17 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, MutableMapping
-from enum import Enum
-from types import FrameType
 from typing import Any
 
 from vllm_graphfix import rollout, settings
 from vllm_graphfix.fix import Fix, State, Verdict
 from vllm_graphfix.process import FixState, Process, Wanted, when_imported
+from vllm_graphfix.role import Role, host_name, is_api_server_of, place, served_model
 from vllm_graphfix.rollout import Decision
+from vllm_graphfix.telling import Telling
 
 logger = logging.getLogger("vllm.graphfix")  # as in process.py
-
-HEARTBEAT = 10.0
-"""Seconds between two looks at what a record should say; counters of events in it are as old as that at most."""
 
 STOPS = "vllm-graphfix stops this engine before it captures its CUDA graphs"
 """How every message begins that stops an engine."""
@@ -37,51 +33,31 @@ class GraphfixError(RuntimeError):
     """The engine must not capture its graphs: a fix that the user insists on is not applied, or the ranks do not agree."""
 
 
-class Role(str, Enum):
-    """What a process is to an engine."""
-
-    FRONT_END = "front-end"
-    """The first one: `vllm serve`, or a program that makes an `LLM`."""
-    API_SERVER = "api-server"
-    """A further one, of ``--api-server-count``."""
-    ENGINE_CORE = "engine-core"
-    WORKER = "worker"
-    INSPECTION = "inspection"
-    """Looks at a model's class for another process."""
-
-
-_PLACES = {
-    "vllm.v1.engine.core": Role.ENGINE_CORE,
-    "vllm.v1.worker.worker_base": Role.WORKER,
-    "vllm.model_executor.models.registry": Role.INSPECTION,
-}
-"""Modules of vLLM that load plugins in a process which somebody else's engine has started. Anybody else begins an engine."""
-
-
 class Membership:
     """One process. `start` may be called any number of times."""
 
     def __init__(self, fixes: Iterable[Fix], environment: MutableMapping[str, str] = os.environ) -> None:
-        self._fixes = tuple(fixes)
-        self._environment = environment
-        self._names = tuple(fix.name for fix in self._fixes)
+        self.fixes = tuple(fixes)
+        self.environment = environment
+        self._names = tuple(fix.name for fix in self.fixes)
         wanted = settings.read(environment, self._names)
-        self.process = Process(self._fixes, Wanted(wanted.master, wanted.modes))
+        self.process = Process(self.fixes, Wanted(wanted.master, wanted.modes))
         self._lock = threading.Lock()
         self._started = False
         self.role = Role.FRONT_END
         self.decision: Decision | None = None
-        self._inherited = False
-        self._configured: tuple[str, int | None] | None = None
-        """Model and, where it is fixed, number of ranks of the engine that this process configured last."""
-        self._model: str | None = None
-        """Of an engine that another process configured."""
+        self.inherited = False
+        self.model: str | None = None
+        """Of the engine that this process is a part of, or configured last."""
+        self._configured = False
+        self._ranks: int | None = None
+        """Of the engine that this process configured last; None if that changes while it runs."""
         self._decisions: dict[str | None, Decision] = {}
         """Of the engines that this process configured, by `VllmConfig.instance_id`."""
         self._left: tuple[Any, str, Any] | None = None
         """Store, stage and word that this rank has left there and not compared yet."""
         self._captures_here = False
-        self._telling = _Telling(self)
+        self._telling = Telling(self)
 
     # -- the decision --------------------------------------------------------------------------------------------
 
@@ -91,12 +67,12 @@ class Membership:
             if self._started:
                 return
             self._started = True
-        self.role, config = _place()
-        self._model = _model(config)
+        self.role, config = place()
+        self.model = served_model(config)
         self._join(config)
+        when_imported("vllm.envs", self._register_names)
         if self.role is Role.INSPECTION:
             return
-        when_imported("vllm.envs", self._register_names)
         when_imported("vllm.plugins", self._watch_plugins)
         when_imported("vllm.engine.arg_utils", self._watch_engines)
         when_imported("vllm.v1.engine.core", self._watch_start)
@@ -112,20 +88,19 @@ class Membership:
         when_imported("vllm.entrypoints.serve.instrumentator.metrics", self._watch_metrics)
         os.register_at_fork(after_in_child=self._forked)
         if not {"-h", "--help"} & set(sys.argv):
-            atexit.register(
-                self.process.sum_up
-            )  # for a process, such as an API server's, that imports no code of a fix
+            # For a process, such as an API server's, that imports no code of a fix.
+            atexit.register(self.process.sum_up)
         if self.role in (Role.ENGINE_CORE, Role.WORKER):
-            self._telling.tell()
+            _guarded(self._telling.tell)
 
     def _join(self, config: Any) -> None:
         """Goes by the decision that was handed on, or decides."""
-        found = rollout.handed_on(self._environment.get(settings.DECISION), _vllm_version(), frozenset(self._names))
+        found = rollout.handed_on(self.environment.get(settings.DECISION), _vllm_version(), frozenset(self._names))
         if found is not None and self._is_ours(found, config):
-            self.decision, self._inherited = found, True
+            self.decision, self.inherited = found, True
             self.process.start(_wanted(found))
             return
-        if self.role in (Role.ENGINE_CORE, Role.WORKER) and self._environment.get(settings.DECISION):
+        if self.role in (Role.ENGINE_CORE, Role.WORKER) and self.environment.get(settings.DECISION):
             logger.warning(
                 "graphfix: %s is not this engine's; this process decides for itself, from its own environment",
                 settings.DECISION,
@@ -136,7 +111,7 @@ class Membership:
         """Whether this process is a part of the engine that *decision* was made for."""
         if self.role is Role.FRONT_END:
             # An environment is inherited by whatever is started, another engine included.
-            if not _is_api_server_of(decision):
+            if not is_api_server_of(decision):
                 return False
             self.role = Role.API_SERVER
         # A Ray node keeps the environment of the engine that started it, and newer executors do not overwrite it.
@@ -147,12 +122,12 @@ class Membership:
         return decision.instance is not None and f"{instance}_dp".startswith(f"{decision.instance}_dp")
 
     def _decide(self) -> None:
-        wanted = settings.read(self._environment, self._names)
+        wanted = settings.read(self.environment, self._names)
         decision = rollout.decide(wanted, _vllm_version())
         problems = [*wanted.problems, *filter(None, [decision.refused])]
         if self.decision is not None and decision.same_choice(self.decision):
-            if self._configured is None and self.decision.pid == os.getpid():
-                return  # no engine has begun since, nor has this process been forked, with others like it, from the one that decided
+            if not self._configured and self.decision.pid == os.getpid():
+                return  # no engine has begun since, nor has this process been forked from the one that decided
             problems = []  # said already
         elif self._captures_here:
             logger.warning(
@@ -162,8 +137,8 @@ class Membership:
             return
         for problem in problems:
             logger.warning("graphfix: %s", problem)
-        self.decision, self._inherited = decision, False
-        self._environment[settings.DECISION] = decision.encode()
+        self.decision, self.inherited = decision, False
+        self.environment[settings.DECISION] = decision.encode()
         self.process.start(_wanted(decision))
 
     def _watch_engines(self, arg_utils: Any) -> None:
@@ -193,11 +168,11 @@ class Membership:
             else parallel.data_parallel_size_local
         )
         # With elastic expert parallelism ranks come and go.
-        ranks = None if getattr(parallel, "enable_elastic_ep", False) else int(parallel.world_size * together)
-        self._configured = (str(_model(config)), ranks)
+        self._ranks = None if getattr(parallel, "enable_elastic_ep", False) else int(parallel.world_size * together)
+        self._configured, self.model = True, served_model(config)
         if self.decision is not None and self.role is Role.FRONT_END:
             self.decision = self.decision._replace(instance=str(config.instance_id))
-            self._environment[settings.DECISION] = self.decision.encode()
+            self.environment[settings.DECISION] = self.decision.encode()
             self._decisions[self.decision.instance] = self.decision
             if self.decision.rollout is not None:
                 inside = "in" if self.decision.canary else "not in"
@@ -227,20 +202,19 @@ class Membership:
     def _forked(self) -> None:
         self._lock = threading.Lock()
         self.process.forked()
-        for fix in self._fixes:
+        for fix in self.fixes:
             for event in fix.events:
                 event.count = 0
-        self._telling = _Telling(self, forked=True)
+        self._telling = Telling(self, forked=True)
 
     def _settle_in_fork(self) -> None:
-        role, config = _place()
+        role, config = place()
         if role not in (Role.ENGINE_CORE, Role.WORKER):
             return
-        self.role, self._inherited, self._telling.forked = role, True, False
+        self.role, self.inherited, self._telling.forked = role, True, False
         made = self._decisions.get(str(getattr(config, "instance_id", None)))
-        if (
-            made is not None and made != self.decision
-        ):  # the process that was forked has configured another engine since
+        if made is not None and made != self.decision:
+            # The process that was forked has configured another engine since.
             self.decision = made
             self.process.start(_wanted(made))
         self._telling.tell()
@@ -339,15 +313,15 @@ class Membership:
 
     def _leave(self, stage: str) -> None:
         """Leaves this rank's word for the others."""
-        from torch import distributed
         from torch.distributed import distributed_c10d
 
         from vllm_graphfix import agreement
 
+        rank, world_size = _world()
         word = self._word()
-        if word is not None and _world()[1] > 1:
+        if word is not None and world_size > 1:
             store = distributed_c10d.PrefixStore("vllm_graphfix", distributed_c10d._get_default_store())
-            self._left = store, agreement.leave(store, stage, distributed.get_rank(), word), word
+            self._left = store, agreement.leave(store, stage, rank, word), word
 
     def _compare(self, config: Any, stage: str, local_rank: int | None) -> str | None:
         """Compares the ranks; what stops the engine, or None."""
@@ -410,7 +384,7 @@ class Membership:
         if decision is None:
             return None
         return Word(
-            host=_host(),
+            host=host_name(),
             pid=os.getpid(),
             engine=decision.engine,
             graphfix=decision.graphfix,
@@ -443,102 +417,10 @@ class Membership:
     def _expose(self) -> None:
         from vllm_graphfix import metrics
 
-        if self.decision is not None and self._configured is not None:
-            metrics.expose(self._telling.base(), self.decision, self._configured[1])
+        if self.decision is not None and self._configured:
+            metrics.expose(self._telling.base(), self.decision, self._ranks)
             self._telling.serves_metrics = True
             self._telling.keep()
-
-
-class _Telling:
-    """What this process tells others about itself: its record."""
-
-    def __init__(self, membership: Membership, *, forked: bool = False) -> None:
-        self._membership = membership
-        self.forked = forked
-        self.rank: tuple[int, int | None, int, int] | None = None
-        """Rank, local rank, world size, data-parallel rank."""
-        self.agreement: Any = None
-        self.problem: str | None = None
-        self.serves_metrics = False
-        self._reporter: Any = None
-        self._kept = False
-
-    def base(self) -> Any:
-        from vllm_graphfix import report
-
-        return report.base_folder(self._membership._environment)
-
-    def tell(self) -> None:
-        """Hands the record over; nobody waits for the disk."""
-        record = self.record()
-        if record is not None:
-            self._the_reporter().publish(record)
-
-    def keep(self) -> None:
-        """From now on the record is kept up to date."""
-        if not self._kept:
-            self._kept = True
-            self._the_reporter().keep(self.record, HEARTBEAT)
-
-    def finish(self) -> None:
-        """Waits a little for the record to be written: the process is about to end, and its record says why."""
-        self._the_reporter().flush()
-
-    def _the_reporter(self) -> Any:
-        if self._reporter is None:
-            from multiprocessing.util import Finalize
-
-            from vllm_graphfix import report
-
-            self._reporter = report.Reporter(self.base(), lambda text: logger.warning("graphfix: %s", text))
-            # Not atexit, which the children that multiprocessing forks do not run.
-            Finalize(None, self._reporter.close, exitpriority=0)
-        return self._reporter
-
-    def record(self) -> Any:
-        from vllm_graphfix import report
-
-        membership = self._membership
-        decision = membership.decision
-        if decision is None:
-            return None
-        agreed = self.agreement
-        here = report.identity()
-        captures = self.rank is not None
-        return report.Record(
-            graphfix=decision.graphfix,
-            vllm=decision.vllm,
-            engine=decision.engine,
-            host=here.host,
-            pid=here.pid,
-            start_ticks=here.start_ticks,
-            boot=here.boot,
-            pid_namespace=here.pid_namespace,
-            role=membership.role.value,
-            model=membership._configured[0] if membership._configured else membership._model,
-            rank=report.Rank(*self.rank) if self.rank is not None else None,
-            decision=report.Decided(
-                canary=decision.canary,
-                bucket=decision.bucket,
-                percentage=decision.rollout / 100 if decision.rollout is not None else None,
-                master=decision.master.value,
-                inherited=membership._inherited,
-            ),
-            fixes={
-                name: report.FixReport(state.mode.value, state.state.value, state.reason)
-                for name, state in membership.process.states(diagnose=captures).items()
-            },
-            events={
-                fix.name: {event.name: event.count for event in fix.events} for fix in membership._fixes if fix.events
-            },
-            agreement=report.Agreement(agreed.group, agreed.world_size, agreed.agreeing, agreed.difference)
-            if agreed
-            else None,
-            leader=agreed.leader if agreed else None,
-            problem=self.problem,
-            serves_metrics=self.serves_metrics,
-            written=time.time(),
-        )
 
 
 def _compared(told: FixState) -> State:
@@ -565,41 +447,6 @@ def _wanted(decision: Decision) -> Wanted:
     return Wanted(decision.master, decision.modes, decision.withheld)
 
 
-def _place() -> tuple[Role, Any]:
-    """What this process is to the engine whose code is loading plugins right now, and the engine's configuration if it is at hand.
-
-    The innermost function of vLLM that loads plugins tells: others, a tracer's wrapper say, may stand between. Where there is none, as
-    in a notebook that calls `register` by hand, an engine will begin here.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name == "__main__":  # run with -m, as the inspection is
-            name = getattr(frame.f_globals.get("__spec__"), "name", "")
-        if name == "vllm.engine.arg_utils":
-            break
-        if name in _PLACES:
-            return _PLACES[name], frame.f_locals.get("vllm_config")
-        frame = frame.f_back
-    return Role.FRONT_END, None
-
-
-def _model(config: Any) -> str | None:
-    """The name that clients call the model of this configuration by."""
-    served = getattr(getattr(config, "model_config", None), "served_model_name", None)
-    first = served[0] if isinstance(served, list) and served else served
-    return str(first) if first else None
-
-
-def _is_api_server_of(decision: Decision) -> bool:
-    """Whether the process that decided started this one to serve the same engine: vLLM names these processes."""
-    import multiprocessing
-
-    parent = multiprocessing.parent_process()
-    named = multiprocessing.current_process().name.startswith("ApiServer")
-    return named and parent is not None and parent.pid == decision.pid and _host() == decision.host
-
-
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     """Puts *around* on a function of vLLM, if it is there: called with the stock function, then with its arguments."""
     stock = getattr(owner, name, None)
@@ -622,7 +469,3 @@ def _guarded(function: Callable[..., Any], *args: Any) -> None:
 
 def _vllm_version() -> str:
     return str(getattr(sys.modules.get("vllm"), "__version__", ""))
-
-
-def _host() -> str:
-    return os.uname().nodename

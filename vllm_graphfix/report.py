@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, overload
 
 from vllm_graphfix.fix import Mode, State
+from vllm_graphfix.settings import STATUS_DIR, Master
 
 SCHEMA = 1
-VARIABLE = "VLLM_GRAPHFIX_STATUS_DIR"
 DEFAULT_FOLDER = "/tmp"  # noqa: S108  # the folder in it is ours alone, and looked at before it is used
 ROLES = ("front-end", "api-server", "engine-core", "worker")
 
@@ -53,7 +53,7 @@ _HOST = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TOKEN = re.compile(r"[!-~]{1,128}")
 _WORD = re.compile(r"[!-~]{0,128}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
-_MASTERS = ("on", "off", "strict", "observe")
+_MASTERS = frozenset(master.value for master in Master)
 _MODES = frozenset(mode.value for mode in Mode)
 _STATES = frozenset(state.value for state in State)
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -367,7 +367,7 @@ def _seen(pid: int) -> _Seen | None:
 
 
 def base_folder(environment: Mapping[str, str]) -> Path:
-    return Path(environment.get(VARIABLE, "").strip() or DEFAULT_FOLDER)
+    return Path(environment.get(STATUS_DIR, "").strip() or DEFAULT_FOLDER)
 
 
 def own_folder(base: Path) -> Path:
@@ -795,5 +795,5 @@ class Reporter:
         with suppress(Exception):
             self._warn(
                 f"the status record of this process is not kept: {what}. Nothing else is concerned; `vllm-graphfix fleet` and the metrics miss "
-                f"this process. {VARIABLE} names another folder"
+                f"this process. {STATUS_DIR} names another folder"
             )

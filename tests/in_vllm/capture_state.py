@@ -216,7 +216,7 @@ def test_a_target_and_a_draft_are_captured_one_after_the_other() -> None:
 def test_a_draft_without_attention_metadata_is_captured_as_stock() -> None:
     captured = Capturing("draft", sizes=(4,))
     if captured.runner.model_state is None:
-        pytest.skip("builds its metadata without a model state")
+        pytest.skip("this release builds attention metadata without a model state, so there is none to do without")
     captured.runner.model_state.prepare_attn = lambda *_, **__: None
     captured.capture()
     assert captured.passes.events == [
@@ -248,7 +248,7 @@ def test_capture_graph_is_called_by_position_or_by_name(kind: str, keywords: boo
 def test_a_piecewise_capture_graph_builds_one_state(kind: str) -> None:
     captured = Capturing(kind, CUDAGraphMode.FULL_AND_PIECEWISE)
     if "capture_cg_mode" not in inspect.signature(captured.manager.capture_graph).parameters:
-        pytest.skip("has no PIECEWISE graphs on model runner V2")
+        pytest.skip("this release has no PIECEWISE graphs on model runner V2: nothing to be left alone")
     values = captured.inputs() | {"num_tokens": 4, "capture_cg_mode": CUDAGraphMode.PIECEWISE}
     with torch.inference_mode():
         captured.manager.capture_graph(**accepted(captured.manager.capture_graph, values))

@@ -1,0 +1,71 @@
+"""What a process is to an engine, told by who calls the plugin in it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+from vllm_graphfix.rollout import Decision
+
+
+class Role(str, Enum):
+    """What a process is to an engine."""
+
+    FRONT_END = "front-end"
+    """The first one: `vllm serve`, or a program that makes an `LLM`."""
+    API_SERVER = "api-server"
+    """A further one, of ``--api-server-count``."""
+    ENGINE_CORE = "engine-core"
+    WORKER = "worker"
+    INSPECTION = "inspection"
+    """Looks at a model's class for another process."""
+
+
+_PLACES = {
+    "vllm.v1.engine.core": Role.ENGINE_CORE,
+    "vllm.v1.worker.worker_base": Role.WORKER,
+    "vllm.model_executor.models.registry": Role.INSPECTION,
+}
+"""Modules of vLLM that load plugins in a process which somebody else's engine has started. Anybody else begins an engine."""
+
+
+def place() -> tuple[Role, Any]:
+    """What this process is to the engine whose code is loading plugins right now, and the engine's configuration if it is at hand.
+
+    The innermost function of vLLM that loads plugins tells: others, a tracer's wrapper say, may stand between. Where there is none, as
+    in a notebook that calls `register` by hand, an engine will begin here.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == "__main__":  # run with -m, as the inspection is
+            name = getattr(frame.f_globals.get("__spec__"), "name", "")
+        if name == "vllm.engine.arg_utils":
+            break
+        if name in _PLACES:
+            return _PLACES[name], frame.f_locals.get("vllm_config")
+        frame = frame.f_back
+    return Role.FRONT_END, None
+
+
+def served_model(config: Any) -> str | None:
+    """The name that clients call the model of this configuration by."""
+    served = getattr(getattr(config, "model_config", None), "served_model_name", None)
+    first = served[0] if isinstance(served, list) and served else served
+    return str(first) if first else None
+
+
+def is_api_server_of(decision: Decision) -> bool:
+    """Whether the process that decided started this one to serve the same engine: vLLM names these processes."""
+    import multiprocessing
+
+    parent = multiprocessing.parent_process()
+    named = multiprocessing.current_process().name.startswith("ApiServer")
+    return named and parent is not None and parent.pid == decision.pid and host_name() == decision.host
+
+
+def host_name() -> str:
+    return os.uname().nodename

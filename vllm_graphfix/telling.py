@@ -1,0 +1,104 @@
+"""What a process of an engine tells others about itself: its record, from what it decided and did."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_graphfix.membership import Membership
+
+logger = logging.getLogger("vllm.graphfix")  # as in process.py
+
+
+class Telling:
+    """What this process tells others about itself: its record."""
+
+    def __init__(self, membership: Membership, *, forked: bool = False) -> None:
+        self._membership = membership
+        self.forked = forked
+        self.rank: tuple[int, int | None, int, int] | None = None
+        """Rank, local rank, world size, data-parallel rank."""
+        self.agreement: Any = None
+        self.problem: str | None = None
+        self.serves_metrics = False
+        self._reporter: Any = None
+        self._kept = False
+
+    def base(self) -> Any:
+        from vllm_graphfix import report
+
+        return report.base_folder(self._membership.environment)
+
+    def tell(self) -> None:
+        """Hands the record over; nobody waits for the disk."""
+        record = self.record()
+        if record is not None:
+            self._the_reporter().publish(record)
+
+    def keep(self) -> None:
+        """From now on the record is kept up to date."""
+        if not self._kept:
+            self._kept = True
+            self._the_reporter().keep(self.record)
+
+    def finish(self) -> None:
+        """Waits a little for the record to be written: the process is about to end, and its record says why."""
+        self._the_reporter().flush()
+
+    def _the_reporter(self) -> Any:
+        if self._reporter is None:
+            from multiprocessing.util import Finalize
+
+            from vllm_graphfix import report
+
+            self._reporter = report.Reporter(self.base(), lambda text: logger.warning("graphfix: %s", text))
+            # Not atexit, which the children that multiprocessing forks do not run.
+            Finalize(None, self._reporter.close, exitpriority=0)
+        return self._reporter
+
+    def record(self) -> Any:
+        from vllm_graphfix import report
+
+        membership = self._membership
+        decision = membership.decision
+        if decision is None:
+            return None
+        agreed = self.agreement
+        here = report.identity()
+        captures = self.rank is not None
+        return report.Record(
+            graphfix=decision.graphfix,
+            vllm=decision.vllm,
+            engine=decision.engine,
+            host=here.host,
+            pid=here.pid,
+            start_ticks=here.start_ticks,
+            boot=here.boot,
+            pid_namespace=here.pid_namespace,
+            role=membership.role.value,
+            model=membership.model,
+            rank=report.Rank(*self.rank) if self.rank is not None else None,
+            decision=report.Decided(
+                canary=decision.canary,
+                bucket=decision.bucket,
+                percentage=decision.rollout / 100 if decision.rollout is not None else None,
+                master=decision.master.value,
+                inherited=membership.inherited,
+            ),
+            fixes={
+                name: report.FixReport(state.mode.value, state.state.value, state.reason)
+                for name, state in membership.process.states(diagnose=captures).items()
+            },
+            events={
+                fix.name: {event.name: event.count for event in fix.events} for fix in membership.fixes if fix.events
+            },
+            agreement=report.Agreement(agreed.group, agreed.world_size, agreed.agreeing, agreed.difference)
+            if agreed
+            else None,
+            leader=agreed.leader if agreed else None,
+            problem=self.problem,
+            serves_metrics=self.serves_metrics,
+            written=time.time(),
+        )
