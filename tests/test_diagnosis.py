@@ -91,7 +91,7 @@ def cut(*patterns: str) -> Callable[[str], str]:
     return change
 
 
-def swap(pattern: str, replacement: str) -> Callable[[str], str]:
+def swap(pattern: str, replacement: str | Callable[[re.Match[str]], str]) -> Callable[[str], str]:
     def change(text: str) -> str:
         changed, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
         if not count:

@@ -304,7 +304,7 @@ def test_one_world_over_all_data_parallel_replicas_is_one(tmp_path: Path) -> Non
 def test_a_world_of_any_claimed_size_is_shown_in_time(tmp_path: Path) -> None:
     leave(tmp_path, record(elsewhere(1), 0, 2**62, agreement=None))
     started = time.monotonic()
-    assert "no record of ranks 1-99999" in text(tmp_path)
+    assert "no record of ranks 1-1024:" in text(tmp_path)
     assert time.monotonic() - started < 5.0
 
 

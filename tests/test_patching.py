@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import itertools
 import pickle
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -18,7 +21,7 @@ from vllm_graphfix import patching
 from vllm_graphfix.fix import Patch, StockFunction
 
 TARGET = "vllm.standin_target"
-IMPORTER = "vllm.standin_importer"
+IMPORTER = "vllm.user_after"
 
 _TARGET_SOURCE = '''
 import contextlib
@@ -122,18 +125,17 @@ def test_applying_twice_is_applying_once(target: Any) -> None:
     assert target.Manager().capture(1) == 14
 
 
-def test_a_name_carried_into_another_module_before_or_after_is_wrapped_once(target: Any) -> None:
-    before = _module("vllm.standin_before", f"from {TARGET} import helper")
+@pytest.mark.parametrize("name", ["vllm.a_user", "vllm.user"])
+def test_a_name_carried_into_another_module_before_or_after_is_wrapped_once(target: Any, name: str) -> None:
+    before = _module(name, f"from {TARGET} import helper")
     patching.apply("one", [Patch(TARGET, "helper", adding(1))])
     after = _module(IMPORTER, f"from {TARGET} import helper")
-    sites = patching.apply(
-        "one", [Patch("vllm.standin_before", "helper", adding(1)), Patch(IMPORTER, "helper", adding(1))]
-    )
+    sites = patching.apply("one", [Patch(name, "helper", adding(1)), Patch(IMPORTER, "helper", adding(1))])
     assert before.helper(1) == after.helper(1) == target.helper(1) == 2
     patching.take_back("one", sites)
     assert before.helper(1) == after.helper(1) == 1
     assert target.helper(1) == 2
-    del sys.modules["vllm.standin_before"]
+    del sys.modules[name]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["one", "two", "three"])))
@@ -149,6 +151,13 @@ def test_layers_of_several_fixes_come_off_in_any_order(target: Any, order: tuple
         left -= {"one": 10, "two": 20, "three": 40}[name]
         assert target.Manager().capture(1) == left
     assert vars(target.Manager)["capture"] is stock
+
+
+def test_what_was_taken_back_in_part_is_taken_back_whole(target: Any) -> None:
+    sites = patching.apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
+    patching.take_back("one", sites[:1])
+    patching.take_back("one", sites)
+    assert target.Manager().capture(1) == 4
 
 
 def test_a_fix_is_applied_whole_or_not_at_all(target: Any) -> None:
@@ -220,13 +229,31 @@ def _foreign_class(target: Any) -> None:
     target.Manager = type("Manager", (target.Manager,), {"capture": lambda self, count: 7})
 
 
-@pytest.mark.parametrize(
-    "foreign", [_foreign_function, _foreign_wrapper, _foreign_proxy, _foreign_partial, _foreign_class]
-)
-def test_somebody_else_s_patch_is_a_conflict_and_stays(target: Any, foreign: Any) -> None:
+def _foreign_class_of_another_package(target: Any) -> None:
+    target.Manager = type("Manager", (target.Manager,), {"capture": lambda self, count: 7, "__module__": "zoo.plugin"})
+
+
+def _foreign_function_of_another_package(target: Any) -> None:
+    target.Manager.capture = _module("zoo", "def capture(self, count): return 7").capture
+    del sys.modules["zoo"]
+
+
+FOREIGN = {
+    _foreign_function: "function _foreign_function.<locals>.<lambda> of test_patching",
+    _foreign_wrapper: "is wrapped by function Manager.capture of test_patching",
+    _foreign_proxy: "FunctionWrapper _foreign_proxy.<locals>.<lambda> of test_patching",
+    _foreign_partial: "partialmethod Manager.capture of vllm.standin_target",  # it is not known who made it
+    _foreign_class: "Manager of test_patching stands in the place of vllm.standin_target's class",
+    _foreign_class_of_another_package: "Manager of zoo.plugin stands in the place of",
+    _foreign_function_of_another_package: "was replaced by function capture of zoo",
+}
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_somebody_else_s_patch_is_a_conflict_that_names_them_and_stays(target: Any, foreign: Any) -> None:
     foreign(target)
     theirs = vars(target.Manager)["capture"]
-    with pytest.raises(patching.ConflictError, match="Manager"):
+    with pytest.raises(patching.ConflictError, match=re.escape(FOREIGN[foreign])):
         patching.apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
     assert vars(target.Manager)["capture"] is theirs
     assert target.helper(1) == 1
@@ -242,3 +269,128 @@ def test_a_patch_that_came_after_ours_is_seen_and_kept(target: Any) -> None:
     assert target.Manager.capture is theirs
     _foreign_function(target)
     assert not site.holds()
+
+
+def test_a_target_is_named_as_people_write_it(target: Any) -> None:
+    sites = patching.apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
+    assert [site.name for site in sites] == ["standin_target.helper", "Manager.capture"]
+
+
+@pytest.mark.parametrize("package", ["vllm.tracing.standin", "torch.utils.standin", "contextlib", "functools"])
+def test_decorators_of_vllm_and_of_torch_are_stock(target: Any, package: str) -> None:
+    decorated = FunctionType(adding(1)(target.helper).__code__, {"__name__": package}, closure=_closure(target.helper))
+    target.helper = functools.wraps(target.helper)(decorated)
+    patching.apply("one", [Patch(TARGET, "helper", adding(1))])
+    assert target.helper(1) == 3
+
+
+def _closure(stock: Any) -> Any:
+    return adding(1)(stock).__closure__
+
+
+def test_a_module_in_the_place_of_vllms_is_a_conflict_as_nobody_looks_names_up_there(target: Any) -> None:
+    sys.modules[TARGET] = copied = ModuleType(TARGET)
+    vars(copied).update(vars(target))
+    with pytest.raises(patching.ConflictError, match="another module with its name"):
+        patching.apply("one", [Patch(TARGET, "helper", adding(1))])
+    assert copied.helper is target.helper
+
+
+# What happens to a target after it was patched
+
+
+def _take_away(target: Any) -> None:
+    del target.Manager
+
+
+def _take_the_module_away(target: Any) -> None:
+    del sys.modules[TARGET]
+
+
+def _exchange_the_class(target: Any) -> None:
+    target.Manager = type("Manager", (), {"capture": target.Manager.capture})
+
+
+def _exchange_the_function(target: Any) -> None:
+    target.Manager.capture = len
+
+
+def _exchange_the_code(target: Any) -> None:
+    target.Manager.capture.__code__ = _foreign_function.__code__.replace(co_freevars=("amount", "stock"))
+
+
+def _exchange_the_code_of_stock(target: Any) -> None:
+    target.Manager.capture.__wrapped__.__code__ = (lambda self, count: 7).__code__
+
+
+def _put_what_answers_to_every_name(target: Any) -> None:
+    class Endless:
+        def __getattr__(self, name: str) -> Any:
+            if name != "__wrapped__":
+                raise AttributeError(name)
+            return self
+
+    target.Manager.capture = Endless()
+
+
+@pytest.mark.parametrize(
+    ("happens", "told"),
+    [
+        (_take_away, "Manager.capture was taken away"),
+        (_take_the_module_away, "Manager.capture was taken away"),
+        (_exchange_the_class, "what Manager.capture is in was replaced by Manager of test_patching"),
+        (_exchange_the_function, "Manager.capture was replaced by builtin_function_or_method len of builtins"),
+        (_exchange_the_code, f"Manager.capture was given the code of {__file__}:"),
+        (_exchange_the_code_of_stock, f"Manager.capture was given the code of {__file__}:"),
+        (_put_what_answers_to_every_name, "Manager.capture was replaced by Endless"),
+    ],
+)
+def test_what_is_no_longer_called_is_told_with_who_did_it(target: Any, happens: Any, told: str) -> None:
+    (site,) = patching.apply("one", [capture(10)])
+    assert site.lost() is None
+    happens(target)
+    assert str(site.lost()).startswith(told)
+    assert str(site.lost()).endswith("after the fix was applied")
+
+
+def _from_a_file(folder: Path) -> Any:
+    """The stand-in as vLLM's modules are: with a file, and a loader that knows its code."""
+    (folder / "standin_target.py").write_text(_TARGET_SOURCE)
+    spec = importlib.util.spec_from_file_location(TARGET, folder / "standin_target.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[TARGET] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_functions_are_known_by_the_code_in_their_file(target: Any, tmp_path: Path) -> None:
+    target = _from_a_file(tmp_path)
+    patching.apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
+    assert target.Manager().capture(1) == 15
+
+
+def test_other_code_in_a_function_is_a_conflict_that_says_where_it_is_from(target: Any, tmp_path: Path) -> None:
+    target = _from_a_file(tmp_path)
+    target.Manager.capture.__code__ = (lambda self, count: 7).__code__
+    with pytest.raises(patching.ConflictError, match=rf"given the code of {re.escape(__file__)}:\d+"):
+        patching.apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
+    assert target.helper(1) == 1
+
+
+def test_functions_that_have_run_often_are_known_by_their_code_too(target: Any, tmp_path: Path) -> None:
+    target = _from_a_file(tmp_path)
+    for _ in range(1000):  # the interpreter rewrites the bytecode of what is run often
+        target.Manager().capture(1)
+    patching.apply("one", [capture(10)])
+    assert target.Manager().capture(1) == 14
+
+
+def test_a_patch_on_one_target_keeps_no_layer_on_the_others(target: Any) -> None:
+    sites = patching.apply("one", [capture(10), Patch(TARGET, "helper", adding(1))])
+    _foreign_wrapper(target)
+    with pytest.raises(
+        patching.ConflictError, match=r"Manager\.capture was patched by function Manager\.capture of test_patching"
+    ):
+        patching.take_back("one", sites)
+    assert target.helper(1) == 1

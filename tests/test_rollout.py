@@ -44,6 +44,27 @@ def test_nobody_leaves_when_the_percentage_rises() -> None:
     assert len(before) == 2_000
 
 
+@pytest.mark.parametrize("percentage", ["0", "0.01", "5", "99.99", "100"])
+def test_an_engine_is_in_if_its_bucket_is_below_the_percentage(percentage: str) -> None:
+    buckets = buckets_of(percentage)
+    for key in map(str, range(500)):
+        environment = {"VLLM_GRAPHFIX_ROLLOUT": percentage, "VLLM_GRAPHFIX_ROLLOUT_KEY": key}
+        decision = decide(settings.read(environment, FIXES), "0.21.0")
+        assert decision.canary == (bucket(key) < buckets)
+        assert decision.canary or f" is not among the first {percentage} % " in str(decision.withheld)
+        assert (decision.withheld is None) == decision.canary
+
+
+def test_the_bucket_that_a_percentage_begins_with_is_out() -> None:
+    first_out, last_in = (next(k for k in map(str, range(10**6)) if bucket(k) == wanted) for wanted in (500, 499))
+    for key, canary in ((first_out, False), (last_in, True)):
+        environment = {"VLLM_GRAPHFIX_ROLLOUT": "5", "VLLM_GRAPHFIX_ROLLOUT_KEY": key}
+        decision = decide(settings.read(environment, FIXES), "0.21.0")
+        assert (decision.bucket, decision.canary) == (bucket(key), canary)
+        told = f"bucket 500 of 10,000 is not among the first 5 % (VLLM_GRAPHFIX_ROLLOUT, key {key!r})"
+        assert decision.withheld == (None if canary else told)
+
+
 def test_the_published_vectors_hold() -> None:
     """Other tools may predict who is in: the function is a part of the interface."""
     rows = re.findall(r"^\| `([^`]*)` \| (\d+) \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
@@ -114,11 +135,46 @@ def test_a_decision_comes_out_of_the_environment_as_it_went_in() -> None:
     assert "\n" not in decision.encode()
 
 
+@pytest.mark.parametrize(("length", "told"), [(200, "x" * 200), (201, "x" * 199 + "…")])
+def test_a_long_key_is_told_shortened_and_decides_whole(length: int, told: str) -> None:
+    environment = {"VLLM_GRAPHFIX_ROLLOUT": "50", "VLLM_GRAPHFIX_ROLLOUT_KEY": "x" * length}
+    decision = decide(settings.read(environment, FIXES), "0.21.0")
+    assert (decision.key, decision.bucket) == (told, bucket("x" * length))
+
+
+def test_two_decisions_are_the_same_choice_if_the_same_is_done_whichever_engine_they_are_for() -> None:
+    def of(**environment: str) -> rollout.Decision:
+        named = {f"VLLM_GRAPHFIX{name}": value for name, value in environment.items()}
+        return decide(settings.read(named, FIXES), "0.21.0")
+
+    assert of().same_choice(of(_ROLLOUT="100"))
+    others = [of(), of(_ROLLOUT="0"), of(_ROLLOUT="nonsense"), of(**{"": "off"}), of(_CAPTURE_STATE="off")]
+    for one in others:
+        assert [one.same_choice(other) for other in others] == [one is other for other in others]
+
+
+@pytest.mark.parametrize("percentage", ["0", "100", "nonsense"])
+def test_the_decision_of_a_percentage_at_the_end_of_the_scale_is_handed_on(percentage: str) -> None:
+    decision = decide(settings.read({"VLLM_GRAPHFIX_ROLLOUT": percentage}, FIXES), "0.21.0")
+    assert handed_on(decision.encode(), "0.21.0", frozenset(FIXES)) == decision
+
+
+@pytest.mark.parametrize(
+    ("field", "least", "most"),
+    [("bucket", 0, BUCKETS - 1), ("rollout", 0, BUCKETS), ("pid", None, 2**63 - 1)],
+)
+def test_a_number_outside_its_range_is_no_decision(field: str, least: int | None, most: int) -> None:
+    for value, sound in ((least, True), (most, True), (most + 1, False), *([(least - 1, False)] if least == 0 else [])):
+        if value is not None:
+            assert (decode(json.dumps(GOOD | {field: value})) is not None) == sound, value
+
+
 def test_a_decision_counts_only_for_the_vllm_and_the_plugin_that_made_it() -> None:
     decision = decide(settings.read({}, FIXES), "0.21.0")
     assert handed_on(decision.encode(), "0.21.0", frozenset(FIXES)) == decision
     assert handed_on(decision.encode(), "0.22.0", frozenset(FIXES)) is None
     assert handed_on(decision.encode(), "0.21.0", frozenset({*FIXES, "a-new-one"})) is None
+    assert handed_on(decision.encode(), "0.21.0", frozenset(FIXES[:1])) is None
     assert handed_on(None, "0.21.0", frozenset(FIXES)) is None
     other = decision._replace(graphfix=__version__ + ".1")
     assert handed_on(other.encode(), "0.21.0", frozenset(FIXES)) is None
@@ -141,6 +197,11 @@ def test_a_decision_with_one_field_replaced_is_none_or_of_the_right_types(name: 
     decision = decode(json.dumps(GOOD | {name: value}))
     if decision is not None:
         assert json.loads(decision.encode()) == GOOD | {name: value}
+
+
+@pytest.mark.parametrize("schema", [0, 2, None, "1"])
+def test_a_decision_of_another_schema_is_none(schema: object) -> None:
+    assert decode(json.dumps(GOOD | {"schema": schema})) is None
 
 
 def test_a_decision_too_deep_or_too_long_is_none() -> None:

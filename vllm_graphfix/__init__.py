@@ -24,13 +24,11 @@ def register() -> None:
         _this_process().start()
     except Exception as error:
         # vLLM does not guard the call of a plugin: what escapes here kills the server.
-        import logging
-
-        logging.getLogger("vllm.graphfix").exception("graphfix: could not start; vLLM runs as it was")
+        _take_back(error)
         if _insisted() and not _only_asked():
             raise RuntimeError(
                 f"vllm-graphfix could not start ({type(error).__name__}: {error}), and VLLM_GRAPHFIX asks for it: "
-                "reinstall vllm-graphfix, or unset VLLM_GRAPHFIX"
+                "reinstall vllm-graphfix, or unset VLLM_GRAPHFIX and its like that are strict or on"
             ) from error
 
 
@@ -42,9 +40,28 @@ def states() -> dict[str, FixState]:
     return _this_process().process.states()
 
 
+def _take_back(error: Exception) -> None:
+    """Says that the plugin could not start, and sees to it that this is so: a part of it may have."""
+    try:
+        import logging
+
+        logging.getLogger("vllm.graphfix").error("graphfix: could not start; vLLM runs as it was", exc_info=error)
+    except Exception:  # noqa: S110 - the log is not ours
+        pass
+    try:  # noqa: SIM105 - a context manager is one more thing that may be broken
+        _this_process().process.give_up(error)
+    except Exception:  # noqa: S110 - what is broken is broken here too, and nothing was patched
+        pass
+
+
 def _insisted() -> bool:
-    """Whether the environment says strict, read without a module of the package: one of them may be what is broken."""
-    return os.environ.get("VLLM_GRAPHFIX", "").strip().lower() == "strict"
+    """Whether the environment says strict, or on for a fix; read without a module of the package: one of them may be what is broken."""
+    told = {name: value.strip().lower() for name, value in os.environ.items() if name.startswith("VLLM_GRAPHFIX")}
+    master = told.pop("VLLM_GRAPHFIX", "")
+    if master in ("strict", "off", "0", "false", "no"):
+        return master == "strict"
+    fixes = told.keys() - {f"VLLM_GRAPHFIX_{name}" for name in ("ROLLOUT", "ROLLOUT_KEY", "DECISION", "STATUS_DIR")}
+    return any(told[name] in ("on", "1", "true", "yes") for name in fixes)
 
 
 def _only_asked() -> bool:

@@ -22,6 +22,11 @@ TIMEOUT = 300.0
 """Seconds. Before a capture all ranks have just run one forward pass together; vLLM itself gives an engine 600 s to start."""
 TIMEOUT_FOR_A_WARNING = 10.0
 """Seconds where a silent rank does not stop the engine."""
+_MOST, _LONGEST = 64, 255
+"""Fixes, and characters of a text, in another rank's word."""
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_MADE_UP = re.compile(r"[0-9a-f]{16}")
+"""Engines and tokens."""
 _LAST_READERS = 5.0
 """Seconds that the rank which holds the store waits before it goes, so that the others can read why."""
 
@@ -108,7 +113,7 @@ def compare(
     if len(set(digests)) == 1 and not silent:
         first = _read(store, f"{stage}/word/0") or word
         return Agreement(first.token, first.engine, world_size, world_size, None, first.master == "off")
-    words = {other: _read(store, f"{stage}/word/{other}") for other in heard}
+    words = {other: word if other == rank else _read(store, f"{stage}/word/{other}") for other in heard}
     spoke = {other: said for other, said in words.items() if said is not None}
     foreign = [other for other, said in words.items() if said is None]
     difference = _told(spoke, silent, foreign, timeout, silent_host)
@@ -146,12 +151,35 @@ def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Cal
 
 
 def _read(store: Any, key: str) -> Word | None:
-    """None for what another version of this package may have left."""
+    """None for what another version of this package, or somebody else, may have left."""
     try:
         told = json.loads(store.get(key))
-        return Word(**{name: told[name] for name in Word._fields})
-    except (ValueError, TypeError, KeyError):
+        word = Word(**{name: told[name] for name in Word._fields})
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
+    return word if _sound(word) else None
+
+
+def _sound(word: Word) -> bool:
+    """Whether all of *word* is of the kind that ranks leave: it is shown to people, and kept in records."""
+    tables = (word.modes, word.states)
+    if not all(isinstance(table, dict) and len(table) <= _MOST for table in tables):
+        return False
+    made_up: tuple[object, ...] = (word.engine, word.token)
+    texts: list[object] = [
+        word.host,
+        word.graphfix,
+        word.vllm,
+        word.master,
+        *(text for table in tables for text in table.values()),
+    ]
+    return (
+        all(isinstance(text, str) and len(text) <= _LONGEST and text.isprintable() for text in texts)
+        and all(_NAME.fullmatch(name) for table in tables for name in table)
+        and all(isinstance(name, str) and _MADE_UP.fullmatch(name) for name in made_up)
+        and type(word.pid) is int
+        and type(word.canary) is bool
+    )
 
 
 def _let_others_read(store: Any, stage: str, rank: int, heard: list[int]) -> None:

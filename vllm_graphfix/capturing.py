@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.fix import Fallback
+
+if TYPE_CHECKING:
+    import ast
+
+    from vllm_graphfix.syntax import Function
 
 # Descriptors, attention states and forward functions are vLLM's and differ by release; none of their insides is used here.
 CreateForwardFn = Callable[[Any], Any]
@@ -69,15 +76,38 @@ def _held(cell: Any) -> object:
         return None
 
 
+def forward_functions(capture: Function) -> list[ast.Assign]:
+    """Where `CudaGraphManager.capture(create_forward_fn, …)` asks for one: once for the warm-up and the graph, or once for each.
+
+    Empty for code of which it is not known that a FULL descriptor's passes are a warm-up and then the one in the graph.
+    """
+    asked = capture.assignments("forward_fn", "create_forward_fn(...)")
+    passes, others = capture.find("forward_fn(CUDAGraphMode.NONE)"), capture.find("forward_fn(CUDAGraphMode.PIECEWISE)")
+    graphs = capture.entering("torch.cuda.graph(...)")
+    known = (
+        (len(graphs), len(passes), capture.loops()) == (1, 2, 2)
+        and len(capture.find("torch.cuda.graph(...)")) == 1
+        and (len(asked) == 2 or len(asked) == len(others) == 1)
+        and all([getattr(given, "id", "") for given in getattr(ask.value, "args", ())] == ["desc"] for ask in asked)
+        and capture.mentions("create_forward_fn") == len(asked)
+        and capture.mentions("forward_fn") == len(asked) + len(passes) + len(others)
+        and capture.in_one_block(asked[0], passes[0])
+        and passes[1] in [getattr(statement, "value", None) for statement in graphs[0].body]
+    )
+    if known and len(asked) == 2:
+        known = capture.in_one_block(asked[1], graphs[0]) and passes[0].lineno < asked[1].lineno
+    return asked if known else []
+
+
 class FactoryPerPass:
     """``create_forward_fn`` of `CudaGraphManager.capture` (0.18.0-0.22.1), asked for each pass of a FULL descriptor.
 
     Takes a descriptor; returns what the stock factory returns: a forward function, or (0.21.0+) that and the attention state.
     """
 
-    def __init__(self, create: CreateForwardFn) -> None:
+    def __init__(self, create: CreateForwardFn, fallback: Fallback) -> None:
         self._create = create
-        self._warm_up: dict[Any, Any] = {}
+        self._fallback = fallback
         self._recorded: dict[Any, Any] = {}
         self.consumed = 0
         """FULL descriptors so far, of whose first state the warm-up has consumed the plan: stock would have recorded with it."""
@@ -85,39 +115,46 @@ class FactoryPerPass:
         """The state of the recorded pass by FULL descriptor, where the factory returns states."""
 
     @classmethod
-    def around(cls, create: CreateForwardFn) -> FactoryPerPass:
+    def around(cls, create: CreateForwardFn, fallback: Fallback) -> FactoryPerPass:
         """*create* itself if it is one already: two fixes may ask for the same."""
-        return create if isinstance(create, cls) else cls(create)
+        return create if isinstance(create, cls) else cls(create, fallback)
 
     def __call__(self, descriptor: Any) -> Any:
-        if descriptor.cg_mode.name != "FULL":
-            return self._create(descriptor)
         if descriptor in self._recorded:
             return self._recorded.pop(descriptor)  # this capture asks for each pass by itself, as from 0.22.0 on
         made = self._create(descriptor)
+        try:
+            full = descriptor.cg_mode.name == "FULL"
+        except Exception as error:
+            self._fallback.take(error)
+            full = False
+        if not full:
+            return made
 
         def forward_fn(*args: Any, **kwargs: Any) -> Any:
-            return self._run(descriptor, *args, **kwargs)
+            if descriptor in self._recorded:
+                return _forward_of(self._recorded.pop(descriptor))(*args, **kwargs)
+            result = _forward_of(made)(*args, **kwargs)
+            self._prepare_recorded_pass(descriptor, made)
+            return result
 
-        self._warm_up[descriptor] = made
-        return (forward_fn, made[1]) if isinstance(made, tuple) else forward_fn
+        return forward_fn if callable(made) else (forward_fn, *made[1:])
 
-    def _run(self, descriptor: Any, *args: Any, **kwargs: Any) -> Any:
-        if descriptor in self._recorded:
-            return _forward_of(self._recorded.pop(descriptor))(*args, **kwargs)
-        made = self._warm_up.pop(descriptor)
-        result = _forward_of(made)(*args, **kwargs)
-        self.consumed += has_consumed_plan(made)
-        del made  # with its state, before there is another one
-        # Only now: built before the warm-up, its views of builder-owned buffers could be overwritten (PR 48261).
-        made = self._recorded[descriptor] = self._create(descriptor)
-        if isinstance(made, tuple):
+    def _prepare_recorded_pass(self, descriptor: Any, warmed_up: Any) -> None:
+        """After the warm-up: built before it, the state's views of builder-owned buffers could be overwritten (PR 48261)."""
+        self.consumed += has_consumed_plan(warmed_up)
+        try:
+            made = self._create(descriptor)
+        except Exception as error:
+            self._fallback.take(error)
+            made = warmed_up
+        self._recorded[descriptor] = made
+        if not callable(made):
             self.recorded_states[descriptor] = made[1]
-        return result
 
 
 def _forward_of(made: Any) -> ForwardFn:
-    forward: ForwardFn = made[0] if isinstance(made, tuple) else made
+    forward: ForwardFn = made if callable(made) else made[0]
     return forward
 
 
@@ -171,14 +208,18 @@ class RebuildableStates(dict[Any, Any]):
 class UntouchedStates(dict[Any, Any]):
     """Descriptor to attention state; for a FULL descriptor every look-up builds one that no forward pass has touched."""
 
-    def __init__(self, states: RebuildableStates) -> None:
+    def __init__(self, states: RebuildableStates, fallback: Fallback) -> None:
         super().__init__(states)
         self._create = states.create
+        self._fallback = fallback
 
     def __getitem__(self, descriptor: Any) -> Any:
-        if descriptor.cg_mode.name != "FULL":
-            return super().__getitem__(descriptor)
-        return self._create(descriptor)[1]
+        try:
+            if descriptor.cg_mode.name == "FULL":
+                return self._create(descriptor)[1]
+        except Exception as error:
+            self._fallback.take(error)
+        return super().__getitem__(descriptor)
 
 
 asks_per_pass: ContextVar[bool] = ContextVar("graphfix_asks_per_pass", default=False)
@@ -188,7 +229,8 @@ asks_per_pass: ContextVar[bool] = ContextVar("graphfix_asks_per_pass", default=F
 class CaptureSession:
     """One descriptor of `capture_graph` (0.15.0-0.17.1): how its attention state was built, and whether a pass has had it."""
 
-    def __init__(self) -> None:
+    def __init__(self, fallback: Fallback) -> None:
+        self._fallback = fallback
         self._build: Callable[[], tuple[Any, Any]] | None = None
         self._state: tuple[Any, Any] = (None, None)
         self._handed_over = False
@@ -203,7 +245,10 @@ class CaptureSession:
     def state_for_next_pass(self) -> tuple[Any, Any]:
         """The state that was built, for the first pass; a new one after that. Not to be called inside a graph."""
         if self._handed_over and self._build is not None:
-            return self._build()
+            try:
+                return self._build()
+            except Exception as error:
+                self._fallback.take(error)
         self._handed_over = True
         return self._state
 
@@ -220,8 +265,8 @@ def current_session() -> CaptureSession | None:
 
 
 @contextmanager
-def capture_session() -> Iterator[CaptureSession]:
-    session = CaptureSession()
+def capture_session(fallback: Fallback) -> Iterator[CaptureSession]:
+    session = CaptureSession(fallback)
     token = _session.set(session)
     try:
         yield session

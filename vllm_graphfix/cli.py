@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from enum import Enum
@@ -14,6 +15,7 @@ from vllm_graphfix import __version__
 from vllm_graphfix.fix import Fix, State, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.manifest import ManifestError
+from vllm_graphfix.settings import printable
 from vllm_graphfix.source import SourceError, open_source
 
 if TYPE_CHECKING:
@@ -264,6 +266,11 @@ def fleet(
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # for a terminal that knows ASCII only, or a path that is no text
     app()
 
 
@@ -281,7 +288,7 @@ def _named(name: str) -> Fix:
 
 
 def _stop(message: str, code: int = EXIT_USAGE) -> NoReturn:
-    typer.echo(f"vllm-graphfix: {message}", err=True)
+    typer.echo(f"vllm-graphfix: {printable(message)}", err=True)
     raise typer.Exit(code)
 
 
@@ -337,7 +344,7 @@ def _show_status(found: Status) -> None:
         "a stock release that was looked at" if known else "not a stock release that was looked at; judged by its code"
     )
     console.print(
-        f"vLLM [bold]{found.source.version or '(version unknown)'}[/] in {escape(found.source.label)}, {origin}",
+        f"vLLM [bold]{found.source.version or '(version unknown)'}[/] in {escape(printable(found.source.label))}, {origin}",
         highlight=False,
         soft_wrap=True,
     )
@@ -345,7 +352,7 @@ def _show_status(found: Status) -> None:
     for row in found.rows:
         verdict, would_be = row.diagnosis.verdict.value, row.would_be.value
         place = (
-            f" [dim]({row.diagnosis.where})[/]"
+            f" [dim]({escape(row.diagnosis.where)})[/]"
             if row.diagnosis.where and row.diagnosis.verdict is not Verdict.FIXED
             else ""
         )

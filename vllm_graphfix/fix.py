@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_graphfix.log import logger
+
 if TYPE_CHECKING:
     from vllm_graphfix.source import Source
 
@@ -78,6 +80,22 @@ class Event:
         self.count = 0
 
 
+class Fallback:
+    """Whether a layer of a fix has met an error of its own while vLLM ran. It then lets vLLM do as stock does, for that call."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        """Of the first such error."""
+
+    def take(self, error: Exception) -> None:
+        """Never raises. The first is in the log; what goes wrong once on the decode path may go wrong at every step."""
+        if self.reason is None:
+            self.reason = f"{type(error).__name__}: {error}"
+            logger.warning("graphfix: a layer on vLLM failed; vLLM does as stock does there", exc_info=error)
+
+
 StockFunction = Callable[..., Any]
 Wrap = Callable[[StockFunction], Callable[..., Any]]
 
@@ -134,6 +152,7 @@ class Fix(NamedTuple):
     observers: Callable[[str], Sequence[Patch]]
     """Of the shape that the diagnosis named; they change nothing, and count `events`."""
     events: tuple[Event, ...]
+    fallback: Fallback
     together: tuple[Together, ...] = ()
 
     @property

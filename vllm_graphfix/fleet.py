@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +22,11 @@ from vllm_graphfix.report import (
     Identity,
     Liveness,
     Record,
+    all_liveness,
     base_folder,
     identity,
-    liveness,
     read,
+    shown_path,
 )
 from vllm_graphfix.rollout import BUCKETS
 from vllm_graphfix.settings import STATUS_DIR
@@ -38,6 +42,8 @@ _STARTING = 120.0
 """Seconds in which a process of vLLM may not have come to its plugins: it imports torch first."""
 _COUNTING = frozenset({State.ACTIVE.value, State.OBSERVING.value})
 _BAD = frozenset({State.FAILED.value, State.CONFLICT.value, State.INCOMPATIBLE.value})
+_MOST_MISSING = 1024
+"""Ranks of one world that are told to be missing: a file may claim a world of any size, and another user's too."""
 _SHORTEST_LOOK, _LONGEST_LOOK = 0.1, 86400.0
 
 
@@ -107,12 +113,15 @@ class Engine:
         """The processes whose fixes count: the ranks, or before there are any, all."""
         return self.ranked or tuple([member for member in self.members if member.live] or self.members)
 
+    @cached_property
+    def _several_worlds(self) -> bool:
+        return len({member.world for member in self.members if member.record.rank is not None}) > 1
+
     def name_of(self, member: Member) -> str:
         rank = member.record.rank
         if rank is None:
             return f"{member.record.role} {member.record.pid} on {member.record.host}"
-        several = len({other.world for other in self.members if other.record.rank is not None}) > 1
-        return f"rank {rank.rank}" + (f" of DP {rank.data_parallel_rank}" if several else "")
+        return f"rank {rank.rank}" + (f" of DP {rank.data_parallel_rank}" if self._several_worlds else "")
 
     def several(self, members: Iterable[Member]) -> str:
         """The *members* by name, ranks as ``ranks 0-3``."""
@@ -169,8 +178,7 @@ class Engine:
         for members, size in self._worlds().values():
             there = {member.record.rank.rank for member in members if member.record.rank is not None}
             compared = [member.record.agreement for member in members if member.record.agreement is not None]
-            # A file may claim a world of any size.
-            absent = [rank for rank in range(min(size, 100_000)) if rank not in there]
+            absent = list(islice((rank for rank in range(size) if rank not in there), _MOST_MISSING))
             if absent:
                 found.append((absent, any(agreement.agreeing == agreement.world_size for agreement in compared)))
         return found
@@ -225,22 +233,30 @@ class Fleet:
 def look(folder: Path | None = None) -> Fleet:
     """The engines whose records are below *folder*, or where the environment says. Raises FleetError if there is no such folder."""
     base = folder if folder is not None else base_folder(os.environ)
-    if re.fullmatch(r"vllm-graphfix-\d+", base.name) and base.is_dir():
+    if re.fullmatch(r"vllm-graphfix-\d+", base.name) and _is_folder(base):
         base = base.parent
-    if not base.is_dir():
+    if not _is_folder(base):
         source = "--dir" if folder is not None else STATUS_DIR
+        place = shown_path(base)
         raise FleetError(
-            f"{source}={str(base)!r} is no folder that this user can look into; name the one that {STATUS_DIR} names for the engines"
+            f"{source}={place!r} is no folder that this user can look into; name the one that {STATUS_DIR} names for the engines"
         )
     if not os.access(base, os.R_OK | os.X_OK):
-        raise FleetError(f"{str(base)!r} is not for this user to read")
+        raise FleetError(f"{shown_path(base)!r} is not for this user to read")
     reading, now, here = read(base), time.time(), identity()
     members = [
-        Member(found, liveness(found, now, here, reading.found), max(now - found.heartbeat, 0.0))
-        for found in reading.found
+        Member(found, state, max(now - found.heartbeat, 0.0))
+        for found, state in zip(reading.found, all_liveness(reading.found, now, here), strict=True)
     ]
     unrecorded, notes = _unrecorded(base, here, members, now)
     return Fleet(base, here, _engines(_without_left_engines(members)), unrecorded, notes, reading.problems)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, a folder of somebody else
+        return False
 
 
 def _without_left_engines(members: Sequence[Member]) -> list[Member]:
@@ -429,7 +445,7 @@ def _unrecorded(
         folder = base_folder(environment)
         elsewhere = bool(environment) and _resolved(folder) != _resolved(base)
         reason = (
-            f"its records go to {folder}: vllm-graphfix fleet --dir {folder}"
+            f"its records go to {folder}: vllm-graphfix fleet --dir {shlex.quote(str(folder))}"
             if elsewhere
             else _reason(process.pid, environment, command, age)
         )
@@ -506,10 +522,13 @@ def _lacks_us(python: Path) -> bool:
     prefix = python.parent.parent
     if not python.is_absolute() or prefix == Path(sys.prefix):
         return False
-    sites = list(prefix.glob("lib/python3*/site-packages"))
-    return any((site / "vllm").is_dir() for site in sites) and not any(
-        next(site.glob("vllm_graphfix-*.dist-info"), None) for site in sites
-    )
+    try:
+        sites = list(prefix.glob("lib/python3*/site-packages"))
+        return any((site / "vllm").is_dir() for site in sites) and not any(
+            next(site.glob("vllm_graphfix-*.dist-info"), None) for site in sites
+        )
+    except (OSError, ValueError):  # a process may call itself by any name
+        return False
 
 
 def _user(process: psutil.Process) -> str:
@@ -658,7 +677,7 @@ def shown(fleet: Fleet) -> RenderableType:
     if not fleet.engines and not fleet.unrecorded:
         parts.append(
             Text.from_markup(
-                f"No records in {escape(str(fleet.folder))}, and no process of vLLM on {escape(fleet.here.host)}. Engines elsewhere are seen "
+                f"No records in {escape(shown_path(fleet.folder))}, and no process of vLLM on {escape(fleet.here.host)}. Engines elsewhere are seen "
                 f"if {STATUS_DIR} is a folder of shared storage, for them and here."
             )
         )

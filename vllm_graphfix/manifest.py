@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_graphfix.fix import Diagnosis, Fix, Verdict
-from vllm_graphfix.source import Source
+from vllm_graphfix.source import Source, SourceError
 
 SCHEMA = 1
 PATH = Path(__file__).with_name("manifest.json")
@@ -30,16 +30,32 @@ def load() -> dict[str, Any]:
         manifest = json.loads(PATH.read_bytes())
         if manifest["schema"] != SCHEMA:
             raise ValueError(f"schema {manifest['schema']}, expected {SCHEMA}")
-        return {"files": dict(manifest["files"]), "fixes": dict(manifest["fixes"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = {path: dict(releases) for path, releases in manifest["files"].items()}
+        fixes = {name: [_checked(entry) for entry in entries] for name, entries in manifest["fixes"].items()}
+        if not all(isinstance(releases, str) for known in files.values() for releases in known.values()):
+            raise TypeError("releases that are no text")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(
-            f"{PATH.name} of vllm-graphfix cannot be read ({error}); reinstall vllm-graphfix"
+            f"{PATH.name} of vllm-graphfix cannot be read ({str(error)[:200]}); reinstall vllm-graphfix"
         ) from error
+    return {"files": files, "fixes": fixes}
+
+
+def _checked(entry: dict[str, Any]) -> dict[str, Any]:
+    """*entry*, if it has what a diagnosis takes from it."""
+    Verdict(entry["verdict"])
+    texts = (entry["reason"], entry["shape"], "" if entry["where"] is None else entry["where"])
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a text that is none")
+    return entry | {"releases": tuple(entry["releases"]), "evidence": dict(entry["evidence"])}
 
 
 def diagnose(fix: Fix, source: Source) -> Diagnosis:
     """The verdict of *fix* on *source*. Raises `SourceError`, `ManifestError`."""
-    return _by_files(fix, source) or _by_structure(fix, source)
+    try:
+        return _by_files(fix, source) or _by_structure(fix, source)
+    except RecursionError as error:
+        raise SourceError(f"the code of {source.label} is too deeply nested to be judged; is it vLLM's?") from error
 
 
 def _by_files(fix: Fix, source: Source) -> Diagnosis | None:

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, MutableMapping
+from contextvars import ContextVar
 from typing import Any
 
 from vllm_graphfix import rollout, settings
 from vllm_graphfix.fix import Fix, State, Verdict
+from vllm_graphfix.log import logger
 from vllm_graphfix.process import FixState, Process, Wanted, when_imported
 from vllm_graphfix.role import Role, host_name, is_api_server_of, place, served_model
 from vllm_graphfix.rollout import Decision
 from vllm_graphfix.telling import Telling
 
-logger = logging.getLogger("vllm.graphfix")  # as in process.py
-
 STOPS = "vllm-graphfix stops this engine before it captures its CUDA graphs"
 """How every message begins that stops an engine."""
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+
+
+_configuring: ContextVar[bool] = ContextVar("graphfix_configuring", default=False)
+"""An engine is being configured: of its functions that are wrapped, one may call another."""
 
 
 class GraphfixError(RuntimeError):
@@ -145,15 +148,22 @@ class Membership:
         """Around the function with which an engine begins: each engine of this process gets a decision of its own."""
 
         def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            mine = self.role in (Role.FRONT_END, Role.API_SERVER)
-            if mine:
+            if _configuring.get() or self.role not in (Role.FRONT_END, Role.API_SERVER):
+                return stock(*args, **kwargs)
+            token = _configuring.set(True)
+            try:
                 _guarded(self._begin_engine)
-            config = stock(*args, **kwargs)
-            if mine:
+                config = stock(*args, **kwargs)
                 _guarded(self._configure, config)
+            finally:
+                _configuring.reset(token)
             return config
 
-        _wrap(arg_utils.EngineArgs, "create_engine_config", around)
+        # `vllm serve` has the second. It inherits the method, unless another plugin has given it one that calls what was inherited then.
+        for name in ("EngineArgs", "AsyncEngineArgs"):
+            engine_args = getattr(arg_utils, name, None)
+            if engine_args is not None and "create_engine_config" in vars(engine_args):
+                _wrap(engine_args, "create_engine_config", around)
 
     def _begin_engine(self) -> None:
         if self.role is Role.FRONT_END:
@@ -205,6 +215,7 @@ class Membership:
         for fix in self.fixes:
             for event in fix.events:
                 event.count = 0
+            fix.fallback.reason = None
         self._telling = Telling(self, forked=True)
 
     def _settle_in_fork(self) -> None:
@@ -240,17 +251,16 @@ class Membership:
 
     def _before_capture(self, subject: Any, stage: str) -> None:
         """Raises GraphfixError if the ranks do not agree, or if a fix that the user insists on is needed and not applied."""
-        config = getattr(subject, "vllm_config", None)
         problem = None
         try:
             self._captures_here = True
+            config = getattr(subject, "vllm_config", None)
             # A worker knows its local rank, a runner its device.
             local_rank = getattr(subject, "local_rank", getattr(getattr(subject, "device", None), "index", None))
             problem = self._compare(config, stage, local_rank)
         except Exception:
             logger.exception("graphfix: could not compare the ranks of this engine")
-        model = getattr(config, "model_config", None) or getattr(subject, "model_config", None)
-        if problem is None and not getattr(model, "enforce_eager", False):  # no graphs, none of these defects
+        if problem is None:
             problem = self._undone_or_unknown(subject)
         self._telling.problem = problem
         _guarded(self._telling.tell)
@@ -268,6 +278,11 @@ class Membership:
             return f"{STOPS}: the states of the fixes cannot be told ({type(error).__name__}: {error}). VLLM_GRAPHFIX=off serves without them."
 
     def _undone(self, subject: Any) -> str | None:
+        model = getattr(getattr(subject, "vllm_config", None), "model_config", None) or getattr(
+            subject, "model_config", None
+        )
+        if getattr(model, "enforce_eager", False):  # no graphs, none of these defects
+            return None
         v2 = getattr(subject, "use_v2_model_runner", None)
         if v2 is None and type(subject).__module__ in _RUNNERS:
             v2 = type(subject).__module__ == _RUNNERS[1]

@@ -157,13 +157,13 @@ class Watcher:
     def __init__(self, base: Path, engine: Engine, exposition: Exposition) -> None:
         self._base = base
         self._exposition = exposition
-        self._foreign: set[tuple[str, int]] = set()
-        """Records of other engines, by name and inode: on shared storage those of a whole fleet, not to be read again and again."""
+        self._foreign: dict[str, int] = {}
+        """Records of other engines, inode by name: on shared storage those of a whole fleet, not to be read again and again."""
         self.engine = engine
 
     def serve(self, engine: Engine) -> None:
         """Another engine than before."""
-        self.engine, self._foreign = engine, set()
+        self.engine, self._foreign = engine, {}
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="graphfix-metrics", daemon=True).start()
@@ -181,12 +181,12 @@ class Watcher:
         self._exposition.tell_engine(self.engine)
         now, here = time.time(), report.identity()
         # Our own user's: what others write is not ours to tell.
-        found = report.read(self._base, own=True, first=self.engine.id, skip=self._foreign).found
+        found = report.read(self._base, own=True, first=self.engine.id, skip=self._foreign.items()).found
         ours = {record.file_name for record in of_engine((each.record for each in found), self.engine.id)}
         of_ours = [each for each in found if each.path.name in ours]
         # One that follows another engine's rank 0 will never be ours; any other may, and an inode may come again.
         foreign = (each for each in found if each.record.leader is not None and each.path.name not in ours)
-        self._foreign |= {(each.path.name, each.inode) for each in foreign}
+        self._foreign.update((each.path.name, each.inode) for each in foreign)
         if len(self._foreign) > _REMEMBERED:
             self._foreign.clear()
         ranks = [each.record for each in of_ours if report.liveness(each, now, here) is not report.Liveness.DEAD]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterable
-from types import FunctionType, ModuleType
+import weakref
+from collections.abc import Iterable, Sequence
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from vllm_graphfix.fix import Patch, Wrap
@@ -17,12 +19,14 @@ class ConflictError(Exception):
 class Site:
     """One attribute of a module or class: the stock function, and the layers that fixes have put around it."""
 
-    def __init__(self, owner: Any, attribute: str, stock: FunctionType) -> None:
+    def __init__(self, patch: Patch, owner: Any, stock: FunctionType) -> None:
+        self.module = patch.module
+        *self.classes, self.attribute = patch.name.split(".")
         self.owner = owner
-        self.attribute = attribute
         self.stock = stock
         self.layers: dict[str, Wrap] = {}
-        self.installed: FunctionType = stock
+        self.installed = stock
+        self._codes = self._codes_of(stock)
 
     @property
     def name(self) -> str:
@@ -34,39 +38,60 @@ class Site:
         return vars(self.owner).get(self.attribute)
 
     def set_layer(self, fix: str, wrap: Wrap | None) -> None:
-        """Adds (or, with None, takes away) the layer of *fix* and installs what results."""
-        layers = {**self.layers, fix: wrap}
+        """Adds (or, with None, takes away) the layer of *fix* and installs what results; if that fails, all is as before."""
+        layers = {name: layer for name, layer in {**self.layers, fix: wrap}.items() if layer is not None}
         function = self.stock
         for layer in layers.values():
-            if layer is not None:
-                outer = layer(function)
-                if not isinstance(outer, FunctionType) or getattr(outer, "__wrapped__", None) is not function:
-                    raise TypeError(f"a layer around {self.attribute} is not a plain function that wraps it")
-                function = outer
-        setattr(self.owner, self.attribute, function)
-        if self.current() is not function:
-            setattr(self.owner, self.attribute, self.installed)
-            raise RuntimeError(f"{self.attribute} does not read back as it was set")
+            outer = layer(function)
+            if not isinstance(outer, FunctionType) or getattr(outer, "__wrapped__", None) is not function:
+                raise TypeError(f"a layer around {self.attribute} is not a plain function that wraps it")
+            function = outer
+        codes = self._codes_of(function)
         if function is not self.stock:
             _stock_of[function] = self.stock
-        self.layers = {name: layer for name, layer in layers.items() if layer is not None}
-        self.installed = function
+        try:
+            setattr(self.owner, self.attribute, function)
+            if self.current() is not function:
+                raise RuntimeError(f"{self.attribute} does not read back as it was set")
+        except BaseException:
+            setattr(self.owner, self.attribute, self.installed)
+            raise
+        self.layers, self.installed, self._codes = layers, function, codes
+
+    def _codes_of(self, function: FunctionType) -> dict[FunctionType, CodeType]:
+        return {each: each.__code__ for each in (function, inspect.unwrap(self.stock))}
+
+    def lost(self) -> str | None:
+        """Why what was installed is no longer what is called; None if it is, perhaps through a wrapper that came later."""
+        after = "after the fix was applied"
+        try:
+            stands = _owner(self.module, self.classes)
+        except (KeyError, AttributeError):
+            return f"{self.name} was taken away {after}"
+        if stands is not self.owner:
+            return f"what {self.name} is in was replaced by {_author(stands)} {after}"
+        for function, code in self._codes.items():
+            if function.__code__ is not code:
+                return f"{self.name} was given the code of {_place(function.__code__)} {after}"
+        called = self.current()
+        for _ in range(_MOST_WRAPPERS):
+            if called is self.installed:
+                return None
+            called = getattr(called, "__wrapped__", None)
+        return f"{self.name} was replaced by {_author(self.current())} {after}"
 
     def holds(self) -> bool:
-        """Whether what was installed is still what is called, perhaps through a wrapper that came later."""
-        function = self.current()
-        while function is not None:
-            if function is self.installed:
-                return True
-            function = getattr(function, "__wrapped__", None)
-        return False
+        return self.lost() is None
 
 
 _DECORATORS = ("vllm", "torch", "contextlib", "functools")
 """Packages whose decorators a stock function may carry: `inference_mode`, `contextmanager`, vLLM's tracing."""
 
+_MOST_WRAPPERS = 100
+"""An object may answer to every name, ``__wrapped__`` included, without end."""
+
 _sites: dict[tuple[int, str], Site] = {}
-_stock_of: dict[FunctionType, FunctionType] = {}
+_stock_of: weakref.WeakKeyDictionary[FunctionType, FunctionType] = weakref.WeakKeyDictionary()
 """Our functions and what they wrap: `from target import name` may have carried one into another module."""
 
 
@@ -76,56 +101,83 @@ def apply(fix: str, patches: Iterable[Patch]) -> list[Site]:
     Raises ConflictError, and AttributeError where a target is gone.
     """
     sites = [(_site(patch), patch.wrap) for patch in patches]  # all are found and looked at before the first is touched
-    done: list[Site] = []
     try:
         for site, wrap in sites:
             site.set_layer(fix, wrap)
-            done.append(site)
     except BaseException:
-        take_back(fix, done)
+        take_back(fix, [site for site, _ in sites])
         raise
-    return done
+    return [site for site, _ in sites]
 
 
 def take_back(fix: str, sites: Iterable[Site]) -> None:
-    """Removes the layers of *fix*. Graphs captured before keep what they recorded."""
+    """Removes the layers of *fix*, wherever that can be done. Graphs captured before keep what they recorded.
+
+    Raises ConflictError where somebody else's patch is on top.
+    """
+    stuck = []
     for site in sites:
         if fix not in site.layers:
             continue
         if site.current() is site.installed:
             site.set_layer(fix, None)
         else:
-            # Taking their wrapper away is not ours to do.
-            raise ConflictError(
-                f"{site.attribute} was wrapped by {_author(site.current())} after the fix, which is therefore still applied"
-            )
+            stuck.append(site)  # taking their wrapper away is not ours to do
+    if stuck:
+        patched = ", ".join(f"{site.name} was patched by {_author(site.current())}" for site in stuck)
+        raise ConflictError(f"{patched} after the fix, whose layer is still below")
 
 
 def _site(patch: Patch) -> Site:
-    owner: Any = sys.modules[patch.module]
     *classes, attribute = patch.name.split(".")
-    for name in classes:
-        owner = getattr(owner, name)
+    owner = _owner(patch.module, classes)
+    _refuse_foreign_owner(owner, patch)
     found = vars(owner).get(attribute)
     if found is None:
         raise AttributeError(f"{patch.module} has no {patch.name} of its own")
     known = _sites.get((id(owner), attribute))
-    if known is not None and known.owner is owner and known.current() is known.installed:
+    if known is not None and known.owner is owner and known.current() is known.installed and known.holds():
         return known
     stock = _stock_of.get(found, found) if type(found) is FunctionType else found
     _refuse_foreign(owner, patch, stock)
-    site = _sites[id(owner), attribute] = Site(owner, attribute, stock)
+    site = _sites[id(owner), attribute] = Site(patch, owner, stock)
     return site
+
+
+def _owner(module: str, classes: Sequence[str]) -> Any:
+    owner: Any = sys.modules[module]
+    for name in classes:
+        owner = getattr(owner, name)
+    return owner
+
+
+def _refuse_foreign_owner(owner: Any, patch: Patch) -> None:
+    if not isinstance(owner, ModuleType):
+        if owner.__module__ != patch.module:
+            raise ConflictError(f"{_author(owner)} stands in the place of {patch.module}'s class")
+        return
+    # A layer on a copy of the module would be called by nobody: functions look names up in the module that they were made in.
+    members = [vars(thing).values() if isinstance(thing, type) else (thing,) for thing in vars(owner).values()]
+    written_here = [
+        function.__globals__ is vars(owner)
+        for inside in members
+        for function in inside
+        if type(function) is FunctionType
+        and function.__module__ == patch.module
+        and not hasattr(function, "__wrapped__")
+    ]
+    if written_here and not any(written_here):
+        raise ConflictError(f"{patch.module} was replaced by another module with its name")
 
 
 def _refuse_foreign(owner: Any, patch: Patch, function: Any) -> None:
     """Stock means: vLLM's own function, under no wrapper but those of vLLM's, torch's and the standard library's decorators."""
-    if not isinstance(owner, ModuleType) and owner.__module__ != patch.module:
-        raise ConflictError(f"{owner.__qualname__} of {owner.__module__} stands in the place of {patch.module}'s class")
     layer = function
+    layers = []
     while True:
         if type(layer) is not FunctionType:  # wrapt's proxies claim to be instances of what they wrap
             raise ConflictError(f"{patch.name} is {_author(layer)}, not a function of {patch.module}")
+        layers.append(layer)
         written_in = layer.__globals__.get("__name__", "")
         inner = getattr(layer, "__wrapped__", None)
         if inner is None:
@@ -136,8 +188,32 @@ def _refuse_foreign(owner: Any, patch: Patch, function: Any) -> None:
     # A name that a module imported is another vLLM module's function; a method is written where its class is.
     if not (written_in.startswith("vllm.") if isinstance(owner, ModuleType) else written_in == patch.module):
         raise ConflictError(f"{patch.name} was replaced by {_author(layer)}")
+    for layer in layers:
+        if not _as_written(layer):
+            raise ConflictError(f"{patch.name} was given the code of {_place(layer.__code__)}")
+
+
+def _as_written(function: FunctionType) -> bool:
+    """Whether the file of its module has the code of *function*: an assignment to its ``__code__`` leaves no other trace."""
+    spec: Any = function.__globals__.get("__spec__")
+    if not hasattr(getattr(spec, "loader", None), "get_code"):
+        return True
+    codes = [spec.loader.get_code(spec.name)]  # from the bytecode that the import has left, where it could
+    for code in codes:
+        if code == function.__code__:
+            return True
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return False
 
 
 def _author(found: object) -> str:
-    module = getattr(found, "__globals__", {}).get("__name__") or getattr(type(found), "__module__", "?")
-    return f"{type(found).__name__} {getattr(found, '__qualname__', '?')} of {module}"
+    if isinstance(found, type):
+        return f"{found.__qualname__} of {found.__module__}"
+    # wrapt's proxies tell of what they wrap, and a partial of nobody.
+    theirs = getattr(found, "_self_wrapper", None) or getattr(found, "func", found)
+    module = getattr(theirs, "__globals__", {}).get("__name__") or getattr(type(theirs), "__module__", "?")
+    return f"{type(found).__name__} {getattr(theirs, '__qualname__', getattr(theirs, '__name__', '?'))} of {module}"
+
+
+def _place(code: CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno}"

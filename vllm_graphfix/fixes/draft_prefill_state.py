@@ -11,18 +11,21 @@ from vllm_graphfix.capturing import (
     RebuildableStates,
     UntouchedStates,
     asks_per_pass,
+    forward_functions,
     has_consumed_plan,
     is_full,
 )
-from vllm_graphfix.fix import Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.source import Source
+    from vllm_graphfix.syntax import Function
 
 _SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
 _EAGLE = f"{_SPEC_DECODE}/eagle/cudagraph.py"
 _LATER = (f"{_SPEC_DECODE}/autoregressive/cudagraph_utils.py", f"{_SPEC_DECODE}/target_dependent_ar/cudagraph_utils.py")
 _PACKAGE = f"{_SPEC_DECODE}/__init__.py"
+_MANAGER = "vllm/v1/worker/gpu/cudagraph_utils.py"
 _MANAGER_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
 _EAGLE_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.cudagraph"
 
@@ -31,13 +34,15 @@ CAPTURED_STATE_REUSED = Event(
     "A full graph of the draft's prefill was captured that stock captures on the target's attention state, whose plan belongs to the "
     "target's graph.",
 )
+FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
     capture = source.function(_EAGLE, "PrefillEagleCudaGraphManager.capture")
     if capture is not None:
         shared = capture.find("attn_state = full_cg_attn_states[desc]")
-        if len(shared) == 1 and "full_cg_attn_states" in capture.parameters and capture.find("super().capture(...)"):
+        taken = capture.takes.startswith("self, forward_fn, full_cg_attn_states, ")
+        if len(shared) == 1 == capture.mentions("full_cg_attn_states") and taken and _states_as_known(source, capture):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "the draft's prefill is warmed up and captured on the target's captured attention states",
@@ -52,8 +57,11 @@ def diagnose(source: Source) -> Diagnosis:
     for path in _LATER:
         pair = source.function(path, "PrefillSpeculatorCudaGraphManager.capture")
         if pair is not None:
-            chosen = pair.find("attn_state_pair.warmup if warmup else attn_state_pair.captured")
-            if chosen:
+            chosen = pair.find("attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured")
+            made = source.function(_MANAGER, "CudaGraphManager.capture")
+            two = made.find("AttentionStatePair(warmup_attn_state, capture_attn_state)") if made else []
+            mentions = [pair.mentions(name) for name in ("attn_state", "attn_state_pair", "warmup")]
+            if len(chosen) == len(two) == 1 and mentions == [3, 3, 1]:
                 return Diagnosis(
                     Verdict.FIXED, "the draft's warm-up has an attention state of its own", pair.at(chosen[0])
                 )
@@ -80,6 +88,21 @@ def diagnose(source: Source) -> Diagnosis:
     return Diagnosis(Verdict.UNRECOGNISED, "speculators are where nobody has looked for them", f"{_PACKAGE}:1")
 
 
+def _states_as_known(source: Source, capture: Function) -> bool:
+    """Whether the draft's passes and the target's are a warm-up and a graph, and the target's states are returned as they are."""
+    manager = source.function(_MANAGER, "CudaGraphManager.capture")
+    target = source.function(_MANAGER, "ModelCudaGraphManager.capture")
+    if manager is None or target is None or not manager.takes.startswith("self, create_forward_fn, "):
+        return False
+    returned = manager.find("return ...") + target.find("return super().capture(create_forward_fn, ...)")
+    return (
+        bool(forward_functions(manager))
+        and len(returned) == 2
+        and bool(manager.find("return captured_attn_states"))
+        and len(capture.find("super().capture(create_forward_fn, progress_bar_desc)")) == 1
+    )
+
+
 def _older_layout(source: Source) -> bool:
     return source.read(f"{_SPEC_DECODE}/eagle_cudagraph.py") is not None
 
@@ -90,7 +113,7 @@ def _capture_and_remember_the_factory(stock: StockFunction) -> StockFunction:
     @functools.wraps(stock)
     def capture(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
         if asks_per_pass.get():
-            return stock(self, FactoryPerPass.around(create_forward_fn), *args, **kwargs)
+            return stock(self, FactoryPerPass.around(create_forward_fn, FALLBACK), *args, **kwargs)
         returned = stock(self, create_forward_fn, *args, **kwargs)
         return RebuildableStates(returned, create_forward_fn) if isinstance(returned, dict) else returned
 
@@ -108,7 +131,7 @@ def _capture_on_untouched_states(stock: StockFunction) -> StockFunction:
         consumed = _with_consumed_plans(full_cg_attn_states)
         token = asks_per_pass.set(True)
         try:
-            returned = stock(self, forward_fn, UntouchedStates(full_cg_attn_states), *args, **kwargs)
+            returned = stock(self, forward_fn, UntouchedStates(full_cg_attn_states, FALLBACK), *args, **kwargs)
         finally:
             asks_per_pass.reset(token)
         _count(consumed, self)
@@ -134,7 +157,11 @@ def _with_consumed_plans(states: Any) -> list[Any]:
     """FULL descriptors whose captured state has a plan already: to be asked before the draft's own passes make one."""
     if not isinstance(states, dict):
         return []
-    return [descriptor for descriptor, state in states.items() if is_full(descriptor) and has_consumed_plan(state)]
+    try:
+        return [descriptor for descriptor, state in states.items() if is_full(descriptor) and has_consumed_plan(state)]
+    except Exception as error:
+        FALLBACK.take(error)
+        return []
 
 
 def _count(consumed: list[Any], manager: Any) -> None:
@@ -172,10 +199,11 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or serving without speculative decoding.',
     removable="with vLLM 0.23.0",
     runner="V2",
-    reads=(_EAGLE, *_LATER, _PACKAGE, f"{_SPEC_DECODE}/eagle_cudagraph.py"),
+    reads=(_EAGLE, _MANAGER, *_LATER, _PACKAGE, f"{_SPEC_DECODE}/eagle_cudagraph.py"),
     modules=(_MANAGER_MODULE, _EAGLE_MODULE),
     diagnose=diagnose,
     patches=patches,
     observers=observers,
     events=(CAPTURED_STATE_REUSED,),
+    fallback=FALLBACK,
 )

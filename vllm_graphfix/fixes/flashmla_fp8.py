@@ -5,43 +5,59 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fix, Patch, StockFunction, Together, Verdict
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Together, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.source import Source
+    from vllm_graphfix.syntax import Function
 
 _BACKEND = "vllm/v1/attention/backends/mla/flashmla.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.mla.flashmla"
+_OPERATORS = "vllm/v1/attention/ops/flashmla.py"
+
+_PLAN = ("tile_scheduler_metadata", "num_splits")
+_FULL_GRAPHS = "if self.compilation_config.cudagraph_mode.has_full_cudagraphs(): ..."
+_KEPT = (
+    "self.cg_buf_tile_scheduler_metadata[:n].copy_(tile_scheduler_metadata)",
+    "tile_scheduler_metadata = self.cg_buf_tile_scheduler_metadata[:n]",
+    "self.cg_buf_num_splits[:n].copy_(num_splits)",
+    "num_splits = self.cg_buf_num_splits[:n]",
+)
+"""Upstream's correction."""
+_MADE = (
+    "self.is_fp8_kvcache = ...",
+    _FULL_GRAPHS,
+    "self.cg_buf_tile_scheduler_metadata = torch.zeros((num_sms, 8), device=self.device, dtype=torch.int32)",
+    "self.cg_buf_num_splits = torch.empty(..., device=self.device, dtype=torch.int32)",
+    "vllm_config.scheduler_config.max_num_seqs + 1",
+)
+"""What the patches use of a builder."""
 
 PLAN_OUTSIDE_BUFFERS = Event(
     "plan-outside-buffers",
     "A plan for fp8 decodes came from the planner outside the persistent buffers: on stock a full graph that replays does not see it.",
 )
+FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
     build = source.function(_BACKEND, "FlashMLAMetadataBuilder._build_decode")
-    if "get_mla_metadata_dense_fp8" not in source.names(_BACKEND):
+    if not any(source.says(path, "FlashMLASchedMeta") for path in (_BACKEND, _OPERATORS)):
         return Diagnosis(Verdict.ABSENT, "no dense fp8 FlashMLA")
     if build is None:
         return Diagnosis(Verdict.UNRECOGNISED, "dense fp8 is planned where nobody has looked for it", f"{_BACKEND}:1")
     planned = build.find("get_mla_metadata_dense_fp8(...)")
-    pointed_at = build.find("scheduler_metadata.tile_scheduler_metadata = tile_scheduler_metadata")
-    if len(planned) == 1 and len(pointed_at) == 1:
-        kept = build.find("self.cg_buf_tile_scheduler_metadata[:n].copy_(tile_scheduler_metadata)")
-        splits = build.find("self.cg_buf_num_splits[:n].copy_(num_splits)")
-        if len(kept) == len(splits) == 1 and planned[0].lineno < kept[0].lineno < pointed_at[0].lineno:
+    pointed_at = [found for name in _PLAN for found in build.find(f"scheduler_metadata.{name} = {name}")]
+    if len(planned) == 1 and len(pointed_at) == 2:
+        full = build.find(_FULL_GRAPHS)
+        kept = [found for pattern in _KEPT for found in build.find(pattern)]
+        if len(full) == 1 and len(kept) == 4 and _all_kept(build, full[0], kept, pointed_at):
             return Diagnosis(Verdict.FIXED, "the plan is copied into persistent buffers", build.at(kept[0]))
         init = source.function(_BACKEND, "FlashMLAMetadataBuilder.__init__")
-        buffers = init is not None and all(
-            init.find(f"self.{name} = torch.{how}(...)")
-            for name, how in (("cg_buf_tile_scheduler_metadata", "zeros"), ("cg_buf_num_splits", "empty"))
-        )
-        if (
-            buffers
-            and not build.find("self.cg_buf_tile_scheduler_metadata")
-            and not build.find("self.cg_buf_num_splits")
-        ):
+        made = [found for pattern in _MADE for found in init.find(pattern)] if init else []
+        flag = build.find("if self.is_fp8_kvcache: ...")
+        used = [found for name in _PLAN for found in build.find(f"self.cg_buf_{name}")]
+        if len(made) == len(_MADE) and len(flag) == 1 and not used:
             return Diagnosis(
                 Verdict.AFFECTED,
                 "every batch gets a new plan, but graphs read the one of their capture",
@@ -50,6 +66,17 @@ def diagnose(source: Source) -> Diagnosis:
             )
     return Diagnosis(
         Verdict.UNRECOGNISED, "the plan of dense fp8 is kept in a way that nobody has looked at", build.where
+    )
+
+
+def _all_kept(build: Function, full: Any, kept: list[Any], pointed_at: list[Any]) -> bool:
+    """Whether the plan that the metadata point at is that of the buffers, and no other, where there are full graphs."""
+    mentions = [build.mentions(name) for name in ("scheduler_metadata", *_PLAN)]
+    return (
+        mentions == [4, 5, 5]
+        and build.in_one_block(*kept)
+        and build.in_one_block(full, *pointed_at)
+        and any(kept[1] is statement for statement in full.body)
     )
 
 
@@ -64,12 +91,18 @@ def _plan_in_persistent_buffers(stock: StockFunction) -> StockFunction:
     @functools.wraps(stock)
     def _build_decode(self: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = stock(self, *args, **kwargs)
-        plan = _plan_outside_buffers(self, metadata)
-        if plan is not None:
-            PLAN_OUTSIDE_BUFFERS.count += 1
-            tiles, splits = self.cg_buf_tile_scheduler_metadata, self.cg_buf_num_splits
-            plan.tile_scheduler_metadata = _copied(plan.tile_scheduler_metadata, tiles, "tile_scheduler_metadata")
-            plan.num_splits = _copied(plan.num_splits, splits, "num_splits")
+        try:
+            plan = _plan_outside_buffers(self, metadata)
+            if plan is not None:
+                planned = plan.tile_scheduler_metadata, plan.num_splits
+                tiles = _rows(self.cg_buf_tile_scheduler_metadata, planned[0], "tile_scheduler_metadata")
+                splits = _rows(self.cg_buf_num_splits, planned[1], "num_splits")
+                plan.tile_scheduler_metadata, plan.num_splits = tiles.copy_(planned[0]), splits.copy_(planned[1])
+                PLAN_OUTSIDE_BUFFERS.count += 1
+        except AssertionError:  # a plan that does not fit, which the upstream fix does not serve either
+            raise
+        except Exception as error:
+            FALLBACK.take(error)
         return metadata
 
     return _build_decode
@@ -84,8 +117,8 @@ def _watch_plans(stock: StockFunction) -> StockFunction:
         try:
             if _plan_outside_buffers(self, metadata) is not None:
                 PLAN_OUTSIDE_BUFFERS.count += 1
-        except Exception:  # noqa: S110 - stock has done its work, and whatever that is goes to vLLM
-            pass
+        except Exception as error:
+            FALLBACK.take(error)
         return metadata
 
     return _build_decode
@@ -102,14 +135,15 @@ def _plan_outside_buffers(builder: Any, metadata: Any) -> Any:
     return None if plan.num_splits.data_ptr() == builder.cg_buf_num_splits.data_ptr() else plan
 
 
-def _copied(values: Any, buffer: Any, name: str) -> Any:
+def _rows(buffer: Any, values: Any, name: str) -> Any:
+    """The part of *buffer* that *values* go into."""
     rows = values.shape[0]
     if rows > buffer.shape[0]:
         raise AssertionError(
             f"FlashMLA's {name} for this batch has {rows} rows, the buffer that CUDA graphs read has {buffer.shape[0]}: "
             "lower --max-num-seqs, or serve without full CUDA graphs"
         )
-    return buffer[:rows].copy_(values)
+    return buffer[:rows]
 
 
 _TARGET = "FlashMLAMetadataBuilder._build_decode"
@@ -139,12 +173,13 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --kv-cache-dtype auto.',
     removable="with vLLM 0.19.0",
     runner=None,
-    reads=(_BACKEND,),
+    reads=(_BACKEND, _OPERATORS),
     modules=(_BACKEND_MODULE,),
     diagnose=diagnose,
     patches=patches,
     observers=observers,
     events=(PLAN_OUTSIDE_BUFFERS,),
+    fallback=FALLBACK,
     together=(
         Together(
             name="flashmla-padding",

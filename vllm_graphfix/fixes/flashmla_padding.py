@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.source import Source
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _BACKEND = "vllm/v1/attention/backends/mla/flashmla.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.mla.flashmla"
+_OPERATORS = "vllm/v1/attention/ops/flashmla.py"
 _PARAMETERS = (
     *("self", "block_table_tensor", "seq_lens_device", "max_seq_len", "query_start_loc_cpu"),
     *("query_start_loc_device", "num_decode_tokens", "dcp_tot_seq_lens_device"),
@@ -24,28 +26,43 @@ PADDED_ROWS_GIVEN = Event(
     "padded-rows-given",
     "A batch with padded rows came to dense fp8 FlashMLA: on stock the kernel gets length 0 and block -1 for them.",
 )
+FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
     build_decode = source.function(_BACKEND, "FlashMLAMetadataBuilder._build_decode")
-    if "get_mla_metadata_dense_fp8" not in source.names(_BACKEND):
+    if not any(source.says(path, "FlashMLASchedMeta") for path in (_BACKEND, _OPERATORS)):
         return Diagnosis(Verdict.ABSENT, "no dense fp8 FlashMLA")
     build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
-    if build is None:
+    if source.read(_RUNNER) is None:
         return Diagnosis(Verdict.ABSENT, "no model runner V1")
+    if build is None or build_decode is None:
+        where = f"{_RUNNER if build is None else _BACKEND}:1"
+        return Diagnosis(Verdict.UNRECOGNISED, "block tables are padded where nobody has looked for it", where)
+    # Made in one of two ways, padded, returned.
     padded = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(...)")
-    null_block = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(NULL_BLOCK_ID)")
-    if len(padded) == len(null_block) == 1:
-        return Diagnosis(Verdict.FIXED, "block tables are padded with the null block", build.at(null_block[0]))
-    minus_one = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(-1)")
-    if len(padded) == len(minus_one) == 1 and build_decode is not None and build_decode.parameters == _PARAMETERS:
-        return Diagnosis(
-            Verdict.AFFECTED,
-            "block tables are padded with -1, which dense fp8 FlashMLA follows",
-            build.at(minus_one[0]),
-            "minus-one",
-        )
+    returned = build.find("return blk_table_tensor")
+    if len(padded) == len(returned) == 1 and build.mentions("blk_table_tensor") == 4:
+        known = build.in_one_block(*padded, *returned)
+        null_block = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(NULL_BLOCK_ID)")
+        elsewhere = build.mentions("NULL_BLOCK_ID") == 1 and not _assigns(source, "NULL_BLOCK_ID")
+        if known and null_block and elsewhere:
+            return Diagnosis(Verdict.FIXED, "block tables are padded with the null block", build.at(null_block[0]))
+        minus_one = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(-1)")
+        fp8 = build_decode.takes == ", ".join(_PARAMETERS) and build_decode.find("self.is_fp8_kvcache")
+        if known and minus_one and fp8:
+            return Diagnosis(
+                Verdict.AFFECTED,
+                "block tables are padded with -1, which dense fp8 FlashMLA follows",
+                build.at(minus_one[0]),
+                "minus-one",
+            )
     return Diagnosis(Verdict.UNRECOGNISED, "block tables are padded in a way that nobody has looked at", build.where)
+
+
+def _assigns(source: Source, name: str) -> bool:
+    """Whether the runner's module gives *name* a value of its own."""
+    return re.search(rf"^{name}\b[^=\n]*=".encode(), source.read(_RUNNER) or b"", re.MULTILINE) is not None
 
 
 def _padded_rows_that_exist(stock: StockFunction) -> StockFunction:
@@ -67,17 +84,20 @@ def _padded_rows_that_exist(stock: StockFunction) -> StockFunction:
         num_decode_tokens: Any,
         dcp_tot_seq_lens_device: Any,
     ) -> Any:
-        if self.is_fp8_kvcache:
-            starts = query_start_loc_cpu.numpy()
-            if _has_padded_rows(starts):
-                PADDED_ROWS_GIVEN.count += 1
-                real_rows = int(starts.searchsorted(starts[-1]))
-                block_table_tensor[real_rows:].fill_(_NULL_BLOCK)
-                seq_lens_device[real_rows:].fill_(1)
-            elif dcp_tot_seq_lens_device is None:
-                # The dummy batch of an idle data-parallel rank has rows of length 0 that its query starts do not show.
-                # With decode context parallelism a real row may have length 0 on a rank; it keeps it.
-                seq_lens_device.clamp_(min=1)
+        try:
+            if self.is_fp8_kvcache:
+                starts = query_start_loc_cpu.numpy()
+                if _has_padded_rows(starts):
+                    real_rows = int(starts.searchsorted(starts[-1]))
+                    block_table_tensor[real_rows:].fill_(_NULL_BLOCK)
+                    seq_lens_device[real_rows:].fill_(1)
+                    PADDED_ROWS_GIVEN.count += 1
+                elif dcp_tot_seq_lens_device is None:
+                    # The dummy batch of an idle data-parallel rank has rows of length 0 that its query starts do not show.
+                    # With decode context parallelism a real row may have length 0 on a rank; it keeps it.
+                    seq_lens_device.clamp_(min=1)
+        except Exception as error:
+            FALLBACK.take(error)
         return stock(
             self,
             block_table_tensor,
@@ -108,8 +128,8 @@ def _watch_padding(stock: StockFunction) -> StockFunction:
         try:
             if self.is_fp8_kvcache and _has_padded_rows(query_start_loc_cpu.numpy()):
                 PADDED_ROWS_GIVEN.count += 1
-        except Exception:  # noqa: S110 - whatever this batch is, it is stock's to judge
-            pass
+        except Exception as error:
+            FALLBACK.take(error)
         return stock(self, block_table_tensor, seq_lens_device, max_seq_len, query_start_loc_cpu, *args, **kwargs)
 
     return _build_decode
@@ -146,10 +166,11 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --kv-cache-dtype auto.',
     removable="with vLLM 0.20.0",
     runner=None,
-    reads=(_RUNNER, _BACKEND),
+    reads=(_RUNNER, _BACKEND, _OPERATORS),
     modules=(_BACKEND_MODULE,),
     diagnose=diagnose,
     patches=patches,
     observers=observers,
     events=(PADDED_ROWS_GIVEN,),
+    fallback=FALLBACK,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.source import Source
@@ -18,25 +18,33 @@ PADDED_ROW_PREFILLING = Event(
     "padded-row-prefilling",
     "A batch came to a group of Mamba layers with a padded row that reads as prefilling: on stock a decode graph replays on old state indices.",
 )
+FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
     build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
     compute = source.function(_BUILDER, "BaseMambaAttentionMetadataBuilder._compute_common_metadata")
-    computed = build.find("is_prefilling = ...") if build else []
-    if build is None or not computed:
+    if not source.says(_RUNNER, "is_prefilling") and not source.says(_BUILDER, "treat_short_extends_as_decodes"):
         return Diagnosis(Verdict.ABSENT, "the model runner does not tell the builders which rows are prefilling")
+    over_padding = build.find("is_prefilling = num_computed_tokens_cpu < num_prompt_tokens_cpu") if build else []
+    given = [call for call in build.find("CommonAttentionMetadata(...)") if _gives_marks(call)] if build else []
+    if build is None or len(over_padding) != 1 or len(given) != 1:
+        where = build.where if build else f"{_RUNNER}:1"
+        return Diagnosis(
+            Verdict.UNRECOGNISED, "rows are marked as prefilling in a way that nobody has looked at", where
+        )
     cleared = build.find("is_prefilling[num_reqs:] = False")
-    # Unconditional: a statement of the same depth, after the only place where the marks are made.
-    if len(cleared) == len(computed) == 1 and cleared[0].col_offset == computed[0].col_offset:
+    # One after the other, and nothing else done to the marks.
+    at_once = len(cleared) == 1 and build.in_one_block(*over_padding, *cleared, at_once=True)
+    if at_once and build.mentions("is_prefilling") == 3:
         return Diagnosis(Verdict.FIXED, "padded rows are marked as not prefilling", build.at(cleared[0]))
-    over_padding = build.find("is_prefilling = num_computed_tokens_cpu < num_prompt_tokens_cpu")
-    if compute is not None and not cleared and len(computed) == len(over_padding) == 1:
+    if compute is not None and build.mentions("is_prefilling") == 2:
         splits = compute.find("split_decodes_and_prefills(...)")
         by_phase = compute.find(
             "split_decodes_and_prefills(common_attn_metadata, decode_threshold=..., treat_short_extends_as_decodes=False)"
         )
-        if len(splits) == len(by_phase) == 1 and compute.parameters[:2] == ("self", "common_attn_metadata"):
+        first = compute.takes.startswith("self, common_attn_metadata")
+        if len(splits) == len(by_phase) == 1 and first:
             return Diagnosis(
                 Verdict.AFFECTED,
                 "is_prefilling covers padded rows, and the Mamba builder splits the batch by it",
@@ -44,13 +52,22 @@ def diagnose(source: Source) -> Diagnosis:
                 "prefilling-over-padding",
             )
         if (
-            len(splits)
+            not source.says(_BUILDER, "treat_short_extends_as_decodes")
+            and len(splits)
             == len(compute.find("split_decodes_and_prefills(common_attn_metadata, decode_threshold=...)"))
             == 1
         ):
             return Diagnosis(Verdict.FIXED, "the Mamba builder does not split the batch by phase", compute.where)
     return Diagnosis(
-        Verdict.UNRECOGNISED, "rows are marked as prefilling in a way that nobody has looked at", build.at(computed[0])
+        Verdict.UNRECOGNISED,
+        "rows are marked as prefilling in a way that nobody has looked at",
+        build.at(over_padding[0]),
+    )
+
+
+def _gives_marks(call: Any) -> bool:
+    return any(
+        given.arg == "is_prefilling" and getattr(given.value, "id", "") == "is_prefilling" for given in call.keywords
     )
 
 
@@ -60,12 +77,16 @@ def _split_without_padding(stock: StockFunction) -> StockFunction:
 
     @functools.wraps(stock)
     def _compute_common_metadata(self: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        real = _marks_without_padding(common_attn_metadata)
-        if real is not None:
-            PADDED_ROW_PREFILLING.count += 1
-            # A copy: the same metadata goes to the builders of other layers, which are right as they are.
-            original, common_attn_metadata = common_attn_metadata, object.__new__(type(common_attn_metadata))
-            common_attn_metadata.__dict__.update(original.__dict__, is_prefilling=from_numpy(real))
+        try:
+            real = _marks_without_padding(common_attn_metadata)
+            if real is not None:
+                # A copy: the same metadata goes to the builders of other layers, which are right as they are.
+                corrected = object.__new__(type(common_attn_metadata))
+                corrected.__dict__.update(common_attn_metadata.__dict__, is_prefilling=from_numpy(real))
+                common_attn_metadata = corrected
+                PADDED_ROW_PREFILLING.count += 1
+        except Exception as error:
+            FALLBACK.take(error)
         return stock(self, common_attn_metadata, *args, **kwargs)
 
     return _compute_common_metadata
@@ -79,8 +100,8 @@ def _watch_marks(stock: StockFunction) -> StockFunction:
         try:
             if _marks_without_padding(common_attn_metadata) is not None:
                 PADDED_ROW_PREFILLING.count += 1
-        except Exception:  # noqa: S110 - whatever this batch is, it is stock's to judge
-            pass
+        except Exception as error:
+            FALLBACK.take(error)
         return stock(self, common_attn_metadata, *args, **kwargs)
 
     return _compute_common_metadata
@@ -137,4 +158,5 @@ FIX = Fix(
     patches=patches,
     observers=observers,
     events=(PADDED_ROW_PREFILLING,),
+    fallback=FALLBACK,
 )

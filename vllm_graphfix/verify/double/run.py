@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 MODES_OF_A_PROOF = f"{PREFIX}=off (stock), every fix auto (patched)"
+_PACKAGE = Path(__file__).parents[3]
 _TIMEOUT = 900
 """Seconds for one process; ten times what one takes on two slow cores."""
 
@@ -102,6 +103,7 @@ class _Worker(threading.Thread):
         self._log = tempfile.NamedTemporaryFile(prefix=f"graphfix-verify-{kind}-", suffix=".log", delete=False)  # noqa: SIM115 - kept for the user if the process fails
         self._process = subprocess.Popen(
             [sys.executable, "-m", "vllm_graphfix.verify.double.worker", str(folder), *names, "--", *others],
+            cwd=_PACKAGE,  # `-m` looks there first, and the user's folder may hold a json.py of its own
             env=_environment(kind),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -160,9 +162,8 @@ class _Worker(threading.Thread):
 def _environment(kind: str) -> dict[str, str]:
     """The user's, less what would decide about fixes or devices in place of the proof."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
-    package = Path(__file__).parents[3]
     # The plugin is found wherever this very copy lies. The vLLM under test is an argument: a path may hold a colon.
-    path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    path = os.pathsep.join([str(_PACKAGE), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     return kept | {
         PREFIX: "off" if kind == "stock" else "on",
         "PYTHONPATH": path,

@@ -48,7 +48,7 @@ def find(models: Path | None = None, names: tuple[str, ...] = ()) -> Device:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "vllm_graphfix.verify.engine.device", *arguments],
-            cwd=models,
+            cwd=models or PACKAGE,  # `-m` looks there first, and the user's folder may hold a json.py of its own
             env=os.environ | {"PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
