@@ -14,7 +14,7 @@ from pathlib import Path
 import fetch_vllm
 from fetch_vllm import ALL_RELEASES
 
-__all__ = ["ALL_RELEASES", "release_root", "run_in_release"]
+__all__ = ["ALL_RELEASES", "release_environment", "release_root", "run_in_release"]
 
 
 @cache
@@ -37,24 +37,11 @@ def run_in_release(
     no ``VLLM_`` variable reaches the other; *env* comes on top. With *check*, a non-zero exit code is an AssertionError
     that shows the output.
     """
-    root = release_root(release) if isinstance(release, str) else release
     with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as scratch:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-        environment = clean | {
-            "PYTHONPATH": str(root),
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_GRAPHFIX_STATUS_DIR": scratch,
-            "CUDA_VISIBLE_DEVICES": "",  # the CPU is what is tested, also where there is a GPU
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",  # tests run side by side
-            "XDG_CACHE_HOME": scratch,  # vLLM keeps what it finds out about models
-            "XDG_CONFIG_HOME": scratch,
-        }
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code)],
             cwd=scratch,
-            env=environment | dict(env or {}),
+            env=release_environment(release, scratch) | dict(env or {}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -64,3 +51,20 @@ def run_in_release(
     if check and done.returncode:
         raise AssertionError(f"vLLM {release}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done
+
+
+def release_environment(release: str | Path, scratch: str) -> dict[str, str]:
+    """Of a process in which *release* is importable, and which leaves what it writes in *scratch*."""
+    root = release_root(release) if isinstance(release, str) else release
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    return clean | {
+        "PYTHONPATH": str(root),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_GRAPHFIX_STATUS_DIR": scratch,
+        "CUDA_VISIBLE_DEVICES": "",  # the CPU is what is tested, also where there is a GPU
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # tests run side by side
+        "XDG_CACHE_HOME": scratch,  # vLLM keeps what it finds out about models
+        "XDG_CONFIG_HOME": scratch,
+    }

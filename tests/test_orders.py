@@ -1,0 +1,305 @@
+"""Events in any order: import, register, register again, import an alias, fork, spawn, revert all end in the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from fetch_vllm import ALL_RELEASES
+from stock import release_root, run_in_release
+from table import AFFECTED_RELEASES, SAMPLE, affected_by
+from warm_release import WarmRelease
+
+from vllm_graphfix.fix import Diagnosis, Fix, Patch
+from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.source import open_source
+
+# T imports the targets, R registers, the second R does so again, A imports subclasses and `from … import` aliases of them, F forks,
+# S spawns, V reverts.
+WITHOUT_REVERT = sorted({"".join(order) for order in itertools.permutations("TRRAFS")})
+ORDERS = sorted({"".join(order) for order in itertools.permutations("TRRAFSV")})
+PROCESSES = 3
+"""Of an order: its own, the forked one, the spawned one."""
+ELEVENTH = 11
+"""No divisor of the number of orders: every eleventh has each event in each place."""
+SOME = 401
+IN_MAKE_TEST = ("0.17.1", "0.21.0")
+_BATCH = 40
+_LIMIT = 600
+"""Seconds for a batch."""
+
+Case = tuple[str, tuple[str, ...]]
+"""An order, and the fixes that it reverts."""
+RecordProperty = Callable[[str, object], None]
+
+
+def test_there_are_as_many_orders_as_there_should_be() -> None:
+    assert len(ORDERS) == 2520
+    assert len(WITHOUT_REVERT) == 360
+
+
+class Warm(NamedTuple):
+    """A warm process of a release, and how many of the orders are run in its forks."""
+
+    process: WarmRelease
+    release: str
+    slow: bool
+
+    def of(self, orders: Sequence[str], largest: int = 1) -> list[str]:
+        """Every *largest*-th on a release of each shape, every eleventh of these on the others; a few in `make test`."""
+        stride = SOME
+        if self.slow:
+            stride = largest if self.release in SAMPLE else largest * ELEVENTH
+        return list(orders[ALL_RELEASES.index(self.release) % stride :: stride])
+
+
+# One process serves all that is run on a release: pytest groups the tests by it, and so does pytest-xdist.
+@pytest.fixture(scope="module")
+def warm(request: pytest.FixtureRequest) -> Iterator[Warm]:
+    release, slow = request.param
+    with WarmRelease(release) as process:
+        yield Warm(process, release, slow)
+
+
+def on_releases(releases: Sequence[str], *, in_make_test: bool = True) -> pytest.MarkDecorator:
+    few = [(release, False) for release in IN_MAKE_TEST if release in releases and in_make_test]
+    params = [
+        pytest.param(
+            (release, slow),
+            marks=[pytest.mark.xdist_group(f"orders-{release}"), *([pytest.mark.slow] if slow else [])],
+            id=f"{release}-{'many' if slow else 'few'}",
+        )
+        for release, slow in (*few, *((release, True) for release in releases))
+    ]
+    return pytest.mark.parametrize("warm", params, indirect=True)
+
+
+# -- what is to come of it ------------------------------------------------------------------------------------------------
+
+
+@cache
+def diagnosis(fix: str, release: str) -> Diagnosis:
+    return BY_NAME[fix].diagnose(open_source(release_root(release)))
+
+
+@cache
+def patches(fix: str, release: str, *, observed: bool) -> Sequence[Patch]:
+    if fix not in affected_by(release):
+        return ()
+    return (BY_NAME[fix].observers if observed else BY_NAME[fix].patches)(diagnosis(fix, release).shape)
+
+
+@cache
+def modules(release: str) -> list[str]:
+    """Of all fixes, as far as *release* has them."""
+    named = dict.fromkeys(module for fix in FIXES for module in fix.modules)
+    return [name for name in named if (release_root(release) / f"{name.replace('.', '/')}.py").exists()]
+
+
+@cache
+def targets(release: str) -> list[tuple[str, str]]:
+    found = (patch for fix in FIXES for seen in (False, True) for patch in patches(fix.name, release, observed=seen))
+    return list(dict.fromkeys((patch.module, patch.name) for patch in found))
+
+
+def engaged(release: str, taken_back: tuple[str, ...], *, observed: bool) -> list[Fix]:
+    """The fixes that are on vLLM in the end."""
+    left = [BY_NAME[name] for name in affected_by(release) if name not in taken_back]
+    return [fix for fix in left if observed or not missing_companion(fix, taken_back)]
+
+
+def missing_companion(fix: Fix, taken_back: tuple[str, ...]) -> str | None:
+    """Why *fix* cannot stay, if so."""
+    lost = [t for t in fix.together if t.name in taken_back and not t.may_be_off]
+    return f"{lost[0].name} is off; without it {lost[0].because}" if lost else None
+
+
+@cache
+def states(release: str, taken_back: tuple[str, ...], *, observed: bool) -> dict[str, list[str]]:
+    found = {}
+    for fix in FIXES:
+        sites = [
+            patch.name if "." in patch.name else f"{patch.module.rpartition('.')[2]}.{patch.name}"
+            for patch in patches(fix.name, release, observed=observed)
+        ]
+        if fix.name in taken_back:
+            told = ["off", "taken back; graphs captured before keep what they recorded"]
+        elif fix.name not in affected_by(release):
+            told = ["not-needed", diagnosis(fix.name, release).reason]
+        elif fix not in engaged(release, taken_back, observed=observed):
+            told = ["incompatible", str(missing_companion(fix, taken_back))]
+        elif observed:
+            told = ["observing", f"counts at {', '.join(sites)}"]
+        else:
+            told = ["active", f"applied to {', '.join(sites)}"]
+        found[fix.name] = told
+    return found
+
+
+@cache
+def layers(release: str, taken_back: tuple[str, ...], place: tuple[str, str], *, observed: bool) -> list[str]:
+    """On one target, the outermost first."""
+    on_it = [
+        fix.name.replace("-", "_")
+        for fix in engaged(release, taken_back, observed=observed)
+        if place in [(patch.module, patch.name) for patch in patches(fix.name, release, observed=observed)]
+    ]
+    return on_it[::-1]
+
+
+def expected(release: str, case: Case, *, observed: bool) -> dict[str, Any]:
+    order, reverted = case
+
+    def told(taken_back: tuple[str, ...], aliases: dict[str, list[str]]) -> dict[str, Any]:
+        return {
+            "states": states(release, taken_back, observed=observed),
+            "layers": {f"{m}:{n}": layers(release, taken_back, (m, n), observed=observed) for m, n in targets(release)},
+            "aliases": aliases,
+            "elsewhere": [],
+            "subclasses see the same": True,
+            "on load_general_plugins": ["membership"],
+        }
+
+    before_alias = order[: order.index("A")]
+    carried_away = {}
+    for module, name in targets(release):
+        if "." not in name:
+            # A name that is imported from a patched one is that with its layer, and stays so.
+            back = reverted if "V" in before_alias else ()
+            on_it = layers(release, back, (module, name), observed=observed) if "R" in before_alias else []
+            carried_away[f"{module}:{name}"] = on_it
+    forked = order[: order.index("F")]
+    return {
+        "ended": told(reverted if "V" in order else (), carried_away),
+        "forked": told(reverted if "V" in forked else (), carried_away if "A" in forked else {}),
+        "spawned": told((), {}),
+    }
+
+
+# -- running ----------------------------------------------------------------------------------------------------------------
+
+
+def check(
+    warm: Warm,
+    cases: Sequence[Case],
+    record: RecordProperty,
+    about: str,
+    *,
+    observed: bool = False,
+    really_spawn: bool = False,
+) -> None:
+    release = warm.release
+    text = (Path(__file__).parent / "orders.py").read_text()
+    env = {"VLLM_GRAPHFIX": "observe"} if observed else {}
+    ran, wrong = 0, []
+    size = 1 if really_spawn else _BATCH
+    for first in range(0, len(cases), size):
+        batch = cases[first : first + size]
+        task = {
+            "orders": batch,
+            "modules": modules(release),
+            "targets": targets(release),
+            "really spawn": really_spawn,
+            "text": text if really_spawn else "",
+        }
+        done = warm.process.run(f"{text}\nrun(json.loads({json.dumps(task)!r}))", env, limit=_LIMIT)
+        told = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("ORDER ")]
+        assert len(told) == len(batch), done.stdout[-3000:]
+        for order, reverted, found in told:
+            ran += 1
+            wanted = expected(release, (order, tuple(reverted)), observed=observed)
+            wrong += [
+                f"{order}, {', '.join(reverted) or 'nothing'} taken back, {which}: {differences(found, wanted, which)}"
+                for which in wanted
+                if found.get(which) != wanted[which]
+            ]
+    record("orders", [release, about, ran])
+    assert not wrong, f"{len(wrong)} of {ran * PROCESSES} processes ended otherwise, the first:\n" + "\n".join(
+        wrong[:3]
+    )
+
+
+def differences(found: dict[str, Any], wanted: dict[str, Any], which: str) -> object:
+    told = found.get(which, found)
+    if "error" in told:
+        return told["error"]
+    return {
+        (about, name): (each, wanted[which][about].get(name))
+        for about in ("states", "layers", "aliases")
+        for name, each in told[about].items()
+        if each != wanted[which][about].get(name)
+    } or told
+
+
+@on_releases(AFFECTED_RELEASES)
+def test_after_a_revert_vllm_is_stock_for_good(warm: Warm, record_property: RecordProperty) -> None:
+    back = affected_by(warm.release)
+    cases = [(order, back) for order in warm.of(ORDERS)]
+    check(warm, cases, record_property, "all reverted")
+
+
+@on_releases(AFFECTED_RELEASES)
+def test_one_fix_is_reverted_and_the_others_stay(warm: Warm, record_property: RecordProperty) -> None:
+    """But for the one that cannot be without it."""
+    fixes = itertools.cycle(affected_by(warm.release))
+    cases = [(order, (next(fixes),)) for order in warm.of(ORDERS, ELEVENTH)]
+    check(warm, cases, record_property, "one reverted")
+
+
+@on_releases(ALL_RELEASES)
+def test_each_fix_is_on_vllm_once_and_only_where_it_is_needed(warm: Warm, record_property: RecordProperty) -> None:
+    cases: list[Case] = [(order, ()) for order in warm.of(WITHOUT_REVERT)]
+    check(warm, cases, record_property, "none reverted")
+
+
+@on_releases(AFFECTED_RELEASES)
+def test_observers_go_by_the_same(warm: Warm, record_property: RecordProperty) -> None:
+    back = affected_by(warm.release)
+    cases = [(order, back if "V" in order else ()) for order in warm.of(ORDERS + WITHOUT_REVERT, ELEVENTH)]
+    check(warm, cases, record_property, "observed", observed=True)
+
+
+@on_releases([r for r in AFFECTED_RELEASES if r in SAMPLE], in_make_test=False)
+def test_what_multiprocessing_spawns_is_as_its_double(warm: Warm, record_property: RecordProperty) -> None:
+    """At each place in one order."""
+    others, back = "RTAFRV", affected_by(warm.release)
+    cases = [(f"{others[:place]}S{others[place:]}", back) for place in range(len(others) + 1)]
+    check(warm, cases, record_property, "really spawned", really_spawn=True)
+
+
+@pytest.mark.parametrize("shape", ["capture-graph-inline", "capture-graph-split"])
+@pytest.mark.parametrize("name", ["prepare_inputs_to_capture", "set_forward_context"])
+def test_a_name_that_was_carried_away_with_its_layer_does_what_stock_does_after_a_revert(shape: str, name: str) -> None:
+    """The layers of the methods, which alone give it something to do, are gone then."""
+    given, answer = [], object()
+
+    def stock(*args: Any, **kwargs: Any) -> object:
+        given.append((args, kwargs))
+        return answer
+
+    layer = next(patch for patch in BY_NAME["capture-state"].patches(shape) if patch.name == name).wrap(stock)
+    assert layer is not stock
+    assert layer(1, two=2) is answer
+    assert given == [((1,), {"two": 2})]
+
+
+def test_a_revert_outlasts_the_engine_that_it_was_made_for() -> None:
+    """A process that starts another engine goes by another decision."""
+    code = """
+import vllm_graphfix
+from vllm_graphfix.process import Wanted
+from vllm_graphfix.settings import Master
+vllm_graphfix.register()
+process = vllm_graphfix._this_process().process
+process.revert("flashmla-fp8")
+process.start(Wanted(Master.STRICT, process._wanted.modes))
+told = process.states(diagnose=False)
+assert told["flashmla-fp8"].state.value == "off", told
+assert told["flashmla-padding"].state.value == "waiting", told
+"""
+    run_in_release("0.18.1", code)

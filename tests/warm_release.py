@@ -1,0 +1,196 @@
+"""Code in forks of one process of a stock release that has imported all but some modules: thousands of processes, where a fresh one takes seconds.
+
+A fork starts with vLLM imported as far as that goes without those modules, and with nothing of the plugin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+PATCHED = (
+    "vllm.v1.attention.backends.mamba_attn",
+    "vllm.v1.attention.backends.mla.flashmla",
+    "vllm.v1.worker.gpu.cudagraph_utils",
+    "vllm.v1.worker.gpu.spec_decode.eagle",
+    "vllm.v1.worker.gpu.spec_decode.eagle_cudagraph",
+    "vllm.v1.worker.gpu.spec_decode.eagle.cudagraph",
+    "vllm.v1.worker.gpu.spec_decode.eagle.speculator",
+)
+"""Modules with targets of the fixes, in one release or another."""
+_IMPORTERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_worker")
+_FORK_LIMIT = 60.0
+"""Seconds."""
+
+
+class WarmRelease:
+    """A context manager; `run` has code run in a fork."""
+
+    def __init__(self, release: str | Path, without: Iterable[str] = PATCHED) -> None:
+        self._release = release
+        self._without = tuple(without)
+
+    def __enter__(self) -> WarmRelease:  # noqa: PYI034 - nobody derives from it
+        from stock import release_environment
+
+        self._scratch = tempfile.TemporaryDirectory(prefix="vllm-graphfix-")
+        self._log = (Path(self._scratch.name) / "server.log").open("w+")
+        self._server = subprocess.Popen(
+            [sys.executable, __file__, *self._without],
+            cwd=self._scratch.name,
+            env=release_environment(self._release, self._scratch.name),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        self.preloaded: list[str] = self._answer()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._server.communicate()
+        self._log.close()
+        self._scratch.cleanup()
+
+    def run(
+        self, code: str, env: Mapping[str, str] | None = None, *, limit: float = _FORK_LIMIT
+    ) -> subprocess.CompletedProcess[str]:
+        """As `run_in_release` with ``check=False``; both outputs are in ``stdout``. What is done at exit is not done.
+
+        *limit* is in seconds.
+        """
+        output = Path(self._scratch.name) / "output"
+        assert self._server.stdin is not None
+        self._server.stdin.write(
+            json.dumps({"code": code, "env": dict(env or {}), "output": str(output), "limit": limit}) + "\n"
+        )
+        self._server.stdin.flush()
+        return subprocess.CompletedProcess([], self._answer(), output.read_text(errors="replace"), "")
+
+    def _answer(self) -> Any:
+        assert self._server.stdout is not None
+        line = self._server.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise RuntimeError(f"the warm process of vLLM {self._release} has ended: {self._log.read()[-3000:]}")
+        return json.loads(line)
+
+
+class _NotYet(BaseException):
+    """A module that is left out was asked for: no ``except ImportError`` of vLLM's may take this for a missing dependency."""
+
+
+class _Refusing:
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name in self._names:
+            raise _NotYet(name)
+
+
+def _in_fork(work: Any) -> Any:
+    """What *work* returns in a process of its own."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        with os.fdopen(writing, "w") as result:
+            json.dump(work(), result)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as result:
+        found = json.load(result)
+    os.waitpid(child, 0)
+    return found
+
+
+def _imports(names: Iterable[str]) -> list[str]:
+    """Those of *names* that can be imported."""
+    done = []
+    for name in names:
+        with contextlib.suppress(Exception, _NotYet):
+            importlib.import_module(name)
+            done.append(name)
+    return done
+
+
+def _all_of_vllm(without: tuple[str, ...]) -> list[str]:
+    _imports([*without, *_IMPORTERS])
+    return [name for name in sys.modules if name.startswith("vllm.") and name not in without]
+
+
+def _without(names: list[str], without: tuple[str, ...]) -> list[str]:
+    sys.meta_path.insert(0, _Refusing(without))
+    return _imports(names)
+
+
+def _serve(without: tuple[str, ...]) -> dict[str, Any] | None:
+    """Returns in each fork, with its job; in the server when its input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    importlib.import_module("torch")  # heavy, and no concern of the two forks
+    names = _in_fork(lambda: _all_of_vllm(without))
+    names = _in_fork(lambda: _without(names, without))
+    print(json.dumps(_imports(names)), file=answers, flush=True)
+    gc.collect()
+    gc.freeze()  # or each fork's first collection goes through, and copies, all that was imported
+    for line in sys.stdin:
+        job: dict[str, Any] = json.loads(line)
+        child = os.fork()
+        if not child:
+            return job
+        print(json.dumps(_exit_code(child, job["limit"])), file=answers, flush=True)
+    return None
+
+
+def _exit_code(child: int, limit: float) -> int:
+    give_up = time.monotonic() + limit
+    while time.monotonic() < give_up:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -int(signal.SIGALRM)
+
+
+def _run(job: dict[str, Any]) -> None:
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for target, source in enumerate((nowhere, output, output)):
+        os.dup2(source, target)
+    os.environ.update(job["env"])
+    sys.argv = ["-c"]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(job["code"], "<job>", "exec"), vars(main))  # noqa: S102 - the test's own code
+
+
+if __name__ == "__main__":
+    told = _serve(tuple(sys.argv[1:]))
+    if told is not None:
+        del sys.path[0]  # this folder, which a process of a release does not have
+        code = 0
+        try:
+            _run(told)
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else error.code is not None
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # to take down torch and vLLM takes ten times as long as all the rest
