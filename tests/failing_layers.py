@@ -1,0 +1,190 @@
+"""Runs the CPU double's scenarios with the fixes active, one call of our layers raising at a time, in forks of one process.
+
+The calls are found, not listed: the modules of the layers are compiled with every call going through `_called`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import importlib.abc
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType
+from typing import Any
+
+LAYERS = ("vllm_graphfix.capturing", "vllm_graphfix.fixes.")
+"""Modules whose functions run inside vLLM's."""
+STOCKS = {
+    "stock",
+    "generate_fn",
+    "_forward_of(self._recorded.pop(descriptor))",
+    "_forward_of(made)",
+    "__call__ self._create",
+}
+"""Calls that stock makes too: what they raise is vLLM's."""
+
+CALLBACKS = {"self._create", "self._build"}
+"""vLLM's functions, kept by objects of ours."""
+OURS = ("self._", "cls", "self.consumed", "self.recorded_states", "session.", "factory.", "states.create", "stock.")
+"""Objects of the package's own."""
+PYTHONS = ("super()", "arguments.", "signature.", "prepared.", "returned.", "_session.")
+"""Objects of the standard library's own."""
+
+_seen: set[str] = set()
+_failing: str | None = None
+
+
+class Planted(Exception):  # noqa: N818 - no error of anybody's
+    pass
+
+
+def _called(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    _seen.add(place)
+    return _raise if place == _failing else function
+
+
+def _raise(*args: object, **kwargs: object) -> None:
+    raise Planted(_failing)
+
+
+def _read(place: str, subject: Any, name: str) -> Any:
+    _seen.add(place)
+    if place == _failing:
+        raise AttributeError(f"{Planted.__name__}: {place}")
+    return getattr(subject, name)
+
+
+class _ThroughUs(ast.NodeTransformer):
+    """Calls of what is neither the package's nor a builtin, and reads of attributes of what vLLM hands over."""
+
+    def __init__(self, module: str, tree: ast.Module) -> None:
+        self._module = module.rpartition(".")[2]
+        defined = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        imported = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        self._ours = {*vars(builtins), "FALLBACK", "functools", "inspect", *(node.name for node in defined)}
+        self._ours |= {alias.name for node in imported for alias in node.names}
+
+        self._function = ""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        outer, self._function = self._function, node.name
+        node.body = [self.visit(statement) for statement in node.body]
+        self._function = outer
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        text = ast.unparse(node.func)
+        is_stocks = bool({text, f"{self._function} {text}"} & STOCKS)
+        if not is_stocks and (text in CALLBACKS or not self._is_ours(text)):
+            place = self._place(node, text)
+            if isinstance(node.func, ast.Attribute):
+                node.func.value = self.visit(node.func.value)
+            node.func = ast.Call(ast.Name("_called", ast.Load()), [place, node.func], [])
+            node.args = [self.visit(argument) for argument in node.args]
+            node.keywords = [self.visit(argument) for argument in node.keywords]
+            return node
+        return self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        text = ast.unparse(node)
+        self.generic_visit(node)
+        if not isinstance(node.ctx, ast.Load) or self._is_ours(text):
+            return node
+        return ast.Call(
+            ast.Name("_read", ast.Load()), [self._place(node, text), node.value, ast.Constant(node.attr)], []
+        )
+
+    def _is_ours(self, text: str) -> bool:
+        return text.split(".", 1)[0] in self._ours or text.startswith((*OURS, *PYTHONS))
+
+    def _place(self, node: ast.expr, text: str) -> ast.Constant:
+        return ast.Constant(f"{self._module}:{node.lineno}:{node.col_offset} {text}")
+
+
+class _Loader(SourceFileLoader):
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
+        tree = ast.fix_missing_locations(_ThroughUs(self.name, tree := ast.parse(data)).visit(tree))
+        code: CodeType = compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+        return code
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+    def exec_module(self, module: Any) -> None:
+        module._called, module._read = _called, _read
+        super().exec_module(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
+        found = PathFinder.find_spec(name, path) if name.startswith(LAYERS) else None
+        if found is not None and found.origin is not None:
+            found.loader = _Loader(name, found.origin)
+        return found
+
+
+def main(names: list[str]) -> None:
+    """Prints a line of JSON for each fix of *names* and each call that its layers make in its scenario, and two without a failing call."""
+    sys.meta_path.insert(0, _Finder())
+    from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
+    from vllm_graphfix.verify.double.worker import scenario_module
+
+    install_flashmla_stand_ins()
+    importlib.import_module("vllm.v1.worker.gpu_model_runner")
+    for name in names:
+        importlib.import_module(scenario_module(name))
+    for name in names:
+        stock = _in_fork(name, None, {"VLLM_GRAPHFIX": "off"})
+        right = _in_fork(name, None, {"VLLM_GRAPHFIX": "on"})
+        print(json.dumps({"fix": name, "stock": stock, "right": right}), flush=True)  # noqa: T201 - the result
+        for call in right["calls"]:
+            if call.partition(":")[0] not in ("capturing", name.replace("-", "_")):
+                continue  # another fix's
+            told = {"fix": name, "call": call} | _in_fork(name, call, {"VLLM_GRAPHFIX": "on"})
+            print(json.dumps(told), flush=True)  # noqa: T201 - the result
+
+
+def _in_fork(name: str, failing: str | None, env: dict[str, str]) -> dict[str, Any]:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.environ.update(env)
+        with os.fdopen(writing, "w") as result:
+            try:
+                json.dump(_run(name, failing), result)
+            except BaseException as error:
+                json.dump({"escaped": f"{type(error).__name__}: {error}"}, result)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as result:
+        told: dict[str, Any] = json.load(result)
+    os.waitpid(child, 0)
+    return told
+
+
+def _run(name: str, failing: str | None) -> dict[str, Any]:
+    global _failing  # noqa: PLW0603 - one fork, one failing call
+    import vllm_graphfix
+    from vllm_graphfix.verify.double.worker import scenario_module
+
+    vllm_graphfix.register()
+    scenario = importlib.import_module(scenario_module(name))
+    before = vllm_graphfix.states()[name].state.value
+    _seen.clear()
+    _failing = failing
+    found = scenario.run()
+    calls, _failing = sorted(_seen), None
+    state = vllm_graphfix.states()[name]
+    return {
+        "numbers": repr((found.graphed, found.error)),  # as text, in which NaN equals NaN
+        "calls": calls,
+        "before": before,
+        "state": state.state.value,
+        "reason": state.reason,
+    }

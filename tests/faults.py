@@ -1,0 +1,254 @@
+"""A fault in each call that the plugin makes into vLLM and the system: found by counting, injected one at a time, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from logging import WARNING
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fault_engine import ENDED, INTERRUPTS
+from fault_files import damaged_packages, damaged_releases
+from stock import release_root, run_in_release
+from table import affected_by
+
+from vllm_graphfix.fixes import BY_NAME
+
+WATCHED = ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+"""Modules that the plugin hooks beside the targets; others, such as the engine core's, are there before the plugin is."""
+_ONLY_TELLS = ("telling.py", "report.py", "metrics.py", "log.py")
+"""What fails there must leave every fix as it is."""
+ENDS = ("active", "stock", "stopped", "interrupted", "not made")
+"""What came of a fault: all fixes as without it; vLLM as without the plugin, wholly or for some fix; an engine that did not start …"""
+_MISSING = ("failed", "incompatible", "conflict", "waiting")
+_STOPS = "GraphfixError: vllm-graphfix stops this engine before it captures its CUDA graphs: "
+_CANNOT_START = "RuntimeError: vllm-graphfix could not start ("
+
+
+class Fault(NamedTuple):
+    mode: str
+    place: str
+    """Thread, file, function, line, instruction and callee."""
+    number: int
+    """Which of the calls from there."""
+    error: str
+    callee: str
+    """Its module."""
+
+    @property
+    def file(self) -> str:
+        return self.place.split(":")[1]
+
+    @property
+    def only_tells(self) -> bool:
+        """Whether what fails is a thread of ours, or a function that tells others what was done."""
+        thread, file, function, *_ = self.place.split(":")
+        return thread != "MainThread" or (file in _ONLY_TELLS and function != "<module>")
+
+    @property
+    def loads_package(self) -> bool:
+        """Before `register` is there. vLLM guards the loading of a plugin, and says itself that it failed."""
+        return self.place.startswith("MainThread:__init__.py:<module>:")
+
+    @property
+    def of_stock(self) -> bool:
+        """Whether it is vLLM's own function that fails, below a wrapper of ours."""
+        return self.callee.startswith(
+            ("vllm.", "fault_engine", "torch.utils._contextlib")
+        )  # the last is a decorator of vLLM's functions
+
+
+class Outcome(NamedTuple):
+    fault: Fault
+    told: Mapping[str, Any] | None
+    """None if the process died, or hung."""
+
+
+class Faults:
+    """Those of one release: calls that fail, all that there are or every so-manieth, and damaged files."""
+
+    def __init__(self, release: str, every: int = 1) -> None:
+        self.needed = affected_by(release)
+        targets = sorted({module for name in self.needed for module in BY_NAME[name].modules})
+        environments = {
+            "stock": {"VLLM_PLUGINS": ""},
+            "auto": {},
+            "strict": {"VLLM_GRAPHFIX": "strict"},
+            "on": {BY_NAME[name].variable: "on" for name in self.needed},
+            "refusing": {},
+            "forked": {"forked": "yes"},
+        }
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as folder:
+            results = Path(folder) / "results"
+            trees = damaged_releases(release_root(release), self.needed, Path(folder), 1 if every == 1 else 3)
+            packages = damaged_packages(Path(folder))
+            call = f"fault_engine.main({[*targets, *WATCHED]!r}, {environments!r}, {str(results)!r}, {every}, {trees!r}, {packages!r})"
+            here = str(Path(__file__).parent)
+            code = f"import sys\nsys.path.append({here!r})\nimport fault_engine\n{call}\n"
+            run_in_release(release, code, timeout=4 * 3600)
+            first, *rest = map(json.loads, results.read_text().splitlines())
+        self.seconds = time.monotonic() - started
+        self.planned: int = first["planned"]
+        self.counted: dict[str, Any] = first["counted"]
+        self.targets: dict[str, list[tuple[str, str]]] = self.counted["auto"]["targets"]
+        self.stock: dict[str, str | None] = self.counted.pop("stock")["ends"]
+        """How each stage ends without the plugin."""
+        self.outcomes = [Outcome(Fault(**fault), told) for fault, told in rest if "place" in fault]
+        self.trees = {fault["tree"]: told for fault, told in rest if "tree" in fault}
+        """What a process told, by damage and mode: `stock`, `auto`, `strict`. A whole set has them all, another one each third."""
+        self.packages = {fault["package"]: told for fault, told in rest if "package" in fault}
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Every place that calls something, and the number of its calls."""
+        found: dict[str, int] = {}
+        for told in self.counted.values():
+            for place, number, _ in told["calls"]:
+                found.setdefault(place, number)
+        return found
+
+    # -- what must hold ------------------------------------------------------------------------------------------
+
+    def complaints(self, outcome: Outcome) -> list[str]:
+        """What did not hold after a fault; nothing, if all is well."""
+        fault, told = outcome.fault, outcome.told
+        if told is None:
+            return ["the process died or hung"]
+        if not told["fired"]:  # how far a thread is at that time is not always the same
+            return [] if fault.only_tells else ["this call was not made"]
+        if isinstance(told["states"], str):
+            return [f"states() raised {told['states']}"]
+        if fault.error in INTERRUPTS:
+            swallowed = not any((end or "").startswith(fault.error) for end in told["ends"].values())
+            return [*self._whole(told), *(["the interrupt was swallowed"] if swallowed else [])]
+        if fault.of_stock:
+            other = self._other_ends(told, self.stock)
+            return [] if len(other) == 1 else [f"an error of vLLM's own is not what it was: {other}"]
+        found = [*self._whole(told), *self._of_ends(fault.mode, told, self.stock, guarded=fault.loads_package)]
+        if not fault.loads_package:
+            found += self._said(told, quiet=fault.mode == "refusing")
+            found += [f"{name} is waiting" for name in self.needed if told["states"][name][0] == "waiting"]
+        if fault.only_tells and not self.active(told):
+            found.append("a fault where something is only told took a fix away")
+        return found
+
+    def complaints_about_files(self, told: Mapping[str, Any]) -> list[str]:
+        """The same of a damage: what a process told, by mode."""
+        found: list[str] = []
+        stock = told["stock"]["ends"] if "stock" in told else self.stock
+        for mode in ("auto", "strict"):
+            word = told[mode]
+            if word is None:
+                found.append(f"{mode}: the process died or hung")
+                continue
+            said = [*self._whole(word), *self._said(word), *self._of_ends(mode, word, stock)]
+            found += [f"{mode}: {complaint}" for complaint in said]
+        return found
+
+    def active(self, told: Mapping[str, Any]) -> bool:
+        """Whether all fixes that this release needs are on all of their targets."""
+        return all(all(told["layers"][name]) for name in self.needed)
+
+    def _whole(self, told: Mapping[str, Any]) -> Iterator[str]:
+        """Each fix is on all targets that were imported or on none."""
+        for name in self.needed:
+            there = self._there(told, name)
+            if any(there) and not all(there):
+                yield f"{name} is half applied: {there}"
+
+    def _there(self, told: Mapping[str, Any], name: str) -> list[bool]:
+        """By target that was imported; nothing for a fix that is not needed."""
+        imported = {stage.removeprefix("import ") for stage, end in told["ends"].items() if end is None}
+        return [
+            there
+            for (module, _), there in zip(self.targets.get(name, ()), told["layers"].get(name, ()), strict=True)
+            if module in imported
+        ]
+
+    def _said(self, told: Mapping[str, Any], *, quiet: bool = False) -> Iterator[str]:
+        """The states are what was done, with a reason; and if something was not done, the log says so."""
+        for name, (state, reason, verdict) in told["states"].items():
+            there = self._there(told, name)
+            if not reason:
+                yield f"{name} has no reason"
+            if there and (state == "active") != all(there):
+                yield f"{name} says {state}, with layers {there} ({reason})"
+            if state not in ("active", "failed", "incompatible", "conflict", "waiting") and verdict not in (
+                "fixed",
+                "absent",
+            ):
+                yield f"{name} is {state} ({reason})"
+            if (
+                state in ("failed", "incompatible", "conflict")
+                and not quiet
+                and not any(level >= WARNING for level, _ in told["log"])
+            ):
+                yield f"{name} is {state}, and the log does not say so"
+
+    @staticmethod
+    def _other_ends(told: Mapping[str, Any], stock: Mapping[str, str | None]) -> dict[str, str | None]:
+        return {stage: end for stage, end in told["ends"].items() if end != stock.get(stage)}
+
+    def _of_ends(
+        self, mode: str, told: Mapping[str, Any], stock: Mapping[str, str | None], *, guarded: bool = False
+    ) -> Iterator[str]:
+        """vLLM goes the way that it goes without the plugin, or who insists is stopped, with one message."""
+        other = self._other_ends(told, stock)
+        other.pop("states", None)  # who asks is told
+        if mode not in ("strict", "on"):
+            if other:
+                yield f"vLLM went another way: {other}"
+            return
+        missing = {name for name, (state, _, _) in told["states"].items() if state in _MISSING}
+        if not other:
+            # Whose code this process has not imported, it does not need.
+            if not guarded and (needed := [name for name in sorted(missing) if self._there(told, name)]):
+                yield f"not stopped, without {needed}"
+            return
+        stage, message = list(other.items())[-1]
+        if len(other) > 1:
+            yield f"more than one error: {other}"
+        if stage == "load plugins" and (message or "").startswith(_CANNOT_START):
+            return
+        if stage not in ("measure", "capture") or not (message or "").startswith(_STOPS):
+            yield f"stopped in the wrong way: {stage}: {message}"
+        elif not missing and "cannot be told" not in (message or ""):
+            yield f"stopped although all is there: {message}"
+
+    def ended(self, outcome: Outcome) -> str:
+        """One of `ENDS`."""
+        told = outcome.told
+        if told is None or not told["fired"]:
+            return "not made"
+        if outcome.fault.error in INTERRUPTS:
+            return "interrupted"
+        if any(ENDED.match(end or "") for end in told["ends"].values()):
+            return "stopped"
+        return "active" if self.active(told) else "stock"
+
+
+def table(faults: Faults) -> str:
+    """What was found and injected, by file of the plugin."""
+    columns = ("sites", "calls", "faults", *ENDS)
+    rows: dict[str, Counter[str]] = {}
+    for place, number in faults.places.items():
+        rows.setdefault(place.split(":")[1], Counter()).update({"sites": 1, "calls": number})
+    for outcome in faults.outcomes:
+        rows.setdefault(outcome.fault.file, Counter()).update(["faults", faults.ended(outcome)])
+    rows = dict(sorted(rows.items())) | {"all": sum(rows.values(), Counter())}
+    lines = [f"{'':30}" + "".join(f"{column:>12}" for column in columns)]
+    lines += [f"{file:30}" + "".join(f"{row[column]:12}" for column in columns) for file, row in rows.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":  # python tests/faults.py RELEASE [EVERY]
+    found = Faults(sys.argv[1], int((*sys.argv, "1")[2]))
+    sys.stdout.write(
+        f"{table(found)}\n{len(found.trees)} damaged files, {len(found.packages)} damaged manifests, {found.seconds:.0f} s\n"
+    )
