@@ -1,0 +1,200 @@
+"""Whatever the environment holds: the settings, the decision that is handed on, and all of `register`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile import JSON, LONG_TEXT, changed, dumped, plant, share
+from hypothesis import example, given
+from hypothesis import strategies as st
+from stock import run_in_release
+from watched import watched
+
+import vllm_graphfix
+from vllm_graphfix import report, settings
+from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.rollout import BUCKETS, Decision, decide, decode
+from vllm_graphfix.settings import DECISION, PREFIX, STATUS_DIR
+
+NAMES = tuple(fix.name for fix in FIXES)
+KNOWN = settings.names(NAMES)
+MEANINGFUL = ("on", "OFF", "auto", "observe", "strict", " 1 ", "25%", "0.5", "100.01", "٣", "1e1")
+names = st.sampled_from(KNOWN) | st.builds(str.lower, st.sampled_from(KNOWN)) | LONG_TEXT.map(PREFIX.__add__)
+values = st.sampled_from(MEANINGFUL) | LONG_TEXT
+environments = st.dictionaries(names, values, max_size=30)
+
+
+@given(environments)
+def test_any_environment_is_settings_and_a_few_short_lines(environment: dict[str, str]) -> None:
+    found = settings.read(environment, NAMES)
+    assert found.modes.keys() == set(NAMES)
+    assert found.explicit <= set(NAMES)
+    assert all(problem.isprintable() and len(problem) < 1000 for problem in found.problems), found.problems
+    assert len(found.problems) <= len(KNOWN) + 21
+
+
+def test_a_hundred_thousand_unknown_names_are_told_in_a_few_lines_and_at_once() -> None:
+    environment = {f"{PREFIX}_{number}": "on" for number in range(100_000)}
+    found = watched(lambda: settings.read(environment, NAMES), seconds=10).value
+    assert len(found.problems) == 21
+    assert found.problems[-1].startswith("99980 more names that begin with VLLM_GRAPHFIX mean nothing.")
+
+
+@given(environments)
+@example({"VLLM_GRAPHFIX_ROLLOUT": "5", "VLLM_GRAPHFIX_ROLLOUT_KEY": "\N{PILE OF POO}" * 30_000})
+def test_every_environment_makes_a_decision_that_other_processes_can_be_started_with(
+    environment: dict[str, str],
+) -> None:
+    made = decide(settings.read(environment, NAMES), "0.18.1")
+    encoded = made.encode()
+    assert decode(encoded) == made
+    assert encoded.isascii()
+    assert encoded.isprintable()
+    assert len(encoded) <= 8192
+
+
+VALID: dict[str, Any] = json.loads(
+    decide(settings.read({"VLLM_GRAPHFIX_ROLLOUT": "5", "VLLM_GRAPHFIX_ROLLOUT_KEY": "a"}, NAMES), "0.18.1").encode()
+)
+hand_overs = LONG_TEXT | JSON.map(dumped) | changed(VALID).map(dumped)
+
+
+def assert_sound(found: Decision) -> None:
+    """*found* can be used: shown, put in a record, handed on again."""
+    assert re.fullmatch("[0-9a-f]{16}", found.engine)  # the name of a file begins with it
+    assert found.bucket is None or 0 <= found.bucket < BUCKETS
+    assert found.rollout is None or 0 <= found.rollout <= BUCKETS
+    assert found.withheld is None or found.withheld.isprintable()
+    assert decode(found.encode()) == found
+
+
+@given(hand_overs)
+@example(dumped(VALID))
+@example(dumped(VALID | {"engine": "/../../../x"}))
+@example(dumped(VALID | {"rollout": 10**4000, "canary": False}))
+@example(dumped(VALID | {"bucket": -(10**4000)}))
+@example(dumped(VALID | {"modes": {"capture-state": "@deep"}}))
+@example(dumped(VALID | {"pid": "@huge"}))
+@example("[" * 8000)
+def test_whatever_is_left_in_place_of_a_decision_is_one_or_none(left: str) -> None:
+    found = decode(left)
+    if found is not None:
+        assert_sound(found)
+
+
+# -- register ----------------------------------------------------------------------------------------------------
+
+raw = st.binary(max_size=40).map(lambda data: data.replace(b"\0", b"")) | st.sampled_from(
+    [b"\xff\xfe", b"\x1b[2J", b"@long", *(value.encode() for value in MEANINGFUL)]
+)
+decisions = changed(VALID | {"graphfix": vllm_graphfix.__version__, "vllm": ""}).map(lambda told: dumped(told).encode())
+variables = st.dictionaries(
+    st.sampled_from([name.encode() for name in (*KNOWN, "VLLM_PLUGINS") if name not in (DECISION, STATUS_DIR)])
+    | raw.map(lambda data: b"VLLM_GRAPHFIX" + data.replace(b"=", b"")),
+    raw,
+    max_size=8,
+)
+FOLDERS = ("", "here", "nowhere", "loop", "file", "fifo", "locked", "@long", "\udcff", "a\nb", "here/./")
+"""The status folder, below one of the test's own; the empty name is the default."""
+MODULES = ("vllm.v1.engine.core", "vllm.v1.worker.worker_base", "vllm.model_executor.models.registry", "somebody")
+
+
+def registered(scratch: Path, environment: dict[bytes, bytes], folder: str, module: str) -> tuple[list[str], str]:
+    """Calls `register` as *module* of vLLM does, whose place is taken by a stand-in. What was logged, and the decision that is handed on."""
+    report.DEFAULT_FOLDER = str(scratch / "default")
+    os.chdir(scratch)
+    os.environb.update({name: b"a" * 100_000 if value == b"@long" else value for name, value in environment.items()})
+    if folder:
+        base = str(scratch / folder.replace("@long", "n/" * 3000))
+        os.environ[STATUS_DIR] = folder if folder == "here/./" else base  # a relative one, too
+    logged: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(self.format(record))
+
+    logger = logging.getLogger("vllm.graphfix")
+    logger.addHandler(Kept())
+    logger.setLevel(logging.DEBUG)
+    vllm_graphfix._this_process.cache_clear()
+    exec("register()", {"__name__": module, "register": vllm_graphfix.register, "vllm_config": None})  # noqa: S102
+    vllm_graphfix._this_process()._telling.finish()
+    return logged, os.environ[DECISION]
+
+
+def tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@given(variables, st.none() | decisions | raw, st.sampled_from(FOLDERS), st.sampled_from(MODULES))
+@example({}, dumped(VALID | {"engine": "/../../../x", "vllm": ""}).encode(), "here", MODULES[0])
+@example({b"VLLM_GRAPHFIX_ROLLOUT": b"5", b"VLLM_GRAPHFIX_ROLLOUT_KEY": b"@long"}, None, "here", MODULES[1])
+@example({b"VLLM_GRAPHFIX": b"strict"}, b"[" * 5000, "@long", MODULES[0])
+@share(40)
+def test_register_never_raises_and_writes_nothing_but_its_record(
+    environment: dict[bytes, bytes], decision: bytes | None, folder: str, module: str
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        for kind in ("loop", "file", "fifo"):
+            plant(scratch / kind, kind, b"", scratch)
+        for made in ("here", "default", "locked"):
+            (scratch / made).mkdir()
+        (scratch / "locked" / f"vllm-graphfix-{os.geteuid()}").mkdir(0o777)
+        (scratch / "locked" / f"vllm-graphfix-{os.geteuid()}").chmod(0o777)
+        before = tree(scratch)
+        given_on = environment if decision is None else environment | {DECISION.encode(): decision}
+        done = watched(lambda: registered(scratch, given_on, folder, module), seconds=10, memory=64 << 20)
+        logged, left = done.value
+        mine = f"{folder.rstrip('/.') or 'default'}/vllm-graphfix-{os.geteuid()}"
+        made_now = tree(scratch) - before
+        assert all(path == mine or path.startswith(f"{mine}/") for path in made_now), made_now
+        for change in done.changes:
+            event, _, path = change.partition(" ")
+            assert event in ("open", "os.mkdir", "os.rename", "os.chmod", "os.utime", "os.remove"), change
+            assert not path.startswith("/") or path.startswith(str(scratch)), change
+        assert not [run for run in done.runs if not run.startswith(("import", "marshal", "exec"))]
+        assert all(line.isprintable() and len(line) < 3000 for line in logged), [ascii(line) for line in logged]
+        assert len(logged) < 60
+        if module != MODULES[-1] and folder in ("", "here", "here/./") and "registry" not in module:
+            assert any(path.endswith(".json") for path in made_now)
+        assert_sound(decode(left))  # type: ignore[arg-type]
+
+
+WORST = {
+    "VLLM_GRAPHFIX": "\udcff\x1b[2J",
+    "VLLM_GRAPHFIX_MAMBA_PADDING": "x" * 100_000,
+    "VLLM_GRAPHFIX_ROLLOUT": "5",
+    "VLLM_GRAPHFIX_ROLLOUT_KEY": "é" * 60_000,
+    "VLLM_GRAPHFIX_\udcff\n": "on",
+    DECISION: "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("folder", ["here", pytest.param("n" * 300, marks=pytest.mark.slow, id="too long")])
+def test_a_real_vllm_loads_the_plugin_and_starts_processes_under_the_worst_environment(
+    tmp_path: Path, folder: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    done = run_in_release(
+        "0.18.1",
+        """
+        import os, subprocess, sys
+        from vllm.plugins import load_general_plugins
+        load_general_plugins()
+        import vllm_graphfix
+        subprocess.run([sys.executable, "-c", ""], check=True)
+        print({state.state.value for state in vllm_graphfix.states().values()})
+        """,
+        WORST | {STATUS_DIR: str(tmp_path / folder), "VLLM_LOGGING_LEVEL": "INFO"},
+    )
+    assert "{'not-in-canary'}" in done.stdout or "not-needed" in done.stdout, done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert list(tmp_path.rglob("*")) == [tmp_path / "here"]
