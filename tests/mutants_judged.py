@@ -1,0 +1,290 @@
+"""Mutants run: with the plugin, as stock, and with upstream's correction in their place, in forks of a warm process; and judged."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mutants_families import Base, Mutant
+from stock import release_root
+from warm_release import PATCHED, WarmRelease
+
+from vllm_graphfix import manifest
+from vllm_graphfix.fix import Diagnosis, Verdict
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.source import Source
+from vllm_graphfix.verify.report import differing
+
+WORKER = Path(__file__).with_name("mutant_worker.py").read_text()
+NOT_YET = (
+    *PATCHED,
+    "vllm.v1.attention.ops.flashmla",  # the scenarios put stand-ins in front of it
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu.spec_decode.autoregressive",
+    "vllm.v1.worker.gpu.spec_decode.autoregressive.cudagraph_utils",
+)
+
+# What a mutant comes to.
+RIGHT = "right"
+AS_STOCK = "left as stock"
+BROKEN = "broken in itself"
+WRONG = "applied wrongly"
+MISSED = "missed"
+LEFT_ALONE = "left alone"
+
+
+class Judged(NamedTuple):
+    mutant: Mutant
+    found: Diagnosis
+    outcome: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.outcome} | {self.found.verdict.value} {self.found.shape} | {self.mutant} | {self.why}"
+
+
+@cache
+def _stock_bytes(release: str, path: str) -> bytes | None:
+    file = release_root(release) / path
+    return file.read_bytes() if file.is_file() else None
+
+
+def diagnosed(mutant: Mutant) -> Diagnosis:
+    files = {path: text.encode() for path, text in mutant.files().items()}
+
+    def read(path: str) -> bytes | None:
+        return files[path] if path in files else _stock_bytes(mutant.base.release, path)
+
+    return manifest.diagnose(BY_NAME[mutant.fix], _Mutated(mutant.base.release, files, read))
+
+
+class _Mutated(Source):
+    """Parses no file of a release twice."""
+
+    def __init__(self, release: str, files: dict[str, bytes], read: Callable[[str], bytes | None]) -> None:
+        self._release, self._files = release, files
+        super().__init__("mutant", read, lambda: None)
+
+    def _parse(self, path: str) -> ast.Module | None:
+        return super()._parse(path) if path in self._files else _stock_tree(self._release, path)
+
+
+@cache
+def _stock_tree(release: str, path: str) -> ast.Module | None:
+    content = _stock_bytes(release, path)
+    return None if content is None else ast.parse(content)
+
+
+class Stage:
+    """A release whose mutated files are files of its own, in front of a warm process that has not imported them."""
+
+    def __init__(self, release: str, folder: Path, paths: Iterable[str]) -> None:
+        self.release, self._folder, self._paths = release, folder, sorted(set(paths))
+        self._own: set[Path] = set()
+        _link(release_root(release).resolve(), folder, {Path(path).parts for path in self._paths})
+        self._put({})
+
+    def _put(self, files: dict[str, str]) -> None:
+        for file in self._own:
+            file.unlink()
+        self._own = set()
+        stock = {path: _stock_bytes(self.release, path) for path in self._paths}
+        for path, content in {**stock, **{path: text.encode() for path, text in files.items()}}.items():
+            if content is not None:
+                (self._folder / path).write_bytes(content)
+                self._own.add(self._folder / path)
+
+    @contextmanager
+    def warm(self) -> Iterator[Stage]:
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # it would go into the release, through a link
+        try:
+            with WarmRelease(self._folder, without=NOT_YET) as self._warm:
+                yield self
+        finally:
+            del os.environ["PYTHONDONTWRITEBYTECODE"]
+
+    def run(
+        self, fix: str, files: dict[str, str], renamed: dict[str, str], *, on: bool, shape: str | None = None
+    ) -> dict[str, Any]:
+        self._put(files)
+        env = {"VLLM_GRAPHFIX": "on" if on else "off", "TQDM_DISABLE": "1"}
+        done = self._warm.run(f"{WORKER}\nmain({fix!r}, {renamed!r}, {shape!r})\n", env)
+        last = (done.stdout.strip().splitlines() or [""])[-1]
+        if done.returncode or not last.startswith("{"):
+            return {
+                "raised": f"exit code {done.returncode}: {last[-300:]}",
+                "state": "",
+                "reason": "",
+                "fallback": None,
+            }
+        answer: dict[str, Any] = json.loads(last)
+        return answer
+
+
+def _link(stock: Path, folder: Path, left_out: set[tuple[str, ...]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for child in stock.iterdir():
+        below = {parts[1:] for parts in left_out if parts[0] == child.name}
+        if () in below:
+            continue
+        if child.is_dir() and (any(below) or child.name == "vllm"):
+            _link(child, folder / child.name, below)
+        else:
+            (folder / child.name).symlink_to(child)
+
+
+def is_right(run: dict[str, Any], eager: Any = None) -> bool:
+    """Whether the graphs gave what eager gives."""
+    if "raised" in run or run["error"] or not run["eager"]:
+        return False
+    return not differing(tuple(run["eager"] if eager is None else eager), tuple(run["graphed"]))
+
+
+class Judge:
+    """Of mutants of one release."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._bases: dict[tuple[str, str], dict[str, Any]] = {}
+        self.runs = 0
+
+    def _run(self, mutant: Mutant, *, on: bool, remedied: bool = False, shape: str | None = None) -> dict[str, Any]:
+        self.runs += 1
+        files = mutant.files(remedied=remedied)
+        return self._stage.run(mutant.fix, files, mutant.renamed(), on=on, shape=shape)
+
+    def _base(self, mutant: Mutant) -> dict[str, Any]:
+        """What the base gives as it is, without a fix."""
+        key = (mutant.fix, mutant.base.name)
+        if key not in self._bases:
+            found = self._bases[key] = self._run(Mutant(mutant.fix, mutant.base, mutant.paths), on=False)
+            if "raised" in found or not found["eager"]:
+                raise RuntimeError(f"{mutant.fix} on {mutant.base.name} as it is: {_told(found)}")
+        return self._bases[key]
+
+    def judge(self, mutant: Mutant, found: Diagnosis) -> Judged:
+        if found.verdict is Verdict.UNRECOGNISED:
+            return Judged(mutant, found, LEFT_ALONE)
+        if found.verdict is Verdict.AFFECTED:
+            return Judged(mutant, found, *self._applied(mutant))
+        return Judged(mutant, found, *self._not_applied(mutant, found))
+
+    def _applied(self, mutant: Mutant) -> tuple[str, str]:
+        patched = self._run(mutant, on=True)
+        told = f"{patched['state']}: {patched['reason']}"
+        engaged = patched["state"] == "active" and patched["fallback"] is None
+        if engaged and is_right(patched) and not differing(self._base(mutant)["eager"], patched["eager"]):
+            return RIGHT, ""
+        stock = self._run(mutant, on=False)
+        if "raised" in stock and stock["raised"] == patched.get("raised"):
+            return BROKEN, _told(stock)
+        if not engaged:
+            told += f", fallback: {patched['fallback']}; {_told(stock)} -> {_told(patched)}"
+            return (AS_STOCK if _no_worse(stock, patched) else WRONG), told
+        if "raised" in stock or not stock["eager"]:
+            if is_right(patched):
+                return RIGHT, "stock raises"
+            return WRONG, f"{_told(stock)} -> {_told(patched)}"
+        if is_right(patched, stock["eager"]):
+            return RIGHT, "eager is another"
+        if is_right(stock):
+            return WRONG, f"stock is right -> {_told(patched)}"
+        return self._both_wrong(mutant, f"{_told(stock)} -> {_told(patched)}")
+
+    def _both_wrong(self, mutant: Mutant, told: str) -> tuple[str, str]:
+        """Upstream's correction in the same mutant decides whether that could be right."""
+        try:
+            remedied = self._run(mutant, on=False, remedied=True) if mutant.base.remedy else None
+        except LookupError:
+            remedied = None
+        if remedied is None:
+            return WRONG, f"{told}; nothing to compare with"
+        if is_right(remedied):
+            return WRONG, f"{told}; with upstream's correction right"
+        return BROKEN, f"{told}; with upstream's correction {_told(remedied)}"
+
+    def _not_applied(self, mutant: Mutant, found: Diagnosis) -> tuple[str, str]:
+        stock = self._run(mutant, on=True)
+        if stock["state"] != "not-needed":
+            return WRONG, f"{stock['state']}: {stock['reason']}"
+        if is_right(stock):
+            return RIGHT, ""
+        if _result(stock) == _result(self._base(mutant)):
+            return (MISSED if mutant.base.remedy else RIGHT), f"{_told(stock)}, the same as before"
+        shapes = SHAPES[mutant.fix].get(mutant.base.release, ())
+        for shape in shapes:
+            if is_right(self._run(mutant, on=True, shape=shape)):
+                return MISSED, f"{_told(stock)}; right with the fix for {shape}"
+        try:
+            remedied = self._run(mutant, on=False, remedied=True) if mutant.base.remedy else None
+        except LookupError:
+            remedied = None
+        if remedied is not None and is_right(remedied):
+            return MISSED, f"{_told(stock)}; right with upstream's correction"
+        return BROKEN, _told(stock)
+
+
+SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
+    "capture-state": {
+        "0.15.0": ("capture-graph-inline",),
+        "0.17.1": ("capture-graph-split",),
+        "0.18.1": ("factory",),
+        "0.21.0": ("factory-with-state",),
+        "0.22.1": ("factory-with-state",),
+    },
+    "draft-prefill-state": {"0.21.0": ("target-states",), "0.22.1": ("target-states",), "0.23.0": ()},
+    "draft-decode-mode": {"0.17.1": ("one-manager",), "0.18.1": (), "0.20.0": ("two-managers-mode-indices",)},
+    "mamba-padding": dict.fromkeys(("0.19.1", "0.21.0", "0.22.1", "0.23.0"), ("prefilling-over-padding",)),
+    "flashmla-fp8": dict.fromkeys(("0.15.0", "0.17.1", "0.18.1", "0.19.1", "0.23.0"), ("new-plan",)),
+    "flashmla-padding": dict.fromkeys(("0.17.1", "0.19.1", "0.20.0", "0.23.0"), ("minus-one",)),
+}
+"""What can be tried on a mutant for which the diagnosis sees no need."""
+
+
+def _result(run: dict[str, Any]) -> str:
+    return json.dumps([run.get("raised"), run.get("eager"), run.get("graphed"), run.get("error")])
+
+
+def _no_worse(stock: dict[str, Any], patched: dict[str, Any]) -> bool:
+    if _result(stock) == _result(patched):
+        return True
+    if "raised" in stock or "raised" in patched or patched["error"] or differing(stock["eager"], patched["eager"]):
+        return False
+    return differing(patched["eager"], patched["graphed"]) <= differing(stock["eager"], stock["graphed"])
+
+
+def _told(run: dict[str, Any]) -> str:
+    if "raised" in run:
+        return f"raised {run['raised']}"[:200]
+    if run["error"]:
+        return f"error {run['error']}"[:200]
+    return f"{differing(tuple(run['eager']), tuple(run['graphed']))} of {len(run['eager'])} differ"
+
+
+def judged(mutants: Iterable[tuple[Mutant, Diagnosis]]) -> Iterator[Judged]:
+    """Release by release."""
+    by_release: dict[str, list[tuple[Mutant, Diagnosis]]] = {}
+    for mutant, found in mutants:
+        by_release.setdefault(mutant.base.release, []).append((mutant, found))
+    for release, some in by_release.items():
+        to_run = [pair for pair in some if pair[1].verdict is not Verdict.UNRECOGNISED]
+        yield from (Judged(*pair, LEFT_ALONE) for pair in some if pair[1].verdict is Verdict.UNRECOGNISED)
+        if to_run:
+            with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as folder:
+                paths = {path for mutant, _ in some for path in mutant.paths}
+                paths |= {path for mutant, _ in some for path, _ in mutant.base.changes}
+                with Stage(release, Path(folder) / "vllm", paths).warm() as stage:
+                    judge = Judge(stage)
+                    for pair in to_run:
+                        yield judge.judge(*pair)
+
+
+__all__ = ["Base", "Judged", "diagnosed", "judged"]

@@ -1,0 +1,84 @@
+"""vLLMs that nobody has seen: mutants of real releases are put right, or recognised as unknown; never patched wrongly, never called fixed where they are not.
+
+vLLM's own classes decide, on the CPU double: what a mutant gives with the plugin has to be what it gives without graphs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+
+import pytest
+from mutants_families import Mutant, fingerprint, formatted
+from mutants_judged import BROKEN, LEFT_ALONE, MISSED, WRONG, Judged, diagnosed, judged
+from mutants_of_fixes import FAMILIES
+from stock import release_root
+
+from vllm_graphfix import manifest
+from vllm_graphfix.fix import Diagnosis, Verdict
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.source import open_source
+
+ENOUGH = 200
+SAMPLED = {
+    "0.17.1": ("capture-state", "draft-decode-mode", "flashmla-fp8", "flashmla-padding"),
+    "0.21.0": ("capture-state", "draft-prefill-state", "mamba-padding"),
+}
+"""Two releases, each with a warm process, that have all six defects between them."""
+OF_EACH = 4
+
+
+@cache
+def diagnosed_family(fix: str) -> tuple[tuple[Mutant, Diagnosis], ...]:
+    return tuple((mutant, diagnosed(mutant)) for mutant in FAMILIES[fix]())
+
+
+@pytest.mark.parametrize("fix", FAMILIES)
+def test_a_family_has_mutants_of_many_kinds_and_no_two_are_the_same(fix: str) -> None:
+    family = FAMILIES[fix]()
+    assert len({fingerprint(mutant) for mutant in family}) == len({str(mutant) for mutant in family}) == len(family)
+    assert len(family) > ENOUGH
+    assert len({mutant.kind for mutant in family}) > 40
+    assert len({mutant.base.release for mutant in family}) >= 3
+
+
+@pytest.mark.parametrize("fix", FAMILIES)
+def test_the_same_trees_written_otherwise_are_the_same_release(fix: str) -> None:
+    for base in {mutant.base for mutant in FAMILIES[fix]() if not mutant.base.changes}:
+        stock = manifest.diagnose(BY_NAME[fix], open_source(release_root(base.release)))
+        for mutant in formatted(fix, base, BY_NAME[fix].reads):
+            found = diagnosed(mutant)
+            assert (found.verdict, found.shape, found.known) == (stock.verdict, stock.shape, True), mutant
+
+
+@pytest.mark.parametrize("release", SAMPLED)
+def test_a_sample_is_right_or_left_alone(release: str) -> None:
+    some = [pair for fix in SAMPLED[release] for pair in sampled(fix, release)]
+    assert len(some) == OF_EACH * len(SAMPLED[release])
+    assert not bad(judged(some))
+
+
+def sampled(fix: str, release: str) -> list[tuple[Mutant, Diagnosis]]:
+    """The first that have to be run, by hand and generated in turn."""
+    here = [mutant for mutant in FAMILIES[fix]() if mutant.base.release == release]
+    spread = here[:: max(1, len(here) // (3 * OF_EACH))]
+    found = ((mutant, diagnosed(mutant)) for mutant in spread)
+    return [pair for pair in found if pair[1].verdict is not Verdict.UNRECOGNISED][:OF_EACH]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fix", FAMILIES)
+def test_every_mutant_is_right_or_left_alone(fix: str, record_property: pytest.RecordProperty) -> None:  # type: ignore[name-defined]
+    found = list(judged(diagnosed_family(fix)))
+    counted = Counter((each.found.verdict.value, each.outcome) for each in found)
+    print(f"{fix}: {len(found)} mutants of {len({each.mutant.kind for each in found})} kinds: {dict(counted)}")  # noqa: T201 - the table
+    assert not bad(found)
+    assert sum(each.outcome != BROKEN for each in found) >= ENOUGH
+
+
+def bad(found: Iterable[Judged]) -> list[str]:
+    return [str(each) for each in found if each.outcome in (WRONG, MISSED)]
+
+
+__all__ = ["LEFT_ALONE"]
