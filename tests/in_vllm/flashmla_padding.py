@@ -104,6 +104,14 @@ def test_without_padding_nothing_is_written(scheduled: list[int], lengths: list[
     assert not batch.was_written()
 
 
+def test_an_idle_ranks_dummy_batch_has_lengths_that_exist(planner: Planner) -> None:
+    """Its query starts show a token in each row, and its lengths are 0."""
+    batch = Batch([1, 1, 1], [0, 7, 0])
+    metadata = builder()._build_decode(**batch.arguments() | {"dcp_tot_seq_lens_device": None})
+    assert planner.lengths == [[1, 7, 1]]
+    assert metadata.seq_lens is batch.lengths
+
+
 @pytest.mark.parametrize(
     ("scheduled", "lengths"),
     [*PADDED.values(), *UNPADDED.values()],

@@ -1,0 +1,248 @@
+"""A statement more, less or elsewhere than in any release that was looked at: such a vLLM is not touched, and not called fixed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+from stock import release_root
+from test_diagnosis import CUDAGRAPHS, EAGLE, EAGLE_CUDAGRAPHS, EAGLE_FIRST, FLASHMLA, MAMBA, PREFILL, RUNNER, cut, swap
+
+from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.source import Source, open_source
+
+TARGET_DEPENDENT = "vllm/v1/worker/gpu/spec_decode/target_dependent_ar/cudagraph_utils.py"
+
+Change = Callable[[str], str]
+
+
+def both(*changes: Change) -> Change:
+    return lambda text: functools.reduce(lambda changed, change: change(changed), changes, text)
+
+
+def before(pattern: str, *statements: str) -> Change:
+    """*statements* stand before the line that *pattern* begins, as deep as that."""
+    return swap(rf"^( *)(?={pattern})", "".join(rf"\1{statement}\n" for statement in statements) + r"\1")
+
+
+def twice(pattern: str) -> Change:
+    return swap(rf"^( *)({pattern}.*\n)", r"\1\2\1\2")
+
+
+def in_function(name: str, *statements: str) -> Change:
+    """*statements* are the first of the function."""
+    body = "".join(rf"        {statement}\n" for statement in statements)
+    return swap(rf"(^ *def {name}\((?:.*\n)+? *\).*:\n)", rf"\1{body}")
+
+
+GRAPH, RECORDED, WARM_UP = (
+    r"graph = torch\.cuda\.CUDAGraph",
+    r"^ {28}forward_fn\(CUDAGraphMode\.NONE\)\n",
+    r"^ {20}forward_fn\(CUDAGraphMode\.NONE\)\n",
+)
+PIECEWISE = swap(r"forward_fn\(CUDAGraphMode\.PIECEWISE\)", "pass")
+TWO_RECORDED = swap(
+    RECORDED, " " * 28 + "forward_fn(CUDAGraphMode.NONE)\n" + " " * 28 + "forward_fn(CUDAGraphMode.NONE)\n"
+)
+
+BY_FACTORY: dict[str, Change] = {
+    "another graph": before(GRAPH, "torch.cuda.graph(self.pool)"),
+    "no graph": swap(r"with torch\.cuda\.graph\(", "with self.graph("),
+    "two recorded passes": both(PIECEWISE, TWO_RECORDED),
+    "no recorded pass": swap(RECORDED, " " * 28 + "self.run(forward_fn)\n"),
+    "the warm-up is recorded too": both(cut(WARM_UP), TWO_RECORDED),
+    "another pass": twice(r"forward_fn\(CUDAGraphMode\.PIECEWISE\)"),
+    "no pass of PIECEWISE": PIECEWISE,
+    "one loop": swap(r"for mode in \[.*\]:", "with self.modes() as mode:"),
+    "two states in two ways": swap(r"^( {20})(forward_fn.* = create_forward_fn\(desc\))\n", r"\1if self.pool:\n\1    \2\n\1else:\n\1    \2\n"),
+    "another class": swap("class CudaGraphManager", "class Manager"),
+    "the state is made elsewhere": swap(r"forward_fn.* = create_forward_fn\(desc\)", "forward_fn = self.made[desc]"),
+}  # fmt: skip
+SECOND = r"^ {24}forward_fn, attn_state = create_forward_fn\(desc\)\n"
+WITH_TWO_STATES: dict[str, Change] = {
+    "both before the warm-up": both(cut(SECOND), twice(r"forward_fn, attn_state = create_forward_fn")),
+    "the second in the graph": both(
+        cut(SECOND), swap(r"^( {28})(?=forward_fn\()", r"\1forward_fn, attn_state = create_forward_fn(desc)\n\1")
+    ),
+    "three": swap(f"({SECOND})", r"\1\1"),
+    "the first after the warm-up": both(
+        cut(r"^ {20}forward_fn, attn_state = create_forward_fn\(desc\)\n"),
+        swap(f"({WARM_UP})", rf"\1{' ' * 20}forward_fn, attn_state = create_forward_fn(desc)\n"),
+    ),
+}
+BUILT, ENTERED, RAN, RECORDS = (
+    "prepare_inputs_to_capture(1)",
+    "set_forward_context(1)",
+    "model(1)",
+    "torch.cuda.graph(1)",
+)
+BY_CAPTURE_GRAPH: dict[str, Change] = {
+    "another state": in_function("capture_graph", BUILT),
+    "another graph": in_function("capture_graph", RECORDS),
+    "another state and graph": in_function("capture_graph", BUILT, RECORDS),
+    "no state and no graph": both(swap(r"= prepare_inputs_to_capture\(", "= self.prepare("), swap(r"torch\.cuda\.graph\(", "self.graph(")),
+    "another context": in_function("capture_graph", ENTERED),
+    "another pass": in_function("capture_graph", RAN),
+    "another context and pass": in_function("capture_graph", ENTERED, RAN),
+    "one pass by another name": swap(r"model\(", "self.model(" ),
+    "a loop": in_function("capture_graph", "for _ in self.graphs: pass"),
+}  # fmt: skip
+OF_THE_DRAFT: dict[str, Change] = {
+    "another state": in_function("capture_graph", BUILT),
+    "no state": swap(r"= prepare_inputs_to_capture\(", "= self.prepare("),
+    "passes by another name": swap(r"^( *)generate_fn\(", r"\1self.generate("),
+    "a loop": in_function("capture_graph", "for _ in self.graphs: pass"),
+}
+PLANNED = r"tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8\("
+POINTED = r"scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata"
+KEPT = r"self\.cg_buf_tile_scheduler_metadata\[:n\]\.copy_"
+SPLITS = r"self\.cg_buf_num_splits\[:n\]\.copy_"
+WITHOUT_BUFFERS: dict[str, Change] = {
+    "another plan": before(PLANNED, "get_mla_metadata_dense_fp8(1)"),
+    "pointed at twice": twice(POINTED),
+    "no buffer of tiles": swap(r"self\.cg_buf_tile_scheduler_metadata = torch\.zeros", "self.tiles = torch.zeros"),
+    "no buffer of splits": swap(r"self\.cg_buf_num_splits = torch\.empty", "self.splits = torch.empty"),
+    "a use of the tiles": before(PLANNED, "self.cg_buf_tile_scheduler_metadata"),
+    "a use of the splits": before(PLANNED, "self.cg_buf_num_splits"),
+    "another function": swap(r"def _build_decode\(", "def _build_decodes("),
+}
+WITH_BUFFERS: dict[str, Change] = {
+    "kept twice": twice(KEPT),
+    "both kept twice": both(twice(KEPT), twice(SPLITS)),
+    "splits not kept": cut(rf"^ *{SPLITS}.*\n"),
+    "nothing kept": both(cut(rf"^ *{SPLITS}.*\n"), cut(rf"^ *{KEPT}.*\n")),
+    "kept after it was pointed at": both(
+        cut(rf"^ *{KEPT}.*\n"),
+        swap(rf"^( *)({POINTED}\n)", r"\1\2\1self.cg_buf_tile_scheduler_metadata[:n].copy_(tile_scheduler_metadata)\n"),
+    ),
+    "kept before it is planned": both(
+        cut(rf"^ *{KEPT}.*\n"),
+        before(PLANNED, "self.cg_buf_tile_scheduler_metadata[:n].copy_(tile_scheduler_metadata)"),
+    ),
+}
+PADDED = r"blk_table_tensor\[num_reqs:num_reqs_padded\]\.fill_"
+MARKED, CLEARED = r"is_prefilling = num_computed", r"is_prefilling\[num_reqs:\] = False"
+SPLIT = r"split_decodes_and_prefills\(\n"
+
+CASES: dict[tuple[str, str, str], dict[str, Change]] = {
+    ("capture-state", "0.18.1", CUDAGRAPHS): BY_FACTORY,
+    ("capture-state", "0.21.0", CUDAGRAPHS): BY_FACTORY,
+    ("capture-state", "0.22.1", CUDAGRAPHS): WITH_TWO_STATES,
+    ("capture-state", "0.16.0", CUDAGRAPHS): BY_CAPTURE_GRAPH,
+    ("capture-state", "0.16.0", EAGLE_FIRST): OF_THE_DRAFT | {"another class": swap("class EagleCudaGraphManager", "class Manager")},
+    ("capture-state", "0.17.1", CUDAGRAPHS): {
+        "a pass elsewhere": in_function("capture_graph", RAN),
+        "a graph in both": in_function("_capture_full_graph", RECORDS),
+        "a loop": in_function("capture_graph", "for _ in self.graphs: pass"),
+    },
+    ("capture-state", "0.17.1", EAGLE_CUDAGRAPHS): {
+        **OF_THE_DRAFT,
+        "a loop in the other part": in_function("_capture_full_graph", "for _ in self.graphs: pass"),
+    },
+    ("draft-prefill-state", "0.21.0", EAGLE_CUDAGRAPHS): {
+        "a state taken twice": twice(r"attn_state = full_cg_attn_states\[desc\]"),
+        "another parameter": swap(r"\bfull_cg_attn_states:", "states:"),
+        "captured by itself": swap(r"super\(\)\.capture\(", "self.captured("),
+        "no manager": swap(r"class (\w+)CudaGraphManager", r"class \1GraphManager"),
+    },
+    ("draft-prefill-state", "0.33.0", TARGET_DEPENDENT): {
+        "states that are given": swap(r"(^ *def capture\(\n *self,\n)", r"\1        attn_states,\n"),
+        "states that are made elsewhere": swap(r"prepare_inputs_to_capture\(", "self.prepare("),
+    },
+    ("draft-prefill-state", "0.23.0", PREFILL): {
+        "no choice": swap(r"attn_state_pair\.warmup if warmup else attn_state_pair\.captured", "attn_state_pair.captured")
+    },
+    ("draft-decode-mode", "0.16.0", CUDAGRAPHS): {"no mode": swap(r"if not cudagraph_mode\.has_full", "if cudagraph_mode.has_no")},
+    ("draft-decode-mode", "0.17.1", EAGLE_CUDAGRAPHS): {
+        "the mode taken twice": twice(r"self\.cudagraph_mode = self\.compilation_config\.cudagraph_mode\.decode_mode\(\)"),
+    },
+    ("draft-decode-mode", "0.17.1", EAGLE): {"drafts with another parameter": swap(r"(def generate_draft\(\n *self,\n)", r"\1        more,\n")},
+    ("draft-decode-mode", "0.20.0", EAGLE): {
+        "indices written elsewhere": swap(r"tl\.store\(last_token_indices_ptr \+ req_idx, .*\)", "write(last_token_index)"),
+        "no pool that is shared, and no mode": both(
+            cut(r"^ *self\.decode_cudagraph_manager\.pool = .*\n"), swap(r"cudagraph_mode = CUDAGraphMode\.FULL_DECODE_ONLY", "pass")
+        ),
+        "no mode, and drafts with another parameter": both(
+            swap(r"cudagraph_mode = CUDAGraphMode\.FULL_DECODE_ONLY", "pass"), swap(r"(def generate_draft\(\n *self,\n)", r"\1        more,\n")
+        ),
+        "no zeros, and no function that prepares": both(
+            swap(r"tl\.store\(last_token_indices_ptr \+ block, 0, mask=mask\)", "pass"), swap(r"def prepare_eagle_inputs\(", "def prepare_inputs(")
+        ),
+    },
+    ("mamba-padding", "0.23.0", RUNNER): {
+        "cleared twice": twice(CLEARED),
+        "marked and cleared twice": both(twice(CLEARED), twice(MARKED)),
+        "marked in a condition": swap(rf"^( *)({MARKED}.*\n)", r"\1if self.chunked:\n\1    \2"),
+    },
+    ("mamba-padding", "0.21.0", RUNNER): {"marked twice": twice(MARKED), "marked twice, once otherwise": before(MARKED, "is_prefilling = None")},
+    ("mamba-padding", "0.21.0", MAMBA): {
+        "split twice": before(r"num_decodes, num_prefills", "split_decodes_and_prefills(common_attn_metadata)"),
+        "another parameter": swap(r"(def _compute_common_metadata\(\n *self,\n *)common_attn_metadata:", r"\1metadata:"),
+        "a parameter of another name": swap(r"(def _compute_common_metadata\(\n *self,\n *)common_attn_metadata:", r"\1attn_metadata:"),
+        "another function": swap(r"def _compute_common_metadata\(", "def _compute_metadata("),
+        "not split": swap(r"split_decodes_and_prefills\(\n", "self.split(\n"),
+        "split twice by phase": before(
+            r"num_decodes, num_prefills",
+            "split_decodes_and_prefills(common_attn_metadata, decode_threshold=1, treat_short_extends_as_decodes=False)",
+        ),
+        "split twice in the way that is not by phase": both(
+            cut(r"^ *treat_short_extends_as_decodes=False,\n"),
+            before(r"num_decodes, num_prefills", "split_decodes_and_prefills(common_attn_metadata, decode_threshold=1)"),
+        ),
+        "split twice, not by phase": both(
+            cut(r"^ *treat_short_extends_as_decodes=False,\n"), before(r"num_decodes, num_prefills", "split_decodes_and_prefills(1)")
+        ),
+    },
+    ("flashmla-fp8", "0.18.1", FLASHMLA): WITHOUT_BUFFERS,
+    ("flashmla-fp8", "0.19.0", FLASHMLA): WITH_BUFFERS,
+    ("flashmla-padding", "0.20.0", RUNNER): {"padded twice": twice(PADDED), "not padded": cut(rf"^ *{PADDED}.*\n")},
+    ("flashmla-padding", "0.18.1", RUNNER): {
+        "padded twice": twice(PADDED),
+        "not padded": cut(rf"^ *{PADDED}.*\n"),
+        "another function": swap("def _build_attention_metadata", "def _build"),
+    },
+    ("flashmla-padding", "0.18.1", FLASHMLA): {
+        "another parameter": swap(r"(def _build_decode\(\n *self,\n)", r"\1        more,\n"),
+        "another function": swap(r"def _build_decode\(", "def _build_decodes("),
+    },
+}  # fmt: skip
+
+
+def judged(name: str, release: str, path: str, change: Change) -> Verdict:
+    stock = open_source(release_root(release))
+    code = stock.read(path)
+    assert code is not None
+    text = change(code.decode()).encode()
+    return (
+        BY_NAME[name].diagnose(Source("edited", lambda p: text if p == path else stock.read(p), lambda: None)).verdict
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "release", "path", "change"),
+    [
+        pytest.param(*where, change, id=f"{where[0]}-{where[1]}-{what}")
+        for where, changes in CASES.items()
+        for what, change in changes.items()
+    ],
+)
+def test_a_statement_more_or_less_is_a_shape_that_nobody_has_looked_at(
+    name: str, release: str, path: str, change: Change
+) -> None:
+    assert judged(name, release, path, change) is Verdict.UNRECOGNISED
+
+
+ELSE = [
+    ("mamba-padding", "0.21.0", MAMBA, cut(r"^ *treat_short_extends_as_decodes=False,\n"), Verdict.FIXED),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "release", "path", "change", "verdict"), ELSE, ids=[f"{row[0]}-{row[4].value}" for row in ELSE]
+)
+def test_what_is_not_there_or_does_no_harm_is_no_unknown_shape(
+    name: str, release: str, path: str, change: Change, verdict: Verdict
+) -> None:
+    assert judged(name, release, path, change) is verdict
