@@ -23,7 +23,7 @@ STOCKS = {
     "stock",
     "generate_fn",
     "_forward_of(self._recorded.pop(descriptor))",
-    "_forward_of(made)",
+    "_forward_of(warmed_up)",
     "__call__ self._create",
 }
 """Calls that stock makes too: what they raise is vLLM's."""

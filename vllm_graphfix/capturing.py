@@ -130,12 +130,14 @@ class FactoryPerPass:
             full = False
         if not full:
             return made
+        kept = [made]  # until its pass is over: two states at a time take twice the memory
 
         def forward_fn(*args: Any, **kwargs: Any) -> Any:
             if descriptor in self._recorded:
                 return _forward_of(self._recorded.pop(descriptor))(*args, **kwargs)
-            result = _forward_of(made)(*args, **kwargs)
-            self._prepare_recorded_pass(descriptor, made)
+            warmed_up = kept.pop() if kept else self._create(descriptor)
+            result = _forward_of(warmed_up)(*args, **kwargs)
+            self._prepare_recorded_pass(descriptor, warmed_up)
             return result
 
         return forward_fn if callable(made) else (forward_fn, *made[1:])

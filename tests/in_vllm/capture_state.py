@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 
 import vllm_graphfix
 from vllm_graphfix import capturing
+from vllm_graphfix.fixes import capture_state
 from vllm_graphfix.verify.double.decoding import (
     DEVICE,
     HIDDEN,
@@ -350,18 +351,29 @@ def test_the_warm_ups_state_is_gone_before_the_pass_that_is_recorded() -> None:
     assert alive == [False] * 2
 
 
-@by_factory
-@pytest.mark.parametrize("asked", [1, 2])
-def test_an_error_in_the_factory_comes_out_as_it_is(asked: int) -> None:
-    error = Stop()
+def _factory_that_fails(asked: int) -> Callable[[Any], Any]:
+    """The first or the second time that it is asked for a descriptor of a full graph."""
     factory = Factory()
 
     def failing(descriptor: Any) -> Any:
         if len(factory.states.get(descriptor, ())) + 1 == asked and descriptor.cg_mode == CUDAGraphMode.FULL:
-            raise error
+            raise Stop
         return factory(descriptor)
 
-    with pytest.raises(Stop) as raised:
-        _capture_by_factory(failing)
-    assert raised.value is error
+    return failing
+
+
+@by_factory
+def test_an_error_in_the_factory_comes_out_as_it_is() -> None:
+    with pytest.raises(Stop):
+        _capture_by_factory(_factory_that_fails(1))
     assert len(_capture_by_factory(Factory())[0].graphs) == 2
+
+
+@by_factory
+def test_where_only_the_second_state_cannot_be_built_the_capture_is_stocks_and_the_fix_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capture_state.FALLBACK, "reason", None)
+    assert len(_capture_by_factory(_factory_that_fails(2))[0].graphs) == 2
+    assert str(capture_state.FALLBACK.reason).startswith("Stop")
