@@ -32,7 +32,7 @@ CALLBACKS = {"self._create", "self._build"}
 """vLLM's functions, kept by objects of ours."""
 OURS = ("self._", "cls", "self.consumed", "self.recorded_states", "session.", "factory.", "states.create", "stock.")
 """Objects of the package's own."""
-PYTHONS = ("super()", "arguments.", "signature.", "prepared.", "returned.", "_session.")
+PYTHONS = ("super()", "kept.", "arguments.", "signature.", "prepared.", "returned.", "_session.")
 """Objects of the standard library's own."""
 
 _seen: set[str] = set()
