@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -45,20 +45,18 @@ for ignored in (signal.SIGHUP, signal.SIGINT):
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A table of the orders that `test_orders.py` has run."""
-    ran: Counter[tuple[str, str]] = Counter()
+    """Tables of what tests say that they counted, as (table, row, column, number)."""
+    tables: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
-            if name == "orders":
-                release, about, orders = value
-                ran[release, about] += orders
-    if not ran:
-        return
-    columns = list(dict.fromkeys(about for _, about in ran))
-    terminalreporter.section("orders")
-    terminalreporter.write_line(f"| release | {' | '.join(columns)} | orders | processes |")
-    terminalreporter.write_line("|---|" + "---|" * (len(columns) + 2))
-    for release in [*(each for each in ALL_RELEASES if any(each == r for r, _ in ran)), "all"]:
-        row = [sum(n for (r, about), n in ran.items() if about == c and release in (r, "all")) for c in columns]
-        told = [*row, sum(row), 3 * sum(row)]
-        terminalreporter.write_line(f"| {release} | {' | '.join(f'{n:,}' for n in told)} |")
+            if name == "counted":
+                table, row, column, number = value
+                tables[table][row, column] += number
+    for table, counted in tables.items():
+        rows, columns = (sorted({cell[which] for cell in counted}) for which in (0, 1))
+        terminalreporter.section(table)
+        terminalreporter.write_line(f"| | {' | '.join(columns)} | all |")
+        terminalreporter.write_line("|---|" + "---|" * (len(columns) + 1))
+        for row in (*rows, "all"):
+            told = [sum(n for (r, c), n in counted.items() if c == column and row in (r, "all")) for column in columns]
+            terminalreporter.write_line(f"| {row} | {' | '.join(f'{n:,}' for n in (*told, sum(told)))} |")

@@ -197,9 +197,9 @@ class Judge:
             return RIGHT, "eager is another"
         if is_right(stock):
             return WRONG, f"stock is right -> {_told(patched)}"
-        return self._both_wrong(mutant, f"{_told(stock)} -> {_told(patched)}")
+        return self._both_wrong(mutant, patched, f"{_told(stock)} -> {_told(patched)}")
 
-    def _both_wrong(self, mutant: Mutant, told: str) -> tuple[str, str]:
+    def _both_wrong(self, mutant: Mutant, patched: dict[str, Any], told: str) -> tuple[str, str]:
         """Upstream's correction in the same mutant decides whether that could be right."""
         try:
             remedied = self._run(mutant, on=False, remedied=True) if mutant.base.remedy else None
@@ -209,6 +209,8 @@ class Judge:
             return WRONG, f"{told}; nothing to compare with"
         if is_right(remedied):
             return WRONG, f"{told}; with upstream's correction right"
+        if "raised" not in patched and not patched["error"] and _result(remedied) == _result(patched):
+            return RIGHT, f"{told}; the same as with upstream's correction, there is another defect"
         return BROKEN, f"{told}; with upstream's correction {_told(remedied)}"
 
     def _not_applied(self, mutant: Mutant, found: Diagnosis) -> tuple[str, str]:

@@ -5,11 +5,11 @@ Among what is by hand are upstream's corrections in several wordings, and what l
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from functools import cache
 
+from mutants_around import around, escaped, imported_otherwise
 from mutants_families import Base, Change, Mutant, Plan, Target, family
 from stock import release_root
 from test_diagnosis import (
@@ -52,127 +52,12 @@ def after(pattern: str, *lines: str) -> Change:
     return swap(rf"^( *)({pattern}.*)\n", r"\1\2\n" + "".join(rf"\1{line}\n" for line in lines))
 
 
-# -- what can be done to any class or module ---------------------------------------------------------------------------
-
-
-def around(
-    fix: str, base: Base, path: str, cls: str, paths: tuple[str, ...], methods: tuple[str, ...]
+def hand(
+    fix: str, base: Base, paths: tuple[str, ...], kind: str, path: str, **changes: Change | dict[str, Change]
 ) -> Iterator[Mutant]:
-    """A class renamed, moved, with another base; a method moved to a base; a module moved; names imported otherwise."""
-    text = base.text(path)
-    tree = ast.parse(text)
-    node = next(child for child in tree.body if isinstance(child, ast.ClassDef) and child.name == cls)
-    bases = ", ".join(map(ast.unparse, node.bases))
-
-    def mutant(name: str, *changes: Change, moved: tuple[tuple[str, str], ...] = (), **renamed: str) -> Mutant:
-        by_hand = tuple((path, change) for change in changes)
-        return Mutant(
-            fix,
-            base,
-            paths,
-            (),
-            by_hand,
-            moved,
-            tuple(renamed.items()),
-            name=f"{cls}: {name}",
-            kind="class or module moved or renamed",
-        )
-
-    header = rf"^class {cls}\b(?:\([^)]*\))?:"
-    renamed = swap(rf"\b{cls}\b", f"New{cls}")
-    yield mutant("renamed, the old name stays", renamed, lambda text: text + f"\n\n{cls} = New{cls}\n")
-    yield mutant(
-        "renamed, the old name is a subclass", renamed, lambda text: text + f"\n\nclass {cls}(New{cls}):\n    pass\n"
-    )
-    with_mixin = f"class _Mixin:\n    pass\n\n\nclass {cls}({', '.join(filter(None, ['_Mixin', bases]))}):"
-    yield mutant("a base added", swap(header, with_mixin))
-    for method in methods:
-        body = ast.get_source_segment(text, _method(node, method), padded=True) or ""
-        first = min([_method(node, method).lineno, *(d.lineno for d in _method(node, method).decorator_list)])
-        lines = text.splitlines(keepends=True)
-        whole = "".join(lines[first - 1 : _method(node, method).end_lineno])
-        assert body
-        if "super()" in whole:
-            continue
-        without = text.replace(whole, "")
-        with_base = re.sub(
-            header,
-            f"class _{cls}Base{f'({bases})' if bases else ''}:\n{_escaped(whole)}\n\nclass {cls}(_{cls}Base):",
-            without,
-            count=1,
-            flags=re.MULTILINE,
-        )
-        yield mutant(f"{method} moved to a base class", lambda _, with_base=with_base: with_base)  # type: ignore[misc]
-        subclass = f"class {cls}(_{cls}Base):\n    def {method}(self, *args, **kwargs):\n        return super().{method}(*args, **kwargs)\n"
-        whole_base = re.sub(rf"^class {cls}\b", f"class _{cls}Base", text, count=1, flags=re.MULTILINE)
-        split = whole_base.splitlines(keepends=True)
-        split[(node.end_lineno or 0) : node.end_lineno or 0] = ["\n\n", subclass, "\n"]
-        yield mutant(f"{method} calls the base's", lambda _, split=split: "".join(split))  # type: ignore[misc]
-    elsewhere = path.replace(".py", "_impl.py")
-    module = elsewhere.removesuffix(".py").replace("/", ".")
-    names = [name for child in tree.body for name in _defined(child)]
-    imports = f"from {module} import (  # noqa\n" + "".join(f"    {name},\n" for name in names) + ")\n"
-    yield mutant("its module moved, names imported", lambda _: imports, moved=((elsewhere, text),))
-    yield mutant(
-        "its module moved, * imported", lambda _: f"from {module} import *\n{imports}", moved=((elsewhere, text),)
-    )
-    lines = text.splitlines(keepends=True)
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    lines[first - 1 : node.end_lineno] = [f"from {module} import {cls}\n"]
-    yield mutant("moved to another module", lambda _: "".join(lines), moved=((elsewhere, text),))
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\")
-
-
-def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef:
-    return next(child for child in node.body if isinstance(child, ast.FunctionDef) and child.name == name)
-
-
-def _defined(node: ast.stmt) -> list[str]:
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return [node.name]
-    if isinstance(node, (ast.ImportFrom, ast.Import)):
-        return [(alias.asname or alias.name).split(".")[0] for alias in node.names]
-    if isinstance(node, ast.Assign):
-        return [target.id for target in node.targets if isinstance(target, ast.Name)]
-    return []
-
-
-def imported_otherwise(fix: str, base: Base, path: str, name: str, paths: tuple[str, ...]) -> Iterator[Mutant]:
-    """A name that *path* imports: under an alias, through its module, or bound again."""
-    text = base.text(path)
-    found = next(
-        node
-        for node in ast.parse(text).body
-        if isinstance(node, ast.ImportFrom) and name in {alias.name for alias in node.names}
-    )
-    lines = text.splitlines(keepends=True)
-    rest = [alias for alias in found.names if alias.name != name]
-    kept = [ast.unparse(ast.ImportFrom(found.module, rest, found.level)) + "\n"] if rest else []
-
-    def with_import(imported: str, used: str) -> str:
-        head = "".join(lines[: found.lineno - 1])
-        tail = "".join(lines[found.end_lineno :])
-        return head + "".join(kept) + imported + "\n" + re.sub(rf"\b{name}\b(?!\s*=[^=])", used, tail)
-
-    package, _, module = (found.module or "").rpartition(".")
-    for label, new in {
-        "under an alias": with_import(f"from {found.module} import {name} as Own{name}", f"Own{name}"),
-        "through its module": with_import(f"from {package} import {module} as its_module", f"its_module.{name}"),
-        "by a full path": with_import(f"import {found.module}", f"{found.module}.{name}"),
-        "bound again": with_import(f"from {found.module} import {name} as _{name}\nOwn{name} = _{name}", f"Own{name}"),
-        "where it may be missing": with_import(
-            f"try:\n    from {found.module} import {name}\nexcept ImportError:\n    {name} = None", name
-        ),
-    }.items():
-        by_hand = ((path, lambda _, new=new: new),)
-        yield Mutant(fix, base, paths, (), by_hand, name=f"{name} imported {label}", kind="imported otherwise")
-
-
-def hand(fix: str, base: Base, paths: tuple[str, ...], kind: str, **changes: dict[str, Change]) -> Iterator[Mutant]:
-    for name, by_hand in changes.items():
+    """Each of *changes* to *path*, or to several files."""
+    for name, change in changes.items():
+        by_hand = change if isinstance(change, dict) else {path: change}
         yield Mutant(fix, base, paths, (), tuple(by_hand.items()), name=name.replace("_", " "), kind=kind)
 
 
@@ -195,7 +80,7 @@ def _built_again(pattern: str) -> Change:
         found = re.search(rf"^        {BUILT}", text, re.MULTILINE)
         if found is None:
             raise LookupError(BUILT)
-        return swap(rf"^(?=        {pattern})", _escaped(found.group()))(text)
+        return swap(rf"^(?=        {pattern})", escaped(found.group()))(text)
 
     return change
 
@@ -272,196 +157,145 @@ def capture_state() -> tuple[Mutant, ...]:
             V21,
             paths,
             FIX_IN_WORDS,
-            as_upstream={CUDAGRAPHS: V21.remedy[0][1]},
-            before_the_branch={
-                CUDAGRAPHS: before(
-                    r"if desc\.cg_mode == CUDAGraphMode\.PIECEWISE",
-                    "if desc.cg_mode == CUDAGraphMode.FULL:",
-                    "    forward_fn, attn_state = create_forward_fn(desc)",
-                )
-            },
-            under_the_assertion={
-                CUDAGRAPHS: before(
-                    r"assert desc not in self\.graphs", "forward_fn, attn_state = create_forward_fn(desc)"
-                )
-            },
-            after_the_offloader={
-                CUDAGRAPHS: before(
-                    r"with torch\.cuda\.graph\(graph", "forward_fn, attn_state = create_forward_fn(desc)"
-                )
-            },
-            by_index={CUDAGRAPHS: before(GRAPH, "forward_fn = create_forward_fn(desc)[0]")},
-            another_name={
-                CUDAGRAPHS: _and_then(
-                    before(GRAPH, "recorded_fn, attn_state = create_forward_fn(desc)"),
-                    swap(r"(with torch\.cuda\.graph\(graph, self\.pool\):\n +)forward_fn", r"\1recorded_fn"),
-                )
-            },
-            the_warm_up_on_its_own={
-                CUDAGRAPHS: swap(
-                    r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)",
-                    r"\1create_forward_fn(desc)[0](CUDAGraphMode.NONE)\n\n\2",
-                )
-            },
-            the_warm_up_first={
-                CUDAGRAPHS: swap(
-                    r"^( +)forward_fn, attn_state = create_forward_fn\(desc\)\n",
-                    r"\1warm_up, _ = create_forward_fn(desc)\n\1warm_up(CUDAGraphMode.NONE)\n\1forward_fn, attn_state = create_forward_fn(desc)\n",
-                )
-            },
-            through_a_method={
-                CUDAGRAPHS: _and_then(
-                    before(GRAPH, "forward_fn, attn_state = self._asked_again(create_forward_fn, desc)"),
-                    before(
-                        r"def needs_capture",
-                        "def _asked_again(self, create_forward_fn, desc):",
-                        "    return create_forward_fn(desc)",
-                        "",
-                    ),
-                )
-            },
+            CUDAGRAPHS,
+            as_upstream=V21.remedy[0][1],
+            before_the_branch=before(
+                r"if desc\.cg_mode == CUDAGraphMode\.PIECEWISE",
+                "if desc.cg_mode == CUDAGraphMode.FULL:",
+                "    forward_fn, attn_state = create_forward_fn(desc)",
+            ),
+            under_the_assertion=before(
+                r"assert desc not in self\.graphs", "forward_fn, attn_state = create_forward_fn(desc)"
+            ),
+            after_the_offloader=before(
+                r"with torch\.cuda\.graph\(graph", "forward_fn, attn_state = create_forward_fn(desc)"
+            ),
+            by_index=before(GRAPH, "forward_fn = create_forward_fn(desc)[0]"),
+            another_name=_and_then(
+                before(GRAPH, "recorded_fn, attn_state = create_forward_fn(desc)"),
+                swap(r"(with torch\.cuda\.graph\(graph, self\.pool\):\n +)forward_fn", r"\1recorded_fn"),
+            ),
+            the_warm_up_on_its_own=swap(
+                r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)",
+                r"\1create_forward_fn(desc)[0](CUDAGraphMode.NONE)\n\n\2",
+            ),
+            the_warm_up_first=swap(
+                r"^( +)forward_fn, attn_state = create_forward_fn\(desc\)\n",
+                r"\1warm_up, _ = create_forward_fn(desc)\n\1warm_up(CUDAGraphMode.NONE)\n\1forward_fn, attn_state = create_forward_fn(desc)\n",
+            ),
+            through_a_method=_and_then(
+                before(GRAPH, "forward_fn, attn_state = self._asked_again(create_forward_fn, desc)"),
+                before(
+                    r"def needs_capture",
+                    "def _asked_again(self, create_forward_fn, desc):",
+                    "    return create_forward_fn(desc)",
+                    "",
+                ),
+            ),
         ),
         *hand(
             name,
             V21,
             paths,
             NEAR,
-            the_new_pass_is_not_used={CUDAGRAPHS: before(GRAPH, "_, attn_state = create_forward_fn(desc)")},
-            the_new_pass_has_another_name={
-                CUDAGRAPHS: before(GRAPH, "recorded_fn, attn_state = create_forward_fn(desc)")
-            },
-            asked_before_the_warm_up={
-                CUDAGRAPHS: swap(r"^( +)(forward_fn, attn_state = create_forward_fn\(desc\)\n)", r"\1\2\1\2")
-            },
-            asked_for_no_full_graph={
-                CUDAGRAPHS: before(
-                    r"if desc\.cg_mode == CUDAGraphMode\.PIECEWISE",
-                    "if desc.cg_mode == CUDAGraphMode.PIECEWISE:",
-                    "    forward_fn, attn_state = create_forward_fn(desc)",
-                )
-            },
-            asked_if_debugging={
-                CUDAGRAPHS: before(GRAPH, "if not __debug__:", "    forward_fn, attn_state = create_forward_fn(desc)")
-            },
-            asked_for_large_ones={
-                CUDAGRAPHS: before(
-                    GRAPH, "if desc.num_tokens > 2:", "    forward_fn, attn_state = create_forward_fn(desc)"
-                )
-            },
-            asked_after_the_graph={
-                CUDAGRAPHS: before(r"self\.graphs\[desc\] = graph", "forward_fn, attn_state = create_forward_fn(desc)")
-            },
-            asked_inside_the_graph={
-                CUDAGRAPHS: after(
-                    r"with torch\.cuda\.graph\(graph", "    forward_fn, attn_state = create_forward_fn(desc)"
-                )
-            },
-            asked_for_another={
-                CUDAGRAPHS: before(
-                    GRAPH, "_first = next(iter(descs))", "forward_fn, attn_state = create_forward_fn(_first)"
-                )
-            },
-            the_old_pass_comes_back={
-                CUDAGRAPHS: before(
-                    GRAPH,
-                    "kept_fn = forward_fn",
-                    "forward_fn, attn_state = create_forward_fn(desc)",
-                    "forward_fn = kept_fn",
-                )
-            },
-            asked_and_warmed_up_again={
-                CUDAGRAPHS: before(
-                    GRAPH, "forward_fn, attn_state = create_forward_fn(desc)", "forward_fn(cg_mode=CUDAGraphMode.NONE)"
-                )
-            },
-            asked_and_warmed_up_again_by_a_helper={
-                CUDAGRAPHS: before(GRAPH, "forward_fn, attn_state = create_forward_fn(desc)", "self._run(forward_fn)")
-            },
-            the_same_made_by_a_cache={
-                CUDAGRAPHS: _and_then(
-                    before(GRAPH, "forward_fn, attn_state = create_forward_fn(desc)"),
-                    before(
-                        r"with graph_capture\(device",
-                        "import functools",
-                        "create_forward_fn = functools.cache(create_forward_fn)",
-                    ),
-                )
-            },
+            CUDAGRAPHS,
+            the_new_pass_is_not_used=before(GRAPH, "_, attn_state = create_forward_fn(desc)"),
+            the_new_pass_has_another_name=before(GRAPH, "recorded_fn, attn_state = create_forward_fn(desc)"),
+            asked_before_the_warm_up=swap(r"^( +)(forward_fn, attn_state = create_forward_fn\(desc\)\n)", r"\1\2\1\2"),
+            asked_for_no_full_graph=before(
+                r"if desc\.cg_mode == CUDAGraphMode\.PIECEWISE",
+                "if desc.cg_mode == CUDAGraphMode.PIECEWISE:",
+                "    forward_fn, attn_state = create_forward_fn(desc)",
+            ),
+            asked_if_debugging=before(
+                GRAPH, "if not __debug__:", "    forward_fn, attn_state = create_forward_fn(desc)"
+            ),
+            asked_for_large_ones=before(
+                GRAPH, "if desc.num_tokens > 2:", "    forward_fn, attn_state = create_forward_fn(desc)"
+            ),
+            asked_after_the_graph=before(
+                r"self\.graphs\[desc\] = graph", "forward_fn, attn_state = create_forward_fn(desc)"
+            ),
+            asked_inside_the_graph=after(
+                r"with torch\.cuda\.graph\(graph", "    forward_fn, attn_state = create_forward_fn(desc)"
+            ),
+            asked_for_another=before(
+                GRAPH, "_first = next(iter(descs))", "forward_fn, attn_state = create_forward_fn(_first)"
+            ),
+            the_old_pass_comes_back=before(
+                GRAPH,
+                "kept_fn = forward_fn",
+                "forward_fn, attn_state = create_forward_fn(desc)",
+                "forward_fn = kept_fn",
+            ),
+            asked_and_warmed_up_again=before(
+                GRAPH, "forward_fn, attn_state = create_forward_fn(desc)", "forward_fn(cg_mode=CUDAGraphMode.NONE)"
+            ),
+            asked_and_warmed_up_again_by_a_helper=before(
+                GRAPH, "forward_fn, attn_state = create_forward_fn(desc)", "self._run(forward_fn)"
+            ),
+            the_same_made_by_a_cache=_and_then(
+                before(GRAPH, "forward_fn, attn_state = create_forward_fn(desc)"),
+                before(
+                    r"with graph_capture\(device",
+                    "import functools",
+                    "create_forward_fn = functools.cache(create_forward_fn)",
+                ),
+            ),
         ),
         *hand(
             name,
             V21,
             paths,
             SHAPE,
-            two_warm_ups_in_a_loop={
-                CUDAGRAPHS: swap(
-                    r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)",
-                    r"\1for _ in range(2):\n\1    forward_fn(CUDAGraphMode.NONE)\n\n\2",
-                )
-            },
-            warm_up_by_keyword={
-                CUDAGRAPHS: swap(
-                    r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)",
-                    r"\1forward_fn(cg_mode=CUDAGraphMode.NONE)\n\n\2",
-                )
-            },
-            no_warm_up={CUDAGRAPHS: swap(r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)", r"\2")},
-            the_mode_through_a_local={
-                CUDAGRAPHS: swap(
-                    r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)",
-                    r"\1none = CUDAGraphMode.NONE\n\1forward_fn(none)\n\n\2",
-                )
-            },
-            passes_by_partial={
-                CUDAGRAPHS: swap(
-                    r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)",
-                    r"\1import functools\n\1once = functools.partial(forward_fn, CUDAGraphMode.NONE)\n\1once()\n\n\2",
-                )
-            },
-            the_factory_asked_for_all_first={
-                CUDAGRAPHS: _and_then(
-                    swap(
-                        r"^( +)for desc in descs:\n",
-                        r"\1made = {desc: create_forward_fn(desc) for desc in self._capture_descs[mode]}\n\1for desc in descs:\n",
-                    ),
-                    swap(ASKED, "forward_fn, attn_state = made[desc]\n"),
-                )
-            },
-            the_warm_up_of_all_first={
-                CUDAGRAPHS: swap(
+            CUDAGRAPHS,
+            two_warm_ups_in_a_loop=swap(
+                r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)",
+                r"\1for _ in range(2):\n\1    forward_fn(CUDAGraphMode.NONE)\n\n\2",
+            ),
+            warm_up_by_keyword=swap(
+                r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)",
+                r"\1forward_fn(cg_mode=CUDAGraphMode.NONE)\n\n\2",
+            ),
+            no_warm_up=swap(r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)", r"\2"),
+            the_mode_through_a_local=swap(
+                r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)",
+                r"\1none = CUDAGraphMode.NONE\n\1forward_fn(none)\n\n\2",
+            ),
+            passes_by_partial=swap(
+                r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)",
+                r"\1import functools\n\1once = functools.partial(forward_fn, CUDAGraphMode.NONE)\n\1once()\n\n\2",
+            ),
+            the_factory_asked_for_all_first=_and_then(
+                swap(
                     r"^( +)for desc in descs:\n",
-                    r"\1for desc in self._capture_descs[mode]:\n\1    create_forward_fn(desc)[0](CUDAGraphMode.NONE)\n\1for desc in descs:\n",
-                )
-            },
-            in_an_exit_stack={
-                CUDAGRAPHS: swap(
-                    r"with torch\.cuda\.graph\(graph, self\.pool\):",
-                    "import contextlib\n                        with contextlib.ExitStack() as stack:\n                            stack.enter_context(torch.cuda.graph(graph, self.pool))",
-                )
-            },
-            pool_by_keyword={
-                CUDAGRAPHS: swap(r"torch\.cuda\.graph\(graph, self\.pool\)", "torch.cuda.graph(graph, pool=self.pool)")
-            },
-            graph_by_keyword={
-                CUDAGRAPHS: swap(
-                    r"torch\.cuda\.graph\(graph, self\.pool\)", "torch.cuda.graph(cuda_graph=graph, pool=self.pool)"
-                )
-            },
-            tried_twice={
-                CUDAGRAPHS: swap(
-                    r"^( +)(for desc in descs:\n)((?:\1 .*\n|\n)+)",
-                    lambda found: (
-                        f"{found[1]}{found[2]}{found[1]}    for attempt in range(1):\n"
-                        + "".join(f"    {line}\n" if line else "\n" for line in found[3].splitlines())
-                    ),
-                )
-            },
-            modes_one_after_the_other={
-                CUDAGRAPHS: swap(
-                    r"for mode in \[CUDAGraphMode\.PIECEWISE, CUDAGraphMode\.FULL\]:",
-                    "for mode in (CUDAGraphMode.FULL,):",
-                )
-            },
+                    r"\1made = {desc: create_forward_fn(desc) for desc in self._capture_descs[mode]}\n\1for desc in descs:\n",
+                ),
+                swap(ASKED, "forward_fn, attn_state = made[desc]\n"),
+            ),
+            the_warm_up_of_all_first=swap(
+                r"^( +)for desc in descs:\n",
+                r"\1for desc in self._capture_descs[mode]:\n\1    create_forward_fn(desc)[0](CUDAGraphMode.NONE)\n\1for desc in descs:\n",
+            ),
+            in_an_exit_stack=swap(
+                r"with torch\.cuda\.graph\(graph, self\.pool\):",
+                "import contextlib\n                        with contextlib.ExitStack() as stack:\n                            stack.enter_context(torch.cuda.graph(graph, self.pool))",
+            ),
+            pool_by_keyword=swap(r"torch\.cuda\.graph\(graph, self\.pool\)", "torch.cuda.graph(graph, pool=self.pool)"),
+            graph_by_keyword=swap(
+                r"torch\.cuda\.graph\(graph, self\.pool\)", "torch.cuda.graph(cuda_graph=graph, pool=self.pool)"
+            ),
+            tried_twice=swap(
+                r"^( +)(for desc in descs:\n)((?:\1 .*\n|\n)+)",
+                lambda found: (
+                    f"{found[1]}{found[2]}{found[1]}    for attempt in range(1):\n"
+                    + "".join(f"    {line}\n" if line else "\n" for line in found[3].splitlines())
+                ),
+            ),
+            modes_one_after_the_other=swap(
+                r"for mode in \[CUDAGraphMode\.PIECEWISE, CUDAGraphMode\.FULL\]:",
+                "for mode in (CUDAGraphMode.FULL,):",
+            ),
         ),
     ]
     return tuple(family(name, plans, by_hand, SIZE))
@@ -522,6 +356,7 @@ def draft_prefill_state() -> tuple[Mutant, ...]:
             DRAFT_22,
             paths,
             FIX_IN_WORDS,
+            EAGLE,
             two_states_handed_on=dict(PAIRS),
             two_states_by_index={
                 CUDAGRAPHS: PAIRS[0][1],
@@ -540,32 +375,30 @@ def draft_prefill_state() -> tuple[Mutant, ...]:
             DRAFT_22,
             paths,
             NEAR,
-            copied={EAGLE: swap(taken, "import copy; attn_state = copy.copy(full_cg_attn_states[desc])")},
-            copied_deep={EAGLE: swap(taken, "import copy; attn_state = copy.deepcopy(full_cg_attn_states[desc])")},
-            copied_behind={
-                EAGLE: swap(
-                    own,
-                    r"attn_state = full_cg_attn_states[desc]\n\1attn_state = type(attn_state)(*attn_state)\n\1attn_metadata, slot_mappings = attn_state",
-                )
-            },
+            EAGLE,
+            copied=swap(taken, "import copy; attn_state = copy.copy(full_cg_attn_states[desc])"),
+            copied_deep=swap(taken, "import copy; attn_state = copy.deepcopy(full_cg_attn_states[desc])"),
+            copied_behind=swap(
+                own,
+                r"attn_state = full_cg_attn_states[desc]\n\1attn_state = type(attn_state)(*attn_state)\n\1attn_metadata, slot_mappings = attn_state",
+            ),
             one_new_state={
                 CUDAGRAPHS: before(
                     r"self\._graphs_captured = True\n",
                     "captured_attn_states = {d: create_forward_fn(d)[1] for d in captured_attn_states}",
                 )
             },
-            replaced_behind={
-                EAGLE: before(
-                    r"attn_metadata, slot_mappings = attn_state\n            fwd = lambda cg_mode: forward_fn\(\n(?=(?:.*\n)*?class Decode)",
-                    "attn_state = self.fresh.get(desc, attn_state) if hasattr(self, 'fresh') else attn_state",
-                )
-            },
+            replaced_behind=before(
+                r"attn_metadata, slot_mappings = attn_state\n            fwd = lambda cg_mode: forward_fn\(\n(?=(?:.*\n)*?class Decode)",
+                "attn_state = self.fresh.get(desc, attn_state) if hasattr(self, 'fresh') else attn_state",
+            ),
         ),
         *hand(
             name,
             DRAFT_22,
             paths,
             SHAPE,
+            CUDAGRAPHS,
             by_get={EAGLE: swap(taken, "attn_state = full_cg_attn_states.get(desc)")},
             by_get_and_again={
                 EAGLE: swap(
@@ -592,64 +425,49 @@ def draft_prefill_state() -> tuple[Mutant, ...]:
                     "assert type(full_cg_attn_states) is dict",
                 )
             },
-            the_manager_returns_no_dict={
-                CUDAGRAPHS: swap(
-                    r"return captured_attn_states\n",
-                    "import types; return types.MappingProxyType(captured_attn_states)\n",
-                )
-            },
-            the_manager_returns_a_copy={
-                CUDAGRAPHS: swap(
+            the_manager_returns_no_dict=swap(
+                r"return captured_attn_states\n",
+                "import types; return types.MappingProxyType(captured_attn_states)\n",
+            ),
+            the_manager_returns_a_copy=swap(
+                r"return super\(\)\.capture\(create_forward_fn, progress_bar_desc\)",
+                "return dict(super().capture(create_forward_fn, progress_bar_desc))",
+            ),
+            the_manager_returns_more=_and_then(
+                swap(r"return captured_attn_states\n", "return captured_attn_states, len(captured_attn_states)\n"),
+                swap(
                     r"return super\(\)\.capture\(create_forward_fn, progress_bar_desc\)",
-                    "return dict(super().capture(create_forward_fn, progress_bar_desc))",
-                )
-            },
-            the_manager_returns_more={
-                CUDAGRAPHS: _and_then(
-                    swap(r"return captured_attn_states\n", "return captured_attn_states, len(captured_attn_states)\n"),
-                    swap(
-                        r"return super\(\)\.capture\(create_forward_fn, progress_bar_desc\)",
-                        "return super().capture(create_forward_fn, progress_bar_desc)[0]",
-                    ),
-                )
-            },
-            states_on_the_manager={
-                CUDAGRAPHS: before(r"return captured_attn_states\n", "self.captured_attn_states = captured_attn_states")
-            },
-            the_target_states_by_attribute={
-                CUDAGRAPHS: swap(
-                    r"return super\(\)\.capture\(create_forward_fn, progress_bar_desc\)",
-                    "self.states = super().capture(create_forward_fn, progress_bar_desc)\n        return self.states",
-                )
-            },
-            two_warm_ups={
-                CUDAGRAPHS: swap(
-                    r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)",
-                    r"\1forward_fn(CUDAGraphMode.NONE)\n\1forward_fn(CUDAGraphMode.NONE)\n\n\2",
-                )
-            },
-            no_warm_up={CUDAGRAPHS: swap(r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)", r"\2")},
+                    "return super().capture(create_forward_fn, progress_bar_desc)[0]",
+                ),
+            ),
+            states_on_the_manager=before(
+                r"return captured_attn_states\n", "self.captured_attn_states = captured_attn_states"
+            ),
+            the_target_states_by_attribute=swap(
+                r"return super\(\)\.capture\(create_forward_fn, progress_bar_desc\)",
+                "self.states = super().capture(create_forward_fn, progress_bar_desc)\n        return self.states",
+            ),
+            two_warm_ups=swap(
+                r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)",
+                r"\1forward_fn(CUDAGraphMode.NONE)\n\1forward_fn(CUDAGraphMode.NONE)\n\n\2",
+            ),
+            no_warm_up=swap(r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)", r"\2"),
         ),
         *hand(
             name,
             DRAFT_23,
             (PREFILL, CUDAGRAPHS),
             NEAR,
-            the_pair_the_wrong_way_round={
-                PREFILL: swap(
-                    r"attn_state_pair\.warmup if warmup else attn_state_pair\.captured",
-                    "attn_state_pair.captured if warmup else attn_state_pair.warmup",
-                )
-            },
-            the_pair_of_one={
-                PREFILL: swap(
-                    r"attn_state_pair\.warmup if warmup else attn_state_pair\.captured", "attn_state_pair.captured"
-                )
-            },
-            chosen_and_lost={
-                PREFILL: after(r"attn_state = attn_state_pair\.warmup", "attn_state = attn_state_pair.captured")
-            },
-            chosen_for_nothing={PREFILL: before(r"attn_state = attn_state_pair\.warmup", "warmup = False")},
+            PREFILL,
+            the_pair_the_wrong_way_round=swap(
+                r"attn_state_pair\.warmup if warmup else attn_state_pair\.captured",
+                "attn_state_pair.captured if warmup else attn_state_pair.warmup",
+            ),
+            the_pair_of_one=swap(
+                r"attn_state_pair\.warmup if warmup else attn_state_pair\.captured", "attn_state_pair.captured"
+            ),
+            chosen_and_lost=after(r"attn_state = attn_state_pair\.warmup", "attn_state = attn_state_pair.captured"),
+            chosen_for_nothing=before(r"attn_state = attn_state_pair\.warmup", "warmup = False"),
             both_the_same={
                 CUDAGRAPHS: swap(
                     r"AttentionStatePair\(\n +warmup_attn_state, capture_attn_state\n +\)",
@@ -723,133 +541,107 @@ def draft_decode_mode() -> tuple[Mutant, ...]:
             DECODE_17,
             paths,
             FIX_IN_WORDS,
-            as_a_check={EAGLE: after(mode, *FULL_OR_NONE)},
-            in_one_expression={
-                EAGLE: swap(
-                    mode,
-                    "self.cudagraph_mode = CUDAGraphMode.FULL if self.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL else CUDAGraphMode.NONE",
-                )
-            },
-            by_a_local={
-                EAGLE: swap(
-                    rf"^( +){mode}",
-                    r"\1mode = self.compilation_config.cudagraph_mode.decode_mode()\n\1self.cudagraph_mode = mode if mode == CUDAGraphMode.FULL else CUDAGraphMode.NONE",
-                )
-            },
-            at_the_end={EAGLE: before(r"self\.graphs: dict", *FULL_OR_NONE, "    self.cudagraph_sizes = {}")},
-            at_run_time={
-                EAGLE: swap(
-                    r"cudagraph_mode = self\.cudagraph_mode\n",
-                    "cudagraph_mode = self.cudagraph_mode\n            if cudagraph_mode == CUDAGraphMode.PIECEWISE:\n                return CUDAGraphMode.NONE, None\n",
-                )
-            },
+            EAGLE,
+            as_a_check=after(mode, *FULL_OR_NONE),
+            in_one_expression=swap(
+                mode,
+                "self.cudagraph_mode = CUDAGraphMode.FULL if self.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL else CUDAGraphMode.NONE",
+            ),
+            by_a_local=swap(
+                rf"^( +){mode}",
+                r"\1mode = self.compilation_config.cudagraph_mode.decode_mode()\n\1self.cudagraph_mode = mode if mode == CUDAGraphMode.FULL else CUDAGraphMode.NONE",
+            ),
+            at_the_end=before(r"self\.graphs: dict", *FULL_OR_NONE, "    self.cudagraph_sizes = {}"),
+            at_run_time=swap(
+                r"cudagraph_mode = self\.cudagraph_mode\n",
+                "cudagraph_mode = self.cudagraph_mode\n            if cudagraph_mode == CUDAGraphMode.PIECEWISE:\n                return CUDAGraphMode.NONE, None\n",
+            ),
         ),
         *hand(
             name,
             DECODE_17,
             paths,
             NEAR,
+            EAGLE,
             full_decode_only_noted={
                 SPECULATOR: after(
                     r"self\.method = self\.speculative_config\.method",
                     "cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY",
                 )
             },
-            asserted={EAGLE: after(mode, "assert self.cudagraph_mode is not None")},
-            taken_twice={
-                EAGLE: after(mode, "self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()")
-            },
-            taken_again_later={
-                EAGLE: before(
-                    r"self\.graphs: dict", "self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()"
-                )
-            },
-            taken_by_another_name={EAGLE: swap(r"self\.cudagraph_mode\b", "self.draft_cudagraph_mode")},
-            sizes_by_another_name={EAGLE: swap(r"self\.cudagraph_sizes\b", "self.draft_cudagraph_sizes")},
+            asserted=after(mode, "assert self.cudagraph_mode is not None"),
+            taken_twice=after(mode, "self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()"),
+            taken_again_later=before(
+                r"self\.graphs: dict", "self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()"
+            ),
+            taken_by_another_name=swap(r"self\.cudagraph_mode\b", "self.draft_cudagraph_mode"),
+            sizes_by_another_name=swap(r"self\.cudagraph_sizes\b", "self.draft_cudagraph_sizes"),
             mode_kept_elsewhere_too={
                 EAGLE: after(mode, "self.decode_mode = self.cudagraph_mode"),
                 SPECULATOR: swap(
                     r"cudagraph_manager\.get_cudagraph_runtime_mode\(", "cudagraph_manager.get_cudagraph_runtime_mode("
                 ),
             },
-            run_time_mode_from_elsewhere={
-                EAGLE: _and_then(
-                    after(mode, "self.decode_mode = self.cudagraph_mode"),
-                    swap(r"cudagraph_mode = self\.cudagraph_mode\n", "cudagraph_mode = self.decode_mode\n"),
-                )
-            },
-            sizes_from_elsewhere={
-                EAGLE: _and_then(
-                    before(r"self\.graphs: dict", "self.sizes = dict(self.cudagraph_sizes)"),
-                    swap(r"return self\.cudagraph_sizes\.get\(num_tokens\)", "return self.sizes.get(num_tokens)"),
-                )
-            },
-            mixed_mode={EAGLE: swap(mode, "self.cudagraph_mode = self.compilation_config.cudagraph_mode.mixed_mode()")},
-            slots={
-                EAGLE: after(
-                    rf"class {manager}:",
-                    "    __slots__ = ('vllm_config', 'scheduler_config', 'device', 'max_model_len', 'max_num_reqs', 'max_num_tokens', 'dp_size', 'compilation_config', 'cudagraph_mode', 'cudagraph_sizes', 'graphs', 'pool')",
-                    "",
-                )
-            },
+            run_time_mode_from_elsewhere=_and_then(
+                after(mode, "self.decode_mode = self.cudagraph_mode"),
+                swap(r"cudagraph_mode = self\.cudagraph_mode\n", "cudagraph_mode = self.decode_mode\n"),
+            ),
+            sizes_from_elsewhere=_and_then(
+                before(r"self\.graphs: dict", "self.sizes = dict(self.cudagraph_sizes)"),
+                swap(r"return self\.cudagraph_sizes\.get\(num_tokens\)", "return self.sizes.get(num_tokens)"),
+            ),
+            mixed_mode=swap(mode, "self.cudagraph_mode = self.compilation_config.cudagraph_mode.mixed_mode()"),
+            slots=after(
+                rf"class {manager}:",
+                "    __slots__ = ('vllm_config', 'scheduler_config', 'device', 'max_model_len', 'max_num_reqs', 'max_num_tokens', 'dp_size', 'compilation_config', 'cudagraph_mode', 'cudagraph_sizes', 'graphs', 'pool')",
+                "",
+            ),
         ),
         *hand(
             name,
             NIGHTLY,
             paths,
             FIX_IN_WORDS,
-            mode_in_one_expression={
-                SPECULATOR: before(
-                    r"# Initialize cudagraph manager for draft decodes",
-                    "cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL else CUDAGraphMode.NONE",
-                )
-            },
-            indices_zeroed_before={
-                SPECULATOR: before(r"_prepare_eagle_inputs_kernel\[\(num_reqs,\)\]", "last_token_indices.zero_()")
-            },
-            indices_zeroed_behind={
-                SPECULATOR: before(r"return last_token_indices\n", "last_token_indices[num_reqs:] = 0")
-            },
+            SPECULATOR,
+            mode_in_one_expression=before(
+                r"# Initialize cudagraph manager for draft decodes",
+                "cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL else CUDAGraphMode.NONE",
+            ),
+            indices_zeroed_before=before(
+                r"_prepare_eagle_inputs_kernel\[\(num_reqs,\)\]", "last_token_indices.zero_()"
+            ),
+            indices_zeroed_behind=before(r"return last_token_indices\n", "last_token_indices[num_reqs:] = 0"),
         ),
         *hand(
             name,
             WITHOUT_MODE,
             paths,
             NEAR,
-            chosen_and_not_used={
-                SPECULATOR: before(
-                    r"# Initialize cudagraph manager for draft decodes",
-                    "unused = cudagraph_mode",
-                    "if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:",
-                    "    cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY",
-                    "cudagraph_mode = unused",
-                )
-            },
-            chosen_in_a_branch={
-                SPECULATOR: before(
-                    r"# Initialize cudagraph manager for draft decodes",
-                    "if not __debug__:",
-                    "    cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY",
-                )
-            },
-            chosen_where_it_is_full={
-                SPECULATOR: before(
-                    r"# Initialize cudagraph manager for draft decodes",
-                    "if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:",
-                    "    cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY",
-                )
-            },
-            chosen_behind={
-                SPECULATOR: after(
-                    r"self\.decode_cudagraph_manager\.pool = .*", "cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY"
-                )
-            },
-            pool_shared_by_hand={
-                SPECULATOR: swap(
-                    r"self\.decode_cudagraph_manager\.pool = self\.prefill_cudagraph_manager\.pool",
-                    "pool = self.prefill_cudagraph_manager.pool; self.decode_cudagraph_manager.pool = pool",
-                )
-            },
+            SPECULATOR,
+            chosen_and_not_used=before(
+                r"# Initialize cudagraph manager for draft decodes",
+                "unused = cudagraph_mode",
+                "if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:",
+                "    cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY",
+                "cudagraph_mode = unused",
+            ),
+            chosen_in_a_branch=before(
+                r"# Initialize cudagraph manager for draft decodes",
+                "if not __debug__:",
+                "    cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY",
+            ),
+            chosen_where_it_is_full=before(
+                r"# Initialize cudagraph manager for draft decodes",
+                "if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:",
+                "    cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY",
+            ),
+            chosen_behind=after(
+                r"self\.decode_cudagraph_manager\.pool = .*", "cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY"
+            ),
+            pool_shared_by_hand=swap(
+                r"self\.decode_cudagraph_manager\.pool = self\.prefill_cudagraph_manager\.pool",
+                "pool = self.prefill_cudagraph_manager.pool; self.decode_cudagraph_manager.pool = pool",
+            ),
             decode_length_by_another_name={
                 EAGLE: lambda text: text + "\n",
                 SPECULATOR: swap(r"decode_query_len=1,", "1,"),
@@ -860,36 +652,29 @@ def draft_decode_mode() -> tuple[Mutant, ...]:
             WITHOUT_ZERO_FILL,
             paths,
             NEAR,
-            filled_with_one={
-                SPECULATOR: after(
-                    r"tl\.store\(eagle_seq_lens_ptr \+ block, 0, mask=mask\)",
-                    "tl.store(last_token_indices_ptr + block, 1, mask=mask)",
-                )
-            },
-            filled_too_little={
-                SPECULATOR: after(
-                    r"tl\.store\(last_token_indices_ptr \+ req_idx, last_token_index\)",
-                    "for i in range(0, 0, BLOCK_SIZE):",
-                    "    block = i + tl.arange(0, BLOCK_SIZE)",
-                    "    mask = block < max_num_reqs",
-                    "    tl.store(last_token_indices_ptr + block, 0, mask=mask)",
-                )
-            },
-            filled_for_nobody={
-                SPECULATOR: after(
-                    r"tl\.store\(last_token_indices_ptr \+ req_idx, last_token_index\)",
-                    "if num_reqs > max_num_reqs:",
-                    "    block = tl.arange(0, BLOCK_SIZE)",
-                    "    mask = block < max_num_reqs",
-                    "    tl.store(last_token_indices_ptr + block, 0, mask=mask)",
-                )
-            },
-            filled_with_the_seq_lens={
-                SPECULATOR: after(
-                    r"tl\.store\(eagle_seq_lens_ptr \+ block, 0, mask=mask\)",
-                    "tl.store(last_token_indices_ptr + block, 0, mask=mask)",
-                )
-            },
+            SPECULATOR,
+            filled_with_one=after(
+                r"tl\.store\(eagle_seq_lens_ptr \+ block, 0, mask=mask\)",
+                "tl.store(last_token_indices_ptr + block, 1, mask=mask)",
+            ),
+            filled_too_little=after(
+                r"tl\.store\(last_token_indices_ptr \+ req_idx, last_token_index\)",
+                "for i in range(0, 0, BLOCK_SIZE):",
+                "    block = i + tl.arange(0, BLOCK_SIZE)",
+                "    mask = block < max_num_reqs",
+                "    tl.store(last_token_indices_ptr + block, 0, mask=mask)",
+            ),
+            filled_for_nobody=after(
+                r"tl\.store\(last_token_indices_ptr \+ req_idx, last_token_index\)",
+                "if num_reqs > max_num_reqs:",
+                "    block = tl.arange(0, BLOCK_SIZE)",
+                "    mask = block < max_num_reqs",
+                "    tl.store(last_token_indices_ptr + block, 0, mask=mask)",
+            ),
+            filled_with_the_seq_lens=after(
+                r"tl\.store\(eagle_seq_lens_ptr \+ block, 0, mask=mask\)",
+                "tl.store(last_token_indices_ptr + block, 0, mask=mask)",
+            ),
         ),
     ]
     return tuple(family(name, plans, by_hand, SIZE))
@@ -930,29 +715,24 @@ def mamba_padding() -> tuple[Mutant, ...]:
             MAMBA_21,
             paths,
             FIX_IN_WORDS,
-            as_upstream={RUNNER: after(MARKED, CLEARED)},
-            by_fill={RUNNER: after(MARKED, "is_prefilling[num_reqs:].fill_(False)")},
-            by_and={
-                RUNNER: swap(
-                    MARKED,
-                    "is_prefilling = (num_computed_tokens_cpu < num_prompt_tokens_cpu) & (torch.arange(num_reqs_padded) < num_reqs)",
-                )
-            },
-            by_and_behind={RUNNER: after(MARKED, "is_prefilling &= torch.arange(num_reqs_padded) < num_reqs")},
-            by_a_slice_to_the_end={RUNNER: after(MARKED, "is_prefilling[num_reqs:num_reqs_padded] = False")},
-            by_zeros={
-                RUNNER: swap(
-                    MARKED,
-                    "is_prefilling = torch.zeros(num_reqs_padded, dtype=torch.bool)\n        is_prefilling[:num_reqs] = (num_computed_tokens_cpu < num_prompt_tokens_cpu)[:num_reqs]",
-                )
-            },
-            by_cat={
-                RUNNER: swap(
-                    MARKED,
-                    "is_prefilling = torch.cat([(num_computed_tokens_cpu < num_prompt_tokens_cpu)[:num_reqs], torch.zeros(num_reqs_padded - num_reqs, dtype=torch.bool)])",
-                )
-            },
-            where_there_is_padding={RUNNER: after(MARKED, "if num_reqs_padded > num_reqs:", f"    {CLEARED}")},
+            RUNNER,
+            as_upstream=after(MARKED, CLEARED),
+            by_fill=after(MARKED, "is_prefilling[num_reqs:].fill_(False)"),
+            by_and=swap(
+                MARKED,
+                "is_prefilling = (num_computed_tokens_cpu < num_prompt_tokens_cpu) & (torch.arange(num_reqs_padded) < num_reqs)",
+            ),
+            by_and_behind=after(MARKED, "is_prefilling &= torch.arange(num_reqs_padded) < num_reqs"),
+            by_a_slice_to_the_end=after(MARKED, "is_prefilling[num_reqs:num_reqs_padded] = False"),
+            by_zeros=swap(
+                MARKED,
+                "is_prefilling = torch.zeros(num_reqs_padded, dtype=torch.bool)\n        is_prefilling[:num_reqs] = (num_computed_tokens_cpu < num_prompt_tokens_cpu)[:num_reqs]",
+            ),
+            by_cat=swap(
+                MARKED,
+                "is_prefilling = torch.cat([(num_computed_tokens_cpu < num_prompt_tokens_cpu)[:num_reqs], torch.zeros(num_reqs_padded - num_reqs, dtype=torch.bool)])",
+            ),
+            where_there_is_padding=after(MARKED, "if num_reqs_padded > num_reqs:", f"    {CLEARED}"),
             in_the_builder={
                 MAMBA: before(
                     r"num_reqs = common_attn_metadata\.num_reqs\n(?=\n +# Treat multi)",
@@ -960,150 +740,118 @@ def mamba_padding() -> tuple[Mutant, ...]:
                     "common_attn_metadata = replace(common_attn_metadata, is_prefilling=common_attn_metadata.is_prefilling & (starts[1:] != starts[:-1]))",
                 )
             },
-            on_the_metadata={
-                RUNNER: before(
-                    r"if self\.dcp_world_size > 1:\n +self\.dcp_local_seq_lens\.cpu\[:num_reqs\]",
-                    "cm_base.is_prefilling[num_reqs:] = False",
-                )
-            },
+            on_the_metadata=before(
+                r"if self\.dcp_world_size > 1:\n +self\.dcp_local_seq_lens\.cpu\[:num_reqs\]",
+                "cm_base.is_prefilling[num_reqs:] = False",
+            ),
         ),
         *hand(
             name,
             MAMBA_21,
             paths,
             NEAR,
-            cleared_on_a_copy={RUNNER: after(MARKED, "is_prefilling.clone()[num_reqs:] = False")},
-            cleared_if_debugging={RUNNER: after(MARKED, "if not __debug__:", f"    {CLEARED}")},
-            cleared_for_captures={RUNNER: after(MARKED, "if for_cudagraph_capture:", f"    {CLEARED}")},
-            cleared_and_made_again={
-                RUNNER: after(MARKED, CLEARED, "is_prefilling = num_computed_tokens_cpu < num_prompt_tokens_cpu")
-            },
-            cleared_and_made_again_by_or={
-                RUNNER: after(MARKED, CLEARED, "is_prefilling |= num_computed_tokens_cpu < num_prompt_tokens_cpu")
-            },
-            cleared_and_another_handed_on={
-                RUNNER: _and_then(
-                    after(MARKED, CLEARED),
-                    swap(
-                        r"is_prefilling=is_prefilling,",
-                        "is_prefilling=num_computed_tokens_cpu < num_prompt_tokens_cpu,",
-                    ),
-                )
-            },
-            cleared_too_late={RUNNER: before(r"return attn_metadata, spec_decode_common_attn_metadata\n", CLEARED)},
-            cleared_after_the_metadata={
-                RUNNER: before(r"if self\.dcp_world_size > 1:\n +self\.dcp_local_seq_lens\.cpu\[:num_reqs\]", CLEARED)
-            },
-            cleared_after_a_return={RUNNER: after(MARKED, "if num_reqs == 0:", "    return {}, None", CLEARED)},
-            cleared_behind_the_padding={RUNNER: after(MARKED, "is_prefilling[num_reqs_padded:] = False")},
-            num_reqs_set_first={
-                RUNNER: after(MARKED, "num_reqs, real = num_reqs_padded, num_reqs", CLEARED, "num_reqs = real")
-            },
-            marked_without_name={
-                RUNNER: _and_then(
-                    cut(rf"^ +{MARKED}\n"),
-                    swap(
-                        r"is_prefilling=is_prefilling,",
-                        "is_prefilling=num_computed_tokens_cpu < num_prompt_tokens_cpu,",
-                    ),
-                )
-            },
-            marked_with_a_type={
-                RUNNER: swap(MARKED, "is_prefilling: torch.Tensor = num_computed_tokens_cpu < num_prompt_tokens_cpu")
-            },
-            marked_by_another_name={
-                RUNNER: _and_then(
-                    swap(MARKED, "in_prefill = num_computed_tokens_cpu < num_prompt_tokens_cpu"),
-                    swap(r"is_prefilling=is_prefilling,", "is_prefilling=in_prefill,"),
-                )
-            },
-            marked_in_a_helper={
-                RUNNER: _and_then(
-                    swap(MARKED, "marks = self._marks(num_computed_tokens_cpu, num_prompt_tokens_cpu)"),
-                    swap(r"is_prefilling=is_prefilling,", "is_prefilling=marks,"),
-                    before(
-                        r"def _build_attention_metadata",
-                        "def _marks(self, computed, prompt):",
-                        "    return computed < prompt",
-                        "",
-                    ),
-                )
-            },
-            marked_with_another={
-                RUNNER: swap(MARKED, "is_prefilling = causal_rows = num_computed_tokens_cpu < num_prompt_tokens_cpu")
-            },
-            marked_in_a_tuple={
-                RUNNER: swap(MARKED, "is_prefilling, _ = num_computed_tokens_cpu < num_prompt_tokens_cpu, None")
-            },
-            marked_the_other_way={
-                RUNNER: swap(MARKED, "is_prefilling = num_prompt_tokens_cpu > num_computed_tokens_cpu")
-            },
-            marked_by_lt={
-                RUNNER: swap(MARKED, "is_prefilling = torch.lt(num_computed_tokens_cpu, num_prompt_tokens_cpu)")
-            },
-            marked_on_the_metadata={
-                RUNNER: _and_then(
-                    cut(rf"^ +{MARKED}\n", r"^ +is_prefilling=is_prefilling,\n"),
-                    before(
-                        r"if self\.dcp_world_size > 1:\n +self\.dcp_local_seq_lens\.cpu\[:num_reqs\]",
-                        "cm_base.is_prefilling = num_computed_tokens_cpu < num_prompt_tokens_cpu",
-                    ),
-                )
-            },
+            RUNNER,
+            cleared_on_a_copy=after(MARKED, "is_prefilling.clone()[num_reqs:] = False"),
+            cleared_if_debugging=after(MARKED, "if not __debug__:", f"    {CLEARED}"),
+            cleared_for_captures=after(MARKED, "if for_cudagraph_capture:", f"    {CLEARED}"),
+            cleared_and_made_again=after(
+                MARKED, CLEARED, "is_prefilling = num_computed_tokens_cpu < num_prompt_tokens_cpu"
+            ),
+            cleared_and_made_again_by_or=after(
+                MARKED, CLEARED, "is_prefilling |= num_computed_tokens_cpu < num_prompt_tokens_cpu"
+            ),
+            cleared_and_another_handed_on=_and_then(
+                after(MARKED, CLEARED),
+                swap(
+                    r"is_prefilling=is_prefilling,",
+                    "is_prefilling=num_computed_tokens_cpu < num_prompt_tokens_cpu,",
+                ),
+            ),
+            cleared_too_late=before(r"return attn_metadata, spec_decode_common_attn_metadata\n", CLEARED),
+            cleared_after_the_metadata=before(
+                r"if self\.dcp_world_size > 1:\n +self\.dcp_local_seq_lens\.cpu\[:num_reqs\]", CLEARED
+            ),
+            cleared_after_a_return=after(MARKED, "if num_reqs == 0:", "    return {}, None", CLEARED),
+            cleared_behind_the_padding=after(MARKED, "is_prefilling[num_reqs_padded:] = False"),
+            num_reqs_set_first=after(MARKED, "num_reqs, real = num_reqs_padded, num_reqs", CLEARED, "num_reqs = real"),
+            marked_without_name=_and_then(
+                cut(rf"^ +{MARKED}\n"),
+                swap(
+                    r"is_prefilling=is_prefilling,",
+                    "is_prefilling=num_computed_tokens_cpu < num_prompt_tokens_cpu,",
+                ),
+            ),
+            marked_with_a_type=swap(
+                MARKED, "is_prefilling: torch.Tensor = num_computed_tokens_cpu < num_prompt_tokens_cpu"
+            ),
+            marked_by_another_name=_and_then(
+                swap(MARKED, "in_prefill = num_computed_tokens_cpu < num_prompt_tokens_cpu"),
+                swap(r"is_prefilling=is_prefilling,", "is_prefilling=in_prefill,"),
+            ),
+            marked_in_a_helper=_and_then(
+                swap(MARKED, "marks = self._marks(num_computed_tokens_cpu, num_prompt_tokens_cpu)"),
+                swap(r"is_prefilling=is_prefilling,", "is_prefilling=marks,"),
+                before(
+                    r"def _build_attention_metadata",
+                    "def _marks(self, computed, prompt):",
+                    "    return computed < prompt",
+                    "",
+                ),
+            ),
+            marked_with_another=swap(
+                MARKED, "is_prefilling = causal_rows = num_computed_tokens_cpu < num_prompt_tokens_cpu"
+            ),
+            marked_in_a_tuple=swap(MARKED, "is_prefilling, _ = num_computed_tokens_cpu < num_prompt_tokens_cpu, None"),
+            marked_the_other_way=swap(MARKED, "is_prefilling = num_prompt_tokens_cpu > num_computed_tokens_cpu"),
+            marked_by_lt=swap(MARKED, "is_prefilling = torch.lt(num_computed_tokens_cpu, num_prompt_tokens_cpu)"),
+            marked_on_the_metadata=_and_then(
+                cut(rf"^ +{MARKED}\n", r"^ +is_prefilling=is_prefilling,\n"),
+                before(
+                    r"if self\.dcp_world_size > 1:\n +self\.dcp_local_seq_lens\.cpu\[:num_reqs\]",
+                    "cm_base.is_prefilling = num_computed_tokens_cpu < num_prompt_tokens_cpu",
+                ),
+            ),
         ),
         *hand(
             name,
             MAMBA_21,
             paths,
             SHAPE,
-            split_by_phase_is_default={MAMBA: swap(r"^ +treat_short_extends_as_decodes=False,\n", "")},
-            split_by_phase_from_an_attribute={
-                MAMBA: swap(
-                    r"treat_short_extends_as_decodes=False", "treat_short_extends_as_decodes=bool(self.num_spec_tokens)"
-                )
-            },
-            split_twice={
-                MAMBA: before(
-                    r"num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = \(",
-                    "split_decodes_and_prefills(common_attn_metadata, decode_threshold=decode_threshold)",
-                )
-            },
-            split_by_position={
-                MAMBA: swap(
-                    r"decode_threshold=decode_threshold,\n( +)treat",
-                    r"decode_threshold,\n\1treat_short_extends_as_decodes=False,\n\1require_uniform=False if treat_is_gone else False,\n\1# treat",
-                )
-            },
-            split_on_a_copy={
-                MAMBA: swap(
+            MAMBA,
+            split_by_phase_is_default=swap(r"^ +treat_short_extends_as_decodes=False,\n", ""),
+            split_by_phase_from_an_attribute=swap(
+                r"treat_short_extends_as_decodes=False", "treat_short_extends_as_decodes=bool(self.num_spec_tokens)"
+            ),
+            split_twice=before(
+                r"num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = \(",
+                "split_decodes_and_prefills(common_attn_metadata, decode_threshold=decode_threshold)",
+            ),
+            split_by_position=swap(
+                r"decode_threshold=decode_threshold,\n( +)treat",
+                r"decode_threshold,\n\1treat_short_extends_as_decodes=False,\n\1require_uniform=False if treat_is_gone else False,\n\1# treat",
+            ),
+            split_on_a_copy=swap(
+                r"split_decodes_and_prefills\(\n +common_attn_metadata,",
+                "split_decodes_and_prefills(\n                replace(common_attn_metadata),",
+            ),
+            split_on_a_local=_and_then(
+                swap(
                     r"split_decodes_and_prefills\(\n +common_attn_metadata,",
-                    "split_decodes_and_prefills(\n                replace(common_attn_metadata),",
-                )
-            },
-            split_on_a_local={
-                MAMBA: _and_then(
-                    swap(
-                        r"split_decodes_and_prefills\(\n +common_attn_metadata,",
-                        "split_decodes_and_prefills(\n                m,",
-                    ),
-                    before(
-                        r"num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = \(",
-                        "m = common_attn_metadata",
-                    ),
-                )
-            },
-            kept_from_before={
-                MAMBA: before(
-                    r"num_reqs = common_attn_metadata\.num_reqs\n(?=\n +# Treat multi)",
-                    "common_attn_metadata = getattr(self, 'latest', None) or common_attn_metadata",
-                )
-            },
-            metadata_is_looked_up={
-                MAMBA: before(
-                    r"num_reqs = common_attn_metadata\.num_reqs\n(?=\n +# Treat multi)",
-                    "self.seen = {id(common_attn_metadata): common_attn_metadata}",
-                )
-            },
+                    "split_decodes_and_prefills(\n                m,",
+                ),
+                before(
+                    r"num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = \(",
+                    "m = common_attn_metadata",
+                ),
+            ),
+            kept_from_before=before(
+                r"num_reqs = common_attn_metadata\.num_reqs\n(?=\n +# Treat multi)",
+                "common_attn_metadata = getattr(self, 'latest', None) or common_attn_metadata",
+            ),
+            metadata_is_looked_up=before(
+                r"num_reqs = common_attn_metadata\.num_reqs\n(?=\n +# Treat multi)",
+                "self.seen = {id(common_attn_metadata): common_attn_metadata}",
+            ),
         ),
     ]
     return tuple(family(name, plans, by_hand, SIZE))
@@ -1129,8 +877,8 @@ FP8_19 = Base("0.19.1", "stock")
 FP8_23 = Base("0.23.0", "less the fix", ((FLASHMLA, WITHOUT_PLAN_IN_BUFFERS),), remedy=FP8_REMEDY)
 
 
-def _copied(*lines: str) -> dict[str, Change]:
-    return {FLASHMLA: before(POINTED_AT, *lines)}
+def _copied(*lines: str) -> Change:
+    return before(POINTED_AT, *lines)
 
 
 @cache
@@ -1156,6 +904,7 @@ def flashmla_fp8() -> tuple[Mutant, ...]:
             FP8_18,
             paths,
             FIX_IN_WORDS,
+            FLASHMLA,
             as_upstream=_copied(*COPIED),
             where_there_are_buffers=_copied("if self.cg_buf_num_splits is not None:", *COPIED[1:]),
             by_assignment=_copied(*(re.sub(r"\.copy_\((\w+)\)", r" = \1", line) for line in COPIED)),
@@ -1166,42 +915,37 @@ def flashmla_fp8() -> tuple[Mutant, ...]:
                 "    tile_scheduler_metadata = self.cg_buf_tile_scheduler_metadata[: len(tile_scheduler_metadata)].copy_(tile_scheduler_metadata)",
                 "    num_splits = self.cg_buf_num_splits[: len(num_splits)].copy_(num_splits)",
             ),
-            by_a_method={
-                FLASHMLA: _and_then(
-                    before(
-                        POINTED_AT,
-                        "tile_scheduler_metadata = self._kept(self.cg_buf_tile_scheduler_metadata, tile_scheduler_metadata)",
-                        "num_splits = self._kept(self.cg_buf_num_splits, num_splits)",
-                    ),
-                    before(
-                        r"def _build_decode",
-                        "def _kept(self, buffer, values):",
-                        "    return values if buffer is None else buffer[: len(values)].copy_(values)",
-                        "",
-                    ),
-                )
-            },
-            behind={
-                FLASHMLA: after(
-                    r"scheduler_metadata\.num_splits = num_splits",
-                    *(
-                        re.sub(r"^(\s+)(tile_scheduler_metadata|num_splits) =", r"\1scheduler_metadata.\2 =", line)
-                        for line in COPIED
-                    ),
-                )
-            },
-            new_buffers={
-                FLASHMLA: _and_then(
-                    swap(r"cg_buf_", "graph_buf_"),
-                    before(POINTED_AT, *(line.replace("cg_buf_", "graph_buf_") for line in COPIED)),
-                )
-            },
+            by_a_method=_and_then(
+                before(
+                    POINTED_AT,
+                    "tile_scheduler_metadata = self._kept(self.cg_buf_tile_scheduler_metadata, tile_scheduler_metadata)",
+                    "num_splits = self._kept(self.cg_buf_num_splits, num_splits)",
+                ),
+                before(
+                    r"def _build_decode",
+                    "def _kept(self, buffer, values):",
+                    "    return values if buffer is None else buffer[: len(values)].copy_(values)",
+                    "",
+                ),
+            ),
+            behind=after(
+                r"scheduler_metadata\.num_splits = num_splits",
+                *(
+                    re.sub(r"^(\s+)(tile_scheduler_metadata|num_splits) =", r"\1scheduler_metadata.\2 =", line)
+                    for line in COPIED
+                ),
+            ),
+            new_buffers=_and_then(
+                swap(r"cg_buf_", "graph_buf_"),
+                before(POINTED_AT, *(line.replace("cg_buf_", "graph_buf_") for line in COPIED)),
+            ),
         ),
         *hand(
             name,
             FP8_18,
             paths,
             NEAR,
+            FLASHMLA,
             copied_and_not_pointed_at=_copied(*(line for line in COPIED if "= self.cg_buf" not in line)),
             only_the_tiles=_copied(*COPIED[:4]),
             only_the_splits=_copied(COPIED[0], *COPIED[4:]),
@@ -1211,11 +955,9 @@ def flashmla_fp8() -> tuple[Mutant, ...]:
             ),
             copied_if_debugging=_copied("if not __debug__:", *COPIED[1:]),
             copied_for_large_batches=_copied("if num_decode_tokens > 128:", *COPIED[1:]),
-            copied_before_the_plan={
-                FLASHMLA: before(
-                    planned, "n = 0", "self.cg_buf_tile_scheduler_metadata = self.cg_buf_tile_scheduler_metadata"
-                )
-            },
+            copied_before_the_plan=before(
+                planned, "n = 0", "self.cg_buf_tile_scheduler_metadata = self.cg_buf_tile_scheduler_metadata"
+            ),
             a_clone_pointed_at=_copied(
                 *COPIED, "tile_scheduler_metadata = tile_scheduler_metadata.clone()", "num_splits = num_splits.clone()"
             ),
@@ -1224,94 +966,73 @@ def flashmla_fp8() -> tuple[Mutant, ...]:
                 *COPIED,
                 "tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8(seq_lens_device, num_q_tokens_per_head_k, 1)",
             ),
-            planned_again_behind={
-                FLASHMLA: _and_then(
-                    before(POINTED_AT, *COPIED),
-                    after(
-                        r"scheduler_metadata\.num_splits = num_splits",
-                        "scheduler_metadata.num_splits = num_splits.clone()",
-                    ),
-                )
-            },
+            planned_again_behind=_and_then(
+                before(POINTED_AT, *COPIED),
+                after(
+                    r"scheduler_metadata\.num_splits = num_splits",
+                    "scheduler_metadata.num_splits = num_splits.clone()",
+                ),
+            ),
         ),
         *hand(
             name,
             FP8_18,
             paths,
             SHAPE,
-            pointed_at_together={
-                FLASHMLA: swap(
-                    r"scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata\n( +)scheduler_metadata\.num_splits = num_splits",
-                    r"(scheduler_metadata.tile_scheduler_metadata, scheduler_metadata.num_splits) = tile_scheduler_metadata, num_splits",
-                )
-            },
-            pointed_at_by_setattr={
-                FLASHMLA: swap(
-                    POINTED_AT, "setattr(scheduler_metadata, 'tile_scheduler_metadata', tile_scheduler_metadata)"
-                )
-            },
-            splits_on_the_metadata_itself={
-                FLASHMLA: after(r"scheduler_metadata\.num_splits = num_splits", "self.latest = scheduler_metadata")
-            },
-            splits_pointed_at_first={
-                FLASHMLA: swap(
-                    r"(scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata)\n( +)(scheduler_metadata\.num_splits = num_splits)",
-                    r"\3\n\2\1",
-                )
-            },
-            plan_replaced={
-                FLASHMLA: after(
-                    r"scheduler_metadata\.num_splits = num_splits",
-                    "import copy",
-                    "scheduler_metadata = copy.copy(scheduler_metadata)",
-                )
-            },
-            plan_under_another_name={
-                FLASHMLA: swap(
-                    r"^( +)scheduler_metadata=scheduler_metadata,\n",
-                    r"\1scheduler_metadata=type(scheduler_metadata)(**vars(scheduler_metadata)) if False else scheduler_metadata,\n",
-                )
-            },
-            metadata_in_a_tuple={
-                FLASHMLA: swap(r"return FlashMLADecodeMetadata\(", "made = FlashMLADecodeMetadata; return made(")
-            },
-            metadata_attribute_renamed={FLASHMLA: swap(r"\bscheduler_metadata\b", "plan_metadata")},
-            buffers_made_by_new_zeros={
-                FLASHMLA: swap(r"self\.cg_buf_num_splits = torch\.empty\(", "self.cg_buf_num_splits = torch.zeros(")
-            },
-            buffers_made_lazily={
-                FLASHMLA: swap(
-                    r"self\.cg_buf_num_splits = None\n",
-                    "self.cg_buf_num_splits = None\n        self.made_buffers = False\n",
-                )
-            },
-            buffers_too_small={
-                FLASHMLA: swap(
-                    r"\(vllm_config\.scheduler_config\.max_num_seqs \+ 1\)",
-                    "(vllm_config.scheduler_config.max_num_seqs - 2)",
-                )
-            },
-            buffers_of_int64={FLASHMLA: swap(r"dtype=torch\.int32", "dtype=torch.int64")},
-            buffers_for_decodes_only={
-                FLASHMLA: swap(
-                    r"if self\.compilation_config\.cudagraph_mode\.has_full_cudagraphs\(\):",
-                    "if self.compilation_config.cudagraph_mode.decode_mode().name == 'FULL':",
-                )
-            },
-            buffers_made_for_others={
-                FLASHMLA: swap(
-                    r"if self\.compilation_config\.cudagraph_mode\.has_full_cudagraphs\(\):",
-                    "if not self.is_fp8_kvcache:",
-                )
-            },
-            the_flag_renamed={FLASHMLA: swap(r"self\.is_fp8_kvcache", "self.kvcache_is_fp8")},
-            the_flag_turned_round={
-                FLASHMLA: _and_then(
-                    swap(r"self\.is_fp8_kvcache = (.*)", r"self.is_fp8_kvcache = not \1"),
-                    swap(r"if self\.is_fp8_kvcache", "if not self.is_fp8_kvcache"),
-                    swap(r"is_fp8_kvcache=self\.is_fp8_kvcache", "is_fp8_kvcache=not self.is_fp8_kvcache"),
-                )
-            },
+            FLASHMLA,
+            pointed_at_together=swap(
+                r"scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata\n( +)scheduler_metadata\.num_splits = num_splits",
+                r"(scheduler_metadata.tile_scheduler_metadata, scheduler_metadata.num_splits) = tile_scheduler_metadata, num_splits",
+            ),
+            pointed_at_by_setattr=swap(
+                POINTED_AT, "setattr(scheduler_metadata, 'tile_scheduler_metadata', tile_scheduler_metadata)"
+            ),
+            splits_on_the_metadata_itself=after(
+                r"scheduler_metadata\.num_splits = num_splits", "self.latest = scheduler_metadata"
+            ),
+            splits_pointed_at_first=swap(
+                r"(scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata)\n( +)(scheduler_metadata\.num_splits = num_splits)",
+                r"\3\n\2\1",
+            ),
+            plan_replaced=after(
+                r"scheduler_metadata\.num_splits = num_splits",
+                "import copy",
+                "scheduler_metadata = copy.copy(scheduler_metadata)",
+            ),
+            plan_under_another_name=swap(
+                r"^( +)scheduler_metadata=scheduler_metadata,\n",
+                r"\1scheduler_metadata=type(scheduler_metadata)(**vars(scheduler_metadata)) if False else scheduler_metadata,\n",
+            ),
+            metadata_class_through_a_local=swap(
+                r"return FlashMLADecodeMetadata\(", "made = FlashMLADecodeMetadata; return made("
+            ),
+            metadata_attribute_renamed=swap(r"\bscheduler_metadata\b", "plan_metadata"),
+            buffers_made_by_new_zeros=swap(
+                r"self\.cg_buf_num_splits = torch\.empty\(", "self.cg_buf_num_splits = torch.zeros("
+            ),
+            buffers_made_lazily=swap(
+                r"self\.cg_buf_num_splits = None\n",
+                "self.cg_buf_num_splits = None\n        self.made_buffers = False\n",
+            ),
+            buffers_too_small=swap(
+                r"\(vllm_config\.scheduler_config\.max_num_seqs \+ 1\)",
+                "(vllm_config.scheduler_config.max_num_seqs - 2)",
+            ),
+            buffers_of_int64=swap(r"dtype=torch\.int32", "dtype=torch.int64"),
+            buffers_for_decodes_only=swap(
+                r"if self\.compilation_config\.cudagraph_mode\.has_full_cudagraphs\(\):",
+                "if self.compilation_config.cudagraph_mode.decode_mode().name == 'FULL':",
+            ),
+            buffers_made_for_others=swap(
+                r"if self\.compilation_config\.cudagraph_mode\.has_full_cudagraphs\(\):",
+                "if not self.is_fp8_kvcache:",
+            ),
+            the_flag_renamed=swap(r"self\.is_fp8_kvcache", "self.kvcache_is_fp8"),
+            the_flag_turned_round=_and_then(
+                swap(r"self\.is_fp8_kvcache = (.*)", r"self.is_fp8_kvcache = not \1"),
+                swap(r"if self\.is_fp8_kvcache", "if not self.is_fp8_kvcache"),
+                swap(r"is_fp8_kvcache=self\.is_fp8_kvcache", "is_fp8_kvcache=not self.is_fp8_kvcache"),
+            ),
         ),
     ]
     return tuple(family(name, plans, by_hand, SIZE))
@@ -1322,13 +1043,13 @@ def flashmla_fp8() -> tuple[Mutant, ...]:
 FILLED = r"blk_table_tensor\[num_reqs:num_reqs_padded\]\.fill_\(-1\)"
 PADDING_REMEDY = ((RUNNER, swap(FILLED, "blk_table_tensor[num_reqs:num_reqs_padded].fill_(0)")),)
 PADDING_19 = Base("0.19.1", "stock", remedy=PADDING_REMEDY)
-PADDING_17 = Base("0.17.1", "stock", remedy=(*PADDING_REMEDY, *FP8_REMEDY))
+PADDING_17 = Base("0.17.1", "stock", remedy=PADDING_REMEDY)
 PADDING_20 = Base("0.20.0", "stock")
 PADDING_23 = Base("0.23.0", "less the fix", ((RUNNER, PADDED_WITH_MINUS_ONE),), remedy=PADDING_REMEDY)
 
 
-def _filled(*lines: str) -> dict[str, Change]:
-    return {RUNNER: swap(rf"^( +){FILLED}", "\n".join(rf"\1{line}" for line in lines))}
+def _filled(*lines: str) -> Change:
+    return swap(rf"^( +){FILLED}", "\n".join(rf"\1{line}" for line in lines))
 
 
 @cache
@@ -1354,6 +1075,7 @@ def flashmla_padding() -> tuple[Mutant, ...]:
             PADDING_17,
             paths,
             FIX_IN_WORDS,
+            RUNNER,
             as_upstream=_filled("NULL_BLOCK_ID = 0", f"{part}.fill_(NULL_BLOCK_ID)"),
             by_number=_filled(f"{part}.fill_(0)"),
             by_zero=_filled(f"{part}.zero_()"),
@@ -1374,13 +1096,12 @@ def flashmla_padding() -> tuple[Mutant, ...]:
             PADDING_17,
             paths,
             NEAR,
+            RUNNER,
             null_is_minus_one=_filled("NULL_BLOCK_ID = -1", f"{part}.fill_(NULL_BLOCK_ID)"),
-            null_is_minus_one_for_the_module={
-                RUNNER: _and_then(
-                    _filled(f"{part}.fill_(NULL_BLOCK_ID)")[RUNNER],
-                    before(r"class GPUModelRunner", "NULL_BLOCK_ID = -1", ""),
-                )
-            },
+            null_is_minus_one_for_the_module=_and_then(
+                _filled(f"{part}.fill_(NULL_BLOCK_ID)"),
+                before(r"class GPUModelRunner", "NULL_BLOCK_ID = -1", ""),
+            ),
             filled_and_filled_again=_filled("NULL_BLOCK_ID = 0", f"{part}.fill_(NULL_BLOCK_ID)", f"{part} = -1"),
             filled_and_filled_all=_filled(
                 "NULL_BLOCK_ID = 0", f"{part}.fill_(NULL_BLOCK_ID)", "blk_table_tensor[num_reqs:].fill_(-1)"
@@ -1405,17 +1126,15 @@ def flashmla_padding() -> tuple[Mutant, ...]:
             minus_one_by_name=_filled("PAD_BLOCK_ID = -1", f"{part}.fill_(PAD_BLOCK_ID)"),
             minus_one_by_keyword=_filled(f"{part}.fill_(value=-1)"),
             minus_one_by_assignment=_filled(f"{part} = -1"),
-            minus_one_in_a_helper={
-                RUNNER: _and_then(
-                    _filled("self._pad(blk_table_tensor, num_reqs, num_reqs_padded)")[RUNNER],
-                    before(
-                        r"def _build_attention_metadata",
-                        "def _pad(self, table, first, last):",
-                        "    table[first:last].fill_(-1)",
-                        "",
-                    ),
-                )
-            },
+            minus_one_in_a_helper=_and_then(
+                _filled("self._pad(blk_table_tensor, num_reqs, num_reqs_padded)"),
+                before(
+                    r"def _build_attention_metadata",
+                    "def _pad(self, table, first, last):",
+                    "    table[first:last].fill_(-1)",
+                    "",
+                ),
+            ),
             not_padded=_filled("pass"),
         ),
         *hand(
@@ -1423,27 +1142,27 @@ def flashmla_padding() -> tuple[Mutant, ...]:
             PADDING_17,
             paths,
             SHAPE,
-            keyword_only={
-                FLASHMLA: swap(
-                    r"def _build_decode\(\n        self,\n", "def _build_decode(\n        self,\n        *,\n"
-                )
-            },
-            keyword_only_from_the_middle={FLASHMLA: swap(r"(def _build_decode\((?:\n.*){4}\n)", r"\1        *,\n")},
-            positional_only={FLASHMLA: swap(r"(def _build_decode\((?:\n.*){4}\n)", r"\1        /,\n")},
-            more_by_keyword={FLASHMLA: swap(r"(def _build_decode\((?:\n.*){8}\n)", r"\1        **more,\n")},
-            the_flag_renamed={FLASHMLA: swap(r"self\.is_fp8_kvcache", "self.kvcache_is_fp8")},
-            lengths_copied_first={
-                FLASHMLA: before(
-                    r"query_lens_cpu = query_start_loc_cpu\[1:\]", "seq_lens_device = seq_lens_device.clone()"
-                )
-            },
-            tables_copied_first={
-                FLASHMLA: before(
-                    r"query_lens_cpu = query_start_loc_cpu\[1:\]",
-                    "block_table_tensor = block_table_tensor.contiguous()",
-                )
-            },
-            lengths_by_another_name={FLASHMLA: swap(r"\bseq_lens_device\b", "seq_lens")},
+            FLASHMLA,
+            keyword_only=swap(
+                r"def _build_decode\(\n        self,\n", "def _build_decode(\n        self,\n        *,\n"
+            ),
+            keyword_only_from_the_middle=swap(r"(def _build_decode\((?:\n.*){4}\n)", r"\1        *,\n"),
+            positional_only=swap(r"(def _build_decode\((?:\n.*){4}\n)", r"\1        /,\n"),
+            more_by_keyword=swap(r"(def _build_decode\((?:\n.*){8}\n)", r"\1        **more,\n"),
+            the_flag_renamed=swap(r"self\.is_fp8_kvcache", "self.kvcache_is_fp8"),
+            the_flag_turned_round=_and_then(
+                swap(r"self\.is_fp8_kvcache = (.*)", r"self.is_fp8_kvcache = not \1"),
+                swap(r"if self\.is_fp8_kvcache", "if not self.is_fp8_kvcache"),
+                swap(r"is_fp8_kvcache=self\.is_fp8_kvcache", "is_fp8_kvcache=not self.is_fp8_kvcache"),
+            ),
+            lengths_copied_first=before(
+                r"query_lens_cpu = query_start_loc_cpu\[1:\]", "seq_lens_device = seq_lens_device.clone()"
+            ),
+            tables_copied_first=before(
+                r"query_lens_cpu = query_start_loc_cpu\[1:\]",
+                "block_table_tensor = block_table_tensor.contiguous()",
+            ),
+            lengths_by_another_name=swap(r"\bseq_lens_device\b", "seq_lens"),
         ),
     ]
     return tuple(family(name, plans, by_hand, SIZE))

@@ -218,7 +218,7 @@ def check(
                 for which in wanted
                 if found.get(which) != wanted[which]
             ]
-    record("orders", [release, about, ran])
+    record("counted", ("orders, each of three processes", release, about, ran))
     assert not wrong, f"{len(wrong)} of {ran * PROCESSES} processes ended otherwise, the first:\n" + "\n".join(
         wrong[:3]
     )

@@ -6,19 +6,18 @@ vLLM's own classes decide, on the CPU double: what a mutant gives with the plugi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
 
 import pytest
 from mutants_families import Mutant, fingerprint, formatted
-from mutants_judged import BROKEN, LEFT_ALONE, MISSED, WRONG, Judged, diagnosed, judged
+from mutants_judged import BROKEN, MISSED, WRONG, Judged, diagnosed, judged
 from mutants_of_fixes import FAMILIES
 from stock import release_root
 
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source import open_source
+from vllm_graphfix.source import Source, open_source
 
 ENOUGH = 200
 SAMPLED = {
@@ -27,11 +26,6 @@ SAMPLED = {
 }
 """Two releases, each with a warm process, that have all six defects between them."""
 OF_EACH = 4
-
-
-@cache
-def diagnosed_family(fix: str) -> tuple[tuple[Mutant, Diagnosis], ...]:
-    return tuple((mutant, diagnosed(mutant)) for mutant in FAMILIES[fix]())
 
 
 @pytest.mark.parametrize("fix", FAMILIES)
@@ -52,6 +46,12 @@ def test_the_same_trees_written_otherwise_are_the_same_release(fix: str) -> None
             assert (found.verdict, found.shape, found.known) == (stock.verdict, stock.shape, True), mutant
 
 
+@pytest.mark.parametrize("fix", FAMILIES)
+def test_where_none_of_its_files_is_there_the_component_is_absent(fix: str) -> None:
+    nothing = Source("nothing", lambda _: None, lambda: None)
+    assert manifest.diagnose(BY_NAME[fix], nothing).verdict is Verdict.ABSENT
+
+
 @pytest.mark.parametrize("release", SAMPLED)
 def test_a_sample_is_right_or_left_alone(release: str) -> None:
     some = [pair for fix in SAMPLED[release] for pair in sampled(fix, release)]
@@ -69,16 +69,13 @@ def sampled(fix: str, release: str) -> list[tuple[Mutant, Diagnosis]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fix", FAMILIES)
-def test_every_mutant_is_right_or_left_alone(fix: str, record_property: pytest.RecordProperty) -> None:  # type: ignore[name-defined]
-    found = list(judged(diagnosed_family(fix)))
-    counted = Counter((each.found.verdict.value, each.outcome) for each in found)
-    print(f"{fix}: {len(found)} mutants of {len({each.mutant.kind for each in found})} kinds: {dict(counted)}")  # noqa: T201 - the table
+def test_every_mutant_is_right_or_left_alone(fix: str, record_property: Callable[[str, object], None]) -> None:
+    found = list(judged((mutant, diagnosed(mutant)) for mutant in FAMILIES[fix]()))
+    for (verdict, outcome), number in Counter((each.found.verdict.value, each.outcome) for each in found).items():
+        record_property("counted", ("mutants of vLLM", fix, f"{verdict}: {outcome}", number))
     assert not bad(found)
     assert sum(each.outcome != BROKEN for each in found) >= ENOUGH
 
 
 def bad(found: Iterable[Judged]) -> list[str]:
     return [str(each) for each in found if each.outcome in (WRONG, MISSED)]
-
-
-__all__ = ["LEFT_ALONE"]

@@ -27,7 +27,7 @@ _KEPT = (
 _MADE = (
     "self.is_fp8_kvcache = ...",
     _FULL_GRAPHS,
-    "self.cg_buf_tile_scheduler_metadata = torch.zeros((num_sms, 8), device=self.device, dtype=torch.int32)",
+    "self.cg_buf_tile_scheduler_metadata = torch.zeros(..., device=self.device, dtype=torch.int32)",
     "self.cg_buf_num_splits = torch.empty(..., device=self.device, dtype=torch.int32)",
     "vllm_config.scheduler_config.max_num_seqs + 1",
 )
@@ -55,9 +55,9 @@ def diagnose(source: Source) -> Diagnosis:
             return Diagnosis(Verdict.FIXED, "the plan is copied into persistent buffers", build.at(kept[0]))
         init = source.function(_BACKEND, "FlashMLAMetadataBuilder.__init__")
         made = [found for pattern in _MADE for found in init.find(pattern)] if init else []
-        flag = build.find("if self.is_fp8_kvcache: ...")
+        flag = build.find("self.is_fp8_kvcache") and not build.find("not self.is_fp8_kvcache")
         used = [found for name in _PLAN for found in build.find(f"self.cg_buf_{name}")]
-        if len(made) == len(_MADE) and len(flag) == 1 and not used:
+        if len(made) == len(_MADE) and flag and not used:
             return Diagnosis(
                 Verdict.AFFECTED,
                 "every batch gets a new plan, but graphs read the one of their capture",

@@ -16,8 +16,8 @@ _BACKEND = "vllm/v1/attention/backends/mla/flashmla.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.mla.flashmla"
 _OPERATORS = "vllm/v1/attention/ops/flashmla.py"
 _PARAMETERS = (
-    *("self", "block_table_tensor", "seq_lens_device", "max_seq_len", "query_start_loc_cpu"),
-    *("query_start_loc_device", "num_decode_tokens", "dcp_tot_seq_lens_device"),
+    "self, block_table_tensor, seq_lens_device, max_seq_len, query_start_loc_cpu, query_start_loc_device, "
+    "num_decode_tokens, dcp_tot_seq_lens_device"
 )
 _NULL_BLOCK = 0
 """The block that vLLM's block pool keeps for itself and never gives to a request."""
@@ -49,8 +49,7 @@ def diagnose(source: Source) -> Diagnosis:
         if known and null_block and elsewhere:
             return Diagnosis(Verdict.FIXED, "block tables are padded with the null block", build.at(null_block[0]))
         minus_one = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(-1)")
-        fp8 = build_decode.takes == ", ".join(_PARAMETERS) and build_decode.find("self.is_fp8_kvcache")
-        if known and minus_one and fp8:
+        if known and minus_one and build_decode.takes == _PARAMETERS and _knows_fp8(source):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "block tables are padded with -1, which dense fp8 FlashMLA follows",
@@ -58,6 +57,13 @@ def diagnose(source: Source) -> Diagnosis:
                 "minus-one",
             )
     return Diagnosis(Verdict.UNRECOGNISED, "block tables are padded in a way that nobody has looked at", build.where)
+
+
+def _knows_fp8(source: Source) -> bool:
+    """Whether a builder says of itself that its cache is fp8, in the way that the patch asks."""
+    init = source.function(_BACKEND, "FlashMLAMetadataBuilder.__init__")
+    flag = init.find("self.is_fp8_kvcache = ...") if init else []
+    return init is not None and len(flag) == 1 and not init.find("self.is_fp8_kvcache = not ...")
 
 
 def _assigns(source: Source, name: str) -> bool:
