@@ -9,7 +9,7 @@ import pytest
 from stock import release_root
 from test_diagnosis import CUDAGRAPHS, EAGLE, EAGLE_CUDAGRAPHS, EAGLE_FIRST, FLASHMLA, MAMBA, PREFILL, RUNNER, cut, swap
 
-from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source import Source, open_source
 
@@ -122,9 +122,29 @@ WITH_BUFFERS: dict[str, Change] = {
         before(PLANNED, "self.cg_buf_tile_scheduler_metadata[:n].copy_(tile_scheduler_metadata)"),
     ),
 }
+# of flashmla-padding
 PADDED = r"blk_table_tensor\[num_reqs:num_reqs_padded\]\.fill_"
 MARKED, CLEARED = r"is_prefilling = num_computed", r"is_prefilling\[num_reqs:\] = False"
 SPLIT = r"split_decodes_and_prefills\(\n"
+OF_THE_TABLE: dict[str, Change] = {
+    "padded twice": twice(PADDED),
+    "not padded": cut(rf"^ *{PADDED}.*\n"),
+    "padded under a condition": swap(rf"^( *)({PADDED}.*\n)", r"\1if num_reqs:\n\1    \2"),
+    "returned twice": twice(r"return blk_table_tensor"),
+    "returned under another name": swap(r"return blk_table_tensor", "return tables(blk_table_tensor)"),
+    "used once more": before(PADDED, "blk_table_tensor"),
+    "used once less": swap(r"blk_table_tensor = blk_table\.get_device", "blk_table_tensors = blk_table.get_device"),
+}
+OF_THE_MARKS: dict[str, Change] = {
+    "marked twice": twice(MARKED),
+    "marked twice, once otherwise": before(MARKED, "is_prefilling = None"),
+    "not marked": cut(rf"^ *{MARKED}.*\n"),
+    "marks that are not given": cut(r"^ *is_prefilling=is_prefilling,\n"),
+    "marks that are not these": swap(r"is_prefilling=is_prefilling,", "is_prefilling=marks,"),
+    "marks by another name": swap(r"is_prefilling=is_prefilling,", "prefilling=is_prefilling,"),
+    "marks of two batches": before(MARKED, "CommonAttentionMetadata(1)"),
+    "marks used once more": before(r"cm_base = CommonAttentionMetadata\(", "is_prefilling"),
+}
 
 CASES: dict[tuple[str, str, str], dict[str, Change]] = {
     ("capture-state", "0.18.1", CUDAGRAPHS): BY_FACTORY,
@@ -172,11 +192,18 @@ CASES: dict[tuple[str, str, str], dict[str, Change]] = {
         ),
     },
     ("mamba-padding", "0.23.0", RUNNER): {
+        **OF_THE_MARKS,
         "cleared twice": twice(CLEARED),
+        "cleared behind something else": before(CLEARED, "pass"),
+        "cleared before they are marked": both(cut(rf"^ *{CLEARED}\n"), before(MARKED, "is_prefilling[num_reqs:] = False")),
         "marked and cleared twice": both(twice(CLEARED), twice(MARKED)),
         "marked in a condition": swap(rf"^( *)({MARKED}.*\n)", r"\1if self.chunked:\n\1    \2"),
     },
-    ("mamba-padding", "0.21.0", RUNNER): {"marked twice": twice(MARKED), "marked twice, once otherwise": before(MARKED, "is_prefilling = None")},
+    ("mamba-padding", "0.21.0", RUNNER): {
+        **OF_THE_MARKS,
+        "another function": swap("def _build_attention_metadata", "def _build"),
+        "cleared for some": before(r"cm_base = CommonAttentionMetadata\(", "is_prefilling[num_reqs + 1:] = False"),
+    },
     ("mamba-padding", "0.21.0", MAMBA): {
         "split twice": before(r"num_decodes, num_prefills", "split_decodes_and_prefills(common_attn_metadata)"),
         "another parameter": swap(r"(def _compute_common_metadata\(\n *self,\n *)common_attn_metadata:", r"\1metadata:"),
@@ -197,27 +224,35 @@ CASES: dict[tuple[str, str, str], dict[str, Change]] = {
     },
     ("flashmla-fp8", "0.18.1", FLASHMLA): WITHOUT_BUFFERS,
     ("flashmla-fp8", "0.19.0", FLASHMLA): WITH_BUFFERS,
-    ("flashmla-padding", "0.20.0", RUNNER): {"padded twice": twice(PADDED), "not padded": cut(rf"^ *{PADDED}.*\n")},
+    ("flashmla-padding", "0.20.0", RUNNER): {
+        **OF_THE_TABLE,
+        "the null block twice": before(PADDED, "NULL_BLOCK_ID"),
+        "another null block": swap(r"^class GPUModelRunner\b", "NULL_BLOCK_ID = 1\n\n\nclass GPUModelRunner"),
+        "padded with another": swap(rf"({PADDED})\(NULL_BLOCK_ID\)", r"\1(0)"),
+    },
     ("flashmla-padding", "0.18.1", RUNNER): {
-        "padded twice": twice(PADDED),
-        "not padded": cut(rf"^ *{PADDED}.*\n"),
+        **OF_THE_TABLE,
+        "padded with another": swap(rf"({PADDED})\(-1\)", r"\1(-2)"),
         "another function": swap("def _build_attention_metadata", "def _build"),
     },
     ("flashmla-padding", "0.18.1", FLASHMLA): {
         "another parameter": swap(r"(def _build_decode\(\n *self,\n)", r"\1        more,\n"),
+        "another parameter, first in the alphabet": swap(r"(def _build_decode\(\n *self,\n)", r"\1        a,\n"),
+        "fp8 told twice": twice(r"self\.is_fp8_kvcache = "),
+        "fp8 told by another name": swap(r"self\.is_fp8_kvcache = ", "self.is_fp8 = "),
+        "fp8 told the other way": swap(r"self\.is_fp8_kvcache = ", "self.is_fp8_kvcache = not "),
+        "no __init__": swap(r"def __init__\(", "def init("),
         "another function": swap(r"def _build_decode\(", "def _build_decodes("),
     },
 }  # fmt: skip
 
 
-def judged(name: str, release: str, path: str, change: Change) -> Verdict:
+def judged(name: str, release: str, path: str, change: Change) -> Diagnosis:
     stock = open_source(release_root(release))
     code = stock.read(path)
     assert code is not None
     text = change(code.decode()).encode()
-    return (
-        BY_NAME[name].diagnose(Source("edited", lambda p: text if p == path else stock.read(p), lambda: None)).verdict
-    )
+    return BY_NAME[name].diagnose(Source("edited", lambda p: text if p == path else stock.read(p), lambda: None))
 
 
 @pytest.mark.parametrize(
@@ -231,12 +266,34 @@ def judged(name: str, release: str, path: str, change: Change) -> Verdict:
 def test_a_statement_more_or_less_is_a_shape_that_nobody_has_looked_at(
     name: str, release: str, path: str, change: Change
 ) -> None:
-    assert judged(name, release, path, change) is Verdict.UNRECOGNISED
+    found = judged(name, release, path, change)
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert found.where is not None
+    assert found.where.partition(":")[0] in BY_NAME[name].reads
 
 
 ELSE = [
     ("mamba-padding", "0.21.0", MAMBA, cut(r"^ *treat_short_extends_as_decodes=False,\n"), Verdict.FIXED),
+    ("flashmla-padding", "0.18.1", RUNNER, before(PADDED, "NULL_BLOCK_ID"), Verdict.AFFECTED),
 ]
+
+
+@pytest.mark.parametrize(("name", "path", "function"), [
+    ("flashmla-padding", RUNNER, "_build_attention_metadata"),
+    ("flashmla-padding", FLASHMLA, "_build_decode"),
+    ("mamba-padding", RUNNER, "_build_attention_metadata"),
+])  # fmt: skip
+def test_the_place_of_a_function_that_is_missing_is_the_file_where_it_should_be(
+    name: str, path: str, function: str
+) -> None:
+    found = judged(name, "0.19.1", path, swap(rf"def {function}\(", "def another("))
+    assert (found.verdict, found.where) == (Verdict.UNRECOGNISED, f"{path}:1")
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_where_none_of_its_files_is_there_the_component_is_absent(name: str) -> None:
+    nothing = Source("nothing", lambda _: None, lambda: None)
+    assert BY_NAME[name].diagnose(nothing).verdict is Verdict.ABSENT
 
 
 @pytest.mark.parametrize(
@@ -245,4 +302,4 @@ ELSE = [
 def test_what_is_not_there_or_does_no_harm_is_no_unknown_shape(
     name: str, release: str, path: str, change: Change, verdict: Verdict
 ) -> None:
-    assert judged(name, release, path, change) is verdict
+    assert judged(name, release, path, change).verdict is verdict

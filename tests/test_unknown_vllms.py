@@ -17,7 +17,7 @@ from stock import release_root
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source import Source, open_source
+from vllm_graphfix.source import open_source
 
 ENOUGH = 200
 SAMPLED = {
@@ -44,12 +44,6 @@ def test_the_same_trees_written_otherwise_are_the_same_release(fix: str) -> None
         for mutant in formatted(fix, base, BY_NAME[fix].reads):
             found = diagnosed(mutant)
             assert (found.verdict, found.shape, found.known) == (stock.verdict, stock.shape, True), mutant
-
-
-@pytest.mark.parametrize("fix", FAMILIES)
-def test_where_none_of_its_files_is_there_the_component_is_absent(fix: str) -> None:
-    nothing = Source("nothing", lambda _: None, lambda: None)
-    assert manifest.diagnose(BY_NAME[fix], nothing).verdict is Verdict.ABSENT
 
 
 @pytest.mark.parametrize("release", SAMPLED)

@@ -89,8 +89,7 @@ def forward_functions(capture: Function) -> list[ast.Assign]:
         and len(capture.find("torch.cuda.graph(...)")) == 1
         and (len(asked) == 2 or len(asked) == len(others) == 1)
         and all([getattr(given, "id", "") for given in getattr(ask.value, "args", ())] == ["desc"] for ask in asked)
-        and capture.mentions("create_forward_fn") == len(asked)
-        and capture.mentions("forward_fn") == len(asked) + len(passes) + len(others)
+        and capture.mentions(create_forward_fn=len(asked), forward_fn=len(asked) + len(passes) + len(others))
         and capture.in_one_block(asked[0], passes[0])
         and passes[1] in [getattr(statement, "value", None) for statement in graphs[0].body]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -56,9 +57,25 @@ class Function(NamedTuple):
         ]
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
 
-    def mentions(self, name: str) -> int:
-        """How often the variable *name* is read or assigned: more often than what was found says that there is more to it."""
-        return sum(isinstance(node, ast.Name) and node.id == name for node in ast.walk(self.node))
+    def only(self, pattern: str) -> ast.stmt | ast.expr | None:
+        """The part that equals *pattern*, if there is one and no other."""
+        found = self.find(pattern)
+        return found[0] if len(found) == 1 else None
+
+    def each(self, *patterns: str) -> list[ast.stmt | ast.expr]:
+        """The parts that equal *patterns*, in their order, if there is one for each and no other."""
+        found = [self.only(pattern) for pattern in patterns]
+        return [part for part in found if part is not None and None not in found]
+
+    def gives(self, call: str, keyword: str) -> bool:
+        """Whether the only *call*, ``f(...)``, has the argument *keyword*, ``name=value``."""
+        given = getattr(self.only(call), "keywords", [])
+        return any(_matches(each, ast.parse(f"f({keyword})", mode="eval").body.keywords[0]) for each in given)  # type: ignore[attr-defined]
+
+    def mentions(self, **times: int) -> bool:
+        """Whether these variables are read or assigned so many times: another time says that there is more to it than what was found."""
+        counted = Counter(node.id for node in ast.walk(self.node) if isinstance(node, ast.Name))
+        return all(counted[name] == number for name, number in times.items())
 
     def assignments(self, name: str, value: str) -> list[ast.Assign]:
         """Those of *value*, a pattern, to *name* alone or first: ``name = f(...)``, ``name, other = f(...)``; in source order."""

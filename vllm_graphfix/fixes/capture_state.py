@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 from typing import TYPE_CHECKING, Any
@@ -32,33 +33,35 @@ FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
-    if source.read(_MANAGER) is None and source.read(_RUNNER) is None:
+    if not any(map(source.read, (_MANAGER, _RUNNER))):
         return Diagnosis(Verdict.ABSENT, "no CudaGraphManager: this vLLM has no model runner V2 that captures graphs")
     capture = source.function(_MANAGER, "CudaGraphManager.capture")
     capture_graph = source.function(_MANAGER, "CudaGraphManager.capture_graph")
     if capture is not None and "create_forward_fn" in capture.parameters:
         asked = forward_functions(capture) if capture.takes.startswith("self, create_forward_fn, ") else []
-        if len(asked) == 2:
-            return Diagnosis(Verdict.FIXED, "the recorded pass has an attention state of its own", capture.at(asked[1]))
-        if len(asked) == 1:
-            with_state = hasattr(asked[0].targets[0], "elts")
-            return _affected(source, "factory-with-state" if with_state else "factory", capture.at(asked[0].value))
+        for again in asked[1:]:
+            return Diagnosis(Verdict.FIXED, "the recorded pass has an attention state of its own", capture.at(again))
+        for once in asked:
+            (made,) = once.targets
+            shape = "factory-with-state" if isinstance(made, ast.Tuple) else "factory"
+            return _affected(source, shape, capture.at(once))
     elif capture_graph is not None:
         split = source.function(_MANAGER, "CudaGraphManager._capture_full_graph")
         whole = [function for function in (capture_graph, split) if function is not None]
-        built = [call for function in whole for call in function.find("prepare_inputs_to_capture(...)")]
-        entered = [call for function in whole for call in function.find("set_forward_context(...)")]
-        graphs = (split or capture_graph).find("torch.cuda.graph(...)")
-        runs = [call for function in whole for call in function.find("model(...)")]
+        built, entered, runs = (
+            [call for function in whole for call in function.find(f"{name}(...)")]
+            for name in ("prepare_inputs_to_capture", "set_forward_context", "model")
+        )
+        graph = (split or capture_graph).only("torch.cuda.graph(...)")
         shape = "capture-graph-split" if split else "capture-graph-inline"
-        two_passes = len(built) == len(graphs) == 1 and len(entered) == len(runs) == 2 and not capture_graph.loops()
+        two_passes = graph and (len(built), len(entered), len(runs)) == (1, 2, 2) and not capture_graph.loops()
         if two_passes and _draft_has_two_passes(source, _EAGLE[shape]):
-            return _affected(source, shape, capture_graph.at(built[0]))
+            return _affected(source, shape, capture_graph.at(*built))
     place = capture or capture_graph
     return Diagnosis(
         Verdict.UNRECOGNISED,
         "CudaGraphManager captures graphs in a way that nobody has looked at",
-        place.where if place else None,
+        place.where if place else f"{_MANAGER}:1",
     )
 
 

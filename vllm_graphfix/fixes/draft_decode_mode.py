@@ -78,15 +78,15 @@ def diagnose(source: Source) -> Diagnosis:
             return Diagnosis(Verdict.ABSENT, "no draft decodes on model runner V2")
         return Diagnosis(Verdict.UNRECOGNISED, "speculators are where nobody has looked for them", f"{_PACKAGE}:1")
     if init is not None and (chosen := _mode_for_decodes(init, "self.cudagraph_manager = ...")):
-        return Diagnosis(Verdict.FIXED, "draft decodes have full graphs or none", init.at(chosen[0]))
+        return Diagnosis(Verdict.FIXED, "draft decodes have full graphs or none", init.at(chosen))
     if manager is not None:
-        taken = manager.find("self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()")
-        once = len(taken) == len(manager.find("self.cudagraph_mode = ...")) == 1
-        if once and _uses_as_known(source) and _drafts_as_known(source, _SPECULATOR):
+        taken = manager.only("self.cudagraph_mode = ...")
+        as_configured = manager.find("self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()")
+        if taken and as_configured and _uses_as_known(source) and _drafts_as_known(source, _SPECULATOR):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "draft decodes take the configured decode mode as it is, PIECEWISE included",
-                manager.at(taken[0]),
+                manager.at(taken),
                 "one-manager",
             )
     return Diagnosis(
@@ -106,7 +106,7 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
     filled = _zero_filled(kernel)
     if chosen and filled:
         return Diagnosis(
-            Verdict.FIXED, "draft decodes have full graphs or none, and stale indices are zeroed", init.at(chosen[0])
+            Verdict.FIXED, "draft decodes have full graphs or none, and stale indices are zeroed", init.at(chosen)
         )
     # Patches are written for Eagle's own managers; a later speculator without the remedy is a shape of its own.
     if init.qualname != "EagleSpeculator.init_cudagraph_manager" or not init.find(
@@ -116,7 +116,7 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
             Verdict.UNRECOGNISED, "draft decodes choose their mode in a way that nobody has looked at", init.where
         )
     if (not chosen and init.find("CUDAGraphMode.FULL_DECODE_ONLY")) or (
-        not filled and kernel.mentions("last_token_indices_ptr") > 1
+        not filled and not kernel.mentions(last_token_indices_ptr=1)
     ):
         return Diagnosis(
             Verdict.UNRECOGNISED, "something is done about draft decodes that nobody has looked at", init.where
@@ -138,13 +138,14 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
     return Diagnosis(Verdict.AFFECTED, "; ".join(missing), (kernel if chosen else init).where, shape)
 
 
-def _mode_for_decodes(init: Function, manager: str) -> list[Any]:
-    """Where a mode is chosen for the draft decodes that their *manager*, made in the same block behind it, is given."""
-    chosen, made = init.find(_CHOSEN), init.find(manager)
-    if len(chosen) != 1 or len(made) != 1 or not init.in_one_block(*chosen, *made):
-        return []
-    after = [found for found in init.assignments("cudagraph_mode", "...") if found.lineno > chosen[0].lineno]
-    return chosen if len(after) == 2 else []  # those of the choice
+def _mode_for_decodes(init: Function, manager: str) -> Any:
+    """The statement that chooses a mode for the draft decodes, which their *manager*, made in the same block behind it, is given."""
+    parts = init.each(_CHOSEN, manager)
+    if not parts or not init.in_one_block(*parts):
+        return None
+    chosen, _ = parts
+    after = [found for found in init.assignments("cudagraph_mode", "...") if found.lineno > chosen.lineno]
+    return chosen if len(after) == 2 else None  # those of the choice
 
 
 def _zero_filled(kernel: Function) -> bool:

@@ -40,13 +40,13 @@ FALLBACK = Fallback()
 def diagnose(source: Source) -> Diagnosis:
     capture = source.function(_EAGLE, "PrefillEagleCudaGraphManager.capture")
     if capture is not None:
-        shared = capture.find("attn_state = full_cg_attn_states[desc]")
+        shared = capture.only("attn_state = full_cg_attn_states[desc]")
         taken = capture.takes.startswith("self, forward_fn, full_cg_attn_states, ")
-        if len(shared) == 1 == capture.mentions("full_cg_attn_states") and taken and _states_as_known(source, capture):
+        if shared and capture.mentions(full_cg_attn_states=1) and taken and _states_as_known(source, capture):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "the draft's prefill is warmed up and captured on the target's captured attention states",
-                capture.at(shared[0]),
+                capture.at(shared),
                 "target-states",
             )
         return Diagnosis(
@@ -57,13 +57,12 @@ def diagnose(source: Source) -> Diagnosis:
     for path in _LATER:
         pair = source.function(path, "PrefillSpeculatorCudaGraphManager.capture")
         if pair is not None:
-            chosen = pair.find("attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured")
+            chosen = pair.only("attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured")
             made = source.function(_MANAGER, "CudaGraphManager.capture")
-            two = made.find("AttentionStatePair(warmup_attn_state, capture_attn_state)") if made else []
-            mentions = [pair.mentions(name) for name in ("attn_state", "attn_state_pair", "warmup")]
-            if len(chosen) == len(two) == 1 and mentions == [3, 3, 1]:
+            two = made and made.only("AttentionStatePair(warmup_attn_state, capture_attn_state)")
+            if chosen and two and pair.mentions(attn_state=3, attn_state_pair=3, warmup=1):
                 return Diagnosis(
-                    Verdict.FIXED, "the draft's warm-up has an attention state of its own", pair.at(chosen[0])
+                    Verdict.FIXED, "the draft's warm-up has an attention state of its own", pair.at(chosen)
                 )
             return Diagnosis(
                 Verdict.UNRECOGNISED,
@@ -72,11 +71,8 @@ def diagnose(source: Source) -> Diagnosis:
             )
         own = source.function(path, "SpeculatorCudaGraphManager.capture")
         if own is not None:
-            built = own.find("prepare_inputs_to_capture(...)")
-            if built and "attn_states" not in own.parameters:
-                return Diagnosis(
-                    Verdict.FIXED, "the draft's passes build attention states of their own", own.at(built[0])
-                )
+            if own.find("prepare_inputs_to_capture(...)") and "attn_states" not in own.parameters:
+                return Diagnosis(Verdict.FIXED, "the draft's passes build attention states of their own", own.where)
             return Diagnosis(
                 Verdict.UNRECOGNISED,
                 "the draft's prefill gets its attention states in a way that nobody has looked at",
@@ -94,13 +90,14 @@ def _states_as_known(source: Source, capture: Function) -> bool:
     target = source.function(_MANAGER, "ModelCudaGraphManager.capture")
     if manager is None or target is None or not manager.takes.startswith("self, create_forward_fn, "):
         return False
-    returned = manager.find("return ...") + target.find("return super().capture(create_forward_fn, ...)")
-    return (
-        bool(forward_functions(manager))
-        and len(returned) == 2
-        and bool(manager.find("return captured_attn_states"))
-        and len(capture.find("super().capture(create_forward_fn, progress_bar_desc)")) == 1
+    parts = (
+        forward_functions(manager),
+        manager.only("return ..."),
+        manager.only("return captured_attn_states"),
+        target.only("return super().capture(create_forward_fn, ...)"),
+        capture.only("super().capture(create_forward_fn, progress_bar_desc)"),
     )
+    return all(parts)
 
 
 def _older_layout(source: Source) -> bool:

@@ -15,7 +15,11 @@ _BACKEND = "vllm/v1/attention/backends/mla/flashmla.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.mla.flashmla"
 _OPERATORS = "vllm/v1/attention/ops/flashmla.py"
 
-_PLAN = ("tile_scheduler_metadata", "num_splits")
+_POINTED_AT = (
+    "scheduler_metadata.tile_scheduler_metadata = tile_scheduler_metadata",
+    "scheduler_metadata.num_splits = num_splits",
+)
+_BUFFERS = ("self.cg_buf_tile_scheduler_metadata", "self.cg_buf_num_splits")
 _FULL_GRAPHS = "if self.compilation_config.cudagraph_mode.has_full_cudagraphs(): ..."
 _KEPT = (
     "self.cg_buf_tile_scheduler_metadata[:n].copy_(tile_scheduler_metadata)",
@@ -46,22 +50,17 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis(Verdict.ABSENT, "no dense fp8 FlashMLA")
     if build is None:
         return Diagnosis(Verdict.UNRECOGNISED, "dense fp8 is planned where nobody has looked for it", f"{_BACKEND}:1")
-    planned = build.find("get_mla_metadata_dense_fp8(...)")
-    pointed_at = [found for name in _PLAN for found in build.find(f"scheduler_metadata.{name} = {name}")]
-    if len(planned) == 1 and len(pointed_at) == 2:
-        full = build.find(_FULL_GRAPHS)
-        kept = [found for pattern in _KEPT for found in build.find(pattern)]
-        if len(full) == 1 and len(kept) == 4 and _all_kept(build, full[0], kept, pointed_at):
-            return Diagnosis(Verdict.FIXED, "the plan is copied into persistent buffers", build.at(kept[0]))
+    planned = build.only("get_mla_metadata_dense_fp8(...)")
+    if planned and build.each(*_POINTED_AT):
+        if _all_kept(build):
+            return Diagnosis(Verdict.FIXED, "the plan is copied into persistent buffers", build.at(planned))
         init = source.function(_BACKEND, "FlashMLAMetadataBuilder.__init__")
-        made = [found for pattern in _MADE for found in init.find(pattern)] if init else []
         flag = build.find("self.is_fp8_kvcache") and not build.find("not self.is_fp8_kvcache")
-        used = [found for name in _PLAN for found in build.find(f"self.cg_buf_{name}")]
-        if len(made) == len(_MADE) and flag and not used:
+        if init and init.each(*_MADE) and flag and not any(map(build.find, _BUFFERS)):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "every batch gets a new plan, but graphs read the one of their capture",
-                build.at(planned[0]),
+                build.at(planned),
                 "new-plan",
             )
     return Diagnosis(
@@ -69,14 +68,16 @@ def diagnose(source: Source) -> Diagnosis:
     )
 
 
-def _all_kept(build: Function, full: Any, kept: list[Any], pointed_at: list[Any]) -> bool:
+def _all_kept(build: Function) -> bool:
     """Whether the plan that the metadata point at is that of the buffers, and no other, where there are full graphs."""
-    mentions = [build.mentions(name) for name in ("scheduler_metadata", *_PLAN)]
+    full, kept = build.each(_FULL_GRAPHS), build.each(*_KEPT)
     return (
-        mentions == [4, 5, 5]
+        full != []
+        and kept != []
+        and build.mentions(scheduler_metadata=4, tile_scheduler_metadata=5, num_splits=5)
         and build.in_one_block(*kept)
-        and build.in_one_block(full, *pointed_at)
-        and any(kept[1] is statement for statement in full.body)
+        and kept[1] in getattr(full[0], "body", [])
+        and build.in_one_block(*full, *build.each(*_POINTED_AT))
     )
 
 

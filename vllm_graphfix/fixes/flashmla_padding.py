@@ -40,20 +40,18 @@ def diagnose(source: Source) -> Diagnosis:
         where = f"{_RUNNER if build is None else _BACKEND}:1"
         return Diagnosis(Verdict.UNRECOGNISED, "block tables are padded where nobody has looked for it", where)
     # Made in one of two ways, padded, returned.
-    padded = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(...)")
-    returned = build.find("return blk_table_tensor")
-    if len(padded) == len(returned) == 1 and build.mentions("blk_table_tensor") == 4:
-        known = build.in_one_block(*padded, *returned)
+    padded = build.only("blk_table_tensor[num_reqs:num_reqs_padded].fill_(...)")
+    returned = build.only("return blk_table_tensor")
+    if padded and returned and build.mentions(blk_table_tensor=4) and build.in_one_block(padded, returned):
         null_block = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(NULL_BLOCK_ID)")
-        elsewhere = build.mentions("NULL_BLOCK_ID") == 1 and not _assigns(source, "NULL_BLOCK_ID")
-        if known and null_block and elsewhere:
-            return Diagnosis(Verdict.FIXED, "block tables are padded with the null block", build.at(null_block[0]))
+        if null_block and build.mentions(NULL_BLOCK_ID=1) and not _assigns(source, "NULL_BLOCK_ID"):
+            return Diagnosis(Verdict.FIXED, "block tables are padded with the null block", build.at(padded))
         minus_one = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(-1)")
-        if known and minus_one and build_decode.takes == _PARAMETERS and _knows_fp8(source):
+        if minus_one and build_decode.takes == _PARAMETERS and _knows_fp8(source):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "block tables are padded with -1, which dense fp8 FlashMLA follows",
-                build.at(minus_one[0]),
+                build.at(padded),
                 "minus-one",
             )
     return Diagnosis(Verdict.UNRECOGNISED, "block tables are padded in a way that nobody has looked at", build.where)
@@ -62,8 +60,8 @@ def diagnose(source: Source) -> Diagnosis:
 def _knows_fp8(source: Source) -> bool:
     """Whether a builder says of itself that its cache is fp8, in the way that the patch asks."""
     init = source.function(_BACKEND, "FlashMLAMetadataBuilder.__init__")
-    flag = init.find("self.is_fp8_kvcache = ...") if init else []
-    return init is not None and len(flag) == 1 and not init.find("self.is_fp8_kvcache = not ...")
+    flag = init and init.only("self.is_fp8_kvcache = ...")
+    return flag is not None and not (init and init.find("self.is_fp8_kvcache = not ..."))
 
 
 def _assigns(source: Source, name: str) -> bool:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _BUILDER = "vllm/v1/attention/backends/mamba_attn.py"
 _BUILDER_MODULE = "vllm.v1.attention.backends.mamba_attn"
+_SPLIT = "split_decodes_and_prefills(common_attn_metadata, decode_threshold=...)"
+_SPLIT_BY_PHASE = (
+    "split_decodes_and_prefills(common_attn_metadata, decode_threshold=..., treat_short_extends_as_decodes=False)"
+)
 
 PADDED_ROW_PREFILLING = Event(
     "padded-row-prefilling",
@@ -26,48 +30,27 @@ def diagnose(source: Source) -> Diagnosis:
     compute = source.function(_BUILDER, "BaseMambaAttentionMetadataBuilder._compute_common_metadata")
     if not source.says(_RUNNER, "is_prefilling") and not source.says(_BUILDER, "treat_short_extends_as_decodes"):
         return Diagnosis(Verdict.ABSENT, "the model runner does not tell the builders which rows are prefilling")
-    over_padding = build.find("is_prefilling = num_computed_tokens_cpu < num_prompt_tokens_cpu") if build else []
-    given = [call for call in build.find("CommonAttentionMetadata(...)") if _gives_marks(call)] if build else []
-    if build is None or len(over_padding) != 1 or len(given) != 1:
-        where = build.where if build else f"{_RUNNER}:1"
-        return Diagnosis(
-            Verdict.UNRECOGNISED, "rows are marked as prefilling in a way that nobody has looked at", where
-        )
-    cleared = build.find("is_prefilling[num_reqs:] = False")
-    # One after the other, and nothing else done to the marks.
-    at_once = len(cleared) == 1 and build.in_one_block(*over_padding, *cleared, at_once=True)
-    if at_once and build.mentions("is_prefilling") == 3:
-        return Diagnosis(Verdict.FIXED, "padded rows are marked as not prefilling", build.at(cleared[0]))
-    if compute is not None and build.mentions("is_prefilling") == 2:
-        splits = compute.find("split_decodes_and_prefills(...)")
-        by_phase = compute.find(
-            "split_decodes_and_prefills(common_attn_metadata, decode_threshold=..., treat_short_extends_as_decodes=False)"
-        )
-        first = compute.takes.startswith("self, common_attn_metadata")
-        if len(splits) == len(by_phase) == 1 and first:
-            return Diagnosis(
-                Verdict.AFFECTED,
-                "is_prefilling covers padded rows, and the Mamba builder splits the batch by it",
-                build.at(over_padding[0]),
-                "prefilling-over-padding",
-            )
-        if (
-            not source.says(_BUILDER, "treat_short_extends_as_decodes")
-            and len(splits)
-            == len(compute.find("split_decodes_and_prefills(common_attn_metadata, decode_threshold=...)"))
-            == 1
-        ):
-            return Diagnosis(Verdict.FIXED, "the Mamba builder does not split the batch by phase", compute.where)
+    marked = build and build.only("is_prefilling = num_computed_tokens_cpu < num_prompt_tokens_cpu")
+    if build is not None and marked and build.gives("CommonAttentionMetadata(...)", "is_prefilling=is_prefilling"):
+        cleared = build.only("is_prefilling[num_reqs:] = False")
+        # One after the other, and nothing else done to the marks.
+        if cleared and build.in_one_block(marked, cleared, at_once=True) and build.mentions(is_prefilling=3):
+            return Diagnosis(Verdict.FIXED, "padded rows are marked as not prefilling", build.at(cleared))
+        split = compute and compute.only("split_decodes_and_prefills(...)")
+        if compute is not None and split and build.mentions(is_prefilling=2):
+            if compute.takes.startswith("self, common_attn_metadata") and compute.find(_SPLIT_BY_PHASE):
+                return Diagnosis(
+                    Verdict.AFFECTED,
+                    "is_prefilling covers padded rows, and the Mamba builder splits the batch by it",
+                    build.at(marked),
+                    "prefilling-over-padding",
+                )
+            if compute.find(_SPLIT) and not source.says(_BUILDER, "treat_short_extends_as_decodes"):
+                return Diagnosis(Verdict.FIXED, "the Mamba builder does not split the batch by phase", compute.where)
     return Diagnosis(
         Verdict.UNRECOGNISED,
         "rows are marked as prefilling in a way that nobody has looked at",
-        build.at(over_padding[0]),
-    )
-
-
-def _gives_marks(call: Any) -> bool:
-    return any(
-        given.arg == "is_prefilling" and getattr(given.value, "id", "") == "is_prefilling" for given in call.keywords
+        build.where if build else f"{_RUNNER}:1",
     )
 
 
