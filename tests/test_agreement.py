@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from stock import release_root, run_in_release
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.distributed import distributed_c10d
 
-from vllm_graphfix import agreement
+from vllm_graphfix import agreement, membership, rollout, settings
 from vllm_graphfix.agreement import Agreement, Word, compare, leave
+from vllm_graphfix.fix import Mode, State
+from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.membership import GraphfixError, Membership
+from vllm_graphfix.process import FixState
 
 STAGE = "start"
 
@@ -122,6 +132,7 @@ def test_a_rank_without_the_plugin_is_named_after_a_time_and_nobody_hangs(silent
         host = "10.0.0.3" if silent == 3 else "a host that is not known here"
         assert each.difference.startswith(f"Without a word in 2 s: rank {silent} on {host}.")
         assert "VLLM_PLUGINS" in each.difference
+        assert "or it failed before it could say what" in each.difference
         assert each.agreeing == 3
 
 
@@ -168,6 +179,16 @@ def test_ranks_that_join_later_are_compared_in_the_store_that_they_share() -> No
     assert compare(shared, places.pop(), 0, 2, old, lambda text: None, timeout=1.0).difference is None
 
 
+def test_a_rank_s_words_are_counted_in_the_store() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    stores = HashStore(), TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    for store in stores:
+        mine = PrefixStore("vllm_graphfix", store)
+        assert [leave(mine, STAGE, rank, word()) for rank in (0, 0, 1, 0)] == [f"{STAGE}-{n}" for n in (1, 2, 1, 3)]
+
+
 def test_a_word_of_another_version_is_a_difference_and_no_crash() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -182,12 +203,239 @@ def test_a_word_of_another_version_is_a_difference_and_no_crash() -> None:
     assert found.agreeing == 1
 
 
+def test_a_digest_without_a_word_is_a_difference_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_LAST_READERS", 0.1)
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    mine = word()
+    place = leave(store, STAGE, 0, mine)
+    store.set(f"{place}/1", "a digest")
+    started = time.monotonic()
+    found = compare(store, place, 0, 2, mine, lambda text: None, timeout=1.0)
+    assert time.monotonic() - started < 4
+    assert found.difference == "Another version of vllm-graphfix spoke for rank 1."
+
+
+def test_ranks_that_cannot_tell_their_states_do_not_agree_though_they_say_the_same() -> None:
+    found, _ = compared({rank: word(states={}, fault="OSError: no files.") for rank in (0, 1)}, 2)
+    what = "Which fixes are there cannot be told on ranks 0-1 (node-a): OSError: no files."
+    assert {(each.difference, each.agreeing) for each in found.values()} == {(what, 0)}
+
+
+def test_a_rank_that_cannot_tell_its_states_is_told_apart_from_ranks_that_can() -> None:
+    found, _ = compared({0: word(), 1: word("node-b", states={}, fault="OSError: no files")}, 2)
+    what = "Which fixes are there cannot be told on rank 1 (node-b): OSError: no files."
+    assert {(each.difference, each.agreeing) for each in found.values()} == {(what, 1)}
+
+
+def test_a_fix_that_failed_on_some_ranks_is_told_with_the_reason() -> None:
+    reasons = {"mamba-padding": "OSError: no files", "capture-state": "OSError: no files"}
+    failed = word("node-b", states=dict.fromkeys(reasons, "failed"), reasons=reasons)
+    found, _ = compared({0: word(), 1: failed, 2: failed}, 3)
+    assert found[0].difference is not None
+    assert found[0].difference.endswith(
+        "'failed' on ranks 1-2 (node-b). "
+        "The reason on ranks 1-2 (node-b) for capture-state, mamba-padding: OSError: no files."
+    )
+    assert {each.difference for each in found.values()} == {found[0].difference}
+
+
+def test_a_reason_is_no_difference() -> None:
+    states = {"mamba-padding": "failed", "capture-state": "active"}
+    words = {
+        rank: word(states=states, reasons={"mamba-padding": f"OSError: /proc/{rank}", "capture-state": ""})
+        for rank in (0, 1)
+    }
+    found, _ = compared(words, 2)
+    assert {each.difference for each in found.values()} == {None}
+
+
+# -- faults on one rank of two: the gate itself, around a double of a worker ----------------------------------------
+
+
+class Faults:
+    """One fault in what the plugin asks of the store or the system; *number* None is a fault of each call."""
+
+    def __init__(self, rank: int, operation: str, number: int | None, error: Exception) -> None:
+        self.rank, self.operation, self.number, self.error = rank, operation, number, error
+        self.calls = 0
+        self.fired = False
+        self.here = threading.local()
+
+    def around(self, operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if operation == self.operation and getattr(self.here, "rank", None) == self.rank:
+                self.calls += 1
+                if self.number in (None, self.calls):
+                    self.fired = True
+                    raise self.error
+            return call(*args, **kwargs)
+
+        called.__name__ = operation
+        return called
+
+
+STORE = ("add", "set", "wait", "check", "multi_get", "get", "list_keys")
+SYSTEM = ("host_name", "urandom", "monotonic", "states")
+
+
+class FailingStore:
+    """A real store, with faults."""
+
+    def __init__(self, store: Any, faults: Faults) -> None:
+        for operation in STORE:
+            setattr(self, operation, faults.around(operation, getattr(store, operation)))
+
+
+def gate_of_two(
+    monkeypatch: pytest.MonkeyPatch, faults: Faults, *, master: str = "auto", differ: bool = False, ended: float = 20.0
+) -> dict[int, str]:
+    """What becomes of two ranks on their way from profiling to the last gate; where one stops, the engine ends the other."""
+    shared = HashStore()
+    shared.set_timeout(timedelta(seconds=5))
+    real, barrier, outcomes = distributed_c10d.PrefixStore, threading.Barrier(2), dict[int, str]()
+    world = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_rank=0),
+        model_config=SimpleNamespace(enforce_eager=False),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
+    )
+
+    def run(rank: int) -> None:
+        faults.here.rank = rank
+        environment = {} if master == "auto" else {"VLLM_GRAPHFIX": master}
+        me = Membership(FIXES, environment)
+        me.decision = rollout.decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
+        state = State.OFF if differ and rank == 1 else State.ACTIVE
+        states_double = {fix.name: FixState(fix.name, Mode.AUTO, None, state, "") for fix in FIXES}
+        vars(me.process)["states"] = faults.around("states", lambda **_: states_double)
+        vars(me.process)["left_undone"] = lambda **_: ()
+        nothing = {name: lambda: None for name in ("tell", "keep", "finish")}
+        me._telling = SimpleNamespace(rank=None, agreement=None, problem=None, **nothing)  # type: ignore[assignment]  # a double
+        worker_double = SimpleNamespace(local_rank=rank, use_v2_model_runner=False, vllm_config=world)
+        try:
+            membership._guarded(me._leave, "profiling")
+            barrier.wait()
+            me._before_capture(worker_double, "profile_cudagraph_memory")
+            barrier.wait()
+            me._before_capture(worker_double, "compile_or_warm_up_model")
+            barrier.wait()
+            outcomes[rank] = "starts"
+        except GraphfixError as error:
+            outcomes[rank] = str(error)
+            barrier.abort()
+        except threading.BrokenBarrierError:
+            outcomes[rank] = "is ended"
+
+    with monkeypatch.context() as patched:
+        patched.setattr(distributed_c10d, "_get_default_store", lambda: shared)
+        patched.setattr(distributed_c10d, "PrefixStore", lambda name, store: FailingStore(real(name, store), faults))
+        patched.setattr(membership, "_world", lambda: (faults.here.rank, 2))
+        patched.setattr(membership, "host_name", faults.around("host_name", lambda: f"node-{faults.here.rank}"))
+        patched.setattr(agreement, "os", SimpleNamespace(urandom=faults.around("urandom", os.urandom)))
+        patched.setattr(agreement, "time", SimpleNamespace(monotonic=faults.around("monotonic", time.monotonic)))
+        patched.setattr(agreement, "_LAST_READERS", 0.1)
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(ended)
+    return outcomes
+
+
+def sweep(rank: int, operation: str) -> Iterator[Faults]:
+    """Each call to *operation* that *rank* makes, failing in three ways."""
+    for number in itertools.count(1):
+        faults = [
+            Faults(rank, operation, number, error)
+            for error in (OSError(errno.EMFILE, "injected"), RuntimeError("injected"), MemoryError("injected"))
+        ]
+        yield from faults
+        if not any(fault.fired for fault in faults):
+            return
+
+
+@pytest.mark.parametrize("master", ["auto", "strict"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("operation", [*STORE[:-1], *SYSTEM])
+def test_where_one_call_fails_on_one_rank_nobody_hangs_and_who_stops_says_why(
+    operation: str, rank: int, master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that are alike start, or stop for what failed; ranks that are not never start."""
+    monkeypatch.setattr(agreement, "TIMEOUT", 3.0)
+    fired = 0
+    for differ in (False, True):
+        for faults in sweep(rank, operation):
+            outcomes = gate_of_two(monkeypatch, faults, master=master, differ=differ)
+            fired += faults.fired
+            stopped = [told for told in outcomes.values() if told.startswith(membership.STOPS)]
+            assert len(outcomes) == 2, (outcomes, faults.calls)
+            assert stopped if differ else stopped or set(outcomes.values()) == {"starts"}
+            hosts = [f"node-{each}" for each in (0, 1)]
+            if operation == "host_name" and faults.fired:
+                hosts[rank] = "an unknown host"
+            fault = f"cannot be told on rank {rank} (node-{rank}): {type(faults.error).__name__}: "
+            difference = f"capture-state is 'active' on rank 0 ({hosts[0]}); 'off' on rank 1 ({hosts[1]})."
+            for told in stopped:
+                assert fault in told or (differ and difference in told)
+                assert "Without a word" not in told
+    assert fired
+
+
+def test_what_no_two_ranks_have_to_agree_about_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "TIMEOUT", 3.0)
+    for operation in ("host_name", "urandom"):
+        faults = Faults(1, operation, None, OSError(errno.EMFILE, "injected"))
+        assert gate_of_two(monkeypatch, faults) == {0: "starts", 1: "starts"}
+        assert faults.fired
+
+
+def test_a_rank_that_cannot_tell_its_states_stops_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its word is there before anybody waits."""
+    faults = Faults(1, "states", None, OSError(errno.EMFILE, "injected"))
+    started = time.monotonic()
+    outcomes = gate_of_two(monkeypatch, faults)
+    assert time.monotonic() - started < 5
+    said = "Which fixes are there cannot be told on rank 1 (node-1): OSError: [Errno 24] injected. Give all"
+    stopped = [told for told in outcomes.values() if told != "is ended"]
+    assert stopped
+    assert all(said in told for told in stopped)
+
+
+def test_where_a_rank_cannot_leave_a_word_the_others_name_that_among_the_causes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agreement, "TIMEOUT", 1.0)
+    outcomes = gate_of_two(monkeypatch, Faults(1, "set", None, RuntimeError("injected")))
+    assert "Without a word in 1 s: rank 1 on a host that is not known here." in outcomes[0]
+    assert "or it failed before it could say what (that process's log does)" in outcomes[0]
+    assert outcomes[1] == "is ended"
+
+
+def test_a_host_that_cannot_be_told_hides_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "TIMEOUT", 1.0)
+    store, mine = HashStore(), word()
+    failing: Any = FailingStore(store, faults := Faults(0, "list_keys", None, OSError("injected")))
+    faults.here.rank = 0
+    place = leave(failing, STAGE, 0, mine)
+    host = partial(agreement.host_in, failing, world_size=2)
+    found = compare(failing, place, 0, 2, mine, lambda text: None, silent_host=host, timeout=0.2)
+    assert faults.fired
+    assert (found.difference or "").startswith("Without a word in 0 s: rank 1 on a host that is not known here.")
+
+
 WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
     "agrees": (({}, True), ({}, True)),
     "differs": (({}, True), ({"VLLM_GRAPHFIX_MAMBA_PADDING": "off"}, True)),
     "one is off": (({"VLLM_GRAPHFIX": "off"}, True), ({}, True)),
     "one lacks the plugin": (({}, True), ({}, False)),
     "all are off, one lacks the plugin": (({"VLLM_GRAPHFIX": "off"}, True), ({"VLLM_GRAPHFIX": "off"}, False)),
+    "one cannot make a token": (({}, True), ({"FAULT": "token"}, True)),
+    "one cannot tell its states": (({}, True), ({"FAULT": "states"}, True)),
+    "one has given up": (({}, True), ({"FAULT": "give up"}, True)),
+    "all are off, one cannot tell its states": (
+        ({"VLLM_GRAPHFIX": "off"}, True),
+        ({"VLLM_GRAPHFIX": "off", "FAULT": "states"}, True),
+    ),
     "differs, without graphs": (
         ({"GRAPHS": "NONE"}, True),
         ({"GRAPHS": "NONE", "VLLM_GRAPHFIX_MAMBA_PADDING": "off"}, True),
@@ -196,12 +444,24 @@ WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
 """Each rank's environment, and whether it has the plugin."""
 
 PROGRAM = """
-import multiprocessing, os, socket, sys
+import errno, multiprocessing, os, socket, sys
 from types import SimpleNamespace
 import torch
 from torch import distributed
 import vllm.v1.attention.backends.mamba_attn
 import vllm.v1.worker.gpu_worker as workers
+
+def put_a_fault(fault, agreement):
+    from vllm_graphfix import _this_process
+    error, process = OSError(errno.EMFILE, "Too many open files"), _this_process().process
+    def fail(*args, **kwargs):
+        raise error
+    if fault == "token":
+        agreement.new_token = fail
+    elif fault == "states":
+        process.states = fail
+    elif fault == "give up":
+        process.give_up(error)
 
 def rank(world, number, size, port, env, plugin):
     os.environ.update(env)
@@ -214,6 +474,7 @@ def rank(world, number, size, port, env, plugin):
     if plugin:
         from vllm_graphfix import agreement
         agreement.TIMEOUT = agreement.TIMEOUT_FOR_A_WARNING = 4.0 if "lacks" in world else 60.0
+        put_a_fault(os.environ.get("FAULT"), agreement)
     mode = SimpleNamespace(name=os.environ.get("GRAPHS", "FULL"))
     worker_double = SimpleNamespace(local_rank=number, use_v2_model_runner=False, vllm_config=SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_rank=0), model_config=SimpleNamespace(enforce_eager=mode.name == "NONE"),
@@ -253,7 +514,16 @@ def said() -> dict[str, list[str]]:
     return {world: sorted(told for name, _, told in lines if name == world) for world in WORLDS}
 
 
-@pytest.mark.parametrize("world", ["agrees", "all are off, one lacks the plugin", "differs, without graphs"])
+@pytest.mark.parametrize(
+    "world",
+    [
+        "agrees",
+        "one cannot make a token",
+        "all are off, one lacks the plugin",
+        "all are off, one cannot tell its states",
+        "differs, without graphs",
+    ],
+)
 def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
     """Where they agree; and where a difference cannot hang: the kill switch brings an engine up in any case."""
     assert said[world] == ["0 STARTS", "1 STARTS"]
@@ -264,6 +534,15 @@ def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
     [
         ("differs", "mamba-padding is 'active' on rank 0 ({host}); 'off' on rank 1 ({host})"),
         ("one is off", "VLLM_GRAPHFIX is 'off' on rank 0 ({host}); 'on' on rank 1 ({host})"),
+        (
+            "one cannot tell its states",
+            "Which fixes are there cannot be told on rank 1 ({host}): OSError: [Errno 24] Too many open files.",
+        ),
+        ("one has given up", "mamba-padding is 'active' on rank 0 ({host}); 'failed' on rank 1 ({host})."),
+        (
+            "one has given up",
+            "The reason on rank 1 ({host}) for capture-state, draft-prefill-state, mamba-padding: OSError: [Errno 24] Too many open files.",
+        ),
     ],
 )
 def test_all_ranks_stop_before_they_capture_where_one_is_set_up_otherwise(

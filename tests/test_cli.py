@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +18,11 @@ from stock import release_root
 from table import affected_by
 from typer.testing import CliRunner
 
+import vllm_graphfix.compare.report
+import vllm_graphfix.compare.run
 import vllm_graphfix.verify.run
 from vllm_graphfix import __version__
-from vllm_graphfix.cli import app
+from vllm_graphfix.cli import app, main
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.source import SourceError
@@ -305,3 +311,95 @@ def test_a_wheel_file_is_one_clear_line_for_who_insists_on_a_gpu(tmp_path: Path)
 def test_the_version_and_the_help_are_there() -> None:
     assert call("--version")[0] == f"vllm-graphfix {__version__}\n"
     assert all(command in call("--help")[0] for command in ("status", "explain", "verify", "compare", "fleet"))
+
+
+COMMAND = (sys.executable, "-m", "vllm_graphfix")
+PRINTING = ["status", "status --json", "explain", "explain mamba-padding", "fleet", "fleet --json", "--help"]
+
+
+def in_a_shell(command: str, outputs: str, folder: Path, stdout: int = subprocess.PIPE) -> tuple[int, str]:
+    """Exit code and standard error of *command*, about a release and the records in *folder*, with *outputs* as a shell has them."""
+    words = command.split()
+    about = {"status": ["--vllm", str(release_root("0.18.1"))], "fleet": ["--dir", str(folder)]}.get(words[0], [])
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$@" {outputs}', "sh", *COMMAND, *words, *about],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert not done.stdout
+    return done.returncode, done.stderr
+
+
+UNPRINTED = "vllm-graphfix: the output cannot be written: "
+
+
+@pytest.mark.parametrize("command", [*PRINTING, "verify", "compare some/model", "fleet --watch"])
+def test_a_standard_output_that_is_closed_is_one_line_and_exit_code_1(command: str, tmp_path: Path) -> None:
+    assert in_a_shell(command, ">&-", tmp_path) == (1, f"{UNPRINTED}standard output is closed\n")
+
+
+@pytest.mark.parametrize("command", [*PRINTING, "fleet --watch"])
+def test_a_device_that_is_full_is_one_line_and_exit_code_1(command: str, tmp_path: Path) -> None:
+    assert in_a_shell(command, ">/dev/full", tmp_path) == (1, f"{UNPRINTED}No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    "outputs", [">&- 2>&-", ">&- 2>/dev/full", ">/dev/full 2>&-", ">/dev/full 2>/dev/full", "<&- >&- 2>&-"]
+)
+def test_where_there_is_no_standard_error_either_the_exit_code_is_1(outputs: str, tmp_path: Path) -> None:
+    assert in_a_shell("explain", outputs, tmp_path) == (1, "")
+
+
+@pytest.mark.parametrize("command", PRINTING)
+def test_a_reader_that_has_gone_is_told_nothing(command: str, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        assert in_a_shell(command, "", tmp_path, writing) == (1, "")
+    finally:
+        os.close(writing)
+
+
+@pytest.mark.parametrize("command", ["verify", "verify --json", "compare some/model"])
+def test_a_result_that_cannot_be_printed_is_one_line_and_exit_code_1(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With doubles of what runs a proof or a comparison, and of what shows the latter."""
+    monkeypatch.setattr(vllm_graphfix.verify.run, "run", lambda *given: replace(VERIFIED, proofs=(PROVEN,)))
+    monkeypatch.setattr(vllm_graphfix.compare.run, "run", lambda *given: None)
+    monkeypatch.setattr(vllm_graphfix.compare.report, "show", lambda report, console: console.print("the same"))
+    about = ["--vllm", str(release_root("0.18.1"))] if command.startswith("verify") else []
+    monkeypatch.setattr(sys, "argv", ["vllm-graphfix", *command.split(), *about])
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit, match="1"):
+            main()
+    assert capsys.readouterr().err == f"{UNPRINTED}No space left on device\n"
+
+
+def test_an_error_that_is_none_of_printing_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_graphfix.cli, "app", lambda: Path("/nowhere").stat())
+    with pytest.raises(FileNotFoundError):
+        main()
+
+
+@pytest.mark.parametrize("width", ["0", ""])
+def test_a_terminal_without_a_width_shows_what_others_do(width: str) -> None:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*COMMAND, "explain"], stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": width}
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        try:
+            while more := os.read(ours, 65536):
+                seen += more
+        except OSError:  # the terminal of a process that has ended
+            pass
+        finally:
+            os.close(ours)
+    assert process.returncode == 0
+    assert b"flashmla-fp8" in seen

@@ -264,3 +264,81 @@ thread.join()
 {REPORT}"""
     found = states_of(run_in_release("0.18.1", code).stdout)
     assert (found["flashmla-fp8"][1], found["flashmla-padding"][1]) == ("active", "active")
+
+
+BROKEN = "import sys\nsys.modules['wrapt'] = None\nimport vllm_graphfix\nvllm_graphfix.register()\n"
+
+
+@pytest.mark.parametrize(
+    ("env", "stops"),
+    [
+        ({"VLLM_GRAPHFIX_CAPTURE_STATE": "on"}, True),
+        ({"VLLM_GRAPHFIX_CAPTURE_STATE": "on", "VLLM_GRAPHFIX_ROLLOUT": "100"}, True),
+        ({"VLLM_GRAPHFIX_CAPTURE_STATE": "on", "VLLM_GRAPHFIX_ROLLOUT": "0"}, False),
+        ({"VLLM_GRAPHFIX_DEBUG": "1"}, False),
+    ],
+    ids=["a fix", "inside the rollout", "perhaps outside the rollout", "no name of ours"],
+)
+def test_a_broken_install_stops_only_who_insists_on_a_fix(env: dict[str, str], stops: bool) -> None:
+    assert (run_in_release("0.18.1", BROKEN, env, check=False).returncode != 0) == stops
+
+
+@pytest.mark.parametrize("arguments", ["del sys.argv", "sys.argv = [[], {}]"])
+def test_fixes_do_not_depend_on_the_arguments_of_the_process(arguments: str) -> None:
+    code = f"import sys\n{arguments}\nexec('register()', {{'__name__': [], 'register': __import__('vllm_graphfix').register}})\n"
+    found = states_of(run_in_release("0.18.1", code + imports("0.18.1") + REPORT).stdout)
+    assert found["flashmla-fp8"][1] == "active"
+
+
+def test_two_threads_that_register_at_once_are_one_process() -> None:
+    code = """
+import sys, threading
+sys.setswitchinterval(1e-6)
+import vllm_graphfix
+together, made = threading.Barrier(8), []
+def begin():
+    together.wait()
+    vllm_graphfix.states() if len(made) % 2 else vllm_graphfix.register()
+    made.append(vllm_graphfix._this_process())
+threads = [threading.Thread(target=begin) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print("MADE", len(set(map(id, made))), len(made))
+"""
+    assert "MADE 1 8" in run_in_release("0.18.1", code).stdout
+
+
+def test_a_log_handler_that_waits_for_another_thread_does_not_hang_an_import() -> None:
+    code = f"""
+import logging, threading
+import vllm.logger  # sets up logging, and forgets the handlers that it finds
+class Asking(logging.Handler):
+    def emit(self, record):
+        thread = threading.Thread(target=vllm_graphfix.states, daemon=True)
+        thread.start()
+        thread.join(20)
+        print("WAITED", thread.is_alive(), record.getMessage())
+import vllm_graphfix
+logging.getLogger("vllm.graphfix").addHandler(Asking())
+logging.getLogger("vllm.graphfix").setLevel(logging.DEBUG)
+{LOAD}{imports("0.18.1")}"""
+    told = [line for line in run_in_release("0.18.1", code).stdout.splitlines() if line.startswith("WAITED")]
+    assert any("graphfix: applied where vLLM imports them: " in line for line in told)
+    assert all(line.startswith("WAITED False") for line in told), told
+
+
+def test_a_companion_that_fails_before_a_capture_takes_its_partner_with_it_and_not_later() -> None:
+    fail = "import vllm_graphfix.fixes.flashmla_padding as padding\npadding.FALLBACK.take(RuntimeError('odd'))\n"
+    code = LOAD + imports("0.18.1")
+    before = states_of(run_in_release("0.18.1", code + fail + GATE + REPORT).stdout)
+    assert (before["flashmla-padding"][1], before["flashmla-fp8"][1]) == ("failed", "incompatible")
+    after = states_of(run_in_release("0.18.1", code + GATE + fail + REPORT).stdout)
+    assert (after["flashmla-padding"][1], after["flashmla-fp8"][1]) == ("failed", "active")
+
+
+@pytest.mark.parametrize("closed", ["sys.stdout.close()", "sys.stderr.close()"])
+def test_a_process_that_ends_with_a_closed_stream_says_nothing_of_it(closed: str) -> None:
+    code = f"{LOAD}\nimport sys\n{closed}\n"
+    done = run_in_release("0.18.1", code, {"VLLM_LOGGING_LEVEL": "INFO"})
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "Logging error" not in done.stderr

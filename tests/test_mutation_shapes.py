@@ -95,6 +95,8 @@ OF_THE_DRAFT: dict[str, Change] = {
     "passes by another name": swap(r"^( *)generate_fn\(", r"\1self.generate("),
     "a loop": in_function("capture_graph", "for _ in self.graphs: pass"),
 }
+BLOCK, MASK = r"^ +block = i \+ tl\.arange.*\n", r"^ +mask = block < max_num_reqs\n"
+STORE = r"^ +tl\.store\(last_token_indices_ptr \+ block, 0, mask=mask\)\n"
 PLANNED = r"tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8\("
 POINTED = r"scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata"
 KEPT = r"self\.cg_buf_tile_scheduler_metadata\[:n\]\.copy_"
@@ -167,16 +169,39 @@ CASES: dict[tuple[str, str, str], dict[str, Change]] = {
         "captured by itself": swap(r"super\(\)\.capture\(", "self.captured("),
         "no manager": swap(r"class (\w+)CudaGraphManager", r"class \1GraphManager"),
     },
+    ("draft-prefill-state", "0.21.0", CUDAGRAPHS): {
+        "no manager of the target's": swap("class ModelCudaGraphManager", "class ModelGraphManager"),
+        "no manager": swap(r"\bCudaGraphManager\b", "GraphManager"),
+        "another first parameter": swap(r"(^    def capture\(\n *self,\n)(?= *create_forward_fn)", r"\1        a,\n"),
+        "states that are made elsewhere": swap("return captured_attn_states", "return self.states"),
+        "states that are changed": swap(r"return super\(\)\.capture\(", "return self.changed("),
+        "nothing is returned at times": before(r"return captured_attn_states", "if self.pool: return None"),
+    },
+    ("draft-prefill-state", "0.22.0", CUDAGRAPHS): {"one state for both passes": swap(r"create_forward_fn\(desc\)", "self.made(desc)")},
     ("draft-prefill-state", "0.33.0", TARGET_DEPENDENT): {
         "states that are given": swap(r"(^ *def capture\(\n *self,\n)", r"\1        attn_states,\n"),
         "states that are made elsewhere": swap(r"prepare_inputs_to_capture\(", "self.prepare("),
     },
     ("draft-prefill-state", "0.23.0", PREFILL): {
-        "no choice": swap(r"attn_state_pair\.warmup if warmup else attn_state_pair\.captured", "attn_state_pair.captured")
+        "no choice": swap(r"attn_state_pair\.warmup if warmup else attn_state_pair\.captured", "attn_state_pair.captured"),
+        "chosen twice": twice(r"attn_state = attn_state_pair\.warmup if"),
+        "the pair used once more": before(r"attn_state = attn_state_pair\.warmup if", "attn_state_pair"),
+    },
+    ("draft-prefill-state", "0.23.0", CUDAGRAPHS): {
+        "no pair of two states": swap(r"AttentionStatePair\(\s*warmup_attn_state, capture_attn_state", "AttentionStatePair(warmup_attn_state, warmup_attn_state"),
+        "no manager": swap(r"\bCudaGraphManager\b", "GraphManager"),
     },
     ("draft-decode-mode", "0.16.0", CUDAGRAPHS): {"no mode": swap(r"if not cudagraph_mode\.has_full", "if cudagraph_mode.has_no")},
     ("draft-decode-mode", "0.17.1", EAGLE_CUDAGRAPHS): {
         "the mode taken twice": twice(r"self\.cudagraph_mode = self\.compilation_config\.cudagraph_mode\.decode_mode\(\)"),
+        "the mode taken otherwise": swap(r"cudagraph_mode\.decode_mode\(\)", "cudagraph_mode.mixed_mode()"),
+        "the mode of a copy": swap(r"(?<!self\.)cudagraph_mode = self\.cudagraph_mode\b", "cudagraph_mode = self.mode"),
+        "the size from elsewhere": swap(r"self\.get_cudagraph_size\(num_tokens\)", "self.size(num_tokens)"),
+        "the sizes of a copy": swap(r"self\.cudagraph_sizes\.get\(num_tokens\)", "self.sizes.get(num_tokens)"),
+        "captured in every mode": swap(r"if self\.cudagraph_mode == CUDAGraphMode\.NONE", "if self.cudagraph_mode is None"),
+        "no method for the mode": swap("def get_cudagraph_runtime_mode", "def runtime_mode"),
+        "no method for the size": swap("def get_cudagraph_size", "def size"),
+        "no method that captures": swap(r"def capture\(", "def captures("),
     },
     ("draft-decode-mode", "0.17.1", EAGLE): {"drafts with another parameter": swap(r"(def generate_draft\(\n *self,\n)", r"\1        more,\n")},
     ("draft-decode-mode", "0.20.0", EAGLE): {
@@ -190,6 +215,17 @@ CASES: dict[tuple[str, str, str], dict[str, Change]] = {
         "no zeros, and no function that prepares": both(
             swap(r"tl\.store\(last_token_indices_ptr \+ block, 0, mask=mask\)", "pass"), swap(r"def prepare_eagle_inputs\(", "def prepare_inputs(")
         ),
+    },
+    ("draft-decode-mode", "0.21.0", EAGLE): {
+        "two blocks": swap(rf"({BLOCK})({MASK})({STORE})", r"\1\1\2\3"),
+        "two masks": swap(rf"({BLOCK})({MASK})({STORE})", r"\1\2\2\3"),
+        "no block": swap(rf"({BLOCK})({MASK})({STORE})", r"\2\3"),
+        "stored twice": swap(rf"({STORE})", r"\1\1"),
+        "not for all beyond the batch": swap(rf"range\(num_reqs, (max_num_reqs, BLOCK_SIZE\):\n{BLOCK}{MASK}{STORE})", r"range(num_reqs + 1, \1"),
+        "the mode set once more": before(r"self\.decode_cudagraph_manager = ", "cudagraph_mode = self.mode"),
+        "the mode set once less": swap(r"cudagraph_mode = CUDAGraphMode\.NONE", "pass"),
+        "the manager made elsewhere": swap(r"self\.decode_cudagraph_manager = ", "self.manager = "),
+        "the manager made under a condition": swap(r"self\.decode_cudagraph_manager = (?=Decode)", "if self.device: self.decode_cudagraph_manager = "),
     },
     ("mamba-padding", "0.23.0", RUNNER): {
         **OF_THE_MARKS,

@@ -123,7 +123,7 @@ def registered(scratch: Path, environment: dict[bytes, bytes], folder: str, modu
     logger = logging.getLogger("vllm.graphfix")
     logger.addHandler(Kept())
     logger.setLevel(logging.DEBUG)
-    vllm_graphfix._this_process.cache_clear()
+    vllm_graphfix._membership.cache_clear()
     exec("register()", {"__name__": module, "register": vllm_graphfix.register, "vllm_config": None})  # noqa: S102
     vllm_graphfix._this_process()._telling.finish()
     return logged, os.environ[DECISION]

@@ -858,15 +858,15 @@ def test_a_folder_that_fails_is_one_warning_and_the_record_comes_when_it_is_well
 
 
 @pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A double of a disk that does not answer until the event is set: `os.open`, in the threads that write."""
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A double of a disk that does not answer until the event is set: `os.open` of the folder, in any thread."""
     answers = threading.Event()
     really_open = os.open
 
-    def hanging_open(*args: Any, **kwargs: Any) -> int:
-        if threading.current_thread().name == "graphfix-record":
+    def hanging_open(path: Any, *args: Any, **kwargs: Any) -> int:
+        if path == own_folder(tmp_path):
             answers.wait(30.0)
-        return really_open(*args, **kwargs)
+        return really_open(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", hanging_open)
     yield answers
@@ -941,19 +941,47 @@ def test_a_forked_child_that_says_nothing_leaves_its_parents_record_alone(tmp_pa
     assert only(tmp_path).record == record()
 
 
-def test_the_record_is_removed_also_where_no_thread_can_be_started_any_more(
-    tmp_path: Path, reporter: Reporter, monkeypatch: pytest.MonkeyPatch
+def start_no_thread(self: threading.Thread) -> None:
+    """A double of an interpreter that is shutting down, in Python 3.12.0 to 3.12.2."""
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+def test_a_kept_record_is_removed_also_where_no_thread_can_be_started_any_more(
+    tmp_path: Path, reporter: Reporter, warned: Warnings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reporter.publish(record())
-    reporter.flush(10.0)
-
-    def start(self: threading.Thread) -> None:
-        """A double of an interpreter that is shutting down, from Python 3.12 on."""
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    reporter.close()
+    reporter.keep(record)
+    assert eventually(lambda: threads() == ["graphfix-heartbeat"] and read(tmp_path).found)
+    monkeypatch.setattr(threading.Thread, "start", start_no_thread)
+    reporter.close(10.0)
     assert names(tmp_path) == []
+    assert warned == []
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_end_waits_no_longer_where_no_thread_can_be_started_any_more(
+    kept: bool,
+    tmp_path: Path,
+    reporter: Reporter,
+    warned: Warnings,
+    hanging: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hanging.set()
+    if kept:
+        reporter.keep(record)
+    else:
+        reporter.publish(record())
+    assert eventually(lambda: "graphfix-record" not in threads() and read(tmp_path).found)
+    hanging.clear()
+    monkeypatch.setattr(threading.Thread, "start", start_no_thread)
+    started = time.monotonic()
+    reporter.close(0.2)
+    assert time.monotonic() - started < 10.0
+    assert names(tmp_path) == [record().file_name]
+    assert warned == []
+    hanging.set()
+    assert eventually(lambda: threads() == [])
+    assert names(tmp_path) == ([] if kept else [record().file_name])
 
 
 def test_no_thread_to_be_had_is_one_warning(
@@ -969,6 +997,25 @@ def test_no_thread_to_be_had_is_one_warning(
     reporter.publish(record())
     assert len(warned) == 1
     assert "can't start new thread" in warned[0]
+
+
+def test_a_process_whose_folder_hangs_ends_in_a_moment(tmp_path: Path) -> None:
+    code = """
+        import atexit, os, sys, time
+        from pathlib import Path
+        from records import record
+        from vllm_graphfix.report import Reporter
+        reporter = Reporter(Path(sys.argv[1]), print)
+        reporter.publish(record())
+        reporter.flush(10.0)
+        really_open = os.open
+        os.open = lambda *given, **named: time.sleep(30.0) or really_open(*given, **named)
+        atexit.register(reporter.close)
+        """
+    started = time.monotonic()
+    assert run(code, str(tmp_path)) == ""
+    assert time.monotonic() - started < 10.0
+    assert len(names(tmp_path)) == 1
 
 
 def test_a_process_that_keeps_a_record_ends_at_once_and_cleanly(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ SUITES = {
     "fixes/mamba_padding.py": _of_fix("mamba-padding", "0.21.0", units="marks_on_the_device"),
     "fixes/flashmla_padding.py": _of_fix("flashmla-padding", "0.19.1", units="nothing_is_read"),
     "fixes/flashmla_fp8.py": _of_fix("flashmla-fp8", "0.18.1", units="plans_are_told"),
-    "fixes/draft_prefill_state.py": _of_fix("draft-prefill-state", "0.21.0"),
+    "fixes/draft_prefill_state.py": _of_fix("draft-prefill-state", "0.21.0", "0.22.1"),
     "fixes/draft_decode_mode.py": _of_fix(
         "draft-decode-mode", "0.17.1", units="draft_decodes_are_counted or old_indices", more="nightlies"
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -57,22 +58,48 @@ def _take_back(error: Exception) -> None:
 def _insisted() -> bool:
     """Whether the environment says strict, or on for a fix; read without a module of the package: one of them may be what is broken."""
     told = {name: value.strip().lower() for name, value in os.environ.items() if name.startswith("VLLM_GRAPHFIX")}
-    master = told.pop("VLLM_GRAPHFIX", "")
-    if master in ("strict", "off", "0", "false", "no"):
-        return master == "strict"
-    fixes = told.keys() - {f"VLLM_GRAPHFIX_{name}" for name in ("ROLLOUT", "ROLLOUT_KEY", "DECISION", "STATUS_DIR")}
-    return any(told[name] in ("on", "1", "true", "yes") for name in fixes)
+    master = told.get("VLLM_GRAPHFIX", "")
+    if master in ("off", "0", "false", "no") or told.get("VLLM_GRAPHFIX_ROLLOUT", "") not in ("", "100", "100%"):
+        return False  # an engine may be outside the rollout, and nobody insists there
+    on = [name for name, value in told.items() if value in ("on", "1", "true", "yes")]
+    return master == "strict" or any(map(_is_a_fix, on))
+
+
+def _is_a_fix(variable: str) -> bool:
+    folder = os.path.join(os.path.dirname(__file__), "fixes")  # noqa: PTH118, PTH120 - pathlib is a module more that may be broken
+    name = variable.removeprefix("VLLM_GRAPHFIX_").lower()
+    return not os.path.isdir(folder) or os.path.isfile(os.path.join(folder, f"{name}.py"))  # noqa: PTH112, PTH113, PTH118
 
 
 def _only_asked() -> bool:
     """Whether this process only tells of vLLM: its help, or the inspection of a model for another process."""
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return bool({"-h", "--help"} & set(sys.argv)) or getattr(main, "name", "") == "vllm.model_executor.models.registry"
+    asked = any(
+        word in ("-h", "--help") for word in getattr(sys, "argv", ())
+    )  # not of `role`, which may be what is broken
+    return asked or getattr(main, "name", "") == "vllm.model_executor.models.registry"
+
+
+_lock = threading.RLock()
+"""`functools.cache` would let two threads make one each."""
+
+
+def _this_process() -> Membership:
+    with _lock:
+        return _membership()
 
 
 @functools.cache
-def _this_process() -> Membership:
+def _membership() -> Membership:
     from vllm_graphfix.fixes import FIXES
     from vllm_graphfix.membership import Membership
 
     return Membership(FIXES)
+
+
+def _forked() -> None:
+    global _lock  # noqa: PLW0603 - the thread that held it is not in the child
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)

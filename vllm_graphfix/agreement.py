@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from vllm_graphfix.settings import printable
+
 WARN_AFTER = 30.0
 """Seconds after which ranks that are waited for are named in the log."""
 TIMEOUT = 300.0
@@ -46,6 +48,10 @@ class Word(NamedTuple):
     states: Mapping[str, str]
     token: str
     """Made up by each rank for each comparison; that of rank 0 names the group."""
+    reasons: Mapping[str, str] = {}
+    """Why fixes are not applied that should be, by name: shown where states differ, and not compared."""
+    fault: str = ""
+    """What failed, on a rank that cannot tell its states: it is a difference even where all ranks say the same."""
 
     def compared(self) -> dict[str, str]:
         """What must be the same on all ranks, in the order in which a person would look at it.
@@ -85,11 +91,23 @@ def leave(store: Any, stage: str, rank: int, word: Word) -> str:
     A rank's n-th word for *stage* is compared with the others' n-th, in this store: where vLLM makes its groups anew, old and new
     ranks begin with the first. Raises what the store raises if it cannot be reached.
     """
-    place = f"{stage}-{store.add(f'{stage}/count/{rank}', 1)}"
+    # A count that is read and then set, not added to: either may be done twice.
+    count = f"{stage}/count/{rank}"
+    number = int(_at_the_second_try(store.add, count, 0)) + 1
+    _at_the_second_try(store.set, count, str(number))
+    place = f"{stage}-{number}"
     # The word first: who sees the digest may read it. Digests keep the traffic of a thousand ranks small.
-    store.set(f"{place}/word/{rank}", json.dumps(word._asdict()))
-    store.set(f"{place}/{rank}", _digest(word))
+    _at_the_second_try(store.set, f"{place}/word/{rank}", json.dumps(word._asdict()))
+    _at_the_second_try(store.set, f"{place}/{rank}", _digest(word))
     return place
+
+
+def _at_the_second_try(call: Callable[..., Any], *args: Any) -> Any:
+    """What *call* returns, if not at once: for want of a word the other ranks wait for minutes, and stop."""
+    try:
+        return call(*args)
+    except Exception:
+        return call(*args)
 
 
 def compare(
@@ -110,7 +128,7 @@ def compare(
     silent = _wait_for(store, stage, [other for other in range(world_size) if other != rank], timeout, warn)
     heard = [other for other in range(world_size) if other not in silent]
     digests = store.multi_get([f"{stage}/{other}" for other in heard])
-    if len(set(digests)) == 1 and not silent:
+    if len(set(digests)) == 1 and not silent and not word.fault:
         first = _read(store, f"{stage}/word/0") or word
         return Agreement(first.token, first.engine, world_size, world_size, None, first.master == "off")
     words = {other: word if other == rank else _read(store, f"{stage}/word/{other}") for other in heard}
@@ -123,14 +141,14 @@ def compare(
         group=spoke[min(spoke)].token,
         leader=spoke[0].engine if 0 in spoke else None,
         world_size=world_size,
-        agreeing=len(spoke) - len(_outvoted(spoke)),
+        agreeing=len(spoke) - len(_outvoted(spoke) | {other for other, said in spoke.items() if said.fault}),
         difference=difference,
         all_off=all(said.master == "off" for said in spoke.values()),
     )
 
 
 def _digest(word: Word) -> str:
-    return hashlib.sha256(json.dumps(word.compared()).encode()).hexdigest()[:16]
+    return hashlib.sha256((json.dumps(word.compared()) + word.fault).encode()).hexdigest()[:16]
 
 
 def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Callable[[str], None]) -> list[int]:
@@ -151,10 +169,12 @@ def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Cal
 
 
 def _read(store: Any, key: str) -> Word | None:
-    """None for what another version of this package, or somebody else, may have left."""
+    """None for what another version of this package, or somebody else, may have left, or not left beside a digest."""
+    if not store.check([key]):  # `get` would wait for it
+        return None
     try:
         told = json.loads(store.get(key))
-        word = Word(**{name: told[name] for name in Word._fields})
+        word = Word(**{name: told[name] for name in Word._fields if name in told})
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return word if _sound(word) else None
@@ -162,7 +182,7 @@ def _read(store: Any, key: str) -> Word | None:
 
 def _sound(word: Word) -> bool:
     """Whether all of *word* is of the kind that ranks leave: it is shown to people, and kept in records."""
-    tables = (word.modes, word.states)
+    tables = (word.modes, word.states, word.reasons)
     if not all(isinstance(table, dict) and len(table) <= _MOST for table in tables):
         return False
     made_up: tuple[object, ...] = (word.engine, word.token)
@@ -171,6 +191,7 @@ def _sound(word: Word) -> bool:
         word.graphfix,
         word.vllm,
         word.master,
+        word.fault,
         *(text for table in tables for text in table.values()),
     ]
     return (
@@ -188,7 +209,7 @@ def _let_others_read(store: Any, stage: str, rank: int, heard: list[int]) -> Non
         store.set(f"{stage}/read/{rank}", b"")
         if rank == 0:
             store.wait([f"{stage}/read/{other}" for other in heard], timedelta(seconds=_LAST_READERS))
-    except RuntimeError:
+    except Exception:  # the difference is known, and whatever this is, it must not be lost
         return
 
 
@@ -223,16 +244,27 @@ def _told(
     silent_host: Callable[[int], str | None],
 ) -> str | None:
     sentences = []
-    for subject, values in _differing(spoke).items():
+    differing = _differing(spoke)
+    for subject, values in differing.items():
         said = "; ".join(f"{value!r} on {_with_hosts(ranks, spoke)}" for value, ranks in values.items())
         sentences.append(f"{subject} is {said}.")
+    whys: dict[str, dict[int, list[str]]] = {}
+    for rank, word in spoke.items():
+        for name in sorted(word.reasons.keys() & differing.keys()):
+            whys.setdefault(word.reasons[name], {}).setdefault(rank, []).append(name)
+    for why, names in whys.items():
+        told = ", ".join(dict.fromkeys(name for each in names.values() for name in each))
+        sentences.append(f"The reason on {_with_hosts(list(names), spoke)} for {told}: {why.rstrip('.')}.")
+    for fault in dict.fromkeys(word.fault for word in spoke.values() if word.fault):
+        ranks = [rank for rank, word in spoke.items() if word.fault == fault]
+        sentences.append(f"Which fixes are there cannot be told on {_with_hosts(ranks, spoke)}: {fault.rstrip('.')}.")
     if silent:
         where = {rank: silent_host(rank) or "a host that is not known here" for rank in silent}
         by_host = {host: [rank for rank in silent if where[rank] == host] for host in dict.fromkeys(where.values())}
         said = "; ".join(f"{_ranks(ranks)} on {host}" for host, ranks in by_host.items())
         sentences.append(
-            f"Without a word in {limit:.0f} s: {said}. There vllm-graphfix is not installed, or VLLM_PLUGINS keeps it out, or the "
-            "process hangs."
+            f"Without a word in {limit:.0f} s: {said}. There vllm-graphfix is not installed, or VLLM_PLUGINS keeps it out, or it failed "
+            "before it could say what (that process's log does), or the process hangs."
         )
     if foreign:
         sentences.append(f"Another version of vllm-graphfix spoke for {_ranks(foreign)}.")
@@ -274,6 +306,11 @@ def host_in(store: Any, rank: int, world_size: int) -> str | None:
     except Exception:
         return None
     return None
+
+
+def shown(text: str) -> str:
+    """On one line, and no longer than a word's texts may be."""
+    return printable(text)[:_LONGEST]
 
 
 def new_token() -> str:

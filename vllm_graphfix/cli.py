@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -32,6 +34,7 @@ app = typer.Typer(
 )
 
 EXIT_NOT_PROVEN = 1
+EXIT_NOT_PRINTED = 1
 EXIT_USAGE = 2
 EXIT_LEFT_UNDONE = 3
 EXIT_INTERRUPTED = 130
@@ -266,12 +269,24 @@ def fleet(
 
 
 def main() -> None:
+    if not os.environ.get("COLUMNS", "80").strip("0"):  # Rich would print nothing in a width of 0
+        del os.environ["COLUMNS"]
+    if sys.stdout is None:
+        _end_unprinted("standard output is closed")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(
                 errors="backslashreplace"
             )  # for a terminal that knows ASCII only, or a path that is no text
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:  # not of writing to a stream
+            raise
+        _end_unprinted(None if isinstance(error, BrokenPipeError) else str(error.strerror))
 
 
 def _named(name: str) -> Fix:
@@ -292,12 +307,26 @@ def _stop(message: str, code: int = EXIT_USAGE) -> NoReturn:
     raise typer.Exit(code)
 
 
+def _end_unprinted(why: str | None) -> NoReturn:
+    """Ends with *why* on standard error, if that is there; None: a reader that has gone wants to know nothing."""
+    if why is not None:
+        with suppress(OSError):
+            typer.echo(f"vllm-graphfix: the output cannot be written: {why}", err=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:  # Python would try again when it ends, and say so in a traceback of its own
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(EXIT_NOT_PRINTED)
+
+
 def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     # Rich honours NO_COLOR and terminals; a pipe has no width, and wrapping at 80 would cut tables for people with `| less`.
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else PIPE_WIDTH, soft_wrap=False)
+    return Console(stderr=stderr, width=None if stream and stream.isatty() else PIPE_WIDTH, soft_wrap=False)
 
 
 def _references(fix: Fix) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
+from typing import NamedTuple
 
 # Below "vllm", the one logger that vLLM gives a handler; anywhere else an INFO line is lost. Its format leaves
 # the logger's name out, so every message says whose it is.
@@ -25,12 +28,46 @@ class _Log:
         """With the traceback of the error that is being handled."""
         self._say(logging.ERROR, message, values, True)
 
-    @staticmethod
-    def _say(level: int, message: str, values: tuple[object, ...], exc_info: BaseException | bool | None) -> None:
+    def _say(self, level: int, message: str, values: tuple[object, ...], exc_info: BaseException | bool | None) -> None:
         try:  # noqa: SIM105 - to make a context manager is to call something that may fail
             _logger.log(level, message, *values, exc_info=exc_info, stacklevel=3)  # the caller's file and line
         except Exception:  # noqa: S110 - there is no other place to say it
             pass
+
+
+class _Line(NamedTuple):
+    level: int
+    message: str
+    values: tuple[object, ...]
+    error: BaseException | None
+
+
+class HeldLog(_Log):
+    """Keeps the lines of a thread until its `release`: a handler may wait for another thread, so nobody who holds a lock may call it."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def _lines(self) -> list[_Line]:
+        lines: list[_Line] = self._of_thread.__dict__.setdefault("lines", [])
+        return lines
+
+    def _say(self, level: int, message: str, values: tuple[object, ...], exc_info: BaseException | bool | None) -> None:
+        error = sys.exc_info()[1] if exc_info is True else exc_info or None
+        self._lines().append(_Line(level, message, values, error))
+
+    def release(self) -> None:
+        lines = self._lines()
+        while lines:
+            super()._say(*lines.pop(0))
+
+    def release_at_exit(self) -> None:
+        """Where the stream of a handler may be closed: logging itself would print a traceback."""
+        raising, logging.raiseExceptions = logging.raiseExceptions, False
+        try:
+            self.release()
+        finally:
+            logging.raiseExceptions = raising
 
 
 logger = _Log()

@@ -19,13 +19,15 @@ from vllm_graphfix import rollout, settings
 from vllm_graphfix.fix import Fix, State, Verdict
 from vllm_graphfix.log import logger
 from vllm_graphfix.process import FixState, Process, Wanted, when_imported
-from vllm_graphfix.role import Role, host_name, is_api_server_of, place, served_model
+from vllm_graphfix.role import Role, host_name, is_api_server_of, only_asks, place, served_model
 from vllm_graphfix.rollout import Decision
 from vllm_graphfix.telling import Telling
 
 STOPS = "vllm-graphfix stops this engine before it captures its CUDA graphs"
 """How every message begins that stops an engine."""
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+_TELL_WHY = (State.FAILED, State.CONFLICT, State.INCOMPATIBLE)
+"""States that nobody chose."""
 
 
 _configuring: ContextVar[bool] = ContextVar("graphfix_configuring", default=False)
@@ -90,9 +92,9 @@ class Membership:
             when_imported(runner, functools.partial(self._gate, "GPUModelRunner", "profile_cudagraph_memory"))
         when_imported("vllm.entrypoints.serve.instrumentator.metrics", self._watch_metrics)
         os.register_at_fork(after_in_child=self._forked)
-        if not {"-h", "--help"} & set(sys.argv):
+        if not only_asks():
             # For a process, such as an API server's, that imports no code of a fix.
-            atexit.register(self.process.sum_up)
+            atexit.register(self.process.end)
         if self.role in (Role.ENGINE_CORE, Role.WORKER):
             _guarded(self._telling.tell)
 
@@ -254,10 +256,13 @@ class Membership:
         problem = None
         try:
             self._captures_here = True
+            early = self._left
+            if stage == "compile_or_warm_up_model":
+                self._leave("warm-up")  # before anything else may fail: others wait for it
             config = getattr(subject, "vllm_config", None)
             # A worker knows its local rank, a runner its device.
             local_rank = getattr(subject, "local_rank", getattr(getattr(subject, "device", None), "index", None))
-            problem = self._compare(config, stage, local_rank)
+            problem = self._compare(config, stage, local_rank, early)
         except Exception:
             logger.exception("graphfix: could not compare the ranks of this engine")
         if problem is None:
@@ -333,13 +338,15 @@ class Membership:
         from vllm_graphfix import agreement
 
         rank, world_size = _world()
-        word = self._word()
-        if word is not None and world_size > 1:
+        word = self._word() if world_size > 1 else None
+        if word is not None:
             store = distributed_c10d.PrefixStore("vllm_graphfix", distributed_c10d._get_default_store())
             self._left = store, agreement.leave(store, stage, rank, word), word
 
-    def _compare(self, config: Any, stage: str, local_rank: int | None) -> str | None:
-        """Compares the ranks; what stops the engine, or None."""
+    def _compare(
+        self, config: Any, stage: str, local_rank: int | None, early: tuple[Any, str, Any] | None
+    ) -> str | None:
+        """Compares the ranks; what stops the engine, or None. *early* is what was left before profiling and not compared."""
         from vllm_graphfix import agreement
 
         parallel = config.parallel_config
@@ -355,11 +362,8 @@ class Membership:
             return None
         captures = config.compilation_config.cudagraph_mode.name != "NONE" and not config.model_config.enforce_eager
         stops = captures and self.decision is not None and self.decision.master is not settings.Master.OFF
-        early = self._left
-        if stage == "compile_or_warm_up_model":
-            self._leave("warm-up")  # for those who wait for it
-            if not stops and telling.agreement is not None:
-                return None
+        if stage == "compile_or_warm_up_model" and not stops and telling.agreement is not None:
+            return None
         # Between profiling and here hosts may go apart by minutes. Where a difference is a warning at most, nobody waits: what was said
         # before is there already.
         left = early if early is not None and not stops else self._left
@@ -388,18 +392,26 @@ class Membership:
             return None
         return (
             f"{STOPS}: {message} Give all its nodes the same vllm-graphfix, the "
-            f"same VLLM_GRAPHFIX variables and, with {settings.ROLLOUT}, the same {settings.ROLLOUT_KEY}; VLLM_GRAPHFIX=off on all of "
-            "them serves as stock vLLM does."
+            f"same VLLM_GRAPHFIX variables and, with {settings.ROLLOUT}, the same {settings.ROLLOUT_KEY}; where something failed, mend "
+            "that. VLLM_GRAPHFIX=off on all of them serves as stock vLLM does. Ranks that run different code could hang or answer wrongly, "
+            "and a fix that has acted by now cannot be taken back on the others."
         )
 
     def _word(self) -> Any:
-        from vllm_graphfix.agreement import Word, new_token
+        from vllm_graphfix.agreement import Word, new_token, shown
 
         decision = self.decision
         if decision is None:
             return None
+        states: dict[str, FixState] = {}
+        fault = ""
+        try:
+            states = self.process.states()
+        except Exception as error:
+            logger.exception("graphfix: could not tell the other ranks the states of the fixes")
+            fault = shown(f"{type(error).__name__}: {error}")
         return Word(
-            host=host_name(),
+            host=_or_else("an unknown host", host_name),
             pid=os.getpid(),
             engine=decision.engine,
             graphfix=decision.graphfix,
@@ -407,8 +419,10 @@ class Membership:
             canary=decision.canary,
             master=decision.master.value,
             modes={name: mode.value for name, mode in decision.modes.items()},
-            states={name: _compared(state).value for name, state in self.process.states().items()},
-            token=new_token(),
+            states={name: _compared(state).value for name, state in states.items()},
+            token=_or_else(decision.engine, new_token),
+            reasons={name: shown(state.reason) for name, state in states.items() if _compared(state) in _TELL_WHY},
+            fault=fault,
         )
 
     # -- names, metrics ------------------------------------------------------------------------------------------
@@ -448,6 +462,15 @@ def _compared(told: FixState) -> State:
         told.state is State.INCOMPATIBLE and told.diagnosis is not None and told.diagnosis.verdict is Verdict.AFFECTED
     )
     return State.WAITING if taken_back else told.state
+
+
+def _or_else(otherwise: str, make: Callable[[], str]) -> str:
+    """What *make* makes, or *otherwise*: nothing that ranks have to agree about."""
+    try:
+        return make()
+    except Exception:
+        logger.exception("graphfix: the other ranks are told %r", otherwise)
+        return otherwise
 
 
 def _world() -> tuple[int, int]:

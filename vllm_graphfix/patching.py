@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from vllm_graphfix.fix import Patch, Wrap
+
+Read = Callable[[str], "bytes | None"]
 
 
 class ConflictError(Exception):
@@ -95,12 +97,15 @@ _stock_of: weakref.WeakKeyDictionary[FunctionType, FunctionType] = weakref.WeakK
 """Our functions and what they wrap: `from target import name` may have carried one into another module."""
 
 
-def apply(fix: str, patches: Iterable[Patch]) -> list[Site]:
+def apply(fix: str, patches: Iterable[Patch], diagnosed: Read = lambda _: None) -> list[Site]:
     """Puts the layer of *fix* on every target, whose modules are imported, or on none.
+
+    *diagnosed* takes the name of a module, and returns the source that its code must be of, or None.
 
     Raises ConflictError, and AttributeError where a target is gone.
     """
-    sites = [(_site(patch), patch.wrap) for patch in patches]  # all are found and looked at before the first is touched
+    # All are found and looked at before the first is touched.
+    sites = [(_site(patch, diagnosed(patch.module)), patch.wrap) for patch in patches]
     try:
         for site, wrap in sites:
             site.set_layer(fix, wrap)
@@ -128,7 +133,7 @@ def take_back(fix: str, sites: Iterable[Site]) -> None:
         raise ConflictError(f"{patched} after the fix, whose layer is still below")
 
 
-def _site(patch: Patch) -> Site:
+def _site(patch: Patch, diagnosed: bytes | None) -> Site:
     *classes, attribute = patch.name.split(".")
     owner = _owner(patch.module, classes)
     _refuse_foreign_owner(owner, patch)
@@ -139,6 +144,7 @@ def _site(patch: Patch) -> Site:
     if known is not None and known.owner is owner and known.current() is known.installed and known.holds():
         return known
     stock = _stock_of.get(found, found) if type(found) is FunctionType else found
+    _refuse_another_text(sys.modules[patch.module], diagnosed)
     _refuse_foreign(owner, patch, stock)
     site = _sites[id(owner), attribute] = Site(patch, owner, stock)
     return site
@@ -168,6 +174,17 @@ def _refuse_foreign_owner(owner: Any, patch: Patch) -> None:
     ]
     if written_here and not any(written_here):
         raise ConflictError(f"{patch.module} was replaced by another module with its name")
+
+
+def _refuse_another_text(module: ModuleType, diagnosed: bytes | None) -> None:
+    """Bytecode of another source, or a file that was replaced since it was diagnosed."""
+    spec: Any = module.__spec__
+    if diagnosed is None or not hasattr(getattr(spec, "loader", None), "source_to_code"):
+        return
+    if spec.loader.get_code(spec.name) != spec.loader.source_to_code(diagnosed, spec.origin):
+        raise ConflictError(
+            f"{module.__name__} does not run the code that was diagnosed: {spec.origin} has changed, or its bytecode has"
+        )
 
 
 def _refuse_foreign(owner: Any, patch: Patch, function: Any) -> None:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import wrapt
 
 from vllm_graphfix import patching
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, Patch, State, Verdict
-from vllm_graphfix.log import logger
+from vllm_graphfix.log import HeldLog, logger
 from vllm_graphfix.settings import Master
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm_graphfix.source import Source
+
 _REVERTED = "taken back; graphs captured before keep what they recorded"
-
-
-class GraphfixError(RuntimeError):
-    """A fix that the user insists on is needed and is not applied; the engine must not start."""
 
 
 class FixState(NamedTuple):
@@ -98,7 +100,28 @@ class Process:
         self._reverted: set[str] = set()
         # Imports run in threads, and a hook may cause an import that runs a hook.
         self._lock = threading.RLock()
+        self._depth = 0
+        self._log = HeldLog()
+        self._read: dict[str, Path] = {}
+        """The files that diagnoses may have read, by module."""
+        self._texts: dict[str, bytes | None] = {}
+        """The source that was diagnosed, by module, of those to be patched."""
+        self._may_capture = False
         self._go_by(wanted)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other thread is in here; what is to be said is said when this one is out."""
+        try:
+            with self._lock:
+                self._depth += 1
+                try:
+                    yield
+                finally:
+                    self._depth -= 1
+        finally:
+            if not self._depth:
+                self._log.release()
 
     def _go_by(self, wanted: Wanted) -> None:
         self._wanted = wanted
@@ -112,7 +135,7 @@ class Process:
 
         Called again, for a later engine that this process starts, it takes back what that engine does not want. Never raises.
         """
-        with self._lock:
+        with self._alone():
             if self._started and wanted == self._wanted:
                 return
             for progress in self._progress.values():
@@ -141,7 +164,7 @@ class Process:
 
     def give_up(self, error: Exception) -> None:
         """Takes all fixes back: something went wrong that concerns them all."""
-        with self._lock:
+        with self._alone():
             for progress in self._progress.values():
                 if progress.engaged:
                     self._fail(progress, error)
@@ -151,7 +174,7 @@ class Process:
 
         Without *diagnose* nothing is read that was not read before: for a process that imports no code of a fix.
         """
-        with self._lock:
+        with self._alone():
             if diagnose:
                 self._diagnose()
             gone = []
@@ -164,8 +187,11 @@ class Process:
                     gone.append(progress)
                 elif applied and (error := progress.fix.fallback.reason) is not None:
                     progress.settle(State.FAILED, f"{error}; since then vLLM does as stock does wherever that happens")
+                    if not self._may_capture:  # an engine that serves keeps the layers that work for it
+                        gone.append(progress)
             for progress in gone:
-                self._warn(progress, "is no longer applied: remove the other patch, or switch this fix off")
+                if progress.state is State.CONFLICT:
+                    self._warn(progress, "is no longer applied: remove the other patch, or switch this fix off")
                 self._without(progress)
             return {name: self._told(progress) for name, progress in self._progress.items()}
 
@@ -180,7 +206,7 @@ class Process:
 
         Graphs captured before keep what they recorded. A fix that cannot be without it is taken back too.
         """
-        with self._lock:
+        with self._alone():
             progress = self._progress[name]
             self._take_back(progress, State.OFF, _REVERTED)
             if progress.state is State.OFF:
@@ -204,8 +230,16 @@ class Process:
 
                     source = source or open_source()
                     self._judge(progress, manifest.diagnose(progress.fix, source))
+                    self._remember(progress, source)
                 except Exception as error:
                     self._fail(progress, error)
+
+    def _remember(self, progress: _Progress, source: Source) -> None:
+        """What `_apply` has to find running: not the source itself, which holds syntax trees."""
+        if source.folder is not None:
+            self._read.update({_module(path): source.folder / path for path in progress.fix.reads})
+        for patch in progress.patches:
+            self._texts[patch.module] = source.read(f"{patch.module.replace('.', '/')}.py")
 
     def _judge(self, progress: _Progress, found: Diagnosis) -> None:
         progress.diagnosis = found
@@ -223,7 +257,7 @@ class Process:
     # -- application: everything below runs inside vLLM's imports and must not raise -------------------------------
 
     def _apply_to(self, module: str, _: ModuleType) -> None:
-        with self._lock:
+        with self._alone():
             try:
                 self._diagnose()
                 for progress in self._progress.values():
@@ -238,7 +272,8 @@ class Process:
 
     def _apply(self, progress: _Progress, patches: list[Patch]) -> None:
         try:
-            progress.sites += patching.apply(progress.fix.name, patches)
+            self._refuse_other_files(progress.fix)
+            progress.sites += patching.apply(progress.fix.name, patches, self._texts.get)
             for site in progress.sites:
                 if reason := site.lost():
                     raise patching.ConflictError(reason)
@@ -246,12 +281,19 @@ class Process:
             rest = f"; {', '.join(missing)} when it is imported" if missing else ""
             state, done = (State.OBSERVING, "counts at") if progress.observes else (State.ACTIVE, "applied to")
             progress.settle(state, f"{done} {', '.join(site.name for site in progress.sites)}{rest}")
-            logger.debug("graphfix: %s: %s, %s", progress.fix.name, state.value, progress.reason)
+            self._log.debug("graphfix: %s: %s, %s", progress.fix.name, state.value, progress.reason)
         except patching.ConflictError as error:
             self._take_back(progress, State.CONFLICT, str(error))
             self._warn(progress, "is not applied: remove the other patch, or switch this fix off")
         except Exception as error:
             self._fail(progress, error)
+
+    def _refuse_other_files(self, fix: Fix) -> None:
+        """Raises ConflictError where Python has a module that the diagnosis read from a file elsewhere."""
+        for module in map(_module, fix.reads):
+            origin = getattr(getattr(sys.modules.get(module), "__spec__", None), "origin", None)
+            if origin and module in self._read and not self._read[module].samefile(origin):
+                raise patching.ConflictError(f"{origin} runs in the place of {self._read[module]}, which was diagnosed")
 
     def _keep_together(self, progress: _Progress, module: str) -> None:
         """Takes a fix back that would trade its defect for another one without a companion that is not there."""
@@ -263,7 +305,7 @@ class Process:
             if other.state is State.NOT_NEEDED or (chosen and not self._affected_by(other)):
                 continue
             if chosen and together.may_be_off:
-                logger.warning(
+                self._log.warning(
                     "graphfix: %s without %s (%s): %s", progress.fix.name, together.name, other.reason, together.because
                 )
                 continue
@@ -301,7 +343,7 @@ class Process:
         progress.settle(state, reason)
 
     def _fail(self, progress: _Progress, error: Exception) -> None:
-        logger.debug("graphfix: %s failed", progress.fix.name, exc_info=error)
+        self._log.debug("graphfix: %s failed", progress.fix.name, exc_info=error)
         self._take_back(progress, State.FAILED, f"{type(error).__name__}: {error}")
         self._warn(progress, "is not applied; vLLM runs as it was")
 
@@ -313,16 +355,18 @@ class Process:
 
     def forked(self) -> None:
         """In a forked child: a thread that held the lock is not there."""
-        self._lock = threading.RLock()
+        self._lock, self._depth, self._log = threading.RLock(), 0, HeldLog()
 
     def left_undone(self, *, v2: bool | None) -> tuple[str, ...]:
         """The fixes that the user insists on, that this process needs and that are not applied, each with state and reason.
 
         *v2*: whether the engine is on model runner V2; None if that is not known.
         """
+        states = self.states().values()
+        self._may_capture = True
         return tuple(
             f"{state.name} is {state.state.value}: {state.reason}"
-            for state in self.states().values()
+            for state in states
             if self._wanted.loud(state.name) and self._left_undone(self._progress[state.name], v2)
         )
 
@@ -336,10 +380,19 @@ class Process:
         return progress.engaged and len(progress.sites) < imported
 
     def _warn(self, progress: _Progress, what: str) -> None:
-        logger.warning("graphfix: %s %s (%s: %s)", progress.fix.name, what, progress.state.value, progress.reason)
+        self._log.warning("graphfix: %s %s (%s: %s)", progress.fix.name, what, progress.state.value, progress.reason)
+
+    def end(self) -> None:
+        """At the exit of a process, which may have imported no code of a fix."""
+        self._sum_up()
+        self._log.release_at_exit()
 
     def sum_up(self) -> None:
         """One line a process, once it is known what will be done; what goes otherwise later is a warning of its own."""
+        with self._alone():
+            self._sum_up()
+
+    def _sum_up(self) -> None:
         if self._summed_up:
             return
         self._summed_up = True
@@ -350,8 +403,12 @@ class Process:
                 done = "observed" if progress.observes else "applied"
                 word = f"{done} where vLLM imports them" if self._diagnosed else "nothing imported that these concern"
             told.setdefault(word, []).append(progress.fix.name)
-            logger.debug("graphfix: %s: %s, %s", progress.fix.name, progress.state.value, progress.reason)
-        logger.info("graphfix: %s", "; ".join(f"{word}: {', '.join(names)}" for word, names in told.items()))
+            self._log.debug("graphfix: %s: %s, %s", progress.fix.name, progress.state.value, progress.reason)
+        self._log.info("graphfix: %s", "; ".join(f"{word}: {', '.join(names)}" for word, names in told.items()))
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:

@@ -729,12 +729,17 @@ class Reporter:
                 writer.join(timeout)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Removes the records at a clean end, in at most *timeout* seconds; one with a problem stays, to be seen."""
+        """Removes the records at a clean end, in at most *timeout* seconds; one with a problem stays, to be seen.
+
+        Python 3.12.0 to 3.12.2 starts no thread in an interpreter that shuts down: there the thread of `keep` does it, and without one they stay,
+        for `prune`.
+        """
         with self._lock:
             if self._ended.is_set():
                 return
-            self._ended.set()
             self._pending = {name: record for name, record in self._pending.items() if record.problem is not None}
+            self._writer = self._writer or self._keeper
+            self._ended.set()
         self._have_written()
         self.flush(timeout)
 
@@ -747,7 +752,11 @@ class Reporter:
             except Exception as error:
                 self._complain(f"{type(error).__name__}: {error}")
             if ended.wait(self._every):
+                break
+        with self._lock:
+            if self._writer is not threading.current_thread():
                 return
+        self._write()
 
     def _have_written(self) -> None:
         with self._lock:
@@ -757,10 +766,8 @@ class Reporter:
         try:
             self._writer.start()
         except RuntimeError as error:
-            if self._ended.is_set():  # from Python 3.12 on, an interpreter that is shutting down starts no thread
-                self._write()
-            else:
-                self._writer = None
+            self._writer = None
+            if not self._ended.is_set():  # at the end it is not written here: the disk may hang
                 self._complain(str(error))
 
     def _write(self) -> None:

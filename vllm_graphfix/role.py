@@ -43,12 +43,18 @@ def place() -> tuple[Role, Any]:
         name = frame.f_globals.get("__name__", "")
         if name == "__main__":  # run with -m, as the inspection is
             name = getattr(frame.f_globals.get("__spec__"), "name", "")
+        name = str(name)  # somebody's exec may be given anything
         if name == "vllm.engine.arg_utils":
             break
         if name in _PLACES:
             return _PLACES[name], frame.f_locals.get("vllm_config")
         frame = frame.f_back
     return Role.FRONT_END, None
+
+
+def only_asks() -> bool:
+    """Whether this process prints its help and ends."""
+    return any(word in ("-h", "--help") for word in getattr(sys, "argv", ()))  # an embedded Python may have none
 
 
 def served_model(config: Any) -> str | None:

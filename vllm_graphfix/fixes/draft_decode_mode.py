@@ -40,6 +40,14 @@ else:
     cudagraph_mode = CUDAGraphMode.NONE
 """
 """Upstream's correction."""
+_USES = {
+    "get_cudagraph_runtime_mode": (
+        "cudagraph_mode = self.cudagraph_mode",
+        "cudagraph_size = self.get_cudagraph_size(num_tokens)",
+    ),
+    "get_cudagraph_size": ("return self.cudagraph_sizes.get(num_tokens)",),
+    "capture": ("if self.cudagraph_mode == CUDAGraphMode.NONE: return",),
+}
 _DRAFT = "EagleSpeculator.generate_draft"
 _DRAFT_PARAMETERS = (
     "self, num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode"
@@ -150,30 +158,19 @@ def _mode_for_decodes(init: Function, manager: str) -> Any:
 
 def _zero_filled(kernel: Function) -> bool:
     """Whether the last program of a launch, or each, zeroes the indices from the batch's end to the buffer's."""
-    stored = kernel.find("tl.store(last_token_indices_ptr + block, 0, mask=mask)")
-    loops = [loop for loop in kernel.loops_over("range(num_reqs, max_num_reqs, BLOCK_SIZE)") if len(stored) == 1]
-    for loop in loops:
-        lines = kernel.find("block = i + tl.arange(0, BLOCK_SIZE)"), kernel.find("mask = block < max_num_reqs")
-        here = [[line for line in found if any(line is own for own in loop.body)] for found in lines]
-        if [len(found) for found in here] == [1, 1] and kernel.in_one_block(here[0][0], here[1][0], stored[0]):
+    stored = kernel.only("tl.store(last_token_indices_ptr + block, 0, mask=mask)")
+    lines = kernel.find("block = i + tl.arange(0, BLOCK_SIZE)") + kernel.find("mask = block < max_num_reqs")
+    for loop in kernel.loops_over("range(num_reqs, max_num_reqs, BLOCK_SIZE)"):
+        here = [line for line in lines if line in loop.body]
+        if stored and len(here) == 2 and kernel.in_one_block(*here, stored):
             return True
     return False
 
 
 def _uses_as_known(source: Source) -> bool:
     """Whether 0.17.x's manager goes by the attributes that the patch sets, and by no copies of them."""
-    method = functools.partial(source.function, _MANAGER)
-    mode, size = method(f"{_CLASS}.get_cudagraph_runtime_mode"), method(f"{_CLASS}.get_cudagraph_size")
-    capture = method(f"{_CLASS}.capture")
-    return (
-        mode is not None
-        and size is not None
-        and capture is not None
-        and bool(mode.find("cudagraph_mode = self.cudagraph_mode"))
-        and bool(mode.find("cudagraph_size = self.get_cudagraph_size(num_tokens)"))
-        and bool(size.find("return self.cudagraph_sizes.get(num_tokens)"))
-        and bool(capture.find("if self.cudagraph_mode == CUDAGraphMode.NONE: return"))
-    )
+    methods = {name: source.function(_MANAGER, f"{_CLASS}.{name}") for name in _USES}
+    return all(method and all(map(method.find, _USES[name])) for name, method in methods.items())
 
 
 def _drafts_as_known(source: Source, path: str) -> bool:

@@ -1,0 +1,61 @@
+"""A module is patched only if it runs the source that was diagnosed: overlays, bytecode of another source, files exchanged while vLLM starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from edited import edited
+from stock import release_root, run_in_release
+from test_engagement import LOAD, REPORT
+from test_failures import FLASHMLA, states_of
+
+FIND = """
+import importlib.util, pathlib, py_compile, sys, tempfile
+import vllm.v1.attention.backends.mla as package
+stock = pathlib.Path(package.__path__[0], "flashmla.py")
+text = stock.read_text()
+there = pathlib.Path(tempfile.mkdtemp())
+"""
+IMPORT = "import vllm.v1.attention.backends.mla.flashmla\n"
+OTHERWISE = {
+    "an overlay that is another text": (
+        FIND + "(there / 'flashmla.py').write_text(text + '\\nTHEIRS = 1\\n')\npackage.__path__.insert(0, str(there))\n" + LOAD,
+        "runs in the place of",
+    ),
+    "an overlay that is the same text": (
+        FIND + "(there / 'flashmla.py').write_text(text)\npackage.__path__.insert(0, str(there))\n" + LOAD,
+        "runs in the place of",
+    ),
+    "bytecode of another source": (
+        FIND
+        + "sys.pycache_prefix = str(there)\n(there / 'theirs.py').write_text(text + '\\nTHEIRS = 1\\n')\n"
+        + "py_compile.compile(str(there / 'theirs.py'), importlib.util.cache_from_source(str(stock)), str(stock),"
+        + " invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)\n"
+        + LOAD,
+        "does not run the code that was diagnosed",
+    ),
+    "a file that is exchanged between the diagnosis and the import": (
+        LOAD
+        + "import vllm.v1.worker.gpu.cudagraph_utils\n"
+        + FIND
+        + "stock.write_text(text + '\\nTHEIRS = 1\\n')\n",
+        "does not run the code that was diagnosed",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", OTHERWISE)
+def test_what_does_not_run_what_was_diagnosed_is_not_touched(tmp_path: Path, how: str) -> None:
+    before, reason = OTHERWISE[how]
+    root = edited(release_root("0.18.1"), tmp_path / "site", {FLASHMLA: lambda text: text + "\n"}, anonymous=False)
+    found = states_of(run_in_release(root, before + IMPORT + REPORT).stdout)
+    for name in ("flashmla-fp8", "flashmla-padding"):
+        assert found[name][1] == "conflict"
+        assert reason in found[name][2]
+
+
+def test_bytecode_of_the_same_source_wherever_it_is_kept_is_what_was_diagnosed() -> None:
+    code = FIND + "sys.pycache_prefix = str(there)\npy_compile.compile(str(stock))\n" + LOAD + IMPORT + REPORT
+    found = states_of(run_in_release("0.18.1", code).stdout)
+    assert (found["flashmla-fp8"][1], found["flashmla-padding"][1]) == ("active", "active")
