@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from test_observe import SHAPES, Hostile
 from test_observe import STOCK as OBSERVED
 
 from vllm_graphfix.fix import Patch
-from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.fixes import BY_NAME, FIXES, draft_decode_mode
 
 
 def _init(self: Any, vllm_config: Any, device: Any) -> Any:
@@ -56,3 +58,77 @@ def test_a_layer_that_fails_lets_vllm_do_as_stock_does(name: str, patch: Patch, 
     if patch.name in TELLS:
         assert str(fix.fallback.reason).startswith(("AttributeError: ", "RuntimeError: ", "TypeError: "))
     fix.fallback.reason = None
+
+
+class Mode(enum.Enum):
+    """Stands in for `CUDAGraphMode`."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_DECODE_ONLY = 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept", "tokens"),
+    [
+        (Mode.FULL, True, None),
+        (Mode.PIECEWISE, False, 4),
+        (Mode.NONE, False, 3),
+        (Mode.FULL_DECODE_ONLY, False, 3),
+    ],
+)
+def test_draft_decodes_are_counted_by_what_stock_would_have_run(mode: Mode, kept: bool, tokens: int | None) -> None:
+    def stock(self: Any) -> None:
+        self.cudagraph_mode, self.cudagraph_sizes, self.pool = mode, {3: 4}, "a pool"
+
+    (patch,) = (p for p in BY_NAME["draft-decode-mode"].patches("one-manager") if p.name.endswith("__init__"))
+    manager = SimpleNamespace()
+    patch.wrap(stock)(manager)
+    found = (manager.cudagraph_mode, manager.cudagraph_sizes, manager.pool)
+    assert found == ((mode, {3: 4}, "a pool") if kept else (Mode.NONE, {}, None))
+    stock_tokens = getattr(manager, "graphfix_stock_tokens", None)
+    assert (stock_tokens and stock_tokens(3)) == tokens
+
+
+@pytest.mark.parametrize(("mode", "tokens"), [(Mode.PIECEWISE, 8), (Mode.FULL, 3), (Mode.NONE, 3)])
+def test_draft_decodes_are_counted_by_the_dispatch_of_stocks_manager(mode: Mode, tokens: int) -> None:
+    asked = []
+
+    def dispatch(*arguments: int) -> Any:
+        asked.append(arguments)
+        return SimpleNamespace(num_tokens=8, cg_mode=mode)
+
+    stock, replacement = SimpleNamespace(dispatch=dispatch), SimpleNamespace(_graphs_captured=True)
+    assert draft_decode_mode._tokens_by(stock, replacement)(3) == tokens
+    assert asked == [(3, 3, 1)]  # so many requests and tokens, one token of each
+    assert stock._graphs_captured is True
+
+
+@pytest.mark.parametrize(("tokens", "counted"), [(3, 0), (4, 1)])
+def test_draft_decodes_are_counted_where_the_fix_is_active_too(tokens: int, counted: int) -> None:
+    (patch,) = BY_NAME["draft-decode-mode"].observers("one-manager")
+    manager = SimpleNamespace(graphfix_stock_tokens=lambda _: tokens)
+    before = draft_decode_mode.DECODE_PADDED_IN_PIECEWISE.count
+    patch.wrap(STOCK[patch.name])(SimpleNamespace(cudagraph_manager=manager), 3, 8, {}, None, None, Mode.NONE)
+    assert draft_decode_mode.DECODE_PADDED_IN_PIECEWISE.count - before == counted
+
+
+@pytest.mark.parametrize(("given", "counted"), [((None, None, Mode.PIECEWISE), 1), ((Mode.PIECEWISE, Mode.PIECEWISE, Mode.FULL), 0)])  # fmt: skip
+def test_draft_decodes_are_counted_by_the_third_argument_where_it_has_no_name(
+    given: tuple[Any, ...], counted: int
+) -> None:
+    (patch,) = BY_NAME["draft-decode-mode"].observers("one-manager")
+    before = draft_decode_mode.DECODE_PADDED_IN_PIECEWISE.count
+    patch.wrap(STOCK[patch.name])(SimpleNamespace(cudagraph_manager=object()), 3, 8, {}, *given)
+    assert draft_decode_mode.DECODE_PADDED_IN_PIECEWISE.count - before == counted
+
+
+def test_old_indices_begin_with_none() -> None:
+    indices, count = draft_decode_mode._OldIndices(), draft_decode_mode.PREFILL_WITH_OLD_INDICES.count
+    indices.look(SimpleNamespace(num_reqs=0))  # belongs to nobody
+    speculator = type("Speculator", (), {"prefill_cudagraph_manager": SimpleNamespace(graphs={1: 1})})()
+    indices.belong_to(speculator)
+    for num_reqs, counted in ((0, 0), (2, 0), (1, 1), (2, 1), (0, 2)):
+        indices.look(SimpleNamespace(num_reqs=num_reqs))
+        assert draft_decode_mode.PREFILL_WITH_OLD_INDICES.count - count == counted

@@ -203,7 +203,10 @@ CASES: dict[tuple[str, str, str], dict[str, Change]] = {
         "no method for the size": swap("def get_cudagraph_size", "def size"),
         "no method that captures": swap(r"def capture\(", "def captures("),
     },
-    ("draft-decode-mode", "0.17.1", EAGLE): {"drafts with another parameter": swap(r"(def generate_draft\(\n *self,\n)", r"\1        more,\n")},
+    ("draft-decode-mode", "0.17.1", EAGLE): {
+        "drafts with another parameter": swap(r"(def generate_draft\(\n *self,\n)", r"\1        more,\n"),
+        "drafts with another parameter, last in the alphabet": swap(r"(def generate_draft\(\n *self,\n)", r"\1        zeros,\n"),
+    },
     ("draft-decode-mode", "0.20.0", EAGLE): {
         "indices written elsewhere": swap(r"tl\.store\(last_token_indices_ptr \+ req_idx, .*\)", "write(last_token_index)"),
         "no pool that is shared, and no mode": both(
@@ -312,6 +315,29 @@ ELSE = [
     ("mamba-padding", "0.21.0", MAMBA, cut(r"^ *treat_short_extends_as_decodes=False,\n"), Verdict.FIXED),
     ("flashmla-padding", "0.18.1", RUNNER, before(PADDED, "NULL_BLOCK_ID"), Verdict.AFFECTED),
 ]
+NO_MODE = swap(r"cudagraph_mode = CUDAGraphMode\.(FULL_DECODE_ONLY|NONE)\b", "pass")
+NO_ZEROS = cut(STORE)
+
+
+@pytest.mark.parametrize(
+    ("change", "shape", "reason", "place"),
+    [
+        (NO_MODE, "two-managers-mode", "draft decodes get the configured mode, PIECEWISE included", "def init_cudagraph_manager"),
+        (NO_ZEROS, "two-managers-indices", "last_token_indices keep old values beyond the batch", "def _prepare_eagle_inputs_kernel"),
+        (both(NO_MODE, NO_ZEROS), "two-managers-mode-indices",
+         ("draft decodes get the configured mode, PIECEWISE included; last_token_indices keep old values beyond the batch"),
+         "def init_cudagraph_manager"),
+    ],
+    ids=["mode", "indices", "both"],
+)  # fmt: skip
+def test_what_is_missing_of_draft_decode_mode_is_said_with_its_place(
+    change: Change, shape: str, reason: str, place: str
+) -> None:
+    found = judged("draft-decode-mode", "0.20.0", EAGLE, change)
+    assert (found.verdict, found.shape, found.reason) == (Verdict.AFFECTED, shape, reason)
+    assert found.where is not None
+    line = int(found.where.rpartition(":")[2])
+    assert place in change((release_root("0.20.0") / EAGLE).read_text()).splitlines()[line - 1]
 
 
 @pytest.mark.parametrize(("name", "path", "function"), [
