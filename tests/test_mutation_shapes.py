@@ -194,6 +194,7 @@ CASES: dict[tuple[str, str, str], dict[str, Change]] = {
     ("draft-decode-mode", "0.16.0", CUDAGRAPHS): {"no mode": swap(r"if not cudagraph_mode\.has_full", "if cudagraph_mode.has_no")},
     ("draft-decode-mode", "0.17.1", EAGLE_CUDAGRAPHS): {
         "the mode taken twice": twice(r"self\.cudagraph_mode = self\.compilation_config\.cudagraph_mode\.decode_mode\(\)"),
+        "another class": swap("class EagleCudaGraphManager", "class Manager"),
         "the mode taken otherwise": swap(r"cudagraph_mode\.decode_mode\(\)", "cudagraph_mode.mixed_mode()"),
         "the mode of a copy": swap(r"(?<!self\.)cudagraph_mode = self\.cudagraph_mode\b", "cudagraph_mode = self.mode"),
         "the size from elsewhere": swap(r"self\.get_cudagraph_size\(num_tokens\)", "self.size(num_tokens)"),
@@ -328,7 +329,7 @@ NO_ZEROS = cut(STORE)
          ("draft decodes get the configured mode, PIECEWISE included; last_token_indices keep old values beyond the batch"),
          "def init_cudagraph_manager"),
     ],
-    ids=["mode", "indices", "both"],
+    ids=["draft-decode-mode-mode", "draft-decode-mode-indices", "draft-decode-mode-both"],
 )  # fmt: skip
 def test_what_is_missing_of_draft_decode_mode_is_said_with_its_place(
     change: Change, shape: str, reason: str, place: str
