@@ -13,6 +13,7 @@ from stock import ALL_RELEASES, release_root
 # The same examples everywhere and each time. `make test-all` runs "whole" (--hypothesis-profile).
 settings.register_profile(
     "sample",
+    max_examples=60,
     derandomize=True,
     database=None,
     deadline=None,

@@ -283,7 +283,7 @@ def test_a_broken_install_stops_only_who_insists_on_a_fix(env: dict[str, str], s
     assert (run_in_release("0.18.1", BROKEN, env, check=False).returncode != 0) == stops
 
 
-@pytest.mark.parametrize("arguments", ["del sys.argv", "sys.argv = [[], {}]"])
+@pytest.mark.parametrize("arguments", ["del sys.argv", pytest.param("sys.argv = [[], {}]", marks=pytest.mark.slow)])
 def test_fixes_do_not_depend_on_the_arguments_of_the_process(arguments: str) -> None:
     code = f"import sys\n{arguments}\nexec('register()', {{'__name__': [], 'register': __import__('vllm_graphfix').register}})\n"
     found = states_of(run_in_release("0.18.1", code + imports("0.18.1") + REPORT).stdout)
@@ -336,7 +336,7 @@ def test_a_companion_that_fails_before_a_capture_takes_its_partner_with_it_and_n
     assert (after["flashmla-padding"][1], after["flashmla-fp8"][1]) == ("failed", "active")
 
 
-@pytest.mark.parametrize("closed", ["sys.stdout.close()", "sys.stderr.close()"])
+@pytest.mark.parametrize("closed", ["sys.stdout.close()", pytest.param("sys.stderr.close()", marks=pytest.mark.slow)])
 def test_a_process_that_ends_with_a_closed_stream_says_nothing_of_it(closed: str) -> None:
     code = f"{LOAD}\nimport sys\n{closed}\n"
     done = run_in_release("0.18.1", code, {"VLLM_LOGGING_LEVEL": "INFO"})

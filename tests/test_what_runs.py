@@ -45,7 +45,9 @@ OTHERWISE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", OTHERWISE)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.slow] if "same" in how else []) for how in OTHERWISE]
+)
 def test_what_does_not_run_what_was_diagnosed_is_not_touched(tmp_path: Path, how: str) -> None:
     before, reason = OTHERWISE[how]
     root = edited(release_root("0.18.1"), tmp_path / "site", {FLASHMLA: lambda text: text + "\n"}, anonymous=False)
@@ -55,6 +57,7 @@ def test_what_does_not_run_what_was_diagnosed_is_not_touched(tmp_path: Path, how
         assert reason in found[name][2]
 
 
+@pytest.mark.slow
 def test_bytecode_of_the_same_source_wherever_it_is_kept_is_what_was_diagnosed() -> None:
     code = FIND + "sys.pycache_prefix = str(there)\npy_compile.compile(str(stock))\n" + LOAD + IMPORT + REPORT
     found = states_of(run_in_release("0.18.1", code).stdout)
