@@ -109,6 +109,8 @@ WITHOUT_BUFFERS: dict[str, Change] = {
     "a use of the tiles": before(PLANNED, "self.cg_buf_tile_scheduler_metadata"),
     "a use of the splits": before(PLANNED, "self.cg_buf_num_splits"),
     "another function": swap(r"def _build_decode\(", "def _build_decodes("),
+    "no branch for fp8": swap(r"if self\.is_fp8_kvcache\b", "if self.fp8"),
+    "fp8 the other way round": swap(r"if self\.is_fp8_kvcache\b", "if not self.is_fp8_kvcache"),
 }
 WITH_BUFFERS: dict[str, Change] = {
     "kept twice": twice(KEPT),
@@ -250,6 +252,9 @@ CASES: dict[tuple[str, str, str], dict[str, Change]] = {
         "a parameter of another name": swap(r"(def _compute_common_metadata\(\n *self,\n *)common_attn_metadata:", r"\1attn_metadata:"),
         "another function": swap(r"def _compute_common_metadata\(", "def _compute_metadata("),
         "not split": swap(r"split_decodes_and_prefills\(\n", "self.split(\n"),
+        "not split by phase, which is named elsewhere": both(
+            cut(r"^ *treat_short_extends_as_decodes=False,\n"), swap(r"^import torch\n", "import torch\n\ntreat_short_extends_as_decodes = 1\n")
+        ),
         "split twice by phase": before(
             r"num_decodes, num_prefills",
             "split_decodes_and_prefills(common_attn_metadata, decode_threshold=1, treat_short_extends_as_decodes=False)",

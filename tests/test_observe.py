@@ -466,8 +466,8 @@ def test_nothing_is_read_from_the_device_to_see_padded_rows() -> None:
 
 @pytest.mark.parametrize(
     ("plan", "splits", "counted"),
-    [(8, 16, 0), (9, 16, 1), (8, 17, 1)],
-    ids=["inside", "tiles outside", "splits outside"],
+    [(8, 16, 0), (9, 16, 1), (7, 16, 1), (8, 17, 1), (8, 15, 1)],
+    ids=["inside", "tiles above", "tiles below", "splits above", "splits below"],
 )
 def test_plans_are_told_by_their_addresses(plan: int, splits: int, counted: int) -> None:
     (patch,) = BY_NAME["flashmla-fp8"].observers("new-plan")
