@@ -109,7 +109,7 @@ WITHOUT_BUFFERS: dict[str, Change] = {
     "a use of the tiles": before(PLANNED, "self.cg_buf_tile_scheduler_metadata"),
     "a use of the splits": before(PLANNED, "self.cg_buf_num_splits"),
     "another function": swap(r"def _build_decode\(", "def _build_decodes("),
-    "no branch for fp8": swap(r"if self\.is_fp8_kvcache\b", "if self.fp8"),
+    "no branch for fp8": swap(r"self\.is_fp8_kvcache\b(?! =)", "self.fp8"),
     "fp8 the other way round": swap(r"if self\.is_fp8_kvcache\b", "if not self.is_fp8_kvcache"),
 }
 WITH_BUFFERS: dict[str, Change] = {
