@@ -394,3 +394,34 @@ def test_a_patch_on_one_target_keeps_no_layer_on_the_others(target: Any) -> None
     ):
         patching.take_back("one", sites)
     assert target.helper(1) == 1
+
+
+@pytest.mark.parametrize(("diagnosed", "applied"), [("as it is", True), ("another", False), (None, True)])
+def test_only_a_module_of_the_source_that_was_diagnosed_is_patched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, diagnosed: str | None, applied: bool
+) -> None:
+    text = _TARGET_SOURCE.encode()
+    file = tmp_path / "vllm_standin_on_disk.py"
+    file.write_bytes(text)
+    spec = importlib.util.spec_from_file_location("vllm.standin_on_disk", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "vllm.standin_on_disk", module)
+    spec.loader.exec_module(module)
+
+    def wrap(stock: StockFunction) -> Any:
+        @functools.wraps(stock)
+        def layer(*args: Any) -> Any:
+            return stock(*args)
+
+        return layer
+
+    patch = Patch("vllm.standin_on_disk", "Manager.capture", wrap)
+    said = {"as it is": text, "another": text + b"\nMORE = 1\n", None: None}[diagnosed]
+    if applied:
+        assert patching.apply("one", [patch], lambda _: said)
+    else:
+        with pytest.raises(patching.ConflictError, match="does not run the code that was diagnosed"):
+            patching.apply("one", [patch], lambda _: said)
+        assert module.Manager.capture.__code__.co_filename == str(file)
