@@ -922,14 +922,14 @@ def _forwarding(draft: Draft) -> Iterator[tuple[str, Edit]]:
         draft.node = function(f"_unused_{draft.node.name.strip('_')}", [], [ast.Pass()])
 
     def twice(draft: Draft) -> None:
-        """An older definition above it."""
+        """An older definition above it, which is not to be called: it raises."""
         older = copy.deepcopy(draft.node)
         older.body = code("raise NotImplementedError")
         older.decorator_list = []
         draft.beside.append(older)
 
     def twice_reversed(draft: Draft) -> None:
-        """The one that counts is below, and other."""
+        """The one that counts is below, and other: it raises, so such a vLLM is broken, whatever is said of it."""
         later = copy.deepcopy(draft.node)
         later.body = code("raise NotImplementedError")
         later.decorator_list = []

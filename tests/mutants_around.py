@@ -64,7 +64,7 @@ def around(
     elsewhere = path.replace(".py", "_impl.py")
     module = elsewhere.removesuffix(".py").replace("/", ".")
     names = [name for child in tree.body for name in _defined(child)]
-    imports = f"from {module} import (  # noqa\n" + "".join(f"    {name},\n" for name in names) + ")\n"
+    imports = f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")\n"
     yield mutant("its module moved, names imported", lambda _: imports, moved=((elsewhere, text),))
     yield mutant(
         "its module moved, * imported", lambda _: f"from {module} import *\n{imports}", moved=((elsewhere, text),)

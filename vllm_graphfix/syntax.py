@@ -70,7 +70,9 @@ class Function(NamedTuple):
     def gives(self, call: str, keyword: str) -> bool:
         """Whether the only *call*, ``f(...)``, has the argument *keyword*, ``name=value``."""
         given = getattr(self.only(call), "keywords", [])
-        return any(_matches(each, ast.parse(f"f({keyword})", mode="eval").body.keywords[0]) for each in given)  # type: ignore[attr-defined]
+        return any(
+            _matches(each, wanted) for each in given for wanted in getattr(_pattern(f"f({keyword})"), "keywords", [])
+        )
 
     def mentions(self, **times: int) -> bool:
         """Whether these variables are read or assigned so many times: another time says that there is more to it than what was found."""
