@@ -82,7 +82,7 @@ SUITES = {
     ),
     "patching.py": Suite((("tests/test_patching.py",),)),
     "source.py": Suite((("tests/test_source.py",), ("tests/test_diagnosis.py", "-k", "structure_alone and (0.18.1 or 0.33.0) or deeper"))),
-    "syntax.py": Suite((("tests/test_source.py",), ("tests/test_mutation_shapes.py",), ("tests/test_diagnosis.py", "-k", "structure_alone and (0.18.1 or 0.33.0) or deeper"))),
+    "syntax.py": Suite((("tests/test_syntax.py",), ("tests/test_source.py",), ("tests/test_mutation_shapes.py",), ("tests/test_diagnosis.py", "-k", "structure_alone and (0.18.1 or 0.33.0) or deeper"))),
     "fixes/mamba_padding.py": _of_fix("mamba-padding", "0.21.0", units="marks_on_the_device"),
     "fixes/flashmla_padding.py": _of_fix("flashmla-padding", "0.19.1", units="nothing_is_read"),
     "fixes/flashmla_fp8.py": _of_fix("flashmla-fp8", "0.18.1", units="plans_are_told"),
