@@ -138,6 +138,20 @@ def test_a_name_carried_into_another_module_before_or_after_is_wrapped_once(targ
     del sys.modules[name]
 
 
+def test_a_copy_of_our_function_in_a_module_that_was_not_patched_is_dropped_and_a_patched_one_stays(
+    target: Any,
+) -> None:
+    stock = target.helper
+    patches = [Patch(TARGET, "helper", adding(1)), Patch(IMPORTER, "helper", adding(1))]
+    sites = patching.apply("one", patches[:1])
+    copied = _module(IMPORTER, f"from {TARGET} import helper")
+    patching.drop_copies(patches)
+    assert (target.helper(1), copied.helper(1)) == (2, 1)
+    patching.take_back("one", sites)
+    patching.drop_copies([*patches, Patch("vllm.not_imported", "helper", adding(1)), capture(1)])
+    assert target.helper is copied.helper is stock
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(["one", "two", "three"])))
 def test_layers_of_several_fixes_come_off_in_any_order(target: Any, order: tuple[str, ...]) -> None:
     stock = target.Manager.capture

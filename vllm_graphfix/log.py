@@ -54,12 +54,18 @@ class HeldLog(_Log):
 
     def _say(self, level: int, message: str, values: tuple[object, ...], exc_info: BaseException | bool | None) -> None:
         error = sys.exc_info()[1] if exc_info is True else exc_info or None
-        self._lines().append(_Line(level, message, values, error))
+        try:  # noqa: SIM105 - as above
+            self._lines().append(_Line(level, message, values, error))
+        except Exception:  # noqa: S110 - what is only told must not take a fix away
+            pass
 
     def release(self) -> None:
-        lines = self._lines()
-        while lines:
-            super()._say(*lines.pop(0))
+        try:
+            lines = self._lines()
+            while lines:
+                super()._say(*lines.pop(0))
+        except Exception:  # noqa: S110 - the same
+            pass
 
     def release_at_exit(self) -> None:
         """Where the stream of a handler may be closed: logging itself would print a traceback."""

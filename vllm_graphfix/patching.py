@@ -133,6 +133,20 @@ def take_back(fix: str, sites: Iterable[Site]) -> None:
         raise ConflictError(f"{patched} after the fix, whose layer is still below")
 
 
+def drop_copies(patches: Iterable[Patch]) -> None:
+    """Puts stock functions back where `from … import` has carried ours to, and where these patches would have gone.
+
+    A fix that fails on the importing module is taken back from where it is, and has no site there.
+    """
+    for patch in patches:
+        found = vars(sys.modules.get(patch.module, object)).get(patch.name)
+        if type(found) is not FunctionType or (stock := _stock_of.get(found)) is None:
+            continue
+        site = _sites.get((id(sys.modules[patch.module]), patch.name))
+        if site is None or found is not site.installed:
+            setattr(sys.modules[patch.module], patch.name, stock)
+
+
 def _site(patch: Patch, diagnosed: bytes | None) -> Site:
     *classes, attribute = patch.name.split(".")
     owner = _owner(patch.module, classes)

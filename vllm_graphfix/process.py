@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import wrapt
 
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vllm_graphfix.source import Source
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _REVERTED = "taken back; graphs captured before keep what they recorded"
 
@@ -89,6 +91,28 @@ class _Progress:
         return self.engaged and not self.observes
 
 
+def _alone(method: Callable[Concatenate[Process, P], T]) -> Callable[Concatenate[Process, P], T]:
+    """No other thread is in such a method; what is to be said is said when this one is out.
+
+    The lock is taken by a statement alone: a context manager in Python may fail between having it and giving it back.
+    """
+
+    @functools.wraps(method)
+    def alone(self: Process, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            with self._lock:
+                self._depth += 1
+                try:
+                    return method(self, *args, **kwargs)
+                finally:
+                    self._depth -= 1
+        finally:
+            if not self._depth:
+                self._log.release()
+
+    return alone
+
+
 class Process:
     """All fixes in one process."""
 
@@ -109,20 +133,6 @@ class Process:
         self._may_capture = False
         self._go_by(wanted)
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other thread is in here; what is to be said is said when this one is out."""
-        try:
-            with self._lock:
-                self._depth += 1
-                try:
-                    yield
-                finally:
-                    self._depth -= 1
-        finally:
-            if not self._depth:
-                self._log.release()
-
     def _go_by(self, wanted: Wanted) -> None:
         self._wanted = wanted
         self._progress = {fix.name: _Progress(fix, wanted) for fix in self._fixes}
@@ -130,20 +140,26 @@ class Process:
             self._progress[name].settle(State.OFF, _REVERTED)
         self._diagnosed = False
 
+    @_alone
+    def _begin(self, wanted: Wanted) -> list[_Progress] | None:
+        """The fixes that are to be hooked; None if nothing has changed."""
+        if self._started and wanted == self._wanted:
+            return None
+        for progress in self._progress.values():
+            if progress.sites:
+                self._take_back(progress, State.OFF, "taken back for another engine")
+        self._started = True
+        self._go_by(wanted)
+        return [progress for progress in self._progress.values() if progress.engaged]
+
     def start(self, wanted: Wanted) -> None:
         """Hooks the imports of what may have to be patched; what is imported already is patched now.
 
         Called again, for a later engine that this process starts, it takes back what that engine does not want. Never raises.
         """
-        with self._alone():
-            if self._started and wanted == self._wanted:
-                return
-            for progress in self._progress.values():
-                if progress.sites:
-                    self._take_back(progress, State.OFF, "taken back for another engine")
-            self._started = True
-            self._go_by(wanted)
-            engaged = [progress for progress in self._progress.values() if progress.engaged]
+        engaged = self._begin(wanted)
+        if engaged is None:
+            return
         # From here on without the lock: to hook a module that another thread is importing is to wait for that thread.
         modules = [module for progress in engaged for module in progress.fix.modules]
         # A companion's module matters even where the companion itself is switched off.
@@ -162,38 +178,38 @@ class Process:
         if not engaged:
             self.sum_up()
 
+    @_alone
     def give_up(self, error: Exception) -> None:
         """Takes all fixes back: something went wrong that concerns them all."""
-        with self._alone():
-            for progress in self._progress.values():
-                if progress.engaged:
-                    self._fail(progress, error)
+        for progress in self._progress.values():
+            if progress.engaged:
+                self._fail(progress, error)
 
+    @_alone
     def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
         """Every fix, by name, in the order of application; targets are read back.
 
         Without *diagnose* nothing is read that was not read before: for a process that imports no code of a fix.
         """
-        with self._alone():
-            if diagnose:
-                self._diagnose()
-            gone = []
-            for progress in self._progress.values():
-                applied = progress.state in (State.ACTIVE, State.OBSERVING)
-                lost = [reason for site in progress.sites if (reason := site.lost())] if applied else []
-                if lost:
-                    # Whoever still has what was replaced keeps the layer: an engine that serves must not lose a fix that works for it.
-                    progress.settle(State.CONFLICT, lost[0])
+        if diagnose:
+            self._diagnose()
+        gone = []
+        for progress in self._progress.values():
+            applied = progress.state in (State.ACTIVE, State.OBSERVING)
+            lost = [reason for site in progress.sites if (reason := site.lost())] if applied else []
+            if lost:
+                # Whoever still has what was replaced keeps the layer: an engine that serves must not lose a fix that works for it.
+                progress.settle(State.CONFLICT, lost[0])
+                gone.append(progress)
+            elif applied and (error := progress.fix.fallback.reason) is not None:
+                progress.settle(State.FAILED, f"{error}; since then vLLM does as stock does wherever that happens")
+                if not self._may_capture:  # an engine that serves keeps the layers that work for it
                     gone.append(progress)
-                elif applied and (error := progress.fix.fallback.reason) is not None:
-                    progress.settle(State.FAILED, f"{error}; since then vLLM does as stock does wherever that happens")
-                    if not self._may_capture:  # an engine that serves keeps the layers that work for it
-                        gone.append(progress)
-            for progress in gone:
-                if progress.state is State.CONFLICT:
-                    self._warn(progress, "is no longer applied: remove the other patch, or switch this fix off")
-                self._without(progress)
-            return {name: self._told(progress) for name, progress in self._progress.items()}
+        for progress in gone:
+            if progress.state is State.CONFLICT:
+                self._warn(progress, "is no longer applied: remove the other patch, or switch this fix off")
+            self._without(progress)
+        return {name: self._told(progress) for name, progress in self._progress.items()}
 
     def _told(self, progress: _Progress) -> FixState:
         reason = progress.reason
@@ -201,18 +217,18 @@ class Process:
             reason = f"register() has not run in this process (VLLM_PLUGINS?); {reason}"
         return FixState(progress.fix.name, progress.mode, progress.diagnosis, progress.state, reason)
 
+    @_alone
     def revert(self, name: str) -> None:
         """Takes the fix *name* back, in this process, from here on: neither `register` nor an import nor another engine brings it again.
 
         Graphs captured before keep what they recorded. A fix that cannot be without it is taken back too.
         """
-        with self._alone():
-            progress = self._progress[name]
-            self._take_back(progress, State.OFF, _REVERTED)
-            if progress.state is State.OFF:
-                self._reverted.add(name)
-            if self._diagnosed:  # else the diagnosis is followed by this
-                self._without(progress)
+        progress = self._progress[name]
+        self._take_back(progress, State.OFF, _REVERTED)
+        if progress.state is State.OFF:
+            self._reverted.add(name)
+        if self._diagnosed:  # else the diagnosis is followed by this
+            self._without(progress)
 
     # -- diagnosis -----------------------------------------------------------------------------------------------
 
@@ -256,19 +272,19 @@ class Process:
 
     # -- application: everything below runs inside vLLM's imports and must not raise -------------------------------
 
+    @_alone
     def _apply_to(self, module: str, _: ModuleType) -> None:
-        with self._alone():
-            try:
-                self._diagnose()
-                for progress in self._progress.values():
-                    patches = [patch for patch in progress.patches if patch.module == module]
-                    if progress.engaged and patches:
-                        self._apply(progress, patches)
-                for progress in self._progress.values():
-                    self._keep_together(progress, module)
-            except Exception as error:
-                self.give_up(error)
-            self.sum_up()
+        try:
+            self._diagnose()
+            for progress in self._progress.values():
+                patches = [patch for patch in progress.patches if patch.module == module]
+                if progress.engaged and patches:
+                    self._apply(progress, patches)
+            for progress in self._progress.values():
+                self._keep_together(progress, module)
+        except Exception as error:
+            self.give_up(error)
+        self.sum_up()
 
     def _apply(self, progress: _Progress, patches: list[Patch]) -> None:
         try:
@@ -335,6 +351,7 @@ class Process:
     def _take_back(self, progress: _Progress, state: State, reason: str) -> None:
         try:
             patching.take_back(progress.fix.name, progress.sites)
+            patching.drop_copies(progress.patches)
         except Exception as error:
             state = State.CONFLICT if isinstance(error, patching.ConflictError) else State.FAILED
             progress.settle(state, f"{reason}; and {error}")
@@ -387,10 +404,10 @@ class Process:
         self._sum_up()
         self._log.release_at_exit()
 
+    @_alone
     def sum_up(self) -> None:
         """One line a process, once it is known what will be done; what goes otherwise later is a warning of its own."""
-        with self._alone():
-            self._sum_up()
+        self._sum_up()
 
     def _sum_up(self) -> None:
         if self._summed_up:
