@@ -118,6 +118,28 @@ def test_who_insists_on_what_works_is_not_stopped(env: dict[str, str]) -> None:
     assert "GATE AttributeError" in done.stdout
 
 
+COPIED = """
+import vllm_graphfix.patching as p
+find = p._site
+def refused(patch, diagnosed):
+    if patch.module == "vllm.v1.worker.gpu.spec_decode.eagle.cudagraph":
+        raise RuntimeError("late")
+    return find(patch, diagnosed)
+p._site = refused
+"""
+NAMES = """
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.spec_decode.eagle import cudagraph
+print("STOCK", *[getattr(m, "prepare_inputs_to_capture").__code__.co_filename.endswith("cudagraph_utils.py") for m in (cudagraph_utils, cudagraph)])
+"""
+
+
+def test_a_fix_that_fails_on_a_later_module_leaves_nothing_in_the_names_that_it_imported() -> None:
+    done = run_in_release("0.17.1", COPIED + LOAD + imports("0.17.1") + NAMES + REPORT)
+    assert states_of(done.stdout)["capture-state"][1:3] == ["failed", "RuntimeError: late"]
+    assert "STOCK True True" in done.stdout
+
+
 def test_strict_ignores_a_fix_whose_targets_this_engine_never_imports() -> None:
     before, _, _ = WRONG["the manifest cannot be read"]
     done = run_in_release(

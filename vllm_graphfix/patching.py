@@ -139,12 +139,13 @@ def drop_copies(patches: Iterable[Patch]) -> None:
     A fix that fails on the importing module is taken back from where it is, and has no site there.
     """
     for patch in patches:
-        found = vars(sys.modules.get(patch.module, object)).get(patch.name)
+        module = sys.modules.get(patch.module)
+        found = getattr(module, patch.name, None)  # of a module: a method's name has a dot
         if type(found) is not FunctionType or (stock := _stock_of.get(found)) is None:
             continue
-        site = _sites.get((id(sys.modules[patch.module]), patch.name))
+        site = _sites.get((id(module), patch.name))
         if site is None or found is not site.installed:
-            setattr(sys.modules[patch.module], patch.name, stock)
+            setattr(module, patch.name, stock)
 
 
 def _site(patch: Patch, diagnosed: bytes | None) -> Site:
