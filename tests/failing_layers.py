@@ -129,8 +129,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         return found
 
 
-def main(names: list[str]) -> None:
-    """Prints a line of JSON for each fix of *names* and each call that its layers make in its scenario, and two without a failing call."""
+def main(names: list[str], every: int = 1) -> None:
+    """Prints a line of JSON for each fix of *names* and each call that its layers make in its scenario, or every so-manieth, and two without a failing call."""
     sys.meta_path.insert(0, _Finder())
     from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
     from vllm_graphfix.verify.double.worker import scenario_module
@@ -143,9 +143,8 @@ def main(names: list[str]) -> None:
         stock = _in_fork(name, None, {"VLLM_GRAPHFIX": "off"})
         right = _in_fork(name, None, {"VLLM_GRAPHFIX": "on"})
         print(json.dumps({"fix": name, "stock": stock, "right": right}), flush=True)  # noqa: T201 - the result
-        for call in right["calls"]:
-            if call.partition(":")[0] not in ("capturing", name.replace("-", "_")):
-                continue  # another fix's
+        own = [call for call in right["calls"] if call.partition(":")[0] in ("capturing", name.replace("-", "_"))]
+        for call in own[::every]:
             told = {"fix": name, "call": call} | _in_fork(name, call, {"VLLM_GRAPHFIX": "on"})
             print(json.dumps(told), flush=True)  # noqa: T201 - the result
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from fetch_vllm import ALL_RELEASES
 
@@ -51,6 +53,11 @@ SAMPLE = frozenset(
     {"0.15.0", "0.16.0", "0.17.1", "0.18.1", "0.19.1", "0.20.0", "0.21.0", "0.22.1", "0.25.0", "0.29.0", "0.33.0"}
 )
 """One release of each shape of the code, first and last ones among them: what `make test` runs where a release costs seconds."""
+
+
+def slow_but_for(some: tuple[str, ...], releases: tuple[str, ...]) -> list[Any]:
+    """Parameters of a test; `make test` runs *some*."""
+    return [pytest.param(release, marks=() if release in some else pytest.mark.slow) for release in releases]
 
 
 def slow_but_for_the_sample(release: str) -> tuple[pytest.MarkDecorator, ...]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from stock import run_in_release
-from table import AFFECTED_RELEASES, affected_by, slow_but_for_the_sample, verdict
+from table import AFFECTED_RELEASES, affected_by, slow_but_for, slow_but_for_the_sample, verdict
+from warm_release import WarmRelease
 
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
@@ -33,8 +35,11 @@ for module in {modules!r}:
 
 
 def states(release: str, code: str, env: dict[str, str] | None = None) -> dict[str, list[str]]:
-    done = run_in_release(release, code, env)
-    line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("REPORT "))
+    return reported(run_in_release(release, code, env).stdout)
+
+
+def reported(output: str) -> dict[str, list[str]]:
+    line = next(line for line in reversed(output.splitlines()) if line.startswith("REPORT "))
     found: dict[str, list[str]] = json.loads(line.removeprefix("REPORT "))
     return found
 
@@ -59,7 +64,7 @@ def test_load_general_plugins_engages_what_the_release_needs(release: str) -> No
 SHAPES = ("0.16.0", "0.17.1", "0.18.1", "0.21.0", "0.22.1")
 
 
-@pytest.mark.parametrize("release", SHAPES)
+@pytest.mark.parametrize("release", slow_but_for(("0.17.1", "0.21.0"), SHAPES))
 def test_targets_imported_before_register_are_patched_too(release: str) -> None:
     found = states(release, imports(release) + LOAD + REPORT)
     assert {name: state for name, (_, state, _, _) in found.items()} == expected(release)
@@ -163,9 +168,28 @@ SWITCHED: list[tuple[str, dict[str, str], dict[str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("release", "env", "wanted"), SWITCHED, ids=[f"{r}-{e}" for r, e, _ in SWITCHED])
-def test_the_environment_decides(release: str, env: dict[str, str], wanted: dict[str, str]) -> None:
-    found = states(release, LOAD + imports(release) + REPORT, env)
+@pytest.fixture(scope="module")
+def warm(request: pytest.FixtureRequest) -> Iterator[tuple[str, WarmRelease]]:
+    with WarmRelease(request.param) as process:
+        yield request.param, process
+
+
+@pytest.mark.parametrize(
+    ("warm", "env", "wanted"),
+    [
+        pytest.param(
+            release, env, wanted, marks=pytest.mark.xdist_group(f"engagement {release}"), id=f"{release}-{env}"
+        )
+        for release, env, wanted in SWITCHED
+    ],
+    indirect=["warm"],
+    scope="module",
+)
+def test_the_environment_decides(warm: tuple[str, WarmRelease], env: dict[str, str], wanted: dict[str, str]) -> None:
+    release, process = warm
+    done = process.run(LOAD + imports(release) + REPORT, env)
+    assert done.returncode == 0, done.stdout
+    found = reported(done.stdout)
     assert {name: found[name][1] for name in wanted} == wanted
 
 
@@ -253,7 +277,7 @@ def test_a_vllm_without_cuda_still_serves_its_platform() -> None:
     assert states("0.18.1", code)["mamba-padding"][1] == "not-needed"
 
 
-@pytest.mark.parametrize("release", ["0.15.0", "0.33.0"])
+@pytest.mark.parametrize("release", slow_but_for(("0.33.0",), ("0.15.0", "0.33.0")))
 def test_a_stage_of_a_rollout_changes_no_factor_of_vllms_compile_key(release: str) -> None:
     """Else each stage would compile a fleet anew. The engine that is asked has decided: its decision is in the environment."""
     code = f"""

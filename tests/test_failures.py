@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import py_compile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from edited import edited
 from stock import release_root, run_in_release
 from test_engagement import LOAD, REPORT, imports, states
+from warm_release import WarmRelease
 
 FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
 BUILDER = "vllm.v1.attention.backends.mla.flashmla.FlashMLAMetadataBuilder"
@@ -78,10 +80,20 @@ except Exception as error:
 """
 
 
+in_forks = pytest.mark.xdist_group("failures in forks")
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmRelease]:
+    with WarmRelease("0.18.1") as process:
+        yield process
+
+
+@in_forks
 @pytest.mark.parametrize("what", WRONG)
-def test_in_auto_vllm_runs_stock_with_the_reason_in_states_and_log(what: str) -> None:
+def test_in_auto_vllm_runs_stock_with_the_reason_in_states_and_log(what: str, warm: WarmRelease) -> None:
     before, wanted, reason = WRONG[what]
-    done = run_in_release("0.18.1", before + LOAD + imports("0.18.1") + GATE + REPORT)
+    done = warm.run(before + LOAD + imports("0.18.1") + GATE + REPORT)
     found = states_of(done.stdout)
     assert {name: found[name][1] for name in wanted} == wanted
     troubled = [name for name, state in wanted.items() if state not in ("active", "not-needed")]
@@ -101,9 +113,12 @@ def states_of(output: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     "env", [{"VLLM_GRAPHFIX": "strict"}, {"VLLM_GRAPHFIX_FLASHMLA_FP8": "on"}], ids=["strict", "on"]
 )
-def test_who_insists_is_stopped_before_the_first_capture_with_one_message(what: str, env: dict[str, str]) -> None:
+@in_forks
+def test_who_insists_is_stopped_before_the_first_capture_with_one_message(
+    what: str, env: dict[str, str], warm: WarmRelease
+) -> None:
     before, _, _ = WRONG[what]
-    done = run_in_release("0.18.1", before + LOAD + imports("0.18.1") + GATE, env)
+    done = warm.run(before + LOAD + imports("0.18.1") + GATE, env)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("GATE")]
     assert line.startswith("GATE GraphfixError: vllm-graphfix stops this engine before it captures its CUDA graphs: ")
     assert "flashmla-fp8 is " in line
@@ -113,8 +128,9 @@ def test_who_insists_is_stopped_before_the_first_capture_with_one_message(what: 
 @pytest.mark.parametrize(
     "env", [{"VLLM_GRAPHFIX": "strict"}, {"VLLM_GRAPHFIX_FLASHMLA_FP8": "on"}], ids=["strict", "on"]
 )
-def test_who_insists_on_what_works_is_not_stopped(env: dict[str, str]) -> None:
-    done = run_in_release("0.18.1", LOAD + imports("0.18.1") + GATE, env)
+@in_forks
+def test_who_insists_on_what_works_is_not_stopped(env: dict[str, str], warm: WarmRelease) -> None:
+    done = warm.run(LOAD + imports("0.18.1") + GATE, env)
     assert "GATE AttributeError" in done.stdout
 
 
