@@ -99,6 +99,9 @@ class Stage:
         stock = {path: _stock_bytes(self.release, path) for path in self._paths}
         for path, content in {**stock, **{path: text.encode() for path, text in files.items()}}.items():
             if content is not None:
+                # A file that nobody said would be mutated is a link, or below one.
+                if not (self._folder / path).resolve().is_relative_to(self._folder.resolve()):
+                    raise RuntimeError(f"{path} would be written into the stock release")
                 (self._folder / path).write_bytes(content)
                 self._own.add(self._folder / path)
 
@@ -281,7 +284,7 @@ def judged(mutants: Iterable[tuple[Mutant, Diagnosis]]) -> Iterator[Judged]:
         yield from (Judged(*pair, LEFT_ALONE) for pair in some if pair[1].verdict is Verdict.UNRECOGNISED)
         if to_run:
             with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as folder:
-                paths = {path for mutant, _ in some for path in mutant.paths}
+                paths = {path for mutant, _ in some for path in (*mutant.paths, *dict(mutant.by_hand))}
                 paths |= {path for mutant, _ in some for path, _ in mutant.base.changes}
                 with Stage(release, Path(folder) / "vllm", paths).warm() as stage:
                     judge = Judge(stage)

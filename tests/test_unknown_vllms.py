@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 from mutants_families import Mutant, fingerprint, formatted
-from mutants_judged import BROKEN, MISSED, WRONG, Judged, diagnosed, judged
+from mutants_judged import BROKEN, MISSED, WRONG, Judged, Stage, diagnosed, judged
 from mutants_of_fixes import FAMILIES
 from stock import release_root
+from test_diagnosis import MAMBA, RUNNER
 
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Verdict
@@ -44,6 +46,14 @@ def test_the_same_trees_written_otherwise_are_the_same_release(fix: str) -> None
         for mutant in formatted(fix, base, BY_NAME[fix].reads):
             found = diagnosed(mutant)
             assert (found.verdict, found.shape, found.known) == (stock.verdict, stock.shape, True), mutant
+
+
+def test_no_mutant_is_written_into_a_stock_release(tmp_path: Path) -> None:
+    """A stage's own files are those that it is told of; what is beside them, and other folders, are links."""
+    stage = Stage("0.19.1", tmp_path / "vllm", [RUNNER])
+    for path in ("vllm/v1/worker/gpu_input_batch.py", MAMBA):
+        with pytest.raises(RuntimeError, match="stock release"):
+            stage._put({path: release_root("0.19.1").joinpath(path).read_text()})
 
 
 @pytest.mark.parametrize("release", SAMPLED)
