@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from edited import edited
 from stock import release_root, run_in_release
-from test_engagement import LOAD, REPORT, imports, states
+from test_engagement import LOAD, REPORT, imports, reported, states
 from warm_release import WarmRelease
 
 FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
@@ -94,19 +94,11 @@ def warm() -> Iterator[WarmRelease]:
 def test_in_auto_vllm_runs_stock_with_the_reason_in_states_and_log(what: str, warm: WarmRelease) -> None:
     before, wanted, reason = WRONG[what]
     done = warm.run(before + LOAD + imports("0.18.1") + GATE + REPORT)
-    found = states_of(done.stdout)
+    found = reported(done.stdout)
     assert {name: found[name][1] for name in wanted} == wanted
     troubled = [name for name, state in wanted.items() if state not in ("active", "not-needed")]
     assert any(reason in found[name][2] for name in troubled)
     assert "GATE AttributeError" in done.stdout, "the stock start-up was called, with an object that is no worker"
-
-
-def states_of(output: str) -> dict[str, list[str]]:
-    import json
-
-    line = next(line for line in reversed(output.splitlines()) if line.startswith("REPORT "))
-    found: dict[str, list[str]] = json.loads(line.removeprefix("REPORT "))
-    return found
 
 
 @pytest.mark.parametrize("what", ["the manifest cannot be read", "somebody else has wrapped a target"])
@@ -152,7 +144,7 @@ print("STOCK", *[getattr(m, "prepare_inputs_to_capture").__code__.co_filename.en
 
 def test_a_fix_that_fails_on_a_later_module_leaves_nothing_in_the_names_that_it_imported() -> None:
     done = run_in_release("0.17.1", COPIED + LOAD + imports("0.17.1") + NAMES + REPORT)
-    assert states_of(done.stdout)["capture-state"][1:3] == ["failed", "RuntimeError: late"]
+    assert reported(done.stdout)["capture-state"][1:3] == ["failed", "RuntimeError: late"]
     assert "STOCK True True" in done.stdout
 
 
@@ -182,7 +174,7 @@ def test_a_target_that_is_there_as_bytecode_only_is_failed_not_absent(tmp_path: 
     root = edited(release_root("0.18.1"), tmp_path / "site", {FLASHMLA: lambda text: text + "\n"})
     py_compile.compile(str(root / FLASHMLA), cfile=str((root / FLASHMLA).with_suffix(".pyc")), doraise=True)
     (root / FLASHMLA).unlink()
-    found = states_of(run_in_release(root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT).stdout)
+    found = reported(run_in_release(root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT).stdout)
     assert found["flashmla-fp8"][1] == "failed"
     assert "bytecode only" in found["flashmla-fp8"][2]
 
@@ -199,7 +191,7 @@ def test_an_unrecognised_shape_is_left_alone_and_said(tmp_path: Path) -> None:
     done = run_in_release(
         root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT, {"VLLM_LOGGING_LEVEL": "WARNING"}
     )
-    assert states_of(done.stdout)["flashmla-fp8"][1] == "incompatible"
+    assert reported(done.stdout)["flashmla-fp8"][1] == "incompatible"
     assert any("WARNING" in line and "flashmla-fp8" in line for line in (done.stdout + done.stderr).splitlines())
 
 
@@ -285,7 +277,7 @@ def churn():
         del sys.modules[f"churn{number}"]
 threading.Thread(target=churn, daemon=True).start()
 """
-    found = states_of(run_in_release("0.18.1", churn + LOAD + imports("0.18.1") + "stop.set()\n" + REPORT).stdout)
+    found = reported(run_in_release("0.18.1", churn + LOAD + imports("0.18.1") + "stop.set()\n" + REPORT).stdout)
     assert {found[name][1] for name in ("capture-state", "flashmla-fp8", "flashmla-padding")} == {"active"}
 
 
@@ -300,7 +292,7 @@ while "{BUILDER.rsplit(".", 1)[0]}" not in sys.modules:
 vllm_graphfix.register()
 thread.join()
 {REPORT}"""
-    found = states_of(run_in_release("0.18.1", code).stdout)
+    found = reported(run_in_release("0.18.1", code).stdout)
     assert (found["flashmla-fp8"][1], found["flashmla-padding"][1]) == ("active", "active")
 
 
@@ -324,7 +316,7 @@ def test_a_broken_install_stops_only_who_insists_on_a_fix(env: dict[str, str], s
 @pytest.mark.parametrize("arguments", ["del sys.argv", pytest.param("sys.argv = [[], {}]", marks=pytest.mark.slow)])
 def test_fixes_do_not_depend_on_the_arguments_of_the_process(arguments: str) -> None:
     code = f"import sys\n{arguments}\nexec('register()', {{'__name__': [], 'register': __import__('vllm_graphfix').register}})\n"
-    found = states_of(run_in_release("0.18.1", code + imports("0.18.1") + REPORT).stdout)
+    found = reported(run_in_release("0.18.1", code + imports("0.18.1") + REPORT).stdout)
     assert found["flashmla-fp8"][1] == "active"
 
 
@@ -368,9 +360,9 @@ logging.getLogger("vllm.graphfix").setLevel(logging.DEBUG)
 def test_a_companion_that_fails_before_a_capture_takes_its_partner_with_it_and_not_later() -> None:
     fail = "import vllm_graphfix.fixes.flashmla_padding as padding\npadding.FALLBACK.take(RuntimeError('odd'))\n"
     code = LOAD + imports("0.18.1")
-    before = states_of(run_in_release("0.18.1", code + fail + GATE + REPORT).stdout)
+    before = reported(run_in_release("0.18.1", code + fail + GATE + REPORT).stdout)
     assert (before["flashmla-padding"][1], before["flashmla-fp8"][1]) == ("failed", "incompatible")
-    after = states_of(run_in_release("0.18.1", code + GATE + fail + REPORT).stdout)
+    after = reported(run_in_release("0.18.1", code + GATE + fail + REPORT).stdout)
     assert (after["flashmla-padding"][1], after["flashmla-fp8"][1]) == ("failed", "active")
 
 

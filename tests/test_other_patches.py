@@ -13,8 +13,8 @@ import pytest
 import server
 from engine import write_llama
 from stock import run_in_release
-from test_engagement import LOAD, REPORT, expected, imports
-from test_failures import GATE, states_of
+from test_engagement import LOAD, REPORT, expected, imports, reported
+from test_failures import GATE
 from warm_release import WarmRelease
 
 from vllm_graphfix.fixes import BY_NAME
@@ -345,7 +345,7 @@ for arguments in (EngineArgs, AsyncEngineArgs):
     done = run_in_release("0.18.0", code, env)
     assert done.stdout.count("STOCK") == 2, done.stdout
     assert "BEGUN 2" in done.stdout, done.stdout + done.stderr
-    assert {name: state for name, (_, state, _, _) in states_of(done.stdout).items()} == expected("0.18.0")
+    assert {name: state for name, (_, state, _, _) in reported(done.stdout).items()} == expected("0.18.0")
 
 
 SPANS = """

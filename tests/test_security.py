@@ -22,8 +22,7 @@ import pytest
 from packaging.requirements import Requirement
 from stock import release_root, run_in_release
 from test_agreement import word
-from test_engagement import LOAD, REPORT, imports
-from test_failures import states_of
+from test_engagement import LOAD, REPORT, imports, reported
 from torch._C._distributed_c10d import HashStore
 
 from vllm_graphfix.agreement import compare, leave
@@ -175,7 +174,7 @@ def test_in_a_process_of_a_server_nothing_but_its_record_is_written_and_nothing_
     """From loading the plugin as an engine core does to record, metrics and the comparison of ranks."""
     code = audited.START + CORE + imports(release) + REST + REPORT + "audited()\n"
     done = run_in_release(release, code, {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path)})
-    assert "active" in {state for _, state, *_ in states_of(done.stdout).values()}
+    assert "active" in {state for _, state, *_ in reported(done.stdout).values()}
     seen = audited.read(done.stdout)
     assert seen.harm == []
     folder = tmp_path / f"vllm-graphfix-{os.geteuid()}"
@@ -446,7 +445,7 @@ def test_the_oldest_libraries_that_are_allowed_do(tmp_path: Path) -> None:
     code = LOAD + imports("0.18.1") + "import wrapt; print('WRAPT', wrapt.__file__)\n" + REPORT
     output = run_in_release("0.18.1", code, path).stdout
     assert f"WRAPT {tmp_path}" in output
-    assert states_of(output)["flashmla-fp8"][1] == "active"
+    assert reported(output)["flashmla-fp8"][1] == "active"
     for arguments in (
         ["status"],
         ["explain"],

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from edited import edited
 from stock import release_root, run_in_release
-from test_engagement import LOAD, REPORT
-from test_failures import FLASHMLA, states_of
+from test_engagement import LOAD, REPORT, reported
+from test_failures import FLASHMLA
 
 FIND = """
 import importlib.util, pathlib, py_compile, sys, tempfile
@@ -51,7 +51,7 @@ OTHERWISE = {
 def test_what_does_not_run_what_was_diagnosed_is_not_touched(tmp_path: Path, how: str) -> None:
     before, reason = OTHERWISE[how]
     root = edited(release_root("0.18.1"), tmp_path / "site", {FLASHMLA: lambda text: text + "\n"}, anonymous=False)
-    found = states_of(run_in_release(root, before + IMPORT + REPORT).stdout)
+    found = reported(run_in_release(root, before + IMPORT + REPORT).stdout)
     for name in ("flashmla-fp8", "flashmla-padding"):
         assert found[name][1] == "conflict"
         assert reason in found[name][2]
@@ -60,5 +60,5 @@ def test_what_does_not_run_what_was_diagnosed_is_not_touched(tmp_path: Path, how
 @pytest.mark.slow
 def test_bytecode_of_the_same_source_wherever_it_is_kept_is_what_was_diagnosed() -> None:
     code = FIND + "sys.pycache_prefix = str(there)\npy_compile.compile(str(stock))\n" + LOAD + IMPORT + REPORT
-    found = states_of(run_in_release("0.18.1", code).stdout)
+    found = reported(run_in_release("0.18.1", code).stdout)
     assert (found["flashmla-fp8"][1], found["flashmla-padding"][1]) == ("active", "active")
