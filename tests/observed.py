@@ -11,12 +11,16 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+from vllm_graphfix.fix import variable
+from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.worker import scenario_module
 from vllm_graphfix.verify.report import differing
 
-MASTER = {"stock": "off", "observe": "observe", "active": "on"}
+MASTER = {"stock": "off", "observe": "on", "active": "on"}
+MODE = {"stock": "auto", "observe": "observe", "active": "auto"}
+"""Of every fix, by name: without it some are observed."""
 
 
 def main(names: list[str]) -> None:
@@ -33,6 +37,7 @@ def main(names: list[str]) -> None:
         if not child:
             try:
                 os.environ["VLLM_GRAPHFIX"] = master
+                os.environ.update(dict.fromkeys(map(variable, BY_NAME), MODE[way]))
                 _run(way, names)
             except BaseException:
                 traceback.print_exc()

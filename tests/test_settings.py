@@ -34,6 +34,24 @@ def test_a_mode_is_read_whatever_its_case(value: str, mode: Mode) -> None:
 
 
 @pytest.mark.parametrize(
+    ("environment", "mode"),
+    [
+        ({}, Mode.OBSERVE),
+        ({"VLLM_GRAPHFIX": "strict"}, Mode.OBSERVE),
+        ({"VLLM_GRAPHFIX_CAPTURE_STATE": "xyzzy"}, Mode.OBSERVE),
+        ({"VLLM_GRAPHFIX_CAPTURE_STATE": "auto"}, Mode.AUTO),
+        ({"VLLM_GRAPHFIX_CAPTURE_STATE": "on"}, Mode.ON),
+        ({"VLLM_GRAPHFIX_CAPTURE_STATE": "off"}, Mode.OFF),
+        ({"VLLM_GRAPHFIX": "observe", "VLLM_GRAPHFIX_CAPTURE_STATE": "auto"}, Mode.OBSERVE),
+    ],
+)
+def test_a_fix_may_be_observed_by_default(environment: dict[str, str], mode: Mode) -> None:
+    found = read(environment, FIXES, {"capture-state"})
+    assert found.modes["capture-state"] is mode
+    assert found.modes["flashmla-fp8"] is (Mode.OBSERVE if environment.get("VLLM_GRAPHFIX") == "observe" else Mode.AUTO)
+
+
+@pytest.mark.parametrize(
     ("value", "master"), [("", Master.ON), ("1", Master.ON), ("STRICT", Master.STRICT), ("false", Master.OFF)]
 )
 def test_the_master_switch_is_read_likewise(value: str, master: Master) -> None:

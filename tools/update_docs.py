@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_graphfix import manifest
-from vllm_graphfix.fix import Fix, Verdict
+from vllm_graphfix.fix import Fix, Mode, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
 PROJECT = Path(__file__).parent.parent
@@ -81,7 +81,7 @@ def facts(fix: Fix) -> Iterator[str]:
         "Upstream": references,
         "Affected": fix.releases,
         "Not needed from": fix.removable.removeprefix("with "),
-        "Variable": f"`{fix.variable}`",
+        "Variable": f"`{fix.variable}`" + (", `observe` by default" if fix.default is Mode.OBSERVE else ""),
         "Goes with": together,
     }
     yield ""

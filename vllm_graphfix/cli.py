@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from vllm_graphfix import __version__
-from vllm_graphfix.fix import Fix, State, Verdict
+from vllm_graphfix.fix import Fix, Mode, State, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.manifest import ManifestError
 from vllm_graphfix.settings import printable
@@ -38,6 +38,10 @@ EXIT_NOT_PRINTED = 1
 EXIT_USAGE = 2
 EXIT_LEFT_UNDONE = 3
 EXIT_INTERRUPTED = 130
+
+_OBSERVED_BY_DEFAULT = (
+    "No GPU has shown yet what this fix does to an engine's answers, so it only counts until {}=auto or =on applies it."
+)
 
 PIPE_WIDTH = 140
 """Columns where there is no terminal."""
@@ -343,6 +347,7 @@ def _sections(fix: Fix) -> dict[str, str]:
         "releases": fix.releases,
         "how_to_tell_that_you_are_hit": fix.detect,
         "concerns": fix.concerns,
+        **({"observed_by_default": _OBSERVED_BY_DEFAULT.format(fix.variable)} if fix.default is Mode.OBSERVE else {}),
         "without_the_plugin": fix.workaround,
         "switch_it_off": f"{fix.variable}=off for this one, VLLM_GRAPHFIX=off for all; then restart the engine.",
         "no_longer_needed": fix.removable,

@@ -154,6 +154,8 @@ class Fix(NamedTuple):
     events: tuple[Event, ...]
     fallback: Fallback
     together: tuple[Together, ...] = ()
+    default: Mode = Mode.AUTO
+    """The mode where the user sets none: `observe` as long as no GPU has shown what the fix does to an engine's answers."""
 
     @property
     def variable(self) -> str:

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from vllm_graphfix import rollout, settings
-from vllm_graphfix.fix import Fix, State, Verdict
+from vllm_graphfix.fix import Fix, Mode, State, Verdict
 from vllm_graphfix.log import logger
 from vllm_graphfix.process import FixState, Process, Wanted, when_imported
 from vllm_graphfix.role import Role, host_name, is_api_server_of, only_asks, place, served_model
@@ -45,7 +45,8 @@ class Membership:
         self.fixes = tuple(fixes)
         self.environment = environment
         self._names = tuple(fix.name for fix in self.fixes)
-        wanted = settings.read(environment, self._names)
+        self._observed = frozenset(fix.name for fix in self.fixes if fix.default is Mode.OBSERVE)
+        wanted = settings.read(environment, self._names, self._observed)
         self.process = Process(self.fixes, Wanted(wanted.master, wanted.modes))
         self._lock = threading.Lock()
         self._started = False
@@ -127,7 +128,7 @@ class Membership:
         return decision.instance is not None and f"{instance}_dp".startswith(f"{decision.instance}_dp")
 
     def _decide(self) -> None:
-        wanted = settings.read(self.environment, self._names)
+        wanted = settings.read(self.environment, self._names, self._observed)
         decision = rollout.decide(wanted, _vllm_version())
         problems = [*wanted.problems, *filter(None, [decision.refused])]
         if self.decision is not None and decision.same_choice(self.decision):

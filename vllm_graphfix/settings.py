@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
@@ -50,14 +50,18 @@ def names(fixes: Iterable[str]) -> tuple[str, ...]:
     return (PREFIX, *map(variable, fixes), ROLLOUT, ROLLOUT_KEY, DECISION, STATUS_DIR)
 
 
-def read(environment: Mapping[str, str], fixes: Iterable[str]) -> Settings:
-    """What *environment* says of the fixes named *fixes*. Never raises; what means nothing ends up in `problems`."""
+def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Container[str] = ()) -> Settings:
+    """What *environment* says of the fixes named *fixes*, of which *observed* are observed where it says nothing.
+
+    Never raises; what means nothing ends up in `problems`.
+    """
     fixes = tuple(fixes)
     problems: list[str] = []
     master = _choice(environment, PREFIX, {m.value: m for m in Master}, Master.ON, problems)
     modes: dict[str, Mode] = {}
     for name in fixes:
-        modes[name] = _choice(environment, variable(name), {m.value: m for m in Mode}, Mode.AUTO, problems)
+        default = Mode.OBSERVE if name in observed else Mode.AUTO
+        modes[name] = _choice(environment, variable(name), {m.value: m for m in Mode}, default, problems)
         if master is Master.OBSERVE and modes[name] is Mode.AUTO:
             modes[name] = Mode.OBSERVE
     known = names(fixes)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from vllm_graphfix import __version__, manifest, rollout, settings
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, State, Verdict, variable
-from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT
 from vllm_graphfix.source import Source
 
 SCHEMA = 1
@@ -25,9 +25,10 @@ class Row(NamedTuple):
 
     @property
     def left_undone(self) -> bool:
-        """Needed, or perhaps needed, and not applied."""
+        """Needed, or perhaps needed, and not applied, which is not for want of a decision of the user's."""
         needed = self.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)
-        return needed and self.would_be is not State.ACTIVE
+        by_default = self.fix.default is Mode.OBSERVE and self.would_be is State.OBSERVING
+        return needed and self.would_be is not State.ACTIVE and not by_default
 
 
 class Status(NamedTuple):
@@ -66,7 +67,7 @@ class Status(NamedTuple):
 
 def status(source: Source, environment: Mapping[str, str] = os.environ) -> Status:
     """Judges *source*. Raises `SourceError` and `ManifestError`; nothing is imported or executed."""
-    wanted = settings.read(environment, [fix.name for fix in FIXES])
+    wanted = settings.read(environment, [fix.name for fix in FIXES], OBSERVED_BY_DEFAULT)
     found = {fix.name: manifest.diagnose(fix, source) for fix in FIXES}
     filtered = filtered_out(environment)
     decision = rollout.decide(wanted, source.version or "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_graphfix.fix import Fix
+from vllm_graphfix.fix import Fix, Mode
 from vllm_graphfix.fixes import (
     capture_state,
     draft_decode_mode,
@@ -21,3 +21,4 @@ FIXES: tuple[Fix, ...] = (
     flashmla_padding.FIX,
 )
 BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
+OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)

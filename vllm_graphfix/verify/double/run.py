@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix import manifest
-from vllm_graphfix.fix import Fix, Verdict
+from vllm_graphfix.fix import Fix, Verdict, variable
+from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings import PREFIX
 from vllm_graphfix.source import Source
 from vllm_graphfix.verify import VerifyError
@@ -166,6 +167,7 @@ def _environment(kind: str) -> dict[str, str]:
     path = os.pathsep.join([str(_PACKAGE), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     return kept | {
         PREFIX: "off" if kind == "stock" else "on",
+        **dict.fromkeys(map(variable, BY_NAME), "auto"),  # also those that are observed by default
         "PYTHONPATH": path,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",  # two processes share the machine, and the tensors are tiny

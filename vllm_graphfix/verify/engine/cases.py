@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_graphfix import settings
+from vllm_graphfix.fix import variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.models import VOCABULARY
@@ -57,6 +58,7 @@ class Case:
                 environment=_ENVIRONMENT
                 # What the user has set would decide about fixes in place of the proof.
                 | dict.fromkeys(settings.names(BY_NAME))
+                | dict.fromkeys(map(variable, BY_NAME), "auto")  # also those that are observed by default
                 | {settings.PREFIX: "on" if mode == "patched" else "off"}
                 | {"VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "V2" else "0"},
                 prompts=prompts,
