@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fault_engine import ENDED, INTERRUPTS
 from fault_files import damaged_packages, damaged_releases
 from stock import release_root, run_in_release
-from table import affected_by
+from table import ALL_APPLIED, affected_by
 
 from vllm_graphfix.fixes import BY_NAME
 
@@ -77,11 +77,11 @@ class Faults:
         targets = sorted({module for name in self.needed for module in BY_NAME[name].modules})
         environments = {
             "stock": {"VLLM_PLUGINS": ""},
-            "auto": {},
-            "strict": {"VLLM_GRAPHFIX": "strict"},
+            "auto": ALL_APPLIED,
+            "strict": ALL_APPLIED | {"VLLM_GRAPHFIX": "strict"},
             "on": {BY_NAME[name].variable: "on" for name in self.needed},
-            "refusing": {},
-            "forked": {"forked": "yes"},
+            "refusing": ALL_APPLIED,
+            "forked": ALL_APPLIED | {"forked": "yes"},
         }
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as folder:

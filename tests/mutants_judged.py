@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mutants_families import Base, Mutant
 from stock import release_root
-from warm_release import PATCHED, WarmRelease
+from warm_release import WarmRelease, patched
 
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Verdict
@@ -24,7 +24,7 @@ from vllm_graphfix.verify.report import differing
 
 WORKER = Path(__file__).with_name("mutant_worker.py").read_text()
 NOT_YET = (
-    *PATCHED,
+    *patched(),
     "vllm.v1.attention.ops.flashmla",  # the scenarios put stand-ins in front of it
     "vllm.v1.worker.gpu_model_runner",
     "vllm.v1.worker.gpu.model_runner",

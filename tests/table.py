@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from fetch_vllm import ALL_RELEASES
 
-from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.fix import variable
+from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT
 
 AFFECTED = {
     "capture-state": ("0.15.0", "0.21.0"),
@@ -48,6 +49,17 @@ def affected_by(release: str) -> tuple[str, ...]:
 AFFECTED_RELEASES = tuple(release for release in ALL_RELEASES if affected_by(release))
 PAIRS = tuple((fix, release) for release in AFFECTED_RELEASES for fix in affected_by(release))
 """Every pair of a fix and a stock release that it is for."""
+
+ALL_APPLIED = dict.fromkeys(map(variable, sorted(OBSERVED_BY_DEFAULT)), "auto")
+"""The environment in which every fix that is needed is applied."""
+
+
+def state_by_default(fix: str, release: str) -> str:
+    """What an engine that imports all that a fix concerns does about it."""
+    if verdict(fix, release) != "affected":
+        return "not-needed"
+    return "observing" if fix in OBSERVED_BY_DEFAULT else "active"
+
 
 SAMPLE = frozenset(
     {"0.15.0", "0.16.0", "0.17.1", "0.18.1", "0.19.1", "0.20.0", "0.21.0", "0.22.1", "0.25.0", "0.29.0", "0.33.0"}

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from stock import run_in_release
-from table import AFFECTED_RELEASES, affected_by, slow_but_for, slow_but_for_the_sample, verdict
+from stock import ALL_RELEASES, run_in_release
+from table import ALL_APPLIED, affected_by, slow_but_for, slow_but_for_the_sample, state_by_default, verdict
 from warm_release import WarmRelease
 
 from vllm_graphfix.fixes import BY_NAME, FIXES
@@ -45,13 +45,10 @@ def reported(output: str) -> dict[str, list[str]]:
 
 
 def expected(release: str) -> dict[str, str]:
-    return {fix.name: "active" if verdict(fix.name, release) == "affected" else "not-needed" for fix in FIXES}
+    return {fix.name: state_by_default(fix.name, release) for fix in FIXES}
 
 
-@pytest.mark.parametrize(
-    "release",
-    [pytest.param(r, marks=slow_but_for_the_sample(r)) for r in (*AFFECTED_RELEASES, "0.14.1", "0.23.0", "0.33.0")],
-)
+@pytest.mark.parametrize("release", [pytest.param(r, marks=slow_but_for_the_sample(r)) for r in ALL_RELEASES])
 def test_load_general_plugins_engages_what_the_release_needs(release: str) -> None:
     found = states(release, LOAD + imports(release) + REPORT)
     assert {name: state for name, (_, state, _, _) in found.items()} == expected(release)
@@ -205,10 +202,11 @@ def log(release: str, env: dict[str, str], code: str = "") -> list[Any]:
 
 
 def test_one_info_line_sums_up_what_was_done() -> None:
-    (line,) = log("0.18.1", {})
+    (line,) = log("0.18.1", ALL_APPLIED)
     assert "INFO" in line
-    assert "applied where vLLM imports them: capture-state, flashmla-fp8, flashmla-padding; " in line
-    assert line.endswith("not-needed: draft-prefill-state, draft-decode-mode, mamba-padding")
+    assert f"applied where vLLM imports them: {', '.join(affected_by('0.18.1'))}; " in line
+    others = [fix.name for fix in FIXES if fix.name not in affected_by("0.18.1")]
+    assert line.endswith(f"not-needed: {', '.join(others)}")
 
 
 def test_a_process_that_imports_nothing_of_a_fix_says_so_when_it_ends() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from fetch_vllm import ALL_RELEASES
 from stock import release_root, run_in_release
-from table import AFFECTED_RELEASES, SAMPLE, affected_by
+from table import AFFECTED_RELEASES, ALL_APPLIED, SAMPLE, affected_by
 from warm_release import WarmRelease
 
 from vllm_graphfix.fix import Diagnosis, Fix, Patch
@@ -195,7 +195,7 @@ def check(
 ) -> None:
     release = warm.release
     text = (Path(__file__).parent / "orders.py").read_text()
-    env = {"VLLM_GRAPHFIX": "observe"} if observed else {}
+    env = {"VLLM_GRAPHFIX": "observe"} if observed else ALL_APPLIED
     ran, wrong = 0, []
     size = 1 if really_spawn else _BATCH
     for first in range(0, len(cases), size):

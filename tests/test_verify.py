@@ -21,7 +21,7 @@ from edited import edited
 from nightly import make_nightly
 from rich.console import Console
 from stock import release_root, run_in_release
-from table import AFFECTED_RELEASES, PAIRS, affected_by, slow_but_for_the_sample, verdict
+from table import AFFECTED_RELEASES, ALL_APPLIED, PAIRS, affected_by, slow_but_for_the_sample, verdict
 from test_diagnosis import UNSEEN, WITHOUT_THE_FIX
 from test_engine_processes import SOON, all_end
 
@@ -71,7 +71,7 @@ def proofs_with_one_emptied(release: str) -> dict[str | None, dict[str, Proof]]:
     code = Path(__file__).with_name("emptied.py").read_text() + f"\nmain({names!r})\n"
     stock = {proof.fix.name: proof for proof in report_of(release).proofs}
     found: dict[str | None, dict[str, Proof]] = {}
-    for line in run_in_release(release, code).stdout.splitlines():
+    for line in run_in_release(release, code, ALL_APPLIED).stdout.splitlines():
         event: dict[str, Any] = json.loads(line) if line.startswith('{"event": ') else {"event": None}
         if event["event"] == "forked":
             proofs = found[event["emptied"]] = {

@@ -21,27 +21,26 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-PATCHED = (
-    "vllm.v1.attention.backends.mamba_attn",
-    "vllm.v1.attention.backends.mla.flashmla",
-    "vllm.v1.worker.gpu.cudagraph_utils",
-    "vllm.v1.worker.gpu.spec_decode.eagle",
-    "vllm.v1.worker.gpu.spec_decode.eagle_cudagraph",
-    "vllm.v1.worker.gpu.spec_decode.eagle.cudagraph",
-    "vllm.v1.worker.gpu.spec_decode.eagle.speculator",
-)
-"""Modules with targets of the fixes, in one release or another."""
 _IMPORTERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_worker")
 _FORK_LIMIT = 60.0
 """Seconds."""
 
 
+def patched() -> tuple[str, ...]:
+    """Modules with targets of the fixes, in one release or another."""
+    # Not above: the process that is forked runs this file too, and has nothing of the plugin.
+    from vllm_graphfix.fixes import FIXES
+
+    return tuple(dict.fromkeys(module for fix in FIXES for module in fix.modules))
+
+
 class WarmRelease:
     """A context manager; `run` has code run in a fork."""
 
-    def __init__(self, release: str | Path, without: Iterable[str] = PATCHED) -> None:
+    def __init__(self, release: str | Path, without: Iterable[str] | None = None) -> None:
+        """*without* the modules that fixes patch, if nothing else is said."""
         self._release = release
-        self._without = tuple(without)
+        self._without = patched() if without is None else tuple(without)
 
     def __enter__(self) -> WarmRelease:  # noqa: PYI034 - nobody derives from it
         from stock import release_environment
@@ -127,6 +126,13 @@ def _imports(names: Iterable[str]) -> list[str]:
     return done
 
 
+def _drop_orphans() -> None:
+    """A package whose import failed is gone, and what it had imported of itself by then is not: a later import would have two copies."""
+    for name in sorted(sys.modules):
+        if name.startswith("vllm.") and name.rpartition(".")[0] not in sys.modules:
+            del sys.modules[name]
+
+
 def _all_of_vllm(without: tuple[str, ...]) -> list[str]:
     _imports([*without, *_IMPORTERS])
     return [name for name in sys.modules if name.startswith("vllm.") and name not in without]
@@ -144,7 +150,9 @@ def _serve(without: tuple[str, ...]) -> dict[str, Any] | None:
     importlib.import_module("torch")  # heavy, and no concern of the two forks
     names = _in_fork(lambda: _all_of_vllm(without))
     names = _in_fork(lambda: _without(names, without))
-    print(json.dumps(_imports(names)), file=answers, flush=True)
+    done = _imports(names)
+    _drop_orphans()
+    print(json.dumps([name for name in done if name in sys.modules]), file=answers, flush=True)
     gc.collect()
     gc.freeze()  # or each fork's first collection goes through, and copies, all that was imported
     for line in sys.stdin:
