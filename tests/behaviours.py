@@ -1,6 +1,6 @@
 """Runs a file of ``in_vllm/`` on a stock release: pytest inside a process in which that vLLM and the plugin are loaded.
 
-One process a file and release, since importing vLLM takes seconds. What fails is named in the output that the assertion shows.
+One process a file and release, a fork of a warm one, since importing vLLM takes seconds. What fails is named in the output that the assertion shows.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stock import run_in_release
+from warm_release import run_in_fork
 
 _FOLDER = Path(__file__).parent / "in_vllm"
 
@@ -30,4 +31,5 @@ def check_behaviours(release: str | Path, name: str, env: Mapping[str, str] | No
     Raises AssertionError with pytest's report if one fails, or if there was none to run.
     """
     path = _FOLDER / f"{name}.py"
-    run_in_release(release, _CODE.format(folder=str(_FOLDER), path=str(path), select=select), env)
+    run = run_in_fork if isinstance(release, str) else run_in_release
+    run(release, _CODE.format(folder=str(_FOLDER), path=str(path), select=select), env)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 from stock import ALL_RELEASES, release_root
+from warm_release import end_kept
 
 # The same examples everywhere and each time. `make test-all` runs "whole" (--hypothesis-profile).
 settings.register_profile(
@@ -29,6 +31,24 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("VLLM_"):
             monkeypatch.delenv(name)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of one release run in one process of pytest, one after the other: a warm process of it serves them all."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        given = getattr(item, "callspec", None)
+        release = given.params.get("release") if given else None
+        if isinstance(release, str) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(release))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_of_warm_processes() -> Iterator[None]:
+    yield
+    end_kept()
 
 
 @pytest.fixture(params=ALL_RELEASES)

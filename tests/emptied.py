@@ -30,29 +30,32 @@ def _pass_on(stock: StockFunction) -> StockFunction:
 
 
 def main(names: list[str]) -> None:
-    """One fork for each of *names* with that fix emptied and the others as they are; then one with nothing emptied.
+    """A fork with nothing patched, one with all fixes, and one for each of *names* with that fix emptied and the others as they are.
 
-    Each prints ``{"event": "forked", "emptied": name}`` (null for nothing) and the lines of a worker after it.
+    Each prints ``{"event": "forked", "as": …}``, which says ``stock``, ``patched`` or the name, and the lines of a worker after it.
     """
     install_flashmla_stand_ins()
     importlib.import_module("vllm.v1.worker.gpu_model_runner")
     for name in names:
         importlib.import_module(worker.scenario_module(name))
+    _fork("stock", names)
+    _fork("patched", names)
     for name in names:
         _fork(name, [name])
-    _fork(None, names)
 
 
-def _fork(name: str | None, scenarios: list[str]) -> None:
-    print(json.dumps({"event": "forked", "emptied": name}), flush=True)  # noqa: T201 - the result
+def _fork(kind: str, scenarios: list[str]) -> None:
+    print(json.dumps({"event": "forked", "as": kind}), flush=True)  # noqa: T201 - the result
     child = os.fork()
     if not child:
         try:
-            fixes.FIXES = tuple(emptied(fix) if fix.name == name else fix for fix in fixes.FIXES)
+            if kind == "stock":
+                os.environ["VLLM_GRAPHFIX"] = "off"
+            fixes.FIXES = tuple(emptied(fix) if fix.name == kind else fix for fix in fixes.FIXES)
             worker.main(scenarios)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
     if os.waitpid(child, 0)[1]:
-        sys.exit(f"the worker with {name} emptied ended in an error")
+        sys.exit(f"the worker of {kind} ended in an error")

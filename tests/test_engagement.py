@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from stock import ALL_RELEASES, run_in_release
 from table import ALL_APPLIED, affected_by, slow_but_for, slow_but_for_the_sample, state_by_default, verdict
-from warm_release import WarmRelease
+from warm_release import run_in_fork
 
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
@@ -35,7 +34,7 @@ for module in {modules!r}:
 
 
 def states(release: str, code: str, env: dict[str, str] | None = None) -> dict[str, list[str]]:
-    return reported(run_in_release(release, code, env).stdout)
+    return reported(run_in_fork(release, code, env).stdout)
 
 
 def reported(output: str) -> dict[str, list[str]]:
@@ -82,6 +81,7 @@ assert before == after and before
     assert {name: state for name, (_, state, _, _) in states(release, code).items()} == expected(release)
 
 
+@pytest.mark.xdist_group("0.18.1")
 def test_a_forked_child_has_the_patches_and_their_states() -> None:
     code = f"""
 import os, sys
@@ -97,11 +97,13 @@ os._exit(0)
     assert {name: state for name, (_, state, _, _) in states("0.18.1", code).items()} == expected("0.18.1")
 
 
+@pytest.mark.xdist_group("0.18.1")
 def test_without_an_import_of_its_target_a_fix_waits() -> None:
     found = states("0.18.1", LOAD + REPORT)
     assert [name for name, (_, state, _, _) in found.items() if state == "waiting"] == list(affected_by("0.18.1"))
 
 
+@pytest.mark.xdist_group("0.17.1")
 def test_reverting_restores_the_stock_functions() -> None:
     code = f"""
 import vllm_graphfix
@@ -121,6 +123,7 @@ assert all(a is b for a, b in zip(stock, reverted))
     assert found["draft-decode-mode"][1] == "active"
 
 
+@pytest.mark.xdist_group("0.21.0")
 def test_patched_methods_of_vllm_keep_what_the_stock_ones_tell() -> None:
     code = f"""
 import inspect, pickle
@@ -165,31 +168,13 @@ SWITCHED: list[tuple[str, dict[str, str], dict[str, str]]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def warm(request: pytest.FixtureRequest) -> Iterator[tuple[str, WarmRelease]]:
-    with WarmRelease(request.param) as process:
-        yield request.param, process
-
-
-@pytest.mark.parametrize(
-    ("warm", "env", "wanted"),
-    [
-        pytest.param(
-            release, env, wanted, marks=pytest.mark.xdist_group(f"engagement {release}"), id=f"{release}-{env}"
-        )
-        for release, env, wanted in SWITCHED
-    ],
-    indirect=["warm"],
-    scope="module",
-)
-def test_the_environment_decides(warm: tuple[str, WarmRelease], env: dict[str, str], wanted: dict[str, str]) -> None:
-    release, process = warm
-    done = process.run(LOAD + imports(release) + REPORT, env)
-    assert done.returncode == 0, done.stdout
-    found = reported(done.stdout)
+@pytest.mark.parametrize(("release", "env", "wanted"), SWITCHED, ids=[f"{row[0]}-{row[1]}" for row in SWITCHED])
+def test_the_environment_decides(release: str, env: dict[str, str], wanted: dict[str, str]) -> None:
+    found = states(release, LOAD + imports(release) + REPORT, env)
     assert {name: found[name][1] for name in wanted} == wanted
 
 
+@pytest.mark.xdist_group("0.21.0")
 def test_without_a_speculator_capture_state_stays_although_its_companion_is_off() -> None:
     code = LOAD + "import vllm.v1.worker.gpu.cudagraph_utils\n" + REPORT
     found = states("0.21.0", code, {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "off"})
@@ -270,6 +255,7 @@ assert not heavy, heavy
     run_in_release("0.18.1", code)
 
 
+@pytest.mark.xdist_group("0.18.1")
 def test_a_vllm_without_cuda_still_serves_its_platform() -> None:
     code = LOAD + "from vllm.platforms import current_platform\nassert not current_platform.is_cuda()\n" + REPORT
     assert states("0.18.1", code)["mamba-padding"][1] == "not-needed"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stock import run_in_release
 from table import ALL_APPLIED, PAIRS, affected_by
+from warm_release import run_in_fork
 
 Told = dict[str, Any]
 
@@ -30,7 +30,7 @@ FOURTH = 4
 def in_release(release: str, every: int) -> list[Told]:
     call = f"main({list(affected_by(release))!r}, {every})"
     code = f"{Path(__file__).with_name('failing_layers.py').read_text()}\n{call}\n"
-    output = run_in_release(release, code, ALL_APPLIED, timeout=1200).stdout
+    output = run_in_fork(release, code, ALL_APPLIED, timeout=1200).stdout
     return [json.loads(line) for line in output.splitlines() if line.startswith('{"fix"')]
 
 

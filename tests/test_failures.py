@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import py_compile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from edited import edited
 from stock import release_root, run_in_release
 from test_engagement import LOAD, REPORT, imports, reported, states
-from warm_release import WarmRelease
+from warm_release import run_in_fork
+
+pytestmark = pytest.mark.xdist_group("0.18.1")
 
 FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
 BUILDER = "vllm.v1.attention.backends.mla.flashmla.FlashMLAMetadataBuilder"
@@ -80,20 +81,10 @@ except Exception as error:
 """
 
 
-in_forks = pytest.mark.xdist_group("failures in forks")
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[WarmRelease]:
-    with WarmRelease("0.18.1") as process:
-        yield process
-
-
-@in_forks
 @pytest.mark.parametrize("what", WRONG)
-def test_in_auto_vllm_runs_stock_with_the_reason_in_states_and_log(what: str, warm: WarmRelease) -> None:
+def test_in_auto_vllm_runs_stock_with_the_reason_in_states_and_log(what: str) -> None:
     before, wanted, reason = WRONG[what]
-    done = warm.run(before + LOAD + imports("0.18.1") + GATE + REPORT)
+    done = run_in_fork("0.18.1", before + LOAD + imports("0.18.1") + GATE + REPORT)
     found = reported(done.stdout)
     assert {name: found[name][1] for name in wanted} == wanted
     troubled = [name for name, state in wanted.items() if state not in ("active", "not-needed")]
@@ -105,12 +96,9 @@ def test_in_auto_vllm_runs_stock_with_the_reason_in_states_and_log(what: str, wa
 @pytest.mark.parametrize(
     "env", [{"VLLM_GRAPHFIX": "strict"}, {"VLLM_GRAPHFIX_FLASHMLA_FP8": "on"}], ids=["strict", "on"]
 )
-@in_forks
-def test_who_insists_is_stopped_before_the_first_capture_with_one_message(
-    what: str, env: dict[str, str], warm: WarmRelease
-) -> None:
+def test_who_insists_is_stopped_before_the_first_capture_with_one_message(what: str, env: dict[str, str]) -> None:
     before, _, _ = WRONG[what]
-    done = warm.run(before + LOAD + imports("0.18.1") + GATE, env)
+    done = run_in_fork("0.18.1", before + LOAD + imports("0.18.1") + GATE, env)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("GATE")]
     assert line.startswith("GATE GraphfixError: vllm-graphfix stops this engine before it captures its CUDA graphs: ")
     assert "flashmla-fp8 is " in line
@@ -120,9 +108,8 @@ def test_who_insists_is_stopped_before_the_first_capture_with_one_message(
 @pytest.mark.parametrize(
     "env", [{"VLLM_GRAPHFIX": "strict"}, {"VLLM_GRAPHFIX_FLASHMLA_FP8": "on"}], ids=["strict", "on"]
 )
-@in_forks
-def test_who_insists_on_what_works_is_not_stopped(env: dict[str, str], warm: WarmRelease) -> None:
-    done = warm.run(LOAD + imports("0.18.1") + GATE, env)
+def test_who_insists_on_what_works_is_not_stopped(env: dict[str, str]) -> None:
+    done = run_in_fork("0.18.1", LOAD + imports("0.18.1") + GATE, env)
     assert "GATE AttributeError" in done.stdout
 
 
@@ -223,7 +210,7 @@ def start(**worker):
 def gate(before: str, worker: str, env: dict[str, str] | None = None) -> str:
     """The name of the error with which a worker's start-up ends: GraphfixError, or the stock code's about a stand-in."""
     code = before + LOAD + imports("0.18.1") + WORKER + f"print('GATE', start({worker}))\n"
-    return run_in_release("0.18.1", code, env or INSISTENT).stdout.split("GATE ")[1].strip()
+    return run_in_fork("0.18.1", code, env or INSISTENT).stdout.split("GATE ")[1].strip()
 
 
 def test_strict_stops_only_engines_that_have_graphs_and_the_model_runner_that_a_fix_is_for() -> None:
@@ -277,7 +264,7 @@ def churn():
         del sys.modules[f"churn{number}"]
 threading.Thread(target=churn, daemon=True).start()
 """
-    found = reported(run_in_release("0.18.1", churn + LOAD + imports("0.18.1") + "stop.set()\n" + REPORT).stdout)
+    found = reported(run_in_fork("0.18.1", churn + LOAD + imports("0.18.1") + "stop.set()\n" + REPORT).stdout)
     assert {found[name][1] for name in ("capture-state", "flashmla-fp8", "flashmla-padding")} == {"active"}
 
 
@@ -292,7 +279,7 @@ while "{BUILDER.rsplit(".", 1)[0]}" not in sys.modules:
 vllm_graphfix.register()
 thread.join()
 {REPORT}"""
-    found = reported(run_in_release("0.18.1", code).stdout)
+    found = reported(run_in_fork("0.18.1", code).stdout)
     assert (found["flashmla-fp8"][1], found["flashmla-padding"][1]) == ("active", "active")
 
 
@@ -316,7 +303,7 @@ def test_a_broken_install_stops_only_who_insists_on_a_fix(env: dict[str, str], s
 @pytest.mark.parametrize("arguments", ["del sys.argv", pytest.param("sys.argv = [[], {}]", marks=pytest.mark.slow)])
 def test_fixes_do_not_depend_on_the_arguments_of_the_process(arguments: str) -> None:
     code = f"import sys\n{arguments}\nexec('register()', {{'__name__': [], 'register': __import__('vllm_graphfix').register}})\n"
-    found = reported(run_in_release("0.18.1", code + imports("0.18.1") + REPORT).stdout)
+    found = reported(run_in_fork("0.18.1", code + imports("0.18.1") + REPORT).stdout)
     assert found["flashmla-fp8"][1] == "active"
 
 
@@ -335,7 +322,7 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 print("MADE", len(set(map(id, made))), len(made))
 """
-    assert "MADE 1 8" in run_in_release("0.18.1", code).stdout
+    assert "MADE 1 8" in run_in_fork("0.18.1", code).stdout
 
 
 def test_a_log_handler_that_waits_for_another_thread_does_not_hang_an_import() -> None:
@@ -360,9 +347,9 @@ logging.getLogger("vllm.graphfix").setLevel(logging.DEBUG)
 def test_a_companion_that_fails_before_a_capture_takes_its_partner_with_it_and_not_later() -> None:
     fail = "import vllm_graphfix.fixes.flashmla_padding as padding\npadding.FALLBACK.take(RuntimeError('odd'))\n"
     code = LOAD + imports("0.18.1")
-    before = reported(run_in_release("0.18.1", code + fail + GATE + REPORT).stdout)
+    before = reported(run_in_fork("0.18.1", code + fail + GATE + REPORT).stdout)
     assert (before["flashmla-padding"][1], before["flashmla-fp8"][1]) == ("failed", "incompatible")
-    after = reported(run_in_release("0.18.1", code + GATE + fail + REPORT).stdout)
+    after = reported(run_in_fork("0.18.1", code + GATE + fail + REPORT).stdout)
     assert (after["flashmla-padding"][1], after["flashmla-fp8"][1]) == ("failed", "active")
 
 

@@ -15,6 +15,7 @@ import pytest
 from nightly import make_nightly
 from stock import release_root, run_in_release
 from table import PAIRS, affected_by, slow_but_for_the_sample
+from warm_release import run_in_fork
 
 from vllm_graphfix.capturing import has_consumed_plan
 from vllm_graphfix.fix import Event, Patch
@@ -37,9 +38,8 @@ ACTIVE = {
 def observed(release: str | Path, names: tuple[str, ...]) -> dict[tuple[str, str, str], Told]:
     """What every workload came to, by way (stock, observe, active), fix and workload."""
     code = Path(__file__).with_name("observed.py").read_text() + f"\nmain({list(names)!r})\n"
-    lines = [
-        json.loads(line) for line in run_in_release(release, code).stdout.splitlines() if line.startswith('{"way"')
-    ]
+    run = run_in_fork if isinstance(release, str) else run_in_release
+    lines = [json.loads(line) for line in run(release, code).stdout.splitlines() if line.startswith('{"way"')]
     return {(told["way"], told["fix"], told["workload"]): told for told in lines}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import pytest
 from fetch_vllm import ALL_RELEASES
 from stock import release_root, run_in_release
 from table import AFFECTED_RELEASES, ALL_APPLIED, SAMPLE, affected_by
-from warm_release import WarmRelease
+from warm_release import WarmRelease, kept
 
 from vllm_graphfix.fix import Diagnosis, Fix, Patch
 from vllm_graphfix.fixes import BY_NAME, FIXES
@@ -58,12 +58,10 @@ class Warm(NamedTuple):
         return list(orders[ALL_RELEASES.index(self.release) % stride :: stride])
 
 
-# One process serves all that is run on a release: pytest groups the tests by it, and so does pytest-xdist.
-@pytest.fixture(scope="module")
-def warm(request: pytest.FixtureRequest) -> Iterator[Warm]:
+@pytest.fixture
+def warm(request: pytest.FixtureRequest) -> Warm:
     release, slow = request.param
-    with WarmRelease(release) as process:
-        yield Warm(process, release, slow)
+    return Warm(kept(release), release, slow)
 
 
 def on_releases(releases: Sequence[str], *, in_make_test: bool = True) -> pytest.MarkDecorator:
@@ -71,7 +69,9 @@ def on_releases(releases: Sequence[str], *, in_make_test: bool = True) -> pytest
     params = [
         pytest.param(
             (release, slow),
-            marks=[pytest.mark.xdist_group(f"orders-{release}"), *([pytest.mark.slow] if slow else [])],
+            marks=[pytest.mark.xdist_group(f"orders-{release}"), pytest.mark.slow]
+            if slow
+            else pytest.mark.xdist_group(release),
             id=f"{release}-{'many' if slow else 'few'}",
         )
         for release, slow in (*few, *((release, True) for release in releases))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from engine import write_llama
 from stock import run_in_release
 from test_engagement import LOAD, REPORT, expected, imports, reported
 from test_failures import GATE
-from warm_release import WarmRelease
+from warm_release import WarmRelease, kept
 
 from vllm_graphfix.fixes import BY_NAME
 
@@ -119,10 +118,9 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return other_packages.install_plugin(tmp_path_factory.mktemp("other") / "site")
 
 
-@pytest.fixture(scope="module")
-def warm(request: pytest.FixtureRequest) -> Iterator[WarmRelease]:
-    with WarmRelease(request.param) as started:
-        yield started
+@pytest.fixture
+def warm(request: pytest.FixtureRequest) -> WarmRelease:
+    return kept(request.param)
 
 
 # -- every way to patch ------------------------------------------------------------------------------------------------
@@ -189,7 +187,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize(("warm", "release", "target", "way"), CASES, indirect=["warm"], scope="module")
+@pytest.mark.parametrize(("warm", "release", "target", "way"), CASES, indirect=["warm"])
 def test_a_fix_is_active_only_where_it_is_called_and_else_the_conflict_is_said(
     warm: WarmRelease, plugin: Path, release: str, target: str, way: str, order: str
 ) -> None:
@@ -202,7 +200,6 @@ def test_a_fix_is_active_only_where_it_is_called_and_else_the_conflict_is_said(
     ("warm", "release", "target", "way"),
     [each for each in CASES if each.values[-1] != "reloaded module"],  # nobody reloads a module while it is imported
     indirect=["warm"],
-    scope="module",
 )
 def test_a_patch_that_waits_for_the_import_of_the_target_ends_in_the_same(
     warm: WarmRelease, plugin: Path, release: str, target: str, way: str, order: str
@@ -286,7 +283,6 @@ wrap(importlib.import_module({FLASHMLA.partition(":")[0]!r}).FlashMLAMetadataBui
         for name, agent, done in (("ddtrace", DDTRACE, DDTRACE_DONE), ("openlit", OPENLIT, OPENLIT_DONE))
     ],
     indirect=["warm"],
-    scope="module",
 )  # fmt: skip
 def test_an_agent_that_traces_vllm_changes_no_state_and_is_changed_in_nothing(
     warm: WarmRelease, release: str, agent: str, done: str, order: str
@@ -302,6 +298,7 @@ def test_an_agent_that_traces_vllm_changes_no_state_and_is_changed_in_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.xdist_group("0.18.1")
 @pytest.mark.parametrize("warm", ["0.18.1"], indirect=True)
 def test_code_that_ddtrace_has_injected_into_a_target_is_a_conflict(warm: WarmRelease, order: str) -> None:
     code = f"sys.path.append({str(other_packages.packages())!r})\n"
@@ -371,7 +368,8 @@ for module, name in (
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("warm", ["0.18.1"], indirect=True, scope="module")
+@pytest.mark.xdist_group("0.18.1")
+@pytest.mark.parametrize("warm", ["0.18.1"], indirect=True)
 def test_where_both_wrap_a_function_theirs_records_and_ours_decides(
     warm: WarmRelease, plugin: Path, order: str
 ) -> None:

@@ -11,20 +11,29 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from edited import edited
 from nightly import make_nightly
 from rich.console import Console
-from stock import release_root, run_in_release
-from table import AFFECTED_RELEASES, ALL_APPLIED, PAIRS, affected_by, slow_but_for_the_sample, verdict
+from stock import release_root
+from table import (
+    AFFECTED_RELEASES,
+    ALL_APPLIED,
+    PAIRS,
+    affected_by,
+    slow_but_for,
+    slow_but_for_the_sample,
+    verdict,
+)
 from test_diagnosis import UNSEEN, WITHOUT_THE_FIX
 from test_engine_processes import SOON, all_end
+from warm_release import run_in_fork
 
+from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.source import open_source
@@ -42,18 +51,9 @@ def outcomes(report: Report) -> dict[str, str]:
     return {proof.fix.name: ": ".join(filter(None, [proof.outcome, proof.failure])) for proof in report.proofs}
 
 
-# One run a release, whose tests share a process of pytest-xdist: `--dist loadgroup`.
-@cache
-def report_of(release: str) -> Report:
-    return verified(release_root(release))
-
-
-@pytest.mark.parametrize(
-    "release",
-    [pytest.param(r, marks=[pytest.mark.xdist_group(r), *slow_but_for_the_sample(r)]) for r in AFFECTED_RELEASES],
-)
+@pytest.mark.parametrize("release", slow_but_for(("0.17.1", "0.21.0", "0.33.0"), AFFECTED_RELEASES))
 def test_every_fix_that_a_release_needs_is_proven_and_nothing_else_is_patched(release: str) -> None:
-    report = report_of(release)
+    report = verified(release_root(release))
     assert outcomes(report) == {
         fix.name: "proven" if verdict(fix.name, release) == "affected" else "nothing patched" for fix in FIXES
     }
@@ -61,51 +61,67 @@ def test_every_fix_that_a_release_needs_is_proven_and_nothing_else_is_patched(re
     assert (report.vllm, report.device) == (release, "CPU double")
 
 
-@cache
-def proofs_with_one_emptied(release: str) -> dict[str | None, dict[str, Proof]]:
-    """The release's proofs, their patched side measured again with the body of one fix emptied, by that fix's name.
+class Forked(NamedTuple):
+    """What the worker of one process told, which the command runs twice."""
 
-    Under None nothing is emptied.
-    """
-    names = list(affected_by(release))
-    code = Path(__file__).with_name("emptied.py").read_text() + f"\nmain({names!r})\n"
-    stock = {proof.fix.name: proof for proof in report_of(release).proofs}
-    found: dict[str | None, dict[str, Proof]] = {}
-    for line in run_in_release(release, code, ALL_APPLIED).stdout.splitlines():
+    measured: dict[str, Measurement]
+    failed: dict[str, str]
+    states: dict[str, tuple[str, str]]
+
+
+# Tests of one release share a process of pytest.
+@cache
+def forks(release: str) -> dict[str, Forked]:
+    """``stock``, ``patched``, and ``patched`` with the body of one fix emptied, by that fix's name."""
+    code = Path(__file__).with_name("emptied.py").read_text() + f"\nmain({list(affected_by(release))!r})\n"
+    found: dict[str, Forked] = {}
+    for line in run_in_fork(release, code, ALL_APPLIED).stdout.splitlines():
         event: dict[str, Any] = json.loads(line) if line.startswith('{"event": ') else {"event": None}
         if event["event"] == "forked":
-            proofs = found[event["emptied"]] = {
-                name: replace(stock[name], patched=None) for name in ([event["emptied"]] if event["emptied"] else names)
-            }
+            told = found[event["as"]] = Forked({}, {}, {})
         elif event["event"] == "measured":
-            measured = Measurement(event["numbers"], tuple(event["eager"]), tuple(event["graphed"]), event["error"])
-            proofs[event["fix"]] = replace(proofs[event["fix"]], patched=measured)
+            told.measured[event["fix"]] = Measurement(
+                event["numbers"], tuple(event["eager"]), tuple(event["graphed"]), event["error"]
+            )
         elif event["event"] == "failed":
-            proofs[event["fix"]] = replace(proofs[event["fix"]], failure=event["error"])
-        elif event["event"] == "state" and event["fix"] in proofs:
-            state = (event["state"], event["reason"])
-            proofs[event["fix"]] = replace(proofs[event["fix"]], patched_state=state)
+            told.failed[event["fix"]] = event["error"]
+        elif event["event"] == "state":
+            told.states[event["fix"]] = (event["state"], event["reason"])
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "release"),
-    [
-        pytest.param(*pair, marks=[pytest.mark.xdist_group(pair[1]), *slow_but_for_the_sample(pair[1])])
-        for pair in PAIRS
-    ],
+def proof(name: str, release: str, patched: str) -> Proof:
+    """Of the stock fork and the one that is named *patched*, as the command makes it of two processes."""
+    stock, other = forks(release)["stock"], forks(release)[patched]
+    return Proof(
+        BY_NAME[name],
+        manifest.diagnose(BY_NAME[name], open_source(release_root(release))),
+        stock.measured.get(name),
+        other.measured.get(name),
+        stock.failed.get(name) or other.failed.get(name),
+        stock.states[name],
+        other.states[name],
+    )
+
+
+each_pair = pytest.mark.parametrize(
+    ("name", "release"), [pytest.param(*pair, marks=slow_but_for_the_sample(pair[1])) for pair in PAIRS]
 )
+
+
+@each_pair
+def test_each_fix_is_proven(name: str, release: str) -> None:
+    """What the command does in two processes, in two forks."""
+    found = proof(name, release, "patched")
+    assert (found.outcome, found.failure) == ("proven", None)
+
+
+@each_pair
 def test_the_defect_is_still_there_if_the_body_of_the_fix_is_emptied(name: str, release: str) -> None:
-    """All patches are on their targets, those of this one fix change nothing; with nothing emptied the same way proves it."""
-    proofs = proofs_with_one_emptied(release)
-    emptied, whole = proofs[name][name], proofs[None][name]
-    assert emptied.patched_state == report_of_fix(name, release).patched_state
+    """All patches are on their targets, those of this one fix change nothing."""
+    emptied = proof(name, release, name)
+    assert emptied.patched_state == forks(release)["patched"].states[name]
     assert (emptied.outcome, emptied.failure) == ("defect still there", None)
-    assert (whole.outcome, whole.failure) == ("proven", None)
-
-
-def report_of_fix(name: str, release: str) -> Proof:
-    return next(proof for proof in report_of(release).proofs if proof.fix.name == name)
 
 
 @pytest.mark.parametrize(

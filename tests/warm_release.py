@@ -5,25 +5,67 @@ A fork starts with vLLM imported as far as that goes without those modules, and 
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+STAND_INS = ("vllm.v1.attention.ops.flashmla",)
+"""Modules that look for kernels when they are imported, and find stand-ins if those were there before."""
 _IMPORTERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_worker")
 _FORK_LIMIT = 60.0
 """Seconds."""
+
+
+_kept: list[WarmRelease] = []
+"""The release that was asked for last: tests of one release follow each other in one process of pytest (`conftest.py`)."""
+
+
+def run_in_fork(
+    release: str | Path,
+    code: str,
+    env: Mapping[str, str] | None = None,
+    *,
+    check: bool = True,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """As `run_in_release`, in a fork of a warm process of *release*: for what is not about how a process starts or ends.
+
+    Both outputs are in ``stdout``; nothing is done at exit.
+    """
+    done = kept(release).run(textwrap.dedent(code), env, limit=timeout)
+    if check and done.returncode:
+        raise AssertionError(f"vLLM {release}: exit code {done.returncode}\n{done.stdout}")
+    return done
+
+
+def kept(release: str | Path) -> WarmRelease:
+    """The warm process of *release* that serves all tests of it."""
+    if not _kept or _kept[0].release != release:
+        end_kept()
+        _kept.append(WarmRelease(release, (*patched(), *STAND_INS)).__enter__())
+    return _kept[0]
+
+
+def end_kept() -> None:
+    """Ends the process that is kept."""
+    while _kept:
+        _kept.pop().__exit__(None, None, None)
 
 
 def patched() -> tuple[str, ...]:
@@ -39,7 +81,7 @@ class WarmRelease:
 
     def __init__(self, release: str | Path, without: Iterable[str] | None = None) -> None:
         """*without* the modules that fixes patch, if nothing else is said."""
-        self._release = release
+        self.release = release
         self._without = patched() if without is None else tuple(without)
 
     def __enter__(self) -> WarmRelease:  # noqa: PYI034 - nobody derives from it
@@ -50,7 +92,7 @@ class WarmRelease:
         self._server = subprocess.Popen(
             [sys.executable, __file__, *self._without],
             cwd=self._scratch.name,
-            env=release_environment(self._release, self._scratch.name),
+            env=release_environment(self.release, self._scratch.name),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -84,7 +126,7 @@ class WarmRelease:
         line = self._server.stdout.readline()
         if not line:
             self._log.seek(0)
-            raise RuntimeError(f"the warm process of vLLM {self._release} has ended: {self._log.read()[-3000:]}")
+            raise RuntimeError(f"the warm process of vLLM {self.release} has ended: {self._log.read()[-3000:]}")
         return json.loads(line)
 
 
@@ -133,24 +175,51 @@ def _drop_orphans() -> None:
             del sys.modules[name]
 
 
-def _all_of_vllm(without: tuple[str, ...]) -> list[str]:
+class _Watched:
+    """In the place of `__import__`: which module has imported which."""
+
+    def __init__(self) -> None:
+        self._import = builtins.__import__
+        self.importers: dict[str, set[str]] = defaultdict(set)
+
+    def __call__(
+        self, name: str, globals_: Any = None, locals_: Any = None, fromlist: Any = (), level: int = 0
+    ) -> ModuleType:
+        importer = (globals_ or {}).get("__name__", "")
+        package = (globals_ or {}).get("__package__") or ""
+        found = "." * level + name
+        if importer.startswith("vllm."):
+            full = importlib.util.resolve_name(found, package)
+            self.importers[full].add(importer)
+            for part in fromlist or ():
+                self.importers[f"{full}.{part}"].add(importer)
+        return self._import(name, globals_, locals_, fromlist, level)
+
+
+def _all_but(without: tuple[str, ...]) -> list[str]:
+    """Modules of vLLM that do not need those *without* which they are to be imported."""
+    builtins.__import__ = watched = _Watched()
     _imports([*without, *_IMPORTERS])
-    return [name for name in sys.modules if name.startswith("vllm.") and name not in without]
-
-
-def _without(names: list[str], without: tuple[str, ...]) -> list[str]:
-    sys.meta_path.insert(0, _Refusing(without))
-    return _imports(names)
+    names = [name for name in sys.modules if name.startswith("vllm.")]
+    for name in names:
+        watched.importers[name.rpartition(".")[0]].add(name)  # a package is imported before what is in it
+    left_out, following = set(without), list(without)
+    while following:
+        more = watched.importers[following.pop()] - left_out
+        left_out |= more
+        following += more
+    return [name for name in names if name not in left_out]
 
 
 def _serve(without: tuple[str, ...]) -> dict[str, Any] | None:
     """Returns in each fork, with its job; in the server when its input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    importlib.import_module("torch")  # heavy, and no concern of the two forks
-    names = _in_fork(lambda: _all_of_vllm(without))
-    names = _in_fork(lambda: _without(names, without))
+    importlib.import_module("torch")  # heavy, and no concern of the fork
+    names = _in_fork(lambda: _all_but(without))
+    sys.meta_path.insert(0, refusing := _Refusing(without))
     done = _imports(names)
+    sys.meta_path.remove(refusing)
     _drop_orphans()
     print(json.dumps([name for name in done if name in sys.modules]), file=answers, flush=True)
     gc.collect()
