@@ -124,6 +124,7 @@ def test_corruption_with_graphs_alone_is_found_where_it_begins(folder: Path) -> 
 
 
 @planted
+@pytest.mark.slow
 def test_what_is_there_without_graphs_too_is_not_called_corruption(folder: Path) -> None:
     """On prompts that are made up. The user has a worker extension, so that the workers cannot be asked for their states."""
     extension = ("--worker-extension-cls", "planted_corruption.WorkerExtension")

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from stock import ALL_RELEASES, release_root
-from table import slow_but_for_the_sample
+from table import slow_but_for
 
 from vllm_graphfix import rollout
 from vllm_graphfix.verify.engine import models
@@ -72,6 +72,8 @@ EXECUTORS = [
 KEEPING = ["0.20.0", "0.24.0", "0.25.0", "0.29.0", "0.31.0", "0.33.0"]
 """One release of each form of `ray_executor_v2.py`, which keeps what is set on a node."""
 USED_BEFORE = "RayExecutorV2 on a node that was used before"
+
+IN_MAKE_TEST = ("0.15.0", "0.21.0", "0.33.0")
 
 Told = Callable[[str, str], Mapping[str, Any]]
 
@@ -191,7 +193,8 @@ def says_the_same(process: Mapping[str, Any], engine: Mapping[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    ("release", "executor"), [pytest.param(*each, marks=slow_but_for_the_sample(each[0])) for each in EXECUTORS]
+    ("release", "executor"),
+    [pytest.param(*each, marks=() if each[0] in IN_MAKE_TEST else pytest.mark.slow) for each in EXECUTORS],
 )
 def test_workers_go_by_the_decision_of_their_engine(release: str, executor: str, told: Told) -> None:
     found = told(release, executor)
@@ -202,7 +205,7 @@ def test_workers_go_by_the_decision_of_their_engine(release: str, executor: str,
     says_the_same(worker, found["engine"])
 
 
-@pytest.mark.parametrize("release", [pytest.param(each, marks=slow_but_for_the_sample(each)) for each in RELEASES])
+@pytest.mark.parametrize("release", slow_but_for(IN_MAKE_TEST, RELEASES))
 def test_engine_cores_go_by_the_decision_of_their_engine(release: str, told: Told) -> None:
     found = told(release, engine_cores(release))
     assert len(found["processes"]) == int(engine_cores(release)[-1])
@@ -211,7 +214,7 @@ def test_engine_cores_go_by_the_decision_of_their_engine(release: str, told: Tol
         says_the_same(core, found["engine"])
 
 
-@pytest.mark.parametrize("release", [pytest.param(each, marks=slow_but_for_the_sample(each)) for each in KEEPING])
+@pytest.mark.parametrize("release", slow_but_for(IN_MAKE_TEST, KEEPING))
 def test_workers_do_not_go_by_what_another_engine_left_on_their_node(release: str, told: Told) -> None:
     found = told(release, USED_BEFORE)
     (worker,) = found["processes"]
