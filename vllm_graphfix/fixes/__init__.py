@@ -10,6 +10,7 @@ from vllm_graphfix.fixes import (
     flashmla_fp8,
     flashmla_padding,
     mamba_padding,
+    prefill_dispatch,
 )
 
 FIXES: tuple[Fix, ...] = (
@@ -19,6 +20,7 @@ FIXES: tuple[Fix, ...] = (
     mamba_padding.FIX,
     flashmla_fp8.FIX,
     flashmla_padding.FIX,
+    prefill_dispatch.FIX,
 )
 BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
 OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)

@@ -38,6 +38,8 @@ class Case:
 
     needs: str | None = None
     """A package that its kernels come from, and that vLLM may be without."""
+    shows_with: tuple[str, str, str] | None = None
+    """A file of vLLM, and a word in it without which this case is right on stock too; and what is wrong there instead."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -158,6 +160,20 @@ LLAMA_EAGLE = Case(
     needs="flashinfer",
 )
 
+# The first step has the shape of a decode, and all of it is prompts.
+MAMBA2_ONE_TOKEN = Case(
+    name="mamba2-one-token",
+    model="mamba2",
+    runner="V1",
+    graphs=_full([1, 2, 4, 8]),
+    workload=((1, 48),) * 8,
+    shows_with=(
+        "vllm/v1/attention/backends/mamba_attn.py",
+        "treat_short_extends_as_decodes",
+        "Mamba layers take each row of one token for a decode, also when eager; what is wrong are GDN layers with drafts",
+    ),
+)
+
 CASES: dict[str, Case] = {
     "capture-state": MLA,
     "draft-prefill-state": MLA_MTP,
@@ -165,5 +181,6 @@ CASES: dict[str, Case] = {
     "mamba-padding": MAMBA2,
     "flashmla-fp8": MLA_FP8,
     "flashmla-padding": MLA_FP8_PADDED,
+    "prefill-dispatch": MAMBA2_ONE_TOKEN,
 }
 """By the name of the fix."""

@@ -22,7 +22,7 @@ from vllm_graphfix.verify.comparison import Comparison, Kind, compare, noise_bet
 from vllm_graphfix.verify.double import run as double
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.bars import EngineBars
-from vllm_graphfix.verify.engine.cases import CASES, GIB_PER_ENGINE, LLAMA_EAGLE, MAMBA2, MODES, Case
+from vllm_graphfix.verify.engine.cases import CASES, GIB_PER_ENGINE, LLAMA_EAGLE, MAMBA2, MAMBA2_ONE_TOKEN, MODES, Case
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import Said
 from vllm_graphfix.verify.engine.processes import CRASH, Ended, Engines
@@ -37,7 +37,7 @@ _TIMEOUT = 600.0
 """Seconds for one engine. Most take less than one minute."""
 _MOST = 6
 """Engines at a time; more get in each other's way while they start."""
-_COMPILE = {LLAMA_EAGLE.name, MAMBA2.name}
+_COMPILE = {LLAMA_EAGLE.name, MAMBA2.name, MAMBA2_ONE_TOKEN.name}
 """Cases that take minutes to compile kernels the first time, FlashInfer's and Triton's: they begin first."""
 _LOUD = 0.2
 """Eager's own noise on a tiny model, in log-probability, beyond which a defect could pass for rounding: stock's are off by 0.5 to 1."""
@@ -119,8 +119,10 @@ def why_skipped(case: Case, device: Device) -> str | None:
 
 
 def _missing(case: Case, source: Source) -> str | None:
-    """The package that *case* needs and this machine has not, or None."""
+    """The package that *case* needs and this machine has not, or that this vLLM does not show its defect with it; or None."""
     folder = source.folder
+    if case.shows_with is not None and not source.says(*case.shows_with[:2]):
+        return f"on this vLLM {case.shows_with[2]}; `verify --device cpu` proves it on the CPU double"
     if case.needs is None or importlib.util.find_spec(case.needs) or (folder and (folder / case.needs).is_dir()):
         return None
     return f"{case.needs} is not installed; `verify --device cpu` proves it on the CPU double"

@@ -1,0 +1,386 @@
+"""`prefill-dispatch`: a prefill that has the shape of a decode never replays a decode graph of a recurrent model (PR 53059)."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict, Wrap
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source import Source
+    from vllm_graphfix.syntax import Function
+
+_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+_RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
+_RUNNER_V2 = "vllm/v1/worker/gpu/model_runner.py"
+_RUNNER_V2_MODULE = "vllm.v1.worker.gpu.model_runner"
+_BATCH = "vllm/v1/worker/gpu_input_batch.py"
+_HYBRIDS_V2 = "vllm/v1/worker/gpu/model_states/mamba_hybrid.py"
+_GRAPHS_V2 = "vllm/v1/worker/gpu/cudagraph_utils.py"
+_UTILS = "vllm/v1/worker/utils.py"
+
+_SHAPE = "max_num_scheduled_tokens == uniform_decode_query_len and num_tokens == max_num_scheduled_tokens * num_reqs"
+_OVERRIDDEN = f"return ({_SHAPE}) if force_uniform_decode is None else force_uniform_decode"
+_ASKS = (
+    "uniform_decode = self._is_uniform_decode("
+    "max_num_scheduled_tokens=max_num_scheduled_tokens, uniform_decode_query_len=self.uniform_decode_query_len, "
+    "num_tokens=num_tokens, num_reqs=num_reqs, force_uniform_decode=force_uniform_decode)"
+)
+_TAKES = "max_num_scheduled_tokens, uniform_decode_query_len, num_tokens, num_reqs, force_uniform_decode"
+_DETERMINE = "self._determine_batch_execution_and_padding(...)"
+_PHASES = tuple(
+    f"self.input_batch.num_computed_tokens_cpu[...] {compared} self.input_batch.num_prompt_tokens[...]"
+    for compared in (">=", "<")
+)
+
+_V1, _V2 = "shape-only-v1", "shape-only-v2"
+_BOTH = "shape-only-v1-v2"
+
+PREFILL_AS_DECODE = Event(
+    "prefill-as-decode",
+    "A step of a model with recurrent layers had the shape of a decode and still prefilled: on stock it replays a full decode graph, "
+    "with old indices wherever a builder sees the prefill.",
+)
+FALLBACK = Fallback()
+
+
+def diagnose(source: Source) -> Diagnosis:
+    v1, v2 = _of_v1(source), _of_v2(source)
+    for found in (v1, v2):
+        if found.verdict is Verdict.UNRECOGNISED:
+            return found
+    affected = [found for found in (v1, v2) if found.verdict is Verdict.AFFECTED]
+    if len(affected) == 2:
+        return v1._replace(reason="both model runners take a step for a decode by its shape alone", shape=_BOTH)
+    for found in affected:
+        return found
+    return v1 if v2.verdict is Verdict.ABSENT else v2
+
+
+def _of_v1(source: Source) -> Diagnosis:
+    if not source.says(_RUNNER, "_is_uniform_decode"):
+        if source.says(_RUNNER, "uniform_decode"):
+            return Diagnosis(
+                Verdict.UNRECOGNISED, "model runner V1 tells decodes by what nobody has looked at", f"{_RUNNER}:1"
+            )
+        return Diagnosis(Verdict.ABSENT, "no model runner V1 that has graphs for decodes alone")
+    uniform = source.function(_RUNNER, "GPUModelRunner._is_uniform_decode")
+    determine = source.function(_RUNNER, "GPUModelRunner._determine_batch_execution_and_padding")
+    execute = source.function(_RUNNER, "GPUModelRunner.execute_model")
+    dummy = source.function(_RUNNER, "GPUModelRunner._dummy_run")
+    if uniform and determine and execute and dummy and dummy.gives(_DETERMINE, "force_uniform_decode=uniform_decode"):
+        for place in (determine, execute):
+            if phase := _asked_phase(place, uniform):
+                return Diagnosis(Verdict.FIXED, "model runner V1 asks in which phase the rows are", phase)
+        by_shape = (
+            uniform.takes == _TAKES
+            and uniform.only(_OVERRIDDEN)
+            and uniform.mentions(max_num_scheduled_tokens=2, num_reqs=1, force_uniform_decode=2)
+        )
+        asked_once = (
+            determine.takes.startswith(
+                "self, num_tokens, num_reqs, num_scheduled_tokens_np, max_num_scheduled_tokens, "
+            )
+            and determine.only(_ASKS)
+            and determine.mentions(uniform_decode=3, force_uniform_decode=1)
+            and execute.only(_DETERMINE)
+            and not execute.gives(_DETERMINE, "force_uniform_decode=...")
+        )
+        counted = ("num_computed_tokens_cpu", "num_prompt_tokens", "num_tokens_no_spec")
+        if by_shape and asked_once and all(source.says(_BATCH, name) for name in counted):
+            return Diagnosis(
+                Verdict.AFFECTED, "model runner V1 takes a step for a decode by its shape alone", uniform.where, _V1
+            )
+    return Diagnosis(
+        Verdict.UNRECOGNISED,
+        "model runner V1 tells decodes in a way that nobody has looked at",
+        uniform.where if uniform else f"{_RUNNER}:1",
+    )
+
+
+def _asked_phase(place: Function, uniform: Function) -> str | None:
+    """Where *place* compares what is computed with the prompts, if the answer goes to the predicate or in its stead (PRs 53059, 47123)."""
+    compared = [part for pattern in _PHASES for part in place.find(pattern)]
+    more = [name for name in uniform.parameters if name not in _TAKES.split(", ") and uniform.mentions(**{name: 1})]
+    goes_on = place.gives(_DETERMINE, "force_uniform_decode=...") or any(
+        place.gives("self._is_uniform_decode(...)", f"{name}=...") for name in more
+    )
+    return place.at(compared[0]) if compared and goes_on else None
+
+
+def _of_v2(source: Source) -> Diagnosis:
+    if source.read(_HYBRIDS_V2) is None:
+        return Diagnosis(Verdict.ABSENT, "model runner V2 has no recurrent models")
+    execute = source.function(_RUNNER_V2, "GPUModelRunner.execute_model")
+    gather = source.function(_RUNNER_V2, "GPUModelRunner.gather_batch_req_state")
+    update = source.function(_RUNNER_V2, "GPUModelRunner.update_requests")
+    by_phase = source.function(_UTILS, "get_uniform_decode_token_count")
+    by_shape = source.function(_GRAPHS_V2, "get_uniform_token_count")
+    if execute and gather and by_phase and by_shape is None:
+        asked = execute.only(
+            "batch_req_state, uniform_tok_count = self.gather_batch_req_state(scheduler_output, dummy_run)"
+        )
+        told = gather.only("is_prefilling_np = num_computed_prefill_tokens_np < prefill_len_np")
+        answered = gather.only("return batch_state, get_uniform_decode_token_count(...)")
+        phase = by_phase.parameters[3:]
+        if asked and told and answered and len(phase) == 1 and by_phase.mentions(**{phase[0]: 1}):
+            return Diagnosis(Verdict.FIXED, "model runner V2 asks in which phase the rows are", gather.at(told))
+    elif execute and update and by_shape and gather is None:
+        shape_alone = (
+            by_shape.takes == "num_reqs, num_tokens, max_query_len"
+            and by_shape.only(
+                "if max_query_len == num_tokens // num_reqs and num_tokens == max_query_len * num_reqs: return max_query_len"
+            )
+            and by_shape.mentions(num_reqs=2, num_tokens=2, max_query_len=3)
+        )
+        in_order = execute.each(
+            "self.update_requests(scheduler_output)",
+            "uniform_tok_count = get_uniform_token_count(num_reqs, num_toks, max_query_len)",
+            "dispatch_cg_and_sync_dp(...)",
+        )
+        after = source.function(_RUNNER_V2, "GPUModelRunner.postprocess")
+        kept = update.only(
+            "np.minimum(self.req_states.num_computed_tokens_np, self.req_states.prefill_len.np, "
+            "out=self.req_states.num_computed_prefill_tokens)"
+        ) or (
+            after and after.only("np.minimum(computed_prefill, self.req_states.prefill_len.np, out=computed_prefill)")
+        )
+        if (
+            shape_alone
+            and [part.lineno for part in in_order] == sorted(part.lineno for part in in_order)
+            and len(in_order) == 3
+            and kept
+            and execute.mentions(uniform_tok_count=2)
+            and execute.only("batch_desc, num_tokens_across_dp = dispatch_cg_and_sync_dp(...)")
+            and update.takes == "self, scheduler_output"
+        ):
+            return Diagnosis(
+                Verdict.AFFECTED, "model runner V2 takes a step for a decode by its shape alone", by_shape.where, _V2
+            )
+    return Diagnosis(
+        Verdict.UNRECOGNISED,
+        "model runner V2 tells decodes in a way that nobody has looked at",
+        execute.where if execute else f"{_RUNNER_V2}:1",
+    )
+
+
+# -- model runner V1
+
+
+def _dispatch_by_phase(stock: StockFunction) -> StockFunction:
+    """Around `_determine_batch_execution_and_padding`, before ranks of data parallelism are asked what they want."""
+
+    @functools.wraps(stock)
+    def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if _prefills_as_decode(self, args, kwargs):
+                kwargs["force_uniform_decode"] = False
+                PREFILL_AS_DECODE.count += 1
+        except Exception as error:
+            FALLBACK.take(error)
+        return stock(self, *args, **kwargs)
+
+    return _determine_batch_execution_and_padding
+
+
+def _watch_dispatch(stock: StockFunction) -> StockFunction:
+    """Around the same."""
+
+    @functools.wraps(stock)
+    def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if _prefills_as_decode(self, args, kwargs):
+                PREFILL_AS_DECODE.count += 1
+        except Exception as error:
+            FALLBACK.take(error)
+        return stock(self, *args, **kwargs)
+
+    return _determine_batch_execution_and_padding
+
+
+def _prefills_as_decode(runner: Any, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
+    """Whether stock would replay a decode graph for a real step with a row that is not past its prefill.
+
+    Reads the batch's `num_computed_tokens_cpu`, `num_prompt_tokens` and `num_tokens_no_spec`, (max_num_reqs,) int32 of NumPy.
+    """
+    # A capture and a dummy run force the answer, and vLLM gives all of it by name.
+    if args or given.get("force_uniform_decode") is not None or given.get("force_eager"):
+        return False
+    tokens, rows, length = given["num_tokens"], given["num_reqs"], given["max_num_scheduled_tokens"]
+    if length != runner.uniform_decode_query_len or tokens != length * rows:
+        return False
+    if not _recurrent(runner.kv_cache_config):
+        return False
+    batch, pipelined = runner.input_batch, runner.parallel_config.pipeline_parallel_size > 1
+    computed = batch.num_computed_tokens_cpu[:rows]
+    # Bytes, since `any` of arrays this small costs more than all that is here. A request that was preempted computes its own
+    # tokens again, and a decode feeds the last one that is known; the stages of a pipeline may not know the same ones.
+    if 1 not in (computed < batch.num_prompt_tokens[:rows]).tobytes() and (
+        pipelined or 1 not in (computed + 1 < batch.num_tokens_no_spec[:rows]).tobytes()
+    ):
+        return False
+    compilation = runner.compilation_config
+    if pipelined and compilation.pass_config.enable_sp:
+        return False  # the worker asks too, before the batch is updated, and has to come to the same number of tokens
+    return _decode_graphs(runner.cudagraph_dispatcher) and tokens <= compilation.max_cudagraph_capture_size
+
+
+def _recurrent(kv_cache_config: Any) -> bool:
+    """Whether some layers keep a state: Mamba, GDN, linear attention, short convolutions."""
+    recurrent = sys.modules["vllm.v1.kv_cache_interface"].MambaSpec
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if isinstance(spec, recurrent):
+            return True
+        together = getattr(spec, "kv_cache_specs", None)  # of one type, in one group for all their sizes
+        if together and isinstance(next(iter(together.values())), recurrent):
+            return True
+    return False
+
+
+def _decode_graphs(manager: Any) -> bool:
+    """Whether decodes have full graphs of their own: FULL_DECODE_ONLY, FULL_AND_PIECEWISE. In mode FULL no shape is asked for."""
+    mode = manager.cudagraph_mode
+    return bool(mode.separate_routine()) and mode.decode_mode().name == "FULL"
+
+
+# -- model runner V2
+
+
+class _Step:
+    """The step that `update_requests` prepares, up to its dispatch in the same `execute_model`."""
+
+    __slots__ = ("manager",)
+
+    def __init__(self) -> None:
+        self.manager: Any = None
+        """The one that is to dispatch a step with a row that is not past its prefill."""
+
+
+_step = _Step()
+
+
+def _note_phase(stock: StockFunction) -> StockFunction:
+    """Around `update_requests`, after which the numbers of the step's requests are the step's."""
+
+    @functools.wraps(stock)
+    def update_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
+        returned = stock(self, *args, **kwargs)
+        try:
+            _step.manager = None
+            if _prefills_in_decode_shape(self, args[0] if args else kwargs["scheduler_output"]):
+                _step.manager = self.cudagraph_manager
+        except Exception as error:
+            FALLBACK.take(error)
+        return returned
+
+    return update_requests
+
+
+def _prefills_in_decode_shape(runner: Any, scheduled: Any) -> bool:
+    """Whether one of the scheduled requests of a recurrent model is not past its prefill, while all may have as many tokens.
+
+    Reads `req_states`: `num_computed_prefill_tokens` and `prefill_len`, (max_num_reqs,) int32 of NumPy. A request that was
+    preempted comes again as one whose own tokens are to be prefilled.
+    """
+    tokens = scheduled.num_scheduled_tokens
+    rows, total = len(tokens), scheduled.total_num_scheduled_tokens
+    if not rows or total % rows or total > rows * runner.decode_query_len or not _recurrent(runner.kv_cache_config):
+        return False
+    states = runner.req_states
+    prefilling = (states.num_computed_prefill_tokens < states.prefill_len.np).tobytes()
+    if 1 not in prefilling:  # slots of requests that are gone are looked at too
+        return False
+    slots = states.req_id_to_index
+    return any(prefilling[slots[request]] for request in tokens)
+
+
+def _dispatch_noted_phase(stock: StockFunction) -> StockFunction:
+    """Around the name `dispatch_cg_and_sync_dp`; what ranks of data parallelism are told is corrected with it."""
+
+    @functools.wraps(stock)
+    def dispatch_cg_and_sync_dp(*args: Any, **kwargs: Any) -> Any:
+        try:
+            if _takes_for_decode(args, kwargs):
+                args = (*args[:3], None, *args[4:])
+                PREFILL_AS_DECODE.count += 1
+        except Exception as error:
+            FALLBACK.take(error)
+        return stock(*args, **kwargs)
+
+    return dispatch_cg_and_sync_dp
+
+
+def _watch_noted_phase(stock: StockFunction) -> StockFunction:
+    """Around the same."""
+
+    @functools.wraps(stock)
+    def dispatch_cg_and_sync_dp(*args: Any, **kwargs: Any) -> Any:
+        try:
+            if _takes_for_decode(args, kwargs):
+                PREFILL_AS_DECODE.count += 1
+        except Exception as error:
+            FALLBACK.take(error)
+        return stock(*args, **kwargs)
+
+    return dispatch_cg_and_sync_dp
+
+
+def _takes_for_decode(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether stock would replay a decode graph for the step that was noted.
+
+    `args` are (cudagraph_manager, num_reqs, num_tokens, uniform_token_count, …).
+    """
+    manager, _step.manager = _step.manager, None
+    if manager is None or len(args) < 4 or args[0] is not manager or kwargs.get("need_eager"):
+        return False
+    in_graphs = args[2] <= manager.compilation_config.max_cudagraph_capture_size
+    return args[3] is not None and in_graphs and _decode_graphs(manager)
+
+
+_TARGET = "GPUModelRunner._determine_batch_execution_and_padding"
+_UPDATE_V2, _DISPATCH_V2 = "GPUModelRunner.update_requests", "dispatch_cg_and_sync_dp"
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    return _targets(shape, _dispatch_by_phase, _dispatch_noted_phase)
+
+
+def observers(shape: str) -> tuple[Patch, ...]:
+    return _targets(shape, _watch_dispatch, _watch_noted_phase)
+
+
+def _targets(shape: str, v1: Wrap, v2: Wrap) -> tuple[Patch, ...]:
+    of_v1 = Patch(_RUNNER_MODULE, _TARGET, v1)
+    of_v2 = (Patch(_RUNNER_V2_MODULE, _UPDATE_V2, _note_phase), Patch(_RUNNER_V2_MODULE, _DISPATCH_V2, v2))
+    return {_V1: (of_v1,), _V2: of_v2, _BOTH: (of_v1, *of_v2)}[shape]
+
+
+FIX = Fix(
+    name="prefill-dispatch",
+    pr=53059,
+    references=("PR 47123", "PR 39945", "issue 49918", "issue 53051", "issue 57720"),
+    summary="a prefill never replays a decode graph of a recurrent model",
+    releases="0.14.1 - 0.33.0",
+    symptom="Mamba, GDN and short-convolution models answer a prompt, or the rest of one, of exactly one token (with speculative decoding, "
+    "of one token more than are drafted) with text that has nothing to do with it, and differently each time. Requests of the same batch may be hit too.",
+    cause="The model runner takes a step for a decode if every request has as many tokens as a decode has, in whatever phase it is. Such a "
+    "prefill replays a full decode graph, while the layers' builders see a prefill and do not refresh the buffers that the graph reads.",
+    remedy="A step is a decode only if each of its requests is past its prefill. Otherwise it runs as other steps with prefills do: in "
+    "piecewise graphs or eager. Models without recurrent layers, captures and dummy runs are as before.",
+    detect="The same prompt of one token (or one token more than are drafted) at temperature 0 gives other answers each time, and the same ones with --enforce-eager.",
+    concerns="Models with recurrent layers (Mamba, GDN, linear attention, short convolutions), a cudagraph mode with FULL_DECODE_ONLY or FULL_AND_PIECEWISE. "
+    "Model runner V1 in all releases, V2 in 0.21.0 - 0.27.1.",
+    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
+    removable="not yet: no release up to 0.33.0 has the remedy for model runner V1",
+    runner=None,
+    reads=(_RUNNER, _BATCH, _RUNNER_V2, _HYBRIDS_V2, _GRAPHS_V2, _UTILS),
+    modules=(_RUNNER_MODULE, _RUNNER_V2_MODULE),
+    diagnose=diagnose,
+    patches=patches,
+    observers=observers,
+    events=(PREFILL_AS_DECODE,),
+    fallback=FALLBACK,
+)

@@ -1,0 +1,486 @@
+"""prefill-dispatch (PR 53059): while two requests decode, a prompt comes that has just as many tokens as a decode.
+
+Two tokens with one draft token on GDN layers, one token on Mamba-2 layers. The rest of a longer prompt is that long too. Of the
+model runner runs what decides about graphs, of the layers their builders; model runner V2 where it has recurrent models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.sampling_params import SamplingParams
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.measurement import Measurement
+
+CAPTURED = 4
+"""Requests of the largest graph. Each size has one: some releases get padding of such batches wrong too."""
+MAX_MODEL_LEN = 32
+MAX_TOKENS = 32
+STATE_SIZE = 2
+LAYER = "model.layers.0.mixer"
+CPU = torch.device("cpu")
+HYBRIDS_V2 = "vllm.v1.worker.gpu.model_states.mamba_hybrid"
+
+REQUESTS = ("first", "second", "short", "long")
+
+
+def prompts(length: int) -> dict[str, int]:
+    """Tokens of each prompt, where a decode has *length*."""
+    return {"first": 3, "second": 4, "short": length, "long": 5 + length}
+
+
+def steps(length: int) -> list[dict[str, int]]:
+    """Tokens that the scheduler gives to each request, step by step."""
+    both, three, all_four = (dict.fromkeys(REQUESTS[:count], length) for count in (2, 3, 4))
+    return [
+        {"first": 3, "second": 4},
+        both,
+        both,
+        three,  # the short prompt, which is no longer than a decode
+        three,
+        {**three, "long": 5},
+        all_four,  # what is left of the long prompt is no longer either
+        *[all_four] * 2,
+    ]
+
+
+def run() -> Measurement:
+    eager: list[float] = []
+    graphed: list[float] = []
+    for serve in served():
+        with _unpinned():
+            eager += serve(CUDAGraphMode.NONE)
+        with _unpinned(), cpu_cuda_graphs():
+            graphed += serve(CUDAGraphMode.FULL_DECODE_ONLY)
+    return Measurement("GDN and Mamba-2 layer outputs of 4 requests over 9 steps", tuple(eager), tuple(graphed))
+
+
+def served() -> list[Callable[[CUDAGraphMode], list[float]]]:
+    """The layers and model runners that this vLLM has together, and that stock gets wrong with graphs."""
+    found = [partial(_serve, GatedDeltaStandIn, DispatchV1)]
+    if "is_prefilling" in CommonAttentionMetadata.__dataclass_fields__:
+        # Before, the builder takes every row of one token for a decode, and eager is as wrong as the graph.
+        found.append(partial(_serve, SelectiveStateStandIn, DispatchV1))
+    with contextlib.suppress(ImportError):  # model runner V2 takes no recurrent models, or asks for their phase
+        importlib.import_module(HYBRIDS_V2)
+        from vllm.v1.worker.gpu.cudagraph_utils import get_uniform_token_count  # noqa: F401
+
+        found.append(partial(_serve, GatedDeltaStandIn, DispatchV2))
+    return found
+
+
+# -- layers
+
+
+class GatedDeltaStandIn:
+    """Stands in for a GDN layer and its kernels: a state for each token of a decode, which goes on from the last accepted one."""
+
+    backend, length = GDNAttentionBackend, 2
+
+    def __init__(self) -> None:
+        self.hidden = torch.zeros(MAX_TOKENS, STATE_SIZE)
+        self._states = torch.zeros(1 + len(REQUESTS) * self.length, STATE_SIZE)
+        self._decay = torch.tensor([0.5, 0.8])
+
+    def decode(self, metadata: Any) -> torch.Tensor:
+        """`length` tokens of each row, whatever number of them the batch really has; row r's block of token t is [r, t]."""
+        return self._decode(metadata, self.hidden[: len(metadata.spec_state_indices_tensor) * self.length])
+
+    def _decode(self, metadata: Any, hidden: torch.Tensor) -> torch.Tensor:
+        blocks = metadata.spec_state_indices_tensor.clamp(min=0).long()
+        accepted = (metadata.num_accepted_tokens - 1).clamp(min=0).long()
+        state = self._states[blocks.gather(1, accepted.unsqueeze(1)).squeeze(1)]
+        tokens = hidden.view(-1, self.length, STATE_SIZE)
+        outputs = []
+        for token in range(self.length):
+            state = state * self._decay + tokens[:, token]
+            self._states.index_copy_(0, blocks[:, token], state)
+            outputs.append(state)
+        return torch.stack(outputs, dim=1).view(-1, STATE_SIZE)
+
+    def eager(self, metadata: Any, tokens: int) -> torch.Tensor:
+        """Drafted rows as above, the others token by token, as the metadata say."""
+        if not metadata.num_prefills:
+            return self.decode(metadata)
+        outputs = torch.zeros(tokens, STATE_SIZE)
+        others = torch.arange(tokens)
+        if metadata.num_spec_decodes:
+            drafted, others = metadata.spec_token_indx.long(), metadata.non_spec_token_indx.long()
+            outputs[drafted] = self._decode(metadata, self.hidden[drafted])
+        starts = metadata.non_spec_query_start_loc.tolist()
+        for row, (start, end) in enumerate(itertools.pairwise(starts)):
+            block = metadata.non_spec_state_indices_tensor[row]
+            state = self._states[block] * metadata.has_initial_state[row]
+            for token in others[start:end]:
+                state = state * self._decay + self.hidden[token]
+                outputs[token] = state
+            self._states[block] = state
+        return outputs
+
+
+class SelectiveStateStandIn:
+    """Stands in for a Mamba-2 layer and its kernels: a state for each request."""
+
+    backend, length = Mamba2AttentionBackend, 1
+
+    def __init__(self) -> None:
+        self.hidden = torch.zeros(MAX_TOKENS, STATE_SIZE)
+        self._states = torch.zeros(1 + len(REQUESTS) * self.length, STATE_SIZE)
+        self._decay = torch.tensor([0.5, 0.8])
+
+    def decode(self, metadata: Any) -> torch.Tensor:
+        blocks = metadata.state_indices_tensor_d[:, 0].clamp(min=0).long()
+        state = self._states[blocks] * self._decay + self.hidden[: len(blocks)]
+        self._states.index_copy_(0, blocks, state)
+        return state
+
+    def eager(self, metadata: Any, tokens: int) -> torch.Tensor:
+        """Decodes first, then each prefill token by token, as the metadata say."""
+        outputs, decodes = torch.zeros(tokens, STATE_SIZE), metadata.num_decodes
+        if decodes:
+            outputs[:decodes] = self.decode(metadata)
+        for row in range(metadata.num_prefills):
+            block = metadata.state_indices_tensor_p[row]
+            start, end = (decodes + metadata.query_start_loc_p[row : row + 2]).tolist()
+            state = self._states[block] * metadata.has_initial_states_p[row]
+            for token in range(start, end):
+                state = state * self._decay + self.hidden[token]
+                outputs[token] = state
+            self._states[block] = state
+        return outputs
+
+
+# -- dispatch
+
+
+class DispatchV1:
+    """Model runner V1 with no more than its batch and what decides about graphs."""
+
+    def __init__(self, config: Any, layers: KVCacheConfig) -> None:
+        self._length = 1 + config.num_speculative_tokens
+        self.runner: Any = object.__new__(GPUModelRunner)
+        self.runner.__dict__.update(
+            vllm_config=config,
+            **{name: getattr(config, name) for name in ("model_config", "compilation_config", "parallel_config")},
+            cudagraph_dispatcher=CudagraphDispatcher(config),
+            uniform_decode_query_len=self._length,
+            kv_cache_config=layers,
+            input_batch=_input_batch(),
+        )
+        self.runner.cudagraph_dispatcher.initialize_cudagraph_keys(
+            config.compilation_config.cudagraph_mode, self._length
+        )
+
+    def __call__(self, scheduled: dict[str, int], computed: dict[str, int]) -> int | None:
+        """The rows of the graph that is to be replayed; None where it runs eager."""
+        batch = self.runner.input_batch
+        for name in scheduled:
+            if name not in batch.req_id_to_index:
+                batch.add_request(_request(name, prompts(self._length)[name]))
+            row = batch.req_id_to_index[name]
+            batch.num_computed_tokens_cpu[row] = computed[name]
+            # As the bookkeeping after each step leaves it: the prompt, then one token that is known and not computed.
+            batch.num_tokens_no_spec[row] = max(computed[name] + 1, prompts(self._length)[name])
+        counts = np.array([scheduled[name] for name in batch.req_ids], dtype=np.int32)
+        mode, descriptor, *_ = self.runner._determine_batch_execution_and_padding(
+            num_tokens=int(counts.sum()),
+            num_reqs=len(counts),
+            num_scheduled_tokens_np=counts,
+            max_num_scheduled_tokens=int(counts.max()),
+            use_cascade_attn=False,
+            num_encoder_reqs=0,
+        )
+        return descriptor.num_reqs if mode == CUDAGraphMode.FULL else None
+
+
+class _DispatchedError(Exception):
+    """Ends `execute_model` where model runner V2 would prepare the inputs of what it has dispatched."""
+
+
+class DispatchV2:
+    """Model runner V2 from the beginning of `execute_model` to its dispatch. Its states are on the host, and of NumPy alone."""
+
+    def __init__(self, config: Any, layers: KVCacheConfig) -> None:
+        from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+
+        self._length = 1 + config.num_speculative_tokens
+        with _single_stage():
+            manager = CudaGraphManager(config, CPU, config.compilation_config.cudagraph_mode, self._length)
+        manager._graphs_captured = True
+        self._states = _RequestStatesStandIn()
+        self.runner: Any = object.__new__(RunnerV2)
+        self.runner.__dict__.update(
+            req_states=self._states,
+            block_tables=SimpleNamespace(apply_staged_writes=lambda: None),
+            kv_block_zeroer=None,
+            cudagraph_manager=manager,
+            decode_query_len=self._length,
+            kv_cache_config=layers,
+            is_encoder_decoder=False,
+            lora_config=None,
+            dp_size=1,
+            dp_rank=0,
+            **dict.fromkeys(("update_pp_decode_requests",), lambda: None),
+            **dict.fromkeys(("finish_requests", "free_states", "add_requests"), lambda scheduled: None),
+            prepare_inputs=self._end,
+        )
+
+    @staticmethod
+    def _end(scheduled: object, descriptor: Any) -> None:
+        raise _DispatchedError(descriptor)
+
+    def __call__(self, scheduled: dict[str, int], computed: dict[str, int]) -> int | None:
+        """As above."""
+        known = [name for name in scheduled if name in self._states.req_id_to_index]
+        for name in scheduled:
+            if name not in known:
+                self._states.add(name, prompts(self._length)[name])
+        self._states.look_up(computed)
+        try:
+            self.runner.execute_model(_scheduler_output(scheduled, known, computed))
+        except _DispatchedError as dispatched:
+            (descriptor,) = dispatched.args
+            return descriptor.num_reqs if descriptor.cg_mode == CUDAGraphMode.FULL else None
+        raise AssertionError("model runner V2 has prepared no inputs")
+
+
+class _RequestStatesStandIn:
+    """Stands in for `RequestState`, whose numbers are in memory that the GPU shares."""
+
+    def __init__(self) -> None:
+        self.req_id_to_index: dict[str, int] = {}
+        self.prefill_len = SimpleNamespace(np=np.zeros(CAPTURED, dtype=np.int32))
+        self.num_computed_tokens_np = np.zeros(CAPTURED, dtype=np.int32)
+        self.num_computed_prefill_tokens = np.zeros(CAPTURED, dtype=np.int32)
+
+    def add(self, name: str, prefill: int) -> None:
+        self.req_id_to_index[name] = slot = len(self.req_id_to_index)
+        self.prefill_len.np[slot] = prefill
+
+    def look_up(self, computed: dict[str, int]) -> None:
+        """What 0.21.0 does after each step, and later releases in `update_requests`."""
+        for name, slot in self.req_id_to_index.items():
+            self.num_computed_prefill_tokens[slot] = min(computed[name], self.prefill_len.np[slot])
+
+
+def _scheduler_output(scheduled: dict[str, int], known: list[str], computed: dict[str, int]) -> Any:
+    """A SchedulerOutput with what model runner V2 reads of it up to its dispatch."""
+    cached = SimpleNamespace(
+        req_ids=known, num_computed_tokens=[computed[name] for name in known], new_block_ids=[None] * len(known)
+    )
+    return SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_cached_reqs=cached,
+        scheduled_encoder_inputs={},
+        new_block_ids_to_zero=None,
+        kv_cache_block_copies=None,
+    )
+
+
+# -- serving
+
+
+def _serve(layer_kind: Any, dispatch_kind: Any, mode: CUDAGraphMode) -> list[float]:
+    """The outputs of every token, step by step, a request after the other."""
+    layer, length = layer_kind(), layer_kind.length
+    config = _config(mode, length)
+    spec = MambaSpec(
+        block_size=MAX_MODEL_LEN,
+        shapes=((STATE_SIZE,),),
+        dtypes=(torch.float32,),
+        **_known(MambaSpec, num_speculative_blocks=length - 1),
+    )
+    builder = layer.backend.get_builder_cls()(spec, [LAYER], config, CPU)
+    groups = KVCacheConfig(num_blocks=16, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
+    graphs: dict[int, tuple[Any, torch.Tensor]] = {}
+    dispatch = None
+    if mode != CUDAGraphMode.NONE:
+        dispatch = dispatch_kind(config, groups)
+        for rows in range(CAPTURED, 0, -1):
+            captured = builder.build_for_cudagraph_capture(_common([length] * rows, [0] * rows, length))
+            layer.decode(captured)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                graphs[rows] = graph, layer.decode(captured)
+    computed, accepted = dict.fromkeys(REQUESTS, 0), dict.fromkeys(REQUESTS, 1)
+    random = torch.Generator().manual_seed(0)
+    numbers: list[float] = []
+    for scheduled in steps(length):
+        counts, tokens = list(scheduled.values()), sum(scheduled.values())
+        layer.hidden[:tokens] = torch.randn(tokens, STATE_SIZE, generator=random)
+        prefilling = [computed[name] < prompts(length)[name] for name in scheduled]
+        in_graph = dispatch(scheduled, computed) if dispatch else None
+        common = _common(counts, [computed[name] for name in scheduled], length, prefilling)
+        drafts = _of_drafts(prefilling, [accepted[name] for name in scheduled], length)
+        metadata = builder.build(0, common, **drafts)
+        if in_graph is not None:
+            graph, outputs = graphs[in_graph]
+            graph.replay()
+        else:
+            outputs = layer.eager(metadata, tokens)
+        numbers += outputs[:tokens].flatten().tolist()
+        for (name, count), still in zip(scheduled.items(), prefilling, strict=True):
+            # Of the drafts of "second" none is accepted, of the others all.
+            accepted[name] = 1 if still or name == "second" else length
+            computed[name] += count if still else accepted[name]
+    return numbers
+
+
+def _of_drafts(prefilling: list[bool], accepted: list[int], length: int) -> dict[str, torch.Tensor]:
+    """What the model runner adds for the builders where there are drafts: -1 for a row that has none."""
+    if length == 1:
+        return {}
+    drafts = [-1 if still else length - 1 for still in prefilling]
+    return {
+        "num_accepted_tokens": torch.tensor(accepted, dtype=torch.int32),
+        "num_decode_draft_tokens_cpu": torch.tensor(drafts, dtype=torch.int32),
+    }
+
+
+def _common(counts: list[int], computed: list[int], length: int, prefilling: list[bool] | None = None) -> Any:
+    """What the model runner hands to every builder."""
+    rows = len(counts)
+    lengths = torch.tensor(np.add(counts, computed), dtype=torch.int32)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    given = {
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts.clone(),
+        "seq_lens": lengths,
+        "num_reqs": rows,
+        "num_actual_tokens": sum(counts),
+        "max_query_len": max(counts),
+        "max_seq_len": MAX_MODEL_LEN,
+        "block_table_tensor": torch.arange(1, 1 + rows * length, dtype=torch.int32).view(rows, length),
+        "slot_mapping": torch.zeros(MAX_TOKENS, dtype=torch.int64),
+        "is_prefilling": torch.tensor(prefilling or [False] * rows),
+        "seq_lens_cpu_upper_bound": lengths.clone(),
+    }
+    return CommonAttentionMetadata(**_known(CommonAttentionMetadata, **given))
+
+
+def _config(mode: CUDAGraphMode, length: int) -> Any:
+    """A VllmConfig with what the builders, the dispatcher and the model runners read of it."""
+    sizes = [rows * length for rows in range(1, CAPTURED + 1)]
+    compilation = SimpleNamespace(
+        cudagraph_mode=mode,
+        max_cudagraph_capture_size=max(sizes),
+        cudagraph_capture_sizes=sizes,
+        pass_config=SimpleNamespace(enable_sp=False),
+        is_attention_compiled_piecewise=lambda: False,
+        compile_sizes=[],
+        adjust_cudagraph_sizes_for_spec_decode=lambda *_: None,
+    )
+    drafts = SimpleNamespace(
+        num_speculative_tokens=length - 1,
+        parallel_drafting=False,
+        uses_dynamic_speculative_decoding=lambda: False,
+        use_eagle_block_drop=lambda: False,
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            max_model_len=MAX_MODEL_LEN,
+            get_mamba_chunk_size=lambda: 8,
+            is_encoder_decoder=False,
+            dtype=torch.float32,
+            hf_text_config=SimpleNamespace(),
+        ),
+        cache_config=SimpleNamespace(
+            mamba_cache_mode="none", enable_prefix_caching=False, use_replayssm=False, replayssm_buffer_len=0
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=CAPTURED, max_num_batched_tokens=MAX_TOKENS),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1,
+            data_parallel_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+        ),
+        observability_config=SimpleNamespace(cudagraph_metrics=False),
+        mamba_config=SimpleNamespace(backend=None),
+        kv_transfer_config=None,
+        additional_config={},
+        lora_config=None,
+        compilation_config=compilation,
+        speculative_config=drafts if length > 1 else None,
+        num_speculative_tokens=length - 1,
+        use_v2_model_runner=False,
+        pad_for_cudagraph=lambda tokens: next(size for size in sizes if size >= tokens),
+    )
+
+
+def _input_batch() -> InputBatch:
+    given = {
+        "max_num_reqs": CAPTURED,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_batched_tokens": MAX_TOKENS,
+        "device": CPU,
+        "pin_memory": False,
+        "vocab_size": 8,
+        "block_sizes": [MAX_MODEL_LEN],
+        "kernel_block_sizes": [MAX_MODEL_LEN],
+        "max_num_blocks_per_req": [1],
+    }
+    return InputBatch(**_known(InputBatch, **given))
+
+
+def _request(name: str, prompt: int) -> CachedRequestState:
+    return CachedRequestState(
+        req_id=name,
+        prompt_token_ids=[0] * prompt,
+        mm_features=[],
+        sampling_params=SamplingParams(temperature=0.0),
+        generator=None,
+        block_ids=([1],),
+        num_computed_tokens=0,
+        output_token_ids=[],
+    )
+
+
+def _known(made: Any, **given: Any) -> dict[str, Any]:
+    """Those of *given* that this vLLM knows."""
+    parameters = inspect.signature(made).parameters
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+@contextlib.contextmanager
+def _single_stage() -> Iterator[None]:
+    """A manager of graphs asks for its stage of the pipeline, also where there is none."""
+    with cpu_cuda_graphs():
+        yield
+
+
+@contextlib.contextmanager
+def _unpinned() -> Iterator[None]:
+    """vLLM puts in pinned memory what goes to the device, which needs CUDA."""
+
+    def copied(data: Any, *_: object, dtype: torch.dtype | None = None, **__: object) -> torch.Tensor:
+        return torch.as_tensor(data, dtype=dtype)
+
+    with contextlib.ExitStack() as stack:
+        for name in [name for name in sys.modules if name.startswith("vllm.")]:
+            module = sys.modules[name]
+            for attribute, value in (("async_tensor_h2d", copied), ("PIN_MEMORY", False)):
+                if attribute in vars(module):
+                    stack.enter_context(mock.patch.object(module, attribute, value))
+        yield
