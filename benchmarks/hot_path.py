@@ -25,10 +25,10 @@ import fetch_vllm  # isort: skip - measuring has put tools/ on the path
 Function = Callable[..., Any]
 
 TARGET = 5.0
-"""Microseconds of Python a call, of mamba-padding and flashmla-fp8."""
+"""Microseconds of Python a call, of mamba-padding and flashmla-fp8; of prefill-dispatch a step."""
 COUNTER_TARGET = 0.2
 """Microseconds, of counting one event."""
-RELEASES = {"mamba": "0.21.0", "flashmla": "0.18.1"}
+RELEASES = {"mamba": "0.21.0", "flashmla": "0.18.1", "dispatch": "0.21.0", "dispatch-v2": "0.27.1"}
 REQUESTS, PADDED_REQUESTS = 200, 256
 """Of a batch with padding; one without has as many requests as rows."""
 CALLS = {"alone": 200, "real": 20}
@@ -300,11 +300,118 @@ def flashmla(rounds: int) -> list[tuple[object, ...]]:
     return found
 
 
+# prefill-dispatch
+
+
+def dispatch(rounds: int) -> list[tuple[object, ...]]:
+    import numpy as np
+    import torch
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
+    from vllm_graphfix.fixes.prefill_dispatch import FIX
+    from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
+
+    scenario.CAPTURED = scenario.MAX_TOKENS = PADDED_REQUESTS
+    attention = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    recurrent = MambaSpec(block_size=32, shapes=((2,),), dtypes=(torch.float32,))
+
+    def step(specs: tuple[Any, ...], *, prefills: bool) -> tuple[Any, dict[str, Any]]:
+        groups = [KVCacheGroupSpec(["layer"], spec) for spec in specs]
+        with scenario._unpinned():
+            made = scenario.DispatchV1(
+                scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, 1), KVCacheConfig(8, [], groups)
+            )
+        batch = made.runner.input_batch
+        batch.num_prompt_tokens[:], batch.num_computed_tokens_cpu[:], batch.num_tokens_no_spec[:] = 50, 60, 61
+        if prefills:
+            batch.num_computed_tokens_cpu[-1] = 49
+        return made.runner, {
+            "num_tokens": PADDED_REQUESTS,
+            "num_reqs": PADDED_REQUESTS,
+            "num_scheduled_tokens_np": np.ones(PADDED_REQUESTS, dtype=np.int32),
+            "max_num_scheduled_tokens": 1,
+            "use_cascade_attn": False,
+            "num_encoder_reqs": 0,
+        }
+
+    def does_nothing(self: Any, **keywords: Any) -> None: ...
+
+    hybrid = (attention, attention, attention, recurrent)
+    steps = {
+        "decodes, no recurrent layers": step((attention,), prefills=False),
+        "decodes": step(hybrid, prefills=False),
+        "a prefill of their shape": step(hybrid, prefills=True),
+    }
+    (patch,), (watch,) = FIX.patches("shape-only-v1"), FIX.observers("shape-only-v1")
+    found = []
+    real = scenario.GPUModelRunner._determine_batch_execution_and_padding
+    for around, stock in (("alone", does_nothing), ("real", real)):
+        fixed, observed = patch.wrap(stock), watch.wrap(stock)
+        for label, (runner, given) in steps.items():
+            calls = Calls(*(_call(function, runner, **given) for function in (stock, fixed, stock, observed)))
+            found.append(_compared(f"prefill-dispatch, V1, {label}", around, calls, rounds, target=True))
+    return found
+
+
+def dispatch_v2(rounds: int) -> list[tuple[object, ...]]:
+    """Both layers of a step, around functions that do nothing: vLLM's own need a GPU."""
+    import torch
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
+    from vllm_graphfix.fixes.prefill_dispatch import FIX
+    from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
+
+    scenario.CAPTURED = scenario.MAX_TOKENS = PADDED_REQUESTS
+    groups = [KVCacheGroupSpec(["layer"], MambaSpec(block_size=32, shapes=((2,),), dtypes=(torch.float32,)))]
+    names = [f"request-{number}" for number in range(PADDED_REQUESTS)]
+
+    def step(requests: int, *, prefilling: int | None) -> tuple[Any, Any]:
+        made = scenario.DispatchV2(scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, 1), KVCacheConfig(8, [], groups))
+        for name in names:
+            made._states.add(name, 50)
+        made._states.num_computed_prefill_tokens[:] = 50
+        if prefilling is not None:
+            made._states.num_computed_prefill_tokens[prefilling] = 49
+        scheduled = dict.fromkeys(names[:requests], 1)
+        return made.runner, scenario._scheduler_output(scheduled, [], {})
+
+    def updates_nothing(self: Any, scheduler_output: Any) -> None: ...
+
+    def dispatches_nothing(*arguments: Any, **keywords: Any) -> None: ...
+
+    def both(update: Function, choose: Function, runner: Any, scheduled: Any) -> Callable[[], object]:
+        manager, tokens = runner.cudagraph_manager, scheduled.total_num_scheduled_tokens
+
+        def call() -> None:
+            update(runner, scheduled)
+            choose(manager, tokens, tokens, 1, 1, 0, need_eager=False)
+
+        return call
+
+    steps = {
+        "decodes": step(PADDED_REQUESTS, prefilling=None),
+        "decodes, and the slot of one that ended in its prefill": step(REQUESTS, prefilling=PADDED_REQUESTS - 1),
+        "a prefill of their shape": step(PADDED_REQUESTS, prefilling=0),
+    }
+    fixed, observed = (
+        tuple(patch.wrap(stock) for patch, stock in zip(offered, (updates_nothing, dispatches_nothing), strict=True))
+        for offered in (FIX.patches("shape-only-v2"), FIX.observers("shape-only-v2"))
+    )
+    found = []
+    for label, (runner, scheduled) in steps.items():
+        ways = ((updates_nothing, dispatches_nothing), fixed, (updates_nothing, dispatches_nothing), observed)
+        calls = Calls(*(both(update, choose, runner, scheduled) for update, choose in ways))
+        found.append(_compared(f"prefill-dispatch, V2, {label}", "alone", calls, rounds, target=True))
+    return found
+
+
 def _call(function: Function, *arguments: Any, **keywords: Any) -> Callable[[], object]:
     return lambda: function(*arguments, **keywords)
 
 
-MEASURE = {"mamba": mamba, "flashmla": flashmla}
+MEASURE = {"mamba": mamba, "flashmla": flashmla, "dispatch": dispatch, "dispatch-v2": dispatch_v2}
 
 if __name__ == "__main__":
     main()

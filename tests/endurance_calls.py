@@ -278,6 +278,76 @@ class _SpeculatorStandIn:
 def _prepare_eagle_inputs_stand_in(last_token_indices: Any, input_batch: Any) -> None: ...
 
 
+# -- prefill-dispatch ------------------------------------------------------------------------------------------------------
+
+
+def _dispatch(*, active: bool, prefills: bool = True, broken: bool = False) -> Case:
+    """Model runner V1's own dispatch of a batch with a request that prefills one token, or with none."""
+    import numpy as np
+    import torch
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
+    from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
+
+    groups = [KVCacheGroupSpec(["layer"], MambaSpec(block_size=32, shapes=((2,),), dtypes=(torch.float32,)))]
+    with scenario._unpinned():
+        made = scenario.DispatchV1(scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, 1), KVCacheConfig(8, [], groups))
+    batch = made.runner.input_batch
+    batch.num_prompt_tokens[:], batch.num_computed_tokens_cpu[:], batch.num_tokens_no_spec[:] = 5, 9, 10
+    if prefills:
+        batch.num_computed_tokens_cpu[REQUESTS - 1] = 4
+    if broken:
+        batch.num_prompt_tokens = None
+    name = "_determine_batch_execution_and_padding"
+    layer = _layer("prefill-dispatch", "shape-only-v1", f"GPUModelRunner.{name}", active=active)
+    around = layer.wrap(getattr(scenario.GPUModelRunner, name))
+    given = {
+        "num_tokens": REQUESTS,
+        "num_reqs": REQUESTS,
+        "num_scheduled_tokens_np": np.ones(REQUESTS, dtype=np.int32),
+        "max_num_scheduled_tokens": 1,
+        "use_cascade_attn": False,
+    }
+    counted = ("prefill-as-decode",) if prefills and not broken else ()
+    return Case(lambda: around(made.runner, **given), counted, "prefill-dispatch" if broken else None)
+
+
+def _dispatch_v2(*, active: bool, prefills: bool = True) -> Case:
+    """Model runner V2's states and dispatch, of the same batches."""
+    import torch
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+    from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
+
+    groups = [KVCacheGroupSpec(["layer"], MambaSpec(block_size=32, shapes=((2,),), dtypes=(torch.float32,)))]
+    made = scenario.DispatchV2(scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, 1), KVCacheConfig(8, [], groups))
+    computed = dict.fromkeys(scenario.REQUESTS, 9)
+    if prefills:
+        computed["short"] = 4
+    for name in scenario.REQUESTS:
+        made._states.add(name, 5)
+    made._states.look_up(computed)
+    scheduled = scenario._scheduler_output(dict.fromkeys(scenario.REQUESTS, 1), list(scenario.REQUESTS), computed)
+    update, choose = (
+        _layer("prefill-dispatch", "shape-only-v2", target, active=active).wrap(stock)
+        for target, stock in (
+            ("GPUModelRunner.update_requests", GPUModelRunner.update_requests),
+            ("dispatch_cg_and_sync_dp", dispatch_cg_and_sync_dp),
+        )
+    )
+    manager, tokens = made.runner.cudagraph_manager, len(scenario.REQUESTS)
+
+    def call() -> None:
+        update(made.runner, scheduled)
+        choose(manager, tokens, tokens, 1, 1, 0)
+
+    return Case(call, ("prefill-as-decode",) if prefills else ())
+
+
 # -- records and metrics ---------------------------------------------------------------------------------------------------
 
 ENGINE, ANOTHER = "0123456789abcdef", "fedcba9876543210"
@@ -395,6 +465,15 @@ CASES: dict[str, Planned] = {
     "draft-decode-mode, observed": Planned(lambda: _drafts(active=False), _DRAFTS),
     "draft-decode-mode of nightlies, active": Planned(lambda: _nightly_prefills(active=True), _DRAFTS),
     "draft-decode-mode of nightlies, observed": Planned(lambda: _nightly_prefills(active=False), _DRAFTS),
+    "prefill-dispatch, active, a prefill of one token": Planned(lambda: _dispatch(active=True), _MAMBA),
+    "prefill-dispatch, active, decodes": Planned(lambda: _dispatch(active=True, prefills=False), _MAMBA, _UNEVENTFUL),
+    "prefill-dispatch, active, failing at each call": Planned(lambda: _dispatch(active=True, broken=True), _MAMBA),
+    "prefill-dispatch, observed, a prefill of one token": Planned(lambda: _dispatch(active=False), _MAMBA),
+    "prefill-dispatch of V2, active, a prefill of one token": Planned(lambda: _dispatch_v2(active=True), _MAMBA),
+    "prefill-dispatch of V2, active, decodes": Planned(
+        lambda: _dispatch_v2(active=True, prefills=False), _MAMBA, _UNEVENTFUL
+    ),
+    "prefill-dispatch of V2, observed, a prefill of one token": Planned(lambda: _dispatch_v2(active=False), _MAMBA),
     "records of 64 ranks read": Planned(_watcher, None, _READ),
     "records of 64 ranks read, beside another engine's": Planned(lambda: _watcher(others=4), None, (20, 1_000)),
     "a record touched": Planned(_reporter, None, _WRITTEN),

@@ -114,6 +114,21 @@ def _without_a_prompt_in_chunks(scenario: Any) -> dict[str, object]:
         return _measured(scenario)
 
 
+def _without_prefills_as_short_as_a_decode(scenario: Any) -> dict[str, object]:
+    """Every prompt and rest of one has a token more than a decode."""
+
+    def prompts(length: int) -> dict[str, int]:
+        return {"first": 3, "second": 4, "short": length + 1, "long": 6 + length}
+
+    def steps(length: int) -> list[dict[str, int]]:
+        both, three, all_four = (dict.fromkeys(scenario.REQUESTS[:count], length) for count in (2, 3, 4))
+        new, chunk, rest = {**both, "short": length + 1}, {**three, "long": 5}, {**three, "long": length + 1}
+        return [{"first": 3, "second": 4}, both, new, three, chunk, rest, all_four, all_four]
+
+    with mock.patch.multiple(scenario, prompts=prompts, steps=steps):
+        return _measured(scenario)
+
+
 def _without_full_graphs(scenario: Any) -> dict[str, object]:
     decode = scenario.DenseFP8Decode()
     return {"numbers": repr([decode.step([60 + step, 127 + step, 200 + step]) for step in range(3)])}
@@ -134,5 +149,6 @@ WITHOUT: dict[str, Workload] = {
     "mamba-padding": _without_a_prompt_in_chunks,
     "flashmla-fp8": _without_full_graphs,
     "flashmla-padding": _without_padding,
+    "prefill-dispatch": _without_prefills_as_short_as_a_decode,
 }
 FURTHER: dict[str, dict[str, Workload]] = {"draft-decode-mode": {"full": _drafts_in_full_graphs}}

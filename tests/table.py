@@ -17,6 +17,7 @@ AFFECTED = {
     "mamba-padding": ("0.19.0", "0.21.0"),
     "flashmla-fp8": ("0.15.0", "0.18.1"),
     "flashmla-padding": ("0.15.0", "0.19.1"),
+    "prefill-dispatch": ("0.14.1", "0.33.0"),
 }
 """First and last affected release of each fix."""
 

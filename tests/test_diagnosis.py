@@ -25,6 +25,8 @@ PREFILL = "vllm/v1/worker/gpu/spec_decode/autoregressive/cudagraph_utils.py"
 RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 MAMBA = "vllm/v1/attention/backends/mamba_attn.py"
 FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
+RUNNER_V2 = "vllm/v1/worker/gpu/model_runner.py"
+UTILS = "vllm/v1/worker/utils.py"
 
 
 def test_every_stock_release_is_judged_as_the_table_says(release: str) -> None:
@@ -140,6 +142,20 @@ def test_nightlies_before_pr_39773_are_affected(tmp_path: Path, without_mode: bo
     assert ("-mode" in found.shape, "-indices" in found.shape) == (without_mode, without_zero_fill)
 
 
+def PHASE_IN_THE_PREDICATE(text: str) -> str:  # noqa: N802 - a constant, but for what must not change between its parts
+    """As in PR 53059: the predicate is told whether every row is past its prompt."""
+    text = swap(
+        r"^( *)force_uniform_decode: bool \| None = None,\n( *)\) -> bool:",
+        r"\1force_uniform_decode: bool | None = None,\n\1past_prompt: bool = True,\n\2) -> bool:",
+    )(text)
+    text = swap(r"\(max_num_scheduled_tokens == uniform_decode_query_len\)\n", r"past_prompt\n")(text)
+    return swap(
+        r"^( *)force_uniform_decode=force_uniform_decode,\n",
+        r"\1force_uniform_decode=force_uniform_decode,\n\1past_prompt=bool((self.input_batch.num_computed_tokens_cpu[:num_reqs] "
+        r">= self.input_batch.num_prompt_tokens[:num_reqs]).all()),\n",
+    )(text)
+
+
 WITH_THE_FIX = [
     (
         "capture-state",
@@ -162,6 +178,19 @@ WITH_THE_FIX = [
         {RUNNER: swap(r"^( *)(is_prefilling = .*)\n", r"\1\2\n\1is_prefilling[num_reqs:] = False\n")},
     ),
     ("flashmla-padding", "0.19.1", {RUNNER: swap(r"(num_reqs:num_reqs_padded\]\.fill_)\(-1\)", r"\1(NULL_BLOCK_ID)")}),
+    ("prefill-dispatch", "0.20.0", {RUNNER: PHASE_IN_THE_PREDICATE}),
+    ("prefill-dispatch", "0.33.0", {RUNNER: PHASE_IN_THE_PREDICATE}),
+    (
+        "prefill-dispatch",
+        "0.29.0",
+        {
+            RUNNER: swap(
+                r"^( *)use_cascade_attn=False,\n( *)num_encoder_reqs=",
+                r"\1use_cascade_attn=False,\n\1force_uniform_decode=False if (self.input_batch.num_computed_tokens_cpu[:num_reqs] "
+                r"< self.input_batch.num_prompt_tokens[:num_reqs]).any() else None,\n\2num_encoder_reqs=",
+            )
+        },
+    ),
 ]
 
 
@@ -258,6 +287,57 @@ UNSEEN = [
                 r"^( *)(is_prefilling = .* < .*)\n", r"\1\2\n\1if self.odd:\n\1    is_prefilling[num_reqs:] = False\n"
             )
         },
+    ),
+    ("prefill-dispatch", "0.20.0", {RUNNER: swap(r"= self\._is_uniform_decode\(", "= self.tells(")}),
+    (
+        "prefill-dispatch",
+        "0.33.0",
+        {RUNNER: swap(r"num_tokens == max_num_scheduled_tokens \* num_reqs", "not self.mixed")},
+    ),
+    (
+        "prefill-dispatch",
+        "0.20.0",
+        {RUNNER: swap(r"(num_tokens == max_num_scheduled_tokens \* num_reqs)", r"\1 and not num_reqs.mixed")},
+    ),
+    (
+        "prefill-dispatch",
+        "0.20.0",
+        {
+            RUNNER: swap(
+                r"^( *)(has_encoder_output = \(\n)", r"\1uniform_decode = uniform_decode and self.decoding\n\1\2"
+            )
+        },
+    ),
+    (
+        "prefill-dispatch",
+        "0.27.1",
+        {
+            RUNNER: swap(
+                r"^( *)num_encoder_reqs=len\(", r"\1force_uniform_decode=self.phase(num_reqs),\n\1num_encoder_reqs=len("
+            )
+        },
+    ),
+    ("prefill-dispatch", "0.19.0", {RUNNER: swap(r"force_uniform_decode=uniform_decode", "force_uniform_decode=None")}),
+    (
+        "prefill-dispatch",
+        "0.26.0",
+        {CUDAGRAPHS: swap(r"^( {4}if )(\(max_query_len == num_tokens)", r"\1not num_reqs.prefilling and \2")},
+    ),
+    (
+        "prefill-dispatch",
+        "0.25.1",
+        {RUNNER_V2: swap(r"^( *)(uniform_tok_count = get_uniform.*)\n", r"\1\2\n\1uniform_tok_count = self.one(0)\n")},
+    ),
+    (
+        "prefill-dispatch",
+        "0.23.0",
+        {RUNNER_V2: swap(r"out=self\.req_states\.num_computed_prefill", "out=self.req_states.num")},
+    ),
+    ("prefill-dispatch", "0.28.0", {UTILS: swap(r"if not has_prefill and is_uniform", "if is_uniform")}),
+    (
+        "prefill-dispatch",
+        "0.33.0",
+        {RUNNER_V2: swap(r"is_prefilling_np = num_computed.* < .*", "is_prefilling_np = self.x")},
     ),
 ]
 

@@ -1,0 +1,475 @@
+"""prefill-dispatch on vLLM's own dispatch: which steps have a full decode graph, of what model, and what other ranks are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.worker import gpu_model_runner
+
+import vllm_graphfix
+from vllm_graphfix.fixes.prefill_dispatch import FALLBACK, PREFILL_AS_DECODE
+from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+LENGTHS = pytest.mark.parametrize("length", [1, 2, 4])
+"""Tokens of a decode: one, and its drafts."""
+Row = tuple[int, int, int]
+"""Tokens of a prompt, tokens that are computed, and tokens that are known."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_counted() -> Iterator[None]:
+    PREFILL_AS_DECODE.count, FALLBACK.reason = 0, None
+    with scenario._unpinned():
+        yield
+    assert FALLBACK.reason is None
+
+
+class SubclassedSpec(MambaSpec):  # type: ignore[misc]
+    """A fork's."""
+
+
+def recurrent(kind: Any = MambaSpec) -> Any:
+    return kind(block_size=32, shapes=((2,),), dtypes=(torch.float32,))
+
+
+def attention() -> Any:
+    return FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def layers(*specs: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layers.{number}"], spec) for number, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def runner(
+    length: int = 1, mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY, groups: KVCacheConfig | None = None
+) -> Any:
+    config = scenario._config(mode, length)
+    config.compilation_config.is_attention_compiled_piecewise = lambda: True
+    return scenario.DispatchV1(config, groups or layers(attention(), recurrent())).runner
+
+
+def ask(made: Any, rows: list[Row], count: int | None = None, **forced: Any) -> Any:
+    """What `_determine_batch_execution_and_padding` says of a step that gives each of *rows* so many tokens, or those of a decode."""
+    count = made.uniform_decode_query_len if count is None else count
+    batch = made.input_batch
+    for numbers, column in zip(
+        (batch.num_prompt_tokens, batch.num_computed_tokens_cpu, batch.num_tokens_no_spec),
+        zip(*rows, strict=True),
+        strict=True,
+    ):
+        numbers[: len(rows)] = column
+    return made._determine_batch_execution_and_padding(
+        num_tokens=count * len(rows),
+        num_reqs=len(rows),
+        num_scheduled_tokens_np=np.full(len(rows), count, dtype=np.int32),
+        max_num_scheduled_tokens=count,
+        use_cascade_attn=False,
+        **forced,
+    )
+
+
+def mode_of(made: Any, rows: list[Row], count: int | None = None, **forced: Any) -> CUDAGraphMode:
+    mode: CUDAGraphMode = ask(made, rows, count, **forced)[0]
+    return mode
+
+
+def decode(prompt: int = 3, further: int = 4) -> Row:
+    """A request that has answered with *further* tokens, the last of which is not computed."""
+    return (prompt, prompt + further - 1, prompt + further)
+
+
+def test_the_fix_is_active() -> None:
+    assert vllm_graphfix.states()["prefill-dispatch"].state == "active"
+
+
+@LENGTHS
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_decodes_have_their_graph(length: int, rows: int) -> None:
+    made = runner(length)
+    assert mode_of(made, [decode(3 + row) for row in range(rows)]) is FULL
+    assert mode_of(made, [decode(3, further=1)] * rows) is FULL, "the first decode after a prompt"
+    assert PREFILL_AS_DECODE.count == 0
+
+
+PREFILLS: dict[str, Callable[[int], Row]] = {
+    "a prompt as long as a decode": lambda length: (length, 0, length),
+    "the rest of a prompt": lambda length: (5 + length, 5, 5 + length),
+    "a chunk from the middle of a prompt": lambda length: (40, 8, 40),
+    "a prompt but for what the prefix cache has": lambda length: (16 + length, 16, 16 + length),
+    "a preempted request from its beginning": lambda length: (3, 0, 9),
+    "a preempted request's own tokens": lambda length: (3, 5, 12),
+    "the prompt's last token and tokens of its own": lambda length: (3, 2, 12),
+}
+
+
+@LENGTHS
+@pytest.mark.parametrize("others", [0, 1, 3])
+@pytest.mark.parametrize("prefill", PREFILLS.values(), ids=list(PREFILLS))
+def test_one_row_that_is_not_past_its_prefill_keeps_the_step_out_of_a_decode_graph(
+    length: int, others: int, prefill: Callable[[int], Row]
+) -> None:
+    for place in range(others + 1):
+        rows = [decode()] * others
+        rows.insert(place, prefill(length))
+        assert mode_of(runner(length), rows) is NONE
+    assert PREFILL_AS_DECODE.count == others + 1
+
+
+@LENGTHS
+def test_it_runs_in_a_piecewise_graph_as_any_other_step_with_prefills_where_there_are_some(length: int) -> None:
+    made = runner(length, CUDAGraphMode.FULL_AND_PIECEWISE)
+    prefill = PREFILLS["the rest of a prompt"](length)
+    assert mode_of(made, [decode(), decode()]) is FULL
+    mode, descriptor, *_ = ask(made, [decode(), prefill])
+    expected = ask(made, [decode(), prefill], force_uniform_decode=False)
+    assert (mode, descriptor) == tuple(expected[:2])
+    assert mode is PIECEWISE
+    assert not getattr(descriptor, "uniform", getattr(descriptor, "uniform_decode", False))
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_the_last_token_of_a_preempted_request_with_its_drafts_is_a_decode(length: int) -> None:
+    assert mode_of(runner(length), [(3, 11, 12)]) is FULL
+
+
+def test_what_is_computed_may_run_ahead_of_what_is_known() -> None:
+    """As with asynchronous scheduling, which counts every draft as accepted."""
+    assert mode_of(runner(2), [(3, 14, 12), (3, 12, 12)]) is FULL
+
+
+@LENGTHS
+def test_rows_beyond_the_batch_are_nobodys_phase(length: int) -> None:
+    made = runner(length)
+    ask(made, [decode(), decode(), (40, 8, 40), (40, 0, 40)])
+    counted = PREFILL_AS_DECODE.count
+    assert mode_of(made, [decode(), decode()]) is FULL
+    assert PREFILL_AS_DECODE.count == counted
+
+
+@LENGTHS
+@pytest.mark.parametrize("prefill", PREFILLS.values(), ids=list(PREFILLS))
+def test_captures_and_dummy_runs_which_force_the_answer_get_it(length: int, prefill: Callable[[int], Row]) -> None:
+    made = runner(length)
+    assert mode_of(made, [prefill(length)], force_uniform_decode=True) is FULL
+    assert mode_of(made, [prefill(length)], force_uniform_decode=False) is NONE
+    assert mode_of(made, [decode()], force_uniform_decode=False) is NONE
+    assert mode_of(made, [prefill(length)], force_eager=True) is NONE
+    assert PREFILL_AS_DECODE.count == 0
+
+
+@LENGTHS
+@pytest.mark.parametrize("prefill", PREFILLS.values(), ids=list(PREFILLS))
+def test_models_without_recurrent_layers_keep_their_graphs(length: int, prefill: Callable[[int], Row]) -> None:
+    together = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": attention(), "b": attention()})
+    for groups in (layers(attention()), layers(attention(), attention()), layers(together), layers()):
+        assert mode_of(runner(length, groups=groups), [decode(), prefill(length)]) is FULL
+    assert PREFILL_AS_DECODE.count == 0
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        lambda: layers(recurrent()),
+        lambda: layers(attention(), attention(), recurrent()),
+        lambda: layers(recurrent(SubclassedSpec)),
+        lambda: layers(UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": recurrent(), "b": recurrent()})),
+    ],
+    ids=["alone", "last of three groups", "subclassed", "several sizes in one group"],
+)
+def test_a_group_of_recurrent_layers_is_found_wherever_it_is(groups: Callable[[], KVCacheConfig]) -> None:
+    assert mode_of(runner(groups=groups()), [decode(), (1, 0, 1)]) is NONE
+    assert PREFILL_AS_DECODE.count == 1
+
+
+@pytest.mark.parametrize("mode", [NONE, PIECEWISE], ids=str)
+def test_where_decodes_have_no_graphs_of_their_own_nothing_is_counted(mode: CUDAGraphMode) -> None:
+    assert mode_of(runner(mode=mode), [(1, 0, 1)]) is mode
+    assert PREFILL_AS_DECODE.count == 0
+
+
+def test_a_batch_that_is_larger_than_its_graphs_is_not_counted() -> None:
+    made = runner()
+    made.compilation_config.max_cudagraph_capture_size = 1
+    assert mode_of(made, [decode(), (1, 0, 1)]) is NONE
+    assert PREFILL_AS_DECODE.count == 0
+
+
+def test_a_step_that_has_not_the_shape_of_a_decode_is_stocks() -> None:
+    assert mode_of(runner(2), [(3, 0, 3)], count=3) is NONE
+    assert mode_of(runner(2), [(3, 0, 3)], count=1) is NONE
+    assert PREFILL_AS_DECODE.count == 0
+
+
+def parallel(made: Any, **sizes: int) -> None:
+    for name, size in {"data_parallel_rank": 0, **sizes}.items():
+        setattr(made.parallel_config, name, size)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_other_ranks_of_data_parallelism_are_told_what_this_one_does(
+    monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    told: list[dict[str, Any]] = []
+
+    def coordinate(**given: Any) -> Any:
+        told.append(given)
+        tokens = torch.tensor([given["num_tokens_padded"]] * 2)
+        return False, tokens, given["cudagraph_mode"]
+
+    monkeypatch.setattr(gpu_model_runner, "coordinate_batch_across_dp", coordinate)
+    made = runner()
+    parallel(made, data_parallel_size=2)
+    rows = [decode(), decode() if phase == "decode" else (1, 0, 1)]
+    mode = mode_of(made, rows)
+    assert mode is (FULL if phase == "decode" else NONE)
+    ((uniform, asked),) = [(given["uniform_decode"], given["cudagraph_mode"]) for given in told]
+    assert (uniform, asked) == (phase == "decode", mode.value)
+
+
+def test_a_rank_that_only_decodes_follows_one_that_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock's own agreement: the least of what the ranks ask for."""
+
+    def coordinate(**given: Any) -> Any:
+        return False, torch.tensor([given["num_tokens_padded"]] * 2), NONE.value
+
+    monkeypatch.setattr(gpu_model_runner, "coordinate_batch_across_dp", coordinate)
+    made = runner()
+    parallel(made, data_parallel_size=2)
+    assert mode_of(made, [decode()]) is NONE
+    assert PREFILL_AS_DECODE.count == 0
+
+
+def test_the_stages_of_a_pipeline_go_by_the_prompts_which_all_know() -> None:
+    made = runner(2)
+    parallel(made, pipeline_parallel_size=2)
+    assert mode_of(made, [decode(), (2, 0, 2)]) is NONE
+    assert mode_of(made, [decode(), (3, 5, 12)]) is FULL, "what a preempted request knows may differ between stages"
+
+
+def test_pipelines_with_sequence_parallelism_are_left_alone() -> None:
+    """The worker asks for the number of tokens before the batch is updated, and must hear what the runner hears after it."""
+    made = runner()
+    parallel(made, pipeline_parallel_size=2)
+    made.compilation_config.pass_config.enable_sp = True
+    answers = {mode_of(made, rows) for rows in ([decode(), (1, 0, 1)], [decode(), decode()])}
+    assert answers == {FULL}
+    assert PREFILL_AS_DECODE.count == 0
+
+
+def test_sequence_parallelism_without_a_pipeline_is_put_right() -> None:
+    made = runner()
+    made.compilation_config.pass_config.enable_sp = True
+    assert mode_of(made, [decode(), (1, 0, 1)]) is NONE
+
+
+def test_nothing_is_made_of_arguments_that_are_not_given_by_name() -> None:
+    made = runner()
+    ask(made, [(1, 0, 1)])
+    counted = PREFILL_AS_DECODE.count
+    mode, *_ = made._determine_batch_execution_and_padding(1, 1, np.ones(1, dtype=np.int32), 1, False)
+    assert mode is FULL
+    assert PREFILL_AS_DECODE.count == counted
+
+
+def test_the_batch_is_not_changed() -> None:
+    made = runner()
+    rows = [decode(), (1, 0, 1)]
+    ask(made, rows)
+    batch = made.input_batch
+    numbers = (batch.num_prompt_tokens, batch.num_computed_tokens_cpu, batch.num_tokens_no_spec)
+    assert [tuple(column[row] for column in numbers) for row in range(2)] == rows
+
+
+def test_an_error_of_the_fix_leaves_the_step_to_stock() -> None:
+    made = runner()
+    made.input_batch = SimpleNamespace(lora_id_to_lora_request={})
+    mode, *_ = made._determine_batch_execution_and_padding(
+        num_tokens=1,
+        num_reqs=1,
+        num_scheduled_tokens_np=np.ones(1, dtype=np.int32),
+        max_num_scheduled_tokens=1,
+        use_cascade_attn=False,
+    )
+    assert mode is FULL
+    assert FALLBACK.reason is not None
+    FALLBACK.reason = None
+
+
+# -- model runner V2
+
+try:
+    from vllm.v1.worker.gpu import model_runner as runner_v2
+    from vllm.v1.worker.gpu.cudagraph_utils import get_uniform_token_count  # noqa: F401
+    from vllm.v1.worker.gpu.model_states import mamba_hybrid  # noqa: F401
+except ImportError:
+    runner_v2 = None
+
+in_v2 = pytest.mark.skipif(
+    runner_v2 is None, reason="model runner V2 has no recurrent models here, or asks for their phase"
+)
+
+
+class V2:
+    """Model runner V2 with two requests that decode."""
+
+    def __init__(self, length: int = 1, groups: KVCacheConfig | None = None, **runner: Any) -> None:
+        config = scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, length)
+        self.length = length
+        self.dispatch = scenario.DispatchV2(config, groups or layers(attention(), recurrent()))
+        self.runner = self.dispatch.runner
+        self.runner.__dict__.update(runner)
+        self.computed: dict[str, int] = {}
+        for name in ("one", "other"):
+            self.add(name, prefill=3, computed=5)
+
+    def add(self, name: str, prefill: int, computed: int) -> None:
+        self.dispatch._states.add(name, prefill)
+        self.computed[name] = computed
+
+    def step(self, *names: str, count: int | None = None) -> bool:
+        """Whether these have a full graph if each gets so many tokens, or those of a decode."""
+        return self.dispatch(dict.fromkeys(names, count or self.length), self.computed) is not None
+
+
+@in_v2
+@LENGTHS
+def test_v2_decodes_have_their_graph(length: int) -> None:
+    made = V2(length)
+    assert made.step("one")
+    assert made.step("one", "other")
+    assert PREFILL_AS_DECODE.count == 0
+
+
+@in_v2
+@LENGTHS
+def test_v2_prefills_of_that_shape_have_none(length: int) -> None:
+    made = V2(length)
+    made.add("new", prefill=length, computed=0)
+    made.add("rest", prefill=5 + length, computed=5)
+    assert not made.step("one", "new")
+    assert not made.step("rest", "one", "other")
+    assert not made.step("new")
+    assert PREFILL_AS_DECODE.count == 3
+    made.computed["new"] = length
+    assert made.step("one", "new")
+    assert PREFILL_AS_DECODE.count == 3
+
+
+@in_v2
+def test_v2_a_preempted_request_comes_again_with_its_own_tokens_to_prefill() -> None:
+    made = V2(2)
+    made.add("again", prefill=12, computed=10)
+    assert not made.step("one", "again")
+
+
+@in_v2
+def test_v2_requests_that_are_not_in_the_step_do_not_count() -> None:
+    made = V2()
+    made.add("waiting", prefill=40, computed=8)
+    assert made.step("one", "other")
+    del made.dispatch._states.req_id_to_index["waiting"]
+    del made.computed["waiting"]
+    assert made.step("one", "other"), "nor does the slot of one that is gone"
+    assert PREFILL_AS_DECODE.count == 0
+
+
+@in_v2
+def test_v2_models_without_recurrent_layers_keep_their_graphs() -> None:
+    made = V2(groups=layers(attention()))
+    made.add("new", prefill=1, computed=0)
+    assert made.step("one", "new")
+    assert PREFILL_AS_DECODE.count == 0
+
+
+@in_v2
+def test_v2_steps_of_another_shape_are_stocks() -> None:
+    made = V2(2)
+    made.add("new", prefill=3, computed=0)
+    assert not made.step("new", count=3)
+    assert not made.step("new", count=1)
+    assert PREFILL_AS_DECODE.count == 0
+
+
+@in_v2
+def test_v2_a_dummy_run_after_a_step_that_was_not_dispatched_has_its_graph() -> None:
+    made = V2()
+    made.add("new", prefill=1, computed=0)
+    scheduled = scenario._scheduler_output({"new": 1}, ["new"], made.computed)
+    made.dispatch._states.look_up(made.computed)
+    made.runner.update_requests(scheduled)  # and then an error, say
+    another = V2()
+    descriptor, _ = runner_v2.dispatch_cg_and_sync_dp(another.runner.cudagraph_manager, 1, 1, 1, 1, 0)
+    assert descriptor.cg_mode is FULL
+    nothing = scenario._scheduler_output({}, [], made.computed)
+    made.runner.update_requests(scheduled)
+    made.runner.update_requests(nothing)  # such a step is over before its dispatch
+    descriptor, _ = runner_v2.dispatch_cg_and_sync_dp(made.runner.cudagraph_manager, 1, 1, 1, 1, 0)
+    assert descriptor.cg_mode is FULL
+    assert PREFILL_AS_DECODE.count == 0
+
+
+@in_v2
+def test_v2_one_dispatch_is_corrected_and_the_next_is_not() -> None:
+    made = V2()
+    made.add("new", prefill=1, computed=0)
+    assert not made.step("one", "new")
+    descriptor, _ = runner_v2.dispatch_cg_and_sync_dp(made.runner.cudagraph_manager, 1, 1, 1, 1, 0)
+    assert descriptor.cg_mode is FULL
+    assert PREFILL_AS_DECODE.count == 1
+
+
+@in_v2
+def test_v2_an_eager_step_is_not_counted() -> None:
+    made = V2(is_encoder_decoder=True)
+    made.add("new", prefill=1, computed=0)
+    made.dispatch._states.look_up(made.computed)
+    scheduled = scenario._scheduler_output({"new": 1}, ["new"], made.computed)
+    scheduled.scheduled_encoder_inputs = {"new": [0]}
+    with pytest.raises(scenario._DispatchedError):
+        made.runner.execute_model(scheduled)
+    assert PREFILL_AS_DECODE.count == 0
+
+
+@in_v2
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_v2_other_ranks_of_data_parallelism_are_told_what_this_one_does(
+    monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    from vllm.v1.worker.gpu import dp_utils
+
+    told: list[Any] = []
+
+    def synced(manager: Any, descriptor: Any, tokens: int, rows: int, uniform: int | None, *_: Any, **__: Any) -> Any:
+        told.append((descriptor.cg_mode, uniform))
+        return descriptor, None
+
+    monkeypatch.setattr(dp_utils, "sync_cudagraph_and_dp_padding", synced)
+    made = V2(dp_size=2)
+    made.add("new", prefill=1, computed=0 if phase == "prefill" else 1)
+    made.step("one", "new")
+    assert told == [(NONE, None) if phase == "prefill" else (FULL, 1)]
+
+
+@in_v2
+def test_v2_an_error_of_the_fix_leaves_the_step_to_stock() -> None:
+    made = V2()
+    made.add("new", prefill=1, computed=0)
+    made.runner.decode_query_len = None
+    assert made.step("one", "new")
+    assert FALLBACK.reason is not None
+    FALLBACK.reason = None
