@@ -185,9 +185,9 @@ WITH_THE_FIX = [
         "0.29.0",
         {
             RUNNER: swap(
-                r"^( *)use_cascade_attn=False,\n( *)num_encoder_reqs=",
-                r"\1use_cascade_attn=False,\n\1force_uniform_decode=False if (self.input_batch.num_computed_tokens_cpu[:num_reqs] "
-                r"< self.input_batch.num_prompt_tokens[:num_reqs]).any() else None,\n\2num_encoder_reqs=",
+                r"^( *)num_encoder_reqs=len\(",
+                r"\1force_uniform_decode=False if (self.input_batch.num_computed_tokens_cpu[:num_reqs] "
+                r"< self.input_batch.num_prompt_tokens[:num_reqs]).any() else None,\n\1num_encoder_reqs=len(",
             )
         },
     ),
@@ -200,6 +200,14 @@ def test_a_release_with_the_fix_written_in_is_fixed(
 ) -> None:
     found = manifest.diagnose(BY_NAME[name], open_source(edited(release_root(release), tmp_path / "vllm", changes)))
     assert found.verdict is Verdict.FIXED
+
+
+def test_one_model_runner_may_have_the_remedy_and_the_other_not(tmp_path: Path) -> None:
+    change = {RUNNER: PHASE_IN_THE_PREDICATE}
+    found = manifest.diagnose(
+        BY_NAME["prefill-dispatch"], open_source(edited(release_root("0.27.1"), tmp_path / "vllm", change))
+    )
+    assert (found.verdict, found.shape) == (Verdict.AFFECTED, "shape-only-v2")
 
 
 UNSEEN = [

@@ -1,11 +1,38 @@
-"""prefill-dispatch: what must hold beyond the numbers."""
+"""prefill-dispatch: what must hold beyond the numbers, also beside mamba-padding."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from behaviours import check_behaviours
+from stock import run_in_release
 
 
 @pytest.mark.parametrize("release", ["0.14.1", "0.21.0", "0.27.1", "0.33.0"])
 def test_a_step_has_a_decode_graph_if_every_row_is_past_its_prefill(release: str) -> None:
     check_behaviours(release, "prefill_dispatch")
+
+
+NAMES = ("mamba-padding", "prefill-dispatch")
+SCENARIOS = """
+import importlib, json
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm_graphfix.verify.double.worker import scenario_module
+from vllm_graphfix.verify.report import differing
+
+told = {}
+for name in ("mamba-padding", "prefill-dispatch"):
+    found = importlib.import_module(scenario_module(name)).run()
+    told[name] = found.error is None and not differing(found.eager, found.graphed)
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize("active", [NAMES, NAMES[:1], NAMES[1:], ()], ids=["both", *NAMES, "neither"])
+def test_it_and_mamba_padding_put_each_their_own_defect_right(active: tuple[str, ...]) -> None:
+    """Both are about the phase of rows: one of rows that are none, one of steps."""
+    modes = {f"VLLM_GRAPHFIX_{name.upper().replace('-', '_')}": "on" if name in active else "off" for name in NAMES}
+    told = json.loads(run_in_release("0.20.0", SCENARIOS, modes).stdout.splitlines()[-1])
+    assert told == {name: name in active for name in NAMES}

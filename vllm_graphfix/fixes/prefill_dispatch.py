@@ -111,7 +111,7 @@ def _asked_phase(place: Function, uniform: Function) -> str | None:
 
 
 def _of_v2(source: Source) -> Diagnosis:
-    if source.read(_HYBRIDS_V2) is None:
+    if source.read(_HYBRIDS_V2) is None and not source.says(_RUNNER_V2, "MambaSpec"):
         return Diagnosis(Verdict.ABSENT, "model runner V2 has no recurrent models")
     execute = source.function(_RUNNER_V2, "GPUModelRunner.execute_model")
     gather = source.function(_RUNNER_V2, "GPUModelRunner.gather_batch_req_state")

@@ -362,6 +362,7 @@ def _of_drafts(prefilling: list[bool], accepted: list[int], length: int) -> dict
 def _common(counts: list[int], computed: list[int], length: int, prefilling: list[bool] | None = None) -> Any:
     """What the model runner hands to every builder."""
     rows = len(counts)
+    blocks = torch.arange(1, 1 + rows * length, dtype=torch.int32).view(rows, length)
     lengths = torch.tensor(np.add(counts, computed), dtype=torch.int32)
     starts = torch.tensor([0, *counts]).cumsum(0).int()
     given = {
@@ -372,7 +373,8 @@ def _common(counts: list[int], computed: list[int], length: int, prefilling: lis
         "num_actual_tokens": sum(counts),
         "max_query_len": max(counts),
         "max_seq_len": MAX_MODEL_LEN,
-        "block_table_tensor": torch.arange(1, 1 + rows * length, dtype=torch.int32).view(rows, length),
+        # A capture's are the null block, as vLLM's.
+        "block_table_tensor": blocks if prefilling else torch.zeros_like(blocks),
         "slot_mapping": torch.zeros(MAX_TOKENS, dtype=torch.int64),
         "is_prefilling": torch.tensor(prefilling or [False] * rows),
         "seq_lens_cpu_upper_bound": lengths.clone(),
