@@ -9,6 +9,7 @@ from vllm_graphfix.fixes import (
     draft_prefill_state,
     flashmla_fp8,
     flashmla_padding,
+    indexer_padding,
     mamba_padding,
     prefill_dispatch,
 )
@@ -21,6 +22,7 @@ FIXES: tuple[Fix, ...] = (
     flashmla_fp8.FIX,
     flashmla_padding.FIX,
     prefill_dispatch.FIX,
+    indexer_padding.FIX,
 )
 BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
 OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)

@@ -1,0 +1,271 @@
+"""`indexer-padding`: no token of a padded row has a length below 0 in the sparse indexer of DeepSeek models (issue 51593)."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source import Source
+    from vllm_graphfix.syntax import Function
+
+_INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
+_INDEXER_MODULE = "vllm.v1.attention.backends.mla.indexer"
+_BUILDER = "DeepseekV32IndexerMetadataBuilder"
+_TARGET = f"{_BUILDER}._prepare_decode_tensors"
+_KERNELS = ("_prepare_uniform_decode_kernel", "PrepareUniformDecodeKernel.kernel")
+_PARAMETERS = (
+    "self, seq_lens, block_table, decode_lens, decode_lens_cpu, query_start_loc, num_decodes, num_decode_tokens, "
+    "use_native, next_n, max_decode_len"
+)
+_LENGTH = "seq_lens.unsqueeze(1) - max_decode_len + 1 + self.offsets_buffer[:max_decode_len]"
+_LENGTH_IN_THE_KERNEL = "seq_len - max_decode_len + local_idx + 1"
+_WRITTEN = {
+    "rows-of-a-table": (
+        f"self.decode_seq_lens_buffer[:num_decodes, :max_decode_len] = {_LENGTH}",
+        "seq_lens = self.decode_seq_lens_buffer[:num_decodes, :max_decode_len]",
+    ),
+    "view-of-a-row": (
+        "seq_lens_buffer = self.decode_seq_lens_buffer[:num_decodes * max_decode_len].view(num_decodes, max_decode_len)",
+        f"seq_lens_buffer[:] = {_LENGTH}",
+        "seq_lens = seq_lens_buffer",
+    ),
+}
+"""How the lengths of tokens come into the persistent buffer, and that is what is returned; by shape."""
+_CLAMPS = (
+    "({}).clamp_(min=0)",
+    "({}).clamp_(0)",
+    "({}).clamp_min_(0)",
+    "({}).clamp(min=0)",
+    "({}).clamp(0)",
+    "({}).clamp_min(0)",
+    "torch.clamp({}, min=0)",
+    "torch.clamp_min({}, 0)",
+)
+_CLAMPS_IN_A_KERNEL = ("tl.maximum({}, 0)", "tl.maximum(0, {})", "max({}, 0)")
+_PREPARED = "seq_lens, block_table, decode_lens, batch_size, requires_padding = self._prepare_decode_tensors(...)"
+
+PADDED_ROWS_BELOW_ZERO = Event(
+    "padded-rows-below-zero",
+    "A decode batch with padded rows and draft tokens came to the sparse indexer: on stock the first tokens of those rows have lengths below 0.",
+)
+FALLBACK = Fallback()
+
+
+def diagnose(source: Source) -> Diagnosis:
+    prepare, build = source.function(_INDEXER, _TARGET), source.function(_INDEXER, f"{_BUILDER}.build")
+    if not any(source.says(_INDEXER, word) for word in ("_prepare_decode_tensors", "decode_seq_lens_buffer")):
+        return Diagnosis(Verdict.ABSENT, "no builder computes lengths for the tokens of padded rows")
+    kernel = next(filter(None, (source.function(_INDEXER, name) for name in _KERNELS)), None)
+    if prepare is not None and build is not None and kernel is not None:
+        after = _clamped_after(build)
+        if after is not None:
+            return Diagnosis(Verdict.FIXED, "lengths are at least 0 once they are prepared", build.at(after))
+        clamped = _only_of(prepare, [clamp.format(_LENGTH) for clamp in _CLAMPS])
+        if clamped and _gives_the_kernels_lengths(kernel, _CLAMPS_IN_A_KERNEL):
+            return Diagnosis(Verdict.FIXED, "lengths of tokens are at least 0", prepare.at(clamped))
+        for shape, statements in _WRITTEN.items():
+            written = prepare.each(*statements)
+            if (
+                written
+                and prepare.in_one_block(*written, at_once=True)
+                and prepare.takes == _PARAMETERS
+                and prepare.mentions(seq_lens=9, seq_lens_buffer=3 if shape == "view-of-a-row" else 0)
+                and _returns_what_it_wrote(prepare)
+                and _gives_the_kernels_lengths(kernel, ("{}",))
+                and _hands_on_what_was_prepared(build)
+            ):
+                return Diagnosis(
+                    Verdict.AFFECTED,
+                    "a row of length 0 with several tokens gives lengths below 0",
+                    prepare.at(prepare.find(_LENGTH)[0]),
+                    shape,
+                )
+    place = prepare or build
+    return Diagnosis(
+        Verdict.UNRECOGNISED,
+        "the lengths of tokens are prepared in a way that nobody has looked at",
+        place.where if place else f"{_INDEXER}:1",
+    )
+
+
+def _only_of(function: Function, patterns: list[str]) -> ast.stmt | ast.expr | None:
+    """The part that equals one of *patterns*, if there is one and no other."""
+    found = [part for pattern in patterns for part in function.find(pattern)]
+    return found[0] if len(found) == 1 else None
+
+
+def _gives_the_kernels_lengths(kernel: Function, forms: tuple[str, ...]) -> bool:
+    """Whether the kernel of uniform batches stores its lengths in one of *forms*, and does nothing else to them."""
+    lengths = [f"per_token_seq_len = {form.format(_LENGTH_IN_THE_KERNEL)}" for form in forms]
+    stored = kernel.only("tl.store(decode_seq_lens_ptr + idx, per_token_seq_len)")
+    return bool(_only_of(kernel, lengths) and stored and kernel.mentions(per_token_seq_len=2))
+
+
+def _returns_what_it_wrote(prepare: Function) -> bool:
+    """Whether a batch with several tokens in a row comes back as the beginning of the persistent buffer, on all three ways."""
+    flat = prepare.find("return seq_lens, block_table, decode_lens, num_decode_tokens, False")
+    native = prepare.find("return seq_lens, block_table, decode_lens, num_decodes, requires_padding")
+    of_flat = prepare.find("seq_lens = self.decode_seq_lens_buffer[:num_decode_tokens]")
+    counts = (len(flat), len(of_flat), len(native), len(prepare.find("return ...")))
+    return counts == (2, 2, 1, 3) and bool(prepare.find("not use_native and max_decode_len > 1"))
+
+
+def _clamped_after(build: Function) -> ast.stmt | ast.expr | None:
+    """What makes all lengths at least 0 right after they are prepared, if there is one."""
+    prepared = build.only(_PREPARED)
+    clamps = [clamp.format("seq_lens") for clamp in _CLAMPS]
+    done = _only_of(build, [clamp for clamp in clamps if "_(" in clamp] + [f"seq_lens = {clamp}" for clamp in clamps])
+    return done if prepared and done and build.in_one_block(prepared, done, at_once=True) else None
+
+
+def _hands_on_what_was_prepared(build: Function) -> bool:
+    """Whether DeepGEMM's schedule and the layer's metadata are made of the lengths after they are prepared, as they are."""
+    prepared = build.only(_PREPARED)
+    scheduled = build.only("get_paged_mqa_logits_metadata(...)")
+    made = build.only("decode_metadata = DeepSeekV32IndexerDecodeMetadata(...)")
+    corrected = [
+        part for name in ("clamp", "clamp_", "clamp_min", "clamp_min_") for part in build.find(f"seq_lens.{name}(...)")
+    ]
+    return bool(
+        prepared
+        and scheduled
+        and made
+        and prepared.lineno < scheduled.lineno
+        and build.in_one_block(prepared, made)
+        and build.gives("DeepSeekV32IndexerDecodeMetadata(...)", "seq_lens=seq_lens")
+        and not corrected
+    )
+
+
+def _lengths_from_zero(stock: StockFunction) -> StockFunction:
+    """Around `_prepare_decode_tensors`: what it has written for rows with several tokens is at least 0.
+
+    In place, on the device, in the builder's buffer: graphs recorded its address, and the schedule of DeepGEMM, the share of a
+    context-parallel rank and the lengths in compressed tokens are made of it afterwards. Tokens of requests have lengths from 1.
+    """
+
+    @functools.wraps(stock)
+    def _prepare_decode_tensors(
+        self: Any,
+        seq_lens: Any,
+        block_table: Any,
+        decode_lens: Any,
+        decode_lens_cpu: Any,
+        query_start_loc: Any,
+        num_decodes: Any,
+        num_decode_tokens: Any,
+        use_native: Any,
+        next_n: Any,
+        max_decode_len: Any,
+    ) -> Any:
+        prepared = stock(
+            self,
+            seq_lens,
+            block_table,
+            decode_lens,
+            decode_lens_cpu,
+            query_start_loc,
+            num_decodes,
+            num_decode_tokens,
+            use_native,
+            next_n,
+            max_decode_len,
+        )
+        try:
+            # Also without padding that the host can see: the dummy batch of an idle data-parallel rank has rows of length 0 too.
+            if max_decode_len > 1:
+                lengths = prepared[0]
+                if lengths.data_ptr() == self.decode_seq_lens_buffer.data_ptr():  # never the runner's own lengths
+                    lengths.clamp_(min=0)
+                    if use_native and _has_padded_rows(decode_lens_cpu):
+                        PADDED_ROWS_BELOW_ZERO.count += 1
+        except Exception as error:
+            FALLBACK.take(error)
+        return prepared
+
+    return _prepare_decode_tensors
+
+
+def _watch_lengths(stock: StockFunction) -> StockFunction:
+    """Around the same. The rows of an idle rank's dummy batch are not counted: only the device knows their lengths."""
+
+    @functools.wraps(stock)
+    def _prepare_decode_tensors(
+        self: Any,
+        seq_lens: Any,
+        block_table: Any,
+        decode_lens: Any,
+        decode_lens_cpu: Any,
+        query_start_loc: Any,
+        num_decodes: Any,
+        num_decode_tokens: Any,
+        use_native: Any,
+        next_n: Any,
+        max_decode_len: Any,
+    ) -> Any:
+        try:
+            if max_decode_len > 1 and use_native and _has_padded_rows(decode_lens_cpu):
+                PADDED_ROWS_BELOW_ZERO.count += 1
+        except Exception as error:
+            FALLBACK.take(error)
+        return stock(
+            self,
+            seq_lens,
+            block_table,
+            decode_lens,
+            decode_lens_cpu,
+            query_start_loc,
+            num_decodes,
+            num_decode_tokens,
+            use_native,
+            next_n,
+            max_decode_len,
+        )
+
+    return _prepare_decode_tensors
+
+
+def _has_padded_rows(decode_lens_cpu: Any) -> bool:
+    """Whether the last row schedules no token; *decode_lens_cpu* is (num_decodes,) int32 on the CPU."""
+    return bool(decode_lens_cpu.numpy()[-1] == 0)
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    return (Patch(_INDEXER_MODULE, _TARGET, _lengths_from_zero),)
+
+
+def observers(shape: str) -> tuple[Patch, ...]:
+    return (Patch(_INDEXER_MODULE, _TARGET, _watch_lengths),)
+
+
+FIX = Fix(
+    name="indexer-padding",
+    pr=None,
+    references=("issue 51593", "PR 51538"),
+    summary="padded rows of the sparse indexer have no lengths below 0",
+    releases="0.20.0 - 0.27.1",
+    symptom="With speculative decoding and full CUDA graphs, DeepSeek V3.2 and V4 hang while a batch drains: GPUs at full load, no token, "
+    "timeouts of the executor (issue 51593).",
+    cause="For each token of a decode batch, the indexer's builder subtracts from its request's length how many tokens come after it. A padded "
+    "row has length 0, so its first token gets -1 with one draft token, less with more. The top-k kernel reads lengths unsigned: "
+    "one of its blocks waits for others that have left.",
+    remedy="Lengths below 0 become 0, on the device and in the buffer whose address the graph recorded, before anything is made of them. Tokens of "
+    "requests keep their lengths.",
+    detect="A hang of the engine with draft tokens when the number of running requests is between two capture sizes, and none with PIECEWISE graphs.",
+    concerns="Models with DeepSeek's sparse attention and its indexer, speculative decoding (MTP), a cudagraph mode with FULL. "
+    "On GPUs other than datacenter Blackwell: one draft token.",
+    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or no speculative decoding.',
+    removable="with vLLM 0.28.0",
+    runner=None,
+    reads=(_INDEXER,),
+    modules=(_INDEXER_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    observers=observers,
+    events=(PADDED_ROWS_BELOW_ZERO,),
+    fallback=FALLBACK,
+)
