@@ -1,6 +1,6 @@
 """CPU stand-in for Triton's launcher: a kernel's own Python body runs on CPU tensors, one program after another.
 
-The body is vLLM's; only `tl` is replaced, with as much of it as the speculator's kernels use. A launch is one opaque
+The body is vLLM's; only `tl` is replaced, with as much of it as the kernels that are launched here use. A launch is one opaque
 operator, as a kernel is in a CUDA graph.
 """
 
@@ -108,6 +108,7 @@ class Language:
     int32, int64, float32, float64 = torch.int32, torch.int64, torch.float32, torch.float64
     arange = staticmethod(torch.arange)
     where = staticmethod(torch.where)
+    range = staticmethod(range)
 
     def __init__(self, grid: tuple[int, ...], program: tuple[int, ...]) -> None:
         self._grid, self._program = grid, program

@@ -190,6 +190,6 @@ def _a_gpu(blackwell: bool) -> Iterator[None]:
     platform = SimpleNamespace(is_device_capability_family=lambda capability: blackwell and capability == 100)
     with (
         mock.patch.object(indexer, "current_platform", platform),
-        mock.patch.object(indexer, "num_compute_units", lambda index: 2),
+        mock.patch.object(indexer, "num_compute_units", return_value=2),
     ):
         yield
