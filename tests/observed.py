@@ -141,6 +141,12 @@ def _without_padding(scenario: Any) -> dict[str, object]:
     return {}  # on stock the plan of another batch: the other fix's numbers
 
 
+def _without_draft_tokens(scenario: Any) -> dict[str, object]:
+    """One token in each row, padded ones among them."""
+    with mock.patch.object(scenario, "TOKENS", 1):
+        return _measured(scenario)
+
+
 Workload = Callable[[Any], dict[str, object]]
 WITHOUT: dict[str, Workload] = {
     "capture-state": _without_lazy_attention,
@@ -150,5 +156,6 @@ WITHOUT: dict[str, Workload] = {
     "flashmla-fp8": _without_full_graphs,
     "flashmla-padding": _without_padding,
     "prefill-dispatch": _without_prefills_as_short_as_a_decode,
+    "indexer-padding": _without_draft_tokens,
 }
 FURTHER: dict[str, dict[str, Workload]] = {"draft-decode-mode": {"full": _drafts_in_full_graphs}}

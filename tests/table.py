@@ -18,6 +18,7 @@ AFFECTED = {
     "flashmla-fp8": ("0.15.0", "0.18.1"),
     "flashmla-padding": ("0.15.0", "0.19.1"),
     "prefill-dispatch": ("0.14.1", "0.33.0"),
+    "indexer-padding": ("0.20.0", "0.27.1"),
 }
 """First and last affected release of each fix."""
 
@@ -26,6 +27,7 @@ ABSENT = {
     "mamba-padding": ("0.14.1", "0.18.1"),
     "flashmla-fp8": ("0.14.1", "0.14.1"),
     "flashmla-padding": ("0.14.1", "0.14.1"),
+    "indexer-padding": ("0.14.1", "0.19.1"),
 }
 """First and last release in which the component is not there."""
 

@@ -27,6 +27,7 @@ MAMBA = "vllm/v1/attention/backends/mamba_attn.py"
 FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
 RUNNER_V2 = "vllm/v1/worker/gpu/model_runner.py"
 UTILS = "vllm/v1/worker/utils.py"
+INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
 
 
 def test_every_stock_release_is_judged_as_the_table_says(release: str) -> None:

@@ -250,15 +250,21 @@ def test_flashmla_alone_is_skipped_on_another_compute_capability(name: str, capa
     why = engine.why_skipped(CASES[name], replace(H200, name="Double of another", capability=capability))
     if name in FLASHMLA_CASES:
         assert why == (
-            f"dense FlashMLA needs compute capability 9.0, Double of another has {capability[0]}.{capability[1]}; "
+            f"FlashMLA needs compute capability 9.0, Double of another has {capability[0]}.{capability[1]}; "
             "`verify --device cpu` proves it on the CPU double"
         )
     else:
         assert why is None
 
 
-def test_flashmla_is_what_the_four_fixes_for_it_need() -> None:
-    assert FLASHMLA_CASES == ["capture-state", "draft-prefill-state", "flashmla-fp8", "flashmla-padding"]
+def test_flashmla_is_what_the_fixes_for_it_need() -> None:
+    assert FLASHMLA_CASES == [
+        "capture-state",
+        "draft-prefill-state",
+        "flashmla-fp8",
+        "flashmla-padding",
+        "indexer-padding",
+    ]
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -174,6 +174,8 @@ LOADED = [
             "mla DeepseekV2ForCausalLM",
             "mla-mtp DeepseekV3ForCausalLM",
             "mla-mtp DeepSeekMTP",
+            "sparse-mtp DeepseekV3ForCausalLM",
+            "sparse-mtp DeepSeekMTP",
             "mamba2 Mamba2ForCausalLM",
             "llama-eagle LlamaForCausalLM",
             "llama-eagle EagleLlamaForCausalLM",

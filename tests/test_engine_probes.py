@@ -169,7 +169,13 @@ def test_graphs_of_the_target_are_not_counted(observed: tuple[dict[str, list[flo
 
 
 def test_every_probe_is_found_by_its_name() -> None:
-    assert list(PROBES) == ["padded-rows", "planners-in-draft-graphs", "piecewise-draft-decodes", "drafts"]
+    assert list(PROBES) == [
+        "padded-rows",
+        "indexer-lengths",
+        "planners-in-draft-graphs",
+        "piecewise-draft-decodes",
+        "drafts",
+    ]
     assert all(probe.name == name for name, probe in PROBES.items())
 
 
@@ -243,6 +249,14 @@ def seen_on_real_classes(
 def test_what_dense_fp8_flashmla_is_given_for_padded_rows(switch: str, lowest: list[float]) -> None:
     seen, _, _ = seen_on_real_classes("0.19.1", "flashmla_padding", "padded-rows", IN_A_BUILDER, switch)
     assert seen == lowest
+
+
+@pytest.mark.parametrize(("switch", "lowest"), [("off", -1.0), ("on", 0.0)])
+@pytest.mark.parametrize("release", ["0.20.0", "0.27.1"])
+def test_what_the_sparse_indexer_is_given_for_padded_rows(release: str, switch: str, lowest: float) -> None:
+    seen, _, error = seen_on_real_classes(release, "indexer_padding", "indexer-lengths", IN_A_BUILDER, switch)
+    assert seen == [lowest]
+    assert (error is None) == (lowest == 0.0)
 
 
 @pytest.mark.parametrize(("switch", "planned"), [("off", 0.0), ("on", 3.0)])

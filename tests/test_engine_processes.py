@@ -187,6 +187,11 @@ def test_an_engine_that_takes_too_long_ends_with_its_children(vllm: Path, logs: 
     assert all_end(started(logs, 1))
 
 
+def test_an_engine_may_be_given_less_time_than_the_others_and_never_more(vllm: Path, logs: Path) -> None:
+    assert ended(vllm, logs, "hangs with a child", seconds=2.0).error == "did not come to its end in 2 s"
+    assert ended(vllm, logs, "hangs with a child", timeout=2.0, seconds=60.0).error == "did not come to its end in 2 s"
+
+
 def test_a_watcher_that_fails_leaves_no_engine(vllm: Path, logs: Path) -> None:
     """A terminal that is gone, say."""
 

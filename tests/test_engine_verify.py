@@ -241,6 +241,7 @@ OBSERVATIONS = {
     "draft-prefill-state": ([0.0, 4.0], [4.0, 4.0]),
     "draft-decode-mode": ([30.0, 90.0], [0.0, 90.0]),
     "flashmla-padding": ([0.0, -1.0], [1.0, 0.0]),
+    "indexer-padding": ([-1.0], [0.0]),
 }
 """What the probes see on stock, and with the fix."""
 
@@ -322,6 +323,7 @@ def test_a_probe_that_sees_on_stock_what_is_right_proves_nothing(name: str) -> N
         ("draft-decode-mode", [1.0, 90.0]),
         ("flashmla-padding", [0.0, 0.0]),
         ("flashmla-padding", [1.0, -1.0]),
+        ("indexer-padding", [-1.0]),
     ],
 )
 def test_a_probe_that_sees_the_defect_with_the_fix_does_not_prove_it(name: str, patched: list[float]) -> None:
@@ -334,9 +336,11 @@ def test_a_probe_that_sees_the_defect_with_the_fix_does_not_prove_it(name: str, 
         ("draft-prefill-state", [0.0, 0.0], "no full graph of the draft's prefill was captured"),
         ("draft-decode-mode", [0.0, 0.0], "no draft was decoded"),
         ("flashmla-padding", [inf, inf], "dense fp8 FlashMLA was not used"),
+        ("indexer-padding", [inf], "no decode batch was prepared for the sparse indexer"),
         ("draft-prefill-state", None, "no full graph of the draft's prefill was captured"),
         ("draft-decode-mode", None, "no draft was decoded"),
         ("flashmla-padding", None, "dense fp8 FlashMLA was not used"),
+        ("indexer-padding", None, "no decode batch was prepared for the sparse indexer"),
     ],
 )
 @pytest.mark.parametrize("mode", ["stock", "patched"])
@@ -363,6 +367,46 @@ def test_a_crash_on_stock_proves_it_before_or_after_the_probe_saw_something(name
 def test_the_length_that_a_row_may_have_is_any_from_one_on() -> None:
     """A workload whose shortest batch is longer is as right; a block other than the first is, too."""
     assert observing("flashmla-padding", [0.0, -1.0], [5.0, 3.0]).outcome == "proven"
+
+
+HANGS = "did not come to its end in 300 s"
+
+
+def hanging(on_stock: list[float] | None, **patched: Any) -> Proof:
+    """The proof of a stock engine that hangs after its probe has seen that."""
+    seen = {} if on_stock is None else {"indexer-lengths": on_stock}
+    runs = with_(patched=said(RIGHT, "active", observed={"indexer-lengths": [0.0]}))
+    return proof_of("indexer-padding", **{**runs, "stock": failed("stock", HANGS, seen), **patched})
+
+
+def test_a_hang_on_stock_proves_it_after_its_cause_was_seen() -> None:
+    proof = hanging([-1.0])
+    assert proof.outcome == "proven"
+    assert proof.stock is not None
+    assert (proof.stock.error, proof.stock.graphed) == (HANGS, (-1.0,))
+
+
+@pytest.mark.parametrize("on_stock", [None, [inf], [0.0], [1.0]], ids=str)
+def test_a_hang_on_stock_without_its_cause_is_a_machine_that_is_slow(on_stock: list[float] | None) -> None:
+    proof = hanging(on_stock)
+    assert (proof.outcome, proof.failure) == ("scenario failed", f"stock: {HANGS} (log: engine.log)")
+
+
+@pytest.mark.parametrize(
+    ("observed", "outcome"),
+    [([-1.0], "defect still there"), ([0.0], "scenario failed")],
+    ids=["the defect's", "another"],
+)
+def test_a_hang_with_the_fix_is_no_proof(observed: list[float], outcome: str) -> None:
+    patched = failed("patched", HANGS, {"indexer-lengths": observed})
+    assert hanging([-1.0], patched=patched).outcome == outcome
+
+
+def test_a_hang_is_no_other_defects_sign() -> None:
+    stock = failed("stock", HANGS, {"padded-rows": [0.0, -1.0], "indexer-lengths": [-1.0]})
+    observed = {"padded-rows": [1.0, 0.0]}
+    proof = proof_of("flashmla-padding", stock=stock, **with_(patched=said(RIGHT, "active", observed=observed)))
+    assert proof.outcome == "scenario failed"
 
 
 def test_what_drafts_were_like_is_told() -> None:

@@ -32,6 +32,7 @@ ACTIVE = {
     "flashmla-fp8": {"plan-outside-buffers": 5},  # the capture's, and those of four steps
     "flashmla-padding": {"padded-rows-given": 3},
     "prefill-dispatch": {"prefill-as-decode": 2},  # of each kind of layers on each model runner
+    "indexer-padding": {"padded-rows-below-zero": 3},
 }
 """What is counted in the scenario of each fix with the fix on."""
 
@@ -129,6 +130,7 @@ SHAPES = {
     "flashmla-fp8": ("new-plan",),
     "flashmla-padding": ("minus-one",),
     "prefill-dispatch": ("shape-only-v1", "shape-only-v2", "shape-only-v1-v2"),
+    "indexer-padding": ("rows-of-a-table", "view-of-a-row"),
 }
 OBSERVERS = [
     pytest.param(fix.name, patch, id=f"{fix.name}-{shape}-{patch.name}")
@@ -227,6 +229,18 @@ def _update_requests(self: Any, scheduler_output: Any) -> Any:
 
 def _dispatch_cg_and_sync_dp(
     cudagraph_manager: Any, num_reqs: Any, num_tokens: Any, uniform_token_count: Any, dp_size: Any, dp_rank: Any
+def _prepare_decode_tensors(
+    self: Any,
+    seq_lens: Any,
+    block_table: Any,
+    decode_lens: Any,
+    decode_lens_cpu: Any,
+    query_start_loc: Any,
+    num_decodes: Any,
+    num_decode_tokens: Any,
+    use_native: Any,
+    next_n: Any,
+    max_decode_len: Any,
 ) -> Any:
     return _told(locals())
 
@@ -245,6 +259,7 @@ STOCK: dict[str, Callable[..., Any]] = {
     "GPUModelRunner._determine_batch_execution_and_padding": _determine_batch_execution_and_padding,
     "GPUModelRunner.update_requests": _update_requests,
     "dispatch_cg_and_sync_dp": _dispatch_cg_and_sync_dp,
+    "DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors": _prepare_decode_tensors,
 }
 
 
@@ -496,6 +511,17 @@ def test_nothing_is_read_from_the_device_to_see_padded_rows() -> None:
         builder = SimpleNamespace(is_fp8_kvcache=True)
         patch.wrap(_build_decode)(**given | {"self": builder, "query_start_loc_cpu": starts[where]})
         assert (where, event.count - before) == (where, counted)
+
+
+def test_nothing_is_read_from_the_device_to_see_tokens_of_padded_rows() -> None:
+    (patch,) = BY_NAME["indexer-padding"].observers("view-of-a-row")
+    (event,) = BY_NAME["indexer-padding"].events
+    given = given_to(patch, DeviceTensorStandIn) | {"use_native": True, "max_decode_len": 2}
+    for last, counted in ((0, 1), (2, 0)):
+        before = event.count
+        tokens = SimpleNamespace(numpy=lambda last=last: np.array([2, 2, last]))
+        patch.wrap(_prepare_decode_tensors)(**given | {"decode_lens_cpu": tokens})
+        assert (last, event.count - before) == (last, counted)
 
 
 @pytest.mark.parametrize(

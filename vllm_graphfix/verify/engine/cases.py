@@ -40,6 +40,8 @@ class Case:
     """A package that its kernels come from, and that vLLM may be without."""
     shows_with: tuple[str, str, str] | None = None
     """A file of vLLM, and a word in it without which this case is right on stock too; and what is wrong there instead."""
+    seconds: float | None = None
+    """For one engine, if its defect is a hang."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -67,6 +69,7 @@ class Case:
                 max_tokens=tuple(count for _, count in self.workload),
                 again=mode == "eager",
                 probes=self.probes,
+                seconds=self.seconds,
             )
             for mode in MODES
         ]
@@ -172,6 +175,21 @@ MAMBA2_ONE_TOKEN = Case(
         "treat_short_extends_as_decodes",
         "Mamba layers take each row of one token for a decode, also when eager; what is wrong are GDN layers with drafts",
     ),
+# Answers of different lengths, so that padded rows come and go: two tokens a request, one of them a draft.
+SPARSE_MTP = Case(
+    name="sparse-mtp",
+    model="sparse-mtp",
+    runner="V1",
+    graphs=_full([2, 4, 8, 16]),
+    workload=_ONE_BY_ONE,
+    arguments={
+        "block_size": 64,
+        "attention_config": {"backend": "FLASHMLA_SPARSE"},
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+    },
+    probes=("indexer-lengths",),
+    capability=9,
+    seconds=300.0,
 )
 
 CASES: dict[str, Case] = {
@@ -182,5 +200,6 @@ CASES: dict[str, Case] = {
     "flashmla-fp8": MLA_FP8,
     "flashmla-padding": MLA_FP8_PADDED,
     "prefill-dispatch": MAMBA2_ONE_TOKEN,
+    "indexer-padding": SPARSE_MTP,
 }
 """By the name of the fix."""

@@ -42,6 +42,8 @@ class Job:
     """Ask a second time, in the reverse order: what differs then is the engine's own noise."""
     probes: tuple[str, ...] = ()
     """What to look at inside the engine; names of `probes.PROBES`. The engine must be in one process."""
+    seconds: float | None = None
+    """From start to end, if it is given less than other engines: where a hang is what is expected."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))

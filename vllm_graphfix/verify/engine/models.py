@@ -60,6 +60,14 @@ MLA_MTP: Config = MLA | {
     "routed_scaling_factor": 1.0,
     "norm_topk_prob": True,
 }
+SPARSE_MTP: Config = MLA_MTP | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "q_lora_rank": 256,
+    "index_topk": 2048,  # more than any context here has: which tokens are chosen does not depend on rounding
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
 MAMBA2: Config = _COMMON | {
     "architectures": ["Mamba2ForCausalLM"],
     "model_type": "mamba2",
@@ -125,6 +133,23 @@ def _latent_attention(prefix: str, config: Config) -> Shapes:
     }
 
 
+def _sparse_attention(prefix: str, config: Config) -> Shapes:
+    """Latent attention with queries of low rank, and the indexer that chooses what it sees."""
+    hidden, rank, head = config["hidden_size"], config["q_lora_rank"], config["index_head_dim"]
+    shapes = _latent_attention(prefix, config)
+    (queries, _) = shapes.pop(f"{prefix}.self_attn.q_proj.weight")
+    return shapes | {
+        f"{prefix}.self_attn.q_a_proj.weight": (rank, hidden),
+        f"{prefix}.self_attn.q_a_layernorm.weight": (rank,),
+        f"{prefix}.self_attn.q_b_proj.weight": (queries, rank),
+        f"{prefix}.self_attn.indexer.wq_b.weight": (config["index_n_heads"] * head, rank),
+        f"{prefix}.self_attn.indexer.wk.weight": (head, hidden),
+        f"{prefix}.self_attn.indexer.k_norm.weight": (head,),
+        f"{prefix}.self_attn.indexer.k_norm.bias": (head,),
+        f"{prefix}.self_attn.indexer.weights_proj.weight": (config["index_n_heads"], hidden),
+    }
+
+
 def _grouped_attention(prefix: str, config: Config) -> Shapes:
     hidden, head = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -137,29 +162,25 @@ def _grouped_attention(prefix: str, config: Config) -> Shapes:
 
 
 def _mla(config: Config) -> Shapes:
+    attention = _sparse_attention if "index_topk" in config else _latent_attention
     shapes = _embeddings(config)
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)):
         prefix = f"model.layers.{layer}"
-        shapes |= _mlp(prefix, config) | _latent_attention(prefix, config)
+        shapes |= _mlp(prefix, config) | attention(prefix, config)
     return shapes
 
 
 def _mla_mtp(config: Config) -> Shapes:
     hidden = config["hidden_size"]
     prefix = f"model.layers.{config['num_hidden_layers']}"
-    return (
-        _mla(config)
-        | _mlp(prefix, config)
-        | _latent_attention(prefix, config)
-        | {
-            f"{prefix}.embed_tokens.weight": (VOCABULARY, hidden),
-            f"{prefix}.enorm.weight": (hidden,),
-            f"{prefix}.hnorm.weight": (hidden,),
-            f"{prefix}.eh_proj.weight": (hidden, 2 * hidden),
-            f"{prefix}.shared_head.norm.weight": (hidden,),
-            f"{prefix}.shared_head.head.weight": (VOCABULARY, hidden),
-        }
-    )
+    return _mla(config) | {
+        f"{prefix}.embed_tokens.weight": (VOCABULARY, hidden),
+        f"{prefix}.enorm.weight": (hidden,),
+        f"{prefix}.hnorm.weight": (hidden,),
+        f"{prefix}.eh_proj.weight": (hidden, 2 * hidden),
+        f"{prefix}.shared_head.norm.weight": (hidden,),
+        f"{prefix}.shared_head.head.weight": (VOCABULARY, hidden),
+    }
 
 
 def _mamba2(config: Config) -> Shapes:
@@ -202,6 +223,7 @@ def _eagle(config: Config) -> Shapes:
 MODELS: dict[str, tuple[Config, Callable[[Config], Shapes]]] = {
     "mla": (MLA, _mla),
     "mla-mtp": (MLA_MTP, _mla_mtp),
+    "sparse-mtp": (SPARSE_MTP, _mla_mtp),
     "mamba2": (MAMBA2, _mamba2),
     "llama": (LLAMA, _llama),
     "eagle": (EAGLE, _eagle),

@@ -64,6 +64,30 @@ class PaddedRows(Probe):
         flashmla.FlashMLAMetadataBuilder._build_decode = built
 
 
+class IndexerLengths(Probe):
+    """The lowest length of a token that the builder of the sparse indexer's metadata prepares for a decode batch."""
+
+    name = "indexer-lengths"
+
+    def in_the_engine(self, llm: LLM) -> None:
+        from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
+
+        lowest = self._observed.setdefault(self.name, [float("inf")])
+        prepare = DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors
+
+        # With functools.wraps, so that the plugin finds its own function below.
+        @functools.wraps(prepare)
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            tensors = prepare(*args, **kwargs)
+            length = int(tensors[0].min())
+            if length < lowest[0]:
+                lowest[0] = length
+                self._save()  # before the kernel that may not come to its end
+            return tensors
+
+        DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors = prepared
+
+
 class PlannersInDraftGraphs(Probe):
     """Full graphs of the draft's prefill: how many record FlashMLA's planner kernel, and how many there are."""
 
@@ -166,5 +190,5 @@ class PiecewiseDraftDecodes(Probe):
 
 
 PROBES: dict[str, type[Probe]] = {
-    probe.name: probe for probe in (PaddedRows, PlannersInDraftGraphs, PiecewiseDraftDecodes, Drafts)
+    probe.name: probe for probe in (PaddedRows, IndexerLengths, PlannersInDraftGraphs, PiecewiseDraftDecodes, Drafts)
 }

@@ -39,6 +39,8 @@ CRASH = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """The crashes that defects of CUDA graphs lead to. An engine that ends in another error says nothing of its graphs: out of memory, say."""
+HANG = re.compile(r"did not come to its end in \d+ s")
+"""Of an engine that was ended from outside: by a defect's doing, or because the machine is slow."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,10 @@ class Engines:
         return ended
 
     def _wait(self, job: Job, process: subprocess.Popen[bytes], log: Path, started: float) -> str | None:
+        timeout = min(self._timeout, job.seconds or self._timeout)
         while process.poll() is None:
-            if time.monotonic() - started > self._timeout:
-                return f"did not come to its end in {self._timeout:.0f} s"
+            if time.monotonic() - started > timeout:
+                return f"did not come to its end in {timeout:.0f} s"
             self._doing(job, last_line(log))
             time.sleep(0.5)
         return None

@@ -25,7 +25,7 @@ from vllm_graphfix.verify.engine.bars import EngineBars
 from vllm_graphfix.verify.engine.cases import CASES, GIB_PER_ENGINE, LLAMA_EAGLE, MAMBA2, MAMBA2_ONE_TOKEN, MODES, Case
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import Said
-from vllm_graphfix.verify.engine.processes import CRASH, Ended, Engines
+from vllm_graphfix.verify.engine.processes import CRASH, HANG, Ended, Engines
 from vllm_graphfix.verify.engine.worker import SEED
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.report import Proof, Report
@@ -110,7 +110,7 @@ def why_skipped(case: Case, device: Device) -> str | None:
     """What *device* lacks for *case*, or None."""
     if case.capability is not None and device.capability[0] != case.capability:
         return (
-            f"dense FlashMLA needs compute capability {case.capability}.0, {device.name} has "
+            f"FlashMLA needs compute capability {case.capability}.0, {device.name} has "
             f"{'.'.join(map(str, device.capability))}; `verify --device cpu` proves it on the CPU double"
         )
     if device.free_gib < GIB_PER_ENGINE:
@@ -168,7 +168,7 @@ def prove(fix: Fix, diagnosis: Diagnosis, runs: Runs | None, skipped: str | None
 def _why_nothing_is_proven(name: str, runs: Runs) -> str | None:
     """A run that ended in an error of its own, a reference that is none, or a probe that saw nothing; or None."""
     for mode, end in runs.items():
-        if end.error and (mode == "eager" or not CRASH.search(end.error)):
+        if end.error and (mode == "eager" or not (CRASH.search(end.error) or _hangs(name, end))):
             return f"{mode}: {end.error} (log: {end.log})"
     eager, patched = runs["eager"].said, runs["patched"].said
     noise = noise_between(*eager.passes) if eager is not None else 0.0
@@ -187,6 +187,12 @@ def _why_nothing_is_proven(name: str, runs: Runs) -> str | None:
     return next((f"{mode}: {what}" for mode, what in unseen if what), None)
 
 
+def _hangs(name: str, end: Ended) -> bool:
+    """Whether an engine was ended from outside after its probe had seen what makes it hang."""
+    lengths = end.observed.get("indexer-lengths", [math.inf])
+    return name == "indexer-padding" and lengths[0] < 0 and HANG.fullmatch(end.error or "") is not None
+
+
 def _unseen(name: str, observed: Mapping[str, Sequence[float]]) -> str | None:
     """What should have been seen in an engine that came to its end, and was not."""
     if name == "draft-prefill-state" and not observed.get("planners-in-draft-graphs", [0.0, 0.0])[1]:
@@ -195,6 +201,8 @@ def _unseen(name: str, observed: Mapping[str, Sequence[float]]) -> str | None:
         return "no draft was decoded"
     if name == "flashmla-padding" and not math.isfinite(sum(observed.get("padded-rows", [math.inf]))):
         return "dense fp8 FlashMLA was not used"
+    if name == "indexer-padding" and not math.isfinite(observed.get("indexer-lengths", [math.inf])[0]):
+        return "no decode batch was prepared for the sparse indexer"
     return None
 
 
@@ -248,6 +256,11 @@ def _where_it_shows(name: str, graphed: Ended) -> tuple[str, tuple[float, ...], 
         line = f"dense fp8 FlashMLA was given lengths down to {length:.0f} and block ids down to {block:.0f}"
         phrase = "lowest length (at most 1) and block id (at most 0) given to dense fp8 FlashMLA; "
         return phrase, (1.0, 0.0), (min(length, 1.0), min(block, 0.0)), [line] if math.isfinite(length + block) else []
+    if name == "indexer-padding":
+        (length,) = graphed.observed.get("indexer-lengths", [math.inf])
+        line = f"the sparse indexer was given lengths down to {length:.0f}"
+        phrase = "lowest length (at most 0) given to the sparse indexer; "
+        return phrase, (0.0,), (min(length, 0.0),), [line] if math.isfinite(length) else []
     return "", (), (), []
 
 
