@@ -110,12 +110,21 @@ WITHOUT_PLAN_IN_BUFFERS = cut(
     r"^ *assert .*self\.cg_buf_.*\n",
 )
 PADDED_WITH_MINUS_ONE = swap(r"(num_reqs:num_reqs_padded\]\.fill_)\(NULL_BLOCK_ID\)", r"\1(-1)")
+KERNELS_LENGTH = r"tl\.maximum\((seq_len - max_decode_len \+ local_idx \+ 1), 0\)"
+
+
+def LENGTHS_BELOW_ZERO(text: str) -> str:  # noqa: N802 - one of the changes
+    return swap(KERNELS_LENGTH, r"\1")(cut(r"(?<=^ {16}\))\.clamp_\(min=0\)$")(text))
+
+
 WITHOUT_THE_FIX = [
     ("capture-state", "0.22.0", {CUDAGRAPHS: cut(r"^ {24}forward_fn, attn_state = create_forward_fn\(desc\)\n")}),
     ("mamba-padding", "0.23.0", {RUNNER: cut(r"^ *is_prefilling\[num_reqs:\] = False\n")}),
     ("flashmla-fp8", "0.23.0", {FLASHMLA: WITHOUT_PLAN_IN_BUFFERS}),
     ("flashmla-fp8", "0.33.0", {FLASHMLA: WITHOUT_PLAN_IN_BUFFERS}),
     ("flashmla-padding", "0.23.0", {RUNNER: PADDED_WITH_MINUS_ONE}),
+    ("indexer-padding", "0.28.0", {INDEXER: LENGTHS_BELOW_ZERO}),
+    ("indexer-padding", "0.29.0", {INDEXER: LENGTHS_BELOW_ZERO}),
 ]
 
 
@@ -157,6 +166,7 @@ def PHASE_IN_THE_PREDICATE(text: str) -> str:  # noqa: N802 - a constant, but fo
     )(text)
 
 
+AFTER_THEY_ARE_PREPARED = r"(^ {16}self\._prepare_decode_tensors\(\n(?: {20}.*\n)+ {16}\)\n {12}\)\n)"
 WITH_THE_FIX = [
     (
         "capture-state",
@@ -192,6 +202,22 @@ WITH_THE_FIX = [
             )
         },
     ),
+    (
+        "indexer-padding",
+        "0.20.0",
+        {
+            INDEXER: lambda text: swap(r"= (seq_len - max_decode_len \+ local_idx \+ 1)$", r"= tl.maximum(0, \1)")(
+                swap(r"(self\.offsets_buffer\[:max_decode_len\]\n {16}\))$", r"\1.clamp(min=0)")(text)
+            )
+        },
+    ),
+    *(
+        ("indexer-padding", release, {INDEXER: swap(AFTER_THEY_ARE_PREPARED, rf"\1            {clamped}\n")})
+        for release, clamped in (
+            ("0.21.0", "seq_lens.clamp_(min=0)"),
+            ("0.27.1", "seq_lens = torch.clamp(seq_lens, min=0)"),
+        )
+    ),
 ]
 
 
@@ -212,6 +238,37 @@ def test_one_model_runner_may_have_the_remedy_and_the_other_not(tmp_path: Path) 
 
 
 UNSEEN = [
+    (
+        "indexer-padding",
+        "0.20.0",
+        {INDEXER: swap(r"(self\.offsets_buffer\[:max_decode_len\]\n {16}\))$", r"\1.clamp_(min=0)")},
+    ),
+    ("indexer-padding", "0.28.0", {INDEXER: swap(KERNELS_LENGTH, r"\1")}),
+    ("indexer-padding", "0.27.1", {INDEXER: swap(r"_prepare_decode_tensors", "_tensors_of_decodes")}),
+    (
+        "indexer-padding",
+        "0.25.1",
+        {INDEXER: swap(r"seq_lens = seq_lens_buffer$", "seq_lens = seq_lens_buffer.clone()")},
+    ),
+    (
+        "indexer-padding",
+        "0.22.1",
+        {INDEXER: swap(r"^( {12})(decode_metadata = DeepSeekV32)", r"\1seq_lens.clamp_(min=0)\n\1\2")},
+    ),
+    (
+        "indexer-padding",
+        "0.21.0",
+        {INDEXER: swap(r"^( {12})(return seq_lens, block_table, .*requires_padding)$", r"\1self.odd(seq_lens)\n\1\2")},
+    ),
+    (
+        "indexer-padding",
+        "0.20.2",
+        {
+            INDEXER: swap(
+                r"^( *)(tl\.store\(decode_seq_lens_ptr)", r"\1per_token_seq_len = odd(per_token_seq_len)\n\1\2"
+            )
+        },
+    ),
     (
         "capture-state",
         "0.18.1",

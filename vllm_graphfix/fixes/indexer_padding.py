@@ -111,7 +111,7 @@ def _returns_what_it_wrote(prepare: Function) -> bool:
     native = prepare.find("return seq_lens, block_table, decode_lens, num_decodes, requires_padding")
     of_flat = prepare.find("seq_lens = self.decode_seq_lens_buffer[:num_decode_tokens]")
     counts = (len(flat), len(of_flat), len(native), len(prepare.find("return ...")))
-    return counts == (2, 2, 1, 3) and bool(prepare.find("not use_native and max_decode_len > 1"))
+    return counts == (2, 2, 1, 3)
 
 
 def _clamped_after(build: Function) -> ast.stmt | ast.expr | None:
