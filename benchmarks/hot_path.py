@@ -25,10 +25,10 @@ import fetch_vllm  # isort: skip - measuring has put tools/ on the path
 Function = Callable[..., Any]
 
 TARGET = 5.0
-"""Microseconds of Python a call, of mamba-padding and flashmla-fp8; of prefill-dispatch a step."""
+"""Microseconds of Python a call, or of all calls of a step where a fix has several."""
 COUNTER_TARGET = 0.2
 """Microseconds, of counting one event."""
-RELEASES = {"mamba": "0.21.0", "flashmla": "0.18.1", "dispatch": "0.21.0", "dispatch-v2": "0.27.1"}
+RELEASES = {"mamba": "0.21.0", "flashmla": "0.18.1", "dispatch": "0.21.0", "dispatch-v2": "0.27.1", "indexer": "0.27.1"}
 REQUESTS, PADDED_REQUESTS = 200, 256
 """Of a batch with padding; one without has as many requests as rows."""
 CALLS = {"alone": 200, "real": 20}
@@ -75,7 +75,7 @@ def main() -> None:
         f"counting an event: {counted.minimum:.3f} µs, median {counted.median:.3f} ({verdict(counted.minimum, COUNTER_TARGET, 'µs')})",
         highlight=False,
     )
-    versions = " and ".join(f"{version} ({name})" for name, version in RELEASES.items())
+    versions = ", ".join(f"{version} ({name})" for name, version in RELEASES.items())
     out.print(
         f"{REQUESTS} requests in {PADDED_REQUESTS} rows, or {PADDED_REQUESTS} requests; vLLM {versions}. For flashmla-fp8, "
         "stock is stock plus the two slice copies of the upstream fix; for padded rows of flashmla-padding, plus two slice fills.",
@@ -407,11 +407,72 @@ def dispatch_v2(rounds: int) -> list[tuple[object, ...]]:
     return found
 
 
+# The sparse indexer
+
+
+def indexer(rounds: int) -> list[tuple[object, ...]]:
+    import torch
+    from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
+
+    from vllm_graphfix.fixes.indexer_padding import FIX
+    from vllm_graphfix.verify.double.scenarios.indexer_padding import builder
+
+    own = builder(1, requests=PADDED_REQUESTS, tokens=2 * PADDED_REQUESTS)
+    lengths = own.decode_seq_lens_buffer[: 2 * PADDED_REQUESTS].view(PADDED_REQUESTS, 2)
+
+    def does_nothing(
+        self: Any,
+        seq_lens: Any,
+        block_table: Any,
+        decode_lens: Any,
+        decode_lens_cpu: Any,
+        query_start_loc: Any,
+        num_decodes: Any,
+        num_decode_tokens: Any,
+        use_native: Any,
+        next_n: Any,
+        max_decode_len: Any,
+    ) -> Any:
+        return (lengths,)
+
+    def arguments(requests: int, tokens: int) -> dict[str, Any]:
+        scheduled = (torch.arange(PADDED_REQUESTS) < requests).int() * tokens
+        return {
+            "seq_lens": scheduled * 50,
+            "block_table": torch.zeros(PADDED_REQUESTS, 3, dtype=torch.int32),
+            "decode_lens": scheduled,
+            "decode_lens_cpu": scheduled,
+            "query_start_loc": scheduled.cumsum(0, dtype=torch.int32) - scheduled,
+            "num_decodes": PADDED_REQUESTS,
+            "num_decode_tokens": PADDED_REQUESTS * tokens,
+            "use_native": True,
+            "next_n": 2,
+            "max_decode_len": tokens,
+        }
+
+    batches = {
+        "indexer-padding, a draft's decodes": arguments(REQUESTS, 1),
+        "indexer-padding, no padding": arguments(PADDED_REQUESTS, 2),
+        "indexer-padding, padding": arguments(REQUESTS, 2),
+    }
+    (patch,), (watch,) = FIX.patches("view-of-a-row"), FIX.observers("view-of-a-row")
+    found = []
+    for around, stock in (
+        ("alone", does_nothing),
+        ("real", DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors),
+    ):
+        for label, given in batches.items():
+            functions = (stock, patch.wrap(stock), stock, watch.wrap(stock))
+            calls = Calls(*(_call(function, own, **given) for function in functions))
+            found.append(_compared(label, around, calls, rounds, target=True))
+    return found
+
+
 def _call(function: Function, *arguments: Any, **keywords: Any) -> Callable[[], object]:
     return lambda: function(*arguments, **keywords)
 
 
-MEASURE = {"mamba": mamba, "flashmla": flashmla, "dispatch": dispatch, "dispatch-v2": dispatch_v2}
+MEASURE = {"mamba": mamba, "flashmla": flashmla, "dispatch": dispatch, "dispatch-v2": dispatch_v2, "indexer": indexer}
 
 if __name__ == "__main__":
     main()

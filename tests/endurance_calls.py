@@ -213,6 +213,24 @@ def _flashmla(*, active: bool, padded: bool) -> Case:
     return Case(lambda: around(builder, **given), counted)
 
 
+# -- the sparse indexer ----------------------------------------------------------------------------------------------------
+
+
+def _indexer(*, active: bool, padded: bool) -> Case:
+    """The builder of the indexer's metadata in a decode batch with a draft token in each row."""
+    import torch
+    from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder as Builder
+
+    from vllm_graphfix.verify.double.scenarios.indexer_padding import builder
+
+    layer = _layer("indexer-padding", "view-of-a-row", f"{Builder.__name__}._prepare_decode_tensors", active=active)
+    around, own = layer.wrap(Builder._prepare_decode_tensors), builder(1, requests=ROWS)
+    scheduled = (torch.arange(ROWS) < (REQUESTS if padded else ROWS)).int() * 2
+    table, starts = torch.zeros(ROWS, 3, dtype=torch.int32), scheduled.cumsum(0, dtype=torch.int32) - scheduled
+    given = (scheduled * 5, table, scheduled, scheduled, starts, ROWS, 2 * ROWS, True, 2, 2)
+    return Case(lambda: around(own, *given), ("padded-rows-below-zero",) if padded else ())
+
+
 # -- draft-decode-mode -----------------------------------------------------------------------------------------------------
 
 
@@ -437,8 +455,8 @@ class Planned(NamedTuple):
     """In `make test`, and in `make test-all`."""
 
 
-_MAMBA, _FLASHMLA, _DRAFTS = "0.21.0", "0.17.1", "0.17.1"
-_UNEVENTFUL = (5_000, 1_000_000)
+_MAMBA, _FLASHMLA, _INDEXER, _DRAFTS = "0.21.0", "0.17.1", "0.27.1", "0.17.1"
+_UNEVENTFUL = _SLOWER = (5_000, 1_000_000)
 _READ, _WRITTEN, _MADE = (20, 10_000), (500, 10_000), (1_000, 100_000)
 CASES: dict[str, Planned] = {
     "mamba-padding, active, a padded row that reads as prefilling": Planned(
@@ -461,6 +479,9 @@ CASES: dict[str, Planned] = {
         lambda: _flashmla(active=True, padded=False), _FLASHMLA, _UNEVENTFUL
     ),
     "FlashMLA, both fixes observed, padding": Planned(lambda: _flashmla(active=False, padded=True), _FLASHMLA),
+    "indexer-padding, active, padding": Planned(lambda: _indexer(active=True, padded=True), _INDEXER, _SLOWER),
+    "indexer-padding, active, no padding": Planned(lambda: _indexer(active=True, padded=False), _INDEXER, _UNEVENTFUL),
+    "indexer-padding, observed, padding": Planned(lambda: _indexer(active=False, padded=True), _INDEXER, _SLOWER),
     "draft-decode-mode, active": Planned(lambda: _drafts(active=True), _DRAFTS),
     "draft-decode-mode, observed": Planned(lambda: _drafts(active=False), _DRAFTS),
     "draft-decode-mode of nightlies, active": Planned(lambda: _nightly_prefills(active=True), _DRAFTS),

@@ -229,6 +229,10 @@ def _update_requests(self: Any, scheduler_output: Any) -> Any:
 
 def _dispatch_cg_and_sync_dp(
     cudagraph_manager: Any, num_reqs: Any, num_tokens: Any, uniform_token_count: Any, dp_size: Any, dp_rank: Any
+) -> Any:
+    return _told(locals())
+
+
 def _prepare_decode_tensors(
     self: Any,
     seq_lens: Any,

@@ -175,6 +175,7 @@ MAMBA2_ONE_TOKEN = Case(
         "treat_short_extends_as_decodes",
         "Mamba layers take each row of one token for a decode, also when eager; what is wrong are GDN layers with drafts",
     ),
+)
 # Answers of different lengths, so that padded rows come and go: two tokens a request, one of them a draft.
 SPARSE_MTP = Case(
     name="sparse-mtp",

@@ -164,11 +164,13 @@ class Batches:
         return CommonAttentionMetadata(**{name: value for name, value in given.items() if name in known})
 
 
-def builder(draft_tokens: int, *, blackwell: bool = False, compress_ratio: int = 1, requests: int = CAPTURED) -> Any:
-    """vLLM's own, for a decode batch; *blackwell*: with kernels that take any number of draft tokens."""
+def builder(
+    draft_tokens: int, *, blackwell: bool = False, compress_ratio: int = 1, requests: int = CAPTURED, tokens: int = 64
+) -> Any:
+    """vLLM's own, for batches of so many; *blackwell*: with kernels that take any number of draft tokens."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
-        scheduler_config=SimpleNamespace(max_num_seqs=requests, max_num_batched_tokens=64),
+        scheduler_config=SimpleNamespace(max_num_seqs=requests, max_num_batched_tokens=tokens),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, prefill_context_parallel_size=1, cp_kv_cache_interleave_size=1
         ),
