@@ -12,6 +12,7 @@ from vllm_graphfix.fixes import (
     indexer_padding,
     mamba_padding,
     prefill_dispatch,
+    triton_mla_padding,
 )
 
 FIXES: tuple[Fix, ...] = (
@@ -23,6 +24,7 @@ FIXES: tuple[Fix, ...] = (
     flashmla_padding.FIX,
     prefill_dispatch.FIX,
     indexer_padding.FIX,
+    triton_mla_padding.FIX,
 )
 BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
 OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)

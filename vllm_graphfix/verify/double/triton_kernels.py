@@ -1,6 +1,7 @@
 """CPU stand-in for Triton's launcher: a kernel's own Python body runs on CPU tensors, one program after another.
 
 The body is vLLM's; only `tl` is replaced, with as much of it as the kernels that are launched here use. A launch is one opaque
+The body is vLLM's; only `tl` is replaced, with as much of it as the kernels of the scenarios use. A launch is one opaque
 operator, as a kernel is in a CUDA graph.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +23,13 @@ import torch
 
 @contextlib.contextmanager
 def cpu_triton_kernels(*modules: ModuleType) -> Iterator[None]:
-    """For the block, what is named `…_kernel` in `modules` can be launched on a CPU."""
+    """For the block, what is named `…_kernel` or `…_kernel_stage1` in `modules` can be launched on a CPU."""
+    host = SimpleNamespace(cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length())
     with contextlib.ExitStack() as stack:
         for module in modules:
-            stack.enter_context(mock.patch.object(module, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b))))
+            stack.enter_context(mock.patch.object(module, "triton", host))
             for name, kernel in list(vars(module).items()):
-                if name.endswith("_kernel"):
+                if re.search(r"_kernel(_stage\d)?$", name):
                     stack.enter_context(mock.patch.object(module, name, KernelStandIn(_body(kernel))))
         yield
 
@@ -44,6 +47,8 @@ class KernelStandIn:
         tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
         places = [i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
         scalars = [None if isinstance(a, torch.Tensor) else a for a in arguments]
+        for option in ("num_warps", "num_stages"):  # of the launch; the kernel does not see them
+            constants.pop(option, None)
         _launches.append(Launch(self._body, grid, scalars, places, constants))
         torch.ops.vllm_graphfix.triton_launch(tensors, len(_launches) - 1)
 
@@ -102,6 +107,13 @@ class Pointer:
         return self + -offset
 
 
+class ProgramId(int):
+    """A program's place in the grid, which a kernel may widen."""
+
+    def to(self, dtype: torch.dtype) -> ProgramId:
+        return self
+
+
 class Language:
     """What a program of a launch sees as `triton.language`."""
 
@@ -109,12 +121,13 @@ class Language:
     arange = staticmethod(torch.arange)
     where = staticmethod(torch.where)
     range = staticmethod(range)
+    zeros = staticmethod(torch.zeros)
 
     def __init__(self, grid: tuple[int, ...], program: tuple[int, ...]) -> None:
         self._grid, self._program = grid, program
 
-    def program_id(self, axis: int) -> int:
-        return self._program[axis]
+    def program_id(self, axis: int) -> ProgramId:
+        return ProgramId(self._program[axis])
 
     def num_programs(self, axis: int) -> int:
         return self._grid[axis]
@@ -137,6 +150,22 @@ class Language:
     @staticmethod
     def minimum(a: torch.Tensor, b: torch.Tensor | int) -> torch.Tensor:
         return torch.minimum(a, torch.as_tensor(b, dtype=a.dtype))
+
+    @staticmethod
+    def maximum(a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
+        return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype))
+
+    @staticmethod
+    def cdiv(a: torch.Tensor, b: int) -> torch.Tensor:
+        return -(-a // b)
+
+    @staticmethod
+    def exp(x: torch.Tensor | float) -> torch.Tensor:
+        return torch.as_tensor(x).exp()
+
+    @staticmethod
+    def log(x: torch.Tensor | float) -> torch.Tensor:
+        return torch.as_tensor(x).log()
 
     @staticmethod
     def max(block: torch.Tensor, axis: int, return_indices: bool) -> tuple[torch.Tensor, torch.Tensor]:

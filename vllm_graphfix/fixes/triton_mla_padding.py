@@ -1,0 +1,215 @@
+"""`triton-mla-padding`: rows of length 0 leave zeros, not 0/0, in Triton's MLA decode (issue 57017)."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, StockFunction, Verdict
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source import Source
+    from vllm_graphfix.syntax import Function
+
+_BACKEND = "vllm/v1/attention/backends/mla/triton_mla.py"
+_BACKEND_MODULE = "vllm.v1.attention.backends.mla.triton_mla"
+_KERNELS = "vllm/v1/attention/ops/triton_decode_attention.py"
+_COMMON = "vllm/model_executor/layers/attention/mla_attention.py"
+_COMMON_MODULE = "vllm.model_executor.layers.attention.mla_attention"
+_COMMON_BEFORE = "vllm/v1/attention/backends/mla/common.py"
+_BUILDER = "TritonMLAMetadataBuilder"
+_PARAMETERS = (
+    "q, k_buffer, v_buffer, o, lse, req_to_token, b_seq_len, attn_logits, num_kv_splits, sm_scale, page_size, logit_cap, "
+    "k_scale, v_scale, is_mla"
+)
+_EMPTY = ("e_sum == 0", "e_sum <= 0", "cur_batch_seq_len == 0", "cur_batch_seq_len <= 0", "cur_batch_seq_len < 1")
+_FILLED = ("e_sum > 0", "e_sum != 0", "cur_batch_seq_len > 0", "cur_batch_seq_len != 0", "cur_batch_seq_len >= 1")
+"""How a kernel may ask whether a row has tokens."""
+
+EMPTY_ROWS_GIVEN = Event(
+    "empty-rows-given",
+    "A batch with padded rows came to Triton's MLA decode: on stock the kernel leaves NaN in them.",
+)
+FALLBACK = Fallback()
+
+
+def diagnose(source: Source) -> Diagnosis:
+    if source.read(_BACKEND) is None:
+        return Diagnosis(Verdict.ABSENT, "no Triton MLA")
+    builder = source.function(_BACKEND, _BUILDER)
+    inherited = _COMMON if source.read(_COMMON) is not None else _COMMON_BEFORE
+    if source.says(inherited, "MLACommonMetadataBuilder") and not any(
+        source.says(path, word) for path in (_BACKEND, inherited) for word in ("AttentionCGSupport", _BUILDER)
+    ):
+        return Diagnosis(
+            Verdict.FIXED, "Triton MLA allows no full graphs, without which no row is padded", f"{_BACKEND}:1"
+        )
+    forward = source.function(_BACKEND, "TritonMLAImpl.forward_mqa")
+    reduce = source.function(_KERNELS, "_fwd_kernel_stage2")
+    decode = source.function(_KERNELS, "decode_attention_fwd")
+    build = source.function(_COMMON, "MLACommonMetadataBuilder.build")
+    if builder is None or forward is None or reduce is None or decode is None or build is None:
+        return Diagnosis(Verdict.UNRECOGNISED, "Triton MLA decodes in a way that nobody has looked at", f"{_BACKEND}:1")
+    remedy = _guard(reduce) or _zeroed(forward)
+    if remedy is not None:
+        return Diagnosis(Verdict.FIXED, "rows of length 0 leave no 0/0", remedy)
+    division = reduce.only("result = acc / e_sum")
+    called = forward.only("decode_attention_fwd(...)")
+    returned = forward.only("return o, lse")
+    if (
+        division is not None
+        and len(reduce.find("... / ...")) == 1
+        and not reduce.find("return")
+        and reduce.mentions(acc=4, e_sum=5, e_max=5, result=4, cur_batch_seq_len=3)
+        and decode.takes == _PARAMETERS
+        and decode.mentions(o=2, b_seq_len=2)
+        and called is not None
+        and returned is not None
+        and [getattr(given, "id", "") for given in getattr(called, "args", ())][3:5] == ["o", "lse"]
+        and forward.in_one_block(called, returned, at_once=True)
+        and forward.mentions(o=3, lse=3)
+        and build.takes == "self, common_prefix_len, common_attn_metadata, fast_build"
+        and not _builds_otherwise(source)
+        and any(builder.find(f"AttentionCGSupport.{name}") for name in ("UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE"))
+    ):
+        return Diagnosis(
+            Verdict.AFFECTED,
+            "full graphs are allowed, whose padded rows have length 0, and the kernel divides by the sum over no tokens",
+            reduce.at(division),
+            "divides-by-nothing",
+        )
+    return Diagnosis(Verdict.UNRECOGNISED, "Triton MLA decodes in a way that nobody has looked at", forward.where)
+
+
+def _guard(reduce: Function) -> str | None:
+    """Where the second stage sees to it that a row without tokens is not 0/0, or None."""
+    if reduce.find("acc / e_sum"):
+        right = [f"tl.where({empty}, 0, {value})" for empty in _EMPTY for value in ("acc / e_sum", "result")]
+        right += [f"tl.where({filled}, {value}, 0)" for filled in _FILLED for value in ("acc / e_sum", "result")]
+        right += [f"e_sum = tl.where({empty}, ..., e_sum)" for empty in _EMPTY]
+        right += [f"e_sum = tl.where({filled}, e_sum, ...)" for filled in _FILLED]
+        right.append("e_sum = tl.maximum(e_sum, ...)")
+        for asked in (*_EMPTY, *_FILLED):
+            right += [f"if {asked}:\n    ...", f"if {asked}:\n    ...\nelse:\n    ..."]
+    else:
+        right = [f"tl.where({empty}, ..., e_sum)" for empty in _EMPTY]
+        right += [f"tl.where({filled}, e_sum, ...)" for filled in _FILLED]
+        right += ["tl.maximum(e_sum, ...)", "acc / (e_sum + ...)"]
+    found = next((found for pattern in right for found in reduce.find(pattern)), None)
+    return None if found is None else reduce.at(found)
+
+
+def _zeroed(forward: Function) -> str | None:
+    """Where the backend itself clears what the kernel leaves in some rows, or None."""
+    called = forward.only("decode_attention_fwd(...)")
+    cleared = (
+        "o.masked_fill_(..., 0)",
+        "o = o.masked_fill(..., 0)",
+        "o = torch.where(..., 0, o)",
+        "o = torch.where(..., o, 0)",
+        "o[...] = 0",
+    )
+    for found in (found for pattern in cleared for found in forward.find(pattern)):
+        if called is not None and forward.in_one_block(called, found):
+            return forward.at(found)
+    return None
+
+
+def _builds_otherwise(source: Source) -> bool:
+    """Whether Triton's builder makes its decode metadata itself: lengths may then be others."""
+    return any(source.function(_BACKEND, f"{_BUILDER}.{name}") for name in ("build", "_build_decode"))
+
+
+def _zeros_for_empty_rows(stock: StockFunction) -> StockFunction:
+    """Around `decode_attention_fwd`, as the backend calls it: rows of `o` whose length is below 1 are zeros afterwards.
+
+    On the device, from the very lengths that the kernel has read, so that a graph records it and every replay does it for its own
+    batch. Rows with tokens keep what the kernel left, a NaN included. `lse` is -inf in such rows already: what a merge over
+    ranks takes as "no tokens". `o` is (rows, heads, values), `b_seq_len` (rows,) int32, both on the device.
+    """
+
+    @functools.wraps(stock)
+    def decode_attention_fwd(
+        q: Any,
+        k_buffer: Any,
+        v_buffer: Any,
+        o: Any,
+        lse: Any,
+        req_to_token: Any,
+        b_seq_len: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        result = stock(q, k_buffer, v_buffer, o, lse, req_to_token, b_seq_len, *args, **kwargs)
+        try:
+            # By the number of rows, so that other than one length a row is an error here, and nothing is written.
+            o.masked_fill_((b_seq_len < 1).view(o.shape[0], 1, 1), 0.0)
+        except Exception as error:
+            FALLBACK.take(error)
+        return result
+
+    return decode_attention_fwd
+
+
+def _watch_padding(stock: StockFunction) -> StockFunction:
+    """Around `MLACommonMetadataBuilder.build`, which Triton's builder inherits: a replay runs no other Python of Triton MLA.
+
+    Rows of length 0 that the query starts do not show are not counted, since only the device knows them.
+    """
+
+    @functools.wraps(stock)
+    def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if _is_tritons(type(self)):
+                last = common_attn_metadata.query_start_loc_cpu.numpy()[-2:]
+                if len(last) == 2 and last[0] == last[1]:
+                    EMPTY_ROWS_GIVEN.count += 1
+        except Exception as error:
+            FALLBACK.take(error)
+        return stock(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
+
+    return build
+
+
+@functools.lru_cache(maxsize=64)
+def _is_tritons(builder: type) -> bool:
+    """By name: this must not import Triton MLA where another backend is used."""
+    return any(kind.__name__ == _BUILDER and kind.__module__ == _BACKEND_MODULE for kind in builder.__mro__)
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    return (Patch(_BACKEND_MODULE, "decode_attention_fwd", _zeros_for_empty_rows), *observers(shape))
+
+
+def observers(shape: str) -> tuple[Patch, ...]:
+    return (Patch(_COMMON_MODULE, "MLACommonMetadataBuilder.build", _watch_padding),)
+
+
+FIX = Fix(
+    name="triton-mla-padding",
+    pr=None,
+    references=("issue 57017", "PR 57094", "PR 42885"),
+    summary="padded rows of Triton MLA are zeros, not NaN",
+    releases="0.22.0 - 0.33.0",
+    symptom="NaN logits for every request of a batch whose size lies between two capture sizes (issue 57017: DeepSeek-V2-Lite with "
+    "--quantization fp8, from three requests on).",
+    cause="Since 0.22.0 Triton MLA decodes in full graphs, whose padded rows have length 0. The kernel divides their sum over no tokens by 0. "
+    "What quantises activations with one scale for the whole batch, as online fp8 MoE does, then has NaN for a scale.",
+    remedy="After the kernel, and in the graph, rows of length 0 are filled with zeros. Rows with tokens keep what the kernel left, and so "
+    "does the log-sum-exp, which is -inf there.",
+    detect="Responses full of one token, or an error about NaN log-probabilities, at batch sizes between two capture sizes; right with "
+    "--enforce-eager.",
+    concerns="MLA models on Triton MLA (the choice on GPUs without FlashMLA), a cudagraph mode with FULL; garbage for whole batches with "
+    "--quantization fp8 and experts.",
+    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\'.',
+    removable="no release up to 0.33.0",
+    runner=None,
+    reads=(_BACKEND, _KERNELS, _COMMON, _COMMON_BEFORE),
+    modules=(_BACKEND_MODULE, _COMMON_MODULE),
+    diagnose=diagnose,
+    patches=patches,
+    observers=observers,
+    events=(EMPTY_ROWS_GIVEN,),
+    fallback=FALLBACK,
+    default=Mode.OBSERVE,
+)
