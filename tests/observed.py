@@ -145,6 +145,10 @@ def _without_draft_tokens(scenario: Any) -> dict[str, object]:
     """One token in each row, padded ones among them."""
     with mock.patch.object(scenario, "TOKENS", 1):
         return _measured(scenario)
+def _requests_that_fill_the_graph(scenario: Any) -> dict[str, object]:
+    with scenario.cpu_triton_mla(), cpu_cuda_graphs():
+        decode = scenario.TritonMLADecode(captured_requests=scenario.CAPTURED)
+        return {"numbers": repr([decode.step([7 + step, 40 + step, 16, 1]) for step in range(3)])}
 
 
 Workload = Callable[[Any], dict[str, object]]
@@ -157,5 +161,6 @@ WITHOUT: dict[str, Workload] = {
     "flashmla-padding": _without_padding,
     "prefill-dispatch": _without_prefills_as_short_as_a_decode,
     "indexer-padding": _without_draft_tokens,
+    "triton-mla-padding": _requests_that_fill_the_graph,
 }
 FURTHER: dict[str, dict[str, Workload]] = {"draft-decode-mode": {"full": _drafts_in_full_graphs}}

@@ -19,6 +19,7 @@ AFFECTED = {
     "flashmla-padding": ("0.15.0", "0.19.1"),
     "prefill-dispatch": ("0.14.1", "0.33.0"),
     "indexer-padding": ("0.20.0", "0.27.1"),
+    "triton-mla-padding": ("0.22.0", "0.33.0"),
 }
 """First and last affected release of each fix."""
 

@@ -176,6 +176,7 @@ def test_every_probe_is_found_by_its_name() -> None:
         "piecewise-draft-decodes",
         "drafts",
     ]
+    assert list(PROBES) == ["padded-rows", "empty-rows", "planners-in-draft-graphs", "piecewise-draft-decodes", "drafts"]
     assert all(probe.name == name for name, probe in PROBES.items())
 
 
@@ -233,11 +234,11 @@ cpu.CPUGraph = torch.cuda.CUDAGraph
 
 
 def seen_on_real_classes(
-    release: str, scenario: str, probe: str, attach: str, switch: str
+    release: str, scenario: str, probe: str, attach: str, switch: str | dict[str, str]
 ) -> tuple[list[float], list[float], str | None]:
     """What the probe observed, the eager numbers of the scenario, and the error that its graphs ended in."""
     code = ON_REAL_CLASSES.format(scenario=scenario, probe=probe, attach=attach)
-    done = run_in_release(release, code, {"VLLM_GRAPHFIX": switch})
+    done = run_in_release(release, code, {"VLLM_GRAPHFIX": switch} if isinstance(switch, str) else switch)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("told ")]
     observed, saved, eager, error = json.loads(line.removeprefix("told "))
     if saved:
@@ -264,6 +265,25 @@ def test_the_planner_is_in_the_graphs_of_the_drafts_prefill_with_the_fix_alone(s
     """The draft has a graph for each of the three capture sizes of the scenario."""
     seen, _, _ = seen_on_real_classes("0.21.0", "draft_prefill_state", "planners-in-draft-graphs", IN_GRAPHS, switch)
     assert seen == [planned, 3.0]
+
+
+IN_TRITON_MLA = """
+from types import SimpleNamespace
+probe.before_the_engine()
+run = scenario.run
+engine = SimpleNamespace(generate=run)
+probe.in_the_engine(engine)
+scenario.run = lambda: engine.generate()
+"""
+
+
+@pytest.mark.parametrize(("switch", "wrong"), [("off", 6.0), ("on", 0.0)])
+@pytest.mark.parametrize("release", ["0.22.0", "0.33.0"])
+def test_rows_of_length_0_are_counted_in_the_graphs(release: str, switch: str, wrong: float) -> None:
+    """Two in each of three replays; neither in eager nor in the capture is there one."""
+    switches = {"VLLM_GRAPHFIX": switch, "VLLM_GRAPHFIX_TRITON_MLA_PADDING": switch}
+    seen, _, _ = seen_on_real_classes(release, "triton_mla_padding", "empty-rows", IN_TRITON_MLA, switches)
+    assert seen == [wrong, 6.0]
 
 
 def test_draft_decodes_in_piecewise_graphs_are_counted_on_stock() -> None:

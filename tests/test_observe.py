@@ -33,6 +33,7 @@ ACTIVE = {
     "flashmla-padding": {"padded-rows-given": 3},
     "prefill-dispatch": {"prefill-as-decode": 2},  # of each kind of layers on each model runner
     "indexer-padding": {"padded-rows-below-zero": 3},
+    "triton-mla-padding": {"empty-rows-given": 3},
 }
 """What is counted in the scenario of each fix with the fix on."""
 
@@ -131,6 +132,7 @@ SHAPES = {
     "flashmla-padding": ("minus-one",),
     "prefill-dispatch": ("shape-only-v1", "shape-only-v2", "shape-only-v1-v2"),
     "indexer-padding": ("rows-of-a-table", "view-of-a-row"),
+    "triton-mla-padding": ("divides-by-nothing",),
 }
 OBSERVERS = [
     pytest.param(fix.name, patch, id=f"{fix.name}-{shape}-{patch.name}")
@@ -246,6 +248,7 @@ def _prepare_decode_tensors(
     next_n: Any,
     max_decode_len: Any,
 ) -> Any:
+def _build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, fast_build: Any) -> Any:
     return _told(locals())
 
 
@@ -264,6 +267,7 @@ STOCK: dict[str, Callable[..., Any]] = {
     "GPUModelRunner.update_requests": _update_requests,
     "dispatch_cg_and_sync_dp": _dispatch_cg_and_sync_dp,
     "DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors": _prepare_decode_tensors,
+    "MLACommonMetadataBuilder.build": _build,
 }
 
 
@@ -526,6 +530,24 @@ def test_nothing_is_read_from_the_device_to_see_tokens_of_padded_rows() -> None:
         tokens = SimpleNamespace(numpy=lambda last=last: np.array([2, 2, last]))
         patch.wrap(_prepare_decode_tensors)(**given | {"decode_lens_cpu": tokens})
         assert (last, event.count - before) == (last, counted)
+
+
+@pytest.mark.parametrize(
+    ("starts", "counted"),
+    [([0, 1, 1], 1), ([0, 1, 2], 0), ([0, 0], 1), ([0], 0), ([], 0), ([0, 2, 2, 2], 1)],
+    ids=["padded", "unpadded", "one padded row", "no rows", "nothing", "two tokens and padding"],
+)
+@pytest.mark.parametrize("tritons", [True, False])
+def test_padded_rows_of_tritons_builder_alone_are_counted(tritons: bool, starts: list[int], counted: int) -> None:
+    (patch,) = BY_NAME["triton-mla-padding"].observers("divides-by-nothing")
+    (event,) = BY_NAME["triton-mla-padding"].events
+    module = "vllm.v1.attention.backends.mla.triton_mla" if tritons else "vllm.v1.attention.backends.mla.flashmla"
+    above = type("TritonMLAMetadataBuilder", (), {"__module__": module})
+    of_a_model = type("OfAModel", (above,), {})
+    metadata = SimpleNamespace(query_start_loc_cpu=SimpleNamespace(numpy=lambda: np.array(starts)))
+    before = event.count
+    patch.wrap(_build)(of_a_model(), 0, metadata, False)
+    assert event.count - before == (counted if tritons else 0)
 
 
 @pytest.mark.parametrize(

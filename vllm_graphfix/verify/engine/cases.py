@@ -127,6 +127,15 @@ MLA_FP8 = Case(
     capability=9,
 )
 MLA_FP8_PADDED = replace(MLA_FP8, name="mla-fp8-padded", workload=_ONE_BY_ONE, probes=("padded-rows",))
+MLA_TRITON = Case(
+    name="mla-triton",
+    model="mla",
+    runner="V1",
+    graphs=_full([1, 2, 4, 8]),
+    workload=_ONE_BY_ONE,
+    arguments={"attention_config": {"backend": "TRITON_MLA"}},
+    probes=("empty-rows",),
+)
 MLA_MTP = Case(
     name="mla-mtp",
     model="mla-mtp",
@@ -202,5 +211,6 @@ CASES: dict[str, Case] = {
     "flashmla-padding": MLA_FP8_PADDED,
     "prefill-dispatch": MAMBA2_ONE_TOKEN,
     "indexer-padding": SPARSE_MTP,
+    "triton-mla-padding": MLA_TRITON,
 }
 """By the name of the fix."""

@@ -86,6 +86,46 @@ class IndexerLengths(Probe):
             return tensors
 
         DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors = prepared
+class EmptyRows(Probe):
+    """Rows of length 0 in which Triton's MLA decode left what is no finite number, and all rows of length 0.
+
+    Both are counted on the device, so that the graphs record it and every replay counts its own rows.
+    """
+
+    name = "empty-rows"
+
+    def before_the_engine(self) -> None:
+        import torch
+        from vllm.v1.attention.backends.mla import triton_mla
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._counts = counts = torch.zeros(2, dtype=torch.int64, device=device)
+        forward = triton_mla.TritonMLAImpl.forward_mqa
+
+        @functools.wraps(forward)
+        def counted(implementation: Any, q: Any, cache: Any, attn_metadata: Any, layer: Any) -> Any:
+            output, log_sums = forward(implementation, q, cache, attn_metadata, layer)
+            empty = attn_metadata.decode.seq_lens < 1
+            wrong = empty & ~output.isfinite().flatten(1).all(1)
+            counts.add_(torch.stack([wrong.sum(), empty.sum()]))
+            return output, log_sums
+
+        triton_mla.TritonMLAImpl.forward_mqa = counted
+
+    def in_the_engine(self, llm: LLM) -> None:
+        self._observed[self.name] = [0.0, 0.0]
+        generate = llm.generate
+
+        def generated(*args: Any, **kwargs: Any) -> Any:
+            answers = generate(*args, **kwargs)
+            self.read()
+            return answers
+
+        llm.generate = generated  # type: ignore[method-assign]
+
+    def read(self) -> None:
+        self._observed[self.name] = [float(count) for count in self._counts.tolist()]
+        self._save()
 
 
 class PlannersInDraftGraphs(Probe):
@@ -191,4 +231,5 @@ class PiecewiseDraftDecodes(Probe):
 
 PROBES: dict[str, type[Probe]] = {
     probe.name: probe for probe in (PaddedRows, IndexerLengths, PlannersInDraftGraphs, PiecewiseDraftDecodes, Drafts)
+    probe.name: probe for probe in (PaddedRows, EmptyRows, PlannersInDraftGraphs, PiecewiseDraftDecodes, Drafts)
 }

@@ -203,6 +203,8 @@ def _unseen(name: str, observed: Mapping[str, Sequence[float]]) -> str | None:
         return "dense fp8 FlashMLA was not used"
     if name == "indexer-padding" and not math.isfinite(observed.get("indexer-lengths", [math.inf])[0]):
         return "no decode batch was prepared for the sparse indexer"
+    if name == "triton-mla-padding" and not observed.get("empty-rows", [0.0, 0.0])[1]:
+        return "no row of length 0 came to Triton's MLA decode"
     return None
 
 
@@ -261,6 +263,10 @@ def _where_it_shows(name: str, graphed: Ended) -> tuple[str, tuple[float, ...], 
         line = f"the sparse indexer was given lengths down to {length:.0f}"
         phrase = "lowest length (at most 0) given to the sparse indexer; "
         return phrase, (0.0,), (min(length, 0.0),), [line] if math.isfinite(length) else []
+    if name == "triton-mla-padding":
+        wrong, empty = graphed.observed.get("empty-rows", [0.0, 0.0])
+        line = f"{wrong:.0f} of {empty:.0f} rows of length 0 came out of Triton's MLA decode with numbers that are not finite"
+        return "rows of length 0 that Triton's MLA decode leaves not finite; ", (0.0,), (wrong,), [line]
     return "", (), (), []
 
 

@@ -1,0 +1,220 @@
+"""triton-mla-padding on vLLM's own builder, implementation and second kernel stage: what is left in the rows of a batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+from vllm.v1.attention.backends.mla import triton_mla
+
+import vllm_graphfix
+from vllm_graphfix.fixes.triton_mla_padding import EMPTY_ROWS_GIVEN, FALLBACK, FIX
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.scenarios.triton_mla_padding import (
+    CAPTURED,
+    HEADS,
+    LATENT,
+    ROPE,
+    TritonMLADecode,
+    common_metadata,
+    cpu_triton_mla,
+    metadata_builder,
+)
+
+MINUS_INFINITY = float("-inf")
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    with cpu_triton_mla():
+        yield
+
+
+@pytest.fixture
+def served() -> Iterator[TritonMLADecode]:
+    with cpu_cuda_graphs():
+        yield TritonMLADecode(captured_requests=CAPTURED)
+
+
+def attended(lengths: list[int], tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `forward_mqa` returns for requests of these lengths and so many query tokens, without a graph."""
+    decode = TritonMLADecode()
+    query = torch.randn(tokens * len(lengths), HEADS, LATENT + ROPE)
+    metadata = decode.metadata(lengths, len(lengths))
+    scales = SimpleNamespace(_k_scale=torch.tensor(1.0))
+    output, log_sums = decode.implementation.forward_mqa(query, decode.cache, metadata, scales)
+    return output, log_sums
+
+
+def test_the_fix_is_active() -> None:
+    assert vllm_graphfix.states()["triton-mla-padding"].state == "active"
+
+
+@pytest.mark.parametrize("steps", [[[7, 40]], [[5]], [[1, 2, 3]], [[9, 9, 9, 9], [9, 9], [60], [1, 1, 1, 64], [33]]])
+def test_a_replay_leaves_zeros_in_padded_rows_and_eagers_values_in_real_ones(
+    served: TritonMLADecode, steps: list[list[int]]
+) -> None:
+    eager = TritonMLADecode()
+    for lengths in steps:
+        requests = len(lengths)
+        assert served.step(lengths) == eager.step(lengths)
+        assert torch.equal(served.attended[:requests], eager.attended)
+        assert torch.equal(served.log_sums[:requests], eager.log_sums)
+        assert not served.attended[requests:].any()
+        assert (served.log_sums[requests:] == MINUS_INFINITY).all(), "what a merge over ranks takes as no tokens"
+
+
+def test_the_nan_of_a_real_row_stays(served: TritonMLADecode) -> None:
+    """It is a defect of its own, which must not be hidden."""
+    served.metadata([7, 40], CAPTURED)
+    served.cache[served.tables[1, 0].long(), 3] = float("nan")
+    served.step([7, 40])
+    assert served.attended.isnan().flatten(1).all(1).tolist() == [False, True, False, False]
+    assert served.log_sums[1].isnan().all()
+    assert not served.attended[2:].any()
+
+
+@pytest.mark.parametrize(
+    "lengths", [[0, 5], [5, 0, 7], [0], [0, 0, 0], [-1, 4]], ids=["first", "middle", "one", "all", "negative"]
+)
+def test_without_a_graph_a_row_without_tokens_is_zeros_too(lengths: list[int]) -> None:
+    """With decode context parallelism a request may have no tokens on a rank."""
+    output, log_sums = attended(lengths)
+    for row, length in enumerate(lengths):
+        assert bool(output[row].any()) == (length > 0)
+        assert bool((log_sums[row] == MINUS_INFINITY).all()) == (length < 1)
+    assert output.isfinite().all()
+
+
+def test_a_batch_without_rows_is_one() -> None:
+    wrapped = FIX.patches("divides-by-nothing")[0].wrap(kernel_that_leaves(float("nan")))
+    given = arguments(rows=0)
+    assert wrapped(**given) is given
+    assert FALLBACK.reason is None
+
+
+@pytest.mark.skipif(
+    "divmod" not in inspect.getsource(triton_mla.TritonMLAImpl.forward_mqa), reason="one token a row up to 0.30"
+)
+def test_every_token_of_a_padded_row_is_zeros() -> None:
+    output, log_sums = attended([5, 2, 0], tokens=2)
+    assert output.flatten(1).any(1).tolist() == [True, True, True, True, False, False]
+    assert output.isfinite().all()
+    assert (log_sums[4:] == MINUS_INFINITY).all()
+
+
+def kernel_that_leaves(value: float) -> Any:
+    """Stands in for `decode_attention_fwd`: fills the output, and returns all that it was given."""
+
+    def decode_attention_fwd(
+        q: Any, k_buffer: Any, v_buffer: Any, o: Any, lse: Any, req_to_token: Any, b_seq_len: Any, **rest: Any
+    ) -> Any:
+        o.fill_(value)
+        return rest["returned"]
+
+    return decode_attention_fwd
+
+
+def arguments(rows: int, lengths: list[int] | None = None) -> dict[str, Any]:
+    given: dict[str, Any] = dict.fromkeys(("q", "k_buffer", "v_buffer", "lse", "req_to_token"))
+    given["o"] = torch.zeros(rows, HEADS, LATENT, dtype=torch.bfloat16)
+    given["b_seq_len"] = torch.tensor([1] * rows if lengths is None else lengths, dtype=torch.int32)
+    given["returned"] = given
+    return given
+
+
+def test_the_output_is_written_in_place_and_what_stock_returns_is_handed_on() -> None:
+    wrapped = FIX.patches("divides-by-nothing")[0].wrap(kernel_that_leaves(3.0))
+    given = arguments(3, [4, 0, 1])
+    output, lengths = given["o"], given["b_seq_len"].clone()
+    assert wrapped(**given) is given
+    assert given["o"] is output
+    assert output[:, 0, 0].tolist() == [3.0, 0.0, 3.0]
+    assert torch.equal(given["b_seq_len"], lengths)
+
+
+def test_it_is_called_by_position_too() -> None:
+    wrapped = FIX.patches("divides-by-nothing")[0].wrap(kernel_that_leaves(3.0))
+    given = arguments(2, [0, 1])
+    names = ("q", "k_buffer", "v_buffer", "o", "lse", "req_to_token", "b_seq_len")
+    wrapped(*(given[name] for name in names), returned=None)
+    assert given["o"][:, 0, 0].tolist() == [0.0, 3.0]
+
+
+@pytest.mark.parametrize("lengths", [[0], [0, 0], [0, 0, 0, 0, 0]])
+def test_other_lengths_than_rows_leave_the_output_as_the_kernel_did(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int]
+) -> None:
+    monkeypatch.setattr(FALLBACK, "reason", None)
+    wrapped = FIX.patches("divides-by-nothing")[0].wrap(kernel_that_leaves(3.0))
+    given = arguments(4, lengths)
+    assert wrapped(**given) is given
+    assert (given["o"] == 3.0).all()
+    assert FALLBACK.reason is not None
+
+
+def test_an_error_of_the_kernel_comes_out_as_it_is() -> None:
+    error = ZeroDivisionError()
+
+    def decode_attention_fwd(*_: Any, **__: Any) -> None:
+        raise error
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        FIX.patches("divides-by-nothing")[0].wrap(decode_attention_fwd)(**arguments(1))
+    assert raised.value is error
+
+
+def test_the_kernel_is_given_what_stock_gives_it(served: TritonMLADecode) -> None:
+    """Lengths and blocks of padded rows too: they are the model runner's, and other builders read them."""
+    metadata = served.metadata([7, 40], CAPTURED)
+    assert metadata.decode.seq_lens.data_ptr() == served.lengths.data_ptr()
+    assert served.lengths.tolist() == [7, 40, 0, 0]
+    assert not served.tables[2:].any()
+
+
+@pytest.fixture
+def count() -> Iterator[Any]:
+    before = EMPTY_ROWS_GIVEN.count
+    yield lambda: EMPTY_ROWS_GIVEN.count - before
+
+
+def test_a_padded_batch_is_counted_once(served: TritonMLADecode, count: Any) -> None:
+    for lengths, counted in (([7, 40], 1), ([1, 1, 1, 1], 1), ([9], 2), ([3, 3, 3], 3)):
+        served.step(lengths)
+        assert count() == counted
+
+
+def test_captures_and_batches_without_padding_are_not_counted(count: Any) -> None:
+    with cpu_cuda_graphs():
+        served = TritonMLADecode(captured_requests=CAPTURED)
+        served.step([5] * CAPTURED)
+    served.builder.build_for_cudagraph_capture(common_metadata(served, CAPTURED))
+    TritonMLADecode().step([5, 6])
+    assert count() == 0
+
+
+def test_a_builder_of_a_model_that_inherits_tritons_is_counted_and_another_backends_is_not(count: Any) -> None:
+    class OfAModel(triton_mla.TritonMLAMetadataBuilder):  # type: ignore[misc]
+        pass
+
+    class OfAnotherBackend(MLACommonMetadataBuilder):  # type: ignore[misc,type-arg]
+        pass
+
+    decode = TritonMLADecode()
+    for kind, counted in ((OfAnotherBackend, 0), (OfAModel, 1)):
+        decode.builder = metadata_builder(kind)
+        decode.metadata([5, 6], CAPTURED)
+        assert count() == counted
+
+
+def test_the_name_that_the_backend_looks_up_is_what_is_wrapped() -> None:
+    """The kernels' own module is stock: other backends import from there."""
+    from vllm.v1.attention.ops import triton_decode_attention
+
+    assert triton_mla.decode_attention_fwd.__wrapped__ is triton_decode_attention.decode_attention_fwd
+    assert not hasattr(triton_decode_attention.decode_attention_fwd, "__wrapped__")
