@@ -29,6 +29,10 @@ TARGET = 5.0
 COUNTER_TARGET = 0.2
 """Microseconds, of counting one event."""
 RELEASES = {"mamba": "0.21.0", "flashmla": "0.18.1", "dispatch": "0.21.0", "dispatch-v2": "0.27.1", "indexer": "0.27.1"}
+"""Microseconds of Python a call, of mamba-padding, flashmla-fp8 and what triton-mla-padding does in each step."""
+COUNTER_TARGET = 0.2
+"""Microseconds, of counting one event."""
+RELEASES = {"mamba": "0.21.0", "flashmla": "0.18.1", "triton_mla": "0.25.1"}
 REQUESTS, PADDED_REQUESTS = 200, 256
 """Of a batch with padding; one without has as many requests as rows."""
 CALLS = {"alone": 200, "real": 20}
@@ -465,6 +469,56 @@ def indexer(rounds: int) -> list[tuple[object, ...]]:
             functions = (stock, patch.wrap(stock), stock, watch.wrap(stock))
             calls = Calls(*(_call(function, own, **given) for function in functions))
             found.append(_compared(label, around, calls, rounds, target=True))
+# Triton MLA
+
+
+def triton_mla(rounds: int) -> list[tuple[object, ...]]:
+    import torch
+
+    from vllm_graphfix.fixes.triton_mla_padding import FIX
+    from vllm_graphfix.verify.double.scenarios.triton_mla_padding import metadata_builder
+
+    builder = metadata_builder()
+    real = type(builder).build
+    zeros, counts = FIX.patches("divides-by-nothing")
+    (watch,) = FIX.observers("divides-by-nothing")
+
+    def builds_nothing(
+        self: Any, common_prefix_len: Any, common_attn_metadata: Any, fast_build: Any = False
+    ) -> None: ...
+
+    def batch(requests: int) -> Any:
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        starts = torch.arange(PADDED_REQUESTS + 1, dtype=torch.int32).clamp(max=requests)
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=(torch.arange(PADDED_REQUESTS) < requests).int() * 100,
+            num_reqs=PADDED_REQUESTS,
+            num_actual_tokens=PADDED_REQUESTS,
+            max_query_len=1,
+            max_seq_len=100,
+            block_table_tensor=torch.zeros(PADDED_REQUESTS, 1, dtype=torch.int32),
+            slot_mapping=torch.zeros(PADDED_REQUESTS, dtype=torch.int64),
+        )
+
+    found = []
+    for around, stock in (("alone", builds_nothing), ("real", real)):
+        fixed, observed = counts.wrap(stock), watch.wrap(stock)
+        for label, metadata in (("no padding", batch(PADDED_REQUESTS)), ("padding", batch(REQUESTS))):
+            calls = Calls(*(_call(function, builder, 0, metadata) for function in (stock, fixed, stock, observed)))
+            found.append(_compared(f"triton-mla-padding, {label}", around, calls, rounds, target=True))
+
+    def decode_attention_fwd(
+        q: Any, k_buffer: Any, v_buffer: Any, o: Any, lse: Any, req_to_token: Any, b_seq_len: Any
+    ) -> None: ...
+
+    # Its Python runs in a step without a full graph alone, once a layer; in a graph it is two kernels.
+    given = (None, None, None, torch.zeros(REQUESTS, 1, 1), None, None, torch.ones(REQUESTS, dtype=torch.int32))
+    functions = (decode_attention_fwd, zeros.wrap(decode_attention_fwd), decode_attention_fwd, decode_attention_fwd)
+    calls = Calls(*(_call(function, *given) for function in functions))
+    found.append(_compared("triton-mla-padding, a layer outside of a graph", "alone", calls, rounds, target=False))
     return found
 
 
@@ -473,6 +527,7 @@ def _call(function: Function, *arguments: Any, **keywords: Any) -> Callable[[], 
 
 
 MEASURE = {"mamba": mamba, "flashmla": flashmla, "dispatch": dispatch, "dispatch-v2": dispatch_v2, "indexer": indexer}
+MEASURE = {"mamba": mamba, "flashmla": flashmla, "triton_mla": triton_mla}
 
 if __name__ == "__main__":
     main()

@@ -229,6 +229,38 @@ def _indexer(*, active: bool, padded: bool) -> Case:
     table, starts = torch.zeros(ROWS, 3, dtype=torch.int32), scheduled.cumsum(0, dtype=torch.int32) - scheduled
     given = (scheduled * 5, table, scheduled, scheduled, starts, ROWS, 2 * ROWS, True, 2, 2)
     return Case(lambda: around(own, *given), ("padded-rows-below-zero",) if padded else ())
+# -- Triton MLA ------------------------------------------------------------------------------------------------------------
+
+
+def _triton_mla(*, active: bool, padded: bool) -> Case:
+    """The builder as in each step; with the fix active, also a layer outside of a graph. The kernel is one of its own, and costs nothing."""
+    import torch
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+    from vllm_graphfix.verify.double.scenarios import triton_mla_padding as scenario
+
+    decode, shape = scenario.TritonMLADecode(), "divides-by-nothing"
+    builds = _layer("triton-mla-padding", shape, "MLACommonMetadataBuilder.build", active=active)
+    build = builds.wrap(MLACommonMetadataBuilder.build)
+    metadata = scenario.common_metadata(decode, ROWS)
+    requests = REQUESTS if padded else ROWS
+    metadata.query_start_loc_cpu.copy_(torch.arange(ROWS + 1).clamp(max=requests))
+    lengths = (torch.arange(ROWS) < requests).int()
+    output = torch.zeros(ROWS, 2, 4)
+
+    def decode_attention_fwd(
+        q: Any, k_buffer: Any, v_buffer: Any, o: Any, lse: Any, req_to_token: Any, b_seq_len: Any
+    ) -> None: ...
+
+    around = decode_attention_fwd
+    if active:
+        around = _layer("triton-mla-padding", shape, "decode_attention_fwd", active=True).wrap(around)
+
+    def call() -> None:
+        build(decode.builder, 0, metadata)
+        around(None, None, None, output, None, None, lengths)
+
+    return Case(call, ("empty-rows-given",) if padded else ())
 
 
 # -- draft-decode-mode -----------------------------------------------------------------------------------------------------
@@ -457,6 +489,8 @@ class Planned(NamedTuple):
 
 _MAMBA, _FLASHMLA, _INDEXER, _DRAFTS = "0.21.0", "0.17.1", "0.27.1", "0.17.1"
 _UNEVENTFUL = _SLOWER = (5_000, 1_000_000)
+_MAMBA, _FLASHMLA, _DRAFTS, _TRITON_MLA = "0.21.0", "0.17.1", "0.17.1", "0.25.1"
+_UNEVENTFUL = (5_000, 1_000_000)
 _READ, _WRITTEN, _MADE = (20, 10_000), (500, 10_000), (1_000, 100_000)
 CASES: dict[str, Planned] = {
     "mamba-padding, active, a padded row that reads as prefilling": Planned(
@@ -482,6 +516,11 @@ CASES: dict[str, Planned] = {
     "indexer-padding, active, padding": Planned(lambda: _indexer(active=True, padded=True), _INDEXER, _SLOWER),
     "indexer-padding, active, no padding": Planned(lambda: _indexer(active=True, padded=False), _INDEXER, _UNEVENTFUL),
     "indexer-padding, observed, padding": Planned(lambda: _indexer(active=False, padded=True), _INDEXER, _SLOWER),
+    "triton-mla-padding, active, padding": Planned(lambda: _triton_mla(active=True, padded=True), _TRITON_MLA),
+    "triton-mla-padding, active, no padding": Planned(
+        lambda: _triton_mla(active=True, padded=False), _TRITON_MLA, _UNEVENTFUL
+    ),
+    "triton-mla-padding, observed, padding": Planned(lambda: _triton_mla(active=False, padded=True), _TRITON_MLA),
     "draft-decode-mode, active": Planned(lambda: _drafts(active=True), _DRAFTS),
     "draft-decode-mode, observed": Planned(lambda: _drafts(active=False), _DRAFTS),
     "draft-decode-mode of nightlies, active": Planned(lambda: _nightly_prefills(active=True), _DRAFTS),

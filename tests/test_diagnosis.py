@@ -28,6 +28,9 @@ FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
 RUNNER_V2 = "vllm/v1/worker/gpu/model_runner.py"
 UTILS = "vllm/v1/worker/utils.py"
 INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
+TRITON_MLA = "vllm/v1/attention/backends/mla/triton_mla.py"
+TRITON_DECODE = "vllm/v1/attention/ops/triton_decode_attention.py"
+DIVIDES = r"^( *)result = acc / e_sum\n"
 
 
 def test_every_stock_release_is_judged_as_the_table_says(release: str) -> None:
@@ -125,6 +128,17 @@ WITHOUT_THE_FIX = [
     ("flashmla-padding", "0.23.0", {RUNNER: PADDED_WITH_MINUS_ONE}),
     ("indexer-padding", "0.28.0", {INDEXER: LENGTHS_BELOW_ZERO}),
     ("indexer-padding", "0.29.0", {INDEXER: LENGTHS_BELOW_ZERO}),
+    (
+        "triton-mla-padding",  # the release before full graphs, with full graphs
+        "0.21.0",
+        {
+            TRITON_MLA: swap(
+                r"^class TritonMLABackend\(",
+                "class TritonMLAMetadataBuilder(MLACommonMetadataBuilder):\n"
+                "    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH\n\n\nclass TritonMLABackend(",
+            )
+        },
+    ),
 ]
 
 
@@ -218,6 +232,35 @@ WITH_THE_FIX = [
             ("0.27.1", "seq_lens = torch.clamp(seq_lens, min=0)"),
         )
     ),
+    *[
+        ("triton-mla-padding", release, {path: change})
+        for release, path, change in (
+            ("0.22.0", TRITON_DECODE, swap(DIVIDES, r"\1result = tl.where(e_sum > 0.0, acc / e_sum, 0.0)\n")),
+            ("0.33.0", TRITON_DECODE, swap(DIVIDES, r"\1result = tl.where(e_sum == 0, 0, acc / e_sum)\n")),
+            (
+                "0.33.0",
+                TRITON_DECODE,
+                swap(DIVIDES, r"\1safe = tl.where(e_sum == 0.0, 1.0, e_sum)\n\1result = acc / safe\n"),
+            ),
+            ("0.25.1", TRITON_DECODE, swap(DIVIDES, r"\1result = acc / tl.maximum(e_sum, 1e-20)\n")),
+            (
+                "0.27.1",
+                TRITON_DECODE,
+                swap(DIVIDES, r"\1result = acc\n\1if cur_batch_seq_len > 0:\n\1    result = acc / e_sum\n"),
+            ),
+            (
+                "0.22.1",
+                TRITON_MLA,
+                swap(r"^( *)return o, lse\n", r"\1o.masked_fill_(padded[:, None, None], 0.0)\n\1return o, lse\n"),
+            ),
+            (
+                "0.31.0",
+                TRITON_MLA,
+                swap(r"^( *)return o, lse\n", r"\1o = torch.where(filled[:, None, None], o, 0)\n\1return o, lse\n"),
+            ),
+            ("0.24.0", TRITON_MLA, swap(r"AttentionCGSupport\.UNIFORM_BATCH", "AttentionCGSupport.NEVER")),
+        )
+    ],
 ]
 
 
@@ -405,6 +448,37 @@ UNSEEN = [
         "0.33.0",
         {RUNNER_V2: swap(r"is_prefilling_np = num_computed.* < .*", "is_prefilling_np = self.x")},
     ),
+]
+UNSEEN += [
+    ("triton-mla-padding", release, {path: change})
+    for release, path, change in (
+        ("0.33.0", TRITON_DECODE, swap(DIVIDES, r"\1result = _merged(acc, e_sum)\n")),
+        ("0.22.0", TRITON_DECODE, swap(DIVIDES, r"\1result = tl.where(mask_d, acc / e_sum, 0.0)\n")),
+        ("0.28.0", TRITON_DECODE, swap(r"e_max \+ tl\.log\(e_sum\)$", "e_max + tl.log(tl.where(e_sum > 0, e_sum, 1))")),
+        (
+            "0.30.0",
+            TRITON_DECODE,
+            swap(r"^    is_mla=False,\n\):\n    assert", "    is_mla=False,\n    pad=0,\n):\n    assert"),
+        ),
+        (
+            "0.25.1",
+            TRITON_MLA,
+            swap(
+                r"^( *)return o, lse\n",
+                r"\1if self.odd:\n\1    o.masked_fill_(padded[:, None, None], 0.0)\n\1return o, lse\n",
+            ),
+        ),
+        ("0.26.0", TRITON_MLA, swap(r"^            o,\n            lse,\n", "            out,\n            lse,\n")),
+        (
+            "0.23.0",
+            TRITON_MLA,
+            swap(
+                r"^(    _cudagraph_support.*)\n",
+                r"\1\n\n    def _build_decode(self, **given):\n        return super()._build_decode(**given)\n",
+            ),
+        ),
+        ("0.22.1", TRITON_MLA, swap(r"TritonMLAMetadataBuilder", "PaddedMLABuilder")),
+    )
 ]
 
 

@@ -172,6 +172,7 @@ def test_every_probe_is_found_by_its_name() -> None:
     assert list(PROBES) == [
         "padded-rows",
         "indexer-lengths",
+        "empty-rows",
         "planners-in-draft-graphs",
         "piecewise-draft-decodes",
         "drafts",

@@ -22,6 +22,7 @@ _PARAMETERS = (
     "q, k_buffer, v_buffer, o, lse, req_to_token, b_seq_len, attn_logits, num_kv_splits, sm_scale, page_size, logit_cap, "
     "k_scale, v_scale, is_mla"
 )
+_FULL = ("ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE")
 _EMPTY = ("e_sum == 0", "e_sum <= 0", "cur_batch_seq_len == 0", "cur_batch_seq_len <= 0", "cur_batch_seq_len < 1")
 _FILLED = ("e_sum > 0", "e_sum != 0", "cur_batch_seq_len > 0", "cur_batch_seq_len != 0", "cur_batch_seq_len >= 1")
 """How a kernel may ask whether a row has tokens."""
@@ -50,6 +51,11 @@ def diagnose(source: Source) -> Diagnosis:
     build = source.function(_COMMON, "MLACommonMetadataBuilder.build")
     if builder is None or forward is None or reduce is None or decode is None or build is None:
         return Diagnosis(Verdict.UNRECOGNISED, "Triton MLA decodes in a way that nobody has looked at", f"{_BACKEND}:1")
+    allowed = any(builder.find(f"AttentionCGSupport.{name}") for name in _FULL)
+    if not allowed and builder.find("AttentionCGSupport.NEVER"):
+        return Diagnosis(
+            Verdict.FIXED, "Triton MLA allows no full graphs, without which no row is padded", builder.where
+        )
     remedy = _guard(reduce) or _zeroed(forward)
     if remedy is not None:
         return Diagnosis(Verdict.FIXED, "rows of length 0 leave no 0/0", remedy)
@@ -70,7 +76,7 @@ def diagnose(source: Source) -> Diagnosis:
         and forward.mentions(o=3, lse=3)
         and build.takes == "self, common_prefix_len, common_attn_metadata, fast_build"
         and not _builds_otherwise(source)
-        and any(builder.find(f"AttentionCGSupport.{name}") for name in ("UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE"))
+        and allowed
     ):
         return Diagnosis(
             Verdict.AFFECTED,
@@ -197,11 +203,11 @@ FIX = Fix(
     "What quantises activations with one scale for the whole batch, as online fp8 MoE does, then has NaN for a scale.",
     remedy="After the kernel, and in the graph, rows of length 0 are filled with zeros. Rows with tokens keep what the kernel left, and so "
     "does the log-sum-exp, which is -inf there.",
-    detect="Responses full of one token, or an error about NaN log-probabilities, at batch sizes between two capture sizes; right with "
+    detect="Output that is wrong, or log-probabilities that are NaN, only at batch sizes between two capture sizes, and right with "
     "--enforce-eager.",
-    concerns="MLA models on Triton MLA (the choice on GPUs without FlashMLA), a cudagraph mode with FULL; garbage for whole batches with "
+    concerns="MLA models on Triton MLA (what GPUs before Hopper get), a cudagraph mode with FULL; wrong for whole batches with "
     "--quantization fp8 and experts.",
-    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\'.',
+    workaround='--compilation-config \'{"cudagraph_mode": "NONE"}\', or --enforce-eager.',
     removable="no release up to 0.33.0",
     runner=None,
     reads=(_BACKEND, _KERNELS, _COMMON, _COMMON_BEFORE),
