@@ -28,11 +28,14 @@ TARGET = 5.0
 """Microseconds of Python a call, or of all calls of a step where a fix has several."""
 COUNTER_TARGET = 0.2
 """Microseconds, of counting one event."""
-RELEASES = {"mamba": "0.21.0", "flashmla": "0.18.1", "dispatch": "0.21.0", "dispatch-v2": "0.27.1", "indexer": "0.27.1"}
-"""Microseconds of Python a call, of mamba-padding, flashmla-fp8 and what triton-mla-padding does in each step."""
-COUNTER_TARGET = 0.2
-"""Microseconds, of counting one event."""
-RELEASES = {"mamba": "0.21.0", "flashmla": "0.18.1", "triton_mla": "0.25.1"}
+RELEASES = {
+    "mamba": "0.21.0",
+    "flashmla": "0.18.1",
+    "dispatch": "0.21.0",
+    "dispatch-v2": "0.27.1",
+    "indexer": "0.27.1",
+    "triton-mla": "0.25.1",
+}
 REQUESTS, PADDED_REQUESTS = 200, 256
 """Of a batch with padding; one without has as many requests as rows."""
 CALLS = {"alone": 200, "real": 20}
@@ -469,6 +472,8 @@ def indexer(rounds: int) -> list[tuple[object, ...]]:
             functions = (stock, patch.wrap(stock), stock, watch.wrap(stock))
             calls = Calls(*(_call(function, own, **given) for function in functions))
             found.append(_compared(label, around, calls, rounds, target=True))
+
+
 # Triton MLA
 
 
@@ -526,8 +531,14 @@ def _call(function: Function, *arguments: Any, **keywords: Any) -> Callable[[], 
     return lambda: function(*arguments, **keywords)
 
 
-MEASURE = {"mamba": mamba, "flashmla": flashmla, "dispatch": dispatch, "dispatch-v2": dispatch_v2, "indexer": indexer}
-MEASURE = {"mamba": mamba, "flashmla": flashmla, "triton_mla": triton_mla}
+MEASURE = {
+    "mamba": mamba,
+    "flashmla": flashmla,
+    "dispatch": dispatch,
+    "dispatch-v2": dispatch_v2,
+    "indexer": indexer,
+    "triton-mla": triton_mla,
+}
 
 if __name__ == "__main__":
     main()

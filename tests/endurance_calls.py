@@ -229,6 +229,8 @@ def _indexer(*, active: bool, padded: bool) -> Case:
     table, starts = torch.zeros(ROWS, 3, dtype=torch.int32), scheduled.cumsum(0, dtype=torch.int32) - scheduled
     given = (scheduled * 5, table, scheduled, scheduled, starts, ROWS, 2 * ROWS, True, 2, 2)
     return Case(lambda: around(own, *given), ("padded-rows-below-zero",) if padded else ())
+
+
 # -- Triton MLA ------------------------------------------------------------------------------------------------------------
 
 

@@ -145,6 +145,8 @@ def _without_draft_tokens(scenario: Any) -> dict[str, object]:
     """One token in each row, padded ones among them."""
     with mock.patch.object(scenario, "TOKENS", 1):
         return _measured(scenario)
+
+
 def _requests_that_fill_the_graph(scenario: Any) -> dict[str, object]:
     with scenario.cpu_triton_mla(), cpu_cuda_graphs():
         decode = scenario.TritonMLADecode(captured_requests=scenario.CAPTURED)

@@ -177,7 +177,6 @@ def test_every_probe_is_found_by_its_name() -> None:
         "piecewise-draft-decodes",
         "drafts",
     ]
-    assert list(PROBES) == ["padded-rows", "empty-rows", "planners-in-draft-graphs", "piecewise-draft-decodes", "drafts"]
     assert all(probe.name == name for name, probe in PROBES.items())
 
 

@@ -248,6 +248,9 @@ def _prepare_decode_tensors(
     next_n: Any,
     max_decode_len: Any,
 ) -> Any:
+    return _told(locals())
+
+
 def _build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, fast_build: Any) -> Any:
     return _told(locals())
 

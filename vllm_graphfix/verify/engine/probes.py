@@ -86,6 +86,8 @@ class IndexerLengths(Probe):
             return tensors
 
         DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors = prepared
+
+
 class EmptyRows(Probe):
     """Rows of length 0 in which Triton's MLA decode left what is no finite number, and all rows of length 0.
 
@@ -230,6 +232,6 @@ class PiecewiseDraftDecodes(Probe):
 
 
 PROBES: dict[str, type[Probe]] = {
-    probe.name: probe for probe in (PaddedRows, IndexerLengths, PlannersInDraftGraphs, PiecewiseDraftDecodes, Drafts)
-    probe.name: probe for probe in (PaddedRows, EmptyRows, PlannersInDraftGraphs, PiecewiseDraftDecodes, Drafts)
+    probe.name: probe
+    for probe in (PaddedRows, IndexerLengths, EmptyRows, PlannersInDraftGraphs, PiecewiseDraftDecodes, Drafts)
 }
