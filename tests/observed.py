@@ -153,6 +153,12 @@ def _requests_that_fill_the_graph(scenario: Any) -> dict[str, object]:
         return {"numbers": repr([decode.step([7 + step, 40 + step, 16, 1]) for step in range(3)])}
 
 
+def _without_growth(scenario: Any) -> dict[str, object]:
+    """The first chunk is no longer than the batch that was captured."""
+    with mock.patch.object(scenario, "CHUNK", scenario.CAPTURED):
+        return _measured(scenario)
+
+
 Workload = Callable[[Any], dict[str, object]]
 WITHOUT: dict[str, Workload] = {
     "capture-state": _without_lazy_attention,
@@ -164,5 +170,6 @@ WITHOUT: dict[str, Workload] = {
     "prefill-dispatch": _without_prefills_as_short_as_a_decode,
     "indexer-padding": _without_draft_tokens,
     "triton-mla-padding": _requests_that_fill_the_graph,
+    "workspace-growth": _without_growth,
 }
 FURTHER: dict[str, dict[str, Workload]] = {"draft-decode-mode": {"full": _drafts_in_full_graphs}}

@@ -31,6 +31,9 @@ INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
 TRITON_MLA = "vllm/v1/attention/backends/mla/triton_mla.py"
 TRITON_DECODE = "vllm/v1/attention/ops/triton_decode_attention.py"
 DIVIDES = r"^( *)result = acc / e_sum\n"
+WORKSPACE = "vllm/v1/worker/workspace.py"
+RUNNER_V2 = "vllm/v1/worker/gpu/model_runner.py"
+WORKER = "vllm/v1/worker/gpu_worker.py"
 
 
 def test_every_stock_release_is_judged_as_the_table_says(release: str) -> None:
@@ -120,6 +123,9 @@ def LENGTHS_BELOW_ZERO(text: str) -> str:  # noqa: N802 - one of the changes
     return swap(KERNELS_LENGTH, r"\1")(cut(r"(?<=^ {16}\))\.clamp_\(min=0\)$")(text))
 
 
+WITHOUT_LOCK = cut(
+    r"lock_workspace, (?=use_workspace_lane)", r"^ {8}if not profile_only:\n(?: +#.*\n)* +lock_workspace\(\)\n"
+)
 WITHOUT_THE_FIX = [
     ("capture-state", "0.22.0", {CUDAGRAPHS: cut(r"^ {24}forward_fn, attn_state = create_forward_fn\(desc\)\n")}),
     ("mamba-padding", "0.23.0", {RUNNER: cut(r"^ *is_prefilling\[num_reqs:\] = False\n")}),
@@ -139,6 +145,7 @@ WITHOUT_THE_FIX = [
             )
         },
     ),
+    ("workspace-growth", "0.30.0", {RUNNER_V2: WITHOUT_LOCK}),
 ]
 
 
@@ -181,6 +188,7 @@ def PHASE_IN_THE_PREDICATE(text: str) -> str:  # noqa: N802 - a constant, but fo
 
 
 AFTER_THEY_ARE_PREPARED = r"(^ {16}self\._prepare_decode_tensors\(\n(?: {20}.*\n)+ {16}\)\n {12}\)\n)"
+CLEARED = r"^( *)(self\._current_workspaces\[ubatch_id\] = None\n)"
 WITH_THE_FIX = [
     (
         "capture-state",
@@ -261,6 +269,22 @@ WITH_THE_FIX = [
             ("0.24.0", TRITON_MLA, swap(r"AttentionCGSupport\.UNIFORM_BATCH", "AttentionCGSupport.NEVER")),
         )
     ],
+    (
+        "workspace-growth",
+        "0.21.0",
+        {RUNNER_V2: swap(r"^( {8})(end_time = .*\n {8}end_free)", r"\1lock_workspace()\n\1\2")},
+    ),
+    (
+        "workspace-growth",
+        "0.25.1",
+        {WORKER: swap(r"^( {12})(.* = self\.model_runner\.capture_model\(\)\n)", r"\1\2\1lock_workspace()\n")},
+    ),
+    (
+        "workspace-growth",
+        "0.20.0",
+        {WORKSPACE: swap(CLEARED, r"\1self._outgrown[ubatch_id].append(current_workspace)\n\1\2")},
+    ),
+    ("workspace-growth", "0.19.1", {WORKSPACE: swap(CLEARED, r"\1self._outgrown.append(current_workspace)\n\1\2")}),
 ]
 
 
@@ -479,6 +503,35 @@ UNSEEN += [
         ),
         ("0.22.1", TRITON_MLA, swap(r"TritonMLAMetadataBuilder", "PaddedMLABuilder")),
     )
+    ("workspace-growth", "0.20.0", {WORKSPACE: swap(CLEARED, r"\1kept.append(current_workspace)\n\1\2")}),
+    (
+        "workspace-growth",
+        "0.19.1",
+        {WORKSPACE: swap(CLEARED, r"\1if self._odd:\n\1    self._outgrown.append(current_workspace)\n\1\2")},
+    ),
+    (
+        "workspace-growth",
+        "0.22.1",
+        {WORKSPACE: swap(r"^( {8})(return self\._locked)", r"\1self._current_workspaces[0] = self._spare\n\1\2")},
+    ),
+    ("workspace-growth", "0.28.0", {WORKSPACE: swap(r"= torch\.empty\(", "= self._take(")}),
+    (
+        "workspace-growth",
+        "0.16.0",
+        {WORKSPACE: swap(r"return current_workspace\n", "return current_workspace.clone()\n")},
+    ),
+    ("workspace-growth", "0.18.1", {RUNNER_V2: swap(r"^( {8})return 0\n\n", r"\1return self._profiled()\n\n")}),
+    ("workspace-growth", "0.21.0", {RUNNER_V2: swap(r"^( {8})(start_time = .*\n {8}gc)", r"\1lock_workspace()\n\1\2")}),
+    (
+        "workspace-growth",
+        "0.21.0",
+        {RUNNER_V2: swap(r"^( {8})(end_time = .*\n {8}end_free)", r"\1current_workspace_manager().lock()\n\1\2")},
+    ),
+    (
+        "workspace-growth",
+        "0.30.0",
+        {RUNNER_V2: swap(r"if not profile_only:\n(?= +# Lock)", "if not profile_only and self.odd:\n")},
+    ),
 ]
 
 

@@ -34,6 +34,7 @@ ACTIVE = {
     "prefill-dispatch": {"prefill-as-decode": 2},  # of each kind of layers on each model runner
     "indexer-padding": {"padded-rows-below-zero": 3},
     "triton-mla-padding": {"empty-rows-given": 3},
+    "workspace-growth": {"recorded-workspace-outgrown": 1},
 }
 """What is counted in the scenario of each fix with the fix on."""
 
@@ -133,6 +134,7 @@ SHAPES = {
     "prefill-dispatch": ("shape-only-v1", "shape-only-v2", "shape-only-v1-v2"),
     "indexer-padding": ("rows-of-a-table", "view-of-a-row"),
     "triton-mla-padding": ("divides-by-nothing",),
+    "workspace-growth": ("every-slot", "one-slot", "one-slot-on-trial"),
 }
 OBSERVERS = [
     pytest.param(fix.name, patch, id=f"{fix.name}-{shape}-{patch.name}")
@@ -252,6 +254,15 @@ def _prepare_decode_tensors(
 
 
 def _build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, fast_build: Any) -> Any:
+def _ensure_workspace_size(self: Any, required_bytes: Any) -> Any:
+    return _told(locals())
+
+
+def _capture_model(self: Any) -> Any:
+    return _told(locals())
+
+
+def _profile_cudagraph_memory(self: Any) -> Any:
     return _told(locals())
 
 
@@ -271,6 +282,9 @@ STOCK: dict[str, Callable[..., Any]] = {
     "dispatch_cg_and_sync_dp": _dispatch_cg_and_sync_dp,
     "DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors": _prepare_decode_tensors,
     "MLACommonMetadataBuilder.build": _build,
+    "WorkspaceManager._ensure_workspace_size": _ensure_workspace_size,
+    "GPUModelRunner.capture_model": _capture_model,
+    "GPUModelRunner.profile_cudagraph_memory": _profile_cudagraph_memory,
 }
 
 

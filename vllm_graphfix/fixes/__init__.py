@@ -13,6 +13,7 @@ from vllm_graphfix.fixes import (
     mamba_padding,
     prefill_dispatch,
     triton_mla_padding,
+    workspace_growth,
 )
 
 FIXES: tuple[Fix, ...] = (
@@ -25,6 +26,7 @@ FIXES: tuple[Fix, ...] = (
     prefill_dispatch.FIX,
     indexer_padding.FIX,
     triton_mla_padding.FIX,
+    workspace_growth.FIX,
 )
 BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
 OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)

@@ -1,0 +1,338 @@
+"""workspace-growth on vLLM's own workspace manager and `capture_model`: what is kept, for how long, and what is not."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from vllm.v1.worker import workspace
+from vllm.v1.worker.gpu import model_runner
+
+import vllm_graphfix
+from vllm_graphfix.fixes.workspace_growth import FALLBACK, FIX
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.scenarios.workspace_growth import (
+    CPU,
+    DeviceMemoryStandIn,
+    MixtureStandIn,
+    RunnerStandIn,
+    memory_of_a_device,
+)
+
+(EVENT,) = FIX.events
+
+
+@pytest.fixture(autouse=True)
+def _nothing_failed() -> Iterator[None]:
+    EVENT.count = 0
+    yield
+    reason, FALLBACK.reason = FALLBACK.reason, None
+    assert reason is None
+
+
+@pytest.fixture
+def memory() -> Iterator[DeviceMemoryStandIn]:
+    with torch.inference_mode(), memory_of_a_device() as memory, cpu_cuda_graphs():
+        yield memory
+
+
+def needs(number: int) -> torch.Tensor:
+    """What a layer gets that needs so many bytes of workspace."""
+    (given,) = workspace.current_workspace_manager().get_simultaneous(((number,), torch.uint8))
+    assert isinstance(given, torch.Tensor)
+    return given
+
+
+def captured(*sizes: int, warm_up: bool = True) -> RunnerStandIn:
+    """A runner whose `capture_model` captures a graph for each of *sizes*, whose pass needs so many bytes."""
+    runner = RunnerStandIn(MixtureStandIn(), torch.empty(0))
+    runner.graphs = []
+
+    def capture(*_: Any, **__: Any) -> dict[Any, Any]:
+        for size in sizes:
+            if warm_up:
+                needs(size)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                needs(size).add_(1)
+            runner.graphs.append(graph)
+        return {}
+
+    runner.capture = capture  # type: ignore[method-assign]
+    runner.capture_model()
+    return runner
+
+
+def blocks(memory: DeviceMemoryStandIn) -> list[int]:
+    """Bytes of each block that somebody has."""
+    gc.collect()
+    return sorted(end - start for start, end in memory.taken.items())
+
+
+def test_the_fix_is_active() -> None:
+    state = vllm_graphfix.states()["workspace-growth"]
+    assert state.state == "active", state.reason
+
+
+def test_growth_before_the_first_capture_keeps_nothing(memory: DeviceMemoryStandIn) -> None:
+    for number in (256, 512, 1024):
+        needs(number)
+        assert blocks(memory) == [number]
+    assert EVENT.count == 0
+
+
+def test_what_a_warm_up_outgrows_is_not_kept(memory: DeviceMemoryStandIn) -> None:
+    needs(256)
+    captured(512)
+    assert blocks(memory) == [512]
+    assert EVENT.count == 0
+
+
+def test_what_a_graph_has_recorded_stays_and_is_nobody_elses(memory: DeviceMemoryStandIn) -> None:
+    address = needs(256).data_ptr()
+    captured(256)
+    assert needs(512).data_ptr() != address
+    assert blocks(memory) == [256, 512]
+    assert memory.empty((256,), torch.uint8).data_ptr() != address
+    assert EVENT.count == 1
+
+
+def test_after_the_captures_no_more_than_one_is_kept(memory: DeviceMemoryStandIn) -> None:
+    captured(256)
+    for number in (512, 1024, 2048, 4096):
+        needs(number)
+    assert blocks(memory) == [256, 4096]
+    assert EVENT.count == 1
+
+
+def test_a_request_that_fits_changes_nothing(memory: DeviceMemoryStandIn) -> None:
+    captured(512)
+    assert needs(512).data_ptr() == needs(256).data_ptr()
+    assert blocks(memory) == [512]
+    assert EVENT.count == 0
+
+
+def test_each_workspace_that_a_capture_outgrows_is_kept(memory: DeviceMemoryStandIn) -> None:
+    runner = captured(256, 256, 512, 1024)
+    assert blocks(memory) == [256, 512, 1024]
+    assert EVENT.count == 2
+    for graph in runner.graphs:
+        graph.replay()
+    assert blocks(memory) == [256, 512, 1024]
+
+
+def test_growth_inside_a_graph_keeps_the_one_before(memory: DeviceMemoryStandIn) -> None:
+    captured(256, 512, warm_up=False)
+    assert blocks(memory) == [256, 512]
+    assert EVENT.count == 1
+
+
+def test_a_second_capture_adds_what_it_records(memory: DeviceMemoryStandIn) -> None:
+    captured(256)
+    needs(512)
+    captured(512)
+    needs(1024)
+    assert blocks(memory) == [256, 512, 1024]
+    assert EVENT.count == 2
+
+
+def test_graphs_that_model_runner_v2_did_not_capture_keep_nothing(memory: DeviceMemoryStandIn) -> None:
+    """V1's, which locks the workspace when all are captured."""
+    needs(256)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        needs(256).add_(1)
+    needs(512)
+    assert blocks(memory) == [512]
+    assert EVENT.count == 0
+
+
+def test_a_locked_workspace_does_not_grow(memory: DeviceMemoryStandIn) -> None:
+    captured(256)
+    workspace.lock_workspace()
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="Workspace is locked"):
+            needs(512)
+    assert needs(256).numel() == 256
+    assert blocks(memory) == [256]
+    assert EVENT.count == 0
+
+
+def test_what_is_kept_goes_with_its_manager(memory: DeviceMemoryStandIn) -> None:
+    captured(256)
+    needs(512)
+    workspace.reset_workspace_manager()
+    assert blocks(memory) == []
+    workspace.init_workspace_manager(CPU)
+    needs(1024)
+    needs(2048)
+    assert blocks(memory) == [2048]
+    assert EVENT.count == 1
+
+
+def test_each_micro_batch_has_what_it_recorded(memory: DeviceMemoryStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace.init_workspace_manager(CPU, 2)
+    current = [0]
+    monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda: current[0])
+    needs(256)
+    current[0] = 1
+    needs(256)
+    captured(256)
+    assert blocks(memory) == [256, 256]
+    current[0] = 0
+    needs(512)  # up to 0.19.1 of both
+    current[0] = 1
+    needs(512)
+    assert blocks(memory) == [256, 512, 512], "the first has recorded nothing"
+    assert EVENT.count == 1
+
+
+def test_each_lane_has_what_it_recorded(memory: DeviceMemoryStandIn) -> None:
+    workspace.init_workspace_manager(CPU, 1, 2)
+    captured(256)
+    with workspace.use_workspace_lane(1):
+        captured(256)
+        needs(512)
+        assert blocks(memory) == [256, 256, 512]
+    needs(1024)
+    assert blocks(memory) == [256, 256, 512, 1024]
+    assert EVENT.count == 2
+
+
+def test_an_error_of_a_capture_comes_out_and_ends_it(memory: DeviceMemoryStandIn) -> None:
+    runner = RunnerStandIn(MixtureStandIn(), torch.empty(0))
+
+    def capture(*_: Any, **__: Any) -> None:
+        raise MemoryError("of a capture")
+
+    runner.capture = capture  # type: ignore[method-assign, assignment]
+    with pytest.raises(MemoryError, match="of a capture"):
+        runner.capture_model()
+    test_graphs_that_model_runner_v2_did_not_capture_keep_nothing(memory)
+
+
+def test_a_manager_of_a_fork_has_it_too(memory: DeviceMemoryStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Manager(workspace.WorkspaceManager):  # type: ignore[misc]
+        pass
+
+    monkeypatch.setattr(workspace, "_manager", Manager(CPU))
+    captured(256)
+    needs(512)
+    assert blocks(memory) == [256, 512]
+
+
+def test_a_manager_that_refuses_attributes_is_stocks(memory: DeviceMemoryStandIn) -> None:
+    def refuse(self: Any, name: str, value: Any) -> None:
+        raise TypeError(name)
+
+    manager = workspace.current_workspace_manager()
+    with mock.patch.object(type(manager), "__setattr__", refuse):
+        captured(256)
+    assert needs(512).numel() == 512
+    assert blocks(memory) == [512]
+    assert EVENT.count == 0
+    assert FALLBACK.reason is not None
+    assert "graphfix_recorded" in FALLBACK.reason
+    FALLBACK.reason = None
+
+
+def test_outside_of_a_capture_no_stream_is_asked(memory: DeviceMemoryStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured(256)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", None)
+    needs(512)
+    assert blocks(memory) == [256, 512]
+
+
+def test_observed_no_memory_is_held_and_the_same_is_counted(memory: DeviceMemoryStandIn) -> None:
+    kind = workspace.WorkspaceManager
+    patch = next(patch for patch in FIX.observers("one-slot") if patch.name.startswith("WorkspaceManager."))
+    watched = patch.wrap(kind._ensure_workspace_size.__wrapped__)
+    with mock.patch.object(kind, "_ensure_workspace_size", watched):
+        captured(256)
+        for number in (512, 1024):
+            needs(number)
+            assert blocks(memory) == [number]
+        captured(1024)
+        needs(2048)
+    assert blocks(memory) == [2048]
+    assert EVENT.count == 2
+
+
+def test_a_trial_capture_keeps_until_its_graphs_are_gone(
+    memory: DeviceMemoryStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meanwhile: list[list[int]] = []
+
+    def profile(runner: Any) -> int:
+        captured(256)
+        needs(512)
+        meanwhile.append(blocks(memory))
+        return 7
+
+    monkeypatch.setattr(model_runner, "_profile_cudagraph_memory", profile)
+    assert captured(128).profile_cudagraph_memory() == 7
+    assert meanwhile == [[128, 256, 512]]
+    assert blocks(memory) == [128, 512], "the graph of before is there"
+    needs(1024)
+    assert blocks(memory) == [128, 1024], "the trial's second workspace, too, is nobody's"
+    captured(1024)
+    needs(2048)
+    assert blocks(memory) == [128, 1024, 2048]
+
+
+def test_with_capture_state_both_are_right() -> None:
+    """Its scenario, target and draft, on attention followed by a layer that works in the workspace, which grows after the captures."""
+    from vllm_graphfix.verify.double import decoding
+    from vllm_graphfix.verify.double.scenarios import capture_state
+
+    states = vllm_graphfix.states()
+    assert {states[name].state.value for name in ("capture-state", "workspace-growth")} == {"active"}
+    attend, replay, layer = decoding.AttentionStandIn.forward, capture_state._replay, MixtureStandIn()
+    images: list[torch.Tensor] = []
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return layer.forward(attend(self, hidden))
+
+    def growing(*args: Any) -> Any:
+        if not images:
+            needs(4096)
+            images.append(memory.empty((8, 4)).fill_(7))
+        return replay(*args)
+
+    with (
+        mock.patch.object(decoding.AttentionStandIn, "forward", forward),
+        mock.patch.object(capture_state, "_replay", growing),
+        torch.inference_mode(),
+    ):
+        with memory_of_a_device():
+            eager = capture_state._eager()
+        with memory_of_a_device() as memory:
+            runner, graphed = RunnerStandIn(layer, torch.empty(0)), []
+            runner.capture = lambda *_, **__: graphed.extend(capture_state._graphed())  # type: ignore[method-assign]
+            with cpu_cuda_graphs():
+                runner.capture_model()
+    (image,) = images
+    assert image.unique().tolist() == [7.0]
+    assert EVENT.count == 1
+    assert len(eager) == len(graphed) > 0
+    for expected, found in zip(eager, graphed, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_the_memory_stand_in_gives_freed_memory_again() -> None:
+    """So that the others can fail."""
+    memory = DeviceMemoryStandIn()
+    first = memory.empty((16,))
+    behind = memory.empty((16,))
+    address = first.data_ptr()
+    view = first[2:]  # a graph's address is no tensor that it holds
+    del first
+    again = memory.empty((8,))
+    assert again.data_ptr() == address != behind.data_ptr()
+    assert again.isnan().all()
+    assert view.shape == (14,)
+    assert len(memory.taken) == 2

@@ -1,0 +1,322 @@
+"""`workspace-growth`: a workspace that a graph of model runner V2 has recorded is kept when a larger one takes its place (PR 55341)."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, StockFunction, Verdict
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source import Source
+    from vllm_graphfix.syntax import Function
+
+_WORKSPACE = "vllm/v1/worker/workspace.py"
+_RUNNER = "vllm/v1/worker/gpu/model_runner.py"
+_GRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
+_WORKER = "vllm/v1/worker/gpu_worker.py"
+_WORKSPACE_MODULE = "vllm.v1.worker.workspace"
+_RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
+_ALLOCATED = "self._current_workspaces[...] = torch.empty((required_bytes,), dtype=torch.uint8, device=self._device)"
+_SLOTS = "for ubatch_id in range(self._num_ubatches): ..."
+
+RECORDED_WORKSPACE_OUTGROWN = Event(
+    "recorded-workspace-outgrown",
+    "A larger workspace took the place of one that a graph had recorded: on stock that memory is freed, and the graph still reads and "
+    "writes there.",
+)
+FALLBACK = Fallback()
+
+Workspace = Any
+"""A tensor of bytes; vLLM's manager has one for each slot: each micro-batch, and from 0.28.0 on each lane of it."""
+Held = Callable[[], "Workspace | None"]
+
+
+def diagnose(source: Source) -> Diagnosis:
+    if source.read(_WORKSPACE) is None or source.read(_RUNNER) is None:
+        return Diagnosis(Verdict.ABSENT, "no workspace manager, or no model runner V2 that captures graphs with it")
+    ensure = source.function(_WORKSPACE, "WorkspaceManager._ensure_workspace_size")
+    capture = source.function(_RUNNER, "GPUModelRunner.capture_model")
+    if ensure is not None and capture is not None:
+        locked = _locked(source, capture)
+        if locked and ensure.find("if self._locked: ...") and ensure.find("raise AssertionError(...)"):
+            return Diagnosis(
+                Verdict.FIXED, "the workspace is locked when graphs are captured, and growth is an error", locked
+            )
+        cleared = ensure.only("self._current_workspaces[...] = None")
+        if cleared and not _mentions_lock(source):
+            kept = _kept(ensure, cleared)
+            if kept:
+                return Diagnosis(Verdict.FIXED, "a workspace that is outgrown is kept", ensure.at(kept))
+            shape = _shape(source, ensure, capture)
+            if shape:
+                return Diagnosis(
+                    Verdict.AFFECTED,
+                    "model runner V2 lets the workspace grow after a capture, and the one that graphs have recorded is freed",
+                    ensure.at(cleared),
+                    shape,
+                )
+    return Diagnosis(
+        Verdict.UNRECOGNISED,
+        "the workspace grows, or model runner V2 locks it, in a way that nobody has looked at",
+        ensure.where if ensure else f"{_WORKSPACE}:1",
+    )
+
+
+def _locked(source: Source, capture: Function) -> str | None:
+    """Where the workspace is locked after every capture: by model runner V2 itself, or by the worker of both runners."""
+    lock = source.function(_WORKSPACE, "WorkspaceManager.lock")
+    if lock is None or not lock.only("self._locked = True"):
+        return None
+    warm_up = source.function(_WORKER, "Worker.compile_or_warm_up_model")
+    by_runner = capture.only("lock_workspace()")
+    if by_runner:
+        captures = [*capture.find("(...).capture(...)"), *capture.find("(...).capture_model(...)")]
+        always = [
+            capture.node.body,
+            *(found.body for found in capture.find("if not profile_only: ...") if isinstance(found, ast.If)),
+        ]
+        if captures and captures[-1].lineno < by_runner.lineno and _is_a_statement_of(by_runner, always):
+            return capture.at(by_runner)
+    elif warm_up is not None:
+        by_worker, captures = warm_up.only("lock_workspace()"), warm_up.find("self.model_runner.capture_model()")
+        blocks = [
+            warm_up.node.body,
+            *(
+                found.body
+                for found in warm_up.find("if not self.model_config.enforce_eager: ...")
+                if isinstance(found, ast.If)
+            ),
+        ]
+        if by_worker and captures and captures[-1].lineno < by_worker.lineno and _is_a_statement_of(by_worker, blocks):
+            return warm_up.at(by_worker)
+    return None
+
+
+def _is_a_statement_of(call: ast.stmt | ast.expr, blocks: Sequence[Sequence[ast.stmt]]) -> bool:
+    return any(isinstance(found, ast.Expr) and found.value is call for block in blocks for found in block)
+
+
+def _mentions_lock(source: Source) -> bool:
+    """Whether model runner V2 or the worker does something about the lock, or about the manager that has it."""
+    return any(
+        source.says(path, word)
+        for path in (_RUNNER, _WORKER)
+        for word in ("lock_workspace", "current_workspace_manager")
+    )
+
+
+def _kept(ensure: Function, cleared: ast.stmt | ast.expr) -> ast.stmt | ast.expr | None:
+    """Where, just before the slot is cleared, its tensor goes to a list that outlives the call."""
+    kept = ensure.only("(...).append(current_workspace)")
+    owner: Any = getattr(getattr(kept, "func", None), "value", None)
+    while isinstance(owner, (ast.Attribute, ast.Subscript)):
+        owner = owner.value
+    lasts = isinstance(owner, ast.Name) and owner.id == "self"
+    return kept if kept and lasts and ensure.in_one_block(kept, cleared) else None
+
+
+def _shape(source: Source, ensure: Function, capture: Function) -> str:
+    """Of code in which what is wrapped does what the layers rely on; else empty."""
+    manager = source.function(_WORKSPACE, "WorkspaceManager")
+    handed_out = source.function(_WORKSPACE, "WorkspaceManager.get_simultaneous")
+    slots = len(ensure.find(_SLOTS))
+    if (
+        manager is None
+        or handed_out is None
+        # Nobody else hands a workspace out, or puts one in a slot.
+        or not handed_out.only("current_workspace = self._ensure_workspace_size(total_bytes)")
+        or len(manager.find("self._ensure_workspace_size(...)")) != 1
+        or len(manager.find("self._current_workspaces[...] = ...")) != 2
+        or not ensure.takes.startswith("self, required_bytes")
+        or not ensure.only(_ALLOCATED)
+        or not ensure.only("return current_workspace")
+        or ensure.loops() != slots + len(ensure.find("while curr_frame is not None: ..."))
+        or not ensure.mentions(current_workspace=8 if slots else 5)
+        or len(ensure.find("self._current_workspaces")) != (5 if slots else 4)
+        or len(capture.find("self.cudagraph_manager.capture(...)")) != 1
+    ):
+        return ""
+    shape = "every-slot" if slots else "one-slot"
+    profile = source.function(_RUNNER, "GPUModelRunner.profile_cudagraph_memory")
+    if profile is None or profile.only("return 0"):
+        return shape if not source.says(_GRAPHS, "capture_model") else ""
+    on_trial = source.function(_GRAPHS, "profile_cudagraph_memory")
+    if (
+        on_trial
+        and profile.only("return _profile_cudagraph_memory(self)")
+        and on_trial.only("runner.capture_model(...)")
+    ):
+        return f"{shape}-on-trial"
+    return ""
+
+
+class _Captures:
+    """Whether model runner V2 is capturing, and what captures on trial, whose graphs are thrown away again, have recorded."""
+
+    __slots__ = ("on_trial", "running")
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.on_trial: list[tuple[_Recorded, Held]] | None = None
+
+
+class _Recorded:
+    """The workspaces of one manager that graphs have recorded: those that it hands out still, and those that it has outgrown."""
+
+    __slots__ = ("current", "outgrown")
+
+    def __init__(self) -> None:
+        self.current: list[Held] = []
+        self.outgrown: list[Held] = []
+
+    def add(self, held: Held, workspace: Workspace) -> None:
+        if not any(known() is workspace for known in self.current):
+            self.current.append(held)
+            if _CAPTURES.on_trial is not None:
+                _CAPTURES.on_trial.append((self, held))
+
+    def look(self, workspaces: Sequence[Workspace | None]) -> None:
+        """Counts those that none of the manager's *workspaces* is any more."""
+        before, self.current = self.current, []
+        for held in before:
+            there = any(one is not None and held() is one for one in workspaces)
+            (self.current if there else self.outgrown).append(held)
+        RECORDED_WORKSPACE_OUTGROWN.count += len(before) - len(self.current)
+
+    def forget(self, held: Held) -> None:
+        # By identity: weak references are equal if what they refer to is, and tensors compare themselves by element.
+        self.current = [other for other in self.current if other is not held]
+        self.outgrown = [other for other in self.outgrown if other is not held]
+
+
+class _Kept:
+    """A workspace that stays where it is for as long as this does."""
+
+    __slots__ = ("_workspace",)
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+
+    def __call__(self) -> Workspace:
+        return self._workspace
+
+
+_CAPTURES = _Captures()
+
+
+def _hold_what_is_recorded(stock: StockFunction, hold: Callable[[Workspace], Held]) -> StockFunction:
+    """Around `WorkspaceManager._ensure_workspace_size(required_bytes)`, which every request for a workspace goes through."""
+    from torch import cuda  # the target is imported by now, and torch with it
+
+    @functools.wraps(stock)
+    def _ensure_workspace_size(self: Any, *args: Any, **kwargs: Any) -> Any:
+        workspace = stock(self, *args, **kwargs)
+        try:
+            recorded = getattr(self, "graphfix_recorded", None)
+            if _CAPTURES.running and cuda.is_current_stream_capturing():
+                if recorded is None:
+                    recorded = self.graphfix_recorded = _Recorded()
+                recorded.add(hold(workspace), workspace)
+            if recorded is not None:
+                for held in recorded.current:
+                    if held() is not workspace:  # another slot's, or outgrown
+                        recorded.look(self._current_workspaces)
+                        break
+        except Exception as error:
+            FALLBACK.take(error)
+        return workspace
+
+    return _ensure_workspace_size
+
+
+def _keep(stock: StockFunction) -> StockFunction:
+    return _hold_what_is_recorded(stock, _Kept)
+
+
+def _watch(stock: StockFunction) -> StockFunction:
+    return _hold_what_is_recorded(stock, weakref.ref)
+
+
+def _know_of_captures(stock: StockFunction) -> StockFunction:
+    """Around `GPUModelRunner.capture_model`, in which model runner V2 captures all of its graphs.
+
+    V1 captures elsewhere, and locks the workspace.
+    """
+
+    @functools.wraps(stock)
+    def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _CAPTURES.running += 1
+        try:
+            return stock(self, *args, **kwargs)
+        finally:
+            _CAPTURES.running -= 1
+
+    return capture_model
+
+
+def _forget_what_was_on_trial(stock: StockFunction) -> StockFunction:
+    """Around `GPUModelRunner.profile_cudagraph_memory` (0.29.0), whose graphs are gone when it returns."""
+
+    @functools.wraps(stock)
+    def profile_cudagraph_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before, on_trial = _CAPTURES.on_trial, list[tuple[_Recorded, Held]]()
+        _CAPTURES.on_trial = on_trial
+        try:
+            return stock(self, *args, **kwargs)
+        finally:
+            _CAPTURES.on_trial = before
+            for recorded, held in on_trial:
+                recorded.forget(held)
+
+    return profile_cudagraph_memory
+
+
+def _layers(shape: str, around_growth: Callable[[StockFunction], StockFunction]) -> tuple[Patch, ...]:
+    on_trial = Patch(_RUNNER_MODULE, "GPUModelRunner.profile_cudagraph_memory", _forget_what_was_on_trial)
+    return (
+        Patch(_WORKSPACE_MODULE, "WorkspaceManager._ensure_workspace_size", around_growth),
+        Patch(_RUNNER_MODULE, "GPUModelRunner.capture_model", _know_of_captures),
+        *([on_trial] if shape.endswith("-on-trial") else []),
+    )
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    return _layers(shape, _keep)
+
+
+def observers(shape: str) -> tuple[Patch, ...]:
+    return _layers(shape, _watch)
+
+
+FIX = Fix(
+    name="workspace-growth",
+    pr=55341,
+    references=(),
+    summary="a workspace that a graph has recorded outlives its replacement",
+    releases="0.14.1 - 0.29.0",
+    symptom="With model runner V2, an illegal memory access at some step after the workspace has grown while serving, or wrong output of "
+    "requests whose tensors lie where the old workspace was.",
+    cause="Mixture-of-experts, sparse attention and other layers share one workspace, whose address their graphs record. A batch that "
+    "needs more makes the manager free it and take a larger one. V1 locks the workspace when its graphs are captured; V2 does not, and its "
+    "graphs go on with memory that is no longer theirs.",
+    remedy="A workspace that was handed out while model runner V2 captured is kept by its manager when a larger one takes its place. That is at "
+    "most one for each slot after the captures, smaller than the one in use; without a capture nothing is kept.",
+    detect="VLLM_DEBUG_WORKSPACE=1 logs 'Resized workspace' after 'Graph capturing finished'; --enforce-eager does not fail.",
+    concerns="VLLM_USE_V2_MODEL_RUNNER=1 (the default for more and more models from 0.22.0 on), CUDA graphs of any mode, layers that use the "
+    "workspace: mixture-of-experts, sparse MLA and its indexer, decode context parallelism, TurboQuant, from 0.25.0 on Triton MLA.",
+    workaround="--enforce-eager, or model runner V1.",
+    removable="with vLLM 0.30.0",
+    runner="V2",
+    reads=(_WORKSPACE, _RUNNER, _GRAPHS, _WORKER),
+    modules=(_WORKSPACE_MODULE, _RUNNER_MODULE),
+    diagnose=diagnose,
+    patches=patches,
+    observers=observers,
+    events=(RECORDED_WORKSPACE_OUTGROWN,),
+    fallback=FALLBACK,
+    default=Mode.OBSERVE,
+)
