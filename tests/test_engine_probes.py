@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,6 +177,10 @@ def test_every_probe_is_found_by_its_name() -> None:
         "planners-in-draft-graphs",
         "piecewise-draft-decodes",
         "drafts",
+        "planners-in-draft-graphs",
+        "piecewise-draft-decodes",
+        "drafts",
+        "outgrown-workspace",
     ]
     assert all(probe.name == name for name, probe in PROBES.items())
 
@@ -230,6 +235,28 @@ class KeptGraph(cpu.CPUGraph):
 torch.cuda.CUDAGraph = KeptGraph
 probe.before_the_engine()
 cpu.CPUGraph = torch.cuda.CUDAGraph
+"""
+
+BEHIND_A_CAPTURE = """
+import torch
+from unittest import mock
+
+kind = scenario.RunnerStandIn
+stock, served = kind.capture_model, scenario._serve
+
+def captured(runner):
+    stock(runner)
+    engine = SimpleNamespace(collective_rpc=lambda method: [method(None)])
+    # The probe's tensors, too, are in the memory of the device.
+    with mock.patch.object(torch, "empty", scenario.workspace.torch.empty):
+        probe.in_the_engine(engine)
+
+def serve(*, full_graphs):
+    numbers = served(full_graphs=full_graphs)
+    probe.after_the_answers()
+    return numbers
+
+kind.capture_model, scenario._serve = captured, serve
 """
 
 
@@ -312,6 +339,30 @@ def test_draft_tokens_are_kept_in_order_with_the_size_of_each_batch() -> None:
     assert prefill[0] == 4.0
     assert [batch[0] for batch in batches] == [3.0] * 4
     assert [token for batch in batches for token in batch[1:]] == eager[: 4 * 9]
+
+
+@pytest.mark.parametrize("switch", ["off", "on"])
+@pytest.mark.parametrize("release", ["0.18.1", "0.25.1"])
+def test_others_memory_is_written_to_when_a_recorded_workspace_was_outgrown(release: str, switch: str) -> None:
+    """On stock all of the old workspace, which is as large as one of the probe's tensors."""
+    (written, looked), _, error = seen_on_real_classes(
+        release, "workspace_growth", "outgrown-workspace", BEHIND_A_CAPTURE, switch
+    )
+    assert (looked, error) == (1.0, None)
+    assert written == {"off": 4 * 64 * 4, "on": 0.0}[switch]
+
+
+def test_an_engine_without_a_workspace_was_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = SimpleNamespace(_current_workspaces=[None, None])
+    module = SimpleNamespace(current_workspace_manager=lambda: manager)
+    for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.workspace"):
+        monkeypatch.setitem(sys.modules, name, module)
+    observed: dict[str, list[float]] = {}
+    probe = PROBES["outgrown-workspace"](observed, lambda: None)
+    engine: Any = SimpleNamespace(collective_rpc=lambda method: [method(None)])
+    probe.in_the_engine(engine)
+    probe.after_the_answers()
+    assert observed == {"outgrown-workspace": [0.0, 0.0]}
 
 
 def test_probes_need_a_speculator_where_they_watch_one() -> None:

@@ -243,6 +243,7 @@ OBSERVATIONS = {
     "flashmla-padding": ([0.0, -1.0], [1.0, 0.0]),
     "indexer-padding": ([-1.0], [0.0]),
     "triton-mla-padding": ([80.0, 80.0], [0.0, 80.0]),
+    "workspace-growth": ([4096.0, 1.0], [0.0, 1.0]),
 }
 """What the probes see on stock, and with the fix."""
 
@@ -326,6 +327,7 @@ def test_a_probe_that_sees_on_stock_what_is_right_proves_nothing(name: str) -> N
         ("flashmla-padding", [1.0, -1.0]),
         ("indexer-padding", [-1.0]),
         ("triton-mla-padding", [1.0, 80.0]),
+        ("workspace-growth", [8.0, 1.0]),
     ],
 )
 def test_a_probe_that_sees_the_defect_with_the_fix_does_not_prove_it(name: str, patched: list[float]) -> None:
@@ -345,6 +347,11 @@ def test_a_probe_that_sees_the_defect_with_the_fix_does_not_prove_it(name: str, 
         ("indexer-padding", None, "no decode batch was prepared for the sparse indexer"),
         ("triton-mla-padding", [0.0, 0.0], "no row of length 0 came to Triton's MLA decode"),
         ("triton-mla-padding", None, "no row of length 0 came to Triton's MLA decode"),
+        ("workspace-growth", [0.0, 0.0], "no workspace was outgrown"),
+        ("draft-prefill-state", None, "no full graph of the draft's prefill was captured"),
+        ("draft-decode-mode", None, "no draft was decoded"),
+        ("flashmla-padding", None, "dense fp8 FlashMLA was not used"),
+        ("workspace-growth", None, "no workspace was outgrown"),
     ],
 )
 @pytest.mark.parametrize("mode", ["stock", "patched"])

@@ -295,16 +295,16 @@ def observers(shape: str) -> tuple[Patch, ...]:
 FIX = Fix(
     name="workspace-growth",
     pr=55341,
-    references=(),
+    references=("issue 55336",),
     summary="a workspace that a graph has recorded outlives its replacement",
     releases="0.14.1 - 0.29.0",
-    symptom="With model runner V2, an illegal memory access at some step after the workspace has grown while serving, or wrong output of "
-    "requests whose tensors lie where the old workspace was.",
+    symptom="With model runner V2, an illegal memory access when the engine has just captured its graphs, or at some step while serving, or "
+    "wrong output of requests whose tensors lie where the old workspace was. Upstream saw an engine of DeepSeek V4 abort while starting.",
     cause="Mixture-of-experts, sparse attention and other layers share one workspace, whose address their graphs record. A batch that "
-    "needs more makes the manager free it and take a larger one. V1 locks the workspace when its graphs are captured; V2 does not, and its "
-    "graphs go on with memory that is no longer theirs.",
-    remedy="A workspace that was handed out while model runner V2 captured is kept by its manager when a larger one takes its place. That is at "
-    "most one for each slot after the captures, smaller than the one in use; without a capture nothing is kept.",
+    "needs more makes the manager free it and take a larger one: the warm-up behind the captures (from 0.17.0 on), or a request. V1 locks the "
+    "workspace when its graphs are captured; V2 does not, and its graphs go on with memory that is no longer theirs.",
+    remedy="A workspace that was handed out while model runner V2 captured is kept by its manager when a larger one takes its place. After the "
+    "captures that is at most one for each slot, smaller than the one in use; without a capture nothing is kept.",
     detect="VLLM_DEBUG_WORKSPACE=1 logs 'Resized workspace' after 'Graph capturing finished'; --enforce-eager does not fail.",
     concerns="VLLM_USE_V2_MODEL_RUNNER=1 (the default for more and more models from 0.22.0 on), CUDA graphs of any mode, layers that use the "
     "workspace: mixture-of-experts, sparse MLA and its indexer, decode context parallelism, TurboQuant, from 0.25.0 on Triton MLA.",

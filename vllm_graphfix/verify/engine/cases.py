@@ -171,6 +171,17 @@ LLAMA_EAGLE = Case(
     probes=("piecewise-draft-decodes",),
     needs="flashinfer",
 )
+# Every layer works in the shared workspace. The probe makes it grow when graphs are captured, in place of a batch that does: what
+# grows it while serving is another layer than the one that profiling has seen, such as sparse attention, and needs a larger model.
+MIXTRAL = Case(
+    name="mixtral",
+    model="mixtral",
+    runner="V2",
+    graphs=_full([1, 2, 4, 8]),
+    workload=_TOGETHER,
+    arguments={"max_num_batched_tokens": 2048},
+    probes=("outgrown-workspace",),
+)
 
 # The first step has the shape of a decode, and all of it is prompts.
 MAMBA2_ONE_TOKEN = Case(
@@ -212,5 +223,6 @@ CASES: dict[str, Case] = {
     "prefill-dispatch": MAMBA2_ONE_TOKEN,
     "indexer-padding": SPARSE_MTP,
     "triton-mla-padding": MLA_TRITON,
+    "workspace-growth": MIXTRAL,
 }
 """By the name of the fix."""

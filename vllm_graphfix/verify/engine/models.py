@@ -96,6 +96,13 @@ LLAMA: Config = _COMMON | {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
 }
+MIXTRAL: Config = LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 4,  # all of them: a tie in the choice of experts would look like corruption
+    "sliding_window": None,
+}
 EAGLE: Config = LLAMA | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
 """The draft head of a Llama; vLLM gives it the target's embeddings and output matrix."""
 
@@ -204,6 +211,31 @@ def _mamba2(config: Config) -> Shapes:
     return shapes
 
 
+def _mixture(prefix: str, config: Config) -> Shapes:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    shapes: Shapes = {
+        f"{prefix}.input_layernorm.weight": (hidden,),
+        f"{prefix}.post_attention_layernorm.weight": (hidden,),
+        f"{prefix}.block_sparse_moe.gate.weight": (config["num_local_experts"], hidden),
+    }
+    for expert in range(config["num_local_experts"]):
+        name = f"{prefix}.block_sparse_moe.experts.{expert}"
+        shapes |= {
+            f"{name}.w1.weight": (inner, hidden),
+            f"{name}.w2.weight": (hidden, inner),
+            f"{name}.w3.weight": (inner, hidden),
+        }
+    return shapes
+
+
+def _mixtral(config: Config) -> Shapes:
+    shapes = _embeddings(config)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        shapes |= _mixture(prefix, config) | _grouped_attention(prefix, config)
+    return shapes
+
+
 def _llama(config: Config) -> Shapes:
     shapes = _embeddings(config)
     for layer in range(config["num_hidden_layers"]):
@@ -226,6 +258,7 @@ MODELS: dict[str, tuple[Config, Callable[[Config], Shapes]]] = {
     "sparse-mtp": (SPARSE_MTP, _mla_mtp),
     "mamba2": (MAMBA2, _mamba2),
     "llama": (LLAMA, _llama),
+    "mixtral": (MIXTRAL, _mixtral),
     "eagle": (EAGLE, _eagle),
 }
 """Name of a model: its configuration, and the names and shapes of its tensors in a checkpoint."""

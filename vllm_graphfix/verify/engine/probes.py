@@ -1,4 +1,4 @@
-"""Looks inside an engine for what its tokens do not show. The engine is in this process; nothing of vLLM is changed."""
+"""Looks inside an engine for what its tokens do not show. The engine is in this process; nothing of vLLM's code is changed."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ class Probe:
 
     def in_the_engine(self, llm: LLM) -> None:
         """Called when graphs are captured and nothing was asked."""
+
+    def after_the_answers(self) -> None:
+        """Called when everything was answered."""
 
 
 class PaddedRows(Probe):
@@ -231,7 +234,49 @@ class PiecewiseDraftDecodes(Probe):
         llm.collective_rpc(watch)
 
 
+class OutgrownWorkspace(Probe):
+    """Makes the workspace grow, as a layer does that needs more, and puts tensors of its own where memory is free then.
+
+    Seen are bytes of these tensors that were written to by somebody else, and whether they were looked at. The engine may end in an
+    illegal memory access before.
+    """
+
+    name = "outgrown-workspace"
+    PATTERN = 0xA5
+    TENSORS = 8
+    """Each as large as the old workspace: one of them takes its place if it is free."""
+
+    def __init__(self, observed: Observed, save: Callable[[], None]) -> None:
+        super().__init__(observed, save)
+        self._tensors: list[Any] = []
+
+    def in_the_engine(self, llm: LLM) -> None:
+        self._observed.setdefault(self.name, [0.0, 0.0])
+        self._save()
+        llm.collective_rpc(self._grow)
+
+    def _grow(self, worker: Any) -> None:
+        import torch
+        from vllm.v1.worker.workspace import current_workspace_manager
+
+        manager = current_workspace_manager()
+        # No tensor of it may stay in a variable here.
+        sizes = {(found.device, found.nbytes) for found in manager._current_workspaces if found is not None}
+        for device, size in sizes:
+            manager.get_simultaneous(((2 * size,), torch.uint8))
+            self._tensors += [torch.empty((size,), dtype=torch.uint8, device=device) for _ in range(self.TENSORS)]
+        for tensor in self._tensors:
+            tensor.fill_(self.PATTERN)
+
+    def after_the_answers(self) -> None:
+        if self._tensors:
+            written = sum(float((tensor != self.PATTERN).sum()) for tensor in self._tensors)
+            self._observed[self.name][:] = written, 1.0
+            self._save()
+
+
 PROBES: dict[str, type[Probe]] = {
     probe.name: probe
     for probe in (PaddedRows, IndexerLengths, EmptyRows, PlannersInDraftGraphs, PiecewiseDraftDecodes, Drafts)
+    probe.name: probe for probe in (PaddedRows, PlannersInDraftGraphs, PiecewiseDraftDecodes, Drafts, OutgrownWorkspace)
 }

@@ -205,6 +205,8 @@ def _unseen(name: str, observed: Mapping[str, Sequence[float]]) -> str | None:
         return "no decode batch was prepared for the sparse indexer"
     if name == "triton-mla-padding" and not observed.get("empty-rows", [0.0, 0.0])[1]:
         return "no row of length 0 came to Triton's MLA decode"
+    if name == "workspace-growth" and not observed.get("outgrown-workspace", [0.0, 0.0])[1]:
+        return "no workspace was outgrown"
     return None
 
 
@@ -267,6 +269,11 @@ def _where_it_shows(name: str, graphed: Ended) -> tuple[str, tuple[float, ...], 
         wrong, empty = graphed.observed.get("empty-rows", [0.0, 0.0])
         line = f"{wrong:.0f} of {empty:.0f} rows of length 0 came out of Triton's MLA decode with numbers that are not finite"
         return "rows of length 0 that Triton's MLA decode leaves not finite; ", (0.0,), (wrong,), [line]
+    if name == "workspace-growth":
+        written, looked = graphed.observed.get("outgrown-workspace", [0.0, 0.0])
+        phrase = "bytes of others' memory that graphs wrote to when the workspace had grown; "
+        line = f"{written:.0f} bytes of tensors made after the workspace had grown were written to by somebody else"
+        return phrase, (0.0,), (written,), [line] if looked else []
     return "", (), (), []
 
 

@@ -106,6 +106,8 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
         llm.reset_prefix_cache()
         reverse = _ask(llm, prompts[::-1], job.max_tokens[::-1])
         passes.append(reverse[::-1])
+    for probe in probes:
+        probe.after_the_answers()
     observed |= _events()
     return Said(
         passes=tuple(passes),
