@@ -36,6 +36,10 @@ RELEASES = {
     "indexer": "0.27.1",
     "triton-mla": "0.25.1",
 }
+"""Microseconds of Python a call, of mamba-padding, flashmla-fp8 and workspace-growth."""
+COUNTER_TARGET = 0.2
+"""Microseconds, of counting one event."""
+RELEASES = {"mamba": "0.21.0", "flashmla": "0.18.1", "workspace": "0.21.0"}
 REQUESTS, PADDED_REQUESTS = 200, 256
 """Of a batch with padding; one without has as many requests as rows."""
 CALLS = {"alone": 200, "real": 20}
@@ -524,6 +528,48 @@ def triton_mla(rounds: int) -> list[tuple[object, ...]]:
     functions = (decode_attention_fwd, zeros.wrap(decode_attention_fwd), decode_attention_fwd, decode_attention_fwd)
     calls = Calls(*(_call(function, *given) for function in functions))
     found.append(_compared("triton-mla-padding, a layer outside of a graph", "alone", calls, rounds, target=False))
+# workspace-growth
+
+
+def workspace(rounds: int) -> list[tuple[object, ...]]:
+    """A request that fits, as all but a few do. Layers ask for it, each once or twice where no graph replays."""
+    import torch
+    from vllm.v1.worker.workspace import WorkspaceManager
+
+    from vllm_graphfix.fixes.workspace_growth import FIX
+
+    real = WorkspaceManager._ensure_workspace_size
+    size, larger = 1024, 2048
+
+    def does_nothing(self: Any, required_bytes: int) -> Any:
+        return self._current_workspaces[0]
+
+    def manager(around: Function, recorded: str) -> Any:
+        """In which *around* has seen a capture, if that is what *recorded* says, and perhaps growth behind it."""
+        made = WorkspaceManager(torch.device("cpu"))
+        real(made, size)
+        if recorded:
+            capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
+            capture.wrap(lambda runner: around(made, size))(None)
+            torch.cuda.is_current_stream_capturing = capturing
+        if recorded == "outgrown":
+            real(made, larger)
+            around(made, larger)
+        return made
+
+    patch, capture, *_ = FIX.patches("one-slot")
+    watch, *_ = FIX.observers("one-slot")
+    found = []
+    for name, stock in (("alone", does_nothing), ("real", real)):
+        fixed, observed = patch.wrap(stock), watch.wrap(stock)
+        for label, recorded in (
+            ("no capture", ""),
+            ("a recorded one", "in use"),
+            ("one that was outgrown", "outgrown"),
+        ):
+            functions = (stock, fixed, stock, observed)
+            calls = Calls(*(_call(function, manager(function, recorded), size) for function in functions))
+            found.append(_compared(f"workspace-growth, {label}", name, calls, rounds, target=True))
     return found
 
 
@@ -539,6 +585,7 @@ MEASURE = {
     "indexer": indexer,
     "triton-mla": triton_mla,
 }
+MEASURE = {"mamba": mamba, "flashmla": flashmla, "workspace": workspace}
 
 if __name__ == "__main__":
     main()

@@ -263,6 +263,25 @@ def _triton_mla(*, active: bool, padded: bool) -> Case:
         around(None, None, None, output, None, None, lengths)
 
     return Case(call, ("empty-rows-given",) if padded else ())
+# -- workspace-growth ------------------------------------------------------------------------------------------------------
+
+
+def _workspace(*, active: bool, outgrown: bool = False) -> Case:
+    """A request that fits, behind a capture that has recorded a workspace: the one in use, or one before it."""
+    import torch
+    from vllm.v1.worker.workspace import WorkspaceManager
+
+    fix, name = "workspace-growth", "WorkspaceManager._ensure_workspace_size"
+    around = _layer(fix, "one-slot", name, active=active).wrap(WorkspaceManager._ensure_workspace_size)
+    capture = _layer(fix, "one-slot", "GPUModelRunner.capture_model", active=active)
+    manager, asked = WorkspaceManager(torch.device("cpu")), torch.cuda.is_current_stream_capturing
+    around(manager, 1024)
+    torch.cuda.is_current_stream_capturing = lambda: True
+    capture.wrap(lambda runner: around(manager, 1024))(None)
+    torch.cuda.is_current_stream_capturing = asked
+    if outgrown:
+        around(manager, 2048)
+    return Case(lambda: around(manager, 512))
 
 
 # -- draft-decode-mode -----------------------------------------------------------------------------------------------------
@@ -523,6 +542,15 @@ CASES: dict[str, Planned] = {
         lambda: _triton_mla(active=True, padded=False), _TRITON_MLA, _UNEVENTFUL
     ),
     "triton-mla-padding, observed, padding": Planned(lambda: _triton_mla(active=False, padded=True), _TRITON_MLA),
+    "workspace-growth, active, a recorded workspace in use": Planned(
+        lambda: _workspace(active=True), _MAMBA, _UNEVENTFUL
+    ),
+    "workspace-growth, active, a recorded workspace that was outgrown": Planned(
+        lambda: _workspace(active=True, outgrown=True), _MAMBA, _UNEVENTFUL
+    ),
+    "workspace-growth, observed, a recorded workspace in use": Planned(
+        lambda: _workspace(active=False), _MAMBA, _UNEVENTFUL
+    ),
     "draft-decode-mode, active": Planned(lambda: _drafts(active=True), _DRAFTS),
     "draft-decode-mode, observed": Planned(lambda: _drafts(active=False), _DRAFTS),
     "draft-decode-mode of nightlies, active": Planned(lambda: _nightly_prefills(active=True), _DRAFTS),
