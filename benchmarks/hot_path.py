@@ -35,11 +35,8 @@ RELEASES = {
     "dispatch-v2": "0.27.1",
     "indexer": "0.27.1",
     "triton-mla": "0.25.1",
+    "workspace": "0.21.0",
 }
-"""Microseconds of Python a call, of mamba-padding, flashmla-fp8 and workspace-growth."""
-COUNTER_TARGET = 0.2
-"""Microseconds, of counting one event."""
-RELEASES = {"mamba": "0.21.0", "flashmla": "0.18.1", "workspace": "0.21.0"}
 REQUESTS, PADDED_REQUESTS = 200, 256
 """Of a batch with padding; one without has as many requests as rows."""
 CALLS = {"alone": 200, "real": 20}
@@ -528,6 +525,8 @@ def triton_mla(rounds: int) -> list[tuple[object, ...]]:
     functions = (decode_attention_fwd, zeros.wrap(decode_attention_fwd), decode_attention_fwd, decode_attention_fwd)
     calls = Calls(*(_call(function, *given) for function in functions))
     found.append(_compared("triton-mla-padding, a layer outside of a graph", "alone", calls, rounds, target=False))
+
+
 # workspace-growth
 
 
@@ -584,8 +583,8 @@ MEASURE = {
     "dispatch-v2": dispatch_v2,
     "indexer": indexer,
     "triton-mla": triton_mla,
+    "workspace": workspace,
 }
-MEASURE = {"mamba": mamba, "flashmla": flashmla, "workspace": workspace}
 
 if __name__ == "__main__":
     main()

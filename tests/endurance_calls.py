@@ -263,6 +263,8 @@ def _triton_mla(*, active: bool, padded: bool) -> Case:
         around(None, None, None, output, None, None, lengths)
 
     return Case(call, ("empty-rows-given",) if padded else ())
+
+
 # -- workspace-growth ------------------------------------------------------------------------------------------------------
 
 

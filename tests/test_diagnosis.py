@@ -472,6 +472,35 @@ UNSEEN = [
         "0.33.0",
         {RUNNER_V2: swap(r"is_prefilling_np = num_computed.* < .*", "is_prefilling_np = self.x")},
     ),
+    ("workspace-growth", "0.20.0", {WORKSPACE: swap(CLEARED, r"\1kept.append(current_workspace)\n\1\2")}),
+    (
+        "workspace-growth",
+        "0.19.1",
+        {WORKSPACE: swap(CLEARED, r"\1if self._odd:\n\1    self._outgrown.append(current_workspace)\n\1\2")},
+    ),
+    (
+        "workspace-growth",
+        "0.22.1",
+        {WORKSPACE: swap(r"^( {8})(return self\._locked)", r"\1self._current_workspaces[0] = self._spare\n\1\2")},
+    ),
+    ("workspace-growth", "0.28.0", {WORKSPACE: swap(r"= torch\.empty\(", "= self._take(")}),
+    (
+        "workspace-growth",
+        "0.16.0",
+        {WORKSPACE: swap(r"return current_workspace\n", "return current_workspace.clone()\n")},
+    ),
+    ("workspace-growth", "0.18.1", {RUNNER_V2: swap(r"^( {8})return 0\n\n", r"\1return self._profiled()\n\n")}),
+    ("workspace-growth", "0.21.0", {RUNNER_V2: swap(r"^( {8})(start_time = .*\n {8}gc)", r"\1lock_workspace()\n\1\2")}),
+    (
+        "workspace-growth",
+        "0.21.0",
+        {RUNNER_V2: swap(r"^( {8})(end_time = .*\n {8}end_free)", r"\1current_workspace_manager().lock()\n\1\2")},
+    ),
+    (
+        "workspace-growth",
+        "0.30.0",
+        {RUNNER_V2: swap(r"if not profile_only:\n(?= +# Lock)", "if not profile_only and self.odd:\n")},
+    ),
 ]
 UNSEEN += [
     ("triton-mla-padding", release, {path: change})
@@ -503,35 +532,6 @@ UNSEEN += [
         ),
         ("0.22.1", TRITON_MLA, swap(r"TritonMLAMetadataBuilder", "PaddedMLABuilder")),
     )
-    ("workspace-growth", "0.20.0", {WORKSPACE: swap(CLEARED, r"\1kept.append(current_workspace)\n\1\2")}),
-    (
-        "workspace-growth",
-        "0.19.1",
-        {WORKSPACE: swap(CLEARED, r"\1if self._odd:\n\1    self._outgrown.append(current_workspace)\n\1\2")},
-    ),
-    (
-        "workspace-growth",
-        "0.22.1",
-        {WORKSPACE: swap(r"^( {8})(return self\._locked)", r"\1self._current_workspaces[0] = self._spare\n\1\2")},
-    ),
-    ("workspace-growth", "0.28.0", {WORKSPACE: swap(r"= torch\.empty\(", "= self._take(")}),
-    (
-        "workspace-growth",
-        "0.16.0",
-        {WORKSPACE: swap(r"return current_workspace\n", "return current_workspace.clone()\n")},
-    ),
-    ("workspace-growth", "0.18.1", {RUNNER_V2: swap(r"^( {8})return 0\n\n", r"\1return self._profiled()\n\n")}),
-    ("workspace-growth", "0.21.0", {RUNNER_V2: swap(r"^( {8})(start_time = .*\n {8}gc)", r"\1lock_workspace()\n\1\2")}),
-    (
-        "workspace-growth",
-        "0.21.0",
-        {RUNNER_V2: swap(r"^( {8})(end_time = .*\n {8}end_free)", r"\1current_workspace_manager().lock()\n\1\2")},
-    ),
-    (
-        "workspace-growth",
-        "0.30.0",
-        {RUNNER_V2: swap(r"if not profile_only:\n(?= +# Lock)", "if not profile_only and self.odd:\n")},
-    ),
 ]
 
 

@@ -175,11 +175,8 @@ def test_every_probe_is_found_by_its_name() -> None:
         "indexer-lengths",
         "empty-rows",
         "planners-in-draft-graphs",
-        "piecewise-draft-decodes",
         "drafts",
-        "planners-in-draft-graphs",
         "piecewise-draft-decodes",
-        "drafts",
         "outgrown-workspace",
     ]
     assert all(probe.name == name for name, probe in PROBES.items())

@@ -254,6 +254,9 @@ def _prepare_decode_tensors(
 
 
 def _build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, fast_build: Any) -> Any:
+    return _told(locals())
+
+
 def _ensure_workspace_size(self: Any, required_bytes: Any) -> Any:
     return _told(locals())
 

@@ -156,7 +156,6 @@ class Fix(NamedTuple):
     together: tuple[Together, ...] = ()
     default: Mode = Mode.AUTO
     """The mode where the user sets none: `observe` as long as no GPU has shown what the fix does to an engine's answers."""
-    """What `auto` comes to: `observe` for a fix whose effect was shown on a CPU only."""
 
     @property
     def variable(self) -> str:

@@ -277,6 +277,13 @@ class OutgrownWorkspace(Probe):
 
 PROBES: dict[str, type[Probe]] = {
     probe.name: probe
-    for probe in (PaddedRows, IndexerLengths, EmptyRows, PlannersInDraftGraphs, PiecewiseDraftDecodes, Drafts)
-    probe.name: probe for probe in (PaddedRows, PlannersInDraftGraphs, PiecewiseDraftDecodes, Drafts, OutgrownWorkspace)
+    for probe in (
+        PaddedRows,
+        IndexerLengths,
+        EmptyRows,
+        PlannersInDraftGraphs,
+        Drafts,
+        PiecewiseDraftDecodes,
+        OutgrownWorkspace,
+    )
 }
