@@ -10,6 +10,7 @@ from vllm_graphfix.fixes import (
     flashmla_fp8,
     flashmla_padding,
     indexer_padding,
+    idle_rank,
     mamba_padding,
     prefill_dispatch,
     triton_mla_padding,
@@ -27,6 +28,7 @@ FIXES: tuple[Fix, ...] = (
     indexer_padding.FIX,
     triton_mla_padding.FIX,
     workspace_growth.FIX,
+    idle_rank.FIX,
 )
 BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
 OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)

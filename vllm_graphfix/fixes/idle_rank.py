@@ -1,0 +1,376 @@
+"""`idle-rank`: the step of a rank without work writes to no cache block of a request (PR 34866, PR 37728, PR 39444)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict, Wrap
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source import Source
+    from vllm_graphfix.syntax import Function
+
+_WORKER = "vllm/v1/worker/gpu_worker.py"
+_WORKER_MODULE = "vllm.v1.worker.gpu_worker"
+_TARGET = "Worker.execute_dummy_batch"
+_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+_TABLE = "vllm/v1/worker/block_table.py"
+_BATCH = "vllm/v1/worker/gpu_input_batch.py"
+_PROPOSERS = (
+    ("vllm/v1/spec_decode/llm_base_proposer.py", "SpecDecodeBaseProposer"),
+    ("vllm/v1/spec_decode/eagle.py", "SpecDecodeBaseProposer"),
+    ("vllm/v1/spec_decode/eagle.py", "EagleProposer"),
+)
+_RUNNER_V2 = "vllm/v1/worker/gpu/model_runner.py"
+_TABLE_V2 = "vllm/v1/worker/gpu/block_table.py"
+_SPECULATOR_V2 = "vllm/v1/worker/gpu/spec_decode/speculator.py"
+
+_PADDED = ("(...).fill_(-1)", "(...).fill_(PAD_SLOT_ID)", "(...).fill_(PADDING_SLOT_ID)")
+_EMPTIED = ("(...).zero_()", "(...).fill_(0)", "(...).fill_(NULL_BLOCK_ID)")
+_STALE_V2 = {"inputs": "inputs", "tables": "block tables", "drafts": "drafts' block tables"}
+_PAD = -1
+"""vLLM's PAD_SLOT_ID: nothing is written for such a token."""
+_NULL_BLOCK = 0
+"""Of every cache, in every release: no request has it."""
+
+IDLE_STEP_ON_REAL_BLOCKS = Event(
+    "idle-step-on-real-blocks",
+    "A rank without work ran a step after a real batch whose cache blocks the step's buffers still named: on stock it writes to them.",
+)
+FALLBACK = Fallback()
+
+
+def diagnose(source: Source) -> Diagnosis:
+    if not source.says(_WORKER, "execute_dummy_batch"):
+        return Diagnosis(Verdict.ABSENT, "no rank runs a step without work")
+    idle = source.function(_WORKER, _TARGET)
+    run = source.function(_RUNNER, "GPUModelRunner._dummy_run")
+    first, second = _left_by_v1(source, run), _left_by_v2(source, idle)
+    if idle is None or run is None or first is None or second is None or not _is_one_step(idle):
+        return Diagnosis(
+            Verdict.UNRECOGNISED,
+            "a rank without work runs its step in a way that nobody has looked at",
+            (run or idle).where if run or idle else f"{_WORKER}:1",
+        )
+    if not first and not second:
+        return Diagnosis(Verdict.FIXED, "the step of a rank without work names no cache block", run.where)
+    left = [*(f"{what} (V1)" for what in first), *([f"{_STALE_V2[second]} (V2)"] if second else [])]
+    return Diagnosis(
+        Verdict.AFFECTED,
+        f"the step of a rank without work finds its cache by what the last batch left: {', '.join(left)}",
+        run.where,
+        "-and-".join(filter(None, ("slots" if "slots" in first else "rows", second))),
+    )
+
+
+def _is_one_step(idle: Function) -> bool:
+    """Whether it calls the model runner for one step, of one runner or the other, and uses it for nothing else but the step's size."""
+    first, second = idle.find("self.model_runner._dummy_run(...)"), idle.find("self.model_runner.execute_model(...)")
+    size = idle.find("getattr(self.model_runner, 'uniform_decode_query_len', 1)")
+    uses = len(first) + len(second) + len(size)
+    return idle.takes == "self" and len(first) == 1 and uses == len(idle.find("self.model_runner"))
+
+
+def _left_by_v1(source: Source, run: Function | None) -> tuple[str, ...] | None:
+    """What a step of model runner V1 leaves as it was; None if that is not known."""
+    build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
+    tables = source.function(_TABLE, "MultiGroupBlockTable.commit_block_table")
+    table = source.function(_TABLE, "BlockTable.commit_block_table")
+    buffers = source.function(_TABLE, "BlockTable.__init__")
+    batch = source.function(_BATCH, "InputBatch.__init__")
+    if run is None or build is None or tables is None or table is None or buffers is None or batch is None:
+        return None
+    known = (
+        build.only("blk_table = self.input_batch.block_table[kv_cache_gid]")
+        and tables.only("block_table.commit_block_table(num_reqs)")
+        and len(tables.loops_over("self.block_tables")) == 1
+        and table.only("self.block_table.copy_to_gpu(num_reqs)")
+        and buffers.only("self.block_table = self._make_buffer(...)")
+        and buffers.only("self.slot_mapping = self._make_buffer(...)")
+        and buffers.only("self.num_blocks_per_row = ...")
+        and batch.only("self.num_prompt_tokens = ...")
+        and batch.only("self.block_table = MultiGroupBlockTable(...)")
+    )
+    taken, committed = run.find("self._get_slot_mappings(...)"), run.find("(...).commit_block_table(num_reqs_padded)")
+    own = build.find("blk_table.slot_mapping.gpu[:num_tokens_padded]")
+    padded, drafts = _padded_in_a_loop(run, "slot_mappings_by_group.values()"), _drafts_left(source)
+    if not known or drafts is None or len(taken) + len(own) != 1 or len(committed) > 1 or padded is None:
+        return None
+    since = max((call.lineno for call in committed), default=0)  # which copies the rows of the CPU
+    emptied = any(
+        since < found.lineno <= (loop.end_lineno or 0)
+        for loop in run.loops_over("self.input_batch.block_table.block_tables")
+        for pattern in _EMPTIED
+        for found in run.find(pattern)
+        if loop.lineno < found.lineno
+    )
+    return (
+        *(() if padded else ("slots",)),
+        *(() if emptied else ("block-table rows",)),
+        *(("a draft's slots",) if drafts else ()),
+    )
+
+
+def _padded_in_a_loop(run: Function, iterated: str) -> bool | None:
+    """Whether *run* pads what it loops over; None if it is padded in another way than that."""
+    found = [part for pattern in _PADDED for part in run.find(pattern)]
+    loops = run.loops_over(iterated)
+    if not found and not loops:
+        return False
+    inside = [part for part in found for loop in loops if loop.lineno < part.lineno <= (loop.end_lineno or 0)]
+    return True if len(inside) == len(found) == len(loops) == 1 else None
+
+
+def _drafts_left(source: Source) -> bool | None:
+    """Whether the drafter's own slots stay as the last draft left them; None if it is not known."""
+    for path, name in _PROPOSERS:
+        dummy = source.function(path, f"{name}.dummy_run")
+        if dummy is None:
+            continue
+        own = dummy.find("self._get_slot_mapping(...)")
+        if not own:
+            return None if "slot_mappings" in dummy.parameters else False  # 0.14.1 drafts write by attention alone
+        if any(dummy.find(pattern) for pattern in _PADDED):
+            return False
+        stale = dummy.only("slot_mapping_dict = self._get_slot_mapping(num_input_tokens)")
+        return True if stale and len(own) == 1 and dummy.mentions(slot_mapping_dict=3) else None
+    return None
+
+
+def _left_by_v2(source: Source, idle: Function | None) -> str | None:
+    """The same of model runner V2, in one word: `inputs`, `tables`, `drafts`, or nothing."""
+    run = source.function(_RUNNER_V2, "GPUModelRunner._dummy_run")
+    if run is None:
+        return None if source.says(_RUNNER_V2, "dummy_run") else ""
+    rows = source.function(_TABLE_V2, "BlockTables.get_dummy_block_tables")
+    slots = source.function(_TABLE_V2, "BlockTables.get_dummy_slot_mappings")
+    buffers = source.function(_TABLE_V2, "BlockTables.__init__")
+    known = (
+        rows
+        and buffers
+        and slots
+        and slots.only("self.slot_mappings.fill_(PAD_SLOT_ID)")
+        and buffers.only("self.block_tables: list[StagedWriteTensor] = []")
+        and buffers.only("self.input_block_tables: list[torch.Tensor] = ...")
+        and buffers.only("self.slot_mappings = ...")
+        and buffers.only("self.num_blocks = UvaBackedTensor(...)")
+        and "skip_attn" in run.parameters
+    )
+    if not known or rows is None:
+        return None
+    if idle is not None and idle.find("self.model_runner.execute_model(...)"):
+        return ""  # 0.14.1, which always prepares it, and has no layers but attention
+    if _default(run, "skip_attn") is not False:
+        return "inputs"
+    if not any(rows.find(pattern) for pattern in _EMPTIED):
+        return "tables"
+    copy = source.function(_SPECULATOR_V2, "DraftModelSpeculator._copy_request_inputs")
+    if copy is None:
+        return None
+    masked = "dummy_run" in copy.parameters and copy.find("self.idx_mapping.fill_(-1)")
+    return "" if masked else "drafts"
+
+
+def _default(function: Function, parameter: str) -> object:
+    """The constant that a keyword-only parameter is by default; None if there is none."""
+    given = getattr(function.node, "args", None)
+    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True) if given else ()
+    return next((getattr(value, "value", None) for name, value in pairs if name.arg == parameter), None)
+
+
+Undo = list[Callable[[], object]]
+
+
+def _name_no_block(shape: str) -> Wrap:
+    """Around `Worker.execute_dummy_batch()`, which runs the step of a rank without work, and nothing at start-up."""
+
+    def wrap(stock: StockFunction) -> StockFunction:
+        from torch import inference_mode  # the target is imported by now, and torch with it
+
+        @functools.wraps(stock)
+        def execute_dummy_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            undo: Undo = []
+            try:
+                with inference_mode():  # some of the buffers may be made in it
+                    _let_go(self.model_runner, shape, undo)
+                IDLE_STEP_ON_REAL_BLOCKS.count += _named(self.model_runner, shape)
+            except Exception as error:
+                FALLBACK.take(error)
+                _bring_back(undo)
+            try:
+                return stock(self, *args, **kwargs)
+            finally:
+                _bring_back(undo)
+
+        return execute_dummy_batch
+
+    return wrap
+
+
+def _watch_blocks(shape: str) -> Wrap:
+    """Around the same."""
+
+    def wrap(stock: StockFunction) -> StockFunction:
+        @functools.wraps(stock)
+        def execute_dummy_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                IDLE_STEP_ON_REAL_BLOCKS.count += _named(self.model_runner, shape)
+            except Exception as error:
+                FALLBACK.take(error)
+            return stock(self, *args, **kwargs)
+
+        return execute_dummy_batch
+
+    return wrap
+
+
+def _bring_back(undo: Undo) -> None:
+    """Each of them, whatever becomes of the others."""
+    while undo:
+        from torch import inference_mode
+
+        try:
+            with inference_mode():
+                undo.pop()()
+        except Exception as error:
+            FALLBACK.take(error)
+
+
+def _let_go(runner: Any, shape: str, undo: Undo) -> None:
+    """Every buffer by which a pass finds its cache names none; *undo* takes what brings back what later steps rely on.
+
+    The buffers are the persistent ones, so that graphs read it too. Real steps fill them anew: V1 copies the rows of its batch from
+    the CPU, V2 gathers them from the request's; these two, which grow with a request, are what is brought back or left alone.
+    """
+    if hasattr(runner, "input_batch"):
+        _let_go_v1(runner.input_batch.block_table, undo)
+        for _, slots in _tensors(getattr(runner, "drafter", None), "slot_mapping"):
+            slots.fill_(_PAD)
+    elif _of_v2(shape):
+        tables, speculator = runner.block_tables, runner.speculator
+        tables.slot_mappings.fill_(_PAD)
+        for rows in tables.input_block_tables:
+            rows.fill_(_NULL_BLOCK)
+        if speculator is not None:  # which computes slots from the requests' rows
+            for requests in tables.block_tables:
+                _let_go_for_now(requests.gpu, undo)
+            _let_go_of_states(speculator)
+    else:
+        return
+    _let_go_of_states(runner)
+
+
+def _let_go_v1(tables: Any, undo: Undo) -> None:
+    for table in tables.block_tables:
+        table.slot_mapping.gpu.fill_(_PAD)
+        rows = table.block_table
+        if rows.gpu.data_ptr() == rows.cpu.data_ptr():  # a worker on a CPU has one memory for both
+            _let_go_for_now(rows.gpu, undo)
+        else:
+            rows.gpu.fill_(_NULL_BLOCK)
+    # From 0.19 on the step copies the rows of the CPU, in which the requests of the batch still are.
+    tables.commit_block_table = _leave
+    undo.append(functools.partial(vars(tables).pop, "commit_block_table"))
+
+
+def _leave(num_reqs: int) -> None:
+    """In place of `commit_block_table` while the step runs."""
+
+
+def _let_go_for_now(rows: Any, undo: Undo) -> None:
+    undo.append(functools.partial(rows.copy_, rows.clone()))
+    rows.fill_(_NULL_BLOCK)
+
+
+def _let_go_of_states(runner: Any) -> None:
+    """What metadata builders keep for graphs: state indices of Mamba and its kind, and slots of compressed caches."""
+    for builder in _builders(runner):
+        for name, tensor in _tensors(builder, "state_indices", "slot_mapping"):
+            tensor.fill_(_NULL_BLOCK if "state_indices" in name else _PAD)
+
+
+def _builders(runner: Any) -> Iterator[Any]:
+    for groups in getattr(runner, "attn_groups", None) or ():
+        for group in groups:
+            yield from group.metadata_builders
+
+
+def _tensors(owner: Any, *words: str) -> Iterator[tuple[str, Any]]:
+    """The tensors that *owner* keeps under a name with one of *words* in it, alone or in a dictionary."""
+    for name, value in list(getattr(owner, "__dict__", {}).items()):
+        if any(word in name for word in words):
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if hasattr(tensor, "fill_"):
+                    yield name, tensor
+
+
+def _of_v2(shape: str) -> str:
+    return shape.rpartition("-and-")[2] if "-and-" in shape else ""
+
+
+def _named(runner: Any, shape: str) -> bool:
+    """Whether on stock the step writes to blocks of a real batch, by what the host knows: nothing is read from a device."""
+    if hasattr(runner, "input_batch"):
+        batch = runner.input_batch
+        if shape.startswith("slots") or any(_tensors(getattr(runner, "drafter", None), "slot_mapping")):
+            return bool(batch.num_prompt_tokens.any())  # there was a request, and a draft
+        rows = any(table.num_blocks_per_row.any() for table in batch.block_table.block_tables)
+        return rows and _has_states(runner)
+    left = _of_v2(shape)
+    if not left or not runner.block_tables.num_blocks.np.any():
+        return False
+    return left == "inputs" or runner.speculator is not None or (left == "tables" and _has_states(runner))
+
+
+def _has_states(runner: Any) -> bool:
+    return any(any(_tensors(builder, "state_indices")) for builder in _builders(runner))
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    return (Patch(_WORKER_MODULE, _TARGET, _name_no_block(shape)),)
+
+
+def observers(shape: str) -> tuple[Patch, ...]:
+    return (Patch(_WORKER_MODULE, _TARGET, _watch_blocks(shape)),)
+
+
+FIX = Fix(
+    name="idle-rank",
+    pr=39444,
+    references=("PR 34866", "PR 37728"),
+    summary="a rank without work writes to no cache block",
+    releases="0.14.1 - 0.33.0",
+    symptom="With data parallelism, answers turn to garbage or NaN, or a prefix that was answered before is answered differently, on ranks "
+    "that had nothing to do for a while.",
+    cause="A rank without work runs a step of its own, so that the others can go on. Its buffers still hold what the last batch or the requests "
+    "at hand put there: slots (up to 0.19.1), a drafter's slots (model runner V1), block-table rows, which are the states of Mamba and its "
+    "kind, and request rows from which drafts compute slots (model runner V2 up to 0.30.0). The step writes there, and the blocks belong to "
+    "other requests by then, or to the prefix cache.",
+    remedy="While such a step runs, slots are the pad slot and block-table rows the null block, in the persistent buffers, so that graphs read "
+    "it too. Rows that grow with a request are as before afterwards. Captures and warm-ups are untouched.",
+    detect="Bursts of requests with pauses between them, on an engine with --data-parallel-size above 1; a prompt that hits the prefix cache "
+    "answers differently after a pause.",
+    concerns="Data parallelism, which in practice is expert parallelism of MoE models; since 0.20.0 only models with Mamba, GDN or "
+    "short-convolution layers, and speculative decoding. Both model runners; full graphs and, for slots, eager and PIECEWISE too.",
+    workaround="None in the engine; one engine per rank behind a router (no --data-parallel-size), where the model fits.",
+    removable="no release yet; with one that is diagnosed as fixed",
+    runner=None,
+    reads=(
+        _WORKER,
+        _RUNNER,
+        _TABLE,
+        _BATCH,
+        *dict.fromkeys(path for path, _ in _PROPOSERS),
+        _RUNNER_V2,
+        _TABLE_V2,
+        _SPECULATOR_V2,
+    ),
+    modules=(_WORKER_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    observers=observers,
+    events=(IDLE_STEP_ON_REAL_BLOCKS,),
+    fallback=FALLBACK,
+)
