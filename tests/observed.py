@@ -156,6 +156,9 @@ def _requests_that_fill_the_graph(scenario: Any) -> dict[str, object]:
 def _without_growth(scenario: Any) -> dict[str, object]:
     """The first chunk is no longer than the batch that was captured."""
     with mock.patch.object(scenario, "CHUNK", scenario.CAPTURED):
+def _before_the_first_request(scenario: Any) -> dict[str, object]:
+    """Nothing is in the buffers yet."""
+    with mock.patch.object(scenario, "STEPS", [scenario.IDLE, scenario.IDLE, ("first", "second")]):
         return _measured(scenario)
 
 
@@ -171,5 +174,6 @@ WITHOUT: dict[str, Workload] = {
     "indexer-padding": _without_draft_tokens,
     "triton-mla-padding": _requests_that_fill_the_graph,
     "workspace-growth": _without_growth,
+    "idle-rank": _before_the_first_request,
 }
 FURTHER: dict[str, dict[str, Workload]] = {"draft-decode-mode": {"full": _drafts_in_full_graphs}}

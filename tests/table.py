@@ -21,6 +21,7 @@ AFFECTED = {
     "indexer-padding": ("0.20.0", "0.27.1"),
     "triton-mla-padding": ("0.22.0", "0.33.0"),
     "workspace-growth": ("0.14.1", "0.29.0"),
+    "idle-rank": ("0.14.1", "0.33.0"),
 }
 """First and last affected release of each fix."""
 

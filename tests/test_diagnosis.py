@@ -34,6 +34,12 @@ DIVIDES = r"^( *)result = acc / e_sum\n"
 WORKSPACE = "vllm/v1/worker/workspace.py"
 RUNNER_V2 = "vllm/v1/worker/gpu/model_runner.py"
 WORKER = "vllm/v1/worker/gpu_worker.py"
+WORKER = "vllm/v1/worker/gpu_worker.py"
+BLOCK_TABLE = "vllm/v1/worker/block_table.py"
+PROPOSER = "vllm/v1/spec_decode/llm_base_proposer.py"
+RUNNER_V2 = "vllm/v1/worker/gpu/model_runner.py"
+BLOCK_TABLE_V2 = "vllm/v1/worker/gpu/block_table.py"
+IDLE_SPECULATOR = "vllm/v1/worker/gpu/spec_decode/speculator.py"
 
 
 def test_every_stock_release_is_judged_as_the_table_says(release: str) -> None:
@@ -285,6 +291,20 @@ WITH_THE_FIX = [
         {WORKSPACE: swap(CLEARED, r"\1self._outgrown[ubatch_id].append(current_workspace)\n\1\2")},
     ),
     ("workspace-growth", "0.19.1", {WORKSPACE: swap(CLEARED, r"\1self._outgrown.append(current_workspace)\n\1\2")}),
+    (
+        "idle-rank",
+        "0.33.0",
+        {
+            RUNNER: swap(
+                r"^( *)self\.input_batch\.block_table\.commit_block_table\(num_reqs_padded\)\n",
+                r"\1for table in self.input_batch.block_table.block_tables:\n\1    table.get_device_tensor(num_reqs_padded).zero_()\n",
+            ),
+            PROPOSER: swap(
+                r"^( *)(slot_mapping_dict = self\._get_slot_mapping\(num_input_tokens\)\n)",
+                r"\1self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n\1\2",
+            ),
+        },
+    ),
 ]
 
 
@@ -532,6 +552,46 @@ UNSEEN += [
         ),
         ("0.22.1", TRITON_MLA, swap(r"TritonMLAMetadataBuilder", "PaddedMLABuilder")),
     )
+    ("idle-rank", "0.14.1", {WORKER: swap(r"self\.model_runner\._dummy_run\(1,", "self.model_runner.run_idle(1,")}),
+    (
+        "idle-rank",
+        "0.21.0",
+        {
+            WORKER: swap(
+                r"(self\.model_runner\._dummy_run\(num_tokens, uniform_decode=True\))", r"\1; self.model_runner.tidy()"
+            )
+        },
+    ),
+    (
+        "idle-rank",
+        "0.20.0",
+        {RUNNER: swap(r"^( *)sm\.fill_\(-1\)\n", r"\1if self.odd:\n\1    sm.fill_(-1)\n\1else:\n\1    sm.fill_(-1)\n")},
+    ),
+    ("idle-rank", "0.20.0", {RUNNER: swap(r"slot_mappings_by_group\.values\(\):", "self.mappings():")}),
+    (
+        "idle-rank",
+        "0.18.1",
+        {
+            RUNNER: swap(
+                r"blk_table = self\.input_batch\.block_table\[kv_cache_gid\]", "blk_table = self.tables[kv_cache_gid]"
+            )
+        },
+    ),
+    (
+        "idle-rank",
+        "0.25.1",
+        {BLOCK_TABLE: swap(r"self\.block_table\.copy_to_gpu\(num_reqs\)", "self.block_table.copy_dirty_rows()")},
+    ),
+    (
+        "idle-rank",
+        "0.33.0",
+        {
+            PROPOSER: swap(
+                r"self\._get_slot_mapping\(num_input_tokens\)", "self._get_slot_mapping(num_input_tokens, self.slots)"
+            )
+        },
+    ),
+    ("idle-rank", "0.25.1", {BLOCK_TABLE_V2: swap(r"self\.slot_mappings\.fill_\(PAD_SLOT_ID\)", "self.pad()")}),
 ]
 
 
@@ -544,6 +604,54 @@ def test_a_shape_that_nobody_has_looked_at_is_unrecognised(
     found = manifest.diagnose(BY_NAME[name], open_source(edited(release_root(release), tmp_path / "vllm", changes)))
     assert found.verdict is Verdict.UNRECOGNISED
     assert not found.known
+
+
+@pytest.mark.parametrize(
+    ("release", "changes", "shape"),
+    [
+        (
+            "0.33.0",
+            {
+                RUNNER: cut(
+                    r"^ *if slot_mappings_by_group is not None:\n *for sm in slot_mappings_by_group\.values\(\):\n *sm\.fill_\(-1\)\n"
+                )
+            },
+            "slots",
+        ),
+        ("0.31.0", {IDLE_SPECULATOR: swap(r"self\.idx_mapping\.fill_\(-1\)", "pass")}, "rows-and-drafts"),
+        (
+            "0.28.0",
+            {BLOCK_TABLE_V2: swap(r"block_table\[:num_reqs\]\.zero_\(\)", "block_table[:num_reqs]")},
+            "rows-and-tables",
+        ),
+        ("0.26.0", {RUNNER_V2: swap(r"skip_attn: bool = False", "skip_attn: bool = True")}, "rows-and-inputs"),
+        (
+            "0.15.0",
+            {
+                RUNNER: swap(
+                    r"^( *)(# If force_attention is True.*)\n",
+                    r"\1for sm in slot_mappings_by_group.values():\n\1    sm.fill_(-1)\n\1\2\n",
+                )
+            },
+            "rows-and-inputs",
+        ),
+    ],
+    ids=["slots", "drafts", "tables", "inputs", "padded"],
+)
+def test_what_an_idle_step_leaves_is_told_by_its_remedies(
+    tmp_path: Path, release: str, changes: dict[str, Callable[[str], str]], shape: str
+) -> None:
+    root = release_root(release)
+    found = manifest.diagnose(BY_NAME["idle-rank"], open_source(edited(root, tmp_path / "vllm", changes)))
+    assert (found.verdict, found.shape) == (Verdict.AFFECTED, shape)
+
+
+def test_a_vllm_whose_ranks_never_idle_has_no_such_step(tmp_path: Path) -> None:
+    changes = {WORKER: swap(r"execute_dummy_batch", "nothing_to_do")}
+    found = manifest.diagnose(
+        BY_NAME["idle-rank"], open_source(edited(release_root("0.21.0"), tmp_path / "vllm", changes))
+    )
+    assert found.verdict is Verdict.ABSENT
 
 
 def test_comments_and_formatting_do_not_make_a_shape_unknown(tmp_path: Path) -> None:

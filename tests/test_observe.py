@@ -35,6 +35,7 @@ ACTIVE = {
     "indexer-padding": {"padded-rows-below-zero": 3},
     "triton-mla-padding": {"empty-rows-given": 3},
     "workspace-growth": {"recorded-workspace-outgrown": 1},
+    "idle-rank": {"idle-step-on-real-blocks": 6},  # three steps of each of two ranks
 }
 """What is counted in the scenario of each fix with the fix on."""
 
@@ -135,6 +136,7 @@ SHAPES = {
     "indexer-padding": ("rows-of-a-table", "view-of-a-row"),
     "triton-mla-padding": ("divides-by-nothing",),
     "workspace-growth": ("every-slot", "one-slot", "one-slot-on-trial"),
+    "idle-rank": ("slots", "slots-and-inputs", "rows-and-tables", "rows-and-drafts", "rows"),
 }
 OBSERVERS = [
     pytest.param(fix.name, patch, id=f"{fix.name}-{shape}-{patch.name}")
@@ -266,6 +268,7 @@ def _capture_model(self: Any) -> Any:
 
 
 def _profile_cudagraph_memory(self: Any) -> Any:
+def _execute_dummy_batch(self: Any) -> Any:
     return _told(locals())
 
 
@@ -288,6 +291,7 @@ STOCK: dict[str, Callable[..., Any]] = {
     "WorkspaceManager._ensure_workspace_size": _ensure_workspace_size,
     "GPUModelRunner.capture_model": _capture_model,
     "GPUModelRunner.profile_cudagraph_memory": _profile_cudagraph_memory,
+    "Worker.execute_dummy_batch": _execute_dummy_batch,
 }
 
 

@@ -156,6 +156,16 @@ MAMBA2 = Case(
     workload=((5, 4), (7, 160), (420, 160)),
     arguments={"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True},
 )
+# Steps of a rank without work between those of its requests: one row, which is that of a request that waits.
+MAMBA2_IDLE = Case(
+    name="mamba2-idle",
+    model="mamba2",
+    runner="V1",
+    graphs=_full([1, 2, 3, 4]),
+    workload=((5, 40), (9, 60), (33, 80), (70, 100)),
+    arguments={"max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 28},
+    probes=("blocks-changed-by-an-idle-step",),
+)
 LLAMA_EAGLE = Case(
     name="llama-eagle",
     model="llama",
@@ -224,5 +234,6 @@ CASES: dict[str, Case] = {
     "indexer-padding": SPARSE_MTP,
     "triton-mla-padding": MLA_TRITON,
     "workspace-growth": MIXTRAL,
+    "idle-rank": MAMBA2_IDLE,
 }
 """By the name of the fix."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 import tempfile
@@ -273,6 +274,49 @@ class OutgrownWorkspace(Probe):
             written = sum(float((tensor != self.PATTERN).sum()) for tensor in self._tensors)
             self._observed[self.name][:] = written, 1.0
             self._save()
+class BlocksChangedByAnIdleStep(Probe):
+    """Blocks that the steps of a rank without work change, and blocks that were looked at. The null block, which nothing reads, is neither.
+
+    Such steps are made here, between those of the engine, since without data parallelism it makes none.
+    """
+
+    name = "blocks-changed-by-an-idle-step"
+    every = 16
+    """Steps of the engine."""
+
+    def in_the_engine(self, llm: LLM) -> None:
+        seen = self._observed.setdefault(self.name, [0.0, 0.0])
+        engine: Any = llm.llm_engine
+        step, steps = engine.step, itertools.count(1)
+
+        def then_idle(*args: Any, **kwargs: Any) -> Any:
+            outputs = step(*args, **kwargs)
+            if next(steps) % self.every == 0:
+                before = [[blocks.clone() for blocks in caches] for caches in llm.collective_rpc(caches_of)]
+                engine.engine_core.execute_dummy_batch()
+                for old, new in zip(before, llm.collective_rpc(caches_of), strict=True):
+                    for was, now in zip(old, new, strict=True):
+                        seen[0] += int((was != now).flatten(1).any(1).sum())
+                        seen[1] += len(now)
+                self._save()
+            return outputs
+
+        engine.step = then_idle
+
+
+def caches_of(worker: Any) -> list[Any]:
+    """Each tensor of the worker's cache as (blocks, bytes), without the null block, which is the first."""
+    import torch
+
+    runner = worker.model_runner
+    total = runner.kv_cache_config.num_blocks
+    found = []
+    for cache in runner.kv_caches:
+        for tensor in cache if isinstance(cache, (list, tuple)) else (cache,):
+            axis = next(axis for axis, size in enumerate(tensor.shape) if size and size % total == 0)
+            blocks = tensor.movedim(axis, 0).reshape(total, -1).contiguous()
+            found.append(blocks.view(torch.uint8)[1:])  # bytes, for a NaN equals no number
+    return found
 
 
 PROBES: dict[str, type[Probe]] = {
@@ -286,4 +330,5 @@ PROBES: dict[str, type[Probe]] = {
         PiecewiseDraftDecodes,
         OutgrownWorkspace,
     )
+    for probe in (PaddedRows, PlannersInDraftGraphs, PiecewiseDraftDecodes, Drafts, BlocksChangedByAnIdleStep)
 }

@@ -23,6 +23,15 @@ from vllm_graphfix.verify.double import run as double
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.bars import EngineBars
 from vllm_graphfix.verify.engine.cases import CASES, GIB_PER_ENGINE, LLAMA_EAGLE, MAMBA2, MAMBA2_ONE_TOKEN, MODES, Case
+from vllm_graphfix.verify.engine.cases import (
+    CASES,
+    GIB_PER_ENGINE,
+    LLAMA_EAGLE,
+    MAMBA2,
+    MAMBA2_IDLE,
+    MODES,
+    Case,
+)
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import Said
 from vllm_graphfix.verify.engine.processes import CRASH, HANG, Ended, Engines
@@ -38,6 +47,7 @@ _TIMEOUT = 600.0
 _MOST = 6
 """Engines at a time; more get in each other's way while they start."""
 _COMPILE = {LLAMA_EAGLE.name, MAMBA2.name, MAMBA2_ONE_TOKEN.name}
+_COMPILE = {LLAMA_EAGLE.name, MAMBA2.name, MAMBA2_IDLE.name}
 """Cases that take minutes to compile kernels the first time, FlashInfer's and Triton's: they begin first."""
 _LOUD = 0.2
 """Eager's own noise on a tiny model, in log-probability, beyond which a defect could pass for rounding: stock's are off by 0.5 to 1."""
@@ -207,6 +217,8 @@ def _unseen(name: str, observed: Mapping[str, Sequence[float]]) -> str | None:
         return "no row of length 0 came to Triton's MLA decode"
     if name == "workspace-growth" and not observed.get("outgrown-workspace", [0.0, 0.0])[1]:
         return "no workspace was outgrown"
+    if name == "idle-rank" and not observed.get("blocks-changed-by-an-idle-step", [0.0, 0.0])[1]:
+        return "no step without work was made"
     return None
 
 
@@ -274,6 +286,10 @@ def _where_it_shows(name: str, graphed: Ended) -> tuple[str, tuple[float, ...], 
         phrase = "bytes of others' memory that graphs wrote to when the workspace had grown; "
         line = f"{written:.0f} bytes of tensors made after the workspace had grown were written to by somebody else"
         return phrase, (0.0,), (written,), [line] if looked else []
+    if name == "idle-rank":
+        changed, blocks = graphed.observed.get("blocks-changed-by-an-idle-step", [0.0, 0.0])
+        line = f"steps without work changed {changed:.0f} of {blocks:.0f} cache blocks"
+        return "cache blocks that steps without work changed; ", (0.0,), (changed,), [line]
     return "", (), (), []
 
 
