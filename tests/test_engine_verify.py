@@ -244,6 +244,7 @@ OBSERVATIONS = {
     "indexer-padding": ([-1.0], [0.0]),
     "triton-mla-padding": ([80.0, 80.0], [0.0, 80.0]),
     "workspace-growth": ([4096.0, 1.0], [0.0, 1.0]),
+    "idle-rank": ([4.0, 900.0], [0.0, 900.0]),
 }
 """What the probes see on stock, and with the fix."""
 
@@ -328,6 +329,7 @@ def test_a_probe_that_sees_on_stock_what_is_right_proves_nothing(name: str) -> N
         ("indexer-padding", [-1.0]),
         ("triton-mla-padding", [1.0, 80.0]),
         ("workspace-growth", [8.0, 1.0]),
+        ("idle-rank", [1.0, 900.0]),
     ],
 )
 def test_a_probe_that_sees_the_defect_with_the_fix_does_not_prove_it(name: str, patched: list[float]) -> None:
@@ -341,6 +343,8 @@ def test_a_probe_that_sees_the_defect_with_the_fix_does_not_prove_it(name: str, 
         ("draft-decode-mode", [0.0, 0.0], "no draft was decoded"),
         ("flashmla-padding", [inf, inf], "dense fp8 FlashMLA was not used"),
         ("indexer-padding", [inf], "no decode batch was prepared for the sparse indexer"),
+        ("idle-rank", [0.0, 0.0], "no step without work was made"),
+        ("idle-rank", None, "no step without work was made"),
         ("draft-prefill-state", None, "no full graph of the draft's prefill was captured"),
         ("draft-decode-mode", None, "no draft was decoded"),
         ("flashmla-padding", None, "dense fp8 FlashMLA was not used"),
