@@ -156,6 +156,9 @@ def _requests_that_fill_the_graph(scenario: Any) -> dict[str, object]:
 def _without_growth(scenario: Any) -> dict[str, object]:
     """The first chunk is no longer than the batch that was captured."""
     with mock.patch.object(scenario, "CHUNK", scenario.CAPTURED):
+        return _measured(scenario)
+
+
 def _before_the_first_request(scenario: Any) -> dict[str, object]:
     """Nothing is in the buffers yet."""
     with mock.patch.object(scenario, "STEPS", [scenario.IDLE, scenario.IDLE, ("first", "second")]):

@@ -521,37 +521,6 @@ UNSEEN = [
         "0.30.0",
         {RUNNER_V2: swap(r"if not profile_only:\n(?= +# Lock)", "if not profile_only and self.odd:\n")},
     ),
-]
-UNSEEN += [
-    ("triton-mla-padding", release, {path: change})
-    for release, path, change in (
-        ("0.33.0", TRITON_DECODE, swap(DIVIDES, r"\1result = _merged(acc, e_sum)\n")),
-        ("0.22.0", TRITON_DECODE, swap(DIVIDES, r"\1result = tl.where(mask_d, acc / e_sum, 0.0)\n")),
-        ("0.28.0", TRITON_DECODE, swap(r"e_max \+ tl\.log\(e_sum\)$", "e_max + tl.log(tl.where(e_sum > 0, e_sum, 1))")),
-        (
-            "0.30.0",
-            TRITON_DECODE,
-            swap(r"^    is_mla=False,\n\):\n    assert", "    is_mla=False,\n    pad=0,\n):\n    assert"),
-        ),
-        (
-            "0.25.1",
-            TRITON_MLA,
-            swap(
-                r"^( *)return o, lse\n",
-                r"\1if self.odd:\n\1    o.masked_fill_(padded[:, None, None], 0.0)\n\1return o, lse\n",
-            ),
-        ),
-        ("0.26.0", TRITON_MLA, swap(r"^            o,\n            lse,\n", "            out,\n            lse,\n")),
-        (
-            "0.23.0",
-            TRITON_MLA,
-            swap(
-                r"^(    _cudagraph_support.*)\n",
-                r"\1\n\n    def _build_decode(self, **given):\n        return super()._build_decode(**given)\n",
-            ),
-        ),
-        ("0.22.1", TRITON_MLA, swap(r"TritonMLAMetadataBuilder", "PaddedMLABuilder")),
-    )
     ("idle-rank", "0.14.1", {WORKER: swap(r"self\.model_runner\._dummy_run\(1,", "self.model_runner.run_idle(1,")}),
     (
         "idle-rank",
@@ -592,6 +561,37 @@ UNSEEN += [
         },
     ),
     ("idle-rank", "0.25.1", {BLOCK_TABLE_V2: swap(r"self\.slot_mappings\.fill_\(PAD_SLOT_ID\)", "self.pad()")}),
+]
+UNSEEN += [
+    ("triton-mla-padding", release, {path: change})
+    for release, path, change in (
+        ("0.33.0", TRITON_DECODE, swap(DIVIDES, r"\1result = _merged(acc, e_sum)\n")),
+        ("0.22.0", TRITON_DECODE, swap(DIVIDES, r"\1result = tl.where(mask_d, acc / e_sum, 0.0)\n")),
+        ("0.28.0", TRITON_DECODE, swap(r"e_max \+ tl\.log\(e_sum\)$", "e_max + tl.log(tl.where(e_sum > 0, e_sum, 1))")),
+        (
+            "0.30.0",
+            TRITON_DECODE,
+            swap(r"^    is_mla=False,\n\):\n    assert", "    is_mla=False,\n    pad=0,\n):\n    assert"),
+        ),
+        (
+            "0.25.1",
+            TRITON_MLA,
+            swap(
+                r"^( *)return o, lse\n",
+                r"\1if self.odd:\n\1    o.masked_fill_(padded[:, None, None], 0.0)\n\1return o, lse\n",
+            ),
+        ),
+        ("0.26.0", TRITON_MLA, swap(r"^            o,\n            lse,\n", "            out,\n            lse,\n")),
+        (
+            "0.23.0",
+            TRITON_MLA,
+            swap(
+                r"^(    _cudagraph_support.*)\n",
+                r"\1\n\n    def _build_decode(self, **given):\n        return super()._build_decode(**given)\n",
+            ),
+        ),
+        ("0.22.1", TRITON_MLA, swap(r"TritonMLAMetadataBuilder", "PaddedMLABuilder")),
+    )
 ]
 
 

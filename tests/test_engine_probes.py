@@ -185,9 +185,6 @@ def test_every_probe_is_found_by_its_name() -> None:
         "drafts",
         "piecewise-draft-decodes",
         "outgrown-workspace",
-        "planners-in-draft-graphs",
-        "piecewise-draft-decodes",
-        "drafts",
         "blocks-changed-by-an-idle-step",
     ]
     assert all(probe.name == name for name, probe in PROBES.items())

@@ -9,8 +9,8 @@ from vllm_graphfix.fixes import (
     draft_prefill_state,
     flashmla_fp8,
     flashmla_padding,
-    indexer_padding,
     idle_rank,
+    indexer_padding,
     mamba_padding,
     prefill_dispatch,
     triton_mla_padding,
@@ -25,10 +25,10 @@ FIXES: tuple[Fix, ...] = (
     flashmla_fp8.FIX,
     flashmla_padding.FIX,
     prefill_dispatch.FIX,
-    indexer_padding.FIX,
-    triton_mla_padding.FIX,
-    workspace_growth.FIX,
     idle_rank.FIX,
+    triton_mla_padding.FIX,
+    indexer_padding.FIX,
+    workspace_growth.FIX,
 )
 BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
 OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)

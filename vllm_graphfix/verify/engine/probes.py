@@ -274,6 +274,8 @@ class OutgrownWorkspace(Probe):
             written = sum(float((tensor != self.PATTERN).sum()) for tensor in self._tensors)
             self._observed[self.name][:] = written, 1.0
             self._save()
+
+
 class BlocksChangedByAnIdleStep(Probe):
     """Blocks that the steps of a rank without work change, and blocks that were looked at. The null block, which nothing reads, is neither.
 
@@ -329,6 +331,6 @@ PROBES: dict[str, type[Probe]] = {
         Drafts,
         PiecewiseDraftDecodes,
         OutgrownWorkspace,
+        BlocksChangedByAnIdleStep,
     )
-    for probe in (PaddedRows, PlannersInDraftGraphs, PiecewiseDraftDecodes, Drafts, BlocksChangedByAnIdleStep)
 }
