@@ -15,6 +15,7 @@ from vllm_graphfix.fixes import (
     prefill_dispatch,
     triton_mla_padding,
     workspace_growth,
+    prompt_logprobs,
 )
 
 FIXES: tuple[Fix, ...] = (
@@ -29,6 +30,7 @@ FIXES: tuple[Fix, ...] = (
     triton_mla_padding.FIX,
     indexer_padding.FIX,
     workspace_growth.FIX,
+    prompt_logprobs.FIX,
 )
 BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
 OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)
