@@ -162,6 +162,8 @@ def _without_growth(scenario: Any) -> dict[str, object]:
 def _before_the_first_request(scenario: Any) -> dict[str, object]:
     """Nothing is in the buffers yet."""
     with mock.patch.object(scenario, "STEPS", [scenario.IDLE, scenario.IDLE, ("first", "second")]):
+def _drafts_after_bookkeeping(scenario: Any) -> dict[str, object]:
+    with mock.patch.object(scenario.Speculation, "disable_padded_drafter_batch", True):
         return _measured(scenario)
 
 
@@ -178,5 +180,6 @@ WITHOUT: dict[str, Workload] = {
     "triton-mla-padding": _requests_that_fill_the_graph,
     "workspace-growth": _without_growth,
     "idle-rank": _before_the_first_request,
+    "prompt-logprobs": _drafts_after_bookkeeping,
 }
 FURTHER: dict[str, dict[str, Workload]] = {"draft-decode-mode": {"full": _drafts_in_full_graphs}}

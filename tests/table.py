@@ -22,6 +22,7 @@ AFFECTED = {
     "triton-mla-padding": ("0.22.0", "0.33.0"),
     "workspace-growth": ("0.14.1", "0.29.0"),
     "idle-rank": ("0.14.1", "0.33.0"),
+    "prompt-logprobs": ("0.14.1", "0.33.0"),
 }
 """First and last affected release of each fix."""
 

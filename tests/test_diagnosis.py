@@ -195,6 +195,50 @@ def PHASE_IN_THE_PREDICATE(text: str) -> str:  # noqa: N802 - a constant, but fo
 
 AFTER_THEY_ARE_PREPARED = r"(^ {16}self\._prepare_decode_tensors\(\n(?: {20}.*\n)+ {16}\)\n {12}\)\n)"
 CLEARED = r"^( *)(self\._current_workspaces\[ubatch_id\] = None\n)"
+_UNPACKED = r"^( {8})(self\.input_batch\.prev_sampled_token_ids = None\n)(?=\n {8}def propose_draft_token_ids)"
+_READ = r"^( *logits,\n *)hidden_states(,\n *scheduler_output\.total_num_scheduled_tokens,\n)"
+COPIED_ALWAYS = swap(_UNPACKED, r"\1\2\1hidden_states = hidden_states.clone()\n")
+
+
+def COPIED_IF_SCORED(text: str) -> str:  # noqa: N802 - as the others, which are functions too
+    made = r"\1\2\1scored = hidden_states\n\1if self.num_prompt_logprobs:\n\1    scored = torch.clone(hidden_states)\n"
+    return swap(_READ, r"\1scored\2")(swap(_UNPACKED, made)(text))
+
+
+def COPIED_BEFORE_THE_DRAFT(text: str) -> str:  # noqa: N802
+    """Where it is decided that the drafter comes first."""
+    made = r"\1if input_fits_in_drafter:\n\1    if self.num_prompt_logprobs:\n\1        hidden_states = hidden_states[:].clone()\n"
+    draft = r"^( {16})if input_fits_in_drafter:\n(?= *propose_draft_token_ids\(sampled_token_ids\)\n {16}else:)"
+    return swap(draft, made)(text)
+
+
+COPIED_BY_THE_TARGET = swap(
+    r"^( {8})(self\.execute_model_state = ExecuteModelState\()",
+    r"\1hidden_states = hidden_states.clone() if self.num_prompt_logprobs else hidden_states\n\1\2",
+)
+
+
+def SCORED_FIRST(text: str) -> str:  # noqa: N802
+    """The log-probabilities are computed in `sample_tokens`, and handed to the bookkeeping."""
+    made = r"\1\2\1scored = self._get_prompt_logprobs_dict(hidden_states, scheduler_output.num_scheduled_tokens)\n"
+    handed = swap(
+        r"prompt_logprobs_dict = self\._get_prompt_logprobs_dict\((\n.*){3}\)", "prompt_logprobs_dict = scored"
+    )
+    return swap(_UNPACKED, made)(handed(text))
+
+
+def SCORED_FIRST_NOW_AND_THEN(text: str) -> str:  # noqa: N802
+    made = r"\1if self.odd:\n\1    scored = self._get_prompt_logprobs_dict("
+    return swap(r"^( {8})scored = self\._get_prompt_logprobs_dict\(", made)(SCORED_FIRST(text))
+
+
+def WITHOUT_ITS_ARGUMENT(text: str) -> str:  # noqa: N802
+    """The bookkeeping takes the hidden states from elsewhere."""
+    return swap(r"hidden_states\[:num_scheduled_tokens\],(?=\n *scheduler_output\.num_scheduled_tokens)", "self.kept,")(
+        text
+    )
+
+
 WITH_THE_FIX = [
     (
         "capture-state",
@@ -305,6 +349,12 @@ WITH_THE_FIX = [
             ),
         },
     ),
+    ("prompt-logprobs", "0.14.1", {RUNNER: COPIED_ALWAYS}),
+    ("prompt-logprobs", "0.33.0", {RUNNER: COPIED_ALWAYS}),
+    ("prompt-logprobs", "0.21.0", {RUNNER: COPIED_IF_SCORED}),
+    ("prompt-logprobs", "0.25.1", {RUNNER: COPIED_BEFORE_THE_DRAFT}),
+    ("prompt-logprobs", "0.18.1", {RUNNER: COPIED_BY_THE_TARGET}),
+    ("prompt-logprobs", "0.20.0", {RUNNER: SCORED_FIRST}),
 ]
 
 
@@ -353,6 +403,33 @@ UNSEEN = [
         {
             INDEXER: swap(
                 r"^( *)(tl\.store\(decode_seq_lens_ptr)", r"\1per_token_seq_len = odd(per_token_seq_len)\n\1\2"
+        "prompt-logprobs",
+        "0.21.0",
+        {RUNNER: swap(_UNPACKED, r"\1\2\1if self.odd:\n\1    hidden_states = hidden_states.clone()\n")},
+    ),
+    ("prompt-logprobs", "0.20.0", {RUNNER: SCORED_FIRST_NOW_AND_THEN}),
+    ("prompt-logprobs", "0.18.1", {RUNNER: WITHOUT_ITS_ARGUMENT}),
+    ("prompt-logprobs", "0.17.1", {RUNNER: swap(_UNPACKED, r"\1\2\1hidden_states = self.keep(hidden_states)\n")}),
+    (
+        "prompt-logprobs",
+        "0.33.0",
+        {RUNNER: swap(r"or spec_config\.uses_extract_hidden_states\(\)", "or spec_config.uses_another()")},
+    ),
+    (
+        "prompt-logprobs",
+        "0.25.1",
+        {
+            RUNNER: swap(
+                r"num_prompt_logprobs_dict = self\.num_prompt_logprobs", "num_prompt_logprobs_dict = self.asked()"
+            )
+        },
+    ),
+    (
+        "prompt-logprobs",
+        "0.14.1",
+        {
+            RUNNER: swap(
+                r"^( {4})hidden_states: torch\.Tensor\n( {4}sample_hidden_states)", r"\1states: torch.Tensor\n\2"
             )
         },
     ),

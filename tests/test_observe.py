@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -36,6 +36,7 @@ ACTIVE = {
     "triton-mla-padding": {"empty-rows-given": 3},
     "workspace-growth": {"recorded-workspace-outgrown": 1},
     "idle-rank": {"idle-step-on-real-blocks": 6},  # three steps of each of two ranks
+    "prompt-logprobs": {"prompt-logprobs-after-draft": 2},  # both steps score a prompt
 }
 """What is counted in the scenario of each fix with the fix on."""
 
@@ -137,6 +138,7 @@ SHAPES = {
     "triton-mla-padding": ("divides-by-nothing",),
     "workspace-growth": ("every-slot", "one-slot", "one-slot-on-trial"),
     "idle-rank": ("slots", "slots-and-inputs", "rows-and-tables", "rows-and-drafts", "rows"),
+    "prompt-logprobs": ("draft-first",),
 }
 OBSERVERS = [
     pytest.param(fix.name, patch, id=f"{fix.name}-{shape}-{patch.name}")
@@ -272,6 +274,7 @@ def _profile_cudagraph_memory(self: Any) -> Any:
 
 
 def _execute_dummy_batch(self: Any) -> Any:
+def _sample_tokens(self: Any, grammar_output: Any) -> Any:
     return _told(locals())
 
 
@@ -295,6 +298,7 @@ STOCK: dict[str, Callable[..., Any]] = {
     "GPUModelRunner.capture_model": _capture_model,
     "GPUModelRunner.profile_cudagraph_memory": _profile_cudagraph_memory,
     "Worker.execute_dummy_batch": _execute_dummy_batch,
+    "GPUModelRunner.sample_tokens": _sample_tokens,
 }
 
 
@@ -604,3 +608,82 @@ def test_marks_on_the_device_are_not_read() -> None:
     (patch,) = BY_NAME["mamba-padding"].observers("prefilling-over-padding")
     given = given_to(patch, object) | {"common_attn_metadata": SimpleNamespace(is_prefilling=DeviceTensorStandIn())}
     assert patch.wrap(_compute_common_metadata)(**given) == given
+
+
+class StateStandIn(NamedTuple):
+    """Of vLLM's ExecuteModelState, what is looked at."""
+
+    scheduler_output: Any
+    hidden_states: Any
+
+
+class RowsStandIn:
+    """Hidden states on a device: only how many rows there are may be asked for."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} of a tensor on the device")
+
+
+@pytest.mark.parametrize(
+    ("changes", "counted"),
+    [
+        ({}, 1),
+        ({"asked": {}}, 0),
+        ({"asked": {"preempted": 1}}, 0),
+        ({"asked": {"preempted": 1, "scored": 1}}, 1),
+        ({"rows": 17}, 0),
+        ({"largest": 0}, 0),
+        ({"padded": True}, 0),
+        ({"method": "suffix"}, 0),
+        ({"method": "use_ngram_gpu"}, 0),
+        ({"method": "uses_draft_model"}, 1),
+        ({"method": "uses_extract_hidden_states"}, 1),
+        ({"method": None}, 0),
+    ],
+    ids=[
+        "scored",
+        "nobody asks",
+        "who asks is not scheduled",
+        "one of two is",
+        "more tokens than a graph takes",
+        "no graphs",
+        "drafts afterwards",
+        "no model",
+        "n-grams",
+        "a draft model",
+        "hidden states",
+        "no drafter",
+    ],
+)
+def test_steps_are_counted_in_which_a_prompt_is_scored_after_a_draft(changes: dict[str, Any], counted: int) -> None:
+    (patch,) = BY_NAME["prompt-logprobs"].observers("draft-first")
+    (event,) = BY_NAME["prompt-logprobs"].events
+    given = {"asked": {"scored": 1}, "rows": 16, "largest": 16, "padded": False, "method": "use_eagle"} | changes
+    methods = {"use_eagle": lambda: False, str(given["method"]): lambda: True}
+    speculation = SimpleNamespace(disable_padded_drafter_batch=given["padded"], **methods)
+    state = StateStandIn(SimpleNamespace(num_scheduled_tokens={"scored": 9, "other": 7}), RowsStandIn(given["rows"]))
+    runner = SimpleNamespace(
+        num_prompt_logprobs=given["asked"],
+        execute_model_state=state,
+        speculative_config=speculation if given["method"] else None,
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=given["largest"]),
+    )
+    before = event.count
+    assert patch.wrap(_sample_tokens)(runner, None) == {"self": runner, "grammar_output": None}
+    assert event.count - before == counted
+    assert runner.execute_model_state is state
+
+
+def test_a_step_without_a_state_is_not_looked_at() -> None:
+    """Of a rank that is not the last of a pipeline."""
+    fix = BY_NAME["prompt-logprobs"]
+    runner = SimpleNamespace(num_prompt_logprobs={"scored": 1}, execute_model_state=None, speculative_config=None)
+    before = fix.events[0].count, fix.fallback.reason
+    fix.observers("draft-first")[0].wrap(_sample_tokens)(runner, None)
+    assert (fix.events[0].count, fix.fallback.reason) == before

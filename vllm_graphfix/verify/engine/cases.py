@@ -33,6 +33,10 @@ class Case:
     """Further keywords of `vllm.LLM`."""
     draft: str | None = None
     probes: tuple[str, ...] = ()
+    prompt_logprobs: bool = False
+    """The prompts are scored too, and their tokens count as the answers' do."""
+    environment: dict[str, str | None] = field(default_factory=dict)
+    """Further variables."""
     capability: int | None = None
     """Major compute capability that the attention kernels need."""
 
@@ -60,6 +64,7 @@ class Case:
                 mode=EAGER if mode == "eager" else GRAPHS,
                 arguments=arguments | {"compilation_config": self.graphs},
                 environment=_ENVIRONMENT
+                | self.environment
                 # What the user has set would decide about fixes in place of the proof.
                 | dict.fromkeys(settings.names(BY_NAME))
                 | dict.fromkeys(map(variable, BY_NAME), "auto")  # also those that are observed by default
@@ -67,6 +72,7 @@ class Case:
                 | {"VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "V2" else "0"},
                 prompts=prompts,
                 max_tokens=tuple(count for _, count in self.workload),
+                prompt_logprobs=self.prompt_logprobs,
                 again=mode == "eager",
                 probes=self.probes,
                 seconds=self.seconds,
@@ -221,6 +227,24 @@ SPARSE_MTP = Case(
     probes=("indexer-lengths",),
     capability=9,
     seconds=300.0,
+# One prompt a step, in one chunk, as long as a graph is large: eager computes in the same shapes. Cut into pieces, without which the
+# drafter has no graphs, and not compiled further, so that the same kernels run as in eager.
+LLAMA_EAGLE_SCORED = Case(
+    name="llama-eagle-scored",
+    model="llama",
+    draft="eagle",
+    runner="V1",
+    graphs={
+        "mode": 3,
+        "backend": "eager",
+        "custom_ops": ["all"],
+        "cudagraph_mode": "PIECEWISE",
+        "cudagraph_capture_sizes": [4, 8, 16, 32, 64],
+    },
+    workload=((8, 8), (16, 8), (32, 8), (64, 8)),
+    arguments={"max_num_seqs": 1, "speculative_config": {"method": "eagle", "num_speculative_tokens": 3}},
+    environment={"VLLM_DISABLE_COMPILE_CACHE": "1"},
+    prompt_logprobs=True,
 )
 
 CASES: dict[str, Case] = {
@@ -235,5 +259,6 @@ CASES: dict[str, Case] = {
     "triton-mla-padding": MLA_TRITON,
     "workspace-growth": MIXTRAL,
     "idle-rank": MAMBA2_IDLE,
+    "prompt-logprobs": LLAMA_EAGLE_SCORED,
 }
 """By the name of the fix."""

@@ -38,6 +38,8 @@ class Job:
     generated: int = 0
     max_tokens: tuple[int, ...] = ()
     """Of each prompt's answer."""
+    prompt_logprobs: bool = False
+    """Score the prompts too: an answer then begins with the prompt's second token."""
     again: bool = False
     """Ask a second time, in the reverse order: what differs then is the engine's own noise."""
     probes: tuple[str, ...] = ()

@@ -100,11 +100,11 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
         probe.in_the_engine(llm)
     seconds = time.monotonic() - started
     prompts = job.prompts or _generated(job, llm)
-    passes = [_ask(llm, prompts, job.max_tokens)]
+    passes = [_ask(llm, prompts, job.max_tokens, job.prompt_logprobs)]
     if job.again:
         # What is kept of the first pass would hide the noise of computing it again.
         llm.reset_prefix_cache()
-        reverse = _ask(llm, prompts[::-1], job.max_tokens[::-1])
+        reverse = _ask(llm, prompts[::-1], job.max_tokens[::-1], job.prompt_logprobs)
         passes.append(reverse[::-1])
     for probe in probes:
         probe.after_the_answers()
@@ -194,21 +194,25 @@ def _words(llm: LLM, vocabulary: int) -> list[int]:
     return [token for token in range(vocabulary) if token not in special] or list(range(vocabulary))
 
 
-def _ask(llm: LLM, prompts: tuple[Any, ...], max_tokens: tuple[int, ...]) -> tuple[Answer, ...]:
+def _ask(llm: LLM, prompts: tuple[Any, ...], max_tokens: tuple[int, ...], scored: bool) -> tuple[Answer, ...]:
     from vllm import SamplingParams
 
-    sampling = [
-        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=BEST)
-        for count in max_tokens
-    ]
+    asked = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": BEST}
+    if scored:
+        asked["prompt_logprobs"] = BEST
+    sampling = [SamplingParams(max_tokens=count, **asked) for count in max_tokens]
     given = [prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs = llm.generate(given, sampling, use_tqdm=False)
-    return tuple(_answer(output.outputs[0]) for output in outputs)
+    return tuple(_answer(output) for output in outputs)
 
 
-def _answer(completion: Any) -> Answer:
-    top = tuple({token: float(found.logprob) for token, found in best.items()} for best in completion.logprobs)
-    return Answer(tuple(completion.token_ids), top)
+def _answer(output: Any) -> Answer:
+    (completion,) = output.outputs
+    tokens, given = list(completion.token_ids), list(completion.logprobs)
+    if output.prompt_logprobs is not None:  # of the first token there is none
+        tokens, given = [*output.prompt_token_ids[1:], *tokens], [*output.prompt_logprobs[1:], *given]
+    top = tuple({token: float(found.logprob) for token, found in best.items()} for best in given)
+    return Answer(tuple(tokens), top)
 
 
 def _states(llm: LLM, job: Job) -> dict[str, dict[str, str]]:
