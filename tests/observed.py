@@ -162,6 +162,9 @@ def _without_growth(scenario: Any) -> dict[str, object]:
 def _before_the_first_request(scenario: Any) -> dict[str, object]:
     """Nothing is in the buffers yet."""
     with mock.patch.object(scenario, "STEPS", [scenario.IDLE, scenario.IDLE, ("first", "second")]):
+        return _measured(scenario)
+
+
 def _drafts_after_bookkeeping(scenario: Any) -> dict[str, object]:
     with mock.patch.object(scenario.Speculation, "disable_padded_drafter_batch", True):
         return _measured(scenario)

@@ -403,6 +403,10 @@ UNSEEN = [
         {
             INDEXER: swap(
                 r"^( *)(tl\.store\(decode_seq_lens_ptr)", r"\1per_token_seq_len = odd(per_token_seq_len)\n\1\2"
+            )
+        },
+    ),
+    (
         "prompt-logprobs",
         "0.21.0",
         {RUNNER: swap(_UNPACKED, r"\1\2\1if self.odd:\n\1    hidden_states = hidden_states.clone()\n")},

@@ -13,9 +13,9 @@ from vllm_graphfix.fixes import (
     indexer_padding,
     mamba_padding,
     prefill_dispatch,
+    prompt_logprobs,
     triton_mla_padding,
     workspace_growth,
-    prompt_logprobs,
 )
 
 FIXES: tuple[Fix, ...] = (
@@ -26,11 +26,11 @@ FIXES: tuple[Fix, ...] = (
     flashmla_fp8.FIX,
     flashmla_padding.FIX,
     prefill_dispatch.FIX,
+    prompt_logprobs.FIX,
     idle_rank.FIX,
     triton_mla_padding.FIX,
     indexer_padding.FIX,
     workspace_growth.FIX,
-    prompt_logprobs.FIX,
 )
 BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
 OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)

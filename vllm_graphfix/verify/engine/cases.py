@@ -227,6 +227,7 @@ SPARSE_MTP = Case(
     probes=("indexer-lengths",),
     capability=9,
     seconds=300.0,
+)
 # One prompt a step, in one chunk, as long as a graph is large: eager computes in the same shapes. Cut into pieces, without which the
 # drafter has no graphs, and not compiled further, so that the same kernels run as in eager.
 LLAMA_EAGLE_SCORED = Case(
