@@ -382,7 +382,7 @@ def test_v2_requests_that_are_not_in_the_step_do_not_count() -> None:
     made = V2()
     made.add("waiting", prefill=40, computed=8)
     assert made.step("one", "other")
-    del made.dispatch._states.req_id_to_index["waiting"]
+    del made.dispatch._states.index_to_req_id[made.dispatch._states.req_id_to_index.pop("waiting")]
     del made.computed["waiting"]
     assert made.step("one", "other"), "nor does the slot of one that is gone"
     assert PREFILL_AS_DECODE.count == 0

@@ -227,17 +227,33 @@ def _prefills_as_decode(runner: Any, args: tuple[Any, ...], given: dict[str, Any
     return _decode_graphs(runner.cudagraph_dispatcher) and tokens <= compilation.max_cudagraph_capture_size
 
 
+class _Layers:
+    """What was found out of the last `KVCacheConfig`: an engine has one, and asks at every step."""
+
+    __slots__ = ("config", "recurrent")
+
+    def __init__(self) -> None:
+        self.config: Any = None
+        self.recurrent = False
+
+
+_layers = _Layers()
+
+
 def _recurrent(kv_cache_config: Any) -> bool:
     """Whether some layers keep a state: Mamba, GDN, linear attention, short convolutions."""
-    recurrent = sys.modules["vllm.v1.kv_cache_interface"].MambaSpec
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        if isinstance(spec, recurrent):
-            return True
-        together = getattr(spec, "kv_cache_specs", None)  # of one type, in one group for all their sizes
-        if together and isinstance(next(iter(together.values())), recurrent):
-            return True
-    return False
+    if _layers.config is not kv_cache_config:
+        kinds = [_kind(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+        recurrent = sys.modules["vllm.v1.kv_cache_interface"].MambaSpec
+        _layers.recurrent = any(isinstance(kind, recurrent) for kind in kinds)
+        _layers.config = kv_cache_config
+    return _layers.recurrent
+
+
+def _kind(spec: Any) -> Any:
+    """Of a group whose layers are of one type and several sizes, the specification of one of them."""
+    together = getattr(spec, "kv_cache_specs", None)
+    return next(iter(together.values())) if together else spec
 
 
 def _decode_graphs(manager: Any) -> bool:
@@ -291,10 +307,12 @@ def _prefills_in_decode_shape(runner: Any, scheduled: Any) -> bool:
         return False
     states = runner.req_states
     prefilling = (states.num_computed_prefill_tokens < states.prefill_len.np).tobytes()
-    if 1 not in prefilling:  # slots of requests that are gone are looked at too
-        return False
-    slots = states.req_id_to_index
-    return any(prefilling[slots[request]] for request in tokens)
+    slot = prefilling.find(1)
+    while slot >= 0:  # the slots of requests that are gone, or wait, are looked at too
+        if states.index_to_req_id.get(slot) in tokens:
+            return True
+        slot = prefilling.find(1, slot + 1)
+    return False
 
 
 def _dispatch_noted_phase(stock: StockFunction) -> StockFunction:

@@ -270,12 +270,14 @@ class _RequestStatesStandIn:
 
     def __init__(self) -> None:
         self.req_id_to_index: dict[str, int] = {}
+        self.index_to_req_id: dict[int, str] = {}
         self.prefill_len = SimpleNamespace(np=np.zeros(CAPTURED, dtype=np.int32))
         self.num_computed_tokens_np = np.zeros(CAPTURED, dtype=np.int32)
         self.num_computed_prefill_tokens = np.zeros(CAPTURED, dtype=np.int32)
 
     def add(self, name: str, prefill: int) -> None:
-        self.req_id_to_index[name] = slot = len(self.req_id_to_index)
+        slot = self.req_id_to_index[name] = len(self.req_id_to_index)
+        self.index_to_req_id[slot] = name
         self.prefill_len.np[slot] = prefill
 
     def look_up(self, computed: dict[str, int]) -> None:
