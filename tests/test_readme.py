@@ -19,6 +19,7 @@ from vllm_graphfix.fixes import BY_NAME, FIXES
 
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
+FIXES_PAGE = PROJECT / "docs" / "fixes.md"
 PAGES = (README, *sorted((PROJECT / "docs").glob("*.md")))
 FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 TOOL_VARIABLES = {"GRAPHFIX_RELEASES"}
@@ -36,11 +37,10 @@ def commands(page: Path, program: str) -> list[list[str]]:
 ALL_COMMANDS = [(page.name, arguments) for page in PAGES for arguments in commands(page, "vllm-graphfix")]
 
 
-def readme_table() -> dict[str, dict[str, str]]:
-    """Release to fix to verdict, as a reader takes it from README.md."""
-    header, _, *rows = re.findall(r"^\|.*\|$", README.read_text().split("generated: releases")[1], re.MULTILINE)[:100]
-    names = [cell.strip(" `") for cell in header.strip("|").split("|")][1:]
-    table: dict[str, dict[str, str]] = {}
+def rows_of(page: Path, table: str) -> dict[str, list[str]]:
+    """Release to the cells of its row, as a reader takes them from the page; under "vLLM" the header's."""
+    header, _, *rows = re.findall(r"^\|.*\|$", page.read_text().split(f"generated: {table}")[1], re.MULTILINE)
+    found = {"vLLM": [cell.strip(" `") for cell in header.strip("|").split("|")][1:]}
     for row in rows:
         span, *cells = (cell.strip(" *") for cell in row.strip("|").split("|"))
         if not span[:1].isdigit():
@@ -48,23 +48,27 @@ def readme_table() -> dict[str, dict[str, str]]:
         first, _, last = span.partition(" – ")
         start, end = ALL_RELEASES.index(first), ALL_RELEASES.index(last or first)
         for release in ALL_RELEASES[start : end + 1]:
-            assert release not in table
-            table[release] = dict(zip(names, cells, strict=True))
-    return table
+            assert release not in found
+            found[release] = cells
+    return found
 
 
-def test_the_table_covers_every_release_and_fix() -> None:
-    table = readme_table()
-    assert list(table) == list(ALL_RELEASES)
-    assert all(list(row) == list(BY_NAME) for row in table.values())
+@pytest.mark.parametrize(("page", "table"), [(README, "defects"), (FIXES_PAGE, "verdicts")], ids=["README", "fixes"])
+def test_the_tables_cover_every_release(page: Path, table: str) -> None:
+    assert list(rows_of(page, table)) == ["vLLM", *ALL_RELEASES]
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
-def test_the_table_says_what_the_manifest_says(fix: Fix) -> None:
-    """Read from README.md as text, not through the tool that wrote it."""
+def test_the_tables_say_what_the_manifest_says(fix: Fix) -> None:
+    """Read as text, not through the tool that wrote it."""
     entries = manifest.load()["fixes"][fix.name]
     expected = {release: entry["verdict"] for entry in entries for release in entry["releases"]}
-    assert {release: row[fix.name] for release, row in readme_table().items()} == expected
+    verdicts, defects = rows_of(FIXES_PAGE, "verdicts"), rows_of(README, "defects")
+    column = verdicts["vLLM"].index(fix.name)
+    assert {release: verdicts[release][column] for release in ALL_RELEASES} == expected
+    assert {release for release in ALL_RELEASES if f"`{fix.name}`" in defects[release][0]} == {
+        release for release, verdict in expected.items() if verdict == "affected"
+    }
 
 
 @pytest.mark.parametrize("page", update_docs.PAGES, ids=lambda page: page.name)

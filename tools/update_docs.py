@@ -1,4 +1,4 @@
-"""Writes what README.md and docs/fixes.md say of fixes and releases anew, from the fixes' records and the manifest.
+"""Writes what README.md, docs/fixes.md and docs/configuration.md say of fixes and releases anew, from the fixes' records and the manifest.
 
     python tools/update_docs.py [--check]
 
@@ -21,7 +21,7 @@ from vllm_graphfix.fix import Fix, Mode, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
 PROJECT = Path(__file__).parent.parent
-PAGES = (PROJECT / "README.md", PROJECT / "docs" / "fixes.md")
+PAGES = (PROJECT / "README.md", PROJECT / "docs" / "fixes.md", PROJECT / "docs" / "configuration.md")
 
 
 def main() -> int:
@@ -45,21 +45,43 @@ def updated(text: str) -> str:
 
     def generate(found: re.Match[str]) -> str:
         name = found[1]
-        lines = release_table() if name == "releases" else facts(BY_NAME[name])
+        made = {"defects": defects, "verdicts": verdict_table, "variables": variables}
+        lines = made[name]() if name in made else facts(BY_NAME[name])
         return "\n".join([f"<!-- generated: {name} -->", *lines, "<!-- end -->"])
 
     return re.sub(r"<!-- generated: (\S+) -->\n.*?<!-- end -->", generate, text, flags=re.DOTALL)
 
 
-def release_table() -> Iterator[str]:
-    """A row for releases that follow each other and need the same."""
+def defects() -> Iterator[str]:
+    """A row for releases that follow each other and have the same defects."""
+    yield "| vLLM | has the defects |"
+    yield "|---|---|"
+    for span, row in _rows():
+        names = [f"`{fix.name}`" for fix, verdict in zip(FIXES, row, strict=True) if verdict == Verdict.AFFECTED.value]
+        yield f"| {span} | {', '.join(names) or 'none'} |"
+
+
+def verdict_table() -> Iterator[str]:
+    """A row for releases that follow each other and are judged alike."""
     yield f"| vLLM | {' | '.join(f'`{fix.name}`' for fix in FIXES)} |"
     yield "|---" * (len(FIXES) + 1) + "|"
+    for span, row in _rows():
+        cells = " | ".join(f"**{cell}**" if cell == Verdict.AFFECTED.value else cell for cell in row)
+        yield f"| {span} | {cells} |"
+
+
+def variables() -> Iterator[str]:
+    yield "| variable | default |"
+    yield "|---|---|"
+    yield from (f"| `{fix.variable}` | `{fix.default.value}` |" for fix in FIXES)
+
+
+def _rows() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Releases that follow each other, and the verdict on each fix that they have in common."""
     releases = sorted(verdicts(FIXES[0]), key=lambda release: tuple(map(int, release.split("."))))
     found = {fix.name: verdicts(fix) for fix in FIXES}
     for row, group in groupby(releases, key=lambda release: tuple(found[fix.name][release] for fix in FIXES)):
-        cells = " | ".join(f"**{cell}**" if cell == Verdict.AFFECTED.value else cell for cell in row)
-        yield f"| {_span(list(group))} | {cells} |"
+        yield _span(list(group)), row
 
 
 def verdicts(fix: Fix) -> dict[str, str]:
