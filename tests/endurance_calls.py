@@ -419,6 +419,37 @@ def _dispatch_v2(*, active: bool, prefills: bool = True) -> Case:
         choose(manager, tokens, tokens, 1, 1, 0)
 
     return Case(call, ("prefill-as-decode",) if prefills else ())
+# -- prompt-logprobs -------------------------------------------------------------------------------------------------------
+
+
+def _samples(*, active: bool, scored: bool = True, broken: bool = False) -> Case:
+    """`sample_tokens`, by a stand-in, since vLLM's own needs a whole batch; the runner has the same state at each call."""
+    import torch
+    from vllm.v1.worker.gpu_model_runner import ExecuteModelState
+
+    state = ExecuteModelState(
+        scheduler_output=SimpleNamespace(num_scheduled_tokens={"scored": ROWS}),
+        hidden_states=torch.zeros(ROWS, 8),
+        **dict.fromkeys(set(ExecuteModelState._fields) - {"scheduler_output", "hidden_states"}),
+    )
+    runner = SimpleNamespace(
+        num_prompt_logprobs={"scored": 1} if scored else {},
+        execute_model_state=state,
+        speculative_config=SimpleNamespace(disable_padded_drafter_batch=False, use_eagle=lambda: True),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=None if broken else ROWS),
+    )
+
+    def sample_tokens(self: Any, grammar_output: Any) -> None:
+        self.execute_model_state = None
+
+    around = _layer("prompt-logprobs", "draft-first", "GPUModelRunner.sample_tokens", active=active).wrap(sample_tokens)
+
+    def call() -> None:
+        runner.execute_model_state = state
+        around(runner, None)
+
+    counted = ("prompt-logprobs-after-draft",) if scored and not broken else ()
+    return Case(call, counted, "prompt-logprobs" if broken else None)
 
 
 # -- records and metrics ---------------------------------------------------------------------------------------------------
@@ -530,6 +561,10 @@ CASES: dict[str, Planned] = {
         lambda: _mamba(active=False, stale=True, padded=False), _MAMBA
     ),
     "mamba-padding, observed, no such row": Planned(lambda: _mamba(active=False, stale=False), _MAMBA, _UNEVENTFUL),
+    "prompt-logprobs, active, a scored prompt": Planned(lambda: _samples(active=True), _MAMBA),
+    "prompt-logprobs, active, nobody asks": Planned(lambda: _samples(active=True, scored=False), _MAMBA, _UNEVENTFUL),
+    "prompt-logprobs, active, failing at each call": Planned(lambda: _samples(active=True, broken=True), _MAMBA),
+    "prompt-logprobs, observed, a scored prompt": Planned(lambda: _samples(active=False), _MAMBA),
     "a record made": Planned(_telling, _MAMBA, _MADE),
     "FlashMLA, both fixes active, padding": Planned(lambda: _flashmla(active=True, padded=True), _FLASHMLA),
     "FlashMLA, both fixes active, no padding": Planned(

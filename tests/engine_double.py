@@ -65,8 +65,8 @@ current_platform = SimpleNamespace(get_device_name=lambda: DEVICE)
 
 
 class SamplingParams:
-    def __init__(self, *, max_tokens: int, **rest: Any) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, *, max_tokens: int, prompt_logprobs: int | None = None, **rest: Any) -> None:
+        self.max_tokens, self.prompt_logprobs = max_tokens, prompt_logprobs
 
 
 class LogProbability(NamedTuple):
@@ -94,14 +94,20 @@ class LLM:
         ANSWERING.get(self.behaviour, does_nothing)(self)
         self.asked += 1
         given = [prompt["prompt_token_ids"] for prompt in prompts]
-        return [self._answer(sum(tokens), each.max_tokens) for tokens, each in zip(given, sampling, strict=True)]
+        return [self._answer(tokens, each) for tokens, each in zip(given, sampling, strict=True)]
 
-    def _answer(self, first: int, count: int) -> SimpleNamespace:
+    def _answer(self, prompt: list[int], asked: SamplingParams) -> SimpleNamespace:
+        first, count = sum(prompt), asked.max_tokens
         tokens = [(first + i + (self.behaviour == "wrong" and i > 1)) % 1000 for i in range(count)]
         best = -0.1 - 0.01 * (self.asked > 1)  # the engine's own noise
         best = float("nan") if self.behaviour == "no numbers" else best
         top = [{token: LogProbability(best), token + 1: LogProbability(best - 3.0)} for token in tokens]
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=top)])
+        scored = [None, *({token: LogProbability(best - 1.0)} for token in prompt[1:])]
+        return SimpleNamespace(
+            outputs=[SimpleNamespace(token_ids=tokens, logprobs=top)],
+            prompt_token_ids=prompt,
+            prompt_logprobs=scored if asked.prompt_logprobs else None,
+        )
 
     def collective_rpc(self, method: str | Callable[[Any], Any]) -> list[Any]:
         if method == "graphfix_cudagraph_mode":

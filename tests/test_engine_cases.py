@@ -50,7 +50,14 @@ def test_the_three_engines_of_a_case_differ_in_mode_switch_and_repetition_alone(
         "patched": (GRAPHS, "on", False),
     }
     rest = [
-        (job.arguments, job.prompts, job.max_tokens, job.probes, {**job.environment, settings.PREFIX: ""})
+        (
+            job.arguments,
+            job.prompts,
+            job.max_tokens,
+            job.probes,
+            job.prompt_logprobs,
+            {**job.environment, settings.PREFIX: ""},
+        )
         for job in jobs.values()
     ]
     assert rest[0] == rest[1] == rest[2]
@@ -117,7 +124,9 @@ def test_prompts_and_answers_fit_the_engine(name: str) -> None:
     arguments = case.jobs(FOLDER)[0].arguments
     assert max(map(sum, case.workload)) <= arguments["max_model_len"]
     assert arguments["max_model_len"] <= MODELS[case.model][0].get("max_position_embeddings", 1 << 20)
-    assert len(case.workload) <= arguments["max_num_seqs"]
+    assert len(case.workload) <= arguments["max_num_seqs"] or arguments["max_num_seqs"] == 1, (
+        "all at once, or each alone"
+    )
 
 
 @FIXES
@@ -138,6 +147,20 @@ def test_some_batches_are_between_the_sizes_of_the_graphs(name: str) -> None:
     assert max(batches) <= max(sizes)
     with_padding = {"draft-decode-mode", "flashmla-padding", "indexer-padding", "mamba-padding", "triton-mla-padding"}
     assert bool(padded) == (name in with_padding)
+
+
+def test_scored_prompts_are_as_long_as_graphs_are_large_and_each_is_alone() -> None:
+    """Otherwise eager would compute in other shapes, with other kernels, and be as far from itself as from a defect."""
+    scored = {name: case for name, case in CASES.items() if case.prompt_logprobs}
+    assert list(scored) == ["prompt-logprobs"]
+    for case in scored.values():
+        sizes = case.graphs["cudagraph_capture_sizes"]
+        assert case.arguments["max_num_seqs"] == 1
+        assert {length for length, _ in case.workload} == set(sizes) - {
+            1 + case.arguments["speculative_config"]["num_speculative_tokens"]
+        }
+        assert max(length for length, _ in case.workload) == max(sizes)
+        assert (case.graphs["cudagraph_mode"], case.graphs["backend"]) == ("PIECEWISE", "eager")
 
 
 @FIXES
@@ -215,5 +238,5 @@ def test_every_affected_release_knows_the_variables(release: str) -> None:
 @pytest.mark.parametrize(("name", "release"), PAIRS)
 def test_what_the_engines_are_asked_with_exists(name: str, release: str) -> None:
     sampling = parameters(release, "vllm/sampling_params.py", "SamplingParams")
-    assert {"temperature", "max_tokens", "ignore_eos", "detokenize", "logprobs"} <= sampling
+    assert {"temperature", "max_tokens", "ignore_eos", "detokenize", "logprobs", "prompt_logprobs"} <= sampling
     assert {"prompts", "sampling_params", "use_tqdm"} <= parameters(release, "vllm/entrypoints/llm.py", "LLM.generate")

@@ -189,6 +189,8 @@ LOADED = [
             "llama-eagle LlamaForCausalLM",
             "llama-eagle EagleLlamaForCausalLM",
             "mixtral MixtralForCausalLM",
+            "llama-eagle-scored LlamaForCausalLM",
+            "llama-eagle-scored EagleLlamaForCausalLM",
         ],
     ),
     ("0.17.1", ["llama-eagle LlamaForCausalLM", "llama-eagle EagleLlamaForCausalLM", "mixtral MixtralForCausalLM"]),

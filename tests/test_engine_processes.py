@@ -94,6 +94,16 @@ def test_what_an_engine_says_is_read(vllm: Path, logs: Path) -> None:
     assert "starts, EAGER answers" in end.log.read_text()
 
 
+def test_where_prompts_are_scored_an_answer_begins_with_the_prompts_second_token(vllm: Path, logs: Path) -> None:
+    end = ended(vllm, logs, "answers", prompt_logprobs=True, again=True)
+    assert end.said is not None
+    first, again = end.said.passes
+    assert [answer.tokens for answer in first] == [(2, 3, 4, 5), (4, 5, 39, 40, 41, 42)]
+    assert [len(answer.top) for answer in first] == [4, 6]
+    assert (first[0].top[0], first[0].top[1]) == ({2: -1.1}, {3: -0.1, 4: -3.1})
+    assert again[1].top[1] == {5: pytest.approx(-1.11)}
+
+
 ERRORS = {
     "illegal access": "RuntimeError: CUDA error: an illegal memory access was encountered",
     "out of memory": "RuntimeError: CUDA error: out of memory",
