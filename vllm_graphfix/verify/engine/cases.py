@@ -195,7 +195,7 @@ MIXTRAL = Case(
     runner="V2",
     graphs=_full([1, 2, 4, 8]),
     workload=_TOGETHER,
-    arguments={"max_num_batched_tokens": 2048},
+    arguments={"max_num_batched_tokens": 2048, "moe_backend": "triton"},  # FlashInfer would compile its kernels for minutes
     probes=("outgrown-workspace",),
 )
 
