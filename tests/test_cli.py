@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from edited import edited
 from stock import release_root
-from table import affected_by
+from table import state_by_default
 from typer.testing import CliRunner
 
 import vllm_graphfix.compare.report
@@ -99,10 +99,17 @@ def test_status_says_what_this_environment_would_do(release: str, env: dict[str,
 
 def test_check_is_3_where_a_needed_fix_would_not_be_applied() -> None:
     status("0.18.1", check=True)
-    status("0.33.0", {"VLLM_GRAPHFIX": "off"}, check=True)
     status("0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_FP8": "off"}, check=True, code=3)
     status("0.18.1", {"VLLM_PLUGINS": ""}, check=True, code=3)
     status("0.18.1", {"VLLM_GRAPHFIX": "off"}, code=0)
+
+
+def test_what_is_observed_by_default_is_not_left_undone() -> None:
+    """Nobody has decided against it."""
+    assert {row["name"] for row in status("0.33.0", check=True)["fixes"] if row["would_be"] == "observing"} == {
+        "triton-mla-padding"
+    }
+    status("0.33.0", {"VLLM_GRAPHFIX_PREFILL_DISPATCH": "observe"}, check=True, code=3)
 
 
 def test_check_is_3_for_a_shape_that_nobody_has_looked_at(tmp_path: Path) -> None:
@@ -142,7 +149,7 @@ def test_the_table_for_eyes_has_a_row_for_every_fix(release: str) -> None:
     assert f"vLLM {release} in" in lines[0]
     for fix in FIXES:
         (row,) = [line for line in lines if line.startswith(fix.name)]
-        assert ("active" in row) == (fix.name in affected_by(release))
+        assert state_by_default(fix.name, release) in row
 
 
 def test_a_pipe_gets_neither_colour_nor_control_codes() -> None:

@@ -68,7 +68,9 @@ def test_the_three_engines_of_a_case_differ_in_mode_switch_and_repetition_alone(
 def test_what_the_user_has_set_about_fixes_does_not_reach_the_engines(name: str) -> None:
     for job in jobs_of(CASES[name]).values():
         left_out = {variable for variable, value in job.environment.items() if value is None}
-        assert left_out == set(settings.names(BY_NAME)) - {settings.PREFIX}
+        modes = {fix.variable for fix in BY_NAME.values()}
+        assert left_out == set(settings.names(BY_NAME)) - {settings.PREFIX} - modes
+        assert {job.environment[variable] for variable in modes} == {"auto"}
 
 
 @FIXES

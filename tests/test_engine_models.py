@@ -193,7 +193,8 @@ LOADED = [
             "llama-eagle-scored EagleLlamaForCausalLM",
         ],
     ),
-    ("0.17.1", ["llama-eagle LlamaForCausalLM", "llama-eagle EagleLlamaForCausalLM", "mixtral MixtralForCausalLM"]),
+    # The first one decides whether there is a group of experts.
+    ("0.17.1", ["mixtral MixtralForCausalLM", "llama-eagle LlamaForCausalLM", "llama-eagle EagleLlamaForCausalLM"]),
     ("0.25.1", ["mixtral MixtralForCausalLM"]),
 ]
 

@@ -281,7 +281,14 @@ def _sample_tokens(self: Any, grammar_output: Any) -> Any:
     return _told(locals())
 
 
+def _decode_attention_fwd(
+    q: Any, k_buffer: Any, v_buffer: Any, o: Any, lse: Any, req_to_token: Any, b_seq_len: Any
+) -> Any:
+    return _told(locals())
+
+
 STOCK: dict[str, Callable[..., Any]] = {
+    "decode_attention_fwd": _decode_attention_fwd,
     "CudaGraphManager.capture": _capture,
     "CudaGraphManager.capture_graph": _capture_graph,
     "EagleCudaGraphManager.capture_graph": _capture_eagle_graph,
