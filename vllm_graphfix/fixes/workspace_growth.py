@@ -71,33 +71,27 @@ def _locked(source: Source, capture: Function) -> str | None:
     lock = source.function(_WORKSPACE, "WorkspaceManager.lock")
     if lock is None or not lock.only("self._locked = True"):
         return None
-    warm_up = source.function(_WORKER, "Worker.compile_or_warm_up_model")
-    by_runner = capture.only("lock_workspace()")
-    if by_runner:
-        captures = [*capture.find("(...).capture(...)"), *capture.find("(...).capture_model(...)")]
-        always = [
-            capture.node.body,
-            *(found.body for found in capture.find("if not profile_only: ...") if isinstance(found, ast.If)),
-        ]
-        if captures and captures[-1].lineno < by_runner.lineno and _is_a_statement_of(by_runner, always):
-            return capture.at(by_runner)
-    elif warm_up is not None:
-        by_worker, captures = warm_up.only("lock_workspace()"), warm_up.find("self.model_runner.capture_model()")
-        blocks = [
-            warm_up.node.body,
-            *(
-                found.body
-                for found in warm_up.find("if not self.model_config.enforce_eager: ...")
-                if isinstance(found, ast.If)
-            ),
-        ]
-        if by_worker and captures and captures[-1].lineno < by_worker.lineno and _is_a_statement_of(by_worker, blocks):
-            return warm_up.at(by_worker)
+    if source.says(_RUNNER, "lock_workspace"):
+        return _locked_behind(capture, ("(...).capture(...)", "(...).capture_model(...)"), "if not profile_only: ...")
+    if source.says(_WORKER, "lock_workspace"):
+        warm_up = source.function(_WORKER, "Worker.compile_or_warm_up_model")
+        captures, unless_eager = (
+            ("self.model_runner.capture_model(...)",),
+            "if not self.model_config.enforce_eager: ...",
+        )
+        return _locked_behind(warm_up, captures, unless_eager) if warm_up else None
     return None
 
 
-def _is_a_statement_of(call: ast.stmt | ast.expr, blocks: Sequence[Sequence[ast.stmt]]) -> bool:
-    return any(isinstance(found, ast.Expr) and found.value is call for block in blocks for found in block)
+def _locked_behind(function: Function, captures: Sequence[str], condition: str) -> str | None:
+    """Where *function* locks the workspace behind all *captures*, always or under *condition*."""
+    locked = function.only("lock_workspace()")
+    captured = [found.lineno for pattern in captures for found in function.find(pattern)]
+    if locked is None or not captured or max(captured) > locked.lineno:
+        return None
+    blocks = [function.node.body, *(found.body for found in function.find(condition) if isinstance(found, ast.If))]
+    always = any(isinstance(found, ast.Expr) and found.value is locked for block in blocks for found in block)
+    return function.at(locked) if always else None
 
 
 def _mentions_lock(source: Source) -> bool:
