@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
+import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from vllm_graphfix.verify.engine.cases import CASES, MODES, Case
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.models import MODELS, VOCABULARY
 from vllm_graphfix.verify.engine.probes import PROBES
+from vllm_graphfix.verify.engine.worker import _engine
 
 FOLDER = Path("models")
 FIXES = pytest.mark.parametrize("name", CASES)
@@ -193,6 +196,18 @@ def test_a_job_with_flags_and_text_is_read_as_it_was_written(tmp_path: Path) -> 
     assert Job.read(tmp_path / "job") == job
 
 
+def test_of_what_is_for_releases_that_know_it_the_rest_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a double of vLLM that hands back what its engine is given."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **given: given))
+    monkeypatch.setitem(sys.modules, "vllm.engine", SimpleNamespace())
+    monkeypatch.setitem(
+        sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=SimpleNamespace(moe_backend="auto"))
+    )
+    job = Job("one", GRAPHS, arguments={"model": "m"}, where_known={"moe_backend": "triton", "of_another": 1})
+    assert _engine(job) == {"model": "m", "moe_backend": "triton"}
+    assert job.arguments == {"model": "m"}
+
+
 @cache
 def parsed(release: str, path: str) -> ast.Module:
     return ast.parse((release_root(release) / path).read_text())
@@ -227,6 +242,14 @@ def test_every_affected_release_knows_the_arguments(name: str, release: str) -> 
     assert set(job.arguments.get("attention_config", {})) <= attention
     speculation = parameters(release, "vllm/config/speculative.py", "SpeculativeConfig")
     assert set(job.arguments.get("speculative_config", {})) <= speculation
+
+
+def test_mixtures_of_experts_have_tritons_kernels_where_there_is_a_choice() -> None:
+    """FlashInfer's, which 0.20.0 would choose, are compiled for minutes, and some of them use no workspace."""
+    job = CASES["workspace-growth"].jobs(FOLDER)[0]
+    assert job.where_known == {"moe_backend": "triton"}
+    for release, known in (("0.16.0", False), ("0.17.0", True), ("0.20.0", True), ("0.29.0", True)):
+        assert ("moe_backend" in parameters(release, "vllm/engine/arg_utils.py", "EngineArgs")) is known
 
 
 @pytest.mark.parametrize("release", sorted({release for _, release in PAIRS}))

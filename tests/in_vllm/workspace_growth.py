@@ -204,10 +204,10 @@ def test_each_lane_has_what_it_recorded(memory: DeviceMemoryStandIn) -> None:
 def test_an_error_of_a_capture_comes_out_and_ends_it(memory: DeviceMemoryStandIn) -> None:
     runner = RunnerStandIn(MixtureStandIn(), torch.empty(0))
 
-    def capture(*_: Any, **__: Any) -> None:
+    def capture(*_: Any, **__: Any) -> dict[Any, Any]:
         raise MemoryError("of a capture")
 
-    runner.capture = capture  # type: ignore[method-assign, assignment]
+    runner.capture = capture  # type: ignore[method-assign]
     with pytest.raises(MemoryError, match="of a capture"):
         runner.capture_model()
     test_graphs_that_model_runner_v2_did_not_capture_keep_nothing(memory)
@@ -298,7 +298,7 @@ def test_with_capture_state_both_are_right() -> None:
     def growing(*args: Any) -> Any:
         if not images:
             needs(4096)
-            images.append(memory.empty((8, 4)).fill_(7))
+            images.append(device.empty((8, 4)).fill_(7))
         return replay(*args)
 
     with (
@@ -308,9 +308,14 @@ def test_with_capture_state_both_are_right() -> None:
     ):
         with memory_of_a_device():
             eager = capture_state._eager()
-        with memory_of_a_device() as memory:
-            runner, graphed = RunnerStandIn(layer, torch.empty(0)), []
-            runner.capture = lambda *_, **__: graphed.extend(capture_state._graphed())  # type: ignore[method-assign]
+        with memory_of_a_device() as device:
+            runner, graphed = RunnerStandIn(layer, torch.empty(0)), list[torch.Tensor]()
+
+            def capture(*_: Any, **__: Any) -> dict[Any, Any]:
+                graphed.extend(capture_state._graphed())
+                return {}
+
+            runner.capture = capture  # type: ignore[method-assign]
             with cpu_cuda_graphs():
                 runner.capture_model()
     (image,) = images

@@ -27,6 +27,8 @@ class Job:
     """`GRAPHS`, `COMPILED` or `EAGER`."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keywords of `vllm.LLM`."""
+    where_known: dict[str, Any] = field(default_factory=dict)
+    """More of them, each left out where vLLM does not know it."""
     flags: tuple[str, ...] = ()
     """Or flags of vLLM's own command line."""
     folder: str = ""

@@ -127,6 +127,10 @@ def _engine(job: Job) -> LLM:
         os.chdir(job.folder or ".")
         return LLM(**vars(_given(job)))  # as LLM.from_engine_args does, which 0.18 and older lack
     arguments = dict(job.arguments)
+    if job.where_known:
+        from vllm.engine.arg_utils import EngineArgs
+
+        arguments |= {name: value for name, value in job.where_known.items() if hasattr(EngineArgs, name)}
     if job.mode == EAGER:
         arguments.pop("compilation_config", None)
         arguments["enforce_eager"] = True

@@ -78,6 +78,7 @@ class MixtureStandIn:
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden` is (tokens, WIDTH); the workspace holds as much."""
+        experts: torch.Tensor
         (experts,) = workspace.current_workspace_manager().get_simultaneous((tuple(hidden.shape), hidden.dtype))
         experts.copy_(hidden)
         experts.mul_(0.5)
@@ -91,7 +92,8 @@ class RunnerStandIn(GPUModelRunner):  # type: ignore[misc]
         self.layer, self.hidden = layer, hidden
         self.cudagraph_manager = self
         self.model_state = SimpleNamespace(supports_mm_inputs=False, capture_inner_cudagraphs=lambda *_: None)
-        self.graph, self.output = None, torch.empty(0)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.output = torch.empty(0)
 
     def __getattr__(self, name: str) -> Any:
         return None
@@ -102,8 +104,8 @@ class RunnerStandIn(GPUModelRunner):  # type: ignore[misc]
     def capture(self, *_: Any, **__: Any) -> dict[Any, Any]:
         """Of the manager of CUDA graphs: a warm-up, and the pass in the graph."""
         self.layer.forward(self.hidden)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        graph = self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             self.output = self.layer.forward(self.hidden)
         return {}
 
