@@ -419,6 +419,8 @@ def _dispatch_v2(*, active: bool, prefills: bool = True) -> Case:
         choose(manager, tokens, tokens, 1, 1, 0)
 
     return Case(call, ("prefill-as-decode",) if prefills else ())
+
+
 # -- prompt-logprobs -------------------------------------------------------------------------------------------------------
 
 

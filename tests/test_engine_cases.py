@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import replace
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace

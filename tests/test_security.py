@@ -105,7 +105,9 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
     "verify/double/scenarios/capture_state.py": {
         "import_module": "vLLM's speculators, which have moved between releases"
     },
-    "verify/double/scenarios/prefill_dispatch.py": {"import_module": "vLLM's GDN backend, which has moved between releases"},
+    "verify/double/scenarios/prefill_dispatch.py": {
+        "import_module": "vLLM's GDN backend, which has moved between releases"
+    },
 }
 """By module: what it names all the same, and why."""
 
