@@ -155,6 +155,7 @@ def _of_v2(source: Source) -> Diagnosis:
             and execute.mentions(uniform_tok_count=2)
             and execute.only("batch_desc, num_tokens_across_dp = dispatch_cg_and_sync_dp(...)")
             and update.takes == "self, scheduler_output"
+            and source.says(_GRAPHS_V2, "_capture_descs")
         ):
             return Diagnosis(
                 Verdict.AFFECTED, "model runner V2 takes a step for a decode by its shape alone", by_shape.where, _V2
@@ -354,8 +355,12 @@ def _takes_for_decode(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     manager, _step.manager = _step.manager, None
     if manager is None or len(args) < 4 or args[0] is not manager or kwargs.get("need_eager"):
         return False
-    in_graphs = args[2] <= manager.compilation_config.max_cudagraph_capture_size
-    return args[3] is not None and in_graphs and _decode_graphs(manager)
+    tokens, uniform = args[2:4]
+    if uniform is None or tokens > manager.compilation_config.max_cudagraph_capture_size:
+        return False
+    # With drafts whose number changes, decodes of several lengths have graphs.
+    captured = (graph for graphs in manager._capture_descs.values() for graph in graphs)
+    return any(graph.uniform_token_count == uniform and graph.cg_mode.name == "FULL" for graph in captured)
 
 
 _TARGET = "GPUModelRunner._determine_batch_execution_and_padding"
