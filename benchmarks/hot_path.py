@@ -317,6 +317,7 @@ def dispatch(rounds: int) -> list[tuple[object, ...]]:
     import torch
     from vllm.config import CUDAGraphMode
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from vllm_graphfix.fixes.prefill_dispatch import FIX
     from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
@@ -354,7 +355,7 @@ def dispatch(rounds: int) -> list[tuple[object, ...]]:
     }
     (patch,), (watch,) = FIX.patches("shape-only-v1"), FIX.observers("shape-only-v1")
     found = []
-    real = scenario.GPUModelRunner._determine_batch_execution_and_padding
+    real = GPUModelRunner._determine_batch_execution_and_padding
     for around, stock in (("alone", does_nothing), ("real", real)):
         fixed, observed = patch.wrap(stock), watch.wrap(stock)
         for label, (runner, given) in steps.items():

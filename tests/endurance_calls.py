@@ -360,6 +360,7 @@ def _dispatch(*, active: bool, prefills: bool = True, broken: bool = False) -> C
     import torch
     from vllm.config import CUDAGraphMode
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
 
@@ -374,7 +375,7 @@ def _dispatch(*, active: bool, prefills: bool = True, broken: bool = False) -> C
         batch.num_prompt_tokens = None
     name = "_determine_batch_execution_and_padding"
     layer = _layer("prefill-dispatch", "shape-only-v1", f"GPUModelRunner.{name}", active=active)
-    around = layer.wrap(getattr(scenario.GPUModelRunner, name))
+    around = layer.wrap(getattr(GPUModelRunner, name))
     given = {
         "num_tokens": REQUESTS,
         "num_reqs": REQUESTS,

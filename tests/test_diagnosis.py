@@ -367,7 +367,7 @@ def test_a_release_with_the_fix_written_in_is_fixed(
 
 
 def test_one_model_runner_may_have_the_remedy_and_the_other_not(tmp_path: Path) -> None:
-    change = {RUNNER: PHASE_IN_THE_PREDICATE}
+    change: dict[str, Callable[[str], str]] = {RUNNER: PHASE_IN_THE_PREDICATE}
     found = manifest.diagnose(
         BY_NAME["prefill-dispatch"], open_source(edited(release_root("0.27.1"), tmp_path / "vllm", change))
     )

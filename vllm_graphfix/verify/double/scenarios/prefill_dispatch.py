@@ -77,7 +77,7 @@ def run() -> Measurement:
 
 def served() -> list[Callable[[CUDAGraphMode], list[float]]]:
     """The layers and model runners that this vLLM has together, and that stock gets wrong with graphs."""
-    found = [partial(_serve, GatedDeltaStandIn, DispatchV1)]
+    found: list[Callable[[CUDAGraphMode], list[float]]] = [partial(_serve, GatedDeltaStandIn, DispatchV1)]
     if "is_prefilling" in CommonAttentionMetadata.__dataclass_fields__:
         # Before, the builder takes every row of one token for a decode, and eager is as wrong as the graph.
         found.append(partial(_serve, SelectiveStateStandIn, DispatchV1))
