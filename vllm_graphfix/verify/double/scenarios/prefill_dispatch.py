@@ -481,10 +481,11 @@ def _unpinned() -> Iterator[None]:
     def copied(data: Any, *_: object, dtype: torch.dtype | None = None, **__: object) -> torch.Tensor:
         return torch.as_tensor(data, dtype=dtype)
 
+    pinning = {"async_tensor_h2d": copied, "PIN_MEMORY": False, "is_pin_memory_available": lambda: False}
     with contextlib.ExitStack() as stack:
         for name in [name for name in sys.modules if name.startswith("vllm.")]:
             module = sys.modules[name]
-            for attribute, value in (("async_tensor_h2d", copied), ("PIN_MEMORY", False)):
+            for attribute, value in pinning.items():
                 if attribute in vars(module):
                     stack.enter_context(mock.patch.object(module, attribute, value))
         yield
