@@ -87,7 +87,9 @@ def test_the_drafter_is_given_the_targets_hidden_states_as_ever() -> None:
     assert torch.equal(seen, values[: sum(PROMPTS.values())])
 
 
+@torch.inference_mode()
 def test_a_copy_has_the_shape_and_kind_of_what_it_is_of() -> None:
+    """In inference mode, as the worker calls it."""
     hidden_states, _, read = sample(make_runner(GRAPHS))
     (copy,) = read.given
     assert (copy.shape, copy.dtype, copy.stride()) == (hidden_states.shape, hidden_states.dtype, hidden_states.stride())

@@ -139,10 +139,13 @@ def _state_read_late(runner: Any) -> Any:
     state, draft = runner.execute_model_state, runner.speculative_config
     if state is None or draft is None or draft.disable_padded_drafter_batch:
         return None
-    if not any(asks() for asks in (getattr(draft, name, None) for name in _MODELS) if asks is not None):
-        return None  # drafts of n-grams and the like are made afterwards, or without graphs
+    for name in _MODELS:
+        if getattr(draft, name, _is_not_there)():
+            break
+    else:  # drafts of n-grams and the like are made afterwards, or without graphs
+        return None
     scheduled = state.scheduler_output.num_scheduled_tokens
-    if not any(request in scheduled for request in runner.num_prompt_logprobs):  # preempted, or waits for its turn
+    if scheduled.keys().isdisjoint(runner.num_prompt_logprobs):  # preempted, or waits for its turn
         return None
     # More tokens than any graph takes, and 0 where there are no graphs: the hidden states have memory of their own.
     if len(state.hidden_states) > runner.compilation_config.max_cudagraph_capture_size:
@@ -150,24 +153,28 @@ def _state_read_late(runner: Any) -> Any:
     return state
 
 
+def _is_not_there() -> bool:
+    """In place of a method that a release does not have."""
+    return False
+
+
+def _copy_what_is_read_late(runner: Any) -> None:
+    """In a function of its own, so that nothing here holds the copy when stock lets it go, at the end of the step."""
+    state = _state_read_late(runner)
+    if state is not None:
+        # Whole, since the drafter gets it too: at most as many rows as the largest graph.
+        runner.execute_model_state = state._replace(hidden_states=state.hidden_states.clone())
+        READ_AFTER_DRAFT.count += 1
+
+
 def _sample_with_a_copy(stock: StockFunction) -> StockFunction:
     """Around `GPUModelRunner.sample_tokens(grammar_output)`."""
-    from torch import inference_mode  # the target is imported by now, and torch with it
-
-    def copy_what_is_read_late(runner: Any) -> None:
-        state = _state_read_late(runner)
-        if state is not None:
-            # Whole, since the drafter gets it too: at most as many rows as the largest graph. Stock lets it go at the end of the step.
-            with inference_mode():
-                copy = state.hidden_states.clone()
-            runner.execute_model_state = state._replace(hidden_states=copy)
-            READ_AFTER_DRAFT.count += 1
 
     @functools.wraps(stock)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             if self.num_prompt_logprobs:  # nobody asks for them in most steps
-                copy_what_is_read_late(self)
+                _copy_what_is_read_late(self)
         except Exception as error:
             FALLBACK.take(error)
         return stock(self, *args, **kwargs)
