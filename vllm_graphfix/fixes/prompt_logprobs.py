@@ -220,7 +220,7 @@ FIX = Fix(
     remedy="In a step that computes log-probabilities of a prompt after a draft, the hidden states are copied before it, for that step. "
     "A step without such a request, a step with more tokens than the largest graph takes, and a drafter that runs afterwards have no copy.",
     detect="The same prompt scored with and without --speculative-config, or just below and just above the largest capture size: prompt_logprobs differ.",
-    concerns="Model runner V1, --speculative-config with eagle, eagle3, mtp, dflash, draft_model or extract_hidden_states (as far as the release has them), "
+    concerns="Model runner V1, --speculative-config with eagle, eagle3, mtp, dflash, dspark, draft_model or extract_hidden_states (as far as the release has them), "
     "a cudagraph mode in which prompts run in graphs (PIECEWISE, FULL, FULL_AND_PIECEWISE), requests with prompt_logprobs.",
     workaround="Score prompts on an engine without --speculative-config, or with --enforce-eager, "
     "or '\"disable_padded_drafter_batch\": true' in --speculative-config.",
