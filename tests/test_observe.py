@@ -674,7 +674,13 @@ class RowsStandIn:
 def test_steps_are_counted_in_which_a_prompt_is_scored_after_a_draft(changes: dict[str, Any], counted: int) -> None:
     (patch,) = BY_NAME["prompt-logprobs"].observers("draft-first")
     (event,) = BY_NAME["prompt-logprobs"].events
-    given = {"asked": {"scored": 1}, "rows": 16, "largest": 16, "padded": False, "method": "use_eagle"} | changes
+    given: dict[str, Any] = {
+        "asked": {"scored": 1},
+        "rows": 16,
+        "largest": 16,
+        "padded": False,
+        "method": "use_eagle",
+    } | changes
     methods = {"use_eagle": lambda: False, str(given["method"]): lambda: True}
     speculation = SimpleNamespace(disable_padded_drafter_batch=given["padded"], **methods)
     state = StateStandIn(SimpleNamespace(num_scheduled_tokens={"scored": 9, "other": 7}), RowsStandIn(given["rows"]))

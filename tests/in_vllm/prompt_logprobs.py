@@ -97,7 +97,8 @@ def test_a_copy_has_the_shape_and_kind_of_what_it_is_of() -> None:
 
 
 def test_all_else_of_the_state_is_handed_on_as_it_is() -> None:
-    runner, given = make_runner(GRAPHS), []
+    runner = make_runner(GRAPHS)
+    given: list[Any] = []
     propose = runner.propose_draft_token_ids
 
     def proposed(*args: Any) -> Any:
@@ -281,7 +282,12 @@ def test_the_answer_of_a_copy_that_fails_is_stocks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.Tensor, "clone", clone)
     given: list[Any] = []
     stock = runner._bookkeeping_sync
-    runner._bookkeeping_sync = lambda *args: given.append(args[3]) or stock(*args)
+
+    def bookkeeping(*args: Any) -> Any:
+        given.append(args[3])
+        return stock(*args)
+
+    runner._bookkeeping_sync = bookkeeping
     monkeypatch.setattr(runner.drafter, "propose", lambda **_: torch.zeros(3, scenario.DRAFT_TOKENS, dtype=torch.int32))
     runner.sample_tokens(None)
     assert given[0] is state.hidden_states

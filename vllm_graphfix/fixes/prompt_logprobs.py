@@ -94,9 +94,10 @@ def _names_in(part: ast.AST) -> list[str]:
 def _whenever(first: ast.stmt | ast.expr | None, function: Function, part: ast.stmt | ast.expr) -> bool:
     """Whether *part* is done wherever the draft *first* is, or a prompt's log-probabilities are asked for."""
     for node in ast.walk(function.node):
-        inside = isinstance(node, ast.If) and set(ast.walk(node))
-        if inside and part in inside and first not in inside and "prompt_logprobs" not in ast.unparse(node.test):
-            return False
+        if isinstance(node, ast.If) and "prompt_logprobs" not in ast.unparse(node.test):
+            inside = set(ast.walk(node))
+            if part in inside and first not in inside:
+                return False
     return True
 
 

@@ -86,6 +86,7 @@ def one_memory() -> Iterator[None]:
         mock.patch.object(graph, "_poisoned_like", pool.allocate),
         mock.patch.object(cuda_graph, "weak_ref_tensors", pool.let_go),
         mock.patch.object(cuda_graph, "current_stream", CPUStream),
+        mock.patch.object(torch, "Event", CPUStream),  # of the output with asynchronous scheduling
         torch.compiler.set_stance("force_eager"),
     ):
         for name, module in list(sys.modules.items()):  # pinned memory needs CUDA
