@@ -51,6 +51,10 @@ def run() -> Measurement:
         return Measurement(numbers, tuple(_serve(CUDAGraphMode.NONE)), tuple(_serve(CUDAGraphMode.FULL)))
 
 
+_UNPINNED = {"PIN_MEMORY": False, "is_pin_memory_available": lambda: False}
+"""Pinned memory needs CUDA; 0.32 asks at each use."""
+
+
 class PoolStandIn:
     """Stands in for the memory of CUDA's graph pool: what a graph's output is let go of, a later graph may be given.
 
@@ -89,9 +93,10 @@ def one_memory() -> Iterator[None]:
         mock.patch.object(torch, "Event", CPUStream),  # of the output with asynchronous scheduling
         torch.compiler.set_stance("force_eager"),
     ):
-        for name, module in list(sys.modules.items()):  # pinned memory needs CUDA
-            if name.startswith("vllm.") and "PIN_MEMORY" in vars(module):
-                unpinned.enter_context(mock.patch.object(module, "PIN_MEMORY", False))
+        for name, module in list(sys.modules.items()):
+            for asked, answer in _UNPINNED.items():
+                if name.startswith("vllm.") and asked in vars(module):
+                    unpinned.enter_context(mock.patch.object(module, asked, answer))
         yield
 
 
