@@ -202,7 +202,7 @@ def test_a_builder_of_a_model_that_inherits_tritons_is_counted_and_another_backe
     class OfAModel(triton_mla.TritonMLAMetadataBuilder):  # type: ignore[misc]
         pass
 
-    class OfAnotherBackend(MLACommonMetadataBuilder):  # type: ignore[misc,type-arg]
+    class OfAnotherBackend(MLACommonMetadataBuilder):  # type: ignore[misc]
         pass
 
     decode = TritonMLADecode()

@@ -166,7 +166,8 @@ def _watch_padding(stock: StockFunction) -> StockFunction:
     @functools.wraps(stock)
     def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            if _is_tritons(type(self)):
+            kind: Any = type(self)
+            if _is_tritons(kind):
                 last = common_attn_metadata.query_start_loc_cpu.numpy()[-2:]
                 if len(last) == 2 and last[0] == last[1]:
                     EMPTY_ROWS_GIVEN.count += 1

@@ -127,7 +127,7 @@ class EmptyRows(Probe):
             self.read()
             return answers
 
-        llm.generate = generated  # type: ignore[method-assign]
+        llm.generate = generated
 
     def read(self) -> None:
         self._observed[self.name] = [float(count) for count in self._counts.tolist()]
