@@ -1,7 +1,8 @@
 """idle-rank (PR 39444): a rank without work runs its step between the steps of its requests, and after the last of them.
 
 Two requests decode; the rank has nothing to do for a step while they wait, after the first has ended and the second has moved
-into its row, and after both: what they leave in the cache is what a prefix hit finds. The reference is a rank that never idles.
+into its row, and after both have ended: what they leave in the cache is what a prefix hit finds. The reference is a rank that
+never idles.
 Twice: a hybrid of Mamba and attention in full graphs, and attention with an Eagle drafter without graphs.
 """
 
@@ -49,8 +50,7 @@ STEPS: list[tuple[str, ...] | str] = [
     ("second",),
     IDLE,
     ("second",),
-    (),  # the last request has ended
-    IDLE,
+    IDLE,  # the last request has ended, and the batch has not been told
     (),
 ]
 CPU = torch.device("cpu")
