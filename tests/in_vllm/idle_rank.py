@@ -264,6 +264,10 @@ class TablesStandIn:
         self.slot_mappings = torch.arange(8).view(1, 8)
         self.num_blocks = SimpleNamespace(np=torch.full((1, 2), blocks, dtype=torch.int32).numpy())
 
+    def compute_slot_mappings(self, idx_mapping: torch.Tensor, num_tokens_padded: int) -> torch.Tensor:
+        self.slot_mappings[0, : len(idx_mapping)] = 4 * self.block_tables[0].gpu[idx_mapping, 0]
+        return self.slot_mappings[:, :num_tokens_padded]
+
     def all(self) -> dict[str, torch.Tensor]:
         return {
             "requests": self.block_tables[0].gpu.clone(),
@@ -288,6 +292,8 @@ class RunnerStandIn:
 
     def run(self) -> str:
         self.seen = self.block_tables.all()
+        if self.speculator is not None:
+            self.seen["drafted"] = self.block_tables.compute_slot_mappings(torch.tensor([0, 1]), num_tokens_padded=4)
         return "what stock returns"
 
 
@@ -308,6 +314,14 @@ def test_on_v2_the_pass_finds_no_block_and_requests_have_their_rows_back(shape: 
     assert torch.equal(runner.block_tables.all()["requests"], before["requests"])
     assert not runner.indices.any()
     assert (set(runner.drafts.tolist()) == {-1}) is speculator
+
+
+def test_on_v2_drafts_compute_pad_slots_and_real_ones_afterwards() -> None:
+    runner = RunnerStandIn(speculator=True)
+    idle(runner, "rows-and-drafts")
+    assert set(runner.seen["drafted"].flatten().tolist()) == {-1}
+    computed = runner.block_tables.compute_slot_mappings(torch.tensor([0, 1]), num_tokens_padded=2)
+    assert computed.tolist() == [[4, 16]]
 
 
 def test_on_v2_nothing_is_done_where_stock_does_it() -> None:

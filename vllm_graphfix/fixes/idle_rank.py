@@ -1,4 +1,4 @@
-"""`idle-rank`: the step of a rank without work writes to no cache block of a request (PR 34866, PR 37728, PR 39444)."""
+"""`idle-rank`: the step of a rank without work writes to no cache block of a request (PR 39444, and more for each buffer)."""
 
 from __future__ import annotations
 
@@ -253,9 +253,10 @@ def _let_go(runner: Any, shape: str, undo: Undo) -> None:
         tables.slot_mappings.fill_(_PAD)
         for rows in tables.input_block_tables:
             rows.fill_(_NULL_BLOCK)
-        if speculator is not None:  # which computes slots from the requests' rows
+        if speculator is not None:  # which computes slots from the requests' rows, up to 0.20 inside of a graph
             for requests in tables.block_tables:
                 _let_go_for_now(requests.gpu, undo)
+            _for_now(tables, "compute_slot_mappings", _padded(tables.compute_slot_mappings), undo)
             _let_go_of_states(speculator)
     else:
         return
@@ -271,12 +272,26 @@ def _let_go_v1(tables: Any, undo: Undo) -> None:
         else:
             rows.gpu.fill_(_NULL_BLOCK)
     # From 0.19 on the step copies the rows of the CPU, in which the requests of the batch still are.
-    tables.commit_block_table = _leave
-    undo.append(functools.partial(vars(tables).pop, "commit_block_table"))
+    _for_now(tables, "commit_block_table", _leave, undo)
 
 
 def _leave(num_reqs: int) -> None:
     """In place of `commit_block_table` while the step runs."""
+
+
+def _padded(compute: StockFunction) -> StockFunction:
+    """Around `compute_slot_mappings`: the null block, which its slots would be in, is read by padded rows, and is not to be written."""
+
+    def compute_slot_mappings(*args: Any, **kwargs: Any) -> Any:
+        return compute(*args, **kwargs).fill_(_PAD)
+
+    return compute_slot_mappings
+
+
+def _for_now(owner: Any, name: str, function: StockFunction, undo: Undo) -> None:
+    """In this one object, and only as long as the step runs."""
+    setattr(owner, name, function)
+    undo.append(functools.partial(vars(owner).pop, name))
 
 
 def _let_go_for_now(rows: Any, undo: Undo) -> None:
@@ -339,7 +354,7 @@ def observers(shape: str) -> tuple[Patch, ...]:
 FIX = Fix(
     name="idle-rank",
     pr=39444,
-    references=("PR 34866", "PR 37728"),
+    references=("PR 34866", "PR 37728", "PR 49757", "PR 56734"),
     summary="a rank without work writes to no cache block",
     releases="0.14.1 - 0.33.0",
     symptom="With data parallelism, answers turn to garbage or NaN, or a prefix that was answered before is answered differently, on ranks "
