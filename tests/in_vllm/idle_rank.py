@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker import gpu_worker
 
 import vllm_graphfix
@@ -20,7 +21,7 @@ from vllm_graphfix.verify.double.scenarios import idle_rank as scenario
 from vllm_graphfix.verify.double.scenarios.idle_rank import DRAFT, REQUESTS, _DraftingRank, _Rank
 
 BOTH = ("first", "second")
-HAS_DRAFT_SLOTS = hasattr(scenario.EagleProposer, "_get_slot_mapping")
+HAS_DRAFT_SLOTS = hasattr(EagleProposer, "_get_slot_mapping")
 
 
 @pytest.fixture(autouse=True)
@@ -214,9 +215,12 @@ def test_a_layer_that_meets_an_error_lets_stock_run_and_brings_back_what_it_took
 
     rank.runner.drafter.of_a_fork_slot_mapping = Unfit()
     stock = rank.runner._dummy_run
-    rank.runner._dummy_run = lambda *args, **kwargs: (
-        ran.append("commit_block_table" in vars(rank.runner.input_batch.block_table)) or stock(*args, **kwargs)
-    )
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        ran.append("commit_block_table" in vars(rank.runner.input_batch.block_table))
+        return stock(*args, **kwargs)
+
+    rank.runner._dummy_run = run
     before = IDLE_STEP_ON_REAL_BLOCKS.count
     rank.idle()
     assert ran == [False]

@@ -49,10 +49,11 @@ def diagnose(source: Source) -> Diagnosis:
     run = source.function(_RUNNER, "GPUModelRunner._dummy_run")
     first, second = _left_by_v1(source, run), _left_by_v2(source, idle)
     if idle is None or run is None or first is None or second is None or not _is_one_step(idle):
+        place = run or idle
         return Diagnosis(
             Verdict.UNRECOGNISED,
             "a rank without work runs its step in a way that nobody has looked at",
-            (run or idle).where if run or idle else f"{_WORKER}:1",
+            place.where if place else f"{_WORKER}:1",
         )
     if not first and not second:
         return Diagnosis(Verdict.FIXED, "the step of a rank without work names no cache block", run.where)
