@@ -141,13 +141,23 @@ class Process:
             module, name = place.split(":")
             aliases[place] = on_it if below is self._stock[module, name] else [*on_it, "not stock"]
         return {
-            "states": {name: [told.state.value, told.reason] for name, told in vllm_graphfix.states().items()},
+            "states": {
+                name: [told.state.value, _in_order(told.reason)] for name, told in vllm_graphfix.states().items()
+            },
             "layers": layers,
             "aliases": aliases,
             "elsewhere": [place for place in _layered(self._task["modules"]) if place not in layers],
             "subclasses see the same": through_subclasses,
-            "on load_general_plugins": _taken_apart(sys.modules["vllm.plugins"].load_general_plugins)[0],
+            "load_general_plugins": sys.modules["vllm.plugins"].load_general_plugins.__globals__["__name__"],
         }
+
+
+def _in_order(reason: str) -> str:
+    """Of targets in several modules, the first to be imported is named first."""
+    for done in ("applied to ", "counts at "):
+        if reason.startswith(done):
+            return done + ", ".join(sorted(reason.removeprefix(done).split(", ")))
+    return reason
 
 
 def spawned(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +195,8 @@ def _taken_apart(function: Any) -> tuple[list[str], object]:
     while function.__globals__["__name__"].startswith("vllm_graphfix."):
         layers.append(function.__globals__["__name__"].rpartition(".")[2])
         function = function.__wrapped__
-    return layers, function
+    # The gate before captures is on targets of fixes, too, and stays.
+    return [layer for layer in layers if layer != "membership"], function
 
 
 def _in_child(work: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from stock import run_in_release
+from table import ALL_APPLIED
 
 from vllm_graphfix.verify.engine.probes import (
     PROBES,
@@ -266,11 +267,11 @@ kind.capture_model, scenario._serve = captured, serve
 
 
 def seen_on_real_classes(
-    release: str, scenario: str, probe: str, attach: str, switch: str | dict[str, str]
+    release: str, scenario: str, probe: str, attach: str, switch: str
 ) -> tuple[list[float], list[float], str | None]:
     """What the probe observed, the eager numbers of the scenario, and the error that its graphs ended in."""
     code = ON_REAL_CLASSES.format(scenario=scenario, probe=probe, attach=attach)
-    done = run_in_release(release, code, {"VLLM_GRAPHFIX": switch} if isinstance(switch, str) else switch)
+    done = run_in_release(release, code, ALL_APPLIED | {"VLLM_GRAPHFIX": switch})
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("told ")]
     observed, saved, eager, error = json.loads(line.removeprefix("told "))
     if saved:
@@ -313,8 +314,7 @@ scenario.run = lambda: engine.generate()
 @pytest.mark.parametrize("release", ["0.22.0", "0.33.0"])
 def test_rows_of_length_0_are_counted_in_the_graphs(release: str, switch: str, wrong: float) -> None:
     """Two in each of three replays; neither in eager nor in the capture is there one."""
-    switches = {"VLLM_GRAPHFIX": switch, "VLLM_GRAPHFIX_TRITON_MLA_PADDING": switch}
-    seen, _, _ = seen_on_real_classes(release, "triton_mla_padding", "empty-rows", IN_TRITON_MLA, switches)
+    seen, _, _ = seen_on_real_classes(release, "triton_mla_padding", "empty-rows", IN_TRITON_MLA, switch)
     assert seen == [wrong, 6.0]
 
 

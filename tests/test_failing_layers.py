@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ Told = dict[str, Any]
 NEITHER = {
     # The second of two copies on the device: it fails with the device itself.
     "flashmla-fp8": ("splits.copy_",),
+    # What brings a buffer back after a step without work: until its next use it names no block.
+    "idle-rank": ("inference_mode", "bring_back"),
     # The states that are left then are those that capture-state made. No state is built after that, by stock neither.
     "draft-prefill-state": ("descriptor.cg_mode", "descriptor.cg_mode.name", "self._create"),
 }
@@ -52,6 +55,14 @@ def whole_and_failing(name: str, release: str, every: int) -> tuple[Told, list[T
     return whole, failing
 
 
+def of_both(told: Told, whole: Told) -> bool:
+    """Whether each number is stock's or the right one: a scenario may have several models, each with layers of its own."""
+    if told["numbers"] == whole["stock"]["numbers"]:
+        return True
+    each = [re.findall(r"[^\s(),]+", of["numbers"]) for of in (told, whole["stock"], whole["right"])]
+    return len(set(map(len, each))) == 1 and all(one in others for one, *others in zip(*each, strict=True))
+
+
 @each_pair
 def test_whatever_call_of_a_layer_fails_vllm_goes_on_and_nobody_is_told_that_the_fix_is_active(
     name: str, release: str, every: int
@@ -65,6 +76,6 @@ def test_whatever_call_of_a_layer_fails_vllm_goes_on_and_nobody_is_told_that_the
         assert "escaped" not in told, place
         assert told["before"] == "active", place
         if told["numbers"] != whole["right"]["numbers"]:
-            assert told["numbers"] == whole["stock"]["numbers"] or place.endswith(NEITHER.get(name, ())), place
+            assert of_both(told, whole) or place.endswith(NEITHER.get(name, ())), place
             assert told["state"] == "failed", place
             assert "Planted" in told["reason"], place

@@ -134,9 +134,9 @@ def states(release: str, taken_back: tuple[str, ...], *, observed: bool) -> dict
         elif fix not in engaged(release, taken_back, observed=observed):
             told = ["incompatible", str(missing_companion(fix, taken_back))]
         elif observed:
-            told = ["observing", f"counts at {', '.join(sites)}"]
+            told = ["observing", f"counts at {', '.join(sorted(sites))}"]
         else:
-            told = ["active", f"applied to {', '.join(sites)}"]
+            told = ["active", f"applied to {', '.join(sorted(sites))}"]
         found[fix.name] = told
     return found
 
@@ -162,7 +162,7 @@ def expected(release: str, case: Case, *, observed: bool) -> dict[str, Any]:
             "aliases": aliases,
             "elsewhere": [],
             "subclasses see the same": True,
-            "on load_general_plugins": ["membership"],
+            "load_general_plugins": "vllm_graphfix.membership",
         }
 
     before_alias = order[: order.index("A")]

@@ -229,12 +229,12 @@ def _watch_blocks(shape: str) -> Wrap:
 
 def _bring_back(undo: Undo) -> None:
     """Each of them, whatever becomes of the others."""
-    while undo:
+    for bring_back in reversed(undo):
         from torch import inference_mode
 
         try:
             with inference_mode():
-                undo.pop()()
+                bring_back()
         except Exception as error:
             FALLBACK.take(error)
 

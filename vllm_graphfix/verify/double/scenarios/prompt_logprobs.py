@@ -125,7 +125,8 @@ class Graphed:
     def __init__(self, model: ModelStandIn, mode: CUDAGraphMode) -> None:
         self.model, self._mode = model, mode
         config = SimpleNamespace(compilation_config=SimpleNamespace(), use_cumem_cudagraph_pool=False)
-        self._run = cuda_graph.CUDAGraphWrapper(model, config, CUDAGraphMode.FULL) if mode else model
+        full = mode != CUDAGraphMode.NONE
+        self._run = cuda_graph.CUDAGraphWrapper(model, config, CUDAGraphMode.FULL) if full else model
 
     def __call__(self, num_tokens: int, mode: CUDAGraphMode | None = None) -> torch.Tensor:
         """The hidden states, padded to a capture size where there is one; *mode* for a step that has no graph."""
@@ -209,7 +210,7 @@ def make_runner(mode: CUDAGraphMode, asynchronous: bool = False, **speculation: 
     """A GPUModelRunner with no more than what `sample_tokens` reads, its graphs captured; the requests wait."""
     runner: Any = object.__new__(GPUModelRunner)
     runner.target, runner.draft = (Graphed(ModelStandIn(seed), mode) for seed in (1, 2))
-    if mode:
+    if mode != CUDAGraphMode.NONE:
         for size in reversed(CAPTURE_SIZES):  # as vLLM does: the drafter's right after the target's of the same size
             runner.target(size)
             runner.draft(size)
@@ -221,7 +222,7 @@ def make_runner(mode: CUDAGraphMode, asynchronous: bool = False, **speculation: 
     runner.computed = dict.fromkeys(PROMPTS, 0)
     runner.speculative_config = Speculation(**speculation)
     runner.compilation_config = SimpleNamespace(
-        cudagraph_mode=mode, max_cudagraph_capture_size=max(CAPTURE_SIZES) if mode else 0
+        cudagraph_mode=mode, max_cudagraph_capture_size=max(CAPTURE_SIZES) if mode != CUDAGraphMode.NONE else 0
     )
     runner.model_config = SimpleNamespace(
         is_hybrid=False, logprobs_mode="raw_logprobs", enable_return_routed_experts=False
