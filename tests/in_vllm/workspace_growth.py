@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -266,20 +267,43 @@ def test_a_trial_capture_keeps_until_its_graphs_are_gone(
     meanwhile: list[list[int]] = []
 
     def profile(runner: Any) -> int:
-        captured(256)
-        needs(512)
+        captured(512)
+        needs(1024)
         meanwhile.append(blocks(memory))
         return 7
 
     monkeypatch.setattr(model_runner, "_profile_cudagraph_memory", profile)
-    assert captured(128).profile_cudagraph_memory() == 7
-    assert meanwhile == [[128, 256, 512]]
-    assert blocks(memory) == [128, 512], "the graph of before is there"
-    needs(1024)
-    assert blocks(memory) == [128, 1024], "the trial's second workspace, too, is nobody's"
-    captured(1024)
+    runner = captured(256)
+    runner.vllm_config = SimpleNamespace(
+        parallel_config=None, model_config=None
+    )  # the plugin's comparison of ranks asks
+    assert runner.profile_cudagraph_memory() == 7
+    assert meanwhile == [[256, 512, 1024]]
+    assert blocks(memory) == [256, 1024], "the graph of before is there"
     needs(2048)
-    assert blocks(memory) == [128, 1024, 2048]
+    assert blocks(memory) == [256, 2048]
+    captured(2048)
+    needs(4096)
+    assert blocks(memory) == [256, 2048, 4096]
+
+
+def test_an_error_of_a_trial_comes_out_and_ends_it(
+    memory: DeviceMemoryStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def profile(runner: Any) -> int:
+        captured(256)
+        raise MemoryError("of a trial")
+
+    monkeypatch.setattr(model_runner, "_profile_cudagraph_memory", profile)
+    runner = RunnerStandIn(MixtureStandIn(), torch.empty(0))
+    runner.vllm_config = SimpleNamespace(parallel_config=None, model_config=None)
+    with pytest.raises(MemoryError, match="of a trial"):
+        runner.profile_cudagraph_memory()
+    needs(512)
+    assert blocks(memory) == [512]
+    captured(512)
+    needs(1024)
+    assert blocks(memory) == [512, 1024]
 
 
 def test_with_capture_state_both_are_right() -> None:
