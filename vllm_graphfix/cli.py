@@ -1,4 +1,4 @@
-"""The command line: status, explain, verify, compare, fleet."""
+"""The command line: status, explain, verify, compare, fleet, doctor."""
 
 from __future__ import annotations
 
@@ -77,6 +77,8 @@ _COLOURS = {
     State.NOT_NEEDED.value: "dim",
 }
 
+_CONCERN_COLOURS = {"concerns you": "yellow", "does not": "green", "cannot tell without": "cyan"}
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -100,13 +102,28 @@ def status(
     check: Annotated[
         bool, typer.Option("--check", help="Exit code 3 if a fix is needed and would not be applied.")
     ] = False,
+    flags: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="FLAGS",
+            help="The line of your `vllm serve`, in quotes: which fixes concern it? Variables go in front, NAME=value.",
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of --for: the GPU that serves; default: this machine's.")
+    ] = None,
 ) -> None:
     """What this vLLM needs and what this environment would do about it. Nothing of vLLM is imported."""
+    from vllm_graphfix.deployment import FlagsError, read_deployment
     from vllm_graphfix.status import status as judge
 
+    if gpu is not None and flags is None:
+        _stop("--gpu is for --for: vllm-graphfix status --for 'MODEL …' --gpu NAME")
     try:
-        found = judge(open_source(vllm))
-    except (SourceError, ManifestError) as error:
+        source = open_source(vllm)
+        found = judge(source, deployment=None if flags is None else read_deployment(flags, source, gpu))
+    except (SourceError, ManifestError, FlagsError) as error:
         _stop(str(error))
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
@@ -272,6 +289,21 @@ def fleet(
         raise typer.Exit(found.exit_code)
 
 
+@app.command()
+def doctor(vllm: VllmOption = None, as_json: JsonOption = False) -> None:
+    """All that a bug report needs, to be pasted: versions, GPU, platform, settings, status, fleet, errors. Secrets are masked.
+
+    Tells what is missing, too; exit code 0.
+    """
+    from vllm_graphfix import doctor as doctors
+
+    try:
+        found = doctors.examine(vllm)
+    except KeyboardInterrupt:
+        _stop("interrupted", code=EXIT_INTERRUPTED)
+    typer.echo(json.dumps(found.as_json(), indent=2) if as_json else doctors.markdown(found), nl=as_json)
+
+
 def main() -> None:
     if not os.environ.get("COLUMNS", "80").strip("0"):  # Rich would print nothing in a width of 0
         del os.environ["COLUMNS"]
@@ -403,3 +435,13 @@ def _show_status(found: Status) -> None:
     console.print(table)
     for note in found.notes:
         console.print(f"[yellow]![/] {escape(note)}", highlight=False)
+    if any(row.answer for row in found.rows):
+        console.print()
+        concerned = Table("fix", "with these flags", "because", box=None, pad_edge=False)
+        for row in found.rows:
+            if row.answer is not None:
+                colour = _CONCERN_COLOURS[row.answer.concern.value]
+                concerned.add_row(
+                    f"[bold]{row.fix.name}[/]", f"[{colour}]{row.answer.concern.value}[/]", escape(row.answer.reason)
+                )
+        console.print(concerned)

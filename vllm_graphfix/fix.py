@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_graphfix.log import logger
 
 if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Judge
     from vllm_graphfix.source import Source
 
 
@@ -156,6 +157,8 @@ class Fix(NamedTuple):
     together: tuple[Together, ...] = ()
     default: Mode = Mode.AUTO
     """The mode where the user sets none: `observe` as long as no GPU has shown what the fix does to an engine's answers."""
+    applies: Judge | None = None
+    """Whether the defect can show in a deployment, for `status --for`: `concerns` for machines. Takes the shape that the diagnosis named, too."""
 
     @property
     def variable(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vllm_graphfix import __version__, manifest, rollout, settings
+from vllm_graphfix.deployment import Answer, Concern, Deployment
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, State, Verdict, variable
 from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT
 from vllm_graphfix.source import Source
@@ -22,12 +23,16 @@ class Row(NamedTuple):
     mode: Mode
     would_be: State
     notes: tuple[str, ...]
+    answer: Answer | None = None
+    """Whether the defect can show in the deployment that was asked about."""
 
     @property
     def left_undone(self) -> bool:
         """Needed, or perhaps needed, and not applied, which is not for want of a decision of the user's."""
         needed = self.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)
         by_default = self.fix.default is Mode.OBSERVE and self.would_be is State.OBSERVING
+        if self.answer is not None and self.answer.concern is Concern.DOES_NOT:
+            return False
         return needed and self.would_be is not State.ACTIVE and not by_default
 
 
@@ -59,14 +64,22 @@ class Status(NamedTuple):
                     "mode": row.mode.value,
                     "would_be": row.would_be.value,
                     "notes": list(row.notes),
+                    **(
+                        {"concern": {"answer": row.answer.concern.value, "reason": row.answer.reason}}
+                        if row.answer
+                        else {}
+                    ),
                 }
                 for row in self.rows
             ],
         }
 
 
-def status(source: Source, environment: Mapping[str, str] = os.environ) -> Status:
-    """Judges *source*. Raises `SourceError` and `ManifestError`; nothing is imported or executed."""
+def status(source: Source, environment: Mapping[str, str] = os.environ, deployment: Deployment | None = None) -> Status:
+    """Judges *source*, and for a *deployment* of it which fixes concern it. Raises `SourceError` and `ManifestError`.
+
+    Nothing is imported or executed.
+    """
     wanted = settings.read(environment, [fix.name for fix in FIXES], OBSERVED_BY_DEFAULT)
     found = {fix.name: manifest.diagnose(fix, source) for fix in FIXES}
     filtered = filtered_out(environment)
@@ -77,6 +90,8 @@ def status(source: Source, environment: Mapping[str, str] = os.environ) -> Statu
     if not decision.canary and decision.refused is None:
         notes.append(f"an engine that starts here is not in the rollout: {decision.withheld}")
     rows = tuple(_row(fix, found, wanted, filtered, decision.withheld) for fix in FIXES)
+    if deployment is not None:
+        rows = tuple(row._replace(answer=_answer(row.fix, row.diagnosis, deployment)) for row in rows)
     unneeded = [variable(row.fix.name) for row in rows if _no_longer_needed(row, wanted)]
     if unneeded:
         notes.append(f"no longer needed with this vLLM: {', '.join(unneeded)}")
@@ -85,6 +100,17 @@ def status(source: Source, environment: Mapping[str, str] = os.environ) -> Statu
 
 def _no_longer_needed(row: Row, wanted: settings.Settings) -> bool:
     return row.fix.name in wanted.explicit and row.diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT)
+
+
+def _answer(fix: Fix, diagnosis: Diagnosis, deployment: Deployment) -> Answer:
+    if diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT):
+        return Answer(Concern.DOES_NOT, f"this vLLM does not have the defect: {diagnosis.reason}")
+    if fix.applies is None:
+        return Answer(Concern.UNKNOWN, f"comparing your flags with what it concerns: {fix.concerns}")
+    found = fix.applies(deployment, diagnosis.shape)
+    if diagnosis.verdict is Verdict.UNRECOGNISED and found.concern is Concern.CONCERNS:
+        return Answer(Concern.UNKNOWN, f"somebody who looks at the code: {diagnosis.reason}")
+    return found
 
 
 def _row(

@@ -11,6 +11,7 @@ from vllm_graphfix.capturing import FactoryPerPass, WatchedFactory, capture_sess
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Together, Verdict
 
 if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
 
 _MANAGER = "vllm/v1/worker/gpu/cudagraph_utils.py"
@@ -249,6 +250,12 @@ def observers(shape: str) -> tuple[Patch, ...]:
     )
 
 
+def applies(deployment: Deployment, shape: str) -> Answer:
+    from vllm_graphfix.deployment import all_of
+
+    return all_of(deployment.runner("V2"), deployment.full_graphs(), deployment.flashmla())
+
+
 FIX = Fix(
     name="capture-state",
     pr=42444,
@@ -282,4 +289,5 @@ FIX = Fix(
             may_be_off=False,
         ),
     ),
+    applies=applies,
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
 
@@ -343,6 +344,21 @@ def _of_two_managers(shape: str, *, put_right: bool) -> tuple[Patch, ...]:
     return tuple(wanted)
 
 
+def applies(deployment: Deployment, shape: str) -> Answer:
+    from vllm_graphfix.deployment import all_of, any_of
+
+    mode, indices = shape != "two-managers-indices", "-indices" in shape or not shape
+    concerned = any_of(
+        *([deployment.piecewise_decodes()] if mode else []),
+        *(
+            [deployment.graphs()] if indices else []
+        ),  # a draft's prefill gathers with old indices wherever it is captured
+    )
+    # Decodes of a draft are its tokens after the first.
+    drafts = deployment.speculator("eagle", "eagle3", "mtp", several=not indices)
+    return all_of(deployment.runner("V2"), drafts, concerned)
+
+
 FIX = Fix(
     name="draft-decode-mode",
     pr=39773,
@@ -367,4 +383,5 @@ FIX = Fix(
     observers=observers,
     events=(DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES),
     fallback=FALLBACK,
+    applies=applies,
 )

@@ -18,6 +18,7 @@ from vllm_graphfix.capturing import (
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
 
@@ -178,6 +179,17 @@ def observers(shape: str) -> tuple[Patch, ...]:
     return (Patch(_EAGLE_MODULE, "PrefillEagleCudaGraphManager.capture", _watch_capture),)
 
 
+def applies(deployment: Deployment, shape: str) -> Answer:
+    from vllm_graphfix.deployment import all_of
+
+    return all_of(
+        deployment.runner("V2"),
+        deployment.speculator("eagle", "eagle3", "mtp"),
+        deployment.full_graphs(),
+        deployment.flashmla(),
+    )
+
+
 FIX = Fix(
     name="draft-prefill-state",
     pr=44253,
@@ -203,4 +215,5 @@ FIX = Fix(
     observers=observers,
     events=(CAPTURED_STATE_REUSED,),
     fallback=FALLBACK,
+    applies=applies,
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Together, Verdict
 
 if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
 
@@ -158,6 +159,12 @@ def observers(shape: str) -> tuple[Patch, ...]:
     return (Patch(_BACKEND_MODULE, _TARGET, _watch_plans),)
 
 
+def applies(deployment: Deployment, shape: str) -> Answer:
+    from vllm_graphfix.deployment import all_of
+
+    return all_of(deployment.fp8_cache(), deployment.dense_flashmla(), deployment.full_graphs())
+
+
 FIX = Fix(
     name="flashmla-fp8",
     pr=35175,
@@ -189,4 +196,5 @@ FIX = Fix(
             may_be_off=True,
         ),
     ),
+    applies=applies,
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
@@ -155,6 +156,12 @@ def observers(shape: str) -> tuple[Patch, ...]:
     return (Patch(_BACKEND_MODULE, _TARGET, _watch_padding),)
 
 
+def applies(deployment: Deployment, shape: str) -> Answer:
+    from vllm_graphfix.deployment import all_of
+
+    return all_of(deployment.fp8_cache(), deployment.dense_flashmla(), deployment.full_graphs())
+
+
 FIX = Fix(
     name="flashmla-padding",
     pr=None,
@@ -177,4 +184,5 @@ FIX = Fix(
     observers=observers,
     events=(PADDED_ROWS_GIVEN,),
     fallback=FALLBACK,
+    applies=applies,
 )

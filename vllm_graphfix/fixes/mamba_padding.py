@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
@@ -119,6 +120,13 @@ def observers(shape: str) -> tuple[Patch, ...]:
     return (Patch(_BUILDER_MODULE, _TARGET, _watch_marks),)
 
 
+def applies(deployment: Deployment, shape: str) -> Answer:
+    # Without chunked prefill, a request that ends after its prefill leaves such a slot behind as well.
+    from vllm_graphfix.deployment import all_of
+
+    return all_of(deployment.runner("V1"), deployment.mamba(), deployment.full_graphs())
+
+
 FIX = Fix(
     name="mamba-padding",
     pr=41873,
@@ -142,4 +150,5 @@ FIX = Fix(
     observers=observers,
     events=(PADDED_ROW_PREFILLING,),
     fallback=FALLBACK,
+    applies=applies,
 )

@@ -1,0 +1,65 @@
+"""The GPUs of this machine, and what their names say, without a driver library: nothing is started and nothing imported."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from itertools import islice
+from pathlib import Path
+
+PROC = Path("/proc/driver/nvidia")
+_MOST_GPUS = 64
+_LARGEST = 64 * 1024
+"""Bytes of a file about the driver or the system; they have a few hundred."""
+
+_GENERATIONS = (
+    (12, r"RTX 50\d\d|RTX PRO \d{4}.* Blackwell|GB10\b"),
+    (10, r"\b[BG]?B[123]00\b"),
+    (9, r"\bG?H(100|200|800|20)\b"),
+    (8, r"\b[AL](2|4|10|10G|16|20|30|40|40S|100|100X|800)\b|RTX (A|[2-6]000 Ada)|RTX [34]0\d\d"),
+    (7, r"\b(V100\w*|T4|TITAN (V|RTX))\b|RTX 20\d\d|Quadro RTX"),
+)
+"""Major compute capability by what is in the names that NVIDIA gives its GPUs."""
+_OTHERS = re.compile(r"\b(AMD|Instinct|Radeon|MI[2-4]\d\d\w*|Intel|Gaudi|TPU)\b", re.IGNORECASE)
+
+
+def small_text(path: Path, most: int = _LARGEST) -> str | None:
+    """What a regular file holds, *most* bytes of it; None if it cannot be read. Never waits for the other end of a FIFO, never raises."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return None
+    try:
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return None
+            return (file.read(most) or b"").decode("utf-8", "replace")
+    except OSError:
+        return None
+
+
+def gpus(proc: Path = PROC) -> tuple[str, ...]:
+    """Names of the NVIDIA GPUs that the kernel's driver tells of; empty where it tells of none."""
+    try:
+        with os.scandir(proc / "gpus") as entries:
+            folders = sorted(entry.path for entry in islice(entries, _MOST_GPUS))
+    except OSError:
+        return ()
+    told = (
+        re.search(r"^Model:\s*(.+)$", small_text(Path(folder, "information")) or "", re.MULTILINE) for folder in folders
+    )
+    return tuple(found[1].strip() for found in told if found)
+
+
+def capability(name: str) -> int | None:
+    """Major compute capability of the GPU *name*, 0 for one that is not NVIDIA's; None for a name that says nothing.
+
+    Also of a compute capability that is written out: ``9.0``, ``sm90``.
+    """
+    name = name[:200]
+    if plain := re.fullmatch(r"\s*(?:sm_?)?(\d{1,2})\.?\d[af]?\s*", name, re.IGNORECASE):
+        return int(plain[1])
+    if _OTHERS.search(name):
+        return 0
+    return next((major for major, pattern in _GENERATIONS if re.search(pattern, name, re.IGNORECASE)), None)
