@@ -317,11 +317,13 @@ def test_a_wheel_file_is_one_clear_line_for_who_insists_on_a_gpu(tmp_path: Path)
 
 def test_the_version_and_the_help_are_there() -> None:
     assert call("--version")[0] == f"vllm-graphfix {__version__}\n"
-    assert all(command in call("--help")[0] for command in ("status", "explain", "verify", "compare", "fleet"))
+    assert all(
+        command in call("--help")[0] for command in ("status", "explain", "verify", "compare", "fleet", "doctor")
+    )
 
 
 COMMAND = (sys.executable, "-m", "vllm_graphfix")
-PRINTING = ["status", "status --json", "explain", "explain mamba-padding", "fleet", "fleet --json", "--help"]
+PRINTING = ["status", "status --json", "explain", "explain mamba-padding", "fleet", "fleet --json", "doctor", "--help"]
 
 
 def in_a_shell(command: str, outputs: str, folder: Path, stdout: int = subprocess.PIPE) -> tuple[int, str]:

@@ -85,6 +85,13 @@ def test_every_fix_has_a_section_with_its_facts(fix: Fix) -> None:
     assert all(f"| {fact} |" in section for fact in (fix.symptom, fix.cause, fix.releases, f"`{fix.variable}`"))
 
 
+@pytest.mark.parametrize("page", ["am-i-hit.md", "long-lived-caches.md"])
+@pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
+def test_pages_that_tell_the_defects_apart_have_a_row_for_every_fix(fix: Fix, page: str) -> None:
+    rows = [line for line in (PROJECT / "docs" / page).read_text().splitlines() if line.startswith("|")]
+    assert [row for row in rows if f"`{fix.name}`" in row]
+
+
 VALUES = {"PATH", "FIX", "gpu", "cpu"}
 """Words of commands that are no names of fixes."""
 

@@ -88,6 +88,10 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
         "import_module": "waits for another thread that imports a module of vLLM, one of those named in this package"
     },
     "report.py": {"os.kill": "signal 0: whether a process is there"},
+    "doctor.py": {
+        "subprocess": "nvidia-smi, once, for a bug report: no library of ours asks the driver",
+        "os.killpg": "ends it where it hangs",
+    },
     # `verify` and `compare`, in processes of their own:
     "verify/double/run.py": {"subprocess": OWN_PYTHON},
     "verify/engine/device.py": {"subprocess": OWN_PYTHON, "ctypes": "asks NVML for the driver's version"},

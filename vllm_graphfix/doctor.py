@@ -99,7 +99,6 @@ _NUMBER = r"[0-9]{1,6}"
 _WORD = "|".join
 VARIABLES = (
     _Variable("VLLM_USE_V2_MODEL_RUNNER", "which model runner captures and replays", _FLAG),
-    _Variable("VLLM_USE_V1", "the engine, in older releases", _FLAG),
     _Variable("VLLM_ATTENTION_BACKEND", "the attention backend, in older releases", r"[A-Z][A-Z_0-9]{2,24}"),
     _Variable("VLLM_MLA_DISABLE", "latent attention, and FlashMLA with it", _FLAG),
     _Variable("VLLM_FLASH_ATTN_VERSION", "which FlashAttention plans for graphs", _NUMBER),

@@ -1,0 +1,358 @@
+"""`doctor`: all that a bug report needs, whatever is missing, hanging or hostile; and no secret in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile import TEXT, plant, share
+from hypothesis import given
+from hypothesis import strategies as st
+from records import leave, record
+from stock import ALL_RELEASES, release_root
+from test_security import run_command
+from typer.testing import CliRunner
+
+from vllm_graphfix import doctor, fleet, hardware, settings
+from vllm_graphfix.cli import app
+from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.report import FixReport
+
+PARTS = ["versions", "gpu", "platform", "plugin", "environment", "status", "fleet", "errors"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No nvidia-smi on the path, no processes of vLLM, and a folder of records that is empty."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("VLLM_GRAPHFIX_STATUS_DIR", str(tmp_path / "records"))
+    (tmp_path / "records").mkdir()
+    monkeypatch.setattr(fleet, "_unrecorded", lambda *given: ((), ()))
+
+
+def examined(release: str = "0.18.1", **environment: str) -> dict[str, Any]:
+    found = doctor.examine(release_root(release), dict(os.environ) | environment)
+    return json.loads(json.dumps(found.as_json()))  # type: ignore[no-any-return]
+
+
+def pasted(release: str = "0.18.1", **environment: str) -> str:
+    return doctor.markdown(doctor.examine(release_root(release), dict(os.environ) | environment))
+
+
+# -- what is told -------------------------------------------------------------------------------------------------
+
+
+def test_json_is_an_interface_with_a_schema() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--json", "--vllm", str(release_root("0.18.1"))])
+    assert done.exit_code == 0
+    found = json.loads(done.stdout)
+    assert found["schema"] == 1
+    assert list(found) == ["schema", "graphfix", *PARTS]
+    assert found["versions"]["vllm"].startswith("0.18.1 in ")
+    assert [row["name"] for row in found["status"]["fixes"]] == list(BY_NAME)
+    assert found["plugin"] | {"others": []} == {
+        "entry_point": "vllm_graphfix:register",
+        "times_found": 1,
+        "others": [],
+        "VLLM_PLUGINS": None,
+        "loaded": "yes",
+    }
+
+
+def test_the_paste_is_plain_and_has_a_heading_for_each_part() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--vllm", str(release_root("0.18.1"))])
+    assert done.exit_code == 0
+    assert "\x1b" not in done.stdout
+    assert re.findall(r"^#### (.*)$", done.stdout, re.MULTILINE) == [
+        "GPU" if part == "gpu" else part.capitalize() for part in PARTS
+    ]
+    assert "- flashmla-fp8: affected; mode auto, would be active: `every batch" in done.stdout
+
+
+def test_nothing_is_imported_or_started_and_nothing_written(tmp_path: Path) -> None:
+    seen, shown = run_command(["doctor", "--vllm", str(release_root("0.18.1"))], tmp_path, {"PATH": str(tmp_path)})
+    assert (seen.harm, seen.wrote) == ([], [])
+    assert set(seen.signals) <= {0}
+    assert not {"vllm", "torch"} & set(seen.modules)
+    assert "### vllm-graphfix doctor" in shown
+
+
+def test_a_plugin_that_is_filtered_out_is_told() -> None:
+    assert "does not name it" in examined(VLLM_PLUGINS="another")["plugin"]["loaded"]
+    assert examined(VLLM_PLUGINS="graphfix,another")["plugin"] | {"others": []} == {
+        "entry_point": "vllm_graphfix:register",
+        "times_found": 1,
+        "others": [],
+        "VLLM_PLUGINS": ["graphfix", "(set, not shown)"],
+        "loaded": "yes",
+    }
+
+
+def test_variables_are_shown_if_they_have_a_form_that_their_name_is_known_for() -> None:
+    found = examined(
+        VLLM_GRAPHFIX="strict",
+        VLLM_GRAPHFIX_MAMBA_PADDING="sometimes",
+        VLLM_GRAPHFIX_ROLLOUT="5",
+        VLLM_GRAPHFIX_ROLLOUT_KEY="tenant-of-ours",
+        VLLM_GRAPHFIX_TENANT="tenant-of-ours",
+        VLLM_USE_V2_MODEL_RUNNER="1",
+        VLLM_LOGGING_LEVEL="of-somebody",
+        VLLM_API_KEY="of-somebody",
+        SOME_SETTING="of-somebody",
+    )
+    told = {each["name"]: each["value"] for each in found["environment"]["variables"]}
+    told.pop("VLLM_GRAPHFIX_STATUS_DIR")
+    assert told == {
+        "VLLM_GRAPHFIX": "strict",
+        "VLLM_GRAPHFIX_MAMBA_PADDING": "(set, not shown)",
+        "VLLM_GRAPHFIX_ROLLOUT": "5 %",
+        "VLLM_GRAPHFIX_ROLLOUT_KEY": f"(set, not shown), bucket {told['VLLM_GRAPHFIX_ROLLOUT_KEY'].split()[-1]}",
+        "VLLM_GRAPHFIX…": "1 names that mean nothing (not shown)",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_LOGGING_LEVEL": "(set, not shown)",
+    }
+    assert "tenant-of-ours" not in json.dumps(found)
+    assert "of-somebody" not in json.dumps(found)
+
+
+def test_what_this_environment_does_to_the_fixes_is_what_status_says() -> None:
+    states = {row["name"]: row["would_be"] for row in examined(VLLM_GRAPHFIX="off")["status"]["fixes"]}
+    assert set(states.values()) == {"off"}
+    states = {row["name"]: row["would_be"] for row in examined(VLLM_GRAPHFIX_ROLLOUT="many")["status"]["fixes"]}
+    assert states["flashmla-fp8"] == "active", "a value that is not shown is not asked about"
+    assert "no engine gets the fixes" in str(examined(VLLM_GRAPHFIX_ROLLOUT="many")["status"]["notes"])
+    assert {row["would_be"] for row in examined(VLLM_PLUGINS="other")["status"]["fixes"]} == {"off"}
+
+
+def test_every_variable_of_vllm_that_is_looked_at_is_one_of_some_release() -> None:
+    known = "".join(
+        (release_root(release) / "vllm/envs.py").read_text() for release in ALL_RELEASES[:: len(ALL_RELEASES) - 1]
+    )
+    known += (release_root("0.18.1") / "vllm/envs.py").read_text() + (
+        release_root("0.22.1") / "vllm/envs.py"
+    ).read_text()
+    ours = [each.name for each in doctor.VARIABLES if each.name.startswith("VLLM_")]
+    assert [name for name in ours if f'"{name}"' not in known] == []
+
+
+def test_engines_and_the_reasons_of_what_went_wrong_are_told(tmp_path: Path) -> None:
+    failed = {"capture-state": FixReport("auto", "failed", "ValueError: it has another shape")}
+    leave(tmp_path / "records", record(), record(rank=0, fixes=failed))
+    found = examined()
+    (engine,) = found["fleet"]["engines"]
+    assert engine["states"] == {"capture-state": {"failed": 1}}
+    assert found["errors"]["last"] == [
+        {"of": "capture-state", "state": "failed", "reason": "ValueError: it has another shape"}
+    ]
+    assert "- `capture-state` failed: `ValueError: it has another shape`" in pasted()
+
+
+# -- what is missing ----------------------------------------------------------------------------------------------
+
+
+def test_no_vllm_and_no_folder_of_records_are_told_and_the_rest_is_there(tmp_path: Path) -> None:
+    found = doctor.examine(tmp_path, {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path / "nowhere")}).as_json()
+    assert "holds no vllm/__init__.py" in found["versions"]["vllm"]
+    assert "holds no vllm/__init__.py" in found["status"]["error"]
+    assert "is no folder" in found["fleet"]["error"]
+    assert found["platform"]["system"].startswith("Linux")
+    assert CliRunner().invoke(app, ["doctor", "--vllm", str(tmp_path)]).exit_code == 0
+
+
+@pytest.mark.parametrize("part", ["_versions", "_gpu", "_platform", "_plugin", "_variables", "_status", "_fleet"])
+def test_a_part_that_fails_says_so_and_the_others_are_there(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise RuntimeError("this part is broken")
+
+    monkeypatch.setattr(doctor, part, fails)
+    text = pasted()
+    assert "cannot be told: `RuntimeError: this part is broken`" in text
+    assert text.count("#### ") == len(PARTS)
+
+
+def test_metadata_that_cannot_be_read_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch-2.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "torch" in examined()["versions"]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "loop", "zero", "unreadable", "folder"])
+def test_what_stands_in_the_place_of_a_file_about_the_driver_is_not_waited_for(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(tmp_path / "proc" / "version", kind, b"", tmp_path)
+    monkeypatch.setattr(hardware, "PROC", tmp_path / "proc")
+    assert examined()["gpu"]["driver"] is None
+
+
+# -- nvidia-smi ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a stand-in for nvidia-smi goes; it is waited for for a second."""
+    monkeypatch.setattr(doctor, "_PATIENCE", 1.0)
+    return tmp_path / "bin" / "nvidia-smi"
+
+
+def script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_gpus_are_those_that_nvidia_smi_names(smi: Path) -> None:
+    script(smi, "echo 'NVIDIA H100 80GB HBM3, 550.54.15, 81559 MiB, 9.0'; echo something else")
+    found = examined()["gpu"]
+    assert found["nvidia-smi"] == "answered"
+    assert found["seen"] == [
+        {"name": "NVIDIA H100 80GB HBM3", "driver": "550.54.15", "memory": "81559 MiB", "compute_capability": "9.0"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("sleep 60", "did not answer within 1 s"),
+        ("trap '' TERM INT; sleep 60 & sleep 60", "did not answer within 1 s"),
+        ("exec 1>&-; sleep 60", "did not answer within 1 s"),
+        ("while :; do echo aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa; done", "does not stop talking"),
+        ("echo 'a, b, c, d'; exit 9", "ended with 9"),
+        ("sleep 60 & echo 'a, b, c, d'", "answered"),
+    ],
+    ids=[
+        "hangs",
+        "hangs and does not want to end",
+        "closes its output and hangs",
+        "talks on",
+        "fails",
+        "leaves a child",
+    ],
+)
+def test_a_broken_nvidia_smi_is_told_and_waited_for_no_longer_than_it_may(text: str, told: str, smi: Path) -> None:
+    script(smi, f"{text}\n")
+    started = time.monotonic()
+    assert examined()["gpu"]["nvidia-smi"] == told
+    assert time.monotonic() - started < 30, "sixty is how long it would take"
+
+
+def test_nothing_that_nvidia_smi_has_started_is_left(smi: Path, tmp_path: Path) -> None:
+    script(smi, f"sleep 60 & echo $! > {tmp_path / 'pid'}; wait")
+    examined()
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(200):
+        state = hardware.small_text(Path(f"/proc/{pid}/stat"))
+        if state is None or state.rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("it still runs")
+
+
+def test_an_nvidia_smi_that_cannot_be_started_is_told(smi: Path) -> None:
+    smi.write_bytes(b"\x7fELF broken")
+    smi.chmod(0o755)
+    assert examined()["gpu"]["nvidia-smi"].startswith("cannot be started: ")
+
+
+# -- secrets ------------------------------------------------------------------------------------------------------
+
+MASKED = [
+    ("https://alice:pa55word@host.example/v1", "https://(hidden)@host.example/v1"),
+    ("redis://:pa55word@cache:6379", "redis://(hidden)@cache:6379"),
+    ("hf_AbCdEfGhIjKlMnOp", "(hidden)"),
+    ("Authorization: Bearer abcdef.ghij", "Authorization: Bearer (hidden)"),
+    ('{"api_key": "abcdefgh"}', '{"api_key": "(hidden)"}'),
+    ("vllm serve m --api-key abcdefgh --port 1", "vllm serve m --api-key (hidden) --port 1"),
+    ("token=abcdefgh&x=1", "token=(hidden)&x=1"),
+    ("/home/alice/models/x in /Users/bob/y", "~/models/x in ~/y"),
+    ("4f9a8b7c6d5e4f3a2b1c0d9e8f7a6b5c", "(hidden)"),
+    ("AKIAIOSFODNN7EXAMPLE", "(hidden)"),
+    ("a\x1b[2J\nb", "a\ufffd[2J b"),
+]
+
+
+@pytest.mark.parametrize(("text", "masked"), MASKED)
+def test_what_is_nobodys_business_is_masked_in_every_text(text: str, masked: str) -> None:
+    assert doctor._Mask({}, ()).text(text) == masked
+
+
+PLAIN = [
+    "DeepSeek-R1-Distill-Qwen-32B-abliterated",
+    "FlashMLAMetadataBuilder._build_decode has no parameter seq_lens_device",
+    "DeepseekV32IndexerMetadataBuilder",
+    "rows that schedule no token are never prefilling",
+    "vllm/v1/attention/backends/mla/flashmla.py:172",
+    *(text for fix in FIXES for text in (fix.symptom, fix.cause, fix.remedy, fix.workaround)),
+]
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_what_a_report_is_for_is_not_masked(text: str) -> None:
+    shown = doctor._Mask({}, ()).text(text)
+    assert shown == text or shown == text[:299] + "…"
+
+
+def test_hosts_and_the_home_folder_have_no_names(tmp_path: Path) -> None:
+    problem = "rank 1 on gpu-17.corp.example has another version"
+    leave(tmp_path / "records", record(host="gpu-17.corp.example", pid=77, problem=problem))
+    text = pasted(HOME="/srv/people/alice", VLLM_GRAPHFIX_STATUS_DIR=str(tmp_path / "records"))
+    assert "gpu-17" not in text
+    assert re.search(r"rank 1 on host-\d has another version", text)
+    assert "~/x" in doctor._Mask({"HOME": "/srv/people/alice"}, ()).text("/srv/people/alice/x")
+
+
+def test_what_somebody_else_wrote_is_no_markup(tmp_path: Path) -> None:
+    reason = "`@everyone` <img src=x> [a](http://b) | \n# heading"
+    leave(tmp_path / "records", record(fixes={"capture-state": FixReport("auto", "conflict", reason)}))
+    (line,) = [line for line in pasted().splitlines() if line.startswith("- `capture-state` conflict")]
+    assert line == "- `capture-state` conflict: `'@everyone' <img src=x> [a](http://b) |  # heading`"
+
+
+SECRET = "q9Zsecret7Xsecret"  # noqa: S105 - it is one, and must not be shown
+NAMES = st.sampled_from(
+    [
+        *settings.names(BY_NAME),
+        "VLLM_GRAPHFIX_TOKEN",
+        "vllm_graphfix_x",
+        "VLLM_PLUGINS",
+        "VLLM_API_KEY",
+        "HF_TOKEN",
+        "SOMETHING",
+        "HOME",
+        "KUBERNETES_SERVICE_HOST",
+        *(each.name for each in doctor.VARIABLES),
+    ]
+)
+VALUES = st.builds("{}{}{}".format, TEXT, st.just(SECRET), TEXT) | st.sampled_from(["on", "1", "", "graphfix", "5%"])
+
+
+@share(50)
+@given(environment=st.dictionaries(NAMES, VALUES, max_size=8))
+def test_no_value_of_an_environment_is_shown_that_is_not_known(environment: Mapping[str, str]) -> None:
+    """But the folder of the records and the home, which are no secrets: left out."""
+    environment = {name: value for name, value in environment.items() if name not in (settings.STATUS_DIR, "HOME")}
+    found = doctor.examine(release_root("0.18.1"), environment)
+    assert SECRET not in json.dumps(found.as_json())
+    text = doctor.markdown(found)
+    assert SECRET not in text
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
+@share(50)
+@given(texts=st.lists(TEXT, min_size=4, max_size=4))
+def test_no_text_of_a_record_breaks_the_paste(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    base = tmp_path_factory.mktemp("records")
+    clean = [text.encode("utf-8", "replace").decode() for text in texts]
+    fixes = {"capture-state": FixReport("auto", "failed", clean[0])}
+    leave(base, record(fixes=fixes, model=clean[1], vllm=clean[2], problem=clean[3]))
+    text = doctor.markdown(doctor.examine(release_root("0.18.1"), {settings.STATUS_DIR: str(base)}))
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert [line for line in text.splitlines() if line.startswith("#")] == ["### vllm-graphfix doctor"] + [
+        f"#### {'GPU' if part == 'gpu' else part.capitalize()}" for part in PARTS
+    ]
