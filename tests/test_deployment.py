@@ -102,6 +102,19 @@ def answer(release: str, fix: str, line: str, gpu: str | None = None) -> tuple[C
 
 # Release, fix, line, GPU, answer, part of the reason.
 TABLE: list[tuple[str, str, str, str | None, Concern, str]] = [
+    # the fixes beyond the first six
+    ("0.20.0", "prefill-dispatch", "./mamba2", None, YES, "Mamba2ForCausalLM"),
+    ("0.20.0", "prefill-dispatch", "./llama", None, NO, "no recurrent layers"),
+    ("0.21.0", "prompt-logprobs", "./llama" + EAGLE, None, YES, "eagle3"),
+    ("0.21.0", "prompt-logprobs", "./llama", None, NO, "no speculator"),
+    ("0.18.1", "idle-rank", "./v3 -dp 8", None, YES, "--data-parallel-size 8"),
+    ("0.18.1", "idle-rank", "./v3", None, NO, "one data-parallel rank"),
+    ("0.26.0", "triton-mla-padding", "./v3 --attention-backend TRITON_MLA", None, YES, "TRITON_MLA"),
+    ("0.26.0", "triton-mla-padding", "./llama", None, NO, "no latent attention"),
+    ("0.21.0", "indexer-padding", "./v32" + MTP, None, YES, "sparse attention"),
+    ("0.21.0", "indexer-padding", "./v32", None, NO, "no speculator"),
+    ("0.21.0", "workspace-growth", V2 + "./v3", None, YES, "V2"),
+    ("0.21.0", "workspace-growth", "./v3", None, NO, "V1"),
     # the graph mode
     ("0.18.1", "flashmla-fp8", "./v3 --kv-cache-dtype fp8", HOPPER, YES, "FULL_AND_PIECEWISE (the default)"),
     ("0.18.1", "flashmla-fp8", "./v3 --kv-cache-dtype=fp8_e4m3 -O3", HOPPER, YES, "(-O3)"),

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from vllm_graphfix import manifest, settings
 from vllm_graphfix.cli import app
-from vllm_graphfix.fix import Fix
+from vllm_graphfix.fix import Fix, Mode
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
 PROJECT = Path(__file__).parent.parent
@@ -82,7 +82,8 @@ def test_every_fix_has_a_section_with_its_facts(fix: Fix) -> None:
     sections = (PROJECT / "docs" / "fixes.md").read_text().split("\n## ")
     section = next(text for text in sections if text.startswith(f"{fix.name}\n"))
     assert f"<!-- generated: {fix.name} -->" in section
-    assert all(f"| {fact} |" in section for fact in (fix.symptom, fix.cause, fix.releases, f"`{fix.variable}`"))
+    assert all(f"| {fact} |" in section for fact in (fix.symptom, fix.cause, fix.releases))
+    assert f"| Variable | `{fix.variable}`{', `observe` by default' if fix.default is Mode.OBSERVE else ''} |" in section
 
 
 @pytest.mark.parametrize("page", ["am-i-hit.md", "long-lived-caches.md"])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict, Wrap
 
 if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
 
@@ -352,6 +353,14 @@ def observers(shape: str) -> tuple[Patch, ...]:
     return (Patch(_WORKER_MODULE, _TARGET, _watch_blocks(shape)),)
 
 
+def applies(deployment: Deployment, shape: str) -> Answer:
+    from vllm_graphfix.deployment import all_of, any_of
+
+    # From 0.20.0 on slots are clean: what is left is the states of recurrent layers and a drafter's slots.
+    left = [] if not shape or "slots" in shape.split("-and-") else [any_of(deployment.recurrent(), deployment.drafts())]
+    return all_of(deployment.data_parallel(), *left)
+
+
 FIX = Fix(
     name="idle-rank",
     pr=39444,
@@ -389,4 +398,5 @@ FIX = Fix(
     observers=observers,
     events=(IDLE_STEP_ON_REAL_BLOCKS,),
     fallback=FALLBACK,
+    applies=applies,
 )

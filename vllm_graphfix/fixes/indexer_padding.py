@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
 
@@ -242,6 +243,12 @@ def observers(shape: str) -> tuple[Patch, ...]:
     return (Patch(_INDEXER_MODULE, _TARGET, _watch_lengths),)
 
 
+def applies(deployment: Deployment, shape: str) -> Answer:
+    from vllm_graphfix.deployment import all_of
+
+    return all_of(deployment.sparse_mla(), deployment.drafts(), deployment.full_graphs())
+
+
 FIX = Fix(
     name="indexer-padding",
     pr=None,
@@ -268,4 +275,5 @@ FIX = Fix(
     observers=observers,
     events=(PADDED_ROWS_BELOW_ZERO,),
     fallback=FALLBACK,
+    applies=applies,
 )

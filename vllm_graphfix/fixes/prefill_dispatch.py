@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict, Wrap
 
 if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
 
@@ -381,6 +382,14 @@ def _targets(shape: str, v1: Wrap, v2: Wrap) -> tuple[Patch, ...]:
     return {_V1: (of_v1,), _V2: of_v2, _BOTH: (of_v1, *of_v2)}[shape]
 
 
+def applies(deployment: Deployment, shape: str) -> Answer:
+    from vllm_graphfix.deployment import all_of
+
+    # Both runners have it in the shapes that say so, and where the shape is not known.
+    runners = () if shape in ("", _BOTH) else (deployment.runner("V1" if shape == _V1 else "V2"),)
+    return all_of(*runners, deployment.recurrent(), deployment.full_graphs())
+
+
 FIX = Fix(
     name="prefill-dispatch",
     pr=53059,
@@ -406,4 +415,5 @@ FIX = Fix(
     observers=observers,
     events=(PREFILL_AS_DECODE,),
     fallback=FALLBACK,
+    applies=applies,
 )

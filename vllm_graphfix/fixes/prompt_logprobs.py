@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
 
@@ -209,6 +210,13 @@ def observers(shape: str) -> tuple[Patch, ...]:
     return (Patch(_RUNNER_MODULE, _TARGET, _watch_samples),)
 
 
+def applies(deployment: Deployment, shape: str) -> Answer:
+    from vllm_graphfix.deployment import all_of
+
+    drafters = deployment.speculator("eagle", "eagle3", "mtp", "dflash", "draft_model", "extract_hidden_states")
+    return all_of(deployment.runner("V1"), drafters, deployment.prompts_in_graphs())
+
+
 FIX = Fix(
     name="prompt-logprobs",
     pr=53520,
@@ -234,4 +242,5 @@ FIX = Fix(
     observers=observers,
     events=(READ_AFTER_DRAFT,),
     fallback=FALLBACK,
+    applies=applies,
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
 
@@ -192,6 +193,12 @@ def observers(shape: str) -> tuple[Patch, ...]:
     return (Patch(_COMMON_MODULE, "MLACommonMetadataBuilder.build", _watch_padding),)
 
 
+def applies(deployment: Deployment, shape: str) -> Answer:
+    from vllm_graphfix.deployment import all_of
+
+    return all_of(deployment.triton_mla(), deployment.full_graphs())
+
+
 FIX = Fix(
     name="triton-mla-padding",
     pr=None,
@@ -219,4 +226,5 @@ FIX = Fix(
     events=(EMPTY_ROWS_GIVEN,),
     fallback=FALLBACK,
     default=Mode.OBSERVE,
+    applies=applies,
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
 
@@ -286,6 +287,12 @@ def observers(shape: str) -> tuple[Patch, ...]:
     return _layers(shape, _watch)
 
 
+def applies(deployment: Deployment, shape: str) -> Answer:
+    from vllm_graphfix.deployment import all_of
+
+    return all_of(deployment.runner("V2"), deployment.graphs())
+
+
 FIX = Fix(
     name="workspace-growth",
     pr=55341,
@@ -313,4 +320,5 @@ FIX = Fix(
     events=(RECORDED_WORKSPACE_OUTGROWN,),
     fallback=FALLBACK,
     default=Mode.OBSERVE,
+    applies=applies,
 )
