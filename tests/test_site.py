@@ -1,0 +1,141 @@
+"""The site that `make docs` builds: complete, and nothing of it comes from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from vllm_graphfix.fixes import BY_NAME
+
+pytestmark = pytest.mark.xdist_group("site")  # built once
+
+PROJECT = Path(__file__).parent.parent
+REMOTE = re.compile(r"^(?:[a-z]+:)?//", re.IGNORECASE)
+IN_STYLE = re.compile(r"""(?:url\(|@import)\s*['"]?((?:https?:)?//[^'")\s;]+)""", re.IGNORECASE)
+UNRENDERED = re.compile(r"^ *(?:\||[-*] |\d+\. |#+ )|```|\]\(|\*\*|`", re.MULTILINE)
+"""What is left in a page's text of Markdown that Python-Markdown reads otherwise than code forges do."""
+
+
+class BuiltPage(HTMLParser):
+    """What a page makes a browser fetch, where it links to, its ids, and the text of its paragraphs that is no code."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.fetched: set[str] = set()
+        self.links: set[str] = set()
+        self.ids: set[str] = set()
+        self.classes: set[str] = set()
+        self.text = ""
+        self._within: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        if tag not in {"meta", "link", "img", "input", "br", "hr", "source"}:
+            self._within.append(tag)
+        self.ids.update({given["id"]} if "id" in given else ())
+        self.classes.update(given.get("class", "").split())
+        self.fetched.update(given[name] for name in ("src", "poster", "data", "xlink:href") if name in given)
+        self.fetched.update(part.split()[0] for part in given.get("srcset", "").split(",") if part.strip())
+        self.fetched.update(IN_STYLE.findall(given.get("style", "")))
+        if "href" in given:
+            (self.links if tag == "a" else self.fetched).add(given["href"])
+
+    def handle_endtag(self, tag: str) -> None:
+        while tag in self._within and self._within.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self._within:
+            self.fetched.update(IN_STYLE.findall(data))
+        if "p" in self._within and not {"code", "pre", "script", "style"} & set(self._within):
+            self.text += data
+
+
+def remote(fetched: set[str]) -> set[str]:
+    return {address for address in fetched if REMOTE.match(address)}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, BuiltPage]:
+    return {path: BuiltPage(path.read_text()) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
+
+
+def test_every_page_of_the_tree_is_there(site: Path, pages: dict[Path, BuiltPage]) -> None:
+    sources = {path.stem for path in (PROJECT / "docs").glob("*.md")}
+    assert {path.stem for path in pages} == sources | {"index", "changelog", "contributing", "security"}
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path, pages: dict[Path, BuiltPage]) -> None:
+    found = {path.name: remote(page.fetched) for path, page in pages.items()}
+    found |= {path.name: set(IN_STYLE.findall(path.read_text())) for path in site.rglob("*.css")}
+    found |= {path.name: remote(BuiltPage(path.read_text()).fetched) for path in site.rglob("*.svg")}
+    assert {name: addresses for name, addresses in found.items() if addresses} == {}
+
+
+def test_no_page_asks_the_theme_for_what_it_fetches_itself(pages: dict[Path, BuiltPage]) -> None:
+    """Its script takes mermaid from a CDN for a diagram, and the stars of a repository from its forge."""
+    assert {path.name for path, page in pages.items() if {"mermaid", "md-source"} & page.classes} == set()
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        '<script src="https://example.org/a.js"></script>',
+        '<link rel="stylesheet" href="//example.org/a.css">',
+        '<img src="a.png" srcset="a.png 1x, http://example.org/b.png 2x">',
+        "<style>@import 'https://example.org/a.css';</style>",
+        '<style>@font-face { src: url("https://example.org/a.woff2") }</style>',
+        '<p style="background: url(https://example.org/a.png)">',
+        '<svg><use xlink:href="https://example.org/a.svg#b"/></svg>',
+    ],
+)
+def test_what_is_fetched_from_elsewhere_is_seen(planted: str) -> None:
+    assert remote(BuiltPage(planted).fetched)
+
+
+def test_a_link_to_elsewhere_is_not_fetched() -> None:
+    assert BuiltPage('<a href="https://example.org/">').fetched == set()
+
+
+def unreachable(page: Path, link: str, pages: dict[Path, BuiltPage]) -> bool:
+    parts = urlsplit(link)
+    target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+    if target.is_dir():
+        target /= "index.html"
+    anchored = not parts.fragment or target not in pages or unquote(parts.fragment) in pages[target].ids
+    return not (target.is_file() and anchored)
+
+
+def test_links_and_what_pages_need_lead_somewhere(pages: dict[Path, BuiltPage]) -> None:
+    asked = {(path, link) for path, page in pages.items() for link in page.links | page.fetched}
+    local = {(path, link) for path, link in asked if not REMOTE.match(link)}
+    assert [f"{path.name}: {link}" for path, link in sorted(local) if unreachable(path, link, pages)] == []
+
+
+def test_every_fix_is_in_the_navigation(site: Path, pages: dict[Path, BuiltPage]) -> None:
+    assert {f"fixes.html#{name}" for name in BY_NAME} <= pages[site / "index.html"].links
+    assert set(BY_NAME) <= pages[site / "fixes.html"].ids
+
+
+def test_no_markdown_shows_through(pages: dict[Path, BuiltPage]) -> None:
+    """Lists want an empty line before them here, tables too, and a pipe in the code of a table is `&#124;`."""
+    assert {path.name: found for path, page in pages.items() if (found := UNRENDERED.findall(page.text))} == {}
+    assert [path.name for path in pages if re.search(r"<td>.*\\\|", path.read_text())] == []
