@@ -21,6 +21,10 @@ PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
 FIXES_PAGE = PROJECT / "docs" / "fixes.md"
 PAGES = (README, *sorted((PROJECT / "docs").glob("*.md")))
+PAGES = (
+    *(PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((PROJECT / "docs").glob("*.md")),
+)
 FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 TOOL_VARIABLES = {"GRAPHFIX_RELEASES"}
 """Of the project's tools, not of the plugin."""

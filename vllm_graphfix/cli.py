@@ -62,6 +62,13 @@ VllmOption = Annotated[
         help="A vLLM wheel file, source tree or site-packages folder; default: the installed vLLM.",
     ),
 ]
+
+
+def _complete_fix(incomplete: str) -> list[tuple[str, str]]:
+    """For a shell's completion: names of fixes, with what each does."""
+    return [(fix.name, fix.summary) for fix in FIXES if fix.name.startswith(incomplete.lower().replace("_", "-"))]
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="For machines; a stable interface with a schema version.")]
 
 _COLOURS = {
@@ -136,7 +143,10 @@ def status(
 @app.command()
 def explain(
     fix: Annotated[
-        str | None, typer.Argument(metavar="[FIX]", help="Name of a fix; without it, all are listed.")
+        str | None,
+        typer.Argument(
+            metavar="[FIX]", help="Name of a fix; without it, all are listed.", autocompletion=_complete_fix
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -160,7 +170,10 @@ def explain(
 
 @app.command()
 def verify(
-    fixes: Annotated[list[str] | None, typer.Argument(metavar="[FIX]…", help="Names of fixes; default: all.")] = None,
+    fixes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FIX]…", help="Names of fixes; default: all.", autocompletion=_complete_fix),
+    ] = None,
     vllm: VllmOption = None,
     device: Annotated[
         DeviceName | None,
