@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
 
-.PHONY: help venv releases demo test test-all lint docs build packages audit manifest mutation bench bench-engine clean
+.PHONY: help venv releases demo test test-all lint docs build install-check packages audit manifest mutation bench bench-engine clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -79,6 +79,15 @@ build: packages  ## sdist and wheel in dist/, checked
 		$(PYTHON) -m venv --without-pip "$$empty"; \
 		$(BIN)/python -m pip --python "$$empty/bin/python" install --quiet --no-deps --no-index dist/*.whl; \
 		cd "$$empty"; bin/python -c 'import vllm_graphfix; print("installed alone:", vllm_graphfix.__version__)'
+	@$(MAKE) --no-print-directory install-check
+
+install-check:  ## sdist and wheel of dist/, each installed with its libraries where nothing else is; asks the configured index
+	@set -e; empty=$$(mktemp -d); trap 'rm -rf "$$empty"' EXIT; \
+		for package in dist/*; do \
+			$(PYTHON) -m venv --clear "$$empty"; \
+			"$$empty/bin/python" -m pip install --quiet --disable-pip-version-check "$$package"; \
+			(cd "$$empty"; bin/vllm-graphfix explain > /dev/null; echo "$$package: $$(bin/vllm-graphfix --version)"); \
+		done
 
 # Strict: a library that the database does not know, as where it cannot be reached, would else count as one without vulnerabilities.
 audit: $(STAMP)  ## known vulnerabilities of the libraries that an installation brings; asks pypi.org

@@ -13,7 +13,7 @@ import pytest
 from stock import release_environment, release_root
 from test_readme import PAGES
 
-BLOCK = re.compile(r"(<!-- walked: .+ -->\n)?^```(?:bash|console|sh|shell)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"(<!-- walked: [^\n]+ -->\n)?^```(?:bash|console|sh|shell)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 CHEAP = ("status", "explain", "fleet")
 """Commands of vllm-graphfix that take well below a second, and need neither a GPU nor an engine."""
@@ -85,7 +85,7 @@ def commands(page: str) -> list[str]:
 
 SHOWN = sorted({command for page in PAGES for command in commands(page.read_text())})
 LEFT = [command for command in SHOWN if command not in NOT_RUN and command not in SLOW]
-RUN = [command for command in LEFT if re.match(rf"vllm-graphfix ({'|'.join(CHEAP)})\\b", command)]
+RUN = [command for command in LEFT if re.match(rf"vllm-graphfix ({'|'.join(CHEAP)})\b", command)]
 """Never what nobody has looked at: a page may show how to delete something."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,12 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from stock import release_root
+from table import verdict
+from test_source import wheel_of
 
 import vllm_graphfix
+from vllm_graphfix.fixes import BY_NAME
 
 PROJECT = Path(__file__).parent.parent
 
@@ -23,7 +28,7 @@ PROJECT = Path(__file__).parent.parent
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the sdist and the wheel, built from a copy of this tree: nothing is left behind in it."""
     copy = tmp_path_factory.mktemp("built") / "tree"
-    unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    unwanted = shutil.ignore_patterns(".git", ".venv", ".*_cache", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(PROJECT, copy, ignore=unwanted)
     (copy / "dist").mkdir()
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(copy / "dist"), str(copy)]
@@ -61,7 +66,8 @@ def test_sdist_holds_what_a_developer_needs(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "setup.py", "pyproject.toml", "MANIFEST.in"} <= names
-    assert {"tests", "docs", "benchmarks", "tools"} <= names
+    assert {"tests", "docs", "benchmarks", "tools", "deploy", ".github", ".ci/run"} <= names
+    assert {"CONTRIBUTING.md", "SECURITY.md", "mkdocs.yml", ".pre-commit-config.yaml"} <= names
     assert not [name for name in names if "__pycache__" in name]
 
 
@@ -97,3 +103,18 @@ def test_plugin_is_installed_here() -> None:
     (point,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="graphfix")
     assert point.value == "vllm_graphfix:register"
     assert Path(vllm_graphfix.__file__).parent == PROJECT / "vllm_graphfix"
+
+
+@pytest.mark.slow
+def test_an_empty_environment_judges_a_wheel_of_vllm(built: Path, tmp_path: Path) -> None:
+    """Without vLLM, torch or anything but what the wheel brings: what `uvx vllm-graphfix` and `pipx run vllm-graphfix` do."""
+    vllm = tmp_path / "vllm-0.18.1-cp38-abi3-manylinux_2_31_x86_64.whl"
+    wheel_of(release_root("0.18.1"), vllm)
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "empty")], check=True)
+    program = tmp_path / "empty" / "bin"
+    subprocess.run([program / "python", "-m", "pip", "install", "--quiet", *built.glob("*.whl")], check=True)
+    command = [program / "vllm-graphfix", "status", "--json", "--vllm", vllm]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {row["name"]: row["diagnosis"] for row in json.loads(done.stdout)["fixes"]}
+    assert found == {name: verdict(name, "0.18.1") for name in BY_NAME}

@@ -66,7 +66,7 @@ VllmOption = Annotated[
 
 def _complete_fix(incomplete: str) -> list[tuple[str, str]]:
     """For a shell's completion: names of fixes, with what each does."""
-    return [(fix.name, fix.summary) for fix in FIXES if fix.name.startswith(incomplete.lower().replace("_", "-"))]
+    return [(fix.name, fix.summary) for fix in FIXES if fix.name.startswith(incomplete)]
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="For machines; a stable interface with a schema version.")]
