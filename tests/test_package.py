@@ -112,7 +112,8 @@ def test_an_empty_environment_judges_a_wheel_of_vllm(built: Path, tmp_path: Path
     wheel_of(release_root("0.18.1"), vllm)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "empty")], check=True)
     program = tmp_path / "empty" / "bin"
-    subprocess.run([program / "python", "-m", "pip", "install", "--quiet", *built.glob("*.whl")], check=True)
+    install = [str(program / "python"), "-m", "pip", "install", "--quiet", *map(str, built.glob("*.whl"))]
+    subprocess.run(install, check=True)
     command = [program / "vllm-graphfix", "status", "--json", "--vllm", vllm]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
