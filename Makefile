@@ -79,13 +79,13 @@ build: packages  ## sdist and wheel in dist/, checked
 		$(PYTHON) -m venv --without-pip "$$empty"; \
 		$(BIN)/python -m pip --python "$$empty/bin/python" install --quiet --no-deps --no-index dist/*.whl; \
 		cd "$$empty"; bin/python -c 'import vllm_graphfix; print("installed alone:", vllm_graphfix.__version__)'
-	@$(MAKE) --no-print-directory install-check
 
+# Apart from build, since it costs half a minute and asks an index; the workflow `build` runs it on every Python that is supported.
 install-check:  ## sdist and wheel of dist/, each installed with its libraries where nothing else is; asks the configured index
 	@set -e; empty=$$(mktemp -d); trap 'rm -rf "$$empty"' EXIT; \
 		for package in dist/*; do \
 			$(PYTHON) -m venv --clear "$$empty"; \
-			"$$empty/bin/python" -m pip install --quiet --disable-pip-version-check "$$package"; \
+			"$$empty/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check "$$package"; \
 			(cd "$$empty"; bin/vllm-graphfix explain > /dev/null; echo "$$package: $$(bin/vllm-graphfix --version)"); \
 		done
 
