@@ -20,7 +20,6 @@ from vllm_graphfix.fixes import BY_NAME, FIXES
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
 FIXES_PAGE = PROJECT / "docs" / "fixes.md"
-PAGES = (README, *sorted((PROJECT / "docs").glob("*.md")))
 PAGES = (
     *(PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((PROJECT / "docs").glob("*.md")),
