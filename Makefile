@@ -80,7 +80,7 @@ build: packages  ## sdist and wheel in dist/, checked
 		$(BIN)/python -m pip --python "$$empty/bin/python" install --quiet --no-deps --no-index dist/*.whl; \
 		cd "$$empty"; bin/python -c 'import vllm_graphfix; print("installed alone:", vllm_graphfix.__version__)'
 
-# Apart from build, since it costs half a minute and asks an index; the workflow `build` runs it on every Python that is supported.
+# Apart from build, since it asks an index and makes two environments; the workflow `build` runs it on every Python that is supported.
 install-check:  ## sdist and wheel of dist/, each installed with its libraries where nothing else is; asks the configured index
 	@set -e; empty=$$(mktemp -d); trap 'rm -rf "$$empty"' EXIT; \
 		for package in dist/*; do \

@@ -114,7 +114,7 @@ def test_an_empty_environment_judges_a_wheel_of_vllm(built: Path, tmp_path: Path
     program = tmp_path / "empty" / "bin"
     install = [str(program / "python"), "-m", "pip", "install", "--quiet", *map(str, built.glob("*.whl"))]
     subprocess.run(install, check=True)
-    command = [program / "vllm-graphfix", "status", "--json", "--vllm", vllm]
+    command = [str(program / "vllm-graphfix"), "status", "--json", "--vllm", str(vllm)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = {row["name"]: row["diagnosis"] for row in json.loads(done.stdout)["fixes"]}
