@@ -15,7 +15,7 @@ from test_readme import PAGES
 
 BLOCK = re.compile(r"(<!-- walked: [^\n]+ -->\n)?^```(?:bash|console|sh|shell)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
-CHEAP = ("status", "explain", "fleet")
+CHEAP = ("status", "explain", "fleet", "doctor")
 """Commands of vllm-graphfix that take well below a second, and need neither a GPU nor an engine."""
 
 GPU = "needs a GPU, and a model that is there"
