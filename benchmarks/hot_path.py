@@ -480,6 +480,7 @@ def indexer(rounds: int) -> list[tuple[object, ...]]:
             functions = (stock, patch.wrap(stock), stock, watch.wrap(stock))
             calls = Calls(*(_call(function, own, **given) for function in functions))
             found.append(_compared(label, around, calls, rounds, target=True))
+    return found
 
 
 # Triton MLA
@@ -532,6 +533,7 @@ def triton_mla(rounds: int) -> list[tuple[object, ...]]:
     functions = (decode_attention_fwd, zeros.wrap(decode_attention_fwd), decode_attention_fwd, decode_attention_fwd)
     calls = Calls(*(_call(function, *given) for function in functions))
     found.append(_compared("triton-mla-padding, a layer outside of a graph", "alone", calls, rounds, target=False))
+    return found
 
 
 # workspace-growth

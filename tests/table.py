@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ SAMPLE = frozenset(
 """One release of each shape of the code, first and last ones among them: what `make test` runs where a release costs seconds."""
 
 
-def slow_but_for(some: tuple[str, ...], releases: tuple[str, ...]) -> list[Any]:
+def slow_but_for(some: Sequence[str], releases: Sequence[str]) -> list[Any]:
     """Parameters of a test; `make test` runs *some*."""
     return [pytest.param(release, marks=() if release in some else pytest.mark.slow) for release in releases]
 

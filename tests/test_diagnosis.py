@@ -132,7 +132,7 @@ def LENGTHS_BELOW_ZERO(text: str) -> str:  # noqa: N802 - one of the changes
 WITHOUT_LOCK = cut(
     r"lock_workspace, (?=use_workspace_lane)", r"^ {8}if not profile_only:\n(?: +#.*\n)* +lock_workspace\(\)\n"
 )
-WITHOUT_THE_FIX = [
+WITHOUT_THE_FIX: list[tuple[str, str, dict[str, Callable[[str], str]]]] = [
     ("capture-state", "0.22.0", {CUDAGRAPHS: cut(r"^ {24}forward_fn, attn_state = create_forward_fn\(desc\)\n")}),
     ("mamba-padding", "0.23.0", {RUNNER: cut(r"^ *is_prefilling\[num_reqs:\] = False\n")}),
     ("flashmla-fp8", "0.23.0", {FLASHMLA: WITHOUT_PLAN_IN_BUFFERS}),
@@ -374,7 +374,7 @@ def test_one_model_runner_may_have_the_remedy_and_the_other_not(tmp_path: Path) 
     assert (found.verdict, found.shape) == (Verdict.AFFECTED, "shape-only-v2")
 
 
-UNSEEN = [
+UNSEEN: list[tuple[str, str, dict[str, Callable[[str], str]]]] = [
     (
         "indexer-padding",
         "0.20.0",

@@ -86,7 +86,9 @@ def test_every_fix_has_a_section_with_its_facts(fix: Fix) -> None:
     section = next(text for text in sections if text.startswith(f"{fix.name}\n"))
     assert f"<!-- generated: {fix.name} -->" in section
     assert all(f"| {fact} |" in section for fact in (fix.symptom, fix.cause, fix.releases))
-    assert f"| Variable | `{fix.variable}`{', `observe` by default' if fix.default is Mode.OBSERVE else ''} |" in section
+    assert (
+        f"| Variable | `{fix.variable}`{', `observe` by default' if fix.default is Mode.OBSERVE else ''} |" in section
+    )
 
 
 @pytest.mark.parametrize("page", ["am-i-hit.md", "long-lived-caches.md"])

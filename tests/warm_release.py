@@ -198,7 +198,8 @@ class _Watched:
 
 def _all_but(without: tuple[str, ...]) -> list[str]:
     """Modules of vLLM that do not need those *without* which they are to be imported."""
-    builtins.__import__ = watched = _Watched()
+    watched = _Watched()
+    setattr(builtins, "__import__", watched)  # noqa: B010 - a function, to mypy
     _imports([*without, *_IMPORTERS])
     names = [name for name in sys.modules if name.startswith("vllm.")]
     for name in names:
