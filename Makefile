@@ -8,6 +8,8 @@ DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
 
 .PHONY: help venv releases demo test test-all lint docs build install-check packages audit manifest mutation bench bench-engine clean
 .DELETE_ON_ERROR:
+# The tests import vLLM some hundred times: where no bytecode is kept, each time compiles it anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## this list
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "%-12s %s\n", $$1, $$2 }' Makefile
