@@ -40,7 +40,7 @@ EXIT_LEFT_UNDONE = 3
 EXIT_INTERRUPTED = 130
 
 _OBSERVED_BY_DEFAULT = (
-    "No GPU has shown yet what this fix does to an engine's answers, so it only counts until {}=auto or =on applies it."
+    "A GPU has shown this defect in memory, and not yet in an engine's answers, so the fix only counts until {}=auto or =on applies it."
 )
 
 PIPE_WIDTH = 140

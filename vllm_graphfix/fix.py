@@ -156,7 +156,7 @@ class Fix(NamedTuple):
     fallback: Fallback
     together: tuple[Together, ...] = ()
     default: Mode = Mode.AUTO
-    """The mode where the user sets none: `observe` as long as no GPU has shown what the fix does to an engine's answers."""
+    """The mode where the user sets none: `observe` as long as no GPU has shown the defect in an engine's answers."""
     applies: Judge | None = None
     """Whether the defect can show in a deployment, for `status --for`: `concerns` for machines. Takes the shape that the diagnosis named, too."""
 
