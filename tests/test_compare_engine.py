@@ -13,8 +13,9 @@ from typing import Any
 import planted_corruption
 import pytest
 from engine import compare, report, write_llama
+from table import affected_by, state_by_default
 
-from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.engine import models
 
 Done = subprocess.CompletedProcess[str]
@@ -64,8 +65,12 @@ def test_equal_answers_are_equal(two_ranks: dict[str, Any]) -> None:
 
 @on_two_ranks
 def test_every_rank_tells_the_states_of_its_fixes(two_ranks: dict[str, Any]) -> None:
-    state = {fix.name: "not-needed" for fix in FIXES}
-    assert two_ranks["fixes"] == {"0": state, "1": state}
+    assert two_ranks["fixes"].keys() == {"0", "1"}
+    for states in two_ranks["fixes"].values():
+        assert states.keys() == BY_NAME.keys()
+        for name, state in states.items():  # a CPU has no use for some modules
+            assert state in {state_by_default(name, "0.27.0"), "waiting"}
+            assert (state == "not-needed") == (name not in affected_by("0.27.0"))
 
 
 @on_two_ranks

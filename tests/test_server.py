@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server import MODEL, NOBODY, RELEASE, Answer, Installed, Server, install, serve
+from table import affected_by, state_by_default
 
 from vllm_graphfix import __version__
 from vllm_graphfix.fixes import BY_NAME, FIXES
@@ -23,7 +24,8 @@ from vllm_graphfix.fixes import BY_NAME, FIXES
 pytestmark = pytest.mark.xdist_group("servers")
 
 PROMPT = [3, 4, 5]
-APPLIED = {"capture-state", "draft-prefill-state", "mamba-padding"}
+STATES = {fix.name: state_by_default(fix.name, "0.21.0") for fix in FIXES}
+NEEDED = affected_by("0.21.0")
 """What 0.21.0 needs, on a CPU as elsewhere."""
 
 
@@ -179,8 +181,7 @@ def test_records_say_what_runs(plain: Seen) -> None:
 
 def test_the_worker_has_applied_what_the_release_needs(plain: Seen) -> None:
     (worker,) = plain.role("worker")
-    assert {name for name, fix in worker["fixes"].items() if fix["state"] == "active"} == APPLIED
-    assert {fix["state"] for name, fix in worker["fixes"].items() if name not in APPLIED} == {"not-needed"}
+    assert {name: fix["state"] for name, fix in worker["fixes"].items()} == STATES
     assert worker["rank"] == {"rank": 0, "local_rank": 0, "world_size": 1, "data_parallel_rank": 0}
 
 
@@ -189,7 +190,7 @@ def test_metrics_show_each_fix(plain: Seen) -> None:
     shown = {
         labels["fix"]: (labels["state"], labels["mode"], ranks) for labels, ranks in samples(text, "graphfix_fix_state")
     }
-    assert shown == {fix.name: ("active" if fix.name in APPLIED else "not-needed", "auto", 1.0) for fix in FIXES}
+    assert shown == {fix.name: (STATES[fix.name], fix.default.value, 1.0) for fix in FIXES}
     for labels, _ in samples(text, "graphfix_fix_state"):
         assert (labels["vllm"], labels["graphfix"]) == (RELEASE, __version__)
         assert labels["reason"]
@@ -198,7 +199,7 @@ def test_metrics_show_each_fix(plain: Seen) -> None:
 def test_metrics_show_the_events_of_each_fix(plain: Seen) -> None:
     (text,) = plain.metrics.values()
     shown = {(labels["fix"], labels["event"]): count for labels, count in samples(text, "graphfix_events")}
-    assert shown == {(name, event.name): 0.0 for name in APPLIED for event in BY_NAME[name].events}
+    assert shown == {(name, event.name): 0.0 for name in NEEDED for event in BY_NAME[name].events}
 
 
 def test_metrics_show_the_ranks_and_the_rollout(plain: Seen) -> None:
@@ -239,7 +240,7 @@ def test_log_says_in_one_line_what_was_applied(plain: Seen) -> None:
     told = [line for line in plain.log.splitlines() if "graphfix:" in line]
     assert len(told) == 1
     assert "INFO" in told[0]
-    assert all(fix in told[0] for fix in APPLIED)
+    assert all(fix in told[0] for fix in NEEDED)
 
 
 def test_a_killed_engine_core_reads_as_dead(plain: Seen) -> None:
@@ -269,8 +270,8 @@ def test_two_ranks_agree(two_ranks: Seen) -> None:
 def test_metrics_count_both_ranks(two_ranks: Seen) -> None:
     (text,) = two_ranks.metrics.values()
     assert (value(text, "graphfix_ranks_expected"), value(text, "graphfix_ranks_agreeing")) == (2, 2)
-    active = {labels["fix"]: n for labels, n in samples(text, "graphfix_fix_state") if labels["state"] == "active"}
-    assert active == dict.fromkeys(APPLIED, 2.0)
+    shown = {labels["fix"]: (labels["state"], n) for labels, n in samples(text, "graphfix_fix_state")}
+    assert shown == {name: (state, 2.0) for name, state in STATES.items()}
 
 
 def test_fleet_shows_both_ranks(two_ranks: Seen) -> None:
@@ -306,9 +307,9 @@ def test_metrics_of_both_api_servers_are_complete(two_api_servers: Seen) -> None
     assert two_api_servers.metrics.keys() == {"ApiServer_0", "ApiServer_1"}
     for text in two_api_servers.metrics.values():
         states = {labels["fix"]: (labels["state"], n) for labels, n in samples(text, "graphfix_fix_state")}
-        assert states == {fix.name: ("active" if fix.name in APPLIED else "not-needed", 1.0) for fix in FIXES}
+        assert states == {name: (state, 1.0) for name, state in STATES.items()}
         assert (value(text, "graphfix_ranks_expected"), value(text, "graphfix_ranks_agreeing")) == (1, 1)
-        assert len(samples(text, "graphfix_events")) == sum(len(BY_NAME[name].events) for name in APPLIED)
+        assert len(samples(text, "graphfix_events")) == sum(len(BY_NAME[name].events) for name in NEEDED)
         assert value(text, "graphfix_canary") == 1
 
 
