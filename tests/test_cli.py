@@ -105,10 +105,16 @@ def test_check_is_3_where_a_needed_fix_would_not_be_applied() -> None:
 
 
 def test_what_is_observed_by_default_is_not_left_undone() -> None:
-    """Nobody has decided against it."""
-    assert {row["name"] for row in status("0.33.0", check=True)["fixes"] if row["would_be"] == "observing"} == {
-        "triton-mla-padding"
-    }
+    """Nobody has decided against it; how to have it is said."""
+    (row,) = [row for row in status("0.33.0", check=True)["fixes"] if row["would_be"] == "observing"]
+    assert row["name"] == "triton-mla-padding"
+    assert row["notes"] == ["observed by default; VLLM_GRAPHFIX_TRITON_MLA_PADDING=auto applies it"]
+    (row,) = [
+        row
+        for row in status("0.33.0", {"VLLM_GRAPHFIX_TRITON_MLA_PADDING": "auto"})["fixes"]
+        if row["mode"] == "auto" and row["name"] == "triton-mla-padding"
+    ]
+    assert (row["would_be"], row["notes"]) == ("active", [])
     status("0.33.0", {"VLLM_GRAPHFIX_PREFILL_DISPATCH": "observe"}, check=True, code=3)
 
 
@@ -139,7 +145,7 @@ def test_status_tells_what_to_act_on() -> None:
         )
         assert "draft-prefill-state is not switched on" in notes("0.21.0", {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": mode})
     assert notes("0.20.0", {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "off"}).startswith("no longer needed")
-    assert notes("0.18.1", {}) == ""
+    assert notes("0.18.1", {"VLLM_GRAPHFIX_WORKSPACE_GROWTH": "auto"}) == ""
 
 
 @pytest.mark.parametrize("release", ["0.14.1", "0.18.1", "0.21.0", "0.33.0"])

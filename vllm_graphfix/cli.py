@@ -39,9 +39,7 @@ EXIT_USAGE = 2
 EXIT_LEFT_UNDONE = 3
 EXIT_INTERRUPTED = 130
 
-_OBSERVED_BY_DEFAULT = (
-    "A GPU has shown this defect in memory, and not yet in an engine's answers, so the fix only counts until {}=auto or =on applies it."
-)
+_OBSERVED_BY_DEFAULT = "A GPU has shown this defect in memory, and not yet in an engine's answers, so the fix only counts until {}=auto or =on applies it."
 
 PIPE_WIDTH = 140
 """Columns where there is no terminal."""

@@ -124,6 +124,8 @@ def _row(
         would_be = State.NOT_IN_CANARY
     elif diagnosis.verdict is Verdict.AFFECTED and mode is Mode.OBSERVE:
         would_be = State.OBSERVING
+        if fix.default is Mode.OBSERVE and fix.name not in wanted.explicit:
+            notes.append(f"observed by default; {fix.variable}=auto applies it")
     elif diagnosis.verdict is Verdict.AFFECTED:
         would_be = State.ACTIVE
         for together in fix.together:
