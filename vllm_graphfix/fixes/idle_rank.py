@@ -292,8 +292,8 @@ def _padded(compute: StockFunction) -> StockFunction:
 
 def _for_now(owner: Any, name: str, function: StockFunction, undo: Undo) -> None:
     """In this one object, and only as long as the step runs."""
+    undo.append(functools.partial(vars(owner).pop, name, None))
     setattr(owner, name, function)
-    undo.append(functools.partial(vars(owner).pop, name))
 
 
 def _let_go_for_now(rows: Any, undo: Undo) -> None:
