@@ -44,7 +44,7 @@ planted = pytest.mark.xdist_group("compare what is planted")
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> dict[str, Any]:
-    """Text through a tokenizer, a draft model, two ranks, every process that vLLM has in production."""
+    """Text through a tokenizer, a draft model, two ranks, every process that vLLM has in production: two minutes, for `make test-all`."""
     draft = json.dumps({"method": "eagle", "model": "./eagle", "num_speculative_tokens": 2})
     flags = (*SMALL, "-tp", "2", "--speculative-config", draft)
     every_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -52,6 +52,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     return report(compare(folder, *given, env=every_process, code=3)) | {"flags given": list(flags)}
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_equal_answers_are_equal(two_ranks: dict[str, Any]) -> None:
     assert not two_ranks["corrupt"]
@@ -63,6 +64,7 @@ def test_equal_answers_are_equal(two_ranks: dict[str, Any]) -> None:
     assert two_ranks["tokens"] == two_ranks["compared"] == 40
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_every_rank_tells_the_states_of_its_fixes(two_ranks: dict[str, Any]) -> None:
     assert two_ranks["fixes"].keys() == {"0", "1"}
@@ -73,6 +75,7 @@ def test_every_rank_tells_the_states_of_its_fixes(two_ranks: dict[str, Any]) -> 
             assert (state == "not-needed") == (name not in affected_by("0.27.0"))
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_drafts_are_counted_in_both_engines(two_ranks: dict[str, Any]) -> None:
     """Twice as many where all was asked twice."""
@@ -81,6 +84,7 @@ def test_drafts_are_counted_in_both_engines(two_ranks: dict[str, Any]) -> None:
     assert not two_ranks["drafts"]["lost"]
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_an_engine_without_graphs_is_no_proof(two_ranks: dict[str, Any]) -> None:
     """Its exit code was 3."""
@@ -88,6 +92,7 @@ def test_an_engine_without_graphs_is_no_proof(two_ranks: dict[str, Any]) -> None
     assert "no CUDA graphs were used" in two_ranks["inconclusive"]
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_it_is_told_what_was_compared(two_ranks: dict[str, Any]) -> None:
     told = {

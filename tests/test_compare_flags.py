@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import typer.main
 from stock import ALL_RELEASES, release_root, run_in_release
+from table import slow_but_for
 from typer.testing import CliRunner
 
 from vllm_graphfix.cli import app
@@ -280,7 +281,7 @@ REACHED = {
 """What vLLM's engine is given."""
 
 
-@pytest.mark.parametrize("release", ["0.15.0", "0.18.1", "0.29.0", "0.33.0"])
+@pytest.mark.parametrize("release", slow_but_for(("0.15.0", "0.33.0"), ("0.15.0", "0.18.1", "0.29.0", "0.33.0")))
 def test_stock_vllm_takes_a_command_line_of_its_server_as_it_was_given(release: str) -> None:
     """The oldest release that is affected, the last one without `LLM.from_engine_args`, one from between, and the newest."""
     done = run_in_release(release, PARSED.format(flags=GIVEN), {"HF_HUB_OFFLINE": "0"})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from stock import run_in_release
-from table import ALL_APPLIED
+from table import ALL_APPLIED, slow_but_for
 
 from vllm_graphfix.verify.engine.probes import (
     PROBES,
@@ -286,7 +286,7 @@ def test_what_dense_fp8_flashmla_is_given_for_padded_rows(switch: str, lowest: l
 
 
 @pytest.mark.parametrize(("switch", "lowest"), [("off", -1.0), ("on", 0.0)])
-@pytest.mark.parametrize("release", ["0.20.0", "0.27.1"])
+@pytest.mark.parametrize("release", slow_but_for(("0.27.1",), ("0.20.0", "0.27.1")))
 def test_what_the_sparse_indexer_is_given_for_padded_rows(release: str, switch: str, lowest: float) -> None:
     seen, _, error = seen_on_real_classes(release, "indexer_padding", "indexer-lengths", IN_A_BUILDER, switch)
     assert seen == [lowest]
@@ -311,7 +311,7 @@ scenario.run = lambda: engine.generate()
 
 
 @pytest.mark.parametrize(("switch", "wrong"), [("off", 6.0), ("on", 0.0)])
-@pytest.mark.parametrize("release", ["0.22.0", "0.33.0"])
+@pytest.mark.parametrize("release", slow_but_for(("0.33.0",), ("0.22.0", "0.33.0")))
 def test_rows_of_length_0_are_counted_in_the_graphs(release: str, switch: str, wrong: float) -> None:
     """Two in each of three replays; neither in eager nor in the capture is there one."""
     seen, _, _ = seen_on_real_classes(release, "triton_mla_padding", "empty-rows", IN_TRITON_MLA, switch)
@@ -347,7 +347,7 @@ def test_draft_tokens_are_kept_in_order_with_the_size_of_each_batch() -> None:
 
 
 @pytest.mark.parametrize("switch", ["off", "on"])
-@pytest.mark.parametrize("release", ["0.18.1", "0.25.1"])
+@pytest.mark.parametrize("release", slow_but_for(("0.25.1",), ("0.18.1", "0.25.1")))
 def test_others_memory_is_written_to_when_a_recorded_workspace_was_outgrown(release: str, switch: str) -> None:
     """On stock all of the old workspace, which is as large as one of the probe's tensors."""
     (written, looked), _, error = seen_on_real_classes(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from nightly import make_nightly
 from stock import release_root, run_in_release
-from table import PAIRS, affected_by, between, slow_but_for_the_sample
+from table import PAIRS, affected_by, between, slow_but_for, slow_but_for_the_sample
 from warm_release import run_in_fork
 
 from vllm_graphfix.capturing import has_consumed_plan
@@ -101,7 +101,12 @@ def test_without_the_defects_condition_nothing_is_counted(name: str, release: st
 
 
 @pytest.mark.parametrize(
-    ("without_mode", "without_zero_fill"), [(True, False), (False, True), (True, True)], ids=["mode", "indices", "both"]
+    ("without_mode", "without_zero_fill"),
+    [
+        pytest.param(True, False, marks=pytest.mark.slow, id="mode"),
+        pytest.param(False, True, marks=pytest.mark.slow, id="indices"),
+        pytest.param(True, True, id="both"),
+    ],
 )
 def test_nightlies_count_what_their_speculator_has(tmp_path: Path, without_mode: bool, without_zero_fill: bool) -> None:
     name = "draft-decode-mode"
@@ -504,7 +509,7 @@ print(has_consumed_plan((sparse(plan), {})))
 """
 
 
-@pytest.mark.parametrize("release", ["0.16.0", "0.18.1", "0.21.0", "0.22.1"])
+@pytest.mark.parametrize("release", slow_but_for(("0.16.0", "0.22.1"), ("0.16.0", "0.18.1", "0.21.0", "0.22.1")))
 def test_the_plan_of_sparse_flashmla_is_found(release: str) -> None:
     assert run_in_release(release, REAL_PLANS).stdout.split()[-2:] == ["False", "True"]
 

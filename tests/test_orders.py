@@ -27,7 +27,7 @@ PROCESSES = 3
 """Of an order: its own, the forked one, the spawned one."""
 ELEVENTH = 11
 """No divisor of the number of orders: every eleventh has each event in each place."""
-SOME = 401
+SOME = 797
 IN_MAKE_TEST = ("0.17.1", "0.21.0")
 _BATCH = 40
 _LIMIT = 600

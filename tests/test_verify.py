@@ -142,7 +142,7 @@ ALSO_AFFECTED = {"capture-state": ["draft-prefill-state"]}
     ("name", "release", "changes"),
     # Those that the scenarios drive; the others are judged by source alone.
     [
-        pytest.param(*row, id=f"{row[0]}-{row[1]}")
+        pytest.param(*row, id=f"{row[0]}-{row[1]}", marks=() if row[0] == "mamba-padding" else pytest.mark.slow)
         for row in WITHOUT_THE_FIX
         if row[1] <= "0.23.0" and row[0] != "triton-mla-padding"
     ],

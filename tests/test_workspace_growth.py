@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from behaviours import check_behaviours
+from table import slow_but_for
 
 ON = {"VLLM_GRAPHFIX_WORKSPACE_GROWTH": "on"}
 EVERYWHERE = "not lane and not trial and not capture_state"
@@ -22,7 +23,7 @@ def test_what_was_captured_on_trial_is_let_go() -> None:
     check_behaviours("0.29.0", "workspace_growth", ON, select="not capture_state")
 
 
-@pytest.mark.parametrize("release", ["0.15.0", "0.17.1", "0.18.1", "0.21.0"])
+@pytest.mark.parametrize("release", slow_but_for(("0.21.0",), ("0.15.0", "0.17.1", "0.18.1", "0.21.0")))
 def test_with_capture_state_both_are_right(release: str) -> None:
     """On a release of each of that fix's shapes."""
     both = ON | {"VLLM_GRAPHFIX_CAPTURE_STATE": "on"}
