@@ -238,10 +238,7 @@ def test_exit_code_of_fleet_is_0(plain: Seen) -> None:
 
 def test_each_process_that_imports_what_a_fix_concerns_logs_one_line(plain: Seen) -> None:
     told = [line for line in plain.log.splitlines() if "graphfix:" in line]
-    assert (
-        {"Worker"} <= {line.partition(" pid=")[0].strip("(") for line in told} <= {"APIServer", "EngineCore", "Worker"}
-    )
-    assert len({line.partition(")")[0] for line in told}) == len(told)
+    assert 1 <= len({line.partition("INFO")[0] for line in told}) == len(told) <= 3, "front-end, engine core, worker"
     for line in told:
         assert "INFO" in line
         assert all(fix in line for fix in NEEDED)
