@@ -207,6 +207,8 @@ class Faults:
             return
         missing = {name for name, (state, _, _) in told["states"].items() if state in _MISSING}
         if not other:
+            if stock.get(f"import {WATCHED[0]}") is not None:
+                return  # without a worker nothing is captured
             # Whose code this process has not imported, it does not need.
             if not guarded and (needed := [name for name in sorted(missing) if self._there(told, name)]):
                 yield f"not stopped, without {needed}"

@@ -134,7 +134,7 @@ def test_the_first_process_decides(found: Found) -> None:
         "key": IN,
         "canary": True,
         "role": "front-end",
-        "state": "waiting",
+        "state": "not-needed",
         "mode": "auto",
     }
 
