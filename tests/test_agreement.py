@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 from stock import release_root, run_in_release
-from table import affected_by
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
@@ -542,7 +541,11 @@ def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
         ("one has given up", "mamba-padding is 'active' on rank 0 ({host}); 'failed' on rank 1 ({host})."),
         (
             "one has given up",
-            f"The reason on rank 1 ({{host}}) for {', '.join(sorted(affected_by('0.21.0')))}: OSError: [Errno 24] Too many open files.",
+            "The reason on rank 1 ({host}) for capture-state, draft-prefill-state, ",
+        ),
+        (
+            "one has given up",  # without what this process has not imported
+            "mamba-padding, prefill-dispatch, workspace-growth: OSError: [Errno 24] Too many open files.",
         ),
     ],
 )
