@@ -116,8 +116,8 @@ class LLM:
             from vllm_graphfix.fixes import BY_NAME
 
             state = "off" if os.environ.get("VLLM_GRAPHFIX", "") == "off" else "active"
-            told = {name: os.environ.get("VLLM_GRAPHFIX_" + name.upper().replace("-", "_"), state) for name in BY_NAME}
-            return [told]
+            modes = {name: os.environ.get("VLLM_GRAPHFIX_" + name.upper().replace("-", "_"), "auto") for name in BY_NAME}
+            return [{name: state if mode == "auto" else mode for name, mode in modes.items()}]
         if callable(method):
             return [method(SimpleNamespace(model_runner=SimpleNamespace(speculator=self.speculator)))]
         raise NotImplementedError(f"this double of an engine does not know {method!r}")

@@ -260,10 +260,10 @@ CASES: dict[str, Case] = {
     "flashmla-fp8": MLA_FP8,
     "flashmla-padding": MLA_FP8_PADDED,
     "prefill-dispatch": MAMBA2_ONE_TOKEN,
-    "indexer-padding": SPARSE_MTP,
-    "triton-mla-padding": MLA_TRITON,
-    "workspace-growth": MIXTRAL,
-    "idle-rank": MAMBA2_IDLE,
     "prompt-logprobs": LLAMA_EAGLE_SCORED,
+    "idle-rank": MAMBA2_IDLE,
+    "triton-mla-padding": MLA_TRITON,
+    "indexer-padding": SPARSE_MTP,
+    "workspace-growth": MIXTRAL,
 }
 """By the name of the fix."""
