@@ -116,7 +116,9 @@ class LLM:
             from vllm_graphfix.fixes import BY_NAME
 
             state = "off" if os.environ.get("VLLM_GRAPHFIX", "") == "off" else "active"
-            modes = {name: os.environ.get("VLLM_GRAPHFIX_" + name.upper().replace("-", "_"), "auto") for name in BY_NAME}
+            modes = {
+                name: os.environ.get("VLLM_GRAPHFIX_" + name.upper().replace("-", "_"), "auto") for name in BY_NAME
+            }
             return [{name: state if mode == "auto" else mode for name, mode in modes.items()}]
         if callable(method):
             return [method(SimpleNamespace(model_runner=SimpleNamespace(speculator=self.speculator)))]
