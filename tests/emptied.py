@@ -37,7 +37,7 @@ def main(names: list[str]) -> None:
     install_flashmla_stand_ins()
     importlib.import_module("vllm.v1.worker.gpu_model_runner")
     for name in names:
-        importlib.import_module(worker.scenario_module(name))
+        worker.scenario_of(name)
     _fork("stock", names)
     _fork("patched", names)
     for name in names:

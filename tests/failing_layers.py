@@ -71,6 +71,17 @@ class _ThroughUs(ast.NodeTransformer):
 
         self._function = ""
 
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        """What stands below a fix's record is its trial's, and runs in no layer."""
+        records = (
+            at
+            for at, each in enumerate(node.body)
+            if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "FIX"
+        )
+        end = next(records, len(node.body))
+        node.body[:end] = [self.visit(statement) for statement in node.body[:end]]
+        return node
+
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         outer, self._function = self._function, node.name
         node.body = [self.visit(statement) for statement in node.body]
@@ -133,12 +144,12 @@ def main(names: list[str], every: int = 1) -> None:
     """Prints a line of JSON for each fix of *names* and each call that its layers make in its scenario, or every so-manieth, and two without a failing call."""
     sys.meta_path.insert(0, _Finder())
     from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
-    from vllm_graphfix.verify.double.worker import scenario_module
+    from vllm_graphfix.verify.double.worker import scenario_of
 
     install_flashmla_stand_ins()
     importlib.import_module("vllm.v1.worker.gpu_model_runner")
     for name in names:
-        importlib.import_module(scenario_module(name))
+        scenario_of(name)
     for name in names:
         stock = _in_fork(name, None, {"VLLM_GRAPHFIX": "off"})
         right = _in_fork(name, None, {"VLLM_GRAPHFIX": "on"})
@@ -170,14 +181,14 @@ def _in_fork(name: str, failing: str | None, env: dict[str, str]) -> dict[str, A
 def _run(name: str, failing: str | None) -> dict[str, Any]:
     global _failing  # noqa: PLW0603 - one fork, one failing call
     import vllm_graphfix
-    from vllm_graphfix.verify.double.worker import scenario_module
+    from vllm_graphfix.verify.double.worker import scenario_of
 
     vllm_graphfix.register()
-    scenario = importlib.import_module(scenario_module(name))
+    scenario = scenario_of(name)
     before = vllm_graphfix.states()[name].state.value
     _seen.clear()
     _failing = failing
-    found = scenario.run()
+    found = scenario()
     calls, _failing = sorted(_seen), None
     state = vllm_graphfix.states()[name]
     return {

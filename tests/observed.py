@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,8 @@ from vllm_graphfix.fix import variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.double.worker import scenario_module
+from vllm_graphfix.verify.double.worker import scenario_module, scenario_of
+from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.report import differing
 
 MASTER = {"stock": "off", "observe": "on", "active": "on"}
@@ -31,7 +33,7 @@ def main(names: list[str]) -> None:
     install_flashmla_stand_ins()
     importlib.import_module("vllm.v1.worker.gpu_model_runner")
     for name in names:
-        importlib.import_module(scenario_module(name))
+        scenario_of(name)
     for way, master in MASTER.items():
         child = os.fork()
         if not child:
@@ -53,18 +55,32 @@ def _run(way: str, names: list[str]) -> None:
 
     vllm_graphfix.register()
     for name in names:
-        scenario, events = importlib.import_module(scenario_module(name)), BY_NAME[name].events
-        for workload, run in {"scenario": _measured, "without": WITHOUT[name], **FURTHER.get(name, {})}.items():
+        events = BY_NAME[name].events
+        for workload, run in workloads(name).items():
             for event in events:
                 event.count = 0
-            told = {"way": way, "fix": name, "workload": workload} | run(scenario)
+            told = {"way": way, "fix": name, "workload": workload} | run()
             told["state"] = vllm_graphfix.states()[name].state.value
             told["events"] = {event.name: event.count for event in events}
             print(json.dumps(told), flush=True)  # noqa: T201 - the result
 
 
+def workloads(name: str) -> dict[str, Callable[[], dict[str, object]]]:
+    """A trial has both; of the first twelve fixes the second is below."""
+    trial = BY_NAME[name].trial
+    if trial is not None:
+        scenario = trial().scenario
+        return {"scenario": lambda: _told(scenario()), "without": lambda: _told(scenario(hit=False))}
+    module = scenario_module(name)
+    runs = {"scenario": _measured, "without": WITHOUT[name], **FURTHER.get(name, {})}
+    return {workload: partial(run, module) for workload, run in runs.items()}
+
+
 def _measured(scenario: Any) -> dict[str, object]:
-    found = scenario.run()
+    return _told(scenario.run())
+
+
+def _told(found: Measurement) -> dict[str, object]:
     return {
         "numbers": repr((found.graphed, found.error)),  # as text, in which NaN equals NaN
         "right": found.error is None and not differing(found.eager, found.graphed),

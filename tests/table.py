@@ -1,7 +1,8 @@
-"""The table of defects: which stock release is affected by what. Written by hand; the diagnosis has to come to the same."""
+"""The table of defects: which stock release is affected by what, as the fixes' records say. The diagnosis has to come to the same."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,40 +12,27 @@ from fetch_vllm import ALL_RELEASES
 from vllm_graphfix.fix import variable
 from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT
 
-AFFECTED = {
-    "capture-state": ("0.15.0", "0.21.0"),
-    "draft-prefill-state": ("0.21.0", "0.22.1"),
-    "draft-decode-mode": ("0.17.0", "0.17.1"),
-    "mamba-padding": ("0.19.0", "0.21.0"),
-    "flashmla-fp8": ("0.15.0", "0.18.1"),
-    "flashmla-padding": ("0.15.0", "0.19.1"),
-    "prefill-dispatch": ("0.14.1", "0.33.0"),
-    "indexer-padding": ("0.20.0", "0.27.1"),
-    "triton-mla-padding": ("0.22.0", "0.33.0"),
-    "workspace-growth": ("0.14.1", "0.29.0"),
-    "idle-rank": ("0.14.1", "0.33.0"),
-    "prompt-logprobs": ("0.14.1", "0.33.0"),
-}
-"""First and last affected release of each fix."""
-
-ABSENT = {
-    "draft-prefill-state": ("0.14.1", "0.20.2"),
-    "mamba-padding": ("0.14.1", "0.18.1"),
-    "flashmla-fp8": ("0.14.1", "0.14.1"),
-    "flashmla-padding": ("0.14.1", "0.14.1"),
-    "indexer-padding": ("0.14.1", "0.19.1"),
-}
-"""First and last release in which the component is not there."""
-
 
 def between(first: str, last: str) -> tuple[str, ...]:
     return ALL_RELEASES[ALL_RELEASES.index(first) : ALL_RELEASES.index(last) + 1]
 
 
+def _span(releases: str) -> tuple[str, ...]:
+    """``first - last``, or one release; whatever stands behind is for people."""
+    found = re.match(r"(\d+\.\d+\.\d+)(?: - (\d+\.\d+\.\d+))?(?![-.\d])", releases)
+    assert found, f"{releases!r} does not begin with releases"
+    return between(found[1], found[2] or found[1])
+
+
+AFFECTED = {fix.name: _span(fix.releases) for fix in FIXES}
+ABSENT = {fix.name: _span(fix.absent) for fix in FIXES if fix.absent}
+"""Releases without the component."""
+
+
 def verdict(fix: str, release: str) -> str:
-    if release in between(*AFFECTED[fix]):
+    if release in AFFECTED[fix]:
         return "affected"
-    if fix in ABSENT and release in between(*ABSENT[fix]):
+    if release in ABSENT.get(fix, ()):
         return "absent"
     return "fixed"
 

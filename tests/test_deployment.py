@@ -324,6 +324,14 @@ TABLE: list[tuple[str, str, str, str | None, Concern, str]] = [
 ]
 
 
+TABLE += [
+    (served.release, fix.name, served.line, served.gpu, served.answer, served.because)
+    for fix in FIXES
+    if fix.trial is not None
+    for served in fix.trial().served
+]
+
+
 @pytest.mark.parametrize(
     ("release", "fix", "line", "gpu", "concern", "because"), TABLE, ids=[f"{r[1]}: {r[2]} on {r[3]}" for r in TABLE]
 )

@@ -13,9 +13,10 @@ from stock import ALL_RELEASES, release_root
 from table import affected_by, verdict
 
 from vllm_graphfix import manifest
-from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fix import Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.source import Source, open_source
+from vllm_graphfix.trial import Edit
 
 CUDAGRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
 EAGLE_CUDAGRAPHS = "vllm/v1/worker/gpu/spec_decode/eagle/cudagraph.py"
@@ -764,3 +765,27 @@ def test_an_import_that_stands_deeper_is_still_seen(tmp_path: Path) -> None:
     assert {name: manifest.diagnose(BY_NAME[name], source).verdict for name in affected_by("0.18.1")} == dict.fromkeys(
         affected_by("0.18.1"), Verdict.AFFECTED
     )
+
+
+EDITS = [
+    pytest.param(fix, edit, id=f"{fix.name}-{edit.release}-{edit.what}")
+    for fix in FIXES
+    if fix.trial is not None
+    for edit in fix.trial().edits
+]
+
+
+@pytest.mark.parametrize(("fix", "edit"), EDITS)
+def test_edits_of_a_trial_are_judged_as_it_says(tmp_path: Path, fix: Fix, edit: Edit) -> None:
+    changes: dict[str, Callable[[str], str]] = {edit.path: swap(edit.pattern, edit.replacement)}
+    found = manifest.diagnose(fix, open_source(edited(release_root(edit.release), tmp_path / "vllm", changes)))
+    assert found.verdict is edit.verdict
+    assert not found.known
+
+
+@pytest.mark.parametrize("fix", [fix for fix in FIXES if fix.trial is not None], ids=lambda fix: fix.name)
+def test_a_trial_edits_the_remedy_in_and_makes_a_shape_that_nobody_knows(fix: Fix) -> None:
+    assert fix.trial is not None
+    stock = {edit: verdict(fix.name, edit.release) for edit in fix.trial().edits}
+    assert any(edit.verdict is Verdict.FIXED and was == "affected" for edit, was in stock.items())
+    assert any(edit.verdict is Verdict.UNRECOGNISED for edit in stock)

@@ -19,12 +19,12 @@ SCENARIOS = """
 import importlib, json
 from vllm.plugins import load_general_plugins
 load_general_plugins()
-from vllm_graphfix.verify.double.worker import scenario_module
+from vllm_graphfix.verify.double.worker import scenario_of
 from vllm_graphfix.verify.report import differing
 
 told = {}
 for name in ("mamba-padding", "prefill-dispatch"):
-    found = importlib.import_module(scenario_module(name)).run()
+    found = scenario_of(name)()
     told[name] = found.error is None and not differing(found.eager, found.graphed)
 print(json.dumps(told))
 """

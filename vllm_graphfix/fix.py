@@ -14,6 +14,7 @@ from vllm_graphfix.log import logger
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Judge
     from vllm_graphfix.source import Source
+    from vllm_graphfix.trial import Trial
 
 
 class Verdict(str, Enum):
@@ -125,12 +126,14 @@ class Together(NamedTuple):
 class Fix(NamedTuple):
     """One upstream correction, brought to stock wheels at run time."""
 
+    number: int
+    """Its place among the fixes: the order in which they are applied, and of every table. No two have the same."""
     name: str
     pr: int | None
     references: tuple[str, ...]
     summary: str
     releases: str
-    """Affected stock releases, for people; a diagnosis never reads it."""
+    """Affected stock releases, ``first - last`` and what else there is to say, for people and tests; a diagnosis never reads it."""
     symptom: str
     cause: str
     remedy: str
@@ -159,6 +162,10 @@ class Fix(NamedTuple):
     """The mode where the user sets none: `observe` as long as no GPU has shown the defect in an engine's answers."""
     applies: Judge | None = None
     """Whether the defect can show in a deployment, for `status --for`: `concerns` for machines. Takes the shape that the diagnosis named, too."""
+    absent: str = ""
+    """Stock releases without the component, as in `releases`."""
+    trial: Callable[[], Trial] | None = None
+    """What `verify` and the tests try the fix with. None for the first twelve: theirs is in ``verify/`` and in a test module each."""
 
     @property
     def variable(self) -> str:

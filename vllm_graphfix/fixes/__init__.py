@@ -1,36 +1,18 @@
-"""One module a fix. The order is the order of application and of every table."""
+"""One module a fix: every module of this folder has a `FIX`."""
 
 from __future__ import annotations
 
-from vllm_graphfix.fix import Fix, Mode
-from vllm_graphfix.fixes import (
-    capture_state,
-    draft_decode_mode,
-    draft_prefill_state,
-    flashmla_fp8,
-    flashmla_padding,
-    idle_rank,
-    indexer_padding,
-    mamba_padding,
-    prefill_dispatch,
-    prompt_logprobs,
-    triton_mla_padding,
-    workspace_growth,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-FIXES: tuple[Fix, ...] = (
-    capture_state.FIX,
-    draft_prefill_state.FIX,
-    draft_decode_mode.FIX,
-    mamba_padding.FIX,
-    flashmla_fp8.FIX,
-    flashmla_padding.FIX,
-    prefill_dispatch.FIX,
-    prompt_logprobs.FIX,
-    idle_rank.FIX,
-    triton_mla_padding.FIX,
-    indexer_padding.FIX,
-    workspace_growth.FIX,
+from vllm_graphfix.fix import Fix, Mode
+
+FIXES: tuple[Fix, ...] = tuple(
+    sorted(
+        (import_module(f"{__name__}.{module.name}").FIX for module in iter_modules(__path__)),
+        key=lambda fix: fix.number,
+    )
 )
+"""In the order of application and of every table."""
 BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
 OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)

@@ -257,6 +257,7 @@ def applies(deployment: Deployment, shape: str) -> Answer:
 
 
 FIX = Fix(
+    number=1,
     name="capture-state",
     pr=42444,
     references=("PR 48261",),

@@ -360,6 +360,7 @@ def applies(deployment: Deployment, shape: str) -> Answer:
 
 
 FIX = Fix(
+    number=3,
     name="draft-decode-mode",
     pr=39773,
     references=("PR 37588",),

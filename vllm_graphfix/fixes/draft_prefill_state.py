@@ -191,11 +191,13 @@ def applies(deployment: Deployment, shape: str) -> Answer:
 
 
 FIX = Fix(
+    number=2,
     name="draft-prefill-state",
     pr=44253,
     references=("PR 48261",),
     summary="the draft's prefill is captured on attention states of its own",
     releases="0.21.0 - 0.22.1",
+    absent="0.14.1 - 0.20.2",
     symptom="With MTP or Eagle on model runner V2: CUDA launch failures while capturing, or drafts that are hardly ever accepted.",
     cause="The draft's prefill is warmed up and captured on the target's captured attention states. Such a state says that it is "
     "initialised, but its buffers belong to a graph that was recorded and has never run: the warm-up reads memory that nothing wrote, and the "

@@ -166,11 +166,13 @@ def applies(deployment: Deployment, shape: str) -> Answer:
 
 
 FIX = Fix(
+    number=5,
     name="flashmla-fp8",
     pr=35175,
     references=("PR 32810", "issue 33638"),
     summary="FlashMLA's fp8 plan stays where graphs recorded it",
     releases="0.15.0 - 0.18.1",
+    absent="0.14.1",
     symptom="--kv-cache-dtype fp8 with FlashMLA and full CUDA graphs turns to garbage (DeepSeek-V3.1).",
     cause="The builder gets new tensors from the planner for every batch. The graph recorded the addresses of the capture's, which "
     "nothing refreshes.",

@@ -163,11 +163,13 @@ def applies(deployment: Deployment, shape: str) -> Answer:
 
 
 FIX = Fix(
+    number=6,
     name="flashmla-padding",
     pr=None,
     references=("issue 33664", "issue 33638", "issue 40435", "PR 35969", "PR 35431"),
     summary="padded rows of fp8 FlashMLA point to memory that exists",
     releases="0.15.0 - 0.19.1",
+    absent="0.14.1",
     symptom="Illegal memory access under concurrency with --kv-cache-dtype fp8, FlashMLA and CUDA graphs (issue 40435: 25-56 % of requests succeed).",
     cause="The model runner pads a batch with sequence lengths of 0 and block-table entries of -1. The dense fp8 kernel computes a negative "
     "cache offset from them; whether that faults depends on what lies there.",

@@ -362,6 +362,7 @@ def applies(deployment: Deployment, shape: str) -> Answer:
 
 
 FIX = Fix(
+    number=9,
     name="idle-rank",
     pr=39444,
     references=("PR 34866", "PR 37728", "PR 49757", "PR 56734"),

@@ -250,11 +250,13 @@ def applies(deployment: Deployment, shape: str) -> Answer:
 
 
 FIX = Fix(
+    number=11,
     name="indexer-padding",
     pr=None,
     references=("issue 51593", "PR 51538"),
     summary="padded rows of the sparse indexer have no lengths below 0",
     releases="0.20.0 - 0.27.1",
+    absent="0.14.1 - 0.19.1",
     symptom="With speculative decoding and full CUDA graphs, DeepSeek V3.2 and V4 hang while a batch drains: GPUs at full load, no token, "
     "timeouts of the executor (issue 51593).",
     cause="For each token of a decode batch, the indexer's builder subtracts from its request's length how many tokens come after it. A padded "

@@ -128,11 +128,13 @@ def applies(deployment: Deployment, shape: str) -> Answer:
 
 
 FIX = Fix(
+    number=4,
     name="mamba-padding",
     pr=41873,
     references=(),
     summary="padded rows never turn a Mamba decode batch into a prefill",
     releases="0.19.0 - 0.21.0",
+    absent="0.14.1 - 0.18.1",
     symptom="Mamba and hybrid models decode wrong tokens under full CUDA graphs, now and then, under load.",
     cause="The model runner marks rows as prefilling over the padded rows too. A slot beyond the batch keeps the numbers of a request that was "
     "moved away while it was still prefilling. Mamba's builder splits by that mark: a padded row turns a pure decode batch into "

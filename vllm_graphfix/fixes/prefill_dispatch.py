@@ -391,6 +391,7 @@ def applies(deployment: Deployment, shape: str) -> Answer:
 
 
 FIX = Fix(
+    number=7,
     name="prefill-dispatch",
     pr=53059,
     references=("PR 47123", "PR 39945", "issue 49918", "issue 53051", "issue 57720"),

@@ -218,6 +218,7 @@ def applies(deployment: Deployment, shape: str) -> Answer:
 
 
 FIX = Fix(
+    number=8,
     name="prompt-logprobs",
     pr=53520,
     references=("issue 53488",),

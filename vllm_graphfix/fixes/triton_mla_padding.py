@@ -200,6 +200,7 @@ def applies(deployment: Deployment, shape: str) -> Answer:
 
 
 FIX = Fix(
+    number=10,
     name="triton-mla-padding",
     pr=None,
     references=("issue 57017", "PR 57094", "PR 42885"),

@@ -294,6 +294,7 @@ def applies(deployment: Deployment, shape: str) -> Answer:
 
 
 FIX = Fix(
+    number=12,
     name="workspace-growth",
     pr=55341,
     references=("issue 55336",),

@@ -17,7 +17,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from vllm_graphfix.trial import Scenario
 
 
 def _results() -> TextIO:
@@ -28,8 +31,20 @@ def _results() -> TextIO:
     return results
 
 
-def scenario_module(fix: str) -> str:
-    return f"vllm_graphfix.verify.double.scenarios.{fix.replace('-', '_')}"
+def scenario_of(fix: str) -> Scenario:
+    """What *fix* is shown with. Imports the parts of vLLM that it drives, or does so when it is called."""
+    from vllm_graphfix.fixes import BY_NAME
+
+    trial = BY_NAME[fix].trial
+    if trial is not None:
+        return trial().scenario
+    scenario: Scenario = scenario_module(fix).run
+    return scenario
+
+
+def scenario_module(fix: str) -> Any:
+    """Of one of the first twelve fixes, whose scenario is a module of its own."""
+    return importlib.import_module(f"vllm_graphfix.verify.double.scenarios.{fix.replace('-', '_')}")
 
 
 def _install_kernel_stand_ins() -> None:
@@ -87,7 +102,7 @@ def main(names: list[str], others: Sequence[str] = ()) -> None:
         _install_kernel_stand_ins()
     for name in names:
         try:
-            found = importlib.import_module(scenario_module(name)).run()
+            found = scenario_of(name)()
         except Exception as error:
             traceback.print_exc()
             say(event="failed", fix=name, error=f"{type(error).__name__}: {error}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_graphfix import settings
-from vllm_graphfix.fix import variable
+from vllm_graphfix.fix import Fix, variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.models import VOCABULARY
@@ -266,4 +266,9 @@ CASES: dict[str, Case] = {
     "indexer-padding": SPARSE_MTP,
     "workspace-growth": MIXTRAL,
 }
-"""By the name of the fix."""
+"""By the name of the fix: those of the first twelve."""
+
+
+def case_of(fix: Fix) -> Case | None:
+    """What is run for *fix*; None for one that no tiny model shows."""
+    return fix.trial().case if fix.trial is not None else CASES[fix.name]

@@ -23,7 +23,6 @@ from vllm_graphfix.verify.double import run as double
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.bars import EngineBars
 from vllm_graphfix.verify.engine.cases import (
-    CASES,
     GIB_PER_ENGINE,
     LLAMA_EAGLE,
     MAMBA2,
@@ -31,6 +30,7 @@ from vllm_graphfix.verify.engine.cases import (
     MAMBA2_ONE_TOKEN,
     MODES,
     Case,
+    case_of,
 )
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import Said
@@ -48,6 +48,7 @@ _MOST = 6
 """Engines at a time; more get in each other's way while they start."""
 _COMPILE = {LLAMA_EAGLE.name, MAMBA2.name, MAMBA2_ONE_TOKEN.name, MAMBA2_IDLE.name}
 """Cases that take minutes to compile kernels the first time, FlashInfer's and Triton's: they begin first."""
+_NO_CASE = "no engine of a tiny model shows it; `verify --device cpu` proves it on the CPU double"
 _LOUD = 0.2
 """Eager's own noise on a tiny model, in log-probability, beyond which a defect could pass for rounding: stock's are off by 0.5 to 1."""
 _ENOUGH = 0.5
@@ -64,9 +65,12 @@ def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) 
     others = [fix for fix in fixes if fix not in affected]
     if not affected:
         return double.run(source, fixes, console)  # nothing to run on a GPU
-    cases_of = {fix.name: CASES[fix.name] for fix in affected}
-    skipped = {name: why_skipped(case, device) or _missing(case, source) for name, case in cases_of.items()}
-    cases = dict.fromkeys(CASES[fix.name] for fix in affected if skipped[fix.name] is None)
+    cases_of = {fix.name: case_of(fix) for fix in affected}
+    skipped = {
+        name: _NO_CASE if case is None else why_skipped(case, device) or _missing(case, source)
+        for name, case in cases_of.items()
+    }
+    cases = dict.fromkeys(case for name, case in cases_of.items() if case is not None and skipped[name] is None)
     folder = Path(tempfile.mkdtemp(prefix="graphfix-verify-"))
     keep = False
     try:
@@ -78,7 +82,8 @@ def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) 
             ended = _run_cases(source, tuple(cases), device, folder, console)
             proofs = _of_the_others(left_alone, others, diagnoses)
         for fix in affected:
-            runs = {mode: ended[f"{CASES[fix.name].name} {mode}"] for mode in MODES} if not skipped[fix.name] else None
+            case = cases_of[fix.name]
+            runs = {mode: ended[f"{case.name} {mode}"] for mode in MODES} if case and not skipped[fix.name] else None
             proofs[fix.name] = prove(fix, diagnoses[fix.name], runs, skipped[fix.name])
         keep = any(end.error for end in ended.values()) or any(
             proofs[fix.name].outcome not in ("proven", "skipped") for fix in affected

@@ -1,0 +1,58 @@
+"""What a fix is tried with: read by `verify` and by the tests, never in an engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Concern
+    from vllm_graphfix.fix import Verdict
+    from vllm_graphfix.verify.engine.cases import Case
+    from vllm_graphfix.verify.measurement import Measurement
+
+
+class Scenario(Protocol):
+    """vLLM's own classes on the CPU, driven without and with CUDA graphs."""
+
+    def __call__(self, *, hit: bool = True) -> Measurement:
+        """The same computation twice. On stock the two differ; with the fix they are equal, and something is counted.
+
+        Not *hit*: the same code, without what it takes for the defect to show. The two are equal everywhere, and nothing is counted.
+        """
+
+
+class Edit(NamedTuple):
+    """A change of a stock release's source, and what the diagnosis has to make of it."""
+
+    what: str
+    """In a few words: the test's name."""
+    release: str
+    path: str
+    pattern: str
+    """Regular expression, where ``^`` and ``$`` are ends of lines; it has to occur."""
+    replacement: str
+    verdict: Verdict
+
+
+class Served(NamedTuple):
+    """A command line of `vllm serve`, and whether the fix concerns it."""
+
+    release: str
+    line: str
+    """Variables in front included. The model is a folder of `tests/test_deployment.py`: ``./llama``, ``./mamba2``, ``./v3``, …"""
+    answer: Concern
+    because: str
+    """Some words of the reason."""
+    gpu: str | None = None
+
+
+class Trial(NamedTuple):
+    """What shows that a fix is needed, that it works, and that its diagnosis can tell."""
+
+    scenario: Scenario
+    edits: tuple[Edit, ...]
+    """At least: upstream's remedy written into an affected release (`fixed`), and a change that nobody has looked at (`unrecognised`)."""
+    served: tuple[Served, ...]
+    """At least one that it concerns, and one that it does not."""
+    case: Case | None = None
+    """An engine on a GPU in which the defect shows. Without one, `verify --device gpu` skips the fix and says so."""
