@@ -49,6 +49,8 @@ NOT_RUN = {
     """promtool query instant http://prometheus:9090 'graphfix_canary{namespace="llm"} == 1'""": CLUSTER,
     "make demo": MINUTES,
     "make test": MINUTES,
+    "make manifest": MINUTES,
+    "python tools/update_docs.py": "writes the pages; test_readme.py compares them with what it would write",
     "make bench": MINUTES,
     "make bench-engine PYTHON=python3": GPU,
     "make venv": INDEX,

@@ -22,7 +22,7 @@ README = PROJECT / "README.md"
 FIXES_PAGE = PROJECT / "docs" / "fixes.md"
 PAGES = (
     *(PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
-    *sorted((PROJECT / "docs").glob("*.md")),
+    *sorted((PROJECT / "docs").glob("**/*.md")),
 )
 FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 TOOL_VARIABLES = {"GRAPHFIX_RELEASES"}
@@ -81,17 +81,27 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
-def test_every_fix_has_a_section_with_its_facts(fix: Fix) -> None:
-    sections = (PROJECT / "docs" / "fixes.md").read_text().split("\n## ")
-    section = next(text for text in sections if text.startswith(f"{fix.name}\n"))
-    assert f"<!-- generated: {fix.name} -->" in section
-    assert all(f"| {fact} |" in section for fact in (fix.symptom, fix.cause, fix.releases))
-    assert (
-        f"| Variable | `{fix.variable}`{', `observe` by default' if fix.default is Mode.OBSERVE else ''} |" in section
-    )
+def test_every_fix_has_a_page_with_its_facts(fix: Fix) -> None:
+    page = update_docs.FIXES_PAGES[fix.name].read_text()
+    assert f"---\n\n# {fix.name}\n\n<!-- generated: {fix.name} -->" in page
+    assert all(f"| {fact} |" in page for fact in (fix.symptom, fix.cause, fix.releases))
+    assert f"| Variable | `{fix.variable}`{', `observe` by default' if fix.default is Mode.OBSERVE else ''} |" in page
+    assert page.rpartition("<!-- end -->")[2].strip(), "what is wrapped, what must hold, and what is easy to get wrong"
 
 
-@pytest.mark.parametrize("page", ["am-i-hit.md", "long-lived-caches.md"])
+def test_every_page_of_a_fix_is_of_one_that_is_there() -> None:
+    assert set((PROJECT / "docs" / "fixes").iterdir()) == set(update_docs.FIXES_PAGES.values())
+
+
+def test_a_head_without_a_key_is_an_error_that_names_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = tmp_path / "capture-state.md"
+    page.write_text("---\nseen: something\n---\n\n# capture-state\n")
+    monkeypatch.setitem(update_docs.FIXES_PAGES, "capture-state", page)
+    with pytest.raises(KeyError, match=r"capture-state\.md: the head has \['seen'\]"):
+        update_docs.head(BY_NAME["capture-state"])
+
+
+@pytest.mark.parametrize("page", ["am-i-hit.md", "long-lived-caches.md", "verifying.md"])
 @pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
 def test_pages_that_tell_the_defects_apart_have_a_row_for_every_fix(fix: Fix, page: str) -> None:
     rows = [line for line in (PROJECT / "docs" / page).read_text().splitlines() if line.startswith("|")]

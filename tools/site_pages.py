@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from mkdocs.structure.files import File, Files, InclusionLevel
-from mkdocs.structure.nav import Link, Navigation, Section
 
 from vllm_graphfix.fixes import FIXES
 
@@ -32,6 +31,12 @@ SOURCES = {page: source for source, page in PAGES.items()}
 ATTACHED = "attached"
 """Folder of the site for copies of files that pages link to."""
 LINK = re.compile(r"(?<=\]\()(?!https?://|#)([^)#\s]+)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    section = next(entry["The fixes"] for entry in config.nav or () if "The fixes" in entry)
+    section += [{fix.name: f"fixes/{fix.name}.md"} for fix in FIXES]
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -54,15 +59,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(in_site(in_tree(page.file.src_uri, found[0])), here or ".")
 
     return LINK.sub(led, markdown)
-
-
-def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
-    section = next(item for item in nav.items if isinstance(item, Section) and item.title == "The fixes")
-    for fix in FIXES:
-        link = Link(fix.name, f"fixes.html#{fix.name}")
-        link.parent = section
-        section.children.append(link)
-    return nav
 
 
 def in_tree(page: str, target: str) -> str:

@@ -1,4 +1,4 @@
-"""Writes what README.md, docs/fixes.md and docs/configuration.md say of fixes and releases anew, from the fixes' records and the manifest.
+"""Writes what the pages say of fixes and releases anew: from the fixes' records, the manifest, and the head of each fix's own page.
 
     python tools/update_docs.py [--check]
 
@@ -11,17 +11,34 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Mode, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
 PROJECT = Path(__file__).parent.parent
-PAGES = (PROJECT / "README.md", PROJECT / "docs" / "fixes.md", PROJECT / "docs" / "configuration.md")
+DOCS = PROJECT / "docs"
+FIXES_PAGES = {fix.name: DOCS / "fixes" / f"{fix.name}.md" for fix in FIXES}
+PAGES = (
+    PROJECT / "README.md",
+    *(DOCS / f"{name}.md" for name in ("fixes", "configuration", "am-i-hit", "long-lived-caches", "verifying")),
+    *FIXES_PAGES.values(),
+)
+COLUMNS = {
+    "summary": {"name": "fix", "in short": "what you see without it", "concerned": "who is concerned"},
+    "symptoms": {"seen": "what you see", "name": "look at", "first test": "first test"},
+    "needs": {"name": "fix", "needs": "it needs all of this"},
+    "engines": {"name": "fix", "engine": "model, engine", "shows in": "where the defect shows"},
+    "caches": {"name": "fix", "in caches": "what the defect may have left in a store", "how sure": "how sure"},
+}
+"""Tables with a row for each fix: keys of the head of its page, and what stands above them."""
 
 
 def main() -> int:
@@ -45,11 +62,44 @@ def updated(text: str) -> str:
 
     def generate(found: re.Match[str]) -> str:
         name = found[1]
-        made = {"defects": defects, "verdicts": verdict_table, "variables": variables}
+        made: dict[str, Callable[[], Iterator[str]]] = {
+            "defects": defects,
+            "verdicts": verdict_table,
+            "variables": variables,
+            "fixes": list_of_fixes,
+        }
+        if name in COLUMNS:
+            made[name] = partial(of_heads, COLUMNS[name])
         lines = made[name]() if name in made else facts(BY_NAME[name])
         return "\n".join([f"<!-- generated: {name} -->", *lines, "<!-- end -->"])
 
     return re.sub(r"<!-- generated: (\S+) -->\n.*?<!-- end -->", generate, text, flags=re.DOTALL)
+
+
+def head(fix: Fix) -> dict[str, str]:
+    """What stands between the dashes on top of the page of *fix*, and its name. Raises OSError, KeyError for a page without a key."""
+    page = FIXES_PAGES[fix.name]
+    said = yaml.safe_load(page.read_text().split("---\n", 2)[1])
+    wanted = {key for columns in COLUMNS.values() for key in columns} - {"name"}
+    if set(said) != wanted:
+        raise KeyError(f"{page.name}: the head has {sorted(said)} in place of {sorted(wanted)}")
+    return {**said, "name": f"`{fix.name}`"}
+
+
+def of_heads(columns: dict[str, str]) -> Iterator[str]:
+    yield f"| {' | '.join(columns.values())} |"
+    yield "|---" * len(columns) + "|"
+    for fix in FIXES:
+        said = head(fix)
+        if "in short" in columns and fix.default is Mode.OBSERVE:
+            said["name"] += " ¹"
+        yield f"| {' | '.join(said[key] for key in columns)} |"
+
+
+def list_of_fixes() -> Iterator[str]:
+    yield ""
+    yield from (f"- [{fix.name}](fixes/{fix.name}.md): {fix.summary}" for fix in FIXES)
+    yield ""
 
 
 def defects() -> Iterator[str]:
