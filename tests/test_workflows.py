@@ -69,7 +69,8 @@ def test_workflows_run_what_ci_runs() -> None:
     assert targets
     assert set(targets[1].split()) <= made
     assert [run for run in runs if not run.startswith("make ")] == [
-        'test -f "dist/vllm_graphfix-${GITHUB_REF_NAME#v}-py3-none-any.whl"'
+        "pipx run --spec dist/*.whl vllm-graphfix explain",
+        'test -f "dist/vllm_graphfix-${GITHUB_REF_NAME#v}-py3-none-any.whl"',
     ]
 
 
