@@ -24,6 +24,7 @@ from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.fixes.draft_decode_mode import applies as draft_decode_mode_applies
 from vllm_graphfix.source import open_source
 from vllm_graphfix.status import status
+from vllm_graphfix.trial import Served
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "v3": {
@@ -324,12 +325,21 @@ TABLE: list[tuple[str, str, str, str | None, Concern, str]] = [
 ]
 
 
-TABLE += [
-    (served.release, fix.name, served.line, served.gpu, served.answer, served.because)
+TRIALS = [
+    pytest.param(fix, served, id=f"{fix.name}: {served.line}")
     for fix in FIXES
     if fix.trial is not None
     for served in fix.trial().served
 ]
+
+
+@pytest.mark.parametrize(("fix", "served"), TRIALS)
+def test_the_answer_is_that_of_the_trial(fix: Fix, served: Served, models: Path) -> None:
+    if served.model:
+        (models / "model").mkdir(exist_ok=True)
+        (models / "model" / "config.json").write_text(json.dumps(dict(served.model)))
+    found, reason = answer(served.release, fix.name, served.line, served.gpu)
+    assert (found, served.because in reason) == (served.answer, True), reason
 
 
 @pytest.mark.parametrize(
@@ -345,7 +355,9 @@ def test_the_answer_follows_from_the_flags(
 @pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
 def test_each_fix_that_judges_flags_concerns_some_of_the_table_and_some_not(fix: Fix) -> None:
     """Or it says that its `concerns` have to be read."""
-    if fix.applies is not None:
+    if fix.trial is not None:
+        assert {served.answer for served in fix.trial().served} >= {YES, NO}
+    elif fix.applies is not None:
         assert {row[4] for row in TABLE if row[1] == fix.name} >= {YES, NO}
     else:
         source = open_source(release_root("0.18.1"))

@@ -27,6 +27,7 @@ from vllm_graphfix.verify.engine.worker import _engine
 FOLDER = Path("models")
 CASES = {fix.name: case for fix in BY_NAME.values() if (case := case_of(fix)) is not None}
 FIXES = pytest.mark.parametrize("name", CASES)
+ON_RELEASES = pytest.mark.parametrize(("name", "release"), [pair for pair in PAIRS if pair[0] in CASES])
 
 
 def jobs_of(case: Case) -> dict[str, Job]:
@@ -176,7 +177,7 @@ def test_a_job_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
         assert Job.read(tmp_path / "job") == job
 
 
-@pytest.mark.parametrize(("name", "release"), PAIRS)
+@ON_RELEASES
 def test_a_release_on_which_a_case_is_right_on_stock_too_skips_it(name: str, release: str) -> None:
     """Before 0.19.0 a prompt of one token is a decode to Mamba layers without graphs too."""
     skipped = verify._missing(replace(CASES[name], needs=None), open_source(release_root(release)))
@@ -230,7 +231,7 @@ def parameters(release: str, path: str, qualname: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(("name", "release"), PAIRS)
+@ON_RELEASES
 def test_every_affected_release_knows_the_arguments(name: str, release: str) -> None:
     """An unknown one would end the engine."""
     job = CASES[name].jobs(FOLDER)[0]
@@ -261,7 +262,7 @@ def test_every_affected_release_knows_the_variables(release: str) -> None:
     assert unknown == set(settings.names(BY_NAME))
 
 
-@pytest.mark.parametrize(("name", "release"), PAIRS)
+@ON_RELEASES
 def test_what_the_engines_are_asked_with_exists(name: str, release: str) -> None:
     sampling = parameters(release, "vllm/sampling_params.py", "SamplingParams")
     assert {"temperature", "max_tokens", "ignore_eos", "detokenize", "logprobs", "prompt_logprobs"} <= sampling

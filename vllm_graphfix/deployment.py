@@ -106,14 +106,29 @@ _VALUES = frozenset(
     --decode-context-parallel-size --block-size --runner --convert --task --hf-overrides --hf-config-path --kv-transfer-config
     --all2all-backend --max-cudagraph-capture-size --quantization --kv-offloading-size""".split()
 )
-_READ = _SWITCHES | _VALUES
-"""Flags that are read here, by their long names. All others are skipped with their values."""
-_NEGATED = {f"--no-{name[2:]}": name for name in _SWITCHES}
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _NO_VALUE = re.compile(
     r"--(no|enable|disable|allow|trust|use|skip|async|fully|calculate|ray|return|headless|enforce)\b.*"
 )
 """Flags of vLLM that take no value, as far as their names tell; what follows one of them may be the model."""
+
+
+class _Known(NamedTuple):
+    """Flags that are read, by their long names. All others are skipped with their values."""
+
+    switches: frozenset[str]
+    values: frozenset[str]
+    negated: dict[str, str]
+
+    @classmethod
+    def to_fixes(cls) -> _Known:
+        """Those that the facts here need, and those that a fix asks for besides (`Fix.flags`)."""
+        from vllm_graphfix.fixes import FIXES
+
+        asked = {flag for fix in FIXES for flag in fix.flags}
+        values = frozenset(flag.removesuffix("=") for flag in asked if flag.endswith("="))
+        switches = _SWITCHES | {flag for flag in asked if not flag.endswith("=")}
+        return cls(switches, _VALUES | values, {f"--no-{name[2:]}": name for name in switches})
 
 
 class _Given(NamedTuple):
@@ -147,7 +162,7 @@ def _parse(line: str) -> _Line:
     while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0] in ("env", "exec")):
         name, _, value = words.pop(0).partition("=")
         environment[name] = value
-    return _Line(environment, *_flags(_without_program(words)))
+    return _Line(environment, *_flags(_without_program(words), _Known.to_fixes()))
 
 
 def _without_program(words: list[str]) -> list[str]:
@@ -161,7 +176,7 @@ def _without_program(words: list[str]) -> list[str]:
     return words
 
 
-def _flags(words: Sequence[str]) -> tuple[dict[str, _Given], list[str]]:
+def _flags(words: Sequence[str], known: _Known) -> tuple[dict[str, _Given], list[str]]:
     flags: dict[str, _Given] = {}
     nested: dict[str, dict[str, Any]] = {}
     models: list[str] = []
@@ -186,23 +201,23 @@ def _flags(words: Sequence[str]) -> tuple[dict[str, _Given], list[str]]:
             if given is None and at < len(words):
                 given, at = words[at], at + 1
             _nest(nested.setdefault(name, {}), path, given or "")
-        elif name in _SWITCHES or name in _NEGATED:
+        elif name in known.switches or name in known.negated:
             wrong = equals or (follows and words[at].lower() in ("true", "false", "0", "1"))
             at += not equals and bool(wrong)
-            positive = _NEGATED.get(name, name)
+            positive = known.negated.get(name, name)
             flags.pop(positive, None)
             if wrong:
                 flags[positive] = _Given(None, f"{positive} as vLLM takes it, without a value")
             elif positive == name:
                 flags[positive] = _Given(None)
-        elif name in _VALUES:
+        elif name in known.values:
             if given is None and follows:
                 given, at = words[at], at + 1
             flags[name] = _Given(given or "", None if given else f"a value for {name}")
         elif name.startswith("--"):
-            for long in (*_READ, *_NEGATED) if len(name) > 2 else ():
+            for long in (*known.switches, *known.values, *known.negated) if len(name) > 2 else ():
                 if long.startswith(name):  # argparse takes any beginning that is one flag's alone
-                    flags[_NEGATED.get(long, long)] = _Given(
+                    flags[known.negated.get(long, long)] = _Given(
                         "", f"{long} written out in full, in place of {shown(name)}"
                     )
             while given is None and not _NO_VALUE.fullmatch(name) and at < len(words) and not _is_flag(words[at]):
@@ -301,26 +316,33 @@ class Deployment:
 
     # -- what is given --
 
-    def _value(self, name: str) -> tuple[str | None, str | None]:
+    def value(self, name: str) -> tuple[str | None, str | None]:
         """The value of a flag (None where it is not given) and, if that may be another one, what is missing."""
         given = self._flags.get(name)
         if given is None:
             return None, _CONFIG_FILE if "--config" in self._flags else None
         return given.value, given.unsure
 
+    def switched_on(self, name: str) -> Fact:
+        """The switch *name*, one without a value, is on the line; not on it, whatever vLLM takes then."""
+        given = self._flags.get(name)
+        if given is not None:
+            return Fact(None, given.unsure) if given.unsure is not None else Fact(True, name)
+        return Fact(None, _CONFIG_FILE) if "--config" in self._flags else Fact(False, f"{name} is not given")
+
     def _given(self, name: str) -> bool:
         return name in self._flags
 
     def _object(self, name: str) -> tuple[dict[str, Any], str | None]:
         """The JSON object that a flag has for a value, empty where it is not given."""
-        value, missing = self._value(name)
+        value, missing = self.value(name)
         if value is None or missing is not None:
             return {}, missing
         found = _json(value, None)
         return (found, None) if isinstance(found, dict) else ({}, f"a JSON object for {name}")
 
     def _number(self, name: str) -> tuple[int | None, str | None]:
-        value, missing = self._value(name)
+        value, missing = self.value(name)
         if value is None or missing is not None:
             return None, missing
         return (int(value), None) if re.fullmatch(r"\d{1,9}", value) else (None, f"a number for {name}")
@@ -348,7 +370,7 @@ class Deployment:
         if mode == "NONE":
             return mode, "cudagraph_mode is NONE"
         if mode is None:
-            level, missing = self._value("--optimization-level")
+            level, missing = self.value("--optimization-level")
             if missing is not None:
                 return None, missing
             if level is not None and level not in _LEVELS:
@@ -375,9 +397,9 @@ class Deployment:
             "--convert",
             "--task",
         ):
-            if self._given(name) and self._value(name)[0] not in ("generate", "none", "auto"):
+            if self._given(name) and self.value(name)[0] not in ("generate", "none", "auto"):
                 return None, f"the cudagraph_mode that vLLM logs when it starts ({name} may change it)"
-        if self._value("--all2all-backend")[0] == "deepep_high_throughput":
+        if self.value("--all2all-backend")[0] == "deepep_high_throughput":
             return None, "the cudagraph_mode that vLLM logs when it starts (--all2all-backend may change it)"
         if "--config" in self._flags and mode in _FULL_MODES:
             return None, _CONFIG_FILE
@@ -469,7 +491,7 @@ class Deployment:
             return {}, "a config.json that --hf-overrides does not change"
         place = None
         for flag in ("--hf-config-path", "--model"):
-            value, missing = self._value(flag)
+            value, missing = self.value(flag)
             if missing is not None and not (flag == "--hf-config-path" and missing == _CONFIG_FILE):
                 if flag == "--model" and self._models:
                     continue
@@ -517,7 +539,13 @@ class Deployment:
                 if isinstance(value, (dict, list)):
                     left.append(value)
 
-    def _told_of_model(self) -> str:
+    def configured(self, key: str) -> tuple[tuple[Any, ...], str | None]:
+        """What stands under *key* in the model's config.json, at any depth; and what is missing, if there is none to read."""
+        return tuple(value for name, value in self._pairs() if name == key), self._architectures[1]
+
+    @property
+    def model(self) -> str:
+        """Its architectures, for a reason."""
         return printable(", ".join(sorted(self._architectures[0])))[:100]
 
     def mla(self) -> Fact:
@@ -532,13 +560,13 @@ class Deployment:
         if types & _MLA_TYPES and any(
             key in ("kv_lora_rank", "compress_ratios") and value is not None for key, value in pairs
         ):
-            return Fact(True, f"{self._told_of_model()} has latent attention (MLA)")
+            return Fact(True, f"{self.model} has latent attention (MLA)")
         named = types | {value for key, value in pairs if isinstance(value, str) and key in ("", "_name_or_path")}
         if any(key in ("kv_lora_rank", "compress_ratios") for key, _ in pairs) or any(map(_MLA.search, named)):
             return Fact(
                 None, "the attention backend that vLLM logs when it starts (this model may have latent attention)"
             )
-        return Fact(False, f"{self._told_of_model()} has no latent attention (MLA)")
+        return Fact(False, f"{self.model} has no latent attention (MLA)")
 
     def sparse_mla(self) -> Fact:
         """The model picks the tokens that its latent attention reads, with an indexer."""
@@ -546,31 +574,30 @@ class Deployment:
         if not mla.holds:
             return mla
         if any(key in ("index_topk", "compress_ratios") and value for key, value in self._pairs()):
-            return Fact(True, f"{self._told_of_model()} has sparse attention")
-        return Fact(False, f"{self._told_of_model()} has no sparse attention")
+            return Fact(True, f"{self.model} has sparse attention")
+        return Fact(False, f"{self.model} has no sparse attention")
 
     def mamba(self) -> Fact:
         """The model has Mamba, Mamba-2 or short-convolution layers."""
-        return self._with_layers(_MAMBA, _OTHER_RECURRENT, "Mamba or short-convolution layers")
+        return self.with_layers(_MAMBA, _OTHER_RECURRENT, "Mamba or short-convolution layers")
 
     def recurrent(self) -> Fact:
         """The model has layers with a state: Mamba, short convolutions, gated delta nets, linear attention."""
-        return self._with_layers(_MAMBA | _OTHER_RECURRENT, frozenset(), "recurrent layers")
+        return self.with_layers(_MAMBA | _OTHER_RECURRENT, frozenset(), "recurrent layers")
 
-    def _with_layers(self, having: frozenset[str], other: frozenset[str], layers: str) -> Fact:
+    def with_layers(self, having: frozenset[str], other: frozenset[str], layers: str) -> Fact:
+        """The model is one of the architectures *having*, and so has such *layers*; not if it is of *other*, or without a sign of a recurrent one."""
         architectures, missing = self._architectures
         if missing is not None:
             return Fact(None, missing)
         if architectures & having:
-            return Fact(True, f"{self._told_of_model()} has {layers}")
+            return Fact(True, f"{self.model} has {layers}")
         if architectures <= other:
-            return Fact(False, f"{self._told_of_model()} has no {layers}")
+            return Fact(False, f"{self.model} has no {layers}")
         for key, value in self._pairs():
             if _RECURRENT_WORDS.search(key) or (isinstance(value, str) and _RECURRENT_WORDS.search(value[:200])):
-                return Fact(
-                    None, f"knowing whether {self._told_of_model()} has {layers} (it is not a model that is known here)"
-                )
-        return Fact(False, f"{self._told_of_model()} has no {layers}")
+                return Fact(None, f"knowing whether {self.model} has {layers} (it is not a model that is known here)")
+        return Fact(False, f"{self.model} has no {layers}")
 
     def experts(self) -> Fact:
         """The model is a mixture of experts."""
@@ -578,18 +605,18 @@ class Deployment:
         if missing is not None:
             return Fact(None, missing)
         if any("expert" in key and isinstance(value, int) and value > 1 for key, value in self._pairs()):
-            return Fact(True, f"{self._told_of_model()} has experts")
+            return Fact(True, f"{self.model} has experts")
         if any("expert" in key or "moe" in key for key, _ in self._pairs()) or any(
             "oe" in name for name in self._architectures[0]
         ):
-            return Fact(None, f"knowing whether {self._told_of_model()} has experts")
-        return Fact(False, f"{self._told_of_model()} has no experts")
+            return Fact(None, f"knowing whether {self.model} has experts")
+        return Fact(False, f"{self.model} has no experts")
 
     # -- cache and attention --
 
     def fp8_cache(self) -> Fact:
         """The KV cache holds 8-bit floating-point numbers."""
-        value, missing = self._value("--kv-cache-dtype")
+        value, missing = self.value("--kv-cache-dtype")
         if missing is not None:
             return Fact(None, missing)
         if value is not None and value != "auto":
@@ -612,7 +639,7 @@ class Deployment:
         return Fact(False, "the KV cache is not fp8 (--kv-cache-dtype auto)")
 
     def _has_file(self, name: str) -> bool:
-        place = next(iter(self._models), None) or self._value("--model")[0] or ""
+        place = next(iter(self._models), None) or self.value("--model")[0] or ""
         try:
             return Path(place).expanduser().joinpath(name).exists()
         except (OSError, ValueError, RuntimeError):
@@ -620,7 +647,7 @@ class Deployment:
 
     def _backend(self) -> tuple[str | None, str | None]:
         """The attention backend that is asked for (None where vLLM chooses), or what is missing."""
-        value, missing = self._value("--attention-backend")
+        value, missing = self.value("--attention-backend")
         config, wrong = self._object("--attention-config")
         missing = missing or wrong
         if missing is not None:
@@ -668,7 +695,7 @@ class Deployment:
         if hopper.holds is None:
             return hopper
         # On Hopper vLLM prefers FlashAttention, which has no fp8 for latent attention; FlashMLA takes blocks of 64.
-        if self.fp8_cache().holds and self._value("--block-size")[0] in (None, "64"):
+        if self.fp8_cache().holds and self.value("--block-size")[0] in (None, "64"):
             return Fact(True, "vLLM takes FlashMLA for latent attention with an fp8 cache on Hopper")
         return Fact(None, "the attention backend that vLLM logs when it starts, or --attention-backend")
 
@@ -687,7 +714,7 @@ class Deployment:
         if backend == "FLASHMLA_SPARSE" or (backend is None and sparse.holds is not False):
             if sparse.holds is False:
                 return sparse
-            value, missing = self._value("--kv-cache-dtype")
+            value, missing = self.value("--kv-cache-dtype")
             if missing is not None:
                 return Fact(None, missing)
             if value == "bfloat16":
@@ -738,7 +765,7 @@ class Deployment:
             ("--spec-model", "model"),
             ("--spec-tokens", "num_speculative_tokens"),
         ):
-            value, missing = self._value(flag)
+            value, missing = self.value(flag)
             if missing is not None:
                 return None, None, missing
             if value is not None:

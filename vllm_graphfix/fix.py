@@ -162,6 +162,8 @@ class Fix(NamedTuple):
     """The mode where the user sets none: `observe` as long as no GPU has shown the defect in an engine's answers."""
     applies: Judge | None = None
     """Whether the defect can show in a deployment, for `status --for`: `concerns` for machines. Takes the shape that the diagnosis named, too."""
+    flags: tuple[str, ...] = ()
+    """Flags of `vllm serve` that `applies` asks for and the facts of a `Deployment` do not: ``--switch``, or ``--option=`` for one with a value."""
     absent: str = ""
     """Stock releases without the component, as in `releases`."""
     trial: Callable[[], Trial] | None = None

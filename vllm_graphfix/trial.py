@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Concern
@@ -39,11 +41,13 @@ class Served(NamedTuple):
 
     release: str
     line: str
-    """Variables in front included. The model is a folder of `tests/test_deployment.py`: ``./llama``, ``./mamba2``, ``./v3``, …"""
+    """Variables in front included. The model is a folder of `tests/test_deployment.py` (``./llama``, ``./mamba2``, ``./v3``, …), or ``./model``."""
     answer: Concern
     because: str
     """Some words of the reason."""
     gpu: str | None = None
+    model: Mapping[str, Any] = MappingProxyType({})
+    """The config.json of ``./model``."""
 
 
 class Trial(NamedTuple):
