@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from stock import run_in_release
 from table import ALL_APPLIED, slow_but_for
+from warm_release import run_in_fork
 
 from vllm_graphfix.verify.engine.probes import (
     PROBES,
@@ -271,7 +271,7 @@ def seen_on_real_classes(
 ) -> tuple[list[float], list[float], str | None]:
     """What the probe observed, the eager numbers of the scenario, and the error that its graphs ended in."""
     code = ON_REAL_CLASSES.format(scenario=scenario, probe=probe, attach=attach)
-    done = run_in_release(release, code, ALL_APPLIED | {"VLLM_GRAPHFIX": switch})
+    done = run_in_fork(release, code, ALL_APPLIED | {"VLLM_GRAPHFIX": switch})
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("told ")]
     observed, saved, eager, error = json.loads(line.removeprefix("told "))
     if saved:
@@ -280,6 +280,7 @@ def seen_on_real_classes(
 
 
 @pytest.mark.parametrize(("switch", "lowest"), [("off", [0.0, -1.0]), ("on", [1.0, 0.0])])
+@pytest.mark.xdist_group("0.19.1")
 def test_what_dense_fp8_flashmla_is_given_for_padded_rows(switch: str, lowest: list[float]) -> None:
     seen, _, _ = seen_on_real_classes("0.19.1", "flashmla_padding", "padded-rows", IN_A_BUILDER, switch)
     assert seen == lowest
@@ -294,6 +295,7 @@ def test_what_the_sparse_indexer_is_given_for_padded_rows(release: str, switch: 
 
 
 @pytest.mark.parametrize(("switch", "planned"), [("off", 0.0), ("on", 3.0)])
+@pytest.mark.xdist_group("0.21.0")
 def test_the_planner_is_in_the_graphs_of_the_drafts_prefill_with_the_fix_alone(switch: str, planned: float) -> None:
     """The draft has a graph for each of the three capture sizes of the scenario."""
     seen, _, _ = seen_on_real_classes("0.21.0", "draft_prefill_state", "planners-in-draft-graphs", IN_GRAPHS, switch)
@@ -318,6 +320,7 @@ def test_rows_of_length_0_are_counted_in_the_graphs(release: str, switch: str, w
     assert seen == [wrong, 6.0]
 
 
+@pytest.mark.xdist_group("0.17.1")
 def test_draft_decodes_in_piecewise_graphs_are_counted_on_stock() -> None:
     """The scenario ends in the crash that users see; by then there was at least one."""
     (padded, decodes), _, error = seen_on_real_classes(
@@ -328,6 +331,7 @@ def test_draft_decodes_in_piecewise_graphs_are_counted_on_stock() -> None:
     assert "kv_indptr" in error
 
 
+@pytest.mark.xdist_group("0.17.1")
 def test_draft_decodes_run_without_piecewise_graphs_with_the_fix() -> None:
     (padded, decodes), _, error = seen_on_real_classes(
         "0.17.1", "draft_decode_mode", "piecewise-draft-decodes", IN_A_SPECULATOR, "on"
@@ -336,6 +340,7 @@ def test_draft_decodes_run_without_piecewise_graphs_with_the_fix() -> None:
     assert decodes > 0
 
 
+@pytest.mark.xdist_group("0.17.1")
 def test_draft_tokens_are_kept_in_order_with_the_size_of_each_batch() -> None:
     """In the scenario: a prefill of four requests, then four steps of three, three tokens each; eager first."""
     seen, eager, _ = seen_on_real_classes("0.17.1", "draft_decode_mode", "drafts", IN_A_SPECULATOR, "on")
