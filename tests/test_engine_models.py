@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from warm_release import run_in_fork
 from transformers import AutoConfig, AutoModelForCausalLM
+from warm_release import run_in_fork
 
 from vllm_graphfix.verify.engine import models
 from vllm_graphfix.verify.engine.models import MODELS, write
