@@ -14,7 +14,7 @@ from pathlib import Path
 from measuring import Times, console, machine, table, verdict
 from prometheus_client import CollectorRegistry, generate_latest
 
-from vllm_graphfix import report
+from vllm_graphfix import records
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.metrics import Engine, Exposition, Watcher
 
@@ -31,12 +31,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
         for rank in range(RANKS):
-            report.write(base, of_rank(rank))
+            records.write(base, of_rank(rank))
         registry, empty = CollectorRegistry(), CollectorRegistry()
         watcher = Watcher(base, Engine(ENGINE, canary=True, percentage=25.0, ranks=RANKS), Exposition(registry))
         watcher.look()
         measured: dict[str, tuple[Callable[[], object], float | None]] = {
-            "a record written": (lambda: report.write(base, of_rank(0)), None),
+            "a record written": (lambda: records.write(base, of_rank(0)), None),
             f"records of {RANKS} ranks read and told, in a thread every 5 s": (watcher.look, None),
             "an empty registry rendered": (lambda: generate_latest(empty), None),
             f"a scrape: ours rendered, {RANKS} ranks": (lambda: generate_latest(registry), TARGET),
@@ -57,20 +57,20 @@ def main() -> None:
     out.print(made)
 
 
-def of_rank(rank: int) -> report.Record:
+def of_rank(rank: int) -> records.Record:
     """As large as a worker's: each fix with a reason of its own on each rank, which no engine has, and all events."""
-    return report.Record(
+    return records.Record(
         graphfix="0.1.0",
         vllm="0.21.0",
         engine=ENGINE,
-        **report.identity()._replace(host=f"node-{rank // 8}", pid=1000 + rank, boot="another")._asdict(),
+        **records.identity()._replace(host=f"node-{rank // 8}", pid=1000 + rank, boot="another")._asdict(),
         role="worker",
         model="some/model",
-        rank=report.Rank(rank, rank % 8, RANKS, 0),
-        decision=report.Decided(canary=True, bucket=1234, percentage=25.0, master="on", inherited=True),
-        fixes={fix.name: report.FixReport("auto", "active", f"applied to {fix.name} on rank {rank}") for fix in FIXES},
+        rank=records.Rank(rank, rank % 8, RANKS, 0),
+        decision=records.Decided(canary=True, bucket=1234, percentage=25.0, master="on", inherited=True),
+        fixes={fix.name: records.FixReport("auto", "active", f"applied to {fix.name} on rank {rank}") for fix in FIXES},
         events={fix.name: {event.name: 12 for event in fix.events} for fix in FIXES},
-        agreement=report.Agreement("a-token", RANKS, RANKS, None),
+        agreement=records.Agreement("a-token", RANKS, RANKS, None),
         leader=ENGINE,
         written=time.time(),
     )

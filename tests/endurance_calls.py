@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import vllm_graphfix
-from vllm_graphfix import report
+from vllm_graphfix import records
 from vllm_graphfix.fix import Patch
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
@@ -464,21 +464,21 @@ def _samples(*, active: bool, scored: bool = True, broken: bool = False) -> Case
 ENGINE, ANOTHER = "0123456789abcdef", "fedcba9876543210"
 
 
-def _record(rank: int = 0, engine: str = ENGINE, count: int = 0) -> report.Record:
+def _record(rank: int = 0, engine: str = ENGINE, count: int = 0) -> records.Record:
     """Of a rank on another host, as large as a worker's."""
-    here = report.identity()._replace(host=f"node-{rank // 8}", pid=1000 + rank, boot="another")
-    return report.Record(
+    here = records.identity()._replace(host=f"node-{rank // 8}", pid=1000 + rank, boot="another")
+    return records.Record(
         graphfix="0.1.0",
         vllm="0.21.0",
         engine=engine,
         **here._asdict(),
         role="worker",
         model="some/model",
-        rank=report.Rank(rank, rank % 8, RANKS, 0),
-        decision=report.Decided(canary=True, bucket=1234, percentage=25.0, master="on", inherited=True),
-        fixes={fix.name: report.FixReport("auto", "active", f"applied on rank {rank}") for fix in FIXES},
+        rank=records.Rank(rank, rank % 8, RANKS, 0),
+        decision=records.Decided(canary=True, bucket=1234, percentage=25.0, master="on", inherited=True),
+        fixes={fix.name: records.FixReport("auto", "active", f"applied on rank {rank}") for fix in FIXES},
         events={fix.name: {event.name: count for event in fix.events} for fix in FIXES},
-        agreement=report.Agreement("a-token", RANKS, RANKS, None),
+        agreement=records.Agreement("a-token", RANKS, RANKS, None),
         leader=engine,
         written=time.time(),
     )
@@ -495,28 +495,28 @@ def _watcher(*, others: int = 0) -> Case:
 
     from vllm_graphfix.metrics import Engine, Exposition, Watcher
 
-    base, inodes, read = _folder(), itertools.count(1), report.read
+    base, inodes, read = _folder(), itertools.count(1), records.read
     for rank in range(RANKS):
-        report.write(base, _record(rank))
+        records.write(base, _record(rank))
     for rank in range(others):
-        report.write(base, _record(rank, ANOTHER))
+        records.write(base, _record(rank, ANOTHER))
     served = Engine(ENGINE, canary=True, percentage=25.0, ranks=RANKS)
     watcher = Watcher(base, served, Exposition(CollectorRegistry()))
 
-    def read_stand_in(*args: Any, **keywords: Any) -> report.Reading:
+    def read_stand_in(*args: Any, **keywords: Any) -> records.Reading:
         """As on storage that gives no number of a file out again: tmpfs."""
         found = tuple(one._replace(inode=next(inodes)) for one in read(*args, **keywords).found)
-        return report.Reading(found, ())
+        return records.Reading(found, ())
 
     if others:
-        report.read = read_stand_in
+        records.read = read_stand_in
     return Case(watcher.look)
 
 
 def _reporter(*, base: Path | None = None, changing: bool = False, engines: bool = False) -> Case:
     """Records handed over and written: touched, written anew if *changing*, or those of one engine after the other."""
     warnings: list[str] = []
-    reporter = report.Reporter(base or _folder(), warnings.append)
+    reporter = records.Reporter(base or _folder(), warnings.append)
     numbers, record = itertools.count(), _record()
 
     def publish() -> None:

@@ -21,8 +21,8 @@ from vllm_graphfix.fixes import BY_NAME
 
 WATCHED = ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules that the plugin hooks beside the targets; others, such as the engine core's, are there before the plugin is."""
-_ONLY_TELLS = ("telling.py", "report.py", "metrics.py", "log.py")
-"""What fails there must leave every fix as it is."""
+_ONLY_TELLS = ("telling.py", "records/", "metrics.py", "log.py")
+"""Beginnings of paths. What fails there must leave every fix as it is."""
 ENDS = ("active", "stock", "stopped", "interrupted", "not made")
 """What came of a fault: all fixes as without it; vLLM as without the plugin, wholly or for some fix; an engine that did not start …"""
 _MISSING = ("failed", "incompatible", "conflict", "waiting")
@@ -48,7 +48,7 @@ class Fault(NamedTuple):
     def only_tells(self) -> bool:
         """Whether what fails is a thread of ours, or a function that tells others what was done."""
         thread, file, function, *_ = self.place.split(":")
-        return thread != "MainThread" or (file in _ONLY_TELLS and function != "<module>")
+        return thread != "MainThread" or (file.startswith(_ONLY_TELLS) and function != "<module>")
 
     @property
     def loads_package(self) -> bool:

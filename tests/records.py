@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_graphfix.report import Agreement, Decided, FixReport, Identity, Rank, Record, identity, own_folder, write
+from vllm_graphfix.records import Agreement, Decided, FixReport, Identity, Rank, Record, identity, own_folder, write
 
 ENGINE = "0123456789abcdef"
 AN_HOUR = 3600.0

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from vllm_graphfix import doctor, fleet, hardware, settings
 from vllm_graphfix.cli import app
 from vllm_graphfix.fixes import BY_NAME, FIXES
-from vllm_graphfix.report import FixReport
+from vllm_graphfix.records import FixReport
 
 PARTS = ["versions", "gpu", "platform", "plugin", "environment", "status", "fleet", "errors"]
 

@@ -23,7 +23,7 @@ from records import record
 from server import install, serve
 from stock import run_in_release
 
-from vllm_graphfix import patching, report
+from vllm_graphfix import patching, records
 from vllm_graphfix.fix import Patch
 
 # -- many calls ----------------------------------------------------------------------------------------------------------
@@ -132,15 +132,15 @@ def test_a_layer_that_keeps_nothing_is_not() -> None:
 
 def test_a_program_that_makes_one_engine_after_the_other_keeps_few_records(tmp_path: Path) -> None:
     """All of them are its own process's, which lives: nobody else would remove them."""
-    reporter = report.Reporter(tmp_path, pytest.fail)
+    reporter = records.Reporter(tmp_path, pytest.fail)
     made = [record(engine=f"{number:016x}") for number in range(100)]
     for one in made:
         reporter.publish(one)
         reporter.flush(60)
-    left = sorted(path.name for path in report.own_folder(tmp_path).iterdir())
+    left = sorted(path.name for path in records.own_folder(tmp_path).iterdir())
     assert left == sorted(one.file_name for one in made[-64:])
     reporter.close(60)
-    assert list(report.own_folder(tmp_path).iterdir()) == []
+    assert list(records.own_folder(tmp_path).iterdir()) == []
 
 
 def test_layers_that_were_taken_back_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

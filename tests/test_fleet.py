@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from vllm_graphfix import __version__, fleet
 from vllm_graphfix.cli import app
 from vllm_graphfix.fleet import Engine, Unrecorded, as_json, look, shown
-from vllm_graphfix.report import Agreement, Decided, FixReport, Identity, Rank, Record, own_folder
+from vllm_graphfix.records import Agreement, Decided, FixReport, Identity, Rank, Record, own_folder
 
 OTHER_ENGINE = "f" * 16
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to other users")

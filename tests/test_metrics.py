@@ -17,7 +17,7 @@ from records import ENGINE, elsewhere, leave, of, record
 
 from vllm_graphfix import metrics
 from vllm_graphfix.metrics import NAMES, Engine, Exposition, Watcher
-from vllm_graphfix.report import Agreement, FixReport, own_folder
+from vllm_graphfix.records import Agreement, FixReport, own_folder
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
@@ -223,19 +223,19 @@ def test_records_of_other_engines_are_read_once(
     scraped: Scraped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On shared storage they are those of a whole fleet, and this process serves requests."""
-    from vllm_graphfix import report
+    from vllm_graphfix.records import reading
 
     theirs = [record(elsewhere(pid), rank=0, engine="f" * 16, leader="f" * 16) for pid in range(1, 6)]
     leave(tmp_path, *theirs)
     ranks(tmp_path, 1)
     read: list[str] = []
-    real = report._read_record
+    real = reading._read_record
 
-    def noted(folder: int, path: Path, name: str, uid: int) -> report.Found:
+    def noted(folder: int, path: Path, name: str, uid: int) -> reading.Found:
         read.append(name)
         return real(folder, path, name, uid)
 
-    monkeypatch.setattr(report, "_read_record", noted)
+    monkeypatch.setattr(reading, "_read_record", noted)
     for expected in (6, 1):
         read.clear()
         scraped.look()

@@ -18,8 +18,9 @@ from stock import run_in_release
 from watched import watched
 
 import vllm_graphfix
-from vllm_graphfix import report, settings
+from vllm_graphfix import settings
 from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.records import folder as status_folder
 from vllm_graphfix.rollout import BUCKETS, Decision, decide, decode
 from vllm_graphfix.settings import DECISION, PREFIX, STATUS_DIR
 
@@ -108,7 +109,7 @@ MODULES = ("vllm.v1.engine.core", "vllm.v1.worker.worker_base", "vllm.model_exec
 
 def registered(scratch: Path, environment: dict[bytes, bytes], folder: str, module: str) -> tuple[list[str], str]:
     """Calls `register` as *module* of vLLM does, whose place is taken by a stand-in. What was logged, and the decision that is handed on."""
-    report.DEFAULT_FOLDER = str(scratch / "default")
+    status_folder.DEFAULT_FOLDER = str(scratch / "default")
     os.chdir(scratch)
     os.environb.update({name: b"a" * 100_000 if value == b"@long" else value for name, value in environment.items()})
     if folder:

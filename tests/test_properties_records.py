@@ -15,8 +15,18 @@ from hypothesis import strategies as st
 from records import ENGINE, elsewhere, leave, record
 from watched import Answer, Watched, answer, watched
 
-from vllm_graphfix import fleet, report
-from vllm_graphfix.report import Agreement, FixReport, identity, own_folder
+from vllm_graphfix import fleet
+from vllm_graphfix.records import (
+    FILES,
+    Agreement,
+    FixReport,
+    Found,
+    Liveness,
+    base_folder,
+    identity,
+    liveness,
+    own_folder,
+)
 
 GOOD = record(model="the good one")
 VALID: dict[str, Any] = record(elsewhere(7), rank=0, world_size=2, engine="f" * 16, problem="why").as_json()
@@ -136,7 +146,7 @@ def crowd(base: Path, count: int, kind: str) -> None:
 
 @pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize("kind", ["one engine", "engines", "worlds", "front-ends"])
-@pytest.mark.parametrize("count", [150, pytest.param(report.FILES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(FILES, marks=pytest.mark.slow)])
 def test_as_many_records_as_are_read_with_the_largest_claims_are_shown_in_seconds(
     tmp_path: Path, kind: str, count: int
 ) -> None:
@@ -178,14 +188,14 @@ def test_any_command_line_and_environment_of_another_process_is_judged(
     )
     assert reason.isprintable()
     assert reason
-    folder = report.base_folder(environment)
+    folder = base_folder(environment)
     assert fleet._resolved(folder) is not None
 
 
 @given(st.integers(0, 2**63 - 1))
 def test_any_process_id_in_a_record_is_alive_dead_or_silent(pid: int) -> None:
     one = record(identity()._replace(pid=pid))
-    assert report.liveness(report.Found(one, 0.0, Path()), 1e9, identity()) in report.Liveness
+    assert liveness(Found(one, 0.0, Path()), 1e9, identity()) in Liveness
 
 
 def test_the_watch_notices_time_memory_and_writes(tmp_path: Path) -> None:

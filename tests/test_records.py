@@ -25,13 +25,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from records import AN_HOUR, ENGINE, elsewhere, leave, of, record
 
-from vllm_graphfix import report
-from vllm_graphfix.report import (
+from vllm_graphfix.records import (
     FILES,
     LARGEST,
+    Agreement,
+    Decided,
     FixReport,
     Found,
+    Identity,
     Liveness,
+    Rank,
     Record,
     RecordError,
     Reporter,
@@ -145,8 +148,8 @@ def test_the_record_in_the_documentation_is_one() -> None:
     [
         record(),
         record(rank=0),
-        record(rank=0)._replace(rank=report.Rank(0, None, 1, 0)),
-        record(model=None, decision=report.Decided(False, None, None, "strict", False), fixes={}, events={}),
+        record(rank=0)._replace(rank=Rank(0, None, 1, 0)),
+        record(model=None, decision=Decided(False, None, None, "strict", False), fixes={}, events={}),
     ],
     ids=["front-end", "rank", "rank without a local rank", "as little as there can be"],
 )
@@ -268,7 +271,7 @@ def test_text_for_terminals_is_printable() -> None:
 def test_a_record_fits_whatever_its_texts_are(tmp_path: Path) -> None:
     text = "\U0001f600" * 10_000
     six = {f"fix-{n}": FixReport("auto", "failed", text) for n in range(6)}
-    agreement = report.Agreement("a-token", 2, 1, text)
+    agreement = Agreement("a-token", 2, 1, text)
     write(tmp_path, record(rank=0, fixes=six, problem=text, model=text, agreement=agreement))
     problem = only(tmp_path).record.problem
     assert problem is not None
@@ -375,7 +378,7 @@ WRITES_UNTIL_FULL = """
 import os, resource, signal, sys
 from pathlib import Path
 from records import record
-from vllm_graphfix.report import read, write
+from vllm_graphfix.records import read, write
 base = Path(sys.argv[1])
 write(base, record())
 {limit}
@@ -429,7 +432,7 @@ def test_two_writers_of_one_record_never_show_half_of_one(tmp_path: Path) -> Non
         import sys
         from pathlib import Path
         from records import record
-        from vllm_graphfix.report import identity, write
+        from vllm_graphfix.records import identity, write
         for number in range(400):
             write(Path(sys.argv[1]), record(identity()._replace(pid=7), problem=sys.argv[2] * 1000))
         """
@@ -675,14 +678,14 @@ def left(base: Path) -> set[str]:
 
 
 @pytest.fixture
-def dead() -> report.Identity:
+def dead() -> Identity:
     with subprocess.Popen(["/bin/sleep", "600"]) as process:
         gone = of(process.pid)
         process.kill()
     return gone
 
 
-def test_what_dead_processes_left_is_removed_after_an_hour(tmp_path: Path, dead: report.Identity) -> None:
+def test_what_dead_processes_left_is_removed_after_an_hour(tmp_path: Path, dead: Identity) -> None:
     leave(tmp_path, record(dead, engine="1" * 16), age=AN_HOUR + 1)
     leave(tmp_path, record(dead, engine="2" * 16, problem="why"), age=AN_HOUR - 10)
     leave(tmp_path, record(engine="3" * 16), age=30 * A_DAY)
@@ -715,7 +718,7 @@ def test_half_written_files_are_removed_after_an_hour(tmp_path: Path) -> None:
     assert names(tmp_path) == [f".{record().file_name}.00000000", record().file_name]
 
 
-def test_nothing_is_removed_that_is_not_a_record_of_ours(tmp_path: Path, dead: report.Identity) -> None:
+def test_nothing_is_removed_that_is_not_a_record_of_ours(tmp_path: Path, dead: Identity) -> None:
     leave(tmp_path, record(dead), age=A_DAY)
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -897,7 +900,7 @@ def test_the_end_waits_for_a_folder_that_hangs_as_long_as_it_was_told(
 def test_a_folder_that_hangs_is_one_warning(
     reporter: Reporter, warned: Warnings, hanging: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "_SLOW", 0.05)
+    monkeypatch.setattr("vllm_graphfix.records.reporter._SLOW", 0.05)
     reporter.keep(lambda: record(rank=0), 0.01)
     assert eventually(lambda: warned)
     time.sleep(0.1)
@@ -1004,7 +1007,7 @@ def test_a_process_whose_folder_hangs_ends_in_a_moment(tmp_path: Path) -> None:
         import atexit, os, sys, time
         from pathlib import Path
         from records import record
-        from vllm_graphfix.report import Reporter
+        from vllm_graphfix.records import Reporter
         reporter = Reporter(Path(sys.argv[1]), print)
         reporter.publish(record())
         reporter.flush(10.0)
@@ -1023,7 +1026,7 @@ def test_a_process_that_keeps_a_record_ends_at_once_and_cleanly(tmp_path: Path) 
         import atexit, sys, time
         from pathlib import Path
         from records import record
-        from vllm_graphfix.report import Reporter, read
+        from vllm_graphfix.records import Reporter, read
         reporter = Reporter(Path(sys.argv[1]), print)
         atexit.register(reporter.close)
         reporter.keep(lambda: record(rank=0), 10.0)

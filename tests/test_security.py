@@ -87,7 +87,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
     "process.py": {
         "import_module": "waits for another thread that imports a module of vLLM, one of those named in this package"
     },
-    "report.py": {"os.kill": "signal 0: whether a process is there"},
+    "records/processes.py": {"os.kill": "signal 0: whether a process is there"},
     "doctor.py": {
         "subprocess": "nvidia-smi, once, for a bug report: no library of ours asks the driver",
         "os.killpg": "ends it where it hangs",
@@ -160,17 +160,17 @@ core["start"]()
 REST = """
 import prometheus_client  # as vLLM does before it serves metrics
 from torch.distributed import HashStore
-from vllm_graphfix import _this_process, agreement, metrics, report
+from vllm_graphfix import _this_process, agreement, metrics, records
 me = _this_process()
 me._telling.finish()
 base = me._telling.base()
-assert len(report.read(base).found) == 1
+assert len(records.read(base).found) == 1
 metrics.expose(base, me.decision, 2)
 metrics._watcher.look()
 store, word = HashStore(), me._word()
 places = [agreement.leave(store, "start", rank, word) for rank in (0, 1)]
 assert agreement.compare(store, places[0], 0, 2, word, print, timeout=1.0).difference is None
-report.prune(base)
+records.prune(base)
 """
 
 

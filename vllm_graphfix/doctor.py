@@ -408,10 +408,10 @@ def _status(vllm: Path | None, environment: Mapping[str, str]) -> dict[str, Any]
 
 
 def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
-    from vllm_graphfix import fleet, report
+    from vllm_graphfix import fleet, records
 
     try:
-        found = fleet.look(report.base_folder(environment))
+        found = fleet.look(records.base_folder(environment))
     except fleet.FleetError as error:
         return {"error": str(error)}
     bad = (State.FAILED.value, State.CONFLICT.value, State.INCOMPATIBLE.value)

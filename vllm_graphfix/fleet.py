@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix import __version__
 from vllm_graphfix.fix import State
-from vllm_graphfix.report import (
+from vllm_graphfix.records import (
     PRUNED_AFTER,
     Found,
     Identity,

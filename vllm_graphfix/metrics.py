@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Gauge
 
-    from vllm_graphfix.report import Record
+    from vllm_graphfix.records import Record
     from vllm_graphfix.rollout import Decision
 
 EVERY = 5.0
@@ -176,12 +176,12 @@ class Watcher:
 
     def look(self) -> None:
         """Reads the records now. Where no rank's can be read, what was told last stays, with its time."""
-        from vllm_graphfix import report
+        from vllm_graphfix import records
 
         self._exposition.tell_engine(self.engine)
-        now, here = time.time(), report.identity()
+        now, here = time.time(), records.identity()
         # Our own user's: what others write is not ours to tell.
-        found = report.read(self._base, own=True, first=self.engine.id, skip=self._foreign.items()).found
+        found = records.read(self._base, own=True, first=self.engine.id, skip=self._foreign.items()).found
         ours = {record.file_name for record in of_engine((each.record for each in found), self.engine.id)}
         of_ours = [each for each in found if each.path.name in ours]
         # One that follows another engine's rank 0 will never be ours; any other may, and an inode may come again.
@@ -189,7 +189,7 @@ class Watcher:
         self._foreign.update((each.path.name, each.inode) for each in foreign)
         if len(self._foreign) > _REMEMBERED:
             self._foreign.clear()
-        ranks = [each.record for each in of_ours if report.liveness(each, now, here) is not report.Liveness.DEAD]
+        ranks = [each.record for each in of_ours if records.liveness(each, now, here) is not records.Liveness.DEAD]
         if ranks:
             self._exposition.tell(summed_up(ranks, now))
 

@@ -26,9 +26,9 @@ class Telling:
         self._kept = False
 
     def base(self) -> Any:
-        from vllm_graphfix import report
+        from vllm_graphfix import records
 
-        return report.base_folder(self._membership.environment)
+        return records.base_folder(self._membership.environment)
 
     def tell(self) -> None:
         """Hands the record over; nobody waits for the disk."""
@@ -50,24 +50,24 @@ class Telling:
         if self._reporter is None:
             from multiprocessing.util import Finalize
 
-            from vllm_graphfix import report
+            from vllm_graphfix import records
 
-            self._reporter = report.Reporter(self.base(), lambda text: logger.warning("graphfix: %s", text))
+            self._reporter = records.Reporter(self.base(), lambda text: logger.warning("graphfix: %s", text))
             # Not atexit, which the children that multiprocessing forks do not run.
             Finalize(None, self._reporter.close, exitpriority=0)
         return self._reporter
 
     def record(self) -> Any:
-        from vllm_graphfix import report
+        from vllm_graphfix import records
 
         membership = self._membership
         decision = membership.decision
         if decision is None:
             return None
         agreed = self.agreement
-        here = report.identity()
+        here = records.identity()
         captures = self.rank is not None
-        return report.Record(
+        return records.Record(
             graphfix=decision.graphfix,
             vllm=decision.vllm,
             engine=decision.engine,
@@ -78,8 +78,8 @@ class Telling:
             pid_namespace=here.pid_namespace,
             role=membership.role.value,
             model=membership.model,
-            rank=report.Rank(*self.rank) if self.rank is not None else None,
-            decision=report.Decided(
+            rank=records.Rank(*self.rank) if self.rank is not None else None,
+            decision=records.Decided(
                 canary=decision.canary,
                 bucket=decision.bucket,
                 percentage=decision.rollout / 100 if decision.rollout is not None else None,
@@ -87,13 +87,13 @@ class Telling:
                 inherited=membership.inherited,
             ),
             fixes={
-                name: report.FixReport(state.mode.value, state.state.value, state.reason)
+                name: records.FixReport(state.mode.value, state.state.value, state.reason)
                 for name, state in membership.process.states(diagnose=captures).items()
             },
             events={
                 fix.name: {event.name: event.count for event in fix.events} for fix in membership.fixes if fix.events
             },
-            agreement=report.Agreement(agreed.group, agreed.world_size, agreed.agreeing, agreed.difference)
+            agreement=records.Agreement(agreed.group, agreed.world_size, agreed.agreeing, agreed.difference)
             if agreed
             else None,
             leader=agreed.leader if agreed else None,

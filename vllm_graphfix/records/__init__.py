@@ -1,0 +1,45 @@
+"""Status records: one small file a process, and reading those of all processes together.
+
+A folder may be hostile, full, gone or hanging. Writing raises `OSError`, reading turns what is wrong into text, and `Reporter` does both
+without its caller ever waiting.
+"""
+
+from __future__ import annotations
+
+from vllm_graphfix.records.alive import Liveness, all_liveness, liveness
+from vllm_graphfix.records.checked import RecordError
+from vllm_graphfix.records.folder import base_folder, own_folder, shown_path
+from vllm_graphfix.records.processes import Identity, identity
+from vllm_graphfix.records.pruning import PRUNED_AFTER, prune
+from vllm_graphfix.records.reading import FILES, Found, Reading, read
+from vllm_graphfix.records.record import LARGEST, Agreement, Decided, FixReport, Rank, Record
+from vllm_graphfix.records.reporter import Reporter
+from vllm_graphfix.records.writing import remove, touch, write
+
+__all__ = [
+    "FILES",
+    "LARGEST",
+    "PRUNED_AFTER",
+    "Agreement",
+    "Decided",
+    "FixReport",
+    "Found",
+    "Identity",
+    "Liveness",
+    "Rank",
+    "Reading",
+    "Record",
+    "RecordError",
+    "Reporter",
+    "all_liveness",
+    "base_folder",
+    "identity",
+    "liveness",
+    "own_folder",
+    "prune",
+    "read",
+    "remove",
+    "shown_path",
+    "touch",
+    "write",
+]

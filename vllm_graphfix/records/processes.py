@@ -1,0 +1,66 @@
+"""Which process this is, and whether one of this machine runs."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Identity(NamedTuple):
+    """Which process this is. Where there is no /proc, start_ticks is 0 and boot and pid_namespace are empty."""
+
+    host: str
+    pid: int
+    start_ticks: int
+    boot: str
+    pid_namespace: str
+
+
+def identity() -> Identity:
+    pid = os.getpid()
+    seen = seen_by_system(pid)
+    boot = namespace = ""
+    with suppress(OSError, ValueError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    with suppress(OSError):
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    return Identity(reduced(os.uname().nodename), pid, seen.start_ticks if seen else 0, boot, namespace)
+
+
+class Seen(NamedTuple):
+    state: str
+    start_ticks: int
+
+
+def seen_by_system(pid: int) -> Seen | None:
+    """What /proc says of the process *pid*; None if it does not."""
+    try:
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        # The name of the program is in brackets and may hold anything, brackets and spaces included.
+        fields = os.read(descriptor, 4096).rpartition(b")")[2].split()
+        return Seen(fields[0].decode("ascii"), int(fields[19]))
+    except (OSError, ValueError, IndexError):
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def exists(pid: int) -> bool:
+    """Also of a process that /proc hides (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def reduced(host: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", host)[:64] or "unknown"

@@ -1,0 +1,149 @@
+"""Reads the records of all processes: what is none is told, and never trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Collection
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_graphfix.records.checked import RecordError
+from vllm_graphfix.records.folder import ENTRIES, OPEN_FOLDER, check_owner, own_folder, shown_path, why
+from vllm_graphfix.records.record import LARGEST, Record
+from vllm_graphfix.settings import printable
+
+FILES = 4096
+"""Records that are read at once."""
+_FOLDER = re.compile(r"vllm-graphfix-(0|[1-9][0-9]{0,9})")
+_FILE = re.compile(r"[0-9a-f]{16}-[A-Za-z0-9._-]{1,64}-[0-9]{1,10}\.json")
+
+
+class Found(NamedTuple):
+    """A record that was read."""
+
+    record: Record
+    heartbeat: float
+    """When it was last written or touched, in seconds of the epoch."""
+    path: Path
+    inode: int = 0
+    """Of the file: another one whenever the record was written anew, the same when it was touched."""
+
+
+class Reading(NamedTuple):
+    found: tuple[Found, ...]
+    problems: tuple[str, ...]
+    """What could not be read, a line for each folder."""
+
+
+def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tuple[str, int]] = frozenset()) -> Reading:
+    """The records in every `vllm-graphfix-<uid>` below *base* that this user may read, its own ones first. Never raises.
+
+    With *own*, this user's only: nobody else can have written these. Those of the engine *first* are read before all others, those
+    in *skip*, by name and inode, not at all.
+    """
+    found: list[Found] = []
+    problems: list[str] = []
+    mine = own_folder(base)
+    folders = [mine]
+    if not own:
+        try:
+            with os.scandir(base) as entries:
+                seen = [entry.name for entry in islice(entries, ENTRIES + 1)]
+            if len(seen) > ENTRIES:
+                problems.append(f"{shown_path(base)}: only its first {ENTRIES} entries were looked at")
+            folders += sorted(base / name for name in seen if _FOLDER.fullmatch(name) and name != mine.name)
+        except OSError as error:
+            problems.append(f"{shown_path(base)}: {why(error)}")
+    refused: list[str] = []
+    for path in folders:
+        try:
+            folder = os.open(path, OPEN_FOLDER)
+        except FileNotFoundError:
+            continue
+        except PermissionError:
+            refused.append(f"{shown_path(path)} is not for this user to read")
+            continue
+        except OSError as error:
+            refused.append(f"{shown_path(path)}: {why(error)}")
+            continue
+        try:
+            uid = int(path.name.rpartition("-")[2])
+            check_owner(folder, uid)
+            _read_folder(folder, path, uid, found, problems, first, skip)
+        except OSError as error:
+            refused.append(f"{shown_path(path)}: {why(error)}")
+        finally:
+            os.close(folder)
+    problems += _in_one_line(refused, "folders")
+    return Reading(tuple(found), tuple(problems))
+
+
+def _read_folder(
+    folder: int,
+    path: Path,
+    uid: int,
+    found: list[Found],
+    problems: list[str],
+    first: str,
+    skip: Collection[tuple[str, int]],
+) -> None:
+    wrong: list[str] = []
+    with os.scandir(folder) as entries:
+        names = [
+            entry.name
+            for entry in islice(entries, ENTRIES)
+            if not entry.name.startswith(".") and (not skip or (entry.name, entry.inode()) not in skip)
+        ]
+    names.sort(key=lambda name: (not (first and name.startswith(first)), name))
+    for number, name in enumerate(names):
+        if len(found) + len(wrong) >= FILES:
+            problems.append(
+                f"{shown_path(path)}: {len(names) - number} files were not looked at, since at most {FILES} are read"
+            )
+            break
+        try:
+            found.append(_read_record(folder, path, name, uid))
+        except FileNotFoundError:
+            continue  # its process has ended since
+        except RecordError as error:
+            wrong.append(f"{printable(name)}: {error}")
+        except OSError as error:
+            wrong.append(f"{printable(name)}: {why(error)}")
+    problems += [f"{shown_path(path)}: {line}" for line in _in_one_line(wrong, "files")]
+
+
+def _in_one_line(wrong: list[str], what: str) -> list[str]:
+    if len(wrong) < 2:
+        return wrong
+    return [f"{len(wrong)} {what} are no records or cannot be read; the first: {wrong[0]}"]
+
+
+def _read_record(folder: int, path: Path, name: str, uid: int) -> Found:
+    if not _FILE.fullmatch(name):
+        raise RecordError("no record has such a name")
+    # Not blocking: the other end of a FIFO may never come.
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise RecordError("it is no regular file")
+        if about.st_uid != uid:
+            raise RecordError(f"it belongs to uid {about.st_uid}, and its folder to {uid}")
+        if about.st_size > LARGEST:
+            raise RecordError(f"it has {about.st_size} bytes, and a record at most {LARGEST}")
+        data = os.read(descriptor, LARGEST)
+    finally:
+        os.close(descriptor)
+    try:
+        record = Record.from_json(json.loads(data))
+    except RecordError:
+        raise
+    except (ValueError, RecursionError) as error:  # broken UTF-8 and numbers of a thousand digits are a ValueError too
+        raise RecordError(f"it is no JSON ({type(error).__name__})") from error
+    if record.file_name != name:
+        raise RecordError("its content is that of another one")
+    return Found(record, about.st_mtime, path / name, about.st_ino)

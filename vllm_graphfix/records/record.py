@@ -1,0 +1,183 @@
+"""A record: what one process says of itself, and its form as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, overload
+
+from vllm_graphfix.fix import Mode, State
+from vllm_graphfix.records.checked import LONGEST_TEXT, Checked, RecordError
+from vllm_graphfix.records.processes import reduced
+from vllm_graphfix.settings import Master, printable
+
+SCHEMA = 1
+ROLES = ("front-end", "api-server", "engine-core", "worker")
+LARGEST = 64 * 1024
+"""Bytes of a record."""
+
+_ENGINE = re.compile(r"[0-9a-f]{16}")
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_TOKEN = re.compile(r"[!-~]{1,128}")
+_WORD = re.compile(r"[!-~]{0,128}")
+_MASTERS = frozenset(master.value for master in Master)
+_MODES = frozenset(mode.value for mode in Mode)
+_STATES = frozenset(state.value for state in State)
+
+
+class Rank(NamedTuple):
+    rank: int
+    local_rank: int | None
+    world_size: int
+    data_parallel_rank: int
+
+
+class Decided(NamedTuple):
+    """The decision of the engine, as this process has it."""
+
+    canary: bool
+    bucket: int | None
+    percentage: float | None
+    master: str
+    inherited: bool
+
+
+class FixReport(NamedTuple):
+    mode: str
+    state: str
+    reason: str
+
+
+class Agreement(NamedTuple):
+    """What the comparison before the first capture came to."""
+
+    group: str
+    world_size: int
+    agreeing: int
+    difference: str | None
+
+
+class Record(NamedTuple):
+    """What one process says of itself, for one engine."""
+
+    graphfix: str
+    vllm: str
+    engine: str
+    host: str
+    pid: int
+    start_ticks: int
+    boot: str
+    pid_namespace: str
+    role: str
+    model: str | None
+    rank: Rank | None
+    decision: Decided
+    fixes: Mapping[str, FixReport]
+    events: Mapping[str, Mapping[str, int]]
+    agreement: Agreement | None = None
+    leader: str | None = None
+    problem: str | None = None
+    serves_metrics: bool = False
+    """Whether /metrics of this process tells of its engine."""
+    written: float = 0.0
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.engine}-{reduced(self.host)}-{self.pid}.json"
+
+    def as_json(self) -> dict[str, Any]:
+        """The file's content; long texts are cut, so that it fits."""
+        return {
+            "schema": SCHEMA,
+            "graphfix": _fitting(self.graphfix),
+            "vllm": _fitting(self.vllm),
+            "engine": self.engine,
+            "host": reduced(self.host),
+            "pid": self.pid,
+            "start_ticks": self.start_ticks,
+            "boot": self.boot,
+            "pid_namespace": self.pid_namespace,
+            "role": self.role,
+            "model": _fitting(self.model),
+            "rank": self.rank and self.rank._asdict(),
+            "decision": self.decision._asdict(),
+            "fixes": {name: fix._replace(reason=_fitting(fix.reason))._asdict() for name, fix in self.fixes.items()},
+            "events": {name: dict(events) for name, events in self.events.items()},
+            "agreement": self.agreement
+            and self.agreement._replace(difference=_fitting(self.agreement.difference))._asdict(),
+            "leader": self.leader,
+            "problem": _fitting(self.problem),
+            "serves_metrics": self.serves_metrics,
+            "written": self.written,
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> Record:
+        """The record that *value* is, text made printable. Raises RecordError; keys that this version does not know are left out."""
+        given = Checked(value, "the record")
+        schema = given.whole("schema")
+        if schema > SCHEMA:
+            raise RecordError(
+                f"it has schema {schema}, and this vllm-graphfix knows {SCHEMA}: look at it with a newer one"
+            )
+        if schema != SCHEMA:
+            given.refuse("schema")
+        rank, agreement = given.maybe("rank"), given.maybe("agreement")
+        decision = Checked(given.get("decision"), "decision")
+        fixes = {name: Checked(fix, f"fixes.{name}") for name, fix in given.named("fixes")}
+        events = {name: Checked(counts, f"events.{name}") for name, counts in given.named("events")}
+        return cls(
+            graphfix=given.text("graphfix"),
+            vllm=given.text("vllm"),
+            engine=given.name("engine", _ENGINE),
+            host=given.name("host", _HOST),
+            pid=given.whole("pid"),
+            start_ticks=given.whole("start_ticks"),
+            boot=given.name("boot", _WORD),
+            pid_namespace=given.name("pid_namespace", _WORD),
+            role=given.one_of("role", ROLES),
+            model=given.text("model") if given.has("model") else None,
+            rank=None
+            if rank is None
+            else Rank(
+                rank.whole("rank"),
+                rank.whole("local_rank") if rank.has("local_rank") else None,
+                rank.whole("world_size"),
+                rank.whole("data_parallel_rank"),
+            ),
+            decision=Decided(
+                decision.truth("canary"),
+                decision.whole("bucket") if decision.has("bucket") else None,
+                decision.number("percentage", 100.0) if decision.has("percentage") else None,
+                decision.one_of("master", _MASTERS),
+                decision.truth("inherited"),
+            ),
+            fixes={
+                name: FixReport(fix.one_of("mode", _MODES), fix.one_of("state", _STATES), fix.text("reason"))
+                for name, fix in fixes.items()
+            },
+            events={name: {event: counts.whole(event) for event in counts.names()} for name, counts in events.items()},
+            agreement=None
+            if agreement is None
+            else Agreement(
+                agreement.name("group", _TOKEN),
+                agreement.whole("world_size"),
+                agreement.whole("agreeing"),
+                agreement.text("difference") if agreement.has("difference") else None,
+            ),
+            leader=given.name("leader", _ENGINE) if given.has("leader") else None,
+            problem=given.text("problem") if given.has("problem") else None,
+            serves_metrics=given.truth("serves_metrics") if given.has("serves_metrics") else False,
+            written=given.number("written", 1e11),
+        )
+
+
+@overload
+def _fitting(text: str) -> str: ...
+@overload
+def _fitting(text: str | None) -> str | None: ...
+def _fitting(text: str | None) -> str | None:
+    if text is None:
+        return None
+    text = printable(text)
+    return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"

@@ -1,0 +1,179 @@
+"""Keeps this process's records on disk, without its caller ever waiting for that."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from vllm_graphfix.records.folder import own_folder, shown_path
+from vllm_graphfix.records.pruning import prune
+from vllm_graphfix.records.record import Record
+from vllm_graphfix.records.writing import remove, touch, write
+from vllm_graphfix.settings import STATUS_DIR
+
+HEARTBEAT = 10.0
+_SLOW = 10.0
+_ENGINES = 64
+"""Records of one process, which may make one engine after the other."""
+
+
+class Reporter:
+    """Keeps this process's records on disk. No call waits for the disk, `close` for a moment aside.
+
+    What touches the disk is a daemon thread that ends when there is nothing left to write: a process that is about to fork has no thread.
+    The first failure is a warning; later ones are silent, and the next record is tried again. A forked child starts with nothing.
+    """
+
+    def __init__(self, base: Path, warn: Callable[[str], None]) -> None:
+        self._base = base
+        self._warn = warn
+        self._start_afresh()
+        afresh = weakref.WeakMethod(self._start_afresh)
+        os.register_at_fork(after_in_child=lambda: (method := afresh()) and method())
+
+    def _start_afresh(self) -> None:
+        self._lock = threading.Lock()  # never held while the disk is waited for
+        self._pending: dict[str, Record] = {}
+        self._on_disk: dict[str, Record] = {}
+        """What was written and not found to be gone since."""
+        self._tried: dict[str, Record] = {}
+        self._newest: Record | None = None
+        self._writer: threading.Thread | None = None
+        self._busy_since: float | None = None
+        self._keeper: threading.Thread | None = None
+        self._refresh: Callable[[], Record | None] = lambda: None
+        self._every = HEARTBEAT
+        self._ended = threading.Event()
+        self._pruned = False
+        self._warned = False
+
+    def publish(self, record: Record) -> None:
+        """Has *record* written soon; of several for one engine, the last one is."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._pending[record.file_name] = self._newest = record
+            busy_since = self._busy_since
+        if busy_since is not None and time.monotonic() - busy_since > _SLOW:
+            self._complain(
+                f"{shown_path(own_folder(self._base))} has not answered for {time.monotonic() - busy_since:.0f} seconds"
+            )
+        self._have_written()
+
+    def keep(self, refresh: Callable[[], Record | None], every: float = HEARTBEAT) -> None:
+        """Asks *refresh* now and every so many seconds, in a daemon thread; a record that is as before, or None, is a heartbeat."""
+        with self._lock:
+            self._refresh, self._every = refresh, every
+            if self._keeper is not None or self._ended.is_set():
+                return
+            self._keeper = threading.Thread(
+                target=self._keep, args=(self._ended,), name="graphfix-heartbeat", daemon=True
+            )
+        try:
+            self._keeper.start()
+        except RuntimeError as error:  # no more threads
+            self._keeper = None
+            self._complain(str(error))
+
+    def flush(self, timeout: float = 1.0) -> None:
+        """Waits until what was published is on disk, in at most *timeout* seconds: for a process that is about to end."""
+        writer = self._writer
+        if writer is not None and writer is not threading.current_thread():
+            with suppress(RuntimeError):  # it could not be started, and is not to be waited for
+                writer.join(timeout)
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Removes the records at a clean end, in at most *timeout* seconds; one with a problem stays, to be seen.
+
+        Python 3.12.0 to 3.12.2 starts no thread in an interpreter that shuts down: there the thread of `keep` does it, and without one they stay,
+        for `prune`.
+        """
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._pending = {name: record for name, record in self._pending.items() if record.problem is not None}
+            self._writer = self._writer or self._keeper
+            self._ended.set()
+        self._have_written()
+        self.flush(timeout)
+
+    def _keep(self, ended: threading.Event) -> None:
+        while True:
+            try:
+                record = self._refresh() or self._newest
+                if record is not None:
+                    self.publish(record)
+            except Exception as error:
+                self._complain(f"{type(error).__name__}: {error}")
+            if ended.wait(self._every):
+                break
+        with self._lock:
+            if self._writer is not threading.current_thread():
+                return
+        self._write()
+
+    def _have_written(self) -> None:
+        with self._lock:
+            if self._writer is not None or not (self._pending or (self._ended.is_set() and self._tried)):
+                return
+            self._writer = threading.Thread(target=self._write, name="graphfix-record", daemon=True)
+        try:
+            self._writer.start()
+        except RuntimeError as error:
+            self._writer = None
+            if not self._ended.is_set():  # at the end it is not written here: the disk may hang
+                self._complain(str(error))
+
+    def _write(self) -> None:
+        while True:
+            with self._lock:
+                self._busy_since = time.monotonic()
+                if self._pending:
+                    act, (name, record) = self._put, self._pending.popitem()
+                elif self._ended.is_set() and self._tried:
+                    act, (name, record) = self._clear, self._tried.popitem()
+                else:
+                    self._writer = self._busy_since = None
+                    return
+            try:
+                act(name, record)
+            except Exception as error:
+                self._complain(getattr(error, "strerror", None) or f"{type(error).__name__}: {error}")
+
+    def _put(self, name: str, record: Record) -> None:
+        self._tried[name] = record
+        before = self._on_disk.pop(name, None)
+        if before is not None and before._replace(written=record.written) == record:
+            with suppress(FileNotFoundError):  # somebody has cleaned up
+                touch(self._base, record)
+                self._on_disk[name] = before
+                return
+        write(self._base, record)
+        self._on_disk[name] = record
+        while len(self._tried) > _ENGINES:
+            oldest = next(iter(self._tried))
+            self._on_disk.pop(oldest, None)
+            self._clear(oldest, self._tried.pop(oldest))
+        if not self._pruned:
+            self._pruned = True
+            prune(self._base)
+
+    def _clear(self, name: str, record: Record) -> None:
+        if record.problem is None:
+            remove(self._base, record)
+
+    def _complain(self, what: str) -> None:
+        with self._lock:
+            if self._warned:
+                return
+            self._warned = True
+        with suppress(Exception):
+            self._warn(
+                f"the status record of this process is not kept: {what}. Nothing else is concerned; `vllm-graphfix fleet` and the metrics miss "
+                f"this process. {STATUS_DIR} names another folder"
+            )
