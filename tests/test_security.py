@@ -81,6 +81,10 @@ def forbidden(code: str) -> set[str]:
 
 OWN_PYTHON = "starts this Python's own interpreter, by `-m` with a module of this package"
 EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
+    "fixes/__init__.py": {
+        "pkgutil": "lists the modules of its own folder",
+        "import_module": "loads them: one a fix",
+    },
     "metrics.py": {"multiprocessing": "the name of this process, which vLLM gives to its API servers"},
     "role.py": {"multiprocessing": "the name of this process, and the id of the one that started it"},
     "telling.py": {"multiprocessing.util": "runs at the end of a process, in forked children too"},
