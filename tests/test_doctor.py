@@ -19,7 +19,7 @@ from stock import ALL_RELEASES, release_root
 from test_security import run_command
 from typer.testing import CliRunner
 
-from vllm_graphfix import doctor, fleet, hardware, settings
+from vllm_graphfix import doctor, hardware, settings
 from vllm_graphfix.cli import app
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.records import FixReport
@@ -34,7 +34,7 @@ def _nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("VLLM_GRAPHFIX_STATUS_DIR", str(tmp_path / "records"))
     (tmp_path / "records").mkdir()
-    monkeypatch.setattr(fleet, "_unrecorded", lambda *given: ((), ()))
+    monkeypatch.setattr("vllm_graphfix.fleet.looking.without_record", lambda *given: ((), ()))
 
 
 def examined(release: str = "0.18.1", **environment: str) -> dict[str, Any]:

@@ -24,15 +24,19 @@ from records import AN_HOUR, ENGINE, elsewhere, leave, of, record
 from rich.console import Console
 from typer.testing import CliRunner
 
-from vllm_graphfix import __version__, fleet
+from vllm_graphfix import __version__
 from vllm_graphfix.cli import app
 from vllm_graphfix.fleet import Engine, Unrecorded, as_json, look, shown
+from vllm_graphfix.fleet.unrecorded import _is_vllm
 from vllm_graphfix.records import Agreement, Decided, FixReport, Identity, Rank, Record, own_folder
 
 OTHER_ENGINE = "f" * 16
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to other users")
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
+
+WITHOUT_RECORD = "vllm_graphfix.fleet.looking.without_record"
+"""The function that looks at this machine's processes."""
 
 
 @pytest.fixture
@@ -53,7 +57,7 @@ def start() -> Iterator[Start]:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A double of a machine without any process of vLLM; the one that runs the tests may have some."""
-    monkeypatch.setattr(fleet, "_unrecorded", lambda *_: ((), ()))
+    monkeypatch.setattr(WITHOUT_RECORD, lambda *_: ((), ()))
 
 
 @pytest.fixture
@@ -423,7 +427,7 @@ def test_a_server_that_has_just_started_is_given_time(tmp_path: Path, serve: Sta
 def test_a_server_without_a_record_for_no_reason_to_be_seen_is_sent_to_its_log(
     tmp_path: Path, serve: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "_STARTING", 0.0)
+    monkeypatch.setattr("vllm_graphfix.fleet.unrecorded._STARTING", 0.0)
     process = serve(env=here(tmp_path))
     assert "the log of this process says which" in reason(process, tmp_path)
 
@@ -530,7 +534,7 @@ def test_servers_without_a_record_are_exit_1_unless_they_leave_theirs_elsewhere(
     with_an_engine: int,
     without: int,
 ) -> None:
-    monkeypatch.setattr(fleet, "_unrecorded", lambda *_: (seen, ()))  # a double of what runs on this machine
+    monkeypatch.setattr(WITHOUT_RECORD, lambda *_: (seen, ()))  # a double of what runs on this machine
     assert look(tmp_path).exit_code == without
     leave(tmp_path, record(rank=0))
     assert look(tmp_path).exit_code == with_an_engine
@@ -539,7 +543,7 @@ def test_servers_without_a_record_are_exit_1_unless_they_leave_theirs_elsewhere(
 def test_a_reason_is_named_once_for_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = "/usr/bin/python3 /usr/local/bin/vllm serve " + "a/model/with/a/name/" * 9
     seen = (replace(A_SERVER, command=serve), replace(A_SERVER, pid=2, command="VLLM::EngineCore"))
-    monkeypatch.setattr(fleet, "_unrecorded", lambda *_: (seen, ()))  # a double of what runs on this machine
+    monkeypatch.setattr(WITHOUT_RECORD, lambda *_: (seen, ()))  # a double of what runs on this machine
     lines = [line.split() for line in text(tmp_path, 80).splitlines() if line.strip()]
     assert lines[1:] == [
         ["✗", "the", "reason"],
@@ -580,7 +584,7 @@ COMMANDS: list[tuple[str, bool]] = [
 
 @pytest.mark.parametrize(("command", "is_vllm"), COMMANDS)
 def test_a_command_line_tells_whether_it_is_vllms(command: str, is_vllm: bool) -> None:
-    assert fleet._is_vllm(command.split()) is is_vllm
+    assert _is_vllm(command.split()) is is_vllm
 
 
 def test_a_multiprocessing_child_without_a_title_is_listed_where_its_server_is_without_the_plugin(

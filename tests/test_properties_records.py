@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from records import ENGINE, elsewhere, leave, record
 from watched import Answer, Watched, answer, watched
 
-from vllm_graphfix import fleet
+from vllm_graphfix.fleet import unrecorded
 from vllm_graphfix.records import (
     FILES,
     Agreement,
@@ -53,7 +53,7 @@ contents = (
 @pytest.fixture
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no vLLM ran on this machine: it is not what these are about."""
-    monkeypatch.setattr(fleet, "_unrecorded", lambda *_: ((), ()))
+    monkeypatch.setattr("vllm_graphfix.fleet.looking.without_record", lambda *_: ((), ()))
 
 
 def looked(base: Path, *arguments: str, seconds: int = 10, memory: int = 64 << 20) -> Watched:
@@ -182,14 +182,14 @@ commands = st.lists(
 def test_any_command_line_and_environment_of_another_process_is_judged(
     command: list[str], environment: dict[str, str]
 ) -> None:
-    assert fleet._is_vllm(command) in (True, False)
-    reason = fleet._shortened(
-        fleet._reason(os.getpid(), environment, [word for word in command if "\0" not in word], 1e9)
+    assert unrecorded._is_vllm(command) in (True, False)
+    reason = unrecorded._shortened(
+        unrecorded._reason(os.getpid(), environment, [word for word in command if "\0" not in word], 1e9)
     )
     assert reason.isprintable()
     assert reason
     folder = base_folder(environment)
-    assert fleet._resolved(folder) is not None
+    assert unrecorded._resolved(folder) is not None
 
 
 @given(st.integers(0, 2**63 - 1))
