@@ -1,0 +1,152 @@
+"""The KV cache and the attention kernels of a deployment, by its flags, model and GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from vllm_graphfix import hardware
+from vllm_graphfix.deployment.answers import Fact
+from vllm_graphfix.deployment.model import Model
+from vllm_graphfix.settings import printable
+
+
+class Attention(Model):
+    def fp8_cache(self) -> Fact:
+        """The KV cache holds 8-bit floating-point numbers."""
+        value, missing = self.value("--kv-cache-dtype")
+        if missing is not None:
+            return Fact(None, missing)
+        if value is not None and value != "auto":
+            if value.startswith("fp8"):
+                return Fact(True, f"--kv-cache-dtype {printable(value[:20])}")
+            return Fact(False, f"--kv-cache-dtype {printable(value[:20])} is not fp8")
+        config, missing = self._config
+        if missing is not None:
+            # A quantised checkpoint brings its own.
+            return Fact(None, f"--kv-cache-dtype, or {missing}")
+        quantised = [key for key in ("quantization_config", "compression_config") if config.get(key)]
+        if quantised and any("kv" in key and value for key, value in self._pairs() if not key.startswith("kv_lora")):
+            return Fact(None, "--kv-cache-dtype (the model's quantization config names one of its own)")
+        if quantised and config[quantised[0]] and not isinstance(config[quantised[0]], dict):
+            return Fact(None, "--kv-cache-dtype (the model's quantization config cannot be read)")
+        if not quantised and self._has_file("hf_quant_config.json"):
+            return Fact(None, "--kv-cache-dtype (the model's hf_quant_config.json may name one of its own)")
+        if self.sparse_mla().holds is not False and self.mla().holds is not False:
+            return Fact(None, "--kv-cache-dtype (models with sparse attention have fp8 by default)")
+        return Fact(False, "the KV cache is not fp8 (--kv-cache-dtype auto)")
+
+    def _has_file(self, name: str) -> bool:
+        place = next(iter(self._models), None) or self.value("--model")[0] or ""
+        try:
+            return Path(place).expanduser().joinpath(name).exists()
+        except (OSError, ValueError, RuntimeError):
+            return False
+
+    def _backend(self) -> tuple[str | None, str | None]:
+        """The attention backend that is asked for (None where vLLM chooses), or what is missing."""
+        value, missing = self.value("--attention-backend")
+        config, wrong = self._object("--attention-config")
+        missing = missing or wrong
+        if missing is not None:
+            return None, missing
+        asked = config.get("backend", value)
+        if asked is not None and not isinstance(asked, str):
+            return None, "an attention backend that vLLM knows"
+        return (None, None) if asked is None or asked.lower() == "auto" else (asked.upper(), None)
+
+    @cached_property
+    def gpu(self) -> tuple[str | None, int | None]:
+        """The GPU's name and its major compute capability; None what is not known."""
+        names = (self._gpu_named,) if self._gpu_named else tuple(dict.fromkeys(hardware.gpus()))
+        majors = {hardware.capability(name) for name in names}
+        return (names[0] if len(names) == 1 else None, majors.pop() if len(majors) == 1 else None)
+
+    def _capability(self, wanted: Sequence[int], what: str) -> Fact:
+        name, major = self.gpu
+        if major is None:
+            return Fact(None, f"the GPU that serves, which is not known here (--gpu NAME): {what}")
+        own = "" if self._gpu_named else " of this machine"
+        return Fact(
+            major in wanted,
+            f"the GPU{own} is {printable((name or '')[:60])}" + ("" if major in wanted else f", and {what}"),
+        )
+
+    def dense_flashmla(self) -> Fact:
+        """Latent attention that is not sparse runs on FlashMLA."""
+        backend, missing = self._backend()
+        if missing is not None:
+            return Fact(None, missing)
+        if backend == "FLASHMLA":
+            return Fact(True, "--attention-backend FLASHMLA")
+        if backend is not None:
+            return Fact(False, f"--attention-backend {printable(backend[:40])} is not FlashMLA")
+        hopper = self._capability((9,), "FlashMLA's dense kernels need Hopper")
+        for needed in (self.mla(), hopper):
+            if needed.holds is False:
+                return needed
+        sparse = self.sparse_mla()
+        if sparse.holds:
+            return Fact(False, f"{sparse.told}, which dense FlashMLA does not serve")
+        if self.mla().holds is None:
+            return self.mla()
+        if hopper.holds is None:
+            return hopper
+        # On Hopper vLLM prefers FlashAttention, which has no fp8 for latent attention; FlashMLA takes blocks of 64.
+        if self.fp8_cache().holds and self.value("--block-size")[0] in (None, "64"):
+            return Fact(True, "vLLM takes FlashMLA for latent attention with an fp8 cache on Hopper")
+        return Fact(None, "the attention backend that vLLM logs when it starts, or --attention-backend")
+
+    def flashmla(self) -> Fact:
+        """Latent attention runs on FlashMLA kernels that plan in their first call: dense ones, or sparse ones with an fp8 cache."""
+        dense = self.dense_flashmla()
+        if dense.holds:
+            return dense
+        backend, missing = self._backend()
+        sparse = self.sparse_mla()
+        if missing is not None:
+            return Fact(None, missing)
+        if sparse.holds and any(key == "compress_ratios" for key, _ in self._pairs()):
+            # DeepSeek V4 calls FlashMLA by itself, whatever the backend.
+            return self._capability((9, 10), "FlashMLA needs Hopper or Blackwell")
+        if backend == "FLASHMLA_SPARSE" or (backend is None and sparse.holds is not False):
+            if sparse.holds is False:
+                return sparse
+            value, missing = self.value("--kv-cache-dtype")
+            if missing is not None:
+                return Fact(None, missing)
+            if value == "bfloat16":
+                return (
+                    Fact(False, "--kv-cache-dtype bfloat16: sparse FlashMLA plans ahead with an fp8 cache only")
+                    if sparse.holds
+                    else dense
+                )
+            if backend is not None and value is not None and value.startswith("fp8"):
+                return Fact(True, f"--attention-backend FLASHMLA_SPARSE, --kv-cache-dtype {printable(value[:20])}")
+            if sparse.holds is None:
+                return dense if dense.holds is None else sparse
+            fitting = self._capability((9, 10), "FlashMLA needs Hopper or Blackwell")
+            if fitting.holds is False:
+                return fitting
+            return Fact(
+                None,
+                "the attention backend and the KV cache's dtype that vLLM logs when it starts, or the flags for them",
+            )
+        return dense
+
+    def triton_mla(self) -> Fact:
+        """Latent attention runs on Triton."""
+        backend, missing = self._backend()
+        if missing is not None:
+            return Fact(None, missing)
+        if backend is not None:
+            return Fact(
+                backend == "TRITON_MLA",
+                f"--attention-backend {printable(backend[:40])}"
+                + ("" if backend == "TRITON_MLA" else " is not TRITON_MLA"),
+            )
+        mla = self.mla()
+        if mla.holds is False:
+            return mla
+        return Fact(None, "the attention backend that vLLM logs when it starts, or --attention-backend")

@@ -1,0 +1,45 @@
+"""A deployment, with all that is known of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from vllm_graphfix.deployment.answers import Answer, Fact
+from vllm_graphfix.deployment.attention import Attention
+from vllm_graphfix.deployment.graphs import Graphs
+from vllm_graphfix.deployment.runner import Runner
+from vllm_graphfix.deployment.speculation import Speculation
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source import Source
+
+
+class Deployment(Graphs, Runner, Attention, Speculation):
+    """What is known of an engine from its command line, its environment, the vLLM that it runs and the GPU that it runs on.
+
+    The facts are methods, each with its reason. *environment* is that of this process, under the assignments in front of the line.
+    """
+
+    def data_parallel(self) -> Fact:
+        """There are several data-parallel ranks."""
+        number, missing = self._number("--data-parallel-size")
+        if missing is not None:
+            return Fact(None, missing)
+        if number is not None and number > 1:
+            return Fact(True, f"--data-parallel-size {number}")
+        if number is None and self._given("--data-parallel-rank"):
+            return Fact(None, "--data-parallel-size")
+        return Fact(False, "there is one data-parallel rank (--data-parallel-size)")
+
+
+Judge = Callable[["Deployment", str], Answer]
+"""Takes the deployment and the shape of the code that the diagnosis named."""
+
+
+def read_deployment(
+    line: str, source: Source, gpu: str | None = None, environment: Mapping[str, str] = os.environ
+) -> Deployment:
+    """Raises FlagsError."""
+    return Deployment(line, environment, source, gpu)

@@ -1,0 +1,64 @@
+"""What the flags and variables of a deployment say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.deployment.answers import Fact
+from vllm_graphfix.deployment.line import json_or, parse
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source import Source
+
+CONFIG_FILE = "what the file of --config sets (write its flags on the line)"
+
+
+class Flags:
+    """What is given: the line, the environment under its assignments, the vLLM and the GPU."""
+
+    def __init__(self, line: str, environment: Mapping[str, str], source: Source, gpu: str | None = None) -> None:
+        """Raises FlagsError. *gpu*: the name of the GPU that serves; without it this machine's."""
+        parsed = parse(line)
+        self._line = line.lower()
+        self._flags = parsed.flags
+        self._models = parsed.models
+        self._environment = {**environment, **parsed.environment}
+        self._source = source
+        self._gpu_named = gpu
+
+    def value(self, name: str) -> tuple[str | None, str | None]:
+        """The value of a flag (None where it is not given) and, if that may be another one, what is missing."""
+        given = self._flags.get(name)
+        if given is None:
+            return None, CONFIG_FILE if "--config" in self._flags else None
+        return given.value, given.unsure
+
+    def switched_on(self, name: str) -> Fact:
+        """The switch *name*, one without a value, is on the line; not on it, whatever vLLM takes then."""
+        given = self._flags.get(name)
+        if given is not None:
+            return Fact(None, given.unsure) if given.unsure is not None else Fact(True, name)
+        return Fact(None, CONFIG_FILE) if "--config" in self._flags else Fact(False, f"{name} is not given")
+
+    def _given(self, name: str) -> bool:
+        return name in self._flags
+
+    def _object(self, name: str) -> tuple[dict[str, Any], str | None]:
+        """The JSON object that a flag has for a value, empty where it is not given."""
+        value, missing = self.value(name)
+        if value is None or missing is not None:
+            return {}, missing
+        found = json_or(value, None)
+        return (found, None) if isinstance(found, dict) else ({}, f"a JSON object for {name}")
+
+    def _number(self, name: str) -> tuple[int | None, str | None]:
+        value, missing = self.value(name)
+        if value is None or missing is not None:
+            return None, missing
+        return (int(value), None) if re.fullmatch(r"\d{1,9}", value) else (None, f"a number for {name}")
+
+    def _setting(self, name: str) -> bool | None:
+        """A variable of vLLM's that is 0 or 1; None for anything else."""
+        return {"0": False, "1": True, "": None}.get(self._environment.get(name, "").strip())

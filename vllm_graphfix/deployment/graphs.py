@@ -1,0 +1,106 @@
+"""Which CUDA graphs a deployment has."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from vllm_graphfix.deployment.answers import Fact
+from vllm_graphfix.deployment.flags import CONFIG_FILE, Flags
+
+FULL_MODES = frozenset({"FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"})
+_MODES = ("NONE", "PIECEWISE", "FULL")
+"""By their numbers."""
+_LEVELS = {"0": "NONE", "1": "PIECEWISE", "2": "FULL_AND_PIECEWISE", "3": "FULL_AND_PIECEWISE"}
+_OTHER_MODE = (
+    "mode",
+    "level",
+    "backend",
+    "splitting_ops",
+    "pass_config",
+    "use_cudagraph",
+    "full_cuda_graph",
+    "use_inductor_graph_partition",
+)
+"""Keys of --compilation-config that may make another graph mode of the one that is configured."""
+
+
+class Graphs(Flags):
+    @cached_property
+    def _graph_mode(self) -> tuple[str | None, str]:
+        """The mode that is configured for CUDA graphs and what says so, or None and what is missing."""
+        eager = self._flags.get("--enforce-eager")
+        if eager is not None and eager.unsure is None:
+            return "NONE", "--enforce-eager is given, and there are no CUDA graphs"
+        if eager is not None:
+            return None, str(eager.unsure)
+        config, missing = self._object("--compilation-config")
+        if missing is not None:
+            return None, missing
+        mode, told = _mode(config.get("cudagraph_mode")), "--compilation-config"
+        if mode is None and config.get("cudagraph_mode") is not None:
+            return None, "a cudagraph_mode that vLLM knows in --compilation-config"
+        if mode == "NONE":
+            return mode, "cudagraph_mode is NONE"
+        if mode is None:
+            level, missing = self.value("--optimization-level")
+            if missing is not None:
+                return None, missing
+            if level is not None and level not in _LEVELS:
+                return None, "an -O of 0 to 3"
+            mode, told = _LEVELS[level or "2"], f"-O{level}" if level else "the default"
+            if mode == "NONE":
+                return mode, "-O0 has no CUDA graphs"
+        changed = [
+            key for key in _OTHER_MODE if key in config and not (key == "mode" and config[key] in (3, "VLLM_COMPILE"))
+        ]
+        if changed:
+            return (
+                None,
+                f"the cudagraph_mode that vLLM logs when it starts ({changed[0]} in --compilation-config may change it)",
+            )
+        for name in ("TORCH_COMPILE_DISABLE", "VLLM_USE_BREAKABLE_CUDAGRAPH"):
+            if self._environment.get(name, "") not in ("", "0"):
+                return None, f"the cudagraph_mode that vLLM logs when it starts ({name} may change it)"
+        for name in (
+            "--kv-transfer-config",
+            "--kv-offloading-size",
+            "--max-cudagraph-capture-size",
+            "--runner",
+            "--convert",
+            "--task",
+        ):
+            if self._given(name) and self.value(name)[0] not in ("generate", "none", "auto"):
+                return None, f"the cudagraph_mode that vLLM logs when it starts ({name} may change it)"
+        if self.value("--all2all-backend")[0] == "deepep_high_throughput":
+            return None, "the cudagraph_mode that vLLM logs when it starts (--all2all-backend may change it)"
+        if "--config" in self._flags and mode in FULL_MODES:
+            return None, CONFIG_FILE
+        return mode, f"cudagraph_mode is {mode} ({told})"
+
+    def full_graphs(self) -> Fact:
+        """Decodes run in full CUDA graphs."""
+        mode, told = self._graph_mode
+        return Fact(None if mode is None else mode in FULL_MODES, told)
+
+    def graphs(self) -> Fact:
+        """There are CUDA graphs, full or piecewise."""
+        mode, told = self._graph_mode
+        return Fact(None if mode is None else mode != "NONE", told)
+
+    def piecewise_decodes(self) -> Fact:
+        """Decodes run in piecewise CUDA graphs."""
+        mode, told = self._graph_mode
+        return Fact(None if mode is None else mode == "PIECEWISE", told)
+
+    def prompts_in_graphs(self) -> Fact:
+        """Steps with prefills run in CUDA graphs, full or piecewise."""
+        mode, told = self._graph_mode
+        return Fact(None if mode is None else mode in ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE"), told)
+
+
+def _mode(value: object) -> str | None:
+    if type(value) is int and 0 <= value < len(_MODES):
+        return _MODES[value]
+    if isinstance(value, str) and value.upper() in (*_MODES, *FULL_MODES):
+        return value.upper()
+    return None

@@ -1,0 +1,184 @@
+"""The line of a `vllm serve`: variables, flags and model, read without vLLM."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vllm_graphfix.settings import shown
+
+_LONGEST_LINE = 16 * 1024
+"""Characters; nobody types that many, and what follows takes more than linear time."""
+_NAMES: Mapping[str, str] = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "-q": "--quantization",
+    "-cc": "--compilation-config",
+    "-ac": "--attention-config",
+    "-sc": "--speculative-config",
+    "-O": "--optimization-level",
+}
+"""Short names of vLLM's flags."""
+_SWITCHES = frozenset(
+    {"--enforce-eager", "--enable-expert-parallel", "--trust-remote-code", "--data-parallel-hybrid-lb"}
+)
+_VALUES = frozenset(
+    """--model --config --kv-cache-dtype --attention-backend --attention-config --speculative-config --spec-method --spec-model --spec-tokens
+    --compilation-config --optimization-level --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --data-parallel-rank
+    --decode-context-parallel-size --block-size --runner --convert --task --hf-overrides --hf-config-path --kv-transfer-config
+    --all2all-backend --max-cudagraph-capture-size --quantization --kv-offloading-size""".split()
+)
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
+_NO_VALUE = re.compile(
+    r"--(no|enable|disable|allow|trust|use|skip|async|fully|calculate|ray|return|headless|enforce)\b.*"
+)
+"""Flags of vLLM that take no value, as far as their names tell; what follows one of them may be the model."""
+
+
+class FlagsError(Exception):
+    """What was given is no command line; the message says what to do."""
+
+
+class _Known(NamedTuple):
+    """Flags that are read, by their long names. All others are skipped with their values."""
+
+    switches: frozenset[str]
+    values: frozenset[str]
+    negated: dict[str, str]
+
+    @classmethod
+    def to_fixes(cls) -> _Known:
+        """Those that the facts here need, and those that a fix asks for besides (`Fix.flags`)."""
+        from vllm_graphfix.fixes import FIXES
+
+        asked = {flag for fix in FIXES for flag in fix.flags}
+        values = frozenset(flag.removesuffix("=") for flag in asked if flag.endswith("="))
+        switches = _SWITCHES | {flag for flag in asked if not flag.endswith("=")}
+        return cls(switches, _VALUES | values, {f"--no-{name[2:]}": name for name in switches})
+
+
+class Given(NamedTuple):
+    """What the command line says of one flag."""
+
+    value: str | None
+    """None for a switch."""
+    unsure: str | None = None
+    """Why the value may be another one."""
+
+
+class Line(NamedTuple):
+    environment: dict[str, str]
+    flags: dict[str, Given]
+    models: list[str]
+
+
+def parse(line: str) -> Line:
+    """Raises FlagsError for what no shell takes for a line."""
+    if len(line) > _LONGEST_LINE:
+        raise FlagsError(
+            f"the flags of --for have more than {_LONGEST_LINE:,} characters; give the line of `vllm serve` alone"
+        )
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise FlagsError(
+            f"the flags of --for are no line of a shell ({error}); quote JSON once more, as in --for \"… -cc '{{…}}'\""
+        ) from error
+    environment: dict[str, str] = {}
+    while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0] in ("env", "exec")):
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    return Line(environment, *_flags(_without_program(words), _Known.to_fixes()))
+
+
+def _without_program(words: list[str]) -> list[str]:
+    name = words[0].rpartition("/")[2] if words else ""
+    if name == "vllm" and words[1:2] == ["serve"]:
+        return words[2:]
+    if name == "serve":
+        return words[1:]
+    if re.fullmatch(r"python[0-9.]*", name) and words[1:2] == ["-m"] and words[2:3]:
+        return _without_program(["vllm", *words[3:]]) if words[2].startswith("vllm.entrypoints.cli") else words[3:]
+    return words
+
+
+def _flags(words: Sequence[str], known: _Known) -> tuple[dict[str, Given], list[str]]:
+    flags: dict[str, Given] = {}
+    nested: dict[str, dict[str, Any]] = {}
+    models: list[str] = []
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if not _is_flag(word):
+            models.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        given: str | None = value if equals else None
+        if name.startswith("-O") and not name.startswith("-O."):
+            # -O3, -O=3, -O 3
+            given = name[2:] if len(name) > 2 else given
+            name = "-O"
+        name, dot, path = name.partition(".")
+        name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+        name = _NAMES.get(name, name)
+        follows = at < len(words) and not _is_flag(words[at])
+        if dot:
+            if given is None and at < len(words):
+                given, at = words[at], at + 1
+            _nest(nested.setdefault(name, {}), path, given or "")
+        elif name in known.switches or name in known.negated:
+            wrong = equals or (follows and words[at].lower() in ("true", "false", "0", "1"))
+            at += not equals and bool(wrong)
+            positive = known.negated.get(name, name)
+            flags.pop(positive, None)
+            if wrong:
+                flags[positive] = Given(None, f"{positive} as vLLM takes it, without a value")
+            elif positive == name:
+                flags[positive] = Given(None)
+        elif name in known.values:
+            if given is None and follows:
+                given, at = words[at], at + 1
+            flags[name] = Given(given or "", None if given else f"a value for {name}")
+        elif name.startswith("--"):
+            for long in (*known.switches, *known.values, *known.negated) if len(name) > 2 else ():
+                if long.startswith(name):  # argparse takes any beginning that is one flag's alone
+                    flags[known.negated.get(long, long)] = Given(
+                        "", f"{long} written out in full, in place of {shown(name)}"
+                    )
+            while given is None and not _NO_VALUE.fullmatch(name) and at < len(words) and not _is_flag(words[at]):
+                at += 1
+        else:
+            at += given is None and follows
+    for name, inner in nested.items():
+        # vLLM puts these behind all others, where they replace what was given as JSON.
+        unsure = f"{name} given in one way, as JSON or with dots" if name in flags else None
+        flags[name] = Given(json.dumps(inner), unsure)
+    return flags, models
+
+
+def _is_flag(word: str) -> bool:
+    return len(word) > 1 and word.startswith("-") and not re.fullmatch(r"-\d+(\.\d+)?", word)
+
+
+def _nest(into: dict[str, Any], path: str, value: str) -> None:
+    *outer, last = path.removesuffix("+").split(".")[:20]
+    for key in outer:
+        inner = into.setdefault(key, {})
+        if not isinstance(inner, dict):
+            inner = into[key] = {}
+        into = inner
+    into[last] = json_or(value, value)
+
+
+def json_or(text: str, otherwise: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return otherwise

@@ -1,0 +1,171 @@
+"""What a model's config.json says: latent attention, recurrent layers, experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vllm_graphfix import hardware
+from vllm_graphfix.deployment.answers import Fact
+from vllm_graphfix.deployment.flags import CONFIG_FILE, Flags
+from vllm_graphfix.deployment.line import json_or
+from vllm_graphfix.settings import printable
+
+_LARGEST_CONFIG = 1024 * 1024
+_MOST_NODES = 100_000
+"""Values of a model's config.json that are looked at."""
+
+_MLA = re.compile(
+    r"deepseek|kimi|longcat|pangu|glm_?4?_?moe_?(lite|dsa)|axk1|bailing|eagle|mistral_?(large|3)", re.IGNORECASE
+)
+"""Names of model types and architectures that may have latent attention (MLA), also where their config does not say so."""
+_MLA_TYPES = frozenset(
+    """AXK1 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_mtp glm_moe_dsa glm4_moe_lite glm4_moe_lite_mtp kimi_k2 kimi_linear
+    longcat_flash pangu_ultra_moe pangu_ultra_moe_mtp bailing_hybrid""".split()
+)
+MAMBA = frozenset(
+    """BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GraniteMoeHybridForCausalLM JambaForCausalLM
+    JambaForSequenceClassification Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VLForConditionalGeneration Lfm2VlForConditionalGeneration
+    Mamba2ForCausalLM MambaForCausalLM NemotronHForCausalLM NemotronHPuzzleForCausalLM NemotronH_Nano_VL_V2 Plamo2ForCausalLM
+    Zamba2ForCausalLM""".split()
+)
+"""Architectures with Mamba, Mamba-2 or short-convolution layers."""
+OTHER_RECURRENT = frozenset(
+    """BailingMoeV2_5ForCausalLM KimiLinearForCausalLM MiniMaxM1ForCausalLM MiniMaxText01ForCausalLM OlmoHybridForCausalLM
+    Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration""".split()
+)
+"""With gated delta nets or linear attention, whose batches are split in another way."""
+_RECURRENT_WORDS = re.compile(r"mamba|ssm|conv|recurrent|linear_|hybrid|delta|rwkv|retention", re.IGNORECASE)
+
+
+class Model(Flags):
+    @cached_property
+    def _config(self) -> tuple[dict[str, Any], str | None]:
+        """The model's config.json, or what is missing."""
+        if self._given("--hf-overrides"):
+            return {}, "a config.json that --hf-overrides does not change"
+        place = None
+        for flag in ("--hf-config-path", "--model"):
+            value, missing = self.value(flag)
+            if missing is not None and not (flag == "--hf-config-path" and missing == CONFIG_FILE):
+                if flag == "--model" and self._models:
+                    continue
+                return {}, missing
+            place = place or value
+        if len(self._models) + self._given("--model") > 1:
+            return {}, "one model on the line: the first word, or --model"
+        place = place or next(iter(self._models), None)
+        if place is None:
+            return {}, "the model: give it in front of the flags"
+        try:
+            folder = Path(place).expanduser()
+            found = folder.is_dir()
+        except (OSError, ValueError, RuntimeError):
+            return {}, "the model's config.json: name a folder that holds it"
+        if not found:
+            return {}, f"the config.json of {printable(place[:80])}: name a local folder that holds it"
+        text = hardware.small_text(folder / "config.json", _LARGEST_CONFIG + 1)
+        if text is None or len(text) > _LARGEST_CONFIG:
+            return {}, f"a config.json that can be read in {printable(place[:80])}"
+        config = json_or(text, None)
+        if not isinstance(config, dict):
+            return {}, f"a config.json that is a JSON object in {printable(place[:80])}"
+        return config, None
+
+    @cached_property
+    def _architectures(self) -> tuple[frozenset[str], str | None]:
+        config, missing = self._config
+        if missing is not None:
+            return frozenset(), missing
+        found = config.get("architectures")
+        if not isinstance(found, list) or not found or not all(isinstance(name, str) and name for name in found):
+            return frozenset(), "`architectures` in the model's config.json"
+        return frozenset(found), None
+
+    def _pairs(self) -> Iterator[tuple[str, Any]]:
+        """Keys and values of the model's config, at any depth; as many as a model has."""
+        left: list[Any] = [self._config[0]]
+        seen = 0
+        while left and seen < _MOST_NODES:
+            node = left.pop()
+            for key, value in node.items() if isinstance(node, dict) else (("", each) for each in node):
+                seen += 1
+                yield key, value
+                if isinstance(value, (dict, list)):
+                    left.append(value)
+
+    def configured(self, key: str) -> tuple[tuple[Any, ...], str | None]:
+        """What stands under *key* in the model's config.json, at any depth; and what is missing, if there is none to read."""
+        return tuple(value for name, value in self._pairs() if name == key), self._architectures[1]
+
+    @property
+    def model(self) -> str:
+        """Its architectures, for a reason."""
+        return printable(", ".join(sorted(self._architectures[0])))[:100]
+
+    def mla(self) -> Fact:
+        """The model has latent attention, which FlashMLA and Triton MLA serve."""
+        if self._setting("VLLM_MLA_DISABLE"):
+            return Fact(False, "VLLM_MLA_DISABLE=1 switches latent attention off")
+        _, missing = self._architectures
+        if missing is not None:
+            return Fact(None, missing)
+        pairs = [(key, value) for key, value in self._pairs()]
+        types = {value for key, value in pairs if key == "model_type" and isinstance(value, str)}
+        if types & _MLA_TYPES and any(
+            key in ("kv_lora_rank", "compress_ratios") and value is not None for key, value in pairs
+        ):
+            return Fact(True, f"{self.model} has latent attention (MLA)")
+        named = types | {value for key, value in pairs if isinstance(value, str) and key in ("", "_name_or_path")}
+        if any(key in ("kv_lora_rank", "compress_ratios") for key, _ in pairs) or any(map(_MLA.search, named)):
+            return Fact(
+                None, "the attention backend that vLLM logs when it starts (this model may have latent attention)"
+            )
+        return Fact(False, f"{self.model} has no latent attention (MLA)")
+
+    def sparse_mla(self) -> Fact:
+        """The model picks the tokens that its latent attention reads, with an indexer."""
+        mla = self.mla()
+        if not mla.holds:
+            return mla
+        if any(key in ("index_topk", "compress_ratios") and value for key, value in self._pairs()):
+            return Fact(True, f"{self.model} has sparse attention")
+        return Fact(False, f"{self.model} has no sparse attention")
+
+    def mamba(self) -> Fact:
+        """The model has Mamba, Mamba-2 or short-convolution layers."""
+        return self.with_layers(MAMBA, OTHER_RECURRENT, "Mamba or short-convolution layers")
+
+    def recurrent(self) -> Fact:
+        """The model has layers with a state: Mamba, short convolutions, gated delta nets, linear attention."""
+        return self.with_layers(MAMBA | OTHER_RECURRENT, frozenset(), "recurrent layers")
+
+    def with_layers(self, having: frozenset[str], other: frozenset[str], layers: str) -> Fact:
+        """The model is one of the architectures *having*, and so has such *layers*; not if it is of *other*, or without a sign of a recurrent one."""
+        architectures, missing = self._architectures
+        if missing is not None:
+            return Fact(None, missing)
+        if architectures & having:
+            return Fact(True, f"{self.model} has {layers}")
+        if architectures <= other:
+            return Fact(False, f"{self.model} has no {layers}")
+        for key, value in self._pairs():
+            if _RECURRENT_WORDS.search(key) or (isinstance(value, str) and _RECURRENT_WORDS.search(value[:200])):
+                return Fact(None, f"knowing whether {self.model} has {layers} (it is not a model that is known here)")
+        return Fact(False, f"{self.model} has no {layers}")
+
+    def experts(self) -> Fact:
+        """The model is a mixture of experts."""
+        _, missing = self._architectures
+        if missing is not None:
+            return Fact(None, missing)
+        if any("expert" in key and isinstance(value, int) and value > 1 for key, value in self._pairs()):
+            return Fact(True, f"{self.model} has experts")
+        if any("expert" in key or "moe" in key for key, _ in self._pairs()) or any(
+            "oe" in name for name in self._architectures[0]
+        ):
+            return Fact(None, f"knowing whether {self.model} has experts")
+        return Fact(False, f"{self.model} has no experts")

@@ -1,0 +1,70 @@
+"""Which of vLLM's two model runners a deployment has."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+
+from vllm_graphfix.deployment.answers import Fact
+from vllm_graphfix.deployment.model import MAMBA, OTHER_RECURRENT, Model
+
+_V2 = "VLLM_USE_V2_MODEL_RUNNER"
+_CONFIG_MODULE = "vllm/config/vllm.py"
+_ENVS = "vllm/envs.py"
+
+
+class Runner(Model):
+    def runner(self, wanted: str) -> Fact:
+        """The model runner is *wanted*, ``V1`` or ``V2``."""
+        found, told = self._runner
+        return Fact(None if found is None else found == wanted, told)
+
+    @cached_property
+    def _runner(self) -> tuple[str | None, str]:
+        # Features of later releases that need V2 and say so only when vLLM starts.
+        if any(word in self._line for word in ("hisparse", "watermark")):
+            return None, "the model runner that vLLM logs when it starts"
+        value = self._environment.get(_V2)
+        if value is not None:
+            chosen = self._setting(_V2)
+            if chosen is None:
+                return None, f"{_V2} being 0 or 1"
+            return ("V2" if chosen else "V1"), f"{_V2}={int(chosen)} chooses model runner {'V2' if chosen else 'V1'}"
+        default = self._runner_by_default()
+        if default == "V1":
+            return "V1", f"{_V2} is not set here, and this vLLM then takes model runner V1"
+        if default == "V1 for this model":
+            return "V1", f"{_V2} is not set here, and this vLLM then takes model runner V1 for this model"
+        return None, default
+
+    def _runner_by_default(self) -> str:
+        """``V1``, ``V1 for this model``, or what is missing."""
+        if not self._source.says(_CONFIG_MODULE, "use_v2_model_runner"):
+            if re.search(rf'getenv\("{_V2}", "0"\)'.encode(), self._source.read(_ENVS) or b""):
+                return "V1"
+            if not self._source.says(_ENVS, _V2):
+                return "V1"
+            return f"{_V2} set to 0 or 1, or the model runner that vLLM logs when it starts"
+        listed = self._source.function(_CONFIG_MODULE, "VllmConfig._is_default_v2_model_runner_model")
+        first = self._source.function(_CONFIG_MODULE, "VllmConfig.use_v2_model_runner")
+        known = first is not None and first.find("if not self._is_default_v2_model_runner_model(): return False")
+        asked = f"{_V2} set to 0 or 1, or the model runner that vLLM logs when it starts"
+        if listed is None or not known or self._given("--speculative-config") or self._given("--spec-method"):
+            return asked
+        architectures, missing = self._architectures
+        if missing is not None:
+            return missing
+        by_name = any(
+            listed.find(pattern)
+            for pattern in (
+                "if not any(arch in DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES for arch in architectures): return False",
+                "return any(arch in DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES for arch in architectures)",
+            )
+        )
+        text = self._source.read(_CONFIG_MODULE) or b""
+        if by_name and not any(name.encode("utf-8", "replace") in text for name in architectures):
+            return "V1 for this model"
+        hybrid = listed.find("if getattr(model_config, 'is_hybrid', False): return False")
+        if hybrid and architectures & (MAMBA | OTHER_RECURRENT):
+            return "V1 for this model"
+        return asked

@@ -1,0 +1,65 @@
+"""Whether a deployment has a speculator, and which."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from vllm_graphfix.deployment.answers import Fact
+from vllm_graphfix.deployment.line import json_or
+from vllm_graphfix.deployment.model import Model
+from vllm_graphfix.settings import printable
+
+_NO_SPECULATOR = "there is no speculator (--speculative-config)"
+
+
+class Speculation(Model):
+    @cached_property
+    def _speculator(self) -> tuple[str | None, int | None, str | None]:
+        """Method (empty for none), tokens, or what is missing."""
+        config, missing = self._object("--speculative-config")
+        if missing is not None:
+            return None, None, missing
+        for flag, key in (
+            ("--spec-method", "method"),
+            ("--spec-model", "model"),
+            ("--spec-tokens", "num_speculative_tokens"),
+        ):
+            value, missing = self.value(flag)
+            if missing is not None:
+                return None, None, missing
+            if value is not None:
+                config = {**config, key: json_or(value, value)}
+        if not config:
+            model, missing = self._config
+            if missing is not None:
+                return None, None, f"{missing} (a model may bring a speculator)"
+            if "speculators_config" in model:
+                return None, None, "--speculative-config (the model brings a speculator of its own)"
+            return "", 0, None
+        method, tokens = config.get("method"), config.get("num_speculative_tokens")
+        if not isinstance(method, str):
+            return None, None, "`method` in --speculative-config"
+        return method.lower(), tokens if type(tokens) is int else None, None
+
+    def speculator(self, *methods: str, several: bool = False) -> Fact:
+        """Drafts come from one of *methods*; *several*: more than one token of each draft. ``mtp`` also stands for its older names."""
+        method, tokens, missing = self._speculator
+        if missing is not None or method is None:
+            return Fact(None, missing or "`method` in --speculative-config")
+        if not method:
+            return Fact(False, _NO_SPECULATOR)
+        told = f"the speculator is {printable(method[:40])}"
+        if method not in methods and not ("mtp" in methods and method.endswith("_mtp")):
+            return Fact(False, told)
+        if several and tokens is None:
+            return Fact(None, "`num_speculative_tokens` in --speculative-config")
+        if several and tokens == 1:
+            return Fact(False, "drafts have one token (num_speculative_tokens)")
+        return Fact(True, told)
+
+    def drafts(self) -> Fact:
+        """There is a speculator, of whatever kind."""
+        method, _, missing = self._speculator
+        if missing is not None:
+            return Fact(None, missing)
+        return Fact(bool(method), f"the speculator is {printable((method or '')[:40])}" if method else _NO_SPECULATOR)
