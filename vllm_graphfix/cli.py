@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from vllm_graphfix import __version__
-from vllm_graphfix.fix import Fix, Mode, State, Verdict
+from vllm_graphfix.fix import Fix
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.manifest import ManifestError
 from vllm_graphfix.settings import printable
@@ -22,8 +22,6 @@ from vllm_graphfix.source import SourceError, open_source
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from vllm_graphfix.status import Status
 
 app = typer.Typer(
     name="vllm-graphfix",
@@ -38,8 +36,6 @@ EXIT_NOT_PRINTED = 1
 EXIT_USAGE = 2
 EXIT_LEFT_UNDONE = 3
 EXIT_INTERRUPTED = 130
-
-_OBSERVED_BY_DEFAULT = "A GPU has shown this defect in memory, and not yet in an engine's answers, so the fix only counts until {}=auto or =on applies it."
 
 PIPE_WIDTH = 140
 """Columns where there is no terminal."""
@@ -68,21 +64,6 @@ def _complete_fix(incomplete: str) -> list[tuple[str, str]]:
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="For machines; a stable interface with a schema version.")]
-
-_COLOURS = {
-    Verdict.AFFECTED.value: "yellow",
-    Verdict.UNRECOGNISED.value: "red",
-    Verdict.FIXED.value: "green",
-    Verdict.ABSENT.value: "dim",
-    State.ACTIVE.value: "bold green",
-    State.OBSERVING.value: "cyan",
-    State.OFF.value: "red",
-    State.NOT_IN_CANARY.value: "yellow",
-    State.INCOMPATIBLE.value: "red",
-    State.NOT_NEEDED.value: "dim",
-}
-
-_CONCERN_COLOURS = {"concerns you": "yellow", "does not": "green", "cannot tell without": "cyan"}
 
 
 def _print_version(wanted: bool) -> None:
@@ -122,6 +103,7 @@ def status(
     """What this vLLM needs and what this environment would do about it. Nothing of vLLM is imported."""
     from vllm_graphfix.deployment import FlagsError, read_deployment
     from vllm_graphfix.status import status as judge
+    from vllm_graphfix.status_shown import show
 
     if gpu is not None and flags is None:
         _stop("--gpu is for --for: vllm-graphfix status --for 'MODEL …' --gpu NAME")
@@ -133,7 +115,7 @@ def status(
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
-        _show_status(found)
+        show(found, _console())
     if check and any(row.left_undone for row in found.rows):
         raise typer.Exit(EXIT_LEFT_UNDONE)
 
@@ -149,21 +131,16 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Symptom, cause, what the fix does and counts, how to tell that you are hit, and the way without the plugin."""
-    if fix is None:
-        _list_fixes(as_json)
-        return
-    chosen = _named(fix)
-    sections = _sections(chosen)
-    if as_json:
-        typer.echo(json.dumps({"schema": 1, "name": chosen.name, "pr": chosen.pr, **sections}, indent=2))
-        return
-    from rich.padding import Padding
+    from vllm_graphfix import explaining
 
-    console = _console()
-    console.print(f"[bold]{chosen.name}[/]  {chosen.summary}")
-    for title, text in sections.items():
-        console.print(f"\n[bold]{title.replace('_', ' ').capitalize()}[/]")
-        console.print(Padding(text, (0, 0, 0, 2)), markup=False, highlight=False)
+    chosen = None if fix is None else _named(fix)
+    if as_json:
+        found = explaining.all_as_json() if chosen is None else explaining.as_json(chosen)
+        typer.echo(json.dumps(found, indent=2))
+    elif chosen is None:
+        explaining.show_all(_console())
+    else:
+        explaining.show(chosen, _console())
 
 
 @app.command()
@@ -374,85 +351,3 @@ def _console(*, stderr: bool = False) -> Console:
     # Rich honours NO_COLOR and terminals; a pipe has no width, and wrapping at 80 would cut tables for people with `| less`.
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream and stream.isatty() else PIPE_WIDTH, soft_wrap=False)
-
-
-def _references(fix: Fix) -> str:
-    return ", ".join(([f"PR {fix.pr}"] if fix.pr else []) + list(fix.references))
-
-
-def _sections(fix: Fix) -> dict[str, str]:
-    return {
-        "symptom": fix.symptom,
-        "cause": fix.cause,
-        "what_the_fix_does": fix.remedy,
-        "what_it_counts": "\n".join(f"{event.name}: {event.meaning}" for event in fix.events),
-        "upstream": _references(fix),
-        "releases": fix.releases,
-        "how_to_tell_that_you_are_hit": fix.detect,
-        "concerns": fix.concerns,
-        **({"observed_by_default": _OBSERVED_BY_DEFAULT.format(fix.variable)} if fix.default is Mode.OBSERVE else {}),
-        "without_the_plugin": fix.workaround,
-        "switch_it_off": f"{fix.variable}=off for this one, VLLM_GRAPHFIX=off for all; then restart the engine.",
-        "no_longer_needed": fix.removable,
-        **({"goes_with": "; ".join(f"{t.name}: without it {t.because}" for t in fix.together)} if fix.together else {}),
-    }
-
-
-def _list_fixes(as_json: bool) -> None:
-    if as_json:
-        listed = [{"name": fix.name, "pr": fix.pr, "summary": fix.summary, "releases": fix.releases} for fix in FIXES]
-        typer.echo(json.dumps({"schema": 1, "fixes": listed}, indent=2))
-        return
-    from rich.table import Table
-
-    table = Table("fix", "what it does", "affected releases", "upstream", box=None, pad_edge=False)
-    for fix in FIXES:
-        table.add_row(f"[bold]{fix.name}[/]", fix.summary, fix.releases, _references(fix))
-    _console().print(table)
-
-
-def _show_status(found: Status) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = _console()
-    known = all(row.diagnosis.known for row in found.rows)
-    origin = (
-        "a stock release that was looked at" if known else "not a stock release that was looked at; judged by its code"
-    )
-    console.print(
-        f"vLLM [bold]{found.source.version or '(version unknown)'}[/] in {escape(printable(found.source.label))}, {origin}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    table = Table("fix", "diagnosis", "mode", "would be", "because", box=None, pad_edge=False)
-    for row in found.rows:
-        verdict, would_be = row.diagnosis.verdict.value, row.would_be.value
-        place = (
-            f" [dim]({escape(row.diagnosis.where)})[/]"
-            if row.diagnosis.where and row.diagnosis.verdict is not Verdict.FIXED
-            else ""
-        )
-        because = "\n".join(
-            [escape(row.diagnosis.reason) + place, *(f"[yellow]{escape(note)}[/]" for note in row.notes)]
-        )
-        table.add_row(
-            f"[bold]{row.fix.name}[/]",
-            f"[{_COLOURS.get(verdict, '')}]{verdict}[/]",
-            row.mode.value,
-            f"[{_COLOURS.get(would_be, '')}]{would_be}[/]",
-            because,
-        )
-    console.print(table)
-    for note in found.notes:
-        console.print(f"[yellow]![/] {escape(note)}", highlight=False)
-    if any(row.answer for row in found.rows):
-        console.print()
-        concerned = Table("fix", "with these flags", "because", box=None, pad_edge=False)
-        for row in found.rows:
-            if row.answer is not None:
-                colour = _CONCERN_COLOURS[row.answer.concern.value]
-                concerned.add_row(
-                    f"[bold]{row.fix.name}[/]", f"[{colour}]{row.answer.concern.value}[/]", escape(row.answer.reason)
-                )
-        console.print(concerned)
