@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_graphfix.records import Agreement, Decided, FixReport, Identity, Rank, Record, identity, own_folder, write
+import pytest
+
+from vllm_graphfix.records import (
+    Agreement,
+    Decided,
+    FixReport,
+    Found,
+    Identity,
+    Rank,
+    Record,
+    identity,
+    own_folder,
+    read,
+    write,
+)
 
 ENGINE = "0123456789abcdef"
 AN_HOUR = 3600.0
+A_DAY = 24 * AN_HOUR
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to other users")
 
 
 def of(pid: int) -> Identity:
@@ -48,3 +68,35 @@ def leave(base: Path, *records: Record, age: float = 0.0) -> None:
         write(base, one)
         then = time.time() - age
         os.utime(own_folder(base) / one.file_name, (then, then))
+
+
+def names(base: Path) -> list[str]:
+    return sorted(path.name for path in own_folder(base).iterdir())
+
+
+def only(base: Path) -> Found:
+    found = read(base)
+    assert found.problems == ()
+    (one,) = found.found
+    return one
+
+
+def eventually(holds: Callable[[], object], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def run_python(code: str, *arguments: str, before: tuple[str, ...] = ()) -> str:
+    done = subprocess.run(
+        [*before, sys.executable, "-c", textwrap.dedent(code), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+    )
+    return done.stdout

@@ -1,0 +1,139 @@
+"""Records are read and refused, whatever is in their folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Callable
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from records import (
+    elsewhere,
+    leave,
+    needs_root,
+    record,
+)
+
+from vllm_graphfix.records import (
+    FILES,
+    own_folder,
+    read,
+    write,
+)
+
+GOOD = record(elsewhere(1))
+BAD = record(elsewhere(2)).file_name
+
+
+def put(content: bytes) -> Callable[[Path], None]:
+    def plant(path: Path) -> None:
+        path.write_bytes(content)
+
+    return plant
+
+
+def changed(**changes: Any) -> bytes:
+    return json.dumps({**record(elsewhere(2)).as_json(), **changes}).encode()
+
+
+def a_link_to_a_record(path: Path) -> None:
+    path.symlink_to(GOOD.file_name)
+
+
+def a_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def a_device(path: Path) -> None:
+    os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero, which has no end
+
+
+def a_huge_file(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(10 * 2**30)
+
+
+def a_file_of_another_user(path: Path) -> None:
+    path.write_bytes(changed())
+    os.chown(path, 12345, 12345)
+
+
+HOSTILE = [
+    (a_link_to_a_record, "it is a link, or no folder"),
+    (a_fifo, "it is no regular file"),
+    (a_folder, "it is no regular file"),
+    pytest.param(a_device, "it is no regular file", marks=needs_root),
+    (a_huge_file, "it has 10737418240 bytes, and a record at most 65536"),
+    pytest.param(a_file_of_another_user, "it belongs to uid 12345, and its folder to", marks=needs_root),
+    pytest.param(put(b""), "it is no JSON (JSONDecodeError)", id="empty"),
+    pytest.param(put(b"[" * 60_000), "it is no JSON (RecursionError)", id="deep"),
+    pytest.param(put(b'{"a":' * 12_000), "it is no JSON (RecursionError)", id="deep object"),
+    pytest.param(put(b"\xff\xfe\x00"), "it is no JSON", id="no text"),
+    pytest.param(put(b'"\xc3\x28"'), "it is no JSON (UnicodeDecodeError)", id="broken UTF-8"),
+    pytest.param(put(b"9" * 10_000), "it is no JSON (ValueError)", id="long number"),
+    pytest.param(put(b"null"), "the record is None, and not an object", id="null"),
+    pytest.param(put(changed(written=nan)), "written is nan", id="NaN"),
+    pytest.param(put(changed(schema=7)), "it has schema 7", id="newer"),
+    pytest.param(put(changed(pid=3)), "its content is that of another one", id="another's content"),
+]
+
+
+@pytest.mark.parametrize(("plant", "why"), HOSTILE)
+def test_what_is_no_record_is_one_line_and_hides_no_record(
+    tmp_path: Path, plant: Callable[[Path], None], why: str
+) -> None:
+    write(tmp_path, GOOD)
+    plant(own_folder(tmp_path) / BAD)
+    found = read(tmp_path)
+    assert [one.record for one in found.found] == [GOOD]
+    (line,) = found.problems
+    assert line.startswith(f"{own_folder(tmp_path)}: {BAD}: {why}")
+
+
+def test_many_that_are_no_records_are_one_line_too(tmp_path: Path) -> None:
+    write(tmp_path, GOOD)
+    for name in ("README", "a\x1b[2Jb.json", "x.json"):
+        (own_folder(tmp_path) / name).touch()
+    found = read(tmp_path)
+    assert [one.record for one in found.found] == [GOOD]
+    assert found.problems == (
+        f"{own_folder(tmp_path)}: 3 files are no records or cannot be read; the first: README: no record has such a name",
+    )
+
+
+@given(st.binary(max_size=200))
+@settings(database=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_content_is_read_without_an_error(tmp_path: Path, content: bytes) -> None:
+    write(tmp_path, GOOD)
+    (own_folder(tmp_path) / BAD).write_bytes(content)
+    assert [one.record for one in read(tmp_path).found] == [GOOD]
+
+
+def test_more_files_than_are_read_are_said_and_cost_no_more(tmp_path: Path) -> None:
+    write(tmp_path, GOOD)
+    for pid in range(FILES + 10):
+        (own_folder(tmp_path) / record(elsewhere(pid), engine="f" * 16).file_name).touch()
+    found = read(tmp_path)
+    assert len(found.found) == 1
+    assert f"{own_folder(tmp_path)}: 11 files were not looked at, since at most {FILES} are read" in found.problems
+
+
+def test_the_records_of_64_ranks_are_read_fast_enough_for_a_scrape(tmp_path: Path) -> None:
+    leave(tmp_path, *(record(elsewhere(rank), rank, 64) for rank in range(64)))
+    seconds = []
+    for _ in range(10):
+        started = time.perf_counter()
+        assert len(read(tmp_path).found) == 64
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.02  # 0.003 where nothing else runs
