@@ -167,6 +167,10 @@ class Language:
         return torch.as_tensor(x).log()
 
     @staticmethod
+    def sum(block: torch.Tensor, axis: int) -> torch.Tensor:
+        return block.sum(dim=axis)
+
+    @staticmethod
     def max(block: torch.Tensor, axis: int, return_indices: bool) -> tuple[torch.Tensor, torch.Tensor]:
         value, index = block.max(dim=axis)
         return value, index
