@@ -15,8 +15,9 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -32,11 +33,12 @@ def _results() -> TextIO:
 
 
 def scenario_of(fix: str) -> Scenario:
-    """What *fix* is shown with. Imports the parts of vLLM that it drives, or does so when it is called."""
+    """What *fix* is shown with. Imports what the fix patches, so that its state is not `waiting` when the scenario begins."""
     from vllm_graphfix.fixes import BY_NAME
 
     trial = BY_NAME[fix].trial
     if trial is not None:
+        list(_targets(fix))
         return trial().scenario
     scenario: Scenario = scenario_module(fix).run
     return scenario
@@ -57,24 +59,30 @@ def _install_kernel_stand_ins() -> None:
         traceback.print_exc()
 
 
-def untouched(fix: str) -> None:
-    """Imports what *fix* concerns in this vLLM. Raises AssertionError if a function there is of this package."""
+def _targets(fix: str) -> Iterator[ModuleType]:
+    """The modules that a patch of *fix* may touch, as far as this vLLM has them; imported."""
     from vllm_graphfix.fixes import BY_NAME
 
     for name in BY_NAME[fix].modules:
         try:
-            module = importlib.import_module(name)
+            yield importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if error.name and name.startswith(error.name):
-                continue  # this vLLM has no such module
-            raise
+            if not error.name or not name.startswith(error.name):
+                raise
+
+
+def untouched(fix: str) -> None:
+    """Imports what *fix* concerns in this vLLM. Raises AssertionError if a function there is of this package."""
+    from vllm_graphfix.fixes import BY_NAME
+
+    for module in _targets(fix):
         owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
         for owner in owners:
             for attribute, value in list(vars(owner).items()):
                 # A platform of vLLM answers None to whatever it is asked for.
                 written_in = (getattr(value, "__globals__", None) or {}).get("__name__", "")
                 if written_in == BY_NAME[fix].diagnose.__globals__["__name__"]:
-                    raise AssertionError(f"{name}: {attribute} is patched")
+                    raise AssertionError(f"{module.__name__}: {attribute} is patched")
 
 
 def use(folder: str) -> None:
