@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from edited import edited
 from stock import release_root
-from table import state_by_default
+from table import affected_by, state_by_default
 from typer.testing import CliRunner
 
 import vllm_graphfix.compare.report
@@ -23,8 +23,8 @@ import vllm_graphfix.compare.run
 import vllm_graphfix.verify.run
 from vllm_graphfix import __version__
 from vllm_graphfix.cli import app, main
-from vllm_graphfix.fix import Diagnosis, Verdict
-from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.fix import Diagnosis, Verdict, variable
+from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT
 from vllm_graphfix.source import SourceError
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.measurement import Measurement
@@ -145,7 +145,8 @@ def test_status_tells_what_to_act_on() -> None:
         )
         assert "draft-prefill-state is not switched on" in notes("0.21.0", {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": mode})
     assert notes("0.20.0", {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "off"}).startswith("no longer needed")
-    assert notes("0.18.1", {"VLLM_GRAPHFIX_WORKSPACE_GROWTH": "auto"}) == ""
+    applied = {variable(name): "auto" for name in OBSERVED_BY_DEFAULT if name in affected_by("0.18.1")}
+    assert notes("0.18.1", applied) == ""
 
 
 @pytest.mark.parametrize("release", ["0.14.1", "0.18.1", "0.21.0", "0.33.0"])
