@@ -21,6 +21,7 @@ from vllm_graphfix.log import logger
 from vllm_graphfix.process import FixState, Process, Wanted, when_imported
 from vllm_graphfix.role import Role, host_name, is_api_server_of, only_asks, place, served_model
 from vllm_graphfix.rollout import Decision
+from vllm_graphfix.shadow.rate import OFF, parse
 from vllm_graphfix.telling import Telling
 
 STOPS = "vllm-graphfix stops this engine before it captures its CUDA graphs"
@@ -58,6 +59,8 @@ class Membership:
         self._configured = False
         self._ranks: int | None = None
         """Of the engine that this process configured last; None if that changes while it runs."""
+        self._shadow: Process | None = None
+        """What the shadow check has put around vLLM's functions; None where nothing was ever to be checked."""
         self._decisions: dict[str | None, Decision] = {}
         """Of the engines that this process configured, by `VllmConfig.instance_id`."""
         self._left: tuple[Any, str, Any] | None = None
@@ -104,7 +107,7 @@ class Membership:
         found = rollout.handed_on(self.environment.get(settings.DECISION), _vllm_version(), frozenset(self._names))
         if found is not None and self._is_ours(found, config):
             self.decision, self.inherited = found, True
-            self.process.start(_wanted(found))
+            self._engage(found)
             return
         if self.role in (Role.ENGINE_CORE, Role.WORKER) and self.environment.get(settings.DECISION):
             logger.warning(
@@ -145,7 +148,23 @@ class Membership:
             logger.warning("graphfix: %s", problem)
         self.decision, self.inherited = decision, False
         self.environment[settings.DECISION] = decision.encode()
+        self._engage(decision)
+
+    def _engage(self, decision: Decision) -> None:
         self.process.start(_wanted(decision))
+        _guarded(self._engage_shadow, decision)
+
+    def _engage_shadow(self, decision: Decision) -> None:
+        rate = parse(decision.shadow if decision.canary and decision.master is not settings.Master.OFF else OFF)
+        if self._shadow is None and not rate:
+            return
+        from vllm_graphfix.shadow import process
+        from vllm_graphfix.shadow.runners import RUNNERS
+
+        process.start(rate, decision.shadow_action)
+        wanted = _wanted(decision)._replace(modes={each.name: Mode.AUTO if rate else Mode.OFF for each in RUNNERS})
+        self._shadow = self._shadow or Process(RUNNERS, wanted)
+        self._shadow.start(wanted)
 
     def _watch_engines(self, arg_utils: Any) -> None:
         """Around the function with which an engine begins: each engine of this process gets a decision of its own."""
@@ -215,6 +234,8 @@ class Membership:
     def _forked(self) -> None:
         self._lock = threading.Lock()
         self.process.forked()
+        if self._shadow is not None:
+            self._shadow.forked()
         for fix in self.fixes:
             for event in fix.events:
                 event.count = 0
@@ -230,7 +251,7 @@ class Membership:
         if made is not None and made != self.decision:
             # The process that was forked has configured another engine since.
             self.decision = made
-            self.process.start(_wanted(made))
+            self._engage(made)
         self._telling.tell()
 
     # -- the gate ------------------------------------------------------------------------------------------------
@@ -407,7 +428,7 @@ class Membership:
         states: dict[str, FixState] = {}
         fault = ""
         try:
-            states = self.process.states()
+            states = self.process.states() | (self._shadow.states() if self._shadow is not None else {})
         except Exception as error:
             logger.exception("graphfix: could not tell the other ranks the states of the fixes")
             fault = shown(f"{type(error).__name__}: {error}")
@@ -419,7 +440,8 @@ class Membership:
             vllm=decision.vllm,
             canary=decision.canary,
             master=decision.master.value,
-            modes={name: mode.value for name, mode in decision.modes.items()},
+            modes={name: mode.value for name, mode in decision.modes.items()}
+            | {"shadow": f"{decision.shadow}, {decision.shadow_action.value}"},
             states={name: _compared(state).value for name, state in states.items()},
             token=_or_else(decision.engine, new_token),
             reasons={name: shown(state.reason) for name, state in states.items() if _compared(state) in _TELL_WHY},

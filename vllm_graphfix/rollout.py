@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from vllm_graphfix import settings
 from vllm_graphfix.fix import Mode
+from vllm_graphfix.shadow import rate
 
 BUCKETS = 10_000
 """A percentage is a number of buckets: 0.01 % is one."""
@@ -78,6 +79,9 @@ class Decision(NamedTuple):
     """What is wrong with the percentage; nothing is patched then."""
     master: settings.Master
     modes: Mapping[str, Mode]
+    shadow: str = rate.OFF
+    """How often a replay is checked, as `rate.normal` writes it."""
+    shadow_action: rate.Action = rate.Action.REPORT
 
     @property
     def withheld(self) -> str | None:
@@ -90,11 +94,20 @@ class Decision(NamedTuple):
 
     def same_choice(self, other: Decision) -> bool:
         """Whether both mean the same for a process, whichever engine they are for."""
-        return (self.withheld, self.master, dict(self.modes)) == (other.withheld, other.master, dict(other.modes))
+        shadow = (self.shadow, self.shadow_action) == (other.shadow, other.shadow_action)
+        return shadow and (self.withheld, self.master, dict(self.modes)) == (
+            other.withheld,
+            other.master,
+            dict(other.modes),
+        )
 
     def encode(self) -> str:
         """For the environment: one line of JSON."""
-        told: dict[str, Any] = {"schema": _SCHEMA} | self._asdict() | {"master": self.master.value}
+        told: dict[str, Any] = (
+            {"schema": _SCHEMA}
+            | self._asdict()
+            | {"master": self.master.value, "shadow_action": self.shadow_action.value}
+        )
         told["modes"] = {name: mode.value for name, mode in self.modes.items()}
         return json.dumps(told, separators=(",", ":"))
 
@@ -130,6 +143,8 @@ def decide(wanted: settings.Settings, vllm: str, *, host: str | None = None) -> 
         refused,
         wanted.master,
         dict(wanted.modes),
+        wanted.shadow,
+        wanted.shadow_action,
     )
 
 
@@ -143,6 +158,8 @@ def decode(text: str) -> Decision | None:
             return None
         told["master"] = settings.Master(told["master"])
         told["modes"] = {name: Mode(mode) for name, mode in told["modes"].items()}
+        told["shadow"] = rate.normal(told["shadow"])
+        told["shadow_action"] = rate.Action(told["shadow_action"])
         decision = Decision(**told)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

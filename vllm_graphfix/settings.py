@@ -7,12 +7,16 @@ from enum import Enum
 from typing import NamedTuple, TypeVar
 
 from vllm_graphfix.fix import Mode, variable
+from vllm_graphfix.shadow import rate
+from vllm_graphfix.shadow.rate import Action
 
 T = TypeVar("T")
 
 PREFIX = "VLLM_GRAPHFIX"
 ROLLOUT = "VLLM_GRAPHFIX_ROLLOUT"
 ROLLOUT_KEY = "VLLM_GRAPHFIX_ROLLOUT_KEY"
+SHADOW = "VLLM_GRAPHFIX_SHADOW"
+SHADOW_ACTION = "VLLM_GRAPHFIX_SHADOW_ACTION"
 DECISION = "VLLM_GRAPHFIX_DECISION"
 STATUS_DIR = "VLLM_GRAPHFIX_STATUS_DIR"
 
@@ -43,11 +47,14 @@ class Settings(NamedTuple):
     """The percentage as it was written; empty if none is set."""
     rollout_key: str
     """Empty for the host name."""
+    shadow: str = rate.OFF
+    """How often a replay is checked, as `rate.normal` writes it."""
+    shadow_action: Action = Action.REPORT
 
 
 def names(fixes: Iterable[str]) -> tuple[str, ...]:
     """Every name of the interface, to be registered with vLLM."""
-    return (PREFIX, *map(variable, fixes), ROLLOUT, ROLLOUT_KEY, DECISION, STATUS_DIR)
+    return (PREFIX, *map(variable, fixes), ROLLOUT, ROLLOUT_KEY, SHADOW, SHADOW_ACTION, DECISION, STATUS_DIR)
 
 
 def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Container[str] = ()) -> Settings:
@@ -64,6 +71,8 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
         modes[name] = _choice(environment, variable(name), {m.value: m for m in Mode}, default, problems)
         if master is Master.OBSERVE and modes[name] is Mode.AUTO:
             modes[name] = Mode.OBSERVE
+    shadow = _rate(environment, problems)
+    action = _choice(environment, SHADOW_ACTION, {a.value: a for a in Action}, Action.REPORT, problems)
     known = names(fixes)
     unknown = sorted(key for key in environment if key not in known and key.upper().startswith(PREFIX))
     problems += [
@@ -76,7 +85,16 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
         )
     explicit = frozenset(name for name in fixes if environment.get(variable(name), "").strip())
     rollout, key = environment.get(ROLLOUT, "").strip(), environment.get(ROLLOUT_KEY, "").strip()
-    return Settings(master, modes, explicit, tuple(problems), rollout, key)
+    return Settings(master, modes, explicit, tuple(problems), rollout, key, shadow, action)
+
+
+def _rate(environment: Mapping[str, str], problems: list[str]) -> str:
+    given = environment.get(SHADOW, "").strip()
+    try:
+        return rate.normal(given)
+    except ValueError as error:
+        problems.append(f"{SHADOW}={shown(given)} {error}; valid: {rate.VALID}. It changes nothing")
+        return rate.OFF
 
 
 def _choice(environment: Mapping[str, str], key: str, values: Mapping[str, T], default: T, problems: list[str]) -> T:

@@ -1,0 +1,340 @@
+"""The shadow check on vLLM's own `CUDAGraphWrapper`, forward context and layer classes; graphs are the CPU double's.
+
+Stand-ins: the model, of a layer with a slot for each token and one with a state for each request; its metadata; the configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from vllm.compilation import cuda_graph
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, create_forward_context, get_forward_context, override_forward_context
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+from vllm_graphfix.shadow import check, process, ranks, runner_v1
+from vllm_graphfix.shadow.rate import Action, Rate
+from vllm_graphfix.shadow.runners import RUNNERS
+from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
+
+WIDTH, CAPTURED, BLOCK, BLOCKS = 3, 4, 2, 12
+EVERY_STEP = Rate(every=1)
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    with (
+        cpu_cuda_graphs(),
+        mock.patch.object(cuda_graph, "weak_ref_tensors", lambda output: output),
+        mock.patch.object(cuda_graph, "current_stream", CPUStream),
+        torch.inference_mode(),
+    ):
+        yield
+    process.start(Rate(), Action.REPORT)
+
+
+@dataclasses.dataclass
+class MetadataStandIn:
+    """Attention metadata of one step: persistent buffers, and what a builder may make anew at each step."""
+
+    state_indices_tensor: torch.Tensor
+    scale: torch.Tensor
+    lazy: Any = None
+    """Set by the first forward pass that sees it, as FlashMLA's plan is."""
+
+
+MetadataStandIn.__module__ = "vllm.stand_in"
+
+
+class SlotsStandIn(Attention):  # type: ignore[misc]
+    """Stands in for an attention layer: writes to its token's slot, and reads it back."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.kv_cache = [torch.zeros(BLOCKS, BLOCK, WIDTH)]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        context = get_forward_context()
+        slots, flat = context.slot_mapping["layer.0"].clamp(min=0), self.kv_cache[0].view(-1, WIDTH)
+        flat.index_copy_(0, slots, hidden)
+        metadata = context.attn_metadata["layer.0"]
+        metadata.lazy = metadata.lazy or "planned"
+        mixed: torch.Tensor = hidden + flat.index_select(0, slots) * metadata.scale
+        return mixed
+
+
+class StateStandIn(MambaBase):  # type: ignore[misc]
+    """Stands in for a Mamba layer: a state for each request, which every run of a step advances."""
+
+    def __init__(self) -> None:
+        self.kv_cache = (torch.zeros(BLOCKS, WIDTH),)
+
+    get_state_shape = get_state_dtype = mamba_type = None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = get_forward_context().attn_metadata["layer.1"].state_indices_tensor.clamp(min=0).long()
+        state = self.kv_cache[0].index_select(0, rows) * 0.5 + hidden
+        self.kv_cache[0].index_copy_(0, rows, state)
+        return state
+
+
+class ModelStandIn:
+    def __init__(self) -> None:
+        self.layers: dict[str, Any] = {"layer.0": SlotsStandIn(), "layer.1": StateStandIn()}
+        self.eager_runs = 0
+        self.breaks_at: int | None = None
+        self.random = False
+        self.noise = 0.0
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.NONE:
+            self.eager_runs += 1
+            if self.eager_runs == self.breaks_at:
+                raise RuntimeError("planted")
+            if self.random:
+                torch.rand(1)
+            if self.noise:
+                hidden = hidden * (1 + self.noise * (-1) ** self.eager_runs)
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        return hidden
+
+
+class Served:
+    """A model in vLLM's wrapper, with the buffers of a model runner; one token a request."""
+
+    def __init__(
+        self, rate: Rate = EVERY_STEP, action: Action = Action.REPORT, *, stale: bool = False, **config: Any
+    ) -> None:
+        process.start(rate, action)
+        self.shadow: Any = process.SHADOW
+        self.model, self.stale = ModelStandIn(), stale
+        self.config = SimpleNamespace(
+            compilation_config=SimpleNamespace(
+                static_forward_context=self.model.layers, fast_moe_cold_start=False, static_all_moe_layers=[]
+            ),
+            parallel_config=SimpleNamespace(data_parallel_size=1),
+            cache_config=SimpleNamespace(block_size=BLOCK),
+            use_cumem_cudagraph_pool=False,
+        )
+        vars(self.config).update(config)
+        self.run = cuda_graph.CUDAGraphWrapper(self.model, self.config, CUDAGraphMode.FULL)
+        self.hidden = torch.zeros(CAPTURED, WIDTH)
+        self.slots = torch.full((CAPTURED,), -1)
+        self.rows = torch.zeros(CAPTURED, dtype=torch.int32)
+        self.scale = torch.ones(1)
+        self.given = torch.Generator().manual_seed(0)
+        self.metadata: dict[str, Any] = {}
+        self.steps = 0
+        for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
+            self.forward(mode)  # a warm-up, and the capture
+        for layer in self.model.layers.values():
+            layer.kv_cache[0].zero_()
+        self.model.eager_runs = 0
+        if self.shadow:
+            self.shadow.schedule.count, self.shadow.schedule.due = 0, 1
+
+    def step(self, requests: int = 3, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> torch.Tensor:
+        """The output of *requests* real rows."""
+        self.steps += 1
+        self.hidden[:requests] = torch.randn(requests, WIDTH, generator=self.given)
+        self.hidden[requests:] = float("nan")  # what a row of padding holds is nobody's business
+        self.slots.fill_(-1)[:requests] = torch.arange(requests) * 4 + 4 + self.steps % 4
+        self.rows.fill_(0)[:requests] = torch.arange(1, 1 + requests)
+        if self.stale:
+            self.scale = torch.full((1,), 1.0 + self.steps)  # a new tensor, of which the graph does not know
+        else:
+            self.scale.fill_(1.0 + self.steps)
+        return self.forward(mode)[:requests].clone()
+
+    def forward(self, mode: CUDAGraphMode) -> torch.Tensor:
+        shared = MetadataStandIn(self.rows, self.scale)
+        self.metadata = dict.fromkeys(self.model.layers, shared)
+        self.context = create_forward_context(
+            self.metadata,
+            self.config,
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=BatchDescriptor(CAPTURED),
+            slot_mapping=dict.fromkeys(self.model.layers, self.slots),
+        )
+        with override_forward_context(self.context):
+            output: torch.Tensor = self.run(self.hidden)
+        return output
+
+    def caches(self) -> list[torch.Tensor]:
+        """Less the null block, where padding writes."""
+        return [layer.kv_cache[0][1:].clone() for layer in self.model.layers.values()]
+
+
+def test_full_wrappers_alone_are_checked() -> None:
+    served = Served()
+    assert type(served.run).__mro__[1] is cuda_graph.CUDAGraphWrapper
+    assert isinstance(served.run, cuda_graph.CUDAGraphWrapper)
+    piece = cuda_graph.CUDAGraphWrapper(served.model, served.config, CUDAGraphMode.PIECEWISE)
+    assert type(piece) is cuda_graph.CUDAGraphWrapper
+
+
+def test_off_there_is_no_wrapper_at_all() -> None:
+    assert type(Served(Rate()).run) is cuda_graph.CUDAGraphWrapper
+
+
+def test_a_right_graph_is_equal_to_the_last_bit_and_serves_what_it_serves_without_the_check() -> None:
+    unwatched, served = Served(Rate()), Served()
+    for requests in (3, 4, 1, 3, 2):
+        assert torch.equal(served.step(requests), unwatched.step(requests))
+        assert all(map(torch.equal, served.caches(), unwatched.caches()))
+    results = served.shadow.results
+    assert (results.checks, results.mismatches, results.noise) == (5, 0, 0.0)
+    assert served.shadow.stopped is None
+
+
+def test_a_graph_that_reads_what_nobody_refreshed_is_a_mismatch_with_all_that_a_report_needs() -> None:
+    unwatched, served = Served(Rate(), stale=True), Served(stale=True)
+    for _ in range(3):
+        assert torch.equal(served.step(), unwatched.step())  # reported, and not meddled with
+    results = served.shadow.results
+    assert (results.checks, results.mismatches) == (3, 3)
+    first, second, _ = results.kept
+    assert (first.rows, len(first.errors), first.graph.padded_rows) == (3, 3, CAPTURED)
+    assert min(first.errors) > 0.1
+    assert first.graph.backends == ("MetadataStandIn",)
+    assert "BatchDescriptor(num_tokens=4" in first.graph.name
+    assert (first.first_layer, second.first_layer) == (None, "layer.1")  # the output of layer.0 is what is wrong
+
+
+def test_quarantine_makes_the_steps_of_that_graph_right_and_leaves_others_to_their_graphs() -> None:
+    right, served = Served(Rate()), Served(action=Action.QUARANTINE, stale=True)
+    for _ in range(2):
+        served.step(), right.step()
+    assert len(served.shadow.quarantined) == 1
+    for mine, correct in zip(served.model.layers.values(), right.model.layers.values(), strict=True):
+        mine.kv_cache[0].copy_(correct.kv_cache[0])  # what was served before has left its traces
+    replays = served.model.eager_runs
+    for _ in range(3):
+        assert torch.equal(served.step(), right.step())
+    assert served.model.eager_runs == replays + 3
+    assert served.shadow.results.quarantined[0].name.startswith("target model")
+
+
+def test_metadata_context_random_numbers_and_output_addresses_are_as_the_replay_left_them() -> None:
+    served = Served()
+    served.model.random = True
+    entry = served.run.concrete_cudagraph_entries[BatchDescriptor(CAPTURED)]
+    before = torch.get_rng_state()
+    served.step()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert served.metadata["layer.0"].lazy is None
+    assert served.context.cudagraph_runtime_mode == CUDAGraphMode.FULL
+    assert served.forward(CUDAGraphMode.FULL).data_ptr() == entry.output.data_ptr()
+
+
+def test_steps_without_a_replay_are_not_checked_and_the_next_replay_is() -> None:
+    served = Served()
+    served.step(mode=CUDAGraphMode.NONE)
+    assert served.shadow.results.checks == 0
+    served.step()
+    assert served.shadow.results.checks == 1
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_failing_eager_run_turns_the_check_off_and_serving_goes_on(at: int) -> None:
+    unwatched, served = Served(Rate(), stale=True), Served(stale=True)
+    served.model.breaks_at = at
+    for _ in range(3):
+        assert torch.equal(served.step(), unwatched.step())
+        assert all(map(torch.equal, served.caches()[1:], unwatched.caches()[1:]))
+    assert served.shadow.stopped == "RuntimeError: planted"
+    assert served.model.eager_runs == at
+
+
+def test_noise_of_eager_runs_is_no_mismatch() -> None:
+    served = Served()
+    served.model.noise = 1e-6
+    for _ in range(12):
+        served.step()
+    assert served.shadow.results.mismatches == 0
+    assert served.shadow.results.noise > 0
+
+
+def test_every_call_into_torch_and_the_ranks_may_fail() -> None:
+    """Whatever fails in a check, what is served is the replay's, and there is one warning."""
+    for owner, name in (
+        (check, "_Run"),
+        (check, "_First"),
+        (check, "_Second"),
+        (check, "row_errors"),
+        (ranks, "largest"),
+        (runner_v1, "_step"),
+        (runner_v1, "_replays"),
+        (check._Run, "put_back"),
+        (check._Run, "replayed"),
+    ):
+        unwatched, served = Served(Rate(), stale=True), Served(stale=True)
+        with mock.patch.object(owner, name, side_effect=ValueError("planted")):
+            assert torch.equal(served.step(), unwatched.step()), name
+        assert "planted" in (served.shadow.stopped or ""), name
+        served.step()
+        assert served.shadow.results.checks <= 1
+
+
+def test_a_check_that_another_rank_cannot_make_is_left_out_by_all() -> None:
+    served = Served()
+    with mock.patch.object(
+        ranks,
+        "largest",
+        lambda *values: tuple(max(value, 1.0) if place == 1 else value for place, value in enumerate(values)),
+    ):
+        served.step()
+    assert (served.shadow.results.skipped, served.shadow.results.checks, served.shadow.stopped) == (1, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("told", "because"),
+    [
+        ({"kv_transfer_config": SimpleNamespace()}, "KV connector"),
+        ({"parallel_config": SimpleNamespace(data_parallel_size=2)}, "mixture of experts"),
+        ({"parallel_config": SimpleNamespace(data_parallel_size=1, enable_eplb=True)}, "load of experts"),
+    ],
+)
+def test_an_engine_whose_steps_cannot_run_twice_is_refused(told: dict[str, Any], because: str) -> None:
+    served = Served(**told)
+    assert because in (process.REFUSED or "")
+    assert type(served.run) is cuda_graph.CUDAGraphWrapper
+
+
+def test_dense_data_parallel_ranks_are_engines_of_their_own() -> None:
+    assert Served(parallel_config=SimpleNamespace(data_parallel_size=2, is_moe_model=False)).shadow is not None
+    assert process.REFUSED is None
+
+
+def test_a_cache_of_an_unknown_kind_turns_the_check_off() -> None:
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    class Compressor(AttentionLayerBase):  # type: ignore[misc]
+        get_attn_backend = get_kv_cache_spec = None
+
+    served = Served()
+    served.model.layers["layer.2"] = Compressor()
+    with contextlib.suppress(AttributeError, TypeError):
+        served.step()
+    assert "Compressor" in (served.shadow.stopped or "")
+
+
+def test_the_record_says_what_is_wrapped() -> None:
+    assert os.environ["VLLM_GRAPHFIX_SHADOW"] == "1/1"
+    import vllm_graphfix
+
+    wrapped: Any = vllm_graphfix._this_process()._shadow
+    states = wrapped.states()
+    assert {name: state.state.value for name, state in states.items()} == dict.fromkeys(
+        (each.name for each in RUNNERS), "active"
+    )

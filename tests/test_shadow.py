@@ -1,0 +1,250 @@
+"""The shadow check: what is checked how often, what counts as a difference, and the check itself on stock releases."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+from typing import Any
+
+import pytest
+from behaviours import check_behaviours
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_graphfix.fix import Verdict
+from vllm_graphfix.rollout import decide, decode
+from vllm_graphfix.settings import SHADOW, SHADOW_ACTION, read
+from vllm_graphfix.shadow import rate
+from vllm_graphfix.shadow.rate import Action, Rate
+from vllm_graphfix.shadow.runners import RUNNERS
+from vllm_graphfix.shadow.schedule import Schedule, place
+from vllm_graphfix.source import open_source
+
+# -- how often
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "normal"),
+    [
+        ("", Rate(), "off"),
+        ("Off", Rate(), "off"),
+        ("0", Rate(), "off"),
+        ("1/2000", Rate(every=2000), "1/2000"),
+        (" 1 / 0020 ", Rate(every=20), "1/20"),
+        ("0.1%", Rate(share=0.001), "0.1%"),
+        ("100 %", Rate(share=1.0), "100%"),
+        ("0.000001%", Rate(share=1e-8), "0.000001%"),
+    ],
+)
+def test_a_rate_is_a_fraction_of_the_replays_or_a_budget_of_the_time(text: str, found: Rate, normal: str) -> None:
+    assert rate.parse(text) == pytest.approx(found)
+    assert rate.normal(text) == normal
+    assert rate.normal(normal) == normal
+    assert bool(found) == (normal != "off")
+
+
+@pytest.mark.parametrize(
+    "text", ["on", "1/0", "2/3", "0%", "101%", "0.1", "1/1e3", "x" * 9999, "1/\u0662", "-1%", "1/9999999999"]
+)
+def test_what_is_no_rate_is_told_with_what_would_be_one_and_changes_nothing(text: str) -> None:
+    found = read({SHADOW: text, SHADOW_ACTION: "quarantin"}, ())
+    assert (found.shadow, found.shadow_action) == ("off", Action.REPORT)
+    first, second = found.problems
+    assert rate.VALID in first
+    assert "did you mean quarantine?" in second
+
+
+@given(st.text(max_size=30))
+def test_no_text_raises_anything_but_what_settings_expect(text: str) -> None:
+    try:
+        found = rate.normal(text)
+    except ValueError:
+        return
+    assert rate.normal(found) == found
+
+
+def test_all_processes_of_an_engine_go_by_the_rate_of_the_first() -> None:
+    made = decide(read({SHADOW: "1/50", SHADOW_ACTION: "Quarantine"}, ()), "0.21.0", host="one")
+    assert (made.shadow, made.shadow_action) == ("1/50", Action.QUARANTINE)
+    assert decode(made.encode()) == made
+    assert not made.same_choice(made._replace(shadow="off"))
+    for forged in ({"shadow": "2/3"}, {"shadow": 5}, {"shadow_action": "reboot"}):
+        assert decode(json.dumps(json.loads(made.encode()) | forged)) is None
+
+
+# -- which
+
+
+def due_steps(schedule: Schedule, steps: int, cost: float = 0.0, monkeypatch: Any = None) -> list[int]:
+    """The steps that are checked, counted from 1; ranks of one group do the same."""
+    found = []
+    for _ in range(steps):
+        schedule.count += 1
+        if schedule.count >= schedule.due:
+            found.append(schedule.count)
+            schedule.checked(schedule.wanted(cost))
+    return found
+
+
+@given(st.integers(1, 300), st.integers(1, 20))
+def test_of_a_fraction_each_window_has_one_check_wherever_it_is(every: int, windows: int) -> None:
+    found = due_steps(Schedule(Rate(every=every)), every * windows)
+    assert [(step - 1) // every for step in found] == list(range(windows))
+    assert found == due_steps(Schedule(Rate(every=every)), every * windows)  # on every rank
+
+
+def test_a_batch_that_repeats_is_checked_at_all_its_places() -> None:
+    assert {place(window, 8) for window in range(200)} == set(range(8))
+
+
+def test_a_check_that_came_late_puts_the_next_into_its_own_window() -> None:
+    schedule = Schedule(Rate(every=10))
+    schedule.count = 57
+    schedule.checked(schedule.wanted(0.0))
+    assert 60 < schedule.due <= 70
+
+
+@given(
+    share=st.sampled_from([0.0005, 0.001, 0.01, 0.05]),
+    typical=st.floats(0.002, 0.05),
+    load=st.lists(st.floats(0.7, 1.4), min_size=4, max_size=4),
+    costs=st.lists(st.floats(0.01, 0.2), min_size=5, max_size=5),
+)
+def test_a_budget_is_kept_within_half_over_five_minutes(
+    share: float, typical: float, load: list[float], costs: list[float]
+) -> None:
+    now, spent, checks = 0.0, 0.0, 0
+    schedule = Schedule(Rate(share=share))
+    while now < 300 or checks < 30:
+        # The time that passes is that of the steps up to the one that is due.
+        steps = schedule.due - schedule.count
+        schedule.count += steps
+        schedule._busy += steps * typical * load[checks % 4]
+        now += steps * typical * load[checks % 4]
+        cost = costs[checks % 5]
+        checks += 1
+        spent += cost
+        schedule.checked(schedule.wanted(cost))
+    # What is spent at once cannot be less than one check, and the first is before anything is known.
+    assert share * now / 1.5 - 2 * max(costs) <= spent <= 1.5 * share * now + 2 * max(costs)
+
+
+def test_a_pause_of_the_engine_is_no_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_graphfix.shadow import schedule as module
+
+    now = iter([0.0, 0.01, 0.02, 50.0, 50.01])
+    monkeypatch.setattr(module, "perf_counter", lambda: next(now))
+    schedule = Schedule(Rate(share=0.01))
+    for _ in range(4):
+        schedule.tick()
+    assert schedule._busy == pytest.approx(0.03)
+
+
+# -- what differs
+
+
+def test_an_error_is_relative_to_the_largest_value_of_its_row_and_padding_is_not_looked_at() -> None:
+    import torch
+
+    from vllm_graphfix.shadow.comparison import row_errors
+
+    expected = torch.tensor([[4.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    found = torch.tensor([[4.0, 2.0], [1.0, 0.0], [9.0, 9.0]])
+    assert row_errors([found], [expected], 2).tolist() == [0.25, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "error"),
+    [
+        (math.nan, math.nan, 0.0),
+        (math.inf, math.inf, 0.0),
+        (math.nan, 1.0, math.inf),
+        (1.0, math.nan, math.inf),
+        (math.inf, -math.inf, math.inf),
+        (-0.0, 0.0, 0.0),
+        (1e-30, 0.0, 1e-30 / 1.1754943508222875e-38),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nan_is_a_difference_where_it_is_on_one_side_alone(
+    found: float, expected: float, error: float, dtype: str
+) -> None:
+    import torch
+
+    from vllm_graphfix.shadow.comparison import row_errors
+
+    one, other = (torch.tensor([[value, 0.0]], dtype=getattr(torch, dtype)) for value in (found, expected))
+    assert row_errors([one], [other], 1).item() == pytest.approx(error, rel=0.01)
+
+
+def test_tuples_stages_of_a_pipeline_and_tokens_are_compared() -> None:
+    import torch
+
+    from vllm_graphfix.shadow.comparison import row_errors, tensors
+
+    class IntermediateTensors:
+        def __init__(self, **given: torch.Tensor) -> None:
+            self.tensors = given
+
+    hidden, tokens = torch.ones(2, 3), torch.tensor([5, 6])
+    given = (hidden, [IntermediateTensors(residual=hidden * 2, hidden=hidden)], tokens, None)
+    found = list(tensors(given))
+    assert [tuple(tensor.shape) for tensor in found] == [(2, 3)] * 3 + [(2,)]
+    assert row_errors(found, [*found[:3], torch.tensor([5, 7])], 2).tolist() == [0.0, 1 / 7]
+    assert row_errors(found, found[:3], 2).tolist() == [math.inf] * 2
+    assert row_errors([hidden], [hidden[:1]], 2).tolist() == [math.inf] * 2
+    with pytest.raises(TypeError, match="str"):
+        list(tensors("text"))
+
+
+# -- ranks
+
+
+def _ask(rank: int, port: int, answers: Any) -> None:
+    import sys
+    from types import ModuleType, SimpleNamespace
+
+    import torch
+
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    state: Any = ModuleType("vllm.distributed.parallel_state")
+    state.get_tp_group = lambda: SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
+    sys.modules |= {"vllm": ModuleType("vllm"), "vllm.distributed": ModuleType("vllm.distributed")}
+    sys.modules["vllm.distributed.parallel_state"] = state
+    from vllm_graphfix.shadow.ranks import largest
+
+    answers.put(largest(float(rank), 3.0 - rank, math.inf * rank if rank else 0.0))
+
+
+def test_ranks_of_a_group_come_to_the_largest_that_one_of_them_found() -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    started = [context.Process(target=_ask, args=(rank, port, answers)) for rank in range(2)]
+    for each in started:
+        each.start()
+    assert [answers.get(timeout=60) for _ in started] == [(1.0, 3.0, math.inf)] * 2
+    for each in started:
+        each.join()
+
+
+# -- on stock releases
+
+
+@pytest.mark.parametrize("runner", RUNNERS, ids=lambda runner: runner.name)
+def test_the_code_of_every_release_from_0_18_on_is_known(runner: Any, release: str) -> None:
+    from stock import release_root
+
+    found = runner.diagnose(open_source(release_root(release)))
+    if tuple(map(int, release.split("."))) >= (0, 18):
+        assert found.verdict is Verdict.AFFECTED, found.reason
+
+
+@pytest.mark.parametrize("release", ["0.18.0", "0.21.0", "0.30.0", "0.33.0"])
+def test_model_runner_v1(release: str) -> None:
+    check_behaviours(release, "shadow_v1", {SHADOW: "1/1"})

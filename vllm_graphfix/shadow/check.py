@@ -1,0 +1,267 @@
+"""One replay that is due for a check: run once more without the graph, compared, and everything put back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from vllm_graphfix.log import logger
+from vllm_graphfix.shadow import ranks
+from vllm_graphfix.shadow.comparison import row_errors, state_error, tensors, threshold
+from vllm_graphfix.shadow.layers import first_difference
+from vllm_graphfix.shadow.rate import Action, Rate
+from vllm_graphfix.shadow.schedule import Schedule
+from vllm_graphfix.shadow.snapshot import PythonState, RandomState, Rows, Snapshot, StateRows, fits, kept_rows
+from vllm_graphfix.shadow.verdict import Graph, Mismatch, Results
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+CONFIRMATIONS = 2
+"""Mismatches of one graph, each confirmed by a second eager run, after which it is put into quarantine."""
+_LEARNING = 8
+"""First checks that measure eager against eager, and look for inputs that a run changed, also where nothing differs."""
+
+
+_COPIES = 4
+"""Of the recurrent state, at once: before the replay, after it, after each of two eager runs."""
+
+
+class Step(NamedTuple):
+    """A replay that is due, in terms of torch alone."""
+
+    graph: Graph
+    eager: Callable[[], Any]
+    """The same model on the same inputs and attention metadata, no graph of any kind replayed."""
+    real_rows: Callable[[], int]
+    """How many rows, the first ones, are no padding; may wait for the device."""
+    inputs: Mapping[str, Tensor]
+    objects: Sequence[object]
+    """Attention metadata and the like, whose attributes a run may set."""
+    states: Sequence[StateRows]
+    caches: Callable[[], list[tuple[str, Tensor]]]
+    """What the layers have in their caches for this step's tokens, in the model's order: copies."""
+
+
+class _Unfit(Exception):  # noqa: N818 - no error: the next step may be checked
+    """This step cannot be checked."""
+
+
+class Shadow:
+    """The shadow check of one process."""
+
+    def __init__(self, rate: Rate, action: Action) -> None:
+        self.schedule = Schedule(rate)
+        self.action = action
+        self.results = Results()
+        self.quarantined: set[Hashable] = set()
+        self._confirmed: dict[Hashable, list[Mismatch]] = {}
+        self._noise = 0.0
+        self.stopped: str | None = None
+        """Why nothing is checked any more."""
+
+    def stop(self, reason: str, error: Exception | None = None) -> None:
+        """For good, with one warning. What is in quarantine stays there."""
+        if self.stopped is None:
+            self.stopped = reason
+            self.schedule.due = 1 << 62
+            logger.warning(
+                "graphfix: the shadow check is off from here on, and serving goes on: %s", reason, exc_info=error
+            )
+
+    def check(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
+        """The result of *replay*, vLLM's own, compared with an eager run of the same step. Raises what *replay* raises, and nothing else.
+
+        *describe* tells the step of the graph *key*; what it raises turns the check off. All ranks of the group are here at the same
+        step, and each of them takes part in every agreement, whatever failed in it: one that did not would leave the others waiting.
+        """
+        begun = time.perf_counter()
+        run, failed = _tried(lambda: _Run(describe()))
+        if not self._all_ready(failed):
+            return replay()
+        output = replay()
+        if run is None:  # the ranks could not agree, and this is not reached
+            return output
+        self._compare(key, run, _tried(lambda: run.replayed(output))[1])
+        _, failed = _tried(run.put_back)
+        if failed is not None:
+            failed = RuntimeError(
+                f"what the eager run changed could not be put back ({_told(failed)}): requests of this step may be wrong"
+            )
+        cost = time.perf_counter() - begun
+        self.results.seconds += cost
+        self._plan_next(cost, failed)
+        return output
+
+    def _agree(self, failed: Exception | None, *values: float) -> tuple[float, ...] | None:
+        """Of each value the largest of all ranks; None, and the check is off, if a step before failed on one of them."""
+        try:
+            anywhere, *agreed = ranks.largest(failed is not None, *values)
+        except Exception as error:
+            anywhere, agreed, failed = 1.0, [], failed or error
+        if anywhere:
+            self.stop(_told(failed) if failed else "it failed on another rank of the same group", failed)
+            return None
+        return tuple(agreed)
+
+    def _all_ready(self, failed: Exception | None) -> bool:
+        """Whether no rank has a reason against checking this step."""
+        unfit = isinstance(failed, _Unfit)
+        agreed = self._agree(None if unfit else failed, unfit)
+        if agreed is None:
+            return False
+        if agreed[0]:
+            self.results.skipped += 1
+            self._plan_next(0.0, None)
+            return False
+        return True
+
+    def _plan_next(self, cost: float, failed: Exception | None) -> None:
+        if self.stopped is None and (agreed := self._agree(failed, self.schedule.wanted(cost))):
+            self.schedule.checked(int(agreed[0]))
+
+    def _compare(self, key: Hashable, run: _Run, failed: Exception | None) -> None:
+        known = self._confirmed.setdefault(key, [])
+        first, error = _tried(lambda: _First(run, locate=bool(known) and not any(each.first_layer for each in known)))
+        learning = self.results.checks < _LEARNING
+        agreed = self._agree(failed or error, first.worst if first else 0.0)
+        if agreed is None or first is None:
+            return
+        self.results.checks += 1
+        if agreed[0] <= threshold(self._noise) and not learning:
+            return
+        second, error = _tried(lambda: _Second(run, first))
+        agreed = self._agree(error, second.noise if second else 0.0, second.worst if second else 0.0)
+        if agreed is None or second is None:
+            return
+        self._noise = self.results.noise = max(self._noise, agreed[0])
+        self.results.changed_inputs.update(second.changed_inputs)
+        if agreed[1] > threshold(self._noise):
+            here = second.worst > threshold(self._noise)
+            errors = tuple(first.errors.tolist()) if here else ()
+            self._take(
+                key,
+                Mismatch(
+                    run.step.graph, first.rows, errors, self._noise, first.layer, self.results.checks, time.time(), here
+                ),
+            )
+
+    def _take(self, key: Hashable, mismatch: Mismatch) -> None:
+        known = self._confirmed[key]
+        known.append(mismatch)
+        self.results.add(mismatch)
+        if len(known) == 1:
+            logger.warning("graphfix: %s", mismatch.sentence())
+        elif mismatch.first_layer and not any(each.first_layer for each in known[:-1]):
+            logger.warning(
+                "graphfix: %s goes wrong first in %s or just before it", mismatch.graph.name, mismatch.first_layer
+            )
+        if self.action is Action.QUARANTINE and len(known) == CONFIRMATIONS:
+            self.quarantined.add(key)
+            self.results.quarantined.append(mismatch.graph)
+            logger.warning(
+                "graphfix: %s is replayed no more; its steps run without a graph from here on, slower",
+                mismatch.graph.name,
+            )
+
+
+class _Run:
+    """A step, what it found, and what came of it."""
+
+    def __init__(self, step: Step) -> None:
+        needed = _COPIES * sum(rows.nbytes for rows in step.states)
+        if not fits(needed):
+            raise _Unfit(f"{needed >> 20} MiB for the recurrent state of its rows are not free")
+        self.step = step
+        self.python = PythonState(step.objects)
+        self.random = RandomState()
+        self.before = Snapshot(step.inputs, step.states)
+        self.output: list[Tensor] = []
+        self._served: list[Tensor] = []
+        self._after: Snapshot | None = None
+        self._random_after: RandomState | None = None
+
+    def replayed(self, output: Any) -> None:
+        # A graph's output is memory of its pool, by address alone, and what is served is at that address.
+        self._served = list(tensors(output))
+        self.output = [tensor.clone() for tensor in self._served]
+        self._after = Snapshot(self.step.inputs, self.step.states)
+        self._random_after = RandomState()
+
+    def eagerly(self) -> list[Tensor]:
+        """The tensors of one eager run from where the replay began."""
+        self.before.put_back()
+        self.python.put_back()
+        self.random.put_back()
+        return [tensor.clone() for tensor in tensors(self.step.eager())]
+
+    @property
+    def states_of_replay(self) -> list[Rows]:
+        return self._after.states if self._after is not None else []
+
+    def states_now(self) -> list[Rows]:
+        return kept_rows(self.step.states)
+
+    def put_back(self) -> None:
+        """As the replay has left it. All is tried, and the first error raised."""
+        failed: list[Exception] = []
+        for put_back in (
+            self._output_back,
+            *(kept.put_back for kept in (self._after, self.python, self._random_after) if kept is not None),
+        ):
+            try:
+                put_back()
+            except Exception as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _output_back(self) -> None:
+        for served, kept in zip(self._served, self.output, strict=False):
+            served.copy_(kept)
+
+
+class _First:
+    """The first eager run, compared with the replay."""
+
+    def __init__(self, run: _Run, *, locate: bool) -> None:
+        step = run.step
+        of_replay = step.caches() if locate else []
+        self.output = run.eagerly()
+        self.layer = first_difference(of_replay, step.caches()) if locate else None
+        self.rows = step.real_rows()
+        self.errors = row_errors(run.output, self.output, self.rows)
+        self.states = run.states_now()
+        self.worst = max(_worst(self.errors), state_error(run.states_of_replay, self.states))
+
+
+class _Second:
+    """The second eager run, compared with both."""
+
+    def __init__(self, run: _Run, first: _First) -> None:
+        self.changed_inputs = run.before.changed_inputs()
+        output, rows = run.eagerly(), first.rows
+        states = run.states_now()
+        self.noise = max(_worst(row_errors(output, first.output, rows)), state_error(states, first.states))
+        still = max(_worst(row_errors(run.output, output, rows)), state_error(run.states_of_replay, states))
+        self.worst = min(first.worst, still)
+        """Of the replay, by the run that it is nearer to."""
+
+
+def _worst(errors: Tensor) -> float:
+    return float(errors.max()) if len(errors) else 0.0
+
+
+def _tried(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def _told(error: Exception) -> str:
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}" if not isinstance(error, _Unfit) else text

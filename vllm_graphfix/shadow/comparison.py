@@ -1,0 +1,73 @@
+"""Whether two runs of one step came to the same: the relative error of each real row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm_graphfix.shadow.snapshot import Rows
+
+_MARGIN = 8.0
+"""Where eager runs differ among themselves, by atomic additions say, a graph's may differ from both by more than they do: a few samples
+do not show the largest difference. Corruption is larger by orders of magnitude. Where they do not differ, every difference is one."""
+
+
+def tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a model returns: one, tuples and lists, or the `IntermediateTensors` of a pipeline stage; in one order."""
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (list, tuple)):
+        for part in output:
+            yield from tensors(part)
+    elif isinstance(by_name := getattr(output, "tensors", output), dict):
+        for name in sorted(by_name):
+            yield from tensors(by_name[name])
+    elif output is not None:
+        raise TypeError(f"a model returned a {type(output).__name__}, which cannot be compared")
+
+
+def row_errors(found: list[Tensor], expected: list[Tensor], rows: int) -> Tensor:
+    """(rows,) float64: of each of the first *rows* rows of all tensors, the largest difference by the largest value expected there.
+
+    NaN where NaN is expected, and the same infinity, are no difference; NaN on one side alone is an infinite one.
+    """
+    import torch
+
+    errors = torch.zeros(rows, dtype=torch.float64)
+    if len(found) != len(expected):
+        return errors + torch.inf
+    for one, other in zip(found, expected, strict=True):
+        if one.shape != other.shape:
+            return errors + torch.inf
+        here = min(rows, len(one))
+        a, b = (tensor[:here].flatten(1).to(torch.float64) for tensor in (_rows_first(one), _rows_first(other)))
+        if not a.numel():
+            continue
+        same = (a == b) | (a.isnan() & b.isnan())
+        difference = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        scale = torch.where(b.isfinite(), b.abs(), 0.0).amax(1).clamp_min(torch.finfo(torch.float32).tiny)
+        errors[:here] = torch.maximum(errors[:here], (difference.amax(1) / scale).cpu())
+    return errors
+
+
+def state_error(found: list[Rows], expected: list[Rows]) -> float:
+    """The largest relative error of a row of recurrent state. Block 0 is the null block, where padding writes what it will."""
+    worst = 0.0
+    for (rows, one), (_, other) in zip(found, expected, strict=True):
+        errors = row_errors([one], [other], len(one))[(rows.blocks > 0).cpu()]
+        worst = max(worst, float(errors.max()) if len(errors) else 0.0)
+    return worst
+
+
+def _rows_first(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() > 1 else tensor.unsqueeze(-1)
+
+
+def threshold(noise: float) -> float:
+    """The error above which a replay is wrong, where eager runs differed among themselves by *noise* at most."""
+    return _MARGIN * noise

@@ -1,0 +1,106 @@
+"""The layers of a model as vLLM's forward context names them: their caches, their recurrent state, and which one goes wrong first.
+
+A replayed graph runs no hook, and a compiled model has none inside. What both kinds of run leave for each layer is its cache: what it
+writes follows from what comes in, so the first cache that differs is of the layer after the first wrong output, or of the same one
+where the state is made of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.shadow.snapshot import StateRows, same_bits
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BY_SLOT = ("Attention", "MLAAttention", "DeepseekV32IndexerCache")
+"""Classes of vLLM whose cache has a slot for each token: what a step writes there a second time is the same."""
+_RECURRENT = "MambaBase"
+"""The class of vLLM whose cache is a state for each request: Mamba, GDN, linear attention, short convolutions."""
+_LARGEST_BLOCKS = 256 << 20
+"""Bytes of a cache's blocks that are compared to find the first layer; a layer that has more is passed over."""
+
+
+def unknown_cache(layers: Mapping[str, Any]) -> str | None:
+    """The first layer with a cache of a kind of which it is not known whether a step may write it twice."""
+    for name, layer in layers.items():
+        kinds = {kind.__name__ for kind in type(layer).__mro__}
+        if "AttentionLayerBase" in kinds and kinds.isdisjoint((*_BY_SLOT, _RECURRENT)):
+            return (
+                f"{name} is a {type(layer).__name__}, of whose cache it is not known whether a step can write it twice"
+            )
+    return None
+
+
+def _caches(layer: Any) -> list[Tensor]:
+    """The tensors of a layer's cache; up to 0.19.1 in a list with one entry for each virtual engine, of which there is one."""
+    import torch
+
+    def flat(found: Any) -> Iterable[Tensor]:
+        if isinstance(found, torch.Tensor):
+            yield found
+        elif isinstance(found, (list, tuple)):
+            for part in found:
+                yield from flat(part)
+
+    return [tensor for tensor in flat(getattr(layer, "kv_cache", None)) if tensor.numel()]
+
+
+def recurrent_rows(layers: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[StateRows]:
+    """The rows of recurrent state that a step may read or write: all that its metadata name, those of padding (the null block) included."""
+    import torch
+
+    found: list[StateRows] = []
+    indices: dict[int, Tensor | None] = {}
+    for name, layer in layers.items():
+        if name not in metadata or _RECURRENT not in {kind.__name__ for kind in type(layer).__mro__}:
+            continue
+        given = metadata[name]
+        if id(given) not in indices:
+            named = [
+                value.flatten()
+                for attribute, value in sorted(vars(given).items())
+                if "state_indices" in attribute and isinstance(value, torch.Tensor) and value.numel()
+            ]
+            indices[id(given)] = torch.cat([each.long() for each in named]).clamp_min(0) if named else None
+        index = indices[id(given)]
+        if index is None:
+            raise LookupError(f"{type(given).__name__} of {name} names no rows of state")
+        found += [StateRows(name, memory, index) for memory in _caches(layer)]
+    return found
+
+
+def written(
+    layers: Mapping[str, Any], slots: Mapping[str, Tensor], states: list[StateRows], block_size: int
+) -> list[tuple[str, Tensor]]:
+    """Copies of what the layers hold for the tokens of a step: blocks of *slots*, (tokens,) and -1 for none, and rows of state."""
+    by_layer: dict[str, list[Tensor]] = {}
+    for rows in states:
+        by_layer.setdefault(rows.layer, []).append(rows.memory.index_select(0, rows.blocks))
+    for name, layer in layers.items():
+        given = slots.get(name)
+        if given is None or name in by_layer or not hasattr(layer, "kv_cache"):
+            continue
+        for cache in _caches(layer):
+            axis = _block_axis(cache, block_size)
+            blocks = given[given >= 0].unique().div(block_size, rounding_mode="floor").unique()
+            if axis is None or blocks.numel() * cache.select(axis, 0).numel() * cache.element_size() > _LARGEST_BLOCKS:
+                continue
+            by_layer.setdefault(name, []).append(cache.index_select(axis, blocks))
+    return [(name, tensor) for name in layers if name in by_layer for tensor in by_layer[name]]
+
+
+def _block_axis(cache: Tensor, block_size: int) -> int | None:
+    """Keys and values are apart in front of the blocks, (2, blocks, …), or behind, or one, (blocks, …); tokens of a block are behind."""
+    axis = 1 if cache.dim() > 3 and cache.shape[0] == 2 else 0
+    return axis if block_size in cache.shape[axis + 1 :] else None
+
+
+def first_difference(one: list[tuple[str, Tensor]], other: list[tuple[str, Tensor]]) -> str | None:
+    """The first layer whose copies differ; None if none does."""
+    for (name, found), (_, expected) in zip(one, other, strict=False):
+        if found.shape != expected.shape or not same_bits(found, expected):
+            return name
+    return None

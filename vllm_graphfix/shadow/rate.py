@@ -1,0 +1,57 @@
+"""How often a replay is checked, as the user writes it: a fraction of the replays, or a budget of the time that they take."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+OFF = "off"
+VALID = "off, a fraction such as 1/2000, a budget such as 0.1%"
+_MOST = 10**9
+
+
+class Action(str, Enum):
+    """What follows from mismatches that were confirmed."""
+
+    REPORT = "report"
+    QUARANTINE = "quarantine"
+    """After two of one graph it is replayed no more, and its steps run without it."""
+
+
+class Rate(NamedTuple):
+    """One of the two is set; neither where nothing is checked."""
+
+    every: int | None = None
+    """Replays for each one that is checked."""
+    share: float | None = None
+    """Of the time of all steps, at most this for the checks: 0.001 is 0.1 %."""
+
+    def __bool__(self) -> bool:
+        return self != (None, None)
+
+
+def parse(text: str) -> Rate:
+    """The rate that `off`, `1/2000` or `0.1%` is. Raises ValueError with what is wrong."""
+    word = text.strip().lower()
+    if word in ("", OFF, "0", "false", "no"):
+        return Rate()
+    if fraction := re.fullmatch(r"1 ?/ ?([0-9]{1,10})", word):
+        every = int(fraction[1])
+        if not 0 < every <= _MOST:
+            raise ValueError(f"is not 1/1 to 1/{_MOST}")
+        return Rate(every=every)
+    if budget := re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?) ?%", word):
+        share = float(budget[1]) / 100
+        if not 0 < share <= 1:
+            raise ValueError("is not more than 0 % and at most 100 %")
+        return Rate(share=share)
+    raise ValueError("means nothing")
+
+
+def normal(text: str) -> str:
+    """*text*, of a rate that `parse` knows, as all ranks of an engine tell it to each other: ``off``, ``1/2000``, ``0.1%``."""
+    rate = parse(text)
+    if rate.every:
+        return f"1/{rate.every}"
+    return f"{round(100 * rate.share, 8):.8f}".rstrip("0").rstrip(".") + "%" if rate.share else OFF

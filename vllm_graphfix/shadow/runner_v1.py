@@ -1,0 +1,162 @@
+"""Model runner V1: full graphs of the target model, which `CUDAGraphWrapper` in mode FULL captures and replays (0.18.0 - 0.33.0).
+
+A drafter of V1 has piecewise graphs only. A wrapper of such pieces is left alone, as is everything where nothing is checked.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.fix import Diagnosis, Fallback, Patch, StockFunction, Verdict
+from vllm_graphfix.shadow import process
+from vllm_graphfix.shadow.check import Shadow, Step
+from vllm_graphfix.shadow.forward import Pass, unsafe
+from vllm_graphfix.shadow.verdict import Graph
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_graphfix.source import Source
+
+GRAPHS = "vllm/compilation/cuda_graph.py"
+GRAPHS_MODULE = "vllm.compilation.cuda_graph"
+CONTEXT = "vllm/forward_context.py"
+RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+FALLBACK = Fallback()
+
+_SHAPE = "full-wrapper"
+
+
+def diagnose(source: Source) -> Diagnosis:
+    """`AFFECTED` here: there are graphs that can be checked."""
+    init, call = (source.function(GRAPHS, f"CUDAGraphWrapper.{name}") for name in ("__init__", "__call__"))
+    override = source.function(CONTEXT, "override_forward_context")
+    context = source.function(CONTEXT, "ForwardContext")
+    slots = source.function(RUNNER, "GPUModelRunner._get_slot_mappings")
+    if init is None or call is None:
+        return Diagnosis(Verdict.ABSENT, "no CUDAGraphWrapper that model runner V1 replays full graphs with")
+    replays = (
+        init.takes == "self, runnable, vllm_config, runtime_mode, cudagraph_options"
+        and init.only("self.runtime_mode = runtime_mode")
+        and init.only("self.runnable = runnable")
+        and call.takes == "self, *args, **kwargs"
+        and call.only("entry = self.concrete_cudagraph_entries[batch_descriptor]")
+        and call.only("cudagraph_runtime_mode = forward_context.cudagraph_runtime_mode")
+        and call.only("batch_descriptor = forward_context.batch_descriptor")
+        and call.only("entry.cudagraph.replay()")
+        and call.only("return entry.output")
+        and call.find("return self.runnable(*args, **kwargs)")
+    )
+    passes = (
+        override
+        and override.takes == "forward_context"
+        and context
+        and all(
+            context.find(f"{name}: ...") or context.mentions(**{name: 1}) for name in ("attn_metadata", "slot_mapping")
+        )
+    )
+    padded = slots and slots.only("slot_mapping[num_tokens_unpadded:num_tokens_padded].fill_(-1)")
+    if replays and passes and padded:
+        return Diagnosis(
+            Verdict.AFFECTED, "full graphs of model runner V1 replay in CUDAGraphWrapper", call.where, _SHAPE
+        )
+    return Diagnosis(
+        Verdict.UNRECOGNISED, "full graphs of model runner V1 replay in a way that nobody has looked at", call.where
+    )
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    return (Patch(GRAPHS_MODULE, "CUDAGraphWrapper.__init__", _make_checked),)
+
+
+def _make_checked(stock: StockFunction) -> StockFunction:
+    """Around `CUDAGraphWrapper.__init__`: one in mode FULL becomes an instance of a subclass whose call counts and checks.
+
+    Instances, not the class: a model has one of mode FULL and, for each of its pieces, one of mode PIECEWISE.
+    """
+
+    @functools.wraps(stock)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        try:
+            if (shadow := process.SHADOW) is not None and self.runtime_mode.name == "FULL":
+                if reason := unsafe(self.vllm_config):
+                    process.refuse(reason)
+                else:
+                    self.__class__ = _checked_class(type(self), shadow)
+        except Exception as error:
+            FALLBACK.take(error)
+
+    return initialise
+
+
+def _checked_class(kind: Any, shadow: Shadow) -> Any:
+    schedule, quarantined, timed = shadow.schedule, shadow.quarantined, shadow.schedule.timed
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Every rank of a group counts the same calls, replays or not.
+        schedule.count += 1
+        if timed:
+            schedule.tick()
+        if schedule.count < schedule.due and not quarantined:
+            return kind.__call__(self, *args, **kwargs)
+        return _maybe_check(shadow, kind, self, args, kwargs)
+
+    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), names)
+
+
+def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def replay() -> Any:
+        return kind.__call__(wrapper, *args, **kwargs)
+
+    try:
+        context = sys.modules["vllm.forward_context"]._forward_context
+        key = (id(wrapper), context.batch_descriptor) if _replays(wrapper, context) else None
+    except Exception as error:  # the same on every rank: no tensor was looked at
+        shadow.stop(f"{type(error).__name__}: {error}", error)
+        return replay()
+    if key is None:
+        return replay()
+    if key in shadow.quarantined:
+        return _without_graphs(context, wrapper.runnable, args, kwargs)()
+    if shadow.schedule.count < shadow.schedule.due:
+        return replay()
+    return shadow.check(key, lambda: _step(wrapper, context, args, kwargs), replay)
+
+
+def _replays(wrapper: Any, context: Any) -> bool:
+    """Whether the call is going to be a replay of a batch of requests; a dummy batch may have no attention metadata."""
+    if context is None or context.cudagraph_runtime_mode != wrapper.runtime_mode or not context.attn_metadata:
+        return False
+    entry = wrapper.concrete_cudagraph_entries.get(context.batch_descriptor)
+    return entry is not None and entry.cudagraph is not None
+
+
+def _step(wrapper: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    found = Pass(context, wrapper.vllm_config, (args, kwargs))
+    descriptor = context.batch_descriptor
+    return found.step(
+        Graph(f"target model, {descriptor}", descriptor.num_tokens, found.backends),
+        _without_graphs(context, wrapper.runnable, args, kwargs),
+    )
+
+
+def _without_graphs(
+    context: Any, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any]:
+    """The runnable in a copy of the forward context in which no graph is to be replayed; the pass counts its layers in the copy."""
+    module = sys.modules["vllm.forward_context"]
+    none = type(context.cudagraph_runtime_mode)["NONE"]
+
+    def run() -> Any:
+        own = copy.copy(context)
+        own.cudagraph_runtime_mode = none
+        own.additional_kwargs = dict(context.additional_kwargs)
+        with module.override_forward_context(own):
+            return runnable(*args, **kwargs)
+
+    return run

@@ -1,0 +1,79 @@
+"""Which replays are checked: told by a count that all ranks of a tensor-parallel group share, since they run the same steps."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from time import perf_counter
+
+from vllm_graphfix.shadow.rate import Rate
+
+_FIRST_COST = 5
+"""Steps that a check is taken to cost before one was measured: a replay, an eager run, and the copies."""
+_PAUSE = 1.0
+"""Seconds between two steps from which on the engine had nothing to do: no part of the step time that a budget is of."""
+_MEMORY = 120.0
+"""Seconds of steps after which what was spent counts half: a budget is kept over minutes."""
+_RECENT = 8
+"""Checks whose mean cost is expected of the next one."""
+
+
+class Schedule:
+    """``count += 1`` at every call of a model that may replay; from ``due`` on the next replay is checked, and `checked` is called."""
+
+    def __init__(self, rate: Rate) -> None:
+        self._every, self._share = rate.every, rate.share
+        self.timed = rate.share is not None
+        """Whether `tick` is to be called at every step."""
+        self.count = 0
+        self._costs: deque[float] = deque(maxlen=_RECENT)
+        self._busy, self._last, self._since = 0.0, perf_counter(), 0
+        self._spent = self._paid_for = self._steps = 0.0
+        if self._every is not None:
+            self.due = 1 + place(0, self._every)
+        elif self._share is not None:
+            self.due = max(1, math.ceil(_FIRST_COST / self._share))
+        else:
+            self.due = 1 << 62
+
+    def tick(self) -> None:
+        """Adds the time since the step before, for a budget."""
+        now = perf_counter()
+        taken, self._last = now - self._last, now
+        if taken < _PAUSE:
+            self._busy += taken
+
+    def wanted(self, cost: float) -> int:
+        """How many steps after this one, whose check took *cost* seconds, the next is to be checked. Ranks go by the largest."""
+        if self._every is not None:
+            window = (self.count - 1) // self._every + 1
+            return window * self._every + place(window, self._every) + 1 - self.count
+        self._costs.append(cost)
+        self._spent += cost
+        self._paid_for += self._busy
+        if self._share is None or self._paid_for <= 0:
+            return max(1, math.ceil(_FIRST_COST / (self._share or 1)))
+        self._steps += max(1, self.count - self._since)
+        step_time = self._paid_for / self._steps
+        mean = sum(self._costs) / len(self._costs)
+        # What was spent too much is waited for; what was spent too little is made up for, if not in a burst.
+        debt = self._spent - self._share * self._paid_for
+        seconds = max(mean + debt, mean / 2) / self._share
+        if self._paid_for > _MEMORY:
+            self._spent, self._paid_for, self._steps = self._spent / 2, self._paid_for / 2, self._steps / 2
+        return max(1, math.ceil(seconds / step_time))
+
+    def checked(self, steps: int) -> None:
+        """The next check is *steps* from here, as all ranks have agreed. The time that this one took is no step's."""
+        self.due = self.count + steps
+        self._since, self._busy, self._last = self.count, 0.0, perf_counter()
+
+
+def place(window: int, every: int) -> int:
+    """Which step of a window of *every* is checked, 0 to every - 1.
+
+    Not always the same: with a batch that repeats every so many steps the same graph would be checked each time, and others never.
+    """
+    mixed = (window * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93) & 0xFFFFFFFFFFFFFFFF
+    return (mixed >> 20) % every

@@ -1,0 +1,137 @@
+"""What a second run of a step would change, kept and put back: recurrent state, input buffers, attention metadata, random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_DEEPEST, _MOST = 6, 20_000
+"""Levels below a layer's attention metadata, and objects in all, whose attributes are kept."""
+
+
+class StateRows(NamedTuple):
+    """Rows of recurrent state: of *memory*, (blocks, …), those of *blocks*, (rows,) int64, none negative; one may be named twice."""
+
+    layer: str
+    memory: Tensor
+    blocks: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.numel() * self.memory[0].numel() * self.memory.element_size() if len(self.memory) else 0
+
+
+Rows = tuple[StateRows, "Tensor"]
+"""Rows of recurrent state, and what they held."""
+
+
+def kept_rows(states: Sequence[StateRows]) -> list[Rows]:
+    """Copies."""
+    return [(rows, rows.memory.index_select(0, rows.blocks)) for rows in states]
+
+
+class Snapshot:
+    """The tensors as they are now."""
+
+    def __init__(self, inputs: Mapping[str, Tensor], states: Sequence[StateRows]) -> None:
+        self._inputs = [(name, tensor, tensor.clone()) for name, tensor in inputs.items()]
+        self.states = kept_rows(states)
+
+    def put_back(self) -> None:
+        """A row that is named twice is written twice with the same."""
+        for _, tensor, kept in self._inputs:
+            tensor.copy_(kept)
+        for rows, kept in self.states:
+            rows.memory.index_copy_(0, rows.blocks, kept)
+
+    def changed_inputs(self) -> list[str]:
+        """The names of the inputs that are not as they were; waits for the device."""
+        return [name for name, tensor, kept in self._inputs if not same_bits(tensor, kept)]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether both hold the same bytes: NaN is like itself."""
+    import torch
+
+    bytes_of = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*bytes_of)
+
+
+class PythonState:
+    """Attributes of the objects that a forward pass is given, and entries of their dicts and lists: a lazy plan is made in one.
+
+    The objects stay the same; tensors are not looked into.
+    """
+
+    def __init__(self, roots: Iterable[object]) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._kept: dict[int, object] = {}
+        level = list(roots)
+        for _ in range(_DEEPEST):
+            below: list[object] = []
+            for found in level:
+                below.extend(self._keep(found))
+            level = below
+
+    def _keep(self, found: object) -> Iterable[object]:
+        if id(found) in self._kept or len(self._kept) >= _MOST:
+            return ()
+        if isinstance(found, dict):
+            entries = dict(found)
+            self._undo.append(lambda: _refill(found, entries))
+        elif isinstance(found, list):
+            items = list(found)
+            self._undo.append(lambda: found.__setitem__(slice(None), items))
+            entries = dict(enumerate(items))
+        elif isinstance(found, tuple):
+            entries = dict(enumerate(found))
+        elif type(found).__module__.startswith(("vllm.", "vllm_graphfix.")) and isinstance(
+            attributes := getattr(found, "__dict__", None), dict
+        ):
+            entries = dict(attributes)
+            self._undo.append(lambda: _refill(attributes, entries))
+        else:
+            return ()
+        self._kept[id(found)] = found
+        return entries.values()
+
+    def put_back(self) -> None:
+        for undo in self._undo:
+            undo()
+
+
+def _refill(mapping: dict[Any, Any], entries: dict[Any, Any]) -> None:
+    if mapping.keys() != entries.keys() or any(mapping[name] is not value for name, value in entries.items()):
+        mapping.clear()
+        mapping.update(entries)
+
+
+class RandomState:
+    """The generators of this process's CPU and of its current GPU."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._cpu = torch.get_rng_state()
+        self._gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+    def put_back(self) -> None:
+        import torch
+
+        torch.set_rng_state(self._cpu)
+        if self._gpu is not None:
+            torch.cuda.set_rng_state(self._gpu)
+
+
+def fits(nbytes: int) -> bool:
+    """Whether *nbytes* more can be taken for a moment: a quarter of what the device and the allocator have free."""
+    import torch
+
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return True
+    free, _ = torch.cuda.mem_get_info()
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return nbytes <= (free + unused) // 4

@@ -1,0 +1,76 @@
+"""What checks have found in this process: for the log, the records and the report of a mismatch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_KEPT = 50
+"""Mismatches that are told one by one, the first ones; the others are counted."""
+_ROWS = 64
+"""Rows of a mismatch whose errors are told."""
+
+
+class Graph(NamedTuple):
+    """A graph, for people."""
+
+    name: str
+    """Of the model and the descriptor: ``target model, BatchDescriptor(num_tokens=8, …)``."""
+    padded_rows: int
+    backends: tuple[str, ...]
+    """Classes of the attention metadata."""
+
+
+class Mismatch(NamedTuple):
+    """A replay whose output was not that of two eager runs of the same step."""
+
+    graph: Graph
+    rows: int
+    """That are no padding."""
+    errors: tuple[float, ...]
+    """Of each real row, relative; empty where another rank of the group found it."""
+    noise: float
+    """The largest error of eager runs among themselves so far."""
+    first_layer: str | None
+    """The first layer whose cache the replay and an eager run have written differently; None until the second mismatch of a graph."""
+    check: int
+    """The how manieth check of this process."""
+    at: float
+    """Seconds since the epoch."""
+    here: bool
+    """Whether this rank found it."""
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors, default=0.0)
+
+    def sentence(self) -> str:
+        if not self.here:
+            return f"another rank found a replay of {self.graph.name} to differ from the same step without a graph"
+        wrong = sum(error > 0 for error in self.errors)
+        return (
+            f"a replayed CUDA graph was wrong: {self.graph.name}; {wrong} of {self.rows} rows differ from two runs of the same step without "
+            f"it, by up to {self.worst:.3g} of their largest value (runs without it differ by {self.noise:.3g} among themselves). Attention: "
+            f"{', '.join(self.graph.backends) or 'unknown'}"
+        )
+
+
+class Results:
+    """Counts that only grow, and the first mismatches."""
+
+    def __init__(self) -> None:
+        self.checks = 0
+        self.skipped = 0
+        """Steps that were due and not checked, for want of memory."""
+        self.mismatches = 0
+        self.seconds = 0.0
+        """That checks took, their replays included."""
+        self.noise = 0.0
+        self.kept: list[Mismatch] = []
+        self.quarantined: list[Graph] = []
+        self.changed_inputs: set[str] = set()
+        """Input buffers that eager runs were seen to change; they were put back."""
+
+    def add(self, mismatch: Mismatch) -> None:
+        self.mismatches += 1
+        if len(self.kept) < _KEPT:
+            self.kept.append(mismatch._replace(errors=mismatch.errors[:_ROWS]))
