@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import pytest
+from fleets import alone, serve, start, two  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, settings
 from stock import ALL_RELEASES, release_root
 from warm_release import end_kept

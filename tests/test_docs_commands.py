@@ -23,7 +23,7 @@ CLUSTER = "needs a cluster, or a Prometheus"
 INDEX = "asks a package index, and changes what is installed"
 MINUTES = "takes minutes; that the target exists is tested in test_readme.py"
 PUBLISHED = "needs a release and its repository; that a build can be repeated is tested in test_security.py"
-ENDLESS = "runs until Ctrl-C; test_fleet.py has it"
+ENDLESS = "runs until Ctrl-C; test_fleet_command.py has it"
 
 NOT_RUN = {
     "pip install vllm-graphfix": INDEX,

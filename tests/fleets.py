@@ -1,0 +1,103 @@
+"""Processes, ranks and what is said of them, for the tests of `fleet`. conftest.py has the fixtures, for all of these."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from records import of, record
+from rich.console import Console
+
+from vllm_graphfix.fleet import Engine, Unrecorded, look, shown
+from vllm_graphfix.records import FixReport, Identity, Record
+
+OTHER_ENGINE = "f" * 16
+
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+WITHOUT_RECORD = "vllm_graphfix.fleet.looking.without_record"
+"""The function that looks at this machine's processes."""
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a process that is killed in the end."""
+    with ExitStack() as stack:
+
+        def start(*command: str, env: Mapping[str, str] | None = None, **rest: Any) -> subprocess.Popen[bytes]:
+            process = stack.enter_context(
+                subprocess.Popen(command or ["/bin/sleep", "600"], env={**os.environ, **(env or {})}, **rest)
+            )
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double of a machine without any process of vLLM; the one that runs the tests may have some."""
+    monkeypatch.setattr(WITHOUT_RECORD, lambda *_: ((), ()))
+
+
+@pytest.fixture
+def two(start: Start) -> tuple[Identity, Identity]:
+    """Two processes of this machine, for two ranks."""
+    return of(start().pid), of(start().pid)
+
+
+def only(base: Path) -> Engine:
+    (engine,) = look(base).engines
+    return engine
+
+
+def ranks(two: tuple[Identity, Identity], **changes: Any) -> tuple[Record, Record]:
+    first, second = (record(process, rank, 2) for rank, process in enumerate(two))
+    return first, second._replace(**changes)
+
+
+def text(base: Path, width: int = 200) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(shown(look(base)))
+    return capture.get()
+
+
+def failed(state: str) -> dict[str, Any]:
+    return {"fixes": {"capture-state": FixReport("auto", state, "the reason")}}
+
+
+@pytest.fixture
+def serve(start: Start, tmp_path: Path) -> Start:
+    """A stand-in of `vllm serve`: a script of that name, called as vLLM's is, that sleeps."""
+    script = tmp_path / "bin" / "vllm"
+    script.parent.mkdir()
+    script.write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+
+    def serve(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        return start(sys.executable, str(script), *(arguments or ("serve", "some/model")), env=env)
+
+    return serve
+
+
+def said_of(process: subprocess.Popen[bytes], base: Path) -> Unrecorded | None:
+    return next((one for one in look(base).unrecorded if one.pid == process.pid), None)
+
+
+def reason(process: subprocess.Popen[bytes], base: Path) -> str:
+    deadline = time.monotonic() + 10.0
+    while (found := said_of(process, base)) is None:  # it is between fork and exec
+        assert time.monotonic() < deadline
+    return found.reason
+
+
+def here(base: Path, **environment: str) -> dict[str, str]:
+    return {"VLLM_GRAPHFIX_STATUS_DIR": str(base), **environment}
