@@ -777,7 +777,8 @@ EDITS = [
 
 @pytest.mark.parametrize(("fix", "edit"), EDITS)
 def test_edits_of_a_trial_are_judged_as_it_says(tmp_path: Path, fix: Fix, edit: Edit) -> None:
-    changes: dict[str, Callable[[str], str]] = {edit.path: swap(edit.pattern, edit.replacement)}
+    parts = ((edit.path, edit.pattern, edit.replacement), *edit.also)
+    changes: dict[str, Callable[[str], str]] = {path: swap(pattern, text) for path, pattern, text in parts}
     found = manifest.diagnose(fix, open_source(edited(release_root(edit.release), tmp_path / "vllm", changes)))
     assert found.verdict is edit.verdict
     assert not found.known

@@ -34,6 +34,8 @@ class Edit(NamedTuple):
     """Regular expression, where ``^`` and ``$`` are ends of lines; it has to occur."""
     replacement: str
     verdict: Verdict
+    also: tuple[tuple[str, str, str], ...] = ()
+    """Path, pattern and replacement of each further file, where one is not all of it."""
 
 
 class Served(NamedTuple):
