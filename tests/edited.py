@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+Change = Callable[[str], str]
+"""Of the text of a file; LookupError where it has nothing to change."""
 
-def edited(stock: Path, destination: Path, changes: dict[str, Callable[[str], str]], *, anonymous: bool = True) -> Path:
+
+def edited(stock: Path, destination: Path, changes: dict[str, Change], *, anonymous: bool = True) -> Path:
     """A vLLM in *destination*, a new folder, that is *stock* but for the files that *changes* rewrites.
 
     Anonymous: without the metadata and the file that would tell the version.
@@ -37,3 +41,26 @@ def _link(stock: Path, destination: Path, left_out: set[tuple[str, ...]]) -> Non
             _link(child, destination / child.name, below)
         else:
             (destination / child.name).symlink_to(child)
+
+
+def cut(*patterns: str) -> Change:
+    """Cuts each match of *patterns*, which must occur."""
+
+    def change(text: str) -> str:
+        for pattern in patterns:
+            text, count = re.subn(pattern, "", text, flags=re.MULTILINE)
+            if not count:
+                raise LookupError(pattern)
+        return text
+
+    return change
+
+
+def swap(pattern: str, replacement: str | Callable[[re.Match[str]], str]) -> Change:
+    def change(text: str) -> str:
+        changed, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
+        if not count:
+            raise LookupError(pattern)
+        return changed
+
+    return change

@@ -6,8 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
+from edited import swap
 from mutants_families import Base, Change, Mutant
-from test_diagnosis import swap
 
 
 def around(

@@ -9,19 +9,12 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
+from edited import cut, swap
 from mutants_around import around, escaped, imported_otherwise
 from mutants_families import Base, Change, Mutant, Plan, Target, family
+from remedies import PADDED_WITH_MINUS_ONE, WITHOUT_PLAN_IN_BUFFERS
 from stock import release_root
-from test_diagnosis import (
-    CUDAGRAPHS,
-    FLASHMLA,
-    MAMBA,
-    PADDED_WITH_MINUS_ONE,
-    RUNNER,
-    WITHOUT_PLAN_IN_BUFFERS,
-    cut,
-    swap,
-)
+from vllm_files import CUDAGRAPHS, FLASHMLA, MAMBA, RUNNER
 
 SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
 FIRST_EAGLE = f"{SPEC_DECODE}/eagle_cudagraph.py"

@@ -17,6 +17,7 @@ from edited import edited
 from stock import release_root
 from table import affected_by, state_by_default
 from typer.testing import CliRunner
+from vllm_files import FLASHMLA
 
 import vllm_graphfix.compare.report
 import vllm_graphfix.compare.run
@@ -29,8 +30,6 @@ from vllm_graphfix.source import SourceError
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.report import Proof, Report
-
-FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
 
 
 def call(*arguments: str, env: dict[str, str] | None = None, code: int = 0) -> tuple[str, str]:

@@ -9,11 +9,11 @@ import pytest
 from edited import edited
 from stock import release_root, run_in_release
 from test_engagement import LOAD, REPORT, imports, reported, states
+from vllm_files import FLASHMLA
 from warm_release import run_in_fork
 
 pytestmark = pytest.mark.xdist_group("0.18.1")
 
-FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
 BUILDER = "vllm.v1.attention.backends.mla.flashmla.FlashMLAMetadataBuilder"
 
 FOREIGN = """

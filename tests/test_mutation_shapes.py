@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 
 import pytest
+from edited import cut, swap
 from stock import release_root
-from test_diagnosis import CUDAGRAPHS, EAGLE, EAGLE_CUDAGRAPHS, EAGLE_FIRST, FLASHMLA, MAMBA, PREFILL, RUNNER, cut, swap
+from vllm_files import CUDAGRAPHS, EAGLE, EAGLE_CUDAGRAPHS, EAGLE_FIRST, FLASHMLA, MAMBA, PREFILL, RUNNER
 
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME

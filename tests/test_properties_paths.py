@@ -9,11 +9,10 @@ import pytest
 from hostile import ARGUMENTS, KINDS, METADATA, READ, TEXT, Files, made, metadata, plant, share, stock_files
 from hypothesis import example, given
 from hypothesis import strategies as st
+from vllm_files import RUNNER
 from watched import judged
 
 from vllm_graphfix.source import SourceError, open_source
-
-RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ import pytest
 from hostile import JSON, METADATA, READ, TEXT, Files, changed, dumped, made, metadata, share, stock_files, zipped
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm_files import RUNNER
 from watched import Answer, answer, judged, watched
 
 from vllm_graphfix import manifest
 
-RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 MB = 1 << 20
 
 

@@ -14,7 +14,7 @@ from mutants_families import Mutant, fingerprint, formatted
 from mutants_judged import BROKEN, MISSED, WRONG, Judged, Stage, diagnosed, judged
 from mutants_of_fixes import FAMILIES
 from stock import release_root
-from test_diagnosis import MAMBA, RUNNER
+from vllm_files import MAMBA, RUNNER
 
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Verdict

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from edited import edited
 from nightly import make_nightly
+from remedies import WITHOUT_THE_FIX
 from rich.console import Console
 from stock import release_root
 from table import (
@@ -29,8 +30,8 @@ from table import (
     slow_but_for_the_sample,
     verdict,
 )
-from test_diagnosis import UNSEEN, WITHOUT_THE_FIX
 from test_engine_processes import SOON, all_end
+from unseen import UNSEEN
 from warm_release import run_in_fork
 
 from vllm_graphfix import manifest

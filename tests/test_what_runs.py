@@ -8,7 +8,7 @@ import pytest
 from edited import edited
 from stock import release_root, run_in_release
 from test_engagement import LOAD, REPORT, reported
-from test_failures import FLASHMLA
+from vllm_files import FLASHMLA
 
 FIND = """
 import importlib.util, pathlib, py_compile, sys, tempfile

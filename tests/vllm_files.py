@@ -1,0 +1,23 @@
+"""Where the code that the fixes concern is in a vLLM."""
+
+from __future__ import annotations
+
+CUDAGRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
+EAGLE_CUDAGRAPHS = "vllm/v1/worker/gpu/spec_decode/eagle/cudagraph.py"
+EAGLE_FIRST = "vllm/v1/worker/gpu/spec_decode/eagle_cudagraph.py"
+EAGLE = "vllm/v1/worker/gpu/spec_decode/eagle/speculator.py"
+PREFILL = "vllm/v1/worker/gpu/spec_decode/autoregressive/cudagraph_utils.py"
+RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+MAMBA = "vllm/v1/attention/backends/mamba_attn.py"
+FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
+RUNNER_V2 = "vllm/v1/worker/gpu/model_runner.py"
+UTILS = "vllm/v1/worker/utils.py"
+INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
+TRITON_MLA = "vllm/v1/attention/backends/mla/triton_mla.py"
+TRITON_DECODE = "vllm/v1/attention/ops/triton_decode_attention.py"
+WORKSPACE = "vllm/v1/worker/workspace.py"
+WORKER = "vllm/v1/worker/gpu_worker.py"
+BLOCK_TABLE = "vllm/v1/worker/block_table.py"
+PROPOSER = "vllm/v1/spec_decode/llm_base_proposer.py"
+BLOCK_TABLE_V2 = "vllm/v1/worker/gpu/block_table.py"
+IDLE_SPECULATOR = "vllm/v1/worker/gpu/spec_decode/speculator.py"
