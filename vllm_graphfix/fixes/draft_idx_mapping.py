@@ -1,0 +1,597 @@
+"""`draft-idx-mapping`: padded rows of a draft graph write to no request's draft logits (PR 47066)."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, StockFunction, Verdict
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    import torch
+
+    from vllm_graphfix.deployment import Answer, Deployment, Fact
+    from vllm_graphfix.source import Source
+    from vllm_graphfix.syntax import Function
+    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.verify.measurement import Measurement
+
+_FOLDER = "vllm/v1/worker/gpu/spec_decode"
+_PACKAGE = "vllm.v1.worker.gpu.spec_decode"
+_EAGLE, _BASE = f"{_FOLDER}/eagle/speculator.py", f"{_FOLDER}/speculator.py"
+_EAGLE_MODULE, _BASE_MODULE = f"{_PACKAGE}.eagle.speculator", f"{_PACKAGE}.speculator"
+_DRAFTS = f"{_FOLDER}/autoregressive/speculator.py"
+_DFLASH, _DFLASH_MODULE = f"{_FOLDER}/dflash/speculator.py", f"{_PACKAGE}.dflash.speculator"
+_GUMBEL = "vllm/v1/worker/gpu/sample/gumbel.py"
+_SAMPLERS = ("gumbel_block_argmax", "_gumbel_sample_kernel")
+"""What stores a row's logits; the first that there is."""
+_BUFFERS = (
+    "self.idx_mapping = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)",
+    "self.temperature = torch.zeros(self.max_num_reqs, dtype=torch.float32, device=device)",
+    "self.seeds = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)",
+    "self.draft_logits = torch.zeros(self.max_num_reqs, self.num_speculative_steps, self.vocab_size, dtype=torch.float32, device=device)",
+)
+_COPIES = ("self.temperature.copy_(temperature)", "self.seeds.copy_(seeds)")
+_OWNERS = {_BASE: ("DraftModelSpeculator", "_copy_request_inputs"), _EAGLE: ("EagleSpeculator", "propose")}
+"""The class with the buffers, and its function that fills them for a batch; by file."""
+_MAPPED = (
+    "self.idx_mapping[:num_reqs].copy_(idx_mapping)",
+    "self.idx_mapping[:num_reqs].copy_(input_batch.idx_mapping)",
+    "idx_mapping.copy_(input_batch.idx_mapping)",
+)
+"""How the request of each row comes into its buffer; one of them."""
+_USES = {_BASE: (2,), _EAGLE: (3, 5)}
+"""How often the class names that buffer: to make and to fill it, to draft, and for slots of tokens, of which a padded row has none."""
+_SPARE = "_graphfix_spare_row"
+"""The attribute that tells the row which no request has: of a speculator with such a row, and of a tensor that it gives to a function."""
+
+ROWS_PADDED_WITH_REQUESTS = Event(
+    "rows-padded-with-requests",
+    "Drafts were sampled in a graph with more rows than requests: on stock a padded row writes its logits to the request that it stood for before.",
+)
+FALLBACK = Fallback()
+
+
+def diagnose(source: Source) -> Diagnosis:
+    path = next((path for path in (_BASE, _EAGLE) if source.says(path, "draft_logits")), None)
+    if path is None:
+        return Diagnosis(Verdict.ABSENT, "no speculator keeps the logits of its drafts by request")
+    owner, copying = _OWNERS[path]
+    init, copy = source.function(path, f"{owner}.__init__"), source.function(path, f"{owner}.{copying}")
+    kernel = next(filter(None, (source.function(_GUMBEL, name) for name in _SAMPLERS)), None)
+    if init is not None and copy is not None and kernel is not None:
+        padded = copy.only("self.idx_mapping[num_reqs:].fill_(-1)")
+        if padded and _leaves_rows_out(kernel) and not _padding_of_dflash(source, "0"):
+            return Diagnosis(Verdict.FIXED, "padded rows have no request, and are not sampled", copy.at(padded))
+        mapped = [part for form in _MAPPED for part in copy.find(form)]
+        whole, dflash = source.function(path, owner), source.says(_DFLASH, "sample_idx_mapping")
+        if (
+            len(mapped) == 1
+            and whole is not None
+            and len(whole.find("self.idx_mapping")) in _USES[path]
+            and all(map(init.only, _BUFFERS))
+            and all(map(copy.only, _COPIES))
+            and _samples_every_row(kernel)
+            and (path == _EAGLE or source.function(_DRAFTS, "AutoRegressiveSpeculator"))
+            and (not dflash or _padding_of_dflash(source, "0"))
+        ):
+            return Diagnosis(
+                Verdict.AFFECTED,
+                "padded rows of a draft graph stand for requests of a batch before",
+                copy.at(mapped[0]),
+                "eagle" if path == _EAGLE else "all-but-dflash" if not dflash else "all",
+            )
+    return Diagnosis(
+        Verdict.UNRECOGNISED,
+        "drafts are sampled in a way that nobody has looked at",
+        copy.where if copy else f"{path}:1",
+    )
+
+
+def _samples_every_row(kernel: Function) -> bool:
+    """Whether the logits of each row are stored for the request of that row, which is read once."""
+    return bool(
+        kernel.only("req_state_idx = tl.load(expanded_idx_mapping_ptr + token_idx)")
+        and kernel.only("tl.load(temp_ptr + req_state_idx)")
+        and kernel.only("tl.load(seeds_ptr + req_state_idx)")
+        and kernel.only("processed_logits_ptr + req_state_idx * processed_logits_stride")
+        and kernel.mentions(req_state_idx=4)
+    )
+
+
+def _leaves_rows_out(kernel: Function) -> bool:
+    """Whether nothing is stored for a row whose request is below 0."""
+    return bool(
+        kernel.only("is_valid_req = req_state_idx >= 0") and kernel.gives("tl.store(...)", "mask=mask & is_valid_req")
+    )
+
+
+def _padding_of_dflash(source: Source, request: str) -> bool:
+    """Whether DFlash's padded rows are given *request*, in the buffer that its function is handed."""
+    kernel = source.function(_DFLASH, "_prepare_dflash_inputs_kernel")
+    prepare = source.function(_DFLASH, "prepare_dflash_inputs")
+    propose = source.function(_DFLASH, "DFlashSpeculator.propose")
+    return bool(
+        kernel is not None
+        and prepare is not None
+        and propose is not None
+        and kernel.only(f"tl.store(out_sample_idx_mapping_ptr + block, {request}, mask=mask)")
+        and prepare.parameters[6:8] == ("sample_idx_mapping", "input_batch")
+        and prepare.parameters[-3] == "num_speculative_steps"
+        and propose.in_one_block(*propose.each("self._copy_request_inputs(...)", "prepare_dflash_inputs(...)"))
+        and propose.only("self.sample_idx_mapping")
+    )
+
+
+def _with_a_spare_row(stock: StockFunction) -> StockFunction:
+    """Around the speculator's `__init__`: what is looked up by request has one row more than its length tells.
+
+    Before any graph is captured, so that it records the new addresses. The row behind the last request's is read and written
+    by kernels alone: whoever asks for the shape sees stock's.
+    """
+
+    @functools.wraps(stock)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - the name of what it wraps
+        stock(self, *args, **kwargs)
+        try:
+            if self.draft_logits is not None:
+                logits, temperature, seeds = map(_longer, (self.draft_logits, self.temperature, self.seeds))
+                self.draft_logits, self.temperature, self.seeds = logits, temperature, seeds
+                setattr(self, _SPARE, len(logits))
+        except Exception as error:
+            FALLBACK.take(error)
+
+    return __init__
+
+
+def _longer(fresh: torch.Tensor) -> torch.Tensor:
+    """All zeros like *fresh*, with a row behind it in the same memory."""
+    return fresh.new_zeros((len(fresh) + 1, *fresh.shape[1:]))[:-1]
+
+
+def _pad_before(stock: StockFunction) -> StockFunction:
+    """Around `propose`, which writes the requests of the batch's rows into `idx_mapping`, (max requests,) int32: before, all are the spare row."""
+    from torch import inference_mode  # the target is imported by now, and torch with it
+
+    @functools.wraps(stock)
+    def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            spare = getattr(self, _SPARE, None)
+            if spare is not None:
+                with inference_mode():
+                    self.idx_mapping.fill_(spare)
+                ROWS_PADDED_WITH_REQUESTS.count += _are_padded(self, input_batch.num_reqs)
+        except Exception as error:
+            FALLBACK.take(error)
+        return stock(self, input_batch, *args, **kwargs)
+
+    return propose
+
+
+def _pad_behind(stock: StockFunction) -> StockFunction:
+    """Around `_copy_request_inputs`, which does the same for several speculators: afterwards, rows behind the batch are the spare row."""
+    from torch import inference_mode
+
+    @functools.wraps(stock)
+    def _copy_request_inputs(self: Any, num_reqs: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, num_reqs, *args, **kwargs)
+        try:
+            spare = getattr(self, _SPARE, None)
+            if spare is not None:
+                with inference_mode():
+                    self.idx_mapping[num_reqs:].fill_(spare)
+                if hasattr(
+                    self, "sample_idx_mapping"
+                ):  # DFlash's, which is filled by a function that knows no speculator
+                    setattr(self.sample_idx_mapping, _SPARE, spare)
+                ROWS_PADDED_WITH_REQUESTS.count += _are_padded(self, num_reqs)
+        except Exception as error:
+            FALLBACK.take(error)
+        return result
+
+    return _copy_request_inputs
+
+
+def _pad_samples(stock: StockFunction) -> StockFunction:
+    """Around DFlash's `prepare_dflash_inputs`: behind the batch's, the tokens to be sampled are of the spare row, and not of request 0.
+
+    Its buffer `sample_idx_mapping` is (max requests * draft tokens,) int32.
+    """
+    from torch import inference_mode
+
+    @functools.wraps(stock)
+    def prepare_dflash_inputs(*args: Any) -> Any:
+        result = stock(*args)
+        try:
+            samples, requests, steps = args[6], args[7].num_reqs, args[-3]
+            spare = getattr(samples, _SPARE, None)
+            if spare is not None:
+                with inference_mode():
+                    samples[requests * steps :].fill_(spare)
+        except Exception as error:
+            FALLBACK.take(error)
+        return result
+
+    return prepare_dflash_inputs
+
+
+def _watch_eagle(stock: StockFunction) -> StockFunction:
+    """Around `propose`."""
+
+    @functools.wraps(stock)
+    def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if self.draft_logits is not None:
+                ROWS_PADDED_WITH_REQUESTS.count += _are_padded(self, input_batch.num_reqs)
+        except Exception as error:
+            FALLBACK.take(error)
+        return stock(self, input_batch, *args, **kwargs)
+
+    return propose
+
+
+def _watch_all(stock: StockFunction) -> StockFunction:
+    """Around `_copy_request_inputs`."""
+
+    @functools.wraps(stock)
+    def _copy_request_inputs(self: Any, num_reqs: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if self.draft_logits is not None:
+                ROWS_PADDED_WITH_REQUESTS.count += _are_padded(self, num_reqs)
+        except Exception as error:
+            FALLBACK.take(error)
+        return stock(self, num_reqs, *args, **kwargs)
+
+    return _copy_request_inputs
+
+
+_MANAGERS = ("decode_cudagraph_manager", "query_cudagraph_manager", "cudagraph_manager")
+"""Of the graphs that sample drafts behind the first token, or all; by the name that a speculator has for it."""
+
+
+def _are_padded(speculator: Any, requests: int) -> bool:
+    """Whether so many requests are drafted for in a full graph that has more rows."""
+    manager = next(filter(None, (getattr(speculator, name, None) for name in _MANAGERS)), None)
+    larger = False
+    for descriptor in manager.graphs if manager is not None else ():
+        if descriptor.num_reqs == requests:
+            return False
+        larger |= descriptor.num_reqs > requests
+    return larger
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    if shape == "eagle":
+        return (
+            Patch(_EAGLE_MODULE, "EagleSpeculator.__init__", _with_a_spare_row),
+            Patch(_EAGLE_MODULE, "EagleSpeculator.propose", _pad_before),
+        )
+    of_all = (
+        Patch(_BASE_MODULE, "DraftModelSpeculator.__init__", _with_a_spare_row),
+        Patch(_BASE_MODULE, "DraftModelSpeculator._copy_request_inputs", _pad_behind),
+    )
+    return (*of_all, Patch(_DFLASH_MODULE, "prepare_dflash_inputs", _pad_samples)) if shape == "all" else of_all
+
+
+def observers(shape: str) -> tuple[Patch, ...]:
+    if shape == "eagle":
+        return (Patch(_EAGLE_MODULE, "EagleSpeculator.propose", _watch_eagle),)
+    return (Patch(_BASE_MODULE, "DraftModelSpeculator._copy_request_inputs", _watch_all),)
+
+
+def applies(deployment: Deployment, shape: str) -> Answer:
+    from vllm_graphfix.deployment import all_of
+
+    return all_of(deployment.runner("V2"), deployment.drafts(), _sampled_drafts(deployment), deployment.full_graphs())
+
+
+def _sampled_drafts(deployment: Deployment) -> Fact:
+    """Drafts are sampled, and not the likeliest tokens: their logits are kept for the rejection sampler."""
+    import json
+
+    from vllm_graphfix.deployment import Fact
+
+    value, missing = deployment.value("--speculative-config")
+    if missing is not None:
+        return Fact(None, missing)
+    try:
+        config = json.loads(value or "{}")
+        asked = [config[key] for key in ("draft_sample_method", "rejection_sample_method") if key in config]
+    except (ValueError, TypeError, RecursionError):
+        return Fact(None, "a JSON object for --speculative-config")
+    for method in asked:
+        if method in ("probabilistic", "gumbel"):
+            return Fact(True, f"drafts are sampled ({method})")
+    return Fact(False, "the likeliest tokens are drafted (draft_sample_method in --speculative-config)")
+
+
+FIX = Fix(
+    number=16,
+    name="draft-idx-mapping",
+    pr=47066,
+    references=(),
+    summary="padded rows of a draft graph write to no request's draft logits",
+    releases="0.19.0 - 0.24.0",
+    absent="0.14.1 - 0.18.1",
+    symptom="With model runner V2, full CUDA graphs and sampled drafts, answers are wrong or gibberish at temperatures above 0, for some requests of batches "
+    "whose size lies between two capture sizes.",
+    cause="A draft graph samples in each of its rows, and writes the row's logits to the request that the row stands for. Rows behind the batch still stand "
+    "for requests of an earlier, larger one (DFlash's: for request 0). The rejection sampler then takes such logits for those that a draft token was sampled from.",
+    remedy="Rows behind the batch stand for a spare row, which draft logits, temperatures and seeds have behind their last one. Rows of requests are as they were.",
+    detect="Wrong answers at temperature 1 and right ones at 0, with draft tokens, between two capture sizes; right with --enforce-eager.",
+    concerns='Model runner V2, a speculator with "draft_sample_method": "probabilistic" ("gumbel" in 0.21, "rejection_sample_method": "probabilistic" before), '
+    "temperatures above 0, a cudagraph mode with FULL.",
+    workaround="draft_sample_method greedy (before 0.21 rejection_sample_method strict), which are the defaults, or --enforce-eager.",
+    removable="with vLLM 0.25.0",
+    runner="V2",
+    reads=(_BASE, _EAGLE, _DRAFTS, _DFLASH, _GUMBEL),
+    modules=(_EAGLE_MODULE, _BASE_MODULE, _DFLASH_MODULE),
+    diagnose=diagnose,
+    patches=patches,
+    observers=observers,
+    events=(ROWS_PADDED_WITH_REQUESTS,),
+    fallback=FALLBACK,
+    default=Mode.OBSERVE,
+    applies=applies,
+    trial=lambda: trial(),  # noqa: PLW0108 - it stands below
+)
+
+
+def trial() -> Trial:
+    from vllm_graphfix.deployment import Concern
+    from vllm_graphfix.trial import Edit, Served, Trial
+
+    left_out = (
+        _GUMBEL,
+        r"^( +)temp = tl\.load\(temp_ptr \+ req_state_idx\)((?:.*\n)*?)( +)mask=mask,",
+        r"\1is_valid_req = req_state_idx >= 0\n\1temp = tl.load(temp_ptr + req_state_idx, mask=is_valid_req, other=0.0)\2\3mask=mask & is_valid_req,",
+    )
+    mapped = r"^( +)self\.idx_mapping\[:num_reqs\]\.copy_\(.*\)\n"
+    padded = r"\g<0>\1self.idx_mapping[num_reqs:].fill_(-1)\n"
+    of_dflash = (_DFLASH, r"(out_sample_idx_mapping_ptr \+ block), 0,", r"\1, -1,")
+    sampled = (
+        V2
+        + """./llama -sc '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3, "draft_sample_method": "%s"}'"""
+    )
+    return Trial(
+        scenario,
+        edits=(
+            Edit("the remedy", "0.24.0", _BASE, mapped, padded, Verdict.FIXED, (left_out, of_dflash)),
+            Edit("the remedy", "0.22.1", _EAGLE, mapped, padded, Verdict.FIXED, (left_out,)),
+            Edit("the remedy, but not for DFlash", "0.24.0", _BASE, mapped, padded, Verdict.UNRECOGNISED, (left_out,)),
+            Edit("rows below zero that are sampled", "0.23.0", _BASE, mapped, padded, Verdict.UNRECOGNISED),
+            Edit(
+                "rows behind the batch left out by the kernel alone",
+                "0.21.0",
+                left_out[0],
+                *left_out[1:],
+                Verdict.UNRECOGNISED,
+            ),
+            Edit(
+                "rows that are padded elsewhere",
+                "0.19.1",
+                _EAGLE,
+                r"^( +)idx_mapping\.copy_\(.*\)\n",
+                r"\g<0>\1self.idx_mapping[num_reqs:] = 0\n",
+                Verdict.UNRECOGNISED,
+            ),
+            Edit(
+                "logits of other requests than there are",
+                "0.20.2",
+                _EAGLE,
+                r"^( +)self\.draft_logits = torch\.zeros\(\n +self\.max_num_reqs,",
+                r"\1self.draft_logits = torch.zeros(\n                2 * self.max_num_reqs,",
+                Verdict.UNRECOGNISED,
+            ),
+        ),
+        served=(
+            Served("0.22.1", sampled % "probabilistic", Concern.CONCERNS, "probabilistic"),
+            Served("0.21.0", sampled % "gumbel", Concern.CONCERNS, "gumbel"),
+            Served(
+                "0.19.1", sampled.replace("draft_", "rejection_") % "probabilistic", Concern.CONCERNS, "probabilistic"
+            ),
+            Served("0.22.1", sampled % "greedy", Concern.DOES_NOT, "likeliest"),
+            Served("0.22.1", f"{sampled} --enforce-eager" % "probabilistic", Concern.DOES_NOT, "--enforce-eager"),
+            Served("0.22.1", sampled.replace("=1", "=0") % "probabilistic", Concern.DOES_NOT, "V1"),
+            Served("0.22.1", f"{V2}./llama", Concern.DOES_NOT, "no speculator"),
+        ),
+    )
+
+
+V2 = "VLLM_USE_V2_MODEL_RUNNER=1 "
+REQUESTS = 6
+DRAFT_TOKENS = 2
+SIZES = [3, 6, 12, 18]
+BATCHES = [[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [5, 0, 3, 1, 2]]
+"""Requests of each step, row by row: a request less, and other rows."""
+HIDDEN_SIZE, VOCABULARY, MAX_LENGTH = 8, 16, 64
+
+
+def scenario(*, hit: bool = True) -> Measurement:
+    """Six requests draft in a graph, then five of them. Not *hit*: all six in every step."""
+    from vllm.config import CUDAGraphMode
+
+    from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+    from vllm_graphfix.verify.measurement import Measurement
+
+    batches = BATCHES if hit else [sorted(range(REQUESTS), key=batch.index) for batch in BATCHES[:1] * 3]
+    with cpu_cuda_graphs():
+        eager = _draft(CUDAGraphMode.NONE, batches)
+        graphed = _draft(CUDAGraphMode.FULL_DECODE_ONLY, batches)
+    return Measurement(
+        f"draft logits of the requests of {len(batches)} batches, drafted in graphs for {REQUESTS} rows",
+        tuple(eager),
+        tuple(graphed),
+    )
+
+
+def _draft(mode: Any, batches: list[list[int]]) -> list[float]:
+    """What each step leaves for the rejection sampler: draft tokens of its requests, and the logits that they were sampled from."""
+    import torch
+
+    numbers: list[float] = []
+    random = torch.Generator().manual_seed(2)
+    with _kernels():
+        speculator = _speculator(mode)
+        for step, batch in enumerate(batches):
+            tokens = _propose(speculator, batch, 3 + 3 * step, random)
+            for kept in (tokens, speculator.draft_logits[batch]):
+                numbers += kept.flatten().tolist()
+    return numbers
+
+
+def _kernels() -> ExitStack:
+    """vLLM's own kernels on the CPU, with stand-ins for Triton's random numbers."""
+    import sys
+    from contextlib import ExitStack
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import torch
+    from vllm.v1.worker.gpu.sample import gumbel
+    from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+
+    from vllm_graphfix.verify.double import triton_kernels
+
+    def number(seed: Any, at: Any) -> Any:
+        return (seed * 7919 + at * 104729 + 1) % 1000003
+
+    class Drawing(triton_kernels.Language):
+        randint = staticmethod(number)
+
+        @staticmethod
+        def rand(seed: Any, at: Any) -> Any:
+            return (number(seed, at) + 0.5) / 1000003
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(triton_kernels, "Language", Drawing))
+    log1p = SimpleNamespace(log1p=torch.log1p)
+    for name, value in {"tldevice": log1p, "tl_rand64": lambda seed, at, **_: Drawing.rand(seed, at)}.items():
+        stack.enter_context(mock.patch.object(gumbel, name, value, create=True))
+    drafting = sys.modules[EagleSpeculator.propose.__module__]
+    stack.enter_context(triton_kernels.cpu_triton_kernels(gumbel, drafting))
+    return stack
+
+
+def _speculator(mode: Any) -> Any:
+    """vLLM's own for Eagle, as the model runner has it after start-up, with a model of no attention."""
+    from collections import defaultdict
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.config import CompilationConfig, CUDAGraphMode
+    from vllm.v1.worker.gpu import cudagraph_utils
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+    from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+
+    compilation = CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=list(SIZES))
+    compilation.max_cudagraph_capture_size = max(SIZES)
+    draft = SimpleNamespace(
+        get_hidden_size=lambda: HIDDEN_SIZE,
+        get_vocab_size=lambda: VOCABULARY,
+        hf_config=None,
+        is_multimodal_model=False,
+    )
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=MAX_LENGTH, dtype=torch.float32, use_fp64_gumbel=False),
+        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=max(SIZES)),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=1, data_parallel_rank=0, tensor_parallel_size=1, is_moe_model=False
+        ),
+        compilation_config=compilation,
+        speculative_config=SimpleNamespace(
+            method="eagle",
+            num_speculative_tokens=DRAFT_TOKENS,
+            rejection_sample_method="probabilistic",
+            draft_sample_method="probabilistic",
+            draft_model_config=draft,
+        ),
+        kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(set_priority=nullcontext)),
+    )
+    speculator: Any = EagleSpeculator(config, torch.device("cpu"))
+    speculator.model = _model()
+    speculator.model_state = object.__new__(DefaultModelState)
+    speculator.model_state.max_model_len = MAX_LENGTH
+    speculator.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
+    speculator.attn_groups, speculator.draft_attn_layer_names = [], set()
+    slots = torch.zeros(1, max(SIZES), dtype=torch.int64)
+    speculator.block_tables = SimpleNamespace(
+        cp_size=1,
+        input_block_tables=[],
+        slot_mappings=slots,
+        get_dummy_block_tables=lambda requests: (),
+        get_dummy_slot_mappings=lambda tokens: slots[:, :tokens],
+        compute_slot_mappings=lambda *_: slots,
+    )
+    if hasattr(speculator, "init_cudagraph_manager"):
+        speculator.init_cudagraph_manager(mode)
+    if mode != CUDAGraphMode.NONE:
+        if hasattr(speculator, "capture_model"):
+            speculator.capture_model()
+        else:  # from 0.21 on with what the target's capture leaves
+            state: Any = ({}, {})
+            if hasattr(cudagraph_utils, "AttentionStatePair"):
+                state = cudagraph_utils.AttentionStatePair(state, state)
+            speculator.capture(defaultdict(lambda: state))
+    return speculator
+
+
+def _model() -> Any:
+    """Stands in for an Eagle head: random weights."""
+    import torch
+
+    random = torch.Generator().manual_seed(1)
+    embedding = torch.randn(VOCABULARY, HIDDEN_SIZE, generator=random)
+    mix = torch.randn(HIDDEN_SIZE, HIDDEN_SIZE, generator=random)
+
+    class HeadStandIn:
+        def __call__(self, input_ids: Any, hidden_states: Any, **_: Any) -> Any:
+            hidden = torch.tanh(embedding[input_ids.long()] + hidden_states @ mix)
+            return hidden, hidden
+
+        def compute_logits(self, hidden: Any) -> Any:
+            return hidden @ embedding.T
+
+    return HeadStandIn()
+
+
+def _propose(speculator: Any, batch: list[int], computed: int, random: torch.Generator) -> torch.Tensor:
+    """Calls the speculator as the model runner does after a target step; each request has computed so many tokens before."""
+    from types import SimpleNamespace
+
+    import numpy as np
+    import torch
+
+    rows, width = len(batch), 1 + DRAFT_TOKENS
+    tokens = rows * width
+    positions = computed + torch.arange(width).repeat(rows)
+    given = SimpleNamespace(
+        num_reqs=rows,
+        num_reqs_after_padding=rows,
+        num_tokens=tokens,
+        num_tokens_after_padding=tokens,
+        num_scheduled_tokens=np.full(rows, width),
+        idx_mapping=torch.tensor(batch, dtype=torch.int32),
+        input_ids=torch.randint(VOCABULARY, (tokens,), generator=random, dtype=torch.int32),
+        positions=positions,
+        query_start_loc=torch.arange(rows + 1, dtype=torch.int32) * width,
+        seq_lens=torch.full((rows,), computed + width, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.full((rows,), computed + width),
+    )
+    drafted: torch.Tensor = speculator.propose(
+        given,
+        {},
+        {},
+        torch.randn(tokens, HIDDEN_SIZE, generator=random),
+        None,
+        num_sampled=torch.ones(rows, dtype=torch.int32),
+        num_rejected=torch.zeros(rows, dtype=torch.int32),
+        last_sampled=torch.randint(VOCABULARY, (REQUESTS,), generator=random),
+        next_prefill_tokens=torch.zeros(REQUESTS, dtype=torch.int32),
+        temperature=torch.full((REQUESTS,), 0.7),
+        seeds=torch.arange(REQUESTS),
+    )
+    return drafted
