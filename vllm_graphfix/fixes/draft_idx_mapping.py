@@ -416,7 +416,7 @@ def scenario(*, hit: bool = True) -> Measurement:
     from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
     from vllm_graphfix.verify.measurement import Measurement
 
-    batches = BATCHES if hit else [sorted(range(REQUESTS), key=batch.index) for batch in BATCHES[:1] * 3]
+    batches = BATCHES if hit else BATCHES[:1] * len(BATCHES)
     with cpu_cuda_graphs():
         eager = _draft(CUDAGraphMode.NONE, batches)
         graphed = _draft(CUDAGraphMode.FULL_DECODE_ONLY, batches)
@@ -475,18 +475,21 @@ def _kernels() -> ExitStack:
     return stack
 
 
-def _speculator(mode: Any) -> Any:
-    """vLLM's own for Eagle, as the model runner has it after start-up, with a model of no attention."""
+def _speculator(mode: Any, sampling: str | None = None) -> Any:
+    """vLLM's own for Eagle, as the model runner has it after start-up, with a model of no attention. By default its drafts are sampled."""
     from collections import defaultdict
     from contextlib import nullcontext
     from types import SimpleNamespace
+    from typing import Literal, get_args
 
     import torch
-    from vllm.config import CompilationConfig, CUDAGraphMode
+    from vllm.config import CompilationConfig, CUDAGraphMode, speculative
     from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
     from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
+    if sampling is None:  # called gumbel in 0.21, and told by the method of rejection before
+        sampling = get_args(getattr(speculative, "DraftSampleMethod", Literal["strict", "probabilistic"]))[1]
     compilation = CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=list(SIZES))
     compilation.max_cudagraph_capture_size = max(SIZES)
     draft = SimpleNamespace(
@@ -505,8 +508,8 @@ def _speculator(mode: Any) -> Any:
         speculative_config=SimpleNamespace(
             method="eagle",
             num_speculative_tokens=DRAFT_TOKENS,
-            rejection_sample_method="probabilistic",
-            draft_sample_method="probabilistic",
+            rejection_sample_method=sampling,
+            draft_sample_method=sampling,
             draft_model_config=draft,
         ),
         kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(set_priority=nullcontext)),

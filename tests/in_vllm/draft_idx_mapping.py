@@ -1,0 +1,146 @@
+"""draft-idx-mapping on vLLM's own speculators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+
+import vllm_graphfix
+from vllm_graphfix.fixes.draft_idx_mapping import (
+    _SPARE,
+    DRAFT_TOKENS,
+    FALLBACK,
+    REQUESTS,
+    ROWS_PADDED_WITH_REQUESTS,
+    VOCABULARY,
+    _are_padded,
+    _kernels,
+    _propose,
+    _speculator,
+)
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
+
+
+@pytest.fixture(autouse=True)
+def _on_the_double() -> Iterator[None]:
+    FALLBACK.reason, ROWS_PADDED_WITH_REQUESTS.count = None, 0
+    with cpu_cuda_graphs(), _kernels():
+        yield
+    assert FALLBACK.reason is None
+
+
+def drafted(speculator: Any, batch: list[int]) -> None:
+    _propose(speculator, batch, 3, torch.Generator().manual_seed(0))
+
+
+def test_the_fix_is_active() -> None:
+    assert vllm_graphfix.states()["draft-idx-mapping"].state.value == "active"
+
+
+def test_shapes_are_stocks_and_the_spare_row_is_behind_them() -> None:
+    speculator = _speculator(CUDAGraphMode.NONE)
+    shapes = {
+        "draft_logits": (REQUESTS, DRAFT_TOKENS, VOCABULARY),
+        "temperature": (REQUESTS,),
+        "seeds": (REQUESTS,),
+    }
+    for name, shape in shapes.items():
+        tensor = getattr(speculator, name)
+        assert (tensor.shape, tensor.is_contiguous()) == (shape, True)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes // REQUESTS * (REQUESTS + 1)
+    assert getattr(speculator, _SPARE) == REQUESTS
+
+
+def test_rows_of_requests_are_stocks_and_those_behind_are_the_spare_row() -> None:
+    speculator = _speculator(CUDAGraphMode.NONE)
+    place = speculator.idx_mapping.data_ptr()
+    drafted(speculator, [5, 0, 3])
+    assert speculator.idx_mapping.tolist() == [5, 0, 3, REQUESTS, REQUESTS, REQUESTS]
+    assert speculator.idx_mapping.data_ptr() == place
+
+
+def test_a_speculator_that_drafts_the_likeliest_tokens_is_left_alone() -> None:
+    speculator = _speculator(CUDAGraphMode.FULL_DECODE_ONLY, "greedy")
+    assert speculator.draft_logits is None
+    assert not hasattr(speculator, _SPARE)
+    assert speculator.temperature.untyped_storage().nbytes() == speculator.temperature.nbytes
+    drafted(speculator, [0, 1, 2, 3, 4, 5])
+    drafted(speculator, [5, 0, 3, 1])
+    assert speculator.idx_mapping.tolist() == [5, 0, 3, 1, 4, 5]
+    assert ROWS_PADDED_WITH_REQUESTS.count == 0
+
+
+def test_padded_is_a_batch_between_two_sizes() -> None:
+    speculator = _speculator(CUDAGraphMode.FULL_DECODE_ONLY)
+    assert [_are_padded(speculator, requests) for requests in range(1, 8)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not _are_padded(_speculator(CUDAGraphMode.NONE), 2)
+
+
+def test_of_dflash_tokens_behind_the_batch_are_of_the_spare_row() -> None:
+    from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
+
+    own: Any = object.__new__(dflash.DFlashSpeculator)
+    of_eagle = _speculator(CUDAGraphMode.NONE)
+    vars(own).update(
+        {name: getattr(of_eagle, name) for name in ("temperature", "seeds", "idx_mapping", "draft_logits")}
+    )
+    setattr(own, _SPARE, REQUESTS)
+    own.sample_idx_mapping = torch.zeros(REQUESTS * DRAFT_TOKENS, dtype=torch.int32)
+    batch, width = [4, 2], 1 + DRAFT_TOKENS
+    rows = torch.tensor(batch, dtype=torch.int32)
+    own._copy_request_inputs(len(batch), rows, torch.zeros(REQUESTS), torch.zeros(REQUESTS, dtype=torch.int64))
+    tokens = REQUESTS * width
+
+    def integers(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype)
+
+    given = SimpleNamespace(
+        num_reqs=len(batch),
+        num_scheduled_tokens=np.full(len(batch), 1),
+        positions=integers(len(batch), torch.int64) + 7,
+        query_start_loc=torch.arange(len(batch) + 1, dtype=torch.int32),
+        idx_mapping=rows,
+    )
+    with cpu_triton_kernels(dflash):
+        dflash.prepare_dflash_inputs(
+            SimpleNamespace(
+                input_ids=integers(tokens),
+                positions=integers(tokens, torch.int64),
+                query_start_loc=integers(REQUESTS + 1),
+                seq_lens=integers(REQUESTS),
+            ),
+            integers(tokens, torch.int64),
+            integers(tokens, torch.int64),
+            integers(tokens, torch.int64),
+            integers(REQUESTS * DRAFT_TOKENS, torch.int64),
+            integers(REQUESTS * DRAFT_TOKENS, torch.int64),
+            own.sample_idx_mapping,
+            given,
+            integers(len(batch)) + 1,
+            integers(len(batch)),
+            integers(REQUESTS, torch.int64),
+            integers(REQUESTS),
+            integers(REQUESTS * 4).view(REQUESTS, 4),
+            4,
+            1,
+            width,
+            DRAFT_TOKENS,
+            REQUESTS,
+            tokens,
+        )
+    assert own.sample_idx_mapping.tolist() == [4, 4, 2, 2, *[REQUESTS] * 8]
