@@ -182,9 +182,8 @@ def _pad_behind(stock: StockFunction) -> StockFunction:
             if spare is not None:
                 with inference_mode():
                     self.idx_mapping[num_reqs:].fill_(spare)
-                if hasattr(
-                    self, "sample_idx_mapping"
-                ):  # DFlash's, which is filled by a function that knows no speculator
+                if hasattr(self, "sample_idx_mapping"):
+                    # DFlash's, which is filled by a function that knows no speculator.
                     setattr(self.sample_idx_mapping, _SPARE, spare)
                 ROWS_PADDED_WITH_REQUESTS.count += _are_padded(self, num_reqs)
         except Exception as error:
