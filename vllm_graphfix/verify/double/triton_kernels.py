@@ -148,11 +148,11 @@ class Language:
 
     @staticmethod
     def minimum(a: torch.Tensor, b: torch.Tensor | int) -> torch.Tensor:
-        return torch.minimum(a, torch.as_tensor(b, dtype=a.dtype))
+        return torch.minimum(a, torch.as_tensor(_plain(b), dtype=a.dtype))
 
     @staticmethod
     def maximum(a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
-        return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype))
+        return torch.maximum(a, torch.as_tensor(_plain(b), dtype=a.dtype))
 
     @staticmethod
     def cdiv(a: torch.Tensor, b: int) -> torch.Tensor:
@@ -182,6 +182,11 @@ def _checked(pointer: Pointer, mask: torch.Tensor | None = None) -> torch.Tensor
     if offsets.numel() and int(offsets.min()) < 0:
         raise RuntimeError("illegal memory access (CPU stand-in): an offset before the tensor")
     return offsets
+
+
+def _plain(number: Any) -> Any:
+    """A constant of a module, which with Triton is a `constexpr`."""
+    return getattr(number, "value", number)
 
 
 def _body(kernel: Any) -> Any:
