@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from fleets import alone, serve, start, two  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, settings
+from promtool import promtool  # noqa: F401 - a fixture
 from stock import ALL_RELEASES, release_root
 from warm_release import end_kept
 

@@ -1,0 +1,88 @@
+"""What is in `deploy/`: its files, the rules, and every query in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import record_dashboard
+import yaml
+
+from vllm_graphfix import metrics
+
+PROJECT = Path(__file__).parent.parent
+DEPLOY = PROJECT / "deploy"
+RULES = DEPLOY / "prometheus" / "vllm-graphfix.rules.yml"
+RULE_TESTS = DEPLOY / "prometheus" / "vllm-graphfix.rules.test.yml"
+ARGO = DEPLOY / "argo-rollouts" / "analysis-template.yaml"
+FLAGGER = DEPLOY / "flagger" / "metric-template.yaml"
+DEPLOYMENT = DEPLOY / "kubernetes" / "deployment.yaml"
+STATEFULSET = DEPLOY / "kubernetes" / "statefulset.yaml"
+CONFIGMAP = DEPLOY / "kubernetes" / "configmap.yaml"
+
+GRAPHFIX_LABELS: Mapping[str, Iterable[str]] = {
+    "graphfix_fix_state": metrics.STATE_LABELS,
+    "graphfix_events_total": metrics.EVENT_LABELS,
+}
+"""Labels of what `metrics.NAMES` names; the others have none."""
+TARGET_LABELS = {"cluster", "namespace", "job", "instance", "pod"}
+"""Of the scrape, not of the exporter."""
+VLLM_LABELS = {"model_name", "engine", "finished_reason", "le"}
+OTHERS = {"up", "process_start_time_seconds"}
+"""Prometheus's own, and prometheus_client's."""
+RELEASES = ("0.15.0", "0.21.0", "0.33.0")
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in documents(RULES)[0]["groups"] for rule in group["rules"]]
+
+
+ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
+
+
+def of_argo(metric: Mapping[str, Any]) -> str:
+    query: str = metric["provider"]["prometheus"]["query"]
+    return query.replace("{{args.namespace}}", "llm").replace("{{args.model}}", "m")
+
+
+def of_flagger(template: Mapping[str, Any]) -> str:
+    query: str = template["spec"]["query"]
+    for name, value in (("namespace", "llm"), ("interval", "10m"), ("variables.model", "m")):
+        query = query.replace(f"{{{{ {name} }}}}", value)
+    return query
+
+
+JUDGES = {f"argo {each['name']}": of_argo(each) for each in documents(ARGO)[0]["spec"]["metrics"]} | {
+    f"flagger {each['metadata']['name']}": of_flagger(each) for each in documents(FLAGGER)
+}
+QUERIES = {
+    **{f"rule {rule.get('alert') or rule['record']} {rule.get('labels')}": rule["expr"] for rule in rules()},
+    **{
+        f"panel {panel.title} {number}": target.query
+        for panel in record_dashboard.panels()
+        for number, target in enumerate(panel.targets)
+    },
+    **JUDGES,
+}
+
+
+def names_in(query: str) -> set[str]:
+    """The metrics of *query*: words that are followed by a selector, a range or an end, and are no label, function or operator."""
+    without = re.sub(r'"[^"]*"', "", query)
+    without = re.sub(r"\b(?:by|on|ignoring|without|group_left|group_right)\s*\([^)]*\)", "", without)
+    without = re.sub(r"\{[^}]*\}|\[[^]]*\]", "", without)
+    words = re.findall(r"[a-zA-Z_][a-zA-Z0-9_:]*(?!\s*\()(?![a-zA-Z0-9_:])", without)
+    return set(words) - {"and", "or", "unless", "Inf"}
+
+
+def labels_in(query: str) -> set[str]:
+    clauses = re.findall(r"\b(?:by|on|ignoring|without|group_left|group_right)\s*\(([^)]*)\)", query)
+    matchers = re.findall(r"\{([^}]*)\}", query)
+    grouped = {label.strip() for clause in clauses for label in clause.split(",") if label.strip()}
+    return grouped | {name for matcher in matchers for name in re.findall(r"([a-z_]+)\s*(?:=~|!~|!=|=)", matcher)}

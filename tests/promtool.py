@@ -1,0 +1,24 @@
+"""Prometheus's own tool, for the tests that need it. conftest.py has the fixture, for all of these."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import fetch_promtool
+import pytest
+
+
+@pytest.fixture(scope="session")
+def promtool() -> Path:
+    """From the PATH or Debian's package. Only where neither can be is the test skipped; a failed download is an error."""
+    try:
+        return fetch_promtool.tool("promtool")
+    except fetch_promtool.NoDebianError as error:
+        pytest.skip(str(error))
+
+
+def ran(promtool: Path, *arguments: str | Path) -> str:
+    done = subprocess.run([promtool, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,0 +1,196 @@
+"""`deploy/`: manifests of Kubernetes, of Argo Rollouts, of Flagger and of the Prometheus Operator."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+from deployed import (
+    ARGO,
+    CONFIGMAP,
+    DEPLOY,
+    DEPLOYMENT,
+    FLAGGER,
+    JUDGES,
+    STATEFULSET,
+    documents,
+)
+
+from vllm_graphfix import rollout, settings
+from vllm_graphfix.fixes import BY_NAME
+
+
+@pytest.mark.parametrize("kubernetes", ["1.27", kubernetes_validate.latest_version()])
+@pytest.mark.parametrize("path", [CONFIGMAP, DEPLOYMENT, STATEFULSET], ids=lambda path: path.stem)
+def test_manifests_are_valid_kubernetes(path: Path, kubernetes: str) -> None:
+    for document in documents(path):
+        kubernetes_validate.validate(document, kubernetes, strict=True)
+
+
+@pytest.mark.parametrize("path", [DEPLOYMENT, STATEFULSET], ids=lambda path: path.stem)
+def test_a_misspelt_field_of_a_manifest_is_found(path: Path) -> None:
+    workload = documents(path)[-1]
+    workload["spec"]["template"]["spec"]["enableServiceLink"] = False
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(workload, kubernetes_validate.latest_version(), strict=True)
+
+
+def closed(properties: Mapping[str, Any], *optional: str) -> dict[str, Any]:
+    """A schema of an object with just *properties*, all of them required but those named."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": dict(properties), "required": required, "additionalProperties": False}
+
+
+# No package of PyPI brings these schemas. Written by hand after the CRDs, closed, with the fields that are used here.
+TEXT, WHOLE, DURATION = (
+    {"type": "string", "minLength": 1},
+    {"type": "integer", "minimum": 0},
+    {"type": "string", "pattern": "^[0-9]+[smh]$"},
+)
+NAMED = closed({"name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}})
+
+
+def custom(version: str, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    return closed({"apiVersion": {"const": version}, "kind": {"const": kind}, "metadata": NAMED, "spec": spec})
+
+
+ANALYSIS_METRIC = closed(
+    {
+        "name": TEXT,
+        "initialDelay": DURATION,
+        "interval": DURATION,
+        "count": WHOLE,
+        "successCondition": TEXT,
+        "failureCondition": TEXT,
+        "failureLimit": WHOLE,
+        "inconclusiveLimit": WHOLE,
+        "provider": closed({"prometheus": closed({"address": TEXT, "query": TEXT})}),
+    },
+    "initialDelay",
+)
+CUSTOM = {
+    ARGO: custom(
+        "argoproj.io/v1alpha1",
+        "AnalysisTemplate",
+        closed(
+            {
+                "args": {"type": "array", "items": closed({"name": TEXT})},
+                "metrics": {"type": "array", "items": ANALYSIS_METRIC, "minItems": 1},
+            }
+        ),
+    ),
+    FLAGGER: custom(
+        "flagger.app/v1beta1",
+        "MetricTemplate",
+        closed(
+            {
+                "provider": closed({"type": {"const": "prometheus"}, "address": {"type": "string", "format": "uri"}}),
+                "query": TEXT,
+            }
+        ),
+    ),
+    DEPLOY / "kubernetes" / "pod-monitor.yaml": custom(
+        "monitoring.coreos.com/v1",
+        "PodMonitor",
+        closed(
+            {
+                "selector": closed(
+                    {
+                        "matchExpressions": {
+                            "type": "array",
+                            "items": closed(
+                                {"key": TEXT, "operator": {"const": "In"}, "values": {"type": "array", "items": TEXT}}
+                            ),
+                        }
+                    }
+                ),
+                "podMetricsEndpoints": {
+                    "type": "array",
+                    "items": closed({"port": TEXT, "path": TEXT, "interval": DURATION}),
+                },
+            }
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("path", CUSTOM, ids=lambda path: path.stem)
+def test_objects_of_other_controllers_have_the_fields_of_their_definitions(path: Path) -> None:
+    for document in documents(path):
+        jsonschema.validate(document, CUSTOM[path])
+
+
+def test_arguments_of_the_analysis_are_those_that_its_queries_use() -> None:
+    text = re.sub("^#.*$", "", ARGO.read_text(), flags=re.MULTILINE)
+    assert set(re.findall(r"\{\{args\.([a-z]+)\}\}", text)) == {
+        each["name"] for each in documents(ARGO)[0]["spec"]["args"]
+    }
+
+
+def test_flagger_fills_in_everything_that_its_templates_leave_open() -> None:
+    assert not [name for name, query in JUDGES.items() if "{{" in query]
+
+
+def test_the_comment_of_the_metric_templates_refers_to_templates_that_are_there() -> None:
+    referred = re.findall(r"templateRef: \{name: ([a-z-]+)\}", FLAGGER.read_text())
+    assert sorted(referred) == sorted(each["metadata"]["name"] for each in documents(FLAGGER))
+
+
+@pytest.mark.parametrize("path", [DEPLOYMENT, STATEFULSET, CONFIGMAP], ids=lambda path: path.stem)
+def test_every_variable_that_is_set_is_one_of_the_plugin(path: Path) -> None:
+    found = set(
+        re.findall(
+            r"\bVLLM_GRAPHFIX\w*\b", "\n".join(line for line in path.read_text().splitlines() if "_PORT" not in line)
+        )
+    )
+    assert found
+    assert found <= set(settings.names(BY_NAME))
+
+
+def test_the_plugin_understands_the_configmap() -> None:
+    data = documents(CONFIGMAP)[0]["data"]
+    read = settings.read(data, BY_NAME)
+    assert read.problems == ()
+    assert read.master is settings.Master.OBSERVE
+
+
+@pytest.mark.parametrize("path", [DEPLOYMENT, STATEFULSET], ids=lambda path: path.stem)
+class TestWorkload:
+    def test_the_percentage_is_a_label_that_is_a_percentage(self, path: Path) -> None:
+        workload, variables = documents(path)[-1], self.environment(path)
+        label = re.fullmatch(
+            r"metadata\.labels\['(.*)'\]", variables[settings.ROLLOUT]["valueFrom"]["fieldRef"]["fieldPath"]
+        )
+        assert label
+        assert rollout.buckets_of(workload["spec"]["template"]["metadata"]["labels"][label[1]]) > 0
+        assert label[1] not in workload["spec"]["selector"]["matchLabels"]
+
+    def test_the_selector_chooses_the_pods(self, path: Path) -> None:
+        workload = documents(path)[-1]["spec"]
+        assert workload["selector"]["matchLabels"].items() <= workload["template"]["metadata"]["labels"].items()
+
+    def test_nothing_stands_before_the_kill_switch(self, path: Path) -> None:
+        """A variable in `env` would win over the ConfigMap's."""
+        assert set(self.environment(path)).isdisjoint(documents(CONFIGMAP)[0]["data"])
+        container = documents(path)[-1]["spec"]["template"]["spec"]["containers"][0]
+        assert container["envFrom"] == [{"configMapRef": {"name": documents(CONFIGMAP)[0]["metadata"]["name"]}}]
+
+    def test_records_have_a_folder_that_may_be_written_to(self, path: Path) -> None:
+        pod = documents(path)[-1]["spec"]["template"]["spec"]
+        folder = documents(CONFIGMAP)[0]["data"][settings.STATUS_DIR]
+        mount = next(each for each in pod["containers"][0]["volumeMounts"] if each["mountPath"] == folder)
+        assert not mount.get("readOnly")
+        assert "emptyDir" in next(each for each in pod["volumes"] if each["name"] == mount["name"])
+
+    def test_kubernetes_adds_no_variable_of_our_name(self, path: Path) -> None:
+        """A Service named vllm-graphfix would."""
+        assert documents(path)[-1]["spec"]["template"]["spec"]["enableServiceLinks"] is False
+
+    @staticmethod
+    def environment(path: Path) -> dict[str, Any]:
+        return {each["name"]: each for each in documents(path)[-1]["spec"]["template"]["spec"]["containers"][0]["env"]}
