@@ -1,0 +1,66 @@
+"""prefill-dispatch, model runner V1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from measuring.calls import PADDED_REQUESTS, Calls, call, compared
+
+RELEASE = "0.21.0"
+
+
+def measure(rounds: int) -> list[tuple[object, ...]]:
+    import numpy as np
+    import torch
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from vllm_graphfix.fixes.prefill_dispatch import FIX
+    from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
+
+    scenario.CAPTURED = scenario.MAX_TOKENS = PADDED_REQUESTS
+    attention = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    recurrent = MambaSpec(block_size=32, shapes=((2,),), dtypes=(torch.float32,))
+
+    def step(specs: tuple[Any, ...], *, prefills: bool) -> tuple[Any, dict[str, Any]]:
+        groups = [KVCacheGroupSpec(["layer"], spec) for spec in specs]
+        with scenario._unpinned():
+            made = scenario.DispatchV1(
+                scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, 1), KVCacheConfig(8, [], groups)
+            )
+        batch = made.runner.input_batch
+        batch.num_prompt_tokens[:], batch.num_computed_tokens_cpu[:], batch.num_tokens_no_spec[:] = 50, 60, 61
+        if prefills:
+            batch.num_computed_tokens_cpu[-1] = 49
+        return made.runner, {
+            "num_tokens": PADDED_REQUESTS,
+            "num_reqs": PADDED_REQUESTS,
+            "num_scheduled_tokens_np": np.ones(PADDED_REQUESTS, dtype=np.int32),
+            "max_num_scheduled_tokens": 1,
+            "use_cascade_attn": False,
+            "num_encoder_reqs": 0,
+        }
+
+    def does_nothing(self: Any, **keywords: Any) -> None: ...
+
+    hybrid = (attention, attention, attention, recurrent)
+    steps = {
+        "decodes, no recurrent layers": step((attention,), prefills=False),
+        "decodes": step(hybrid, prefills=False),
+        "a prefill of their shape": step(hybrid, prefills=True),
+    }
+    (patch,), (watch,) = FIX.patches("shape-only-v1"), FIX.observers("shape-only-v1")
+    found = []
+    real = GPUModelRunner._determine_batch_execution_and_padding
+    for around, stock in (("alone", does_nothing), ("real", real)):
+        fixed, observed = patch.wrap(stock), watch.wrap(stock)
+        for label, (runner, given) in steps.items():
+            # Stock takes another way where it takes a prefill for a decode: the right one is the stricter measure.
+            right = {"force_uniform_decode": False} if label.startswith("a prefill") else {}
+            calls = Calls(
+                call(stock, runner, **given, **right),
+                *(call(function, runner, **given) for function in (fixed, stock, observed)),
+            )
+            found.append(compared(f"prefill-dispatch, V1, {label}", around, calls, rounds, target=True))
+    return found
