@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from mutants import OPERATORS, Draft, Edit, edits
+from mutants import OPERATORS, edits
+from mutants_draft import Draft, Edit
 from stock import release_root
 
 Change = Callable[[str], str]
