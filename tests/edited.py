@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -64,3 +65,19 @@ def swap(pattern: str, replacement: str | Callable[[re.Match[str]], str]) -> Cha
         return changed
 
     return change
+
+
+def both(*changes: Change) -> Change:
+    """One after the other."""
+    return lambda text: functools.reduce(lambda changed, change: change(changed), changes, text)
+
+
+def before(pattern: str, *lines: str) -> Change:
+    """*lines* in front of each line that matches *pattern*, which takes no indentation, as deep as that."""
+    inserted = "".join(rf"\1{line}\n" for line in lines)
+    return swap(rf"^( *)(?={pattern})", inserted + r"\1")
+
+
+def after(pattern: str, *lines: str) -> Change:
+    """The same behind it."""
+    return swap(rf"^( *)({pattern}.*)\n", r"\1\2\n" + "".join(rf"\1{line}\n" for line in lines))

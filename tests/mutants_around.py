@@ -6,8 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from edited import swap
-from mutants_families import Base, Change, Mutant
+from edited import Change, swap
+from mutants_families import Base, Mutant
 
 
 def around(

@@ -11,15 +11,17 @@ import itertools
 import random
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mutants import OPERATORS, edits
 from mutants_draft import Draft, Edit
 from stock import release_root
 
-Change = Callable[[str], str]
+if TYPE_CHECKING:
+    from edited import Change
+
 Target = tuple[str, str]
 """Path and qualified name."""
 

@@ -5,21 +5,10 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from edited import cut, swap
+from edited import Change, after, before, both, swap
 from mutants_around import around, escaped, imported_otherwise
-from mutants_by_hand import (
-    EAGLE,
-    FIRST_EAGLE,
-    FIX_IN_WORDS,
-    NEAR,
-    SHAPE,
-    SIZE,
-    after,
-    and_then,
-    before,
-    hand,
-)
-from mutants_families import Base, Change, Mutant, Plan, Target, family
+from mutants_by_hand import EAGLE, FIRST_EAGLE, FIX_IN_WORDS, NEAR, SHAPE, SIZE, hand
+from mutants_families import Base, Mutant, Plan, Target, family
 from vllm_files import CUDAGRAPHS, FLASHMLA
 
 GRAPH = r"graph = torch\.cuda\.CUDAGraph\(\)\n"
@@ -63,12 +52,6 @@ V15 = Base(
     remedy=((CUDAGRAPHS, _built_again(r"# Capture the graph")), (FIRST_EAGLE, _built_again(r"# Capture the graph"))),
 )
 V22 = Base("0.22.1", "stock")
-CUT_22 = Base(
-    "0.22.1",
-    "less the fix",
-    ((CUDAGRAPHS, cut(r"^ {24}forward_fn, attn_state = create_forward_fn\(desc\)\n")),),
-    remedy=V21.remedy,
-)
 
 
 @cache
@@ -125,7 +108,7 @@ def capture_state() -> tuple[Mutant, ...]:
                 r"with torch\.cuda\.graph\(graph", "forward_fn, attn_state = create_forward_fn(desc)"
             ),
             by_index=before(GRAPH, "forward_fn = create_forward_fn(desc)[0]"),
-            another_name=and_then(
+            another_name=both(
                 before(GRAPH, "recorded_fn, attn_state = create_forward_fn(desc)"),
                 swap(r"(with torch\.cuda\.graph\(graph, self\.pool\):\n +)forward_fn", r"\1recorded_fn"),
             ),
@@ -137,7 +120,7 @@ def capture_state() -> tuple[Mutant, ...]:
                 r"^( +)forward_fn, attn_state = create_forward_fn\(desc\)\n",
                 r"\1warm_up, _ = create_forward_fn(desc)\n\1warm_up(CUDAGraphMode.NONE)\n\1forward_fn, attn_state = create_forward_fn(desc)\n",
             ),
-            through_a_method=and_then(
+            through_a_method=both(
                 before(GRAPH, "forward_fn, attn_state = self._asked_again(create_forward_fn, desc)"),
                 before(
                     r"def needs_capture",
@@ -188,7 +171,7 @@ def capture_state() -> tuple[Mutant, ...]:
             asked_and_warmed_up_again_by_a_helper=before(
                 GRAPH, "forward_fn, attn_state = create_forward_fn(desc)", "self._run(forward_fn)"
             ),
-            the_same_made_by_a_cache=and_then(
+            the_same_made_by_a_cache=both(
                 before(GRAPH, "forward_fn, attn_state = create_forward_fn(desc)"),
                 before(
                     r"with graph_capture\(device",
@@ -220,7 +203,7 @@ def capture_state() -> tuple[Mutant, ...]:
                 r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)",
                 r"\1import functools\n\1once = functools.partial(forward_fn, CUDAGraphMode.NONE)\n\1once()\n\n\2",
             ),
-            the_factory_asked_for_all_first=and_then(
+            the_factory_asked_for_all_first=both(
                 swap(
                     r"^( +)for desc in descs:\n",
                     r"\1made = {desc: create_forward_fn(desc) for desc in self._capture_descs[mode]}\n\1for desc in descs:\n",

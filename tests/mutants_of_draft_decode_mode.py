@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from edited import cut, swap
+from edited import after, before, both, cut, swap
 from mutants_around import around
-from mutants_by_hand import (
-    EAGLE,
-    FIX_IN_WORDS,
-    NEAR,
-    SIZE,
-    SPECULATOR,
-    after,
-    and_then,
-    before,
-    hand,
-)
+from mutants_by_hand import EAGLE, FIX_IN_WORDS, NEAR, SIZE, SPECULATOR, hand
 from mutants_families import Base, Mutant, Plan, Target, family
 from stock import release_root
 
@@ -121,11 +111,11 @@ def draft_decode_mode() -> tuple[Mutant, ...]:
                     r"cudagraph_manager\.get_cudagraph_runtime_mode\(", "cudagraph_manager.get_cudagraph_runtime_mode("
                 ),
             },
-            run_time_mode_from_elsewhere=and_then(
+            run_time_mode_from_elsewhere=both(
                 after(mode, "self.decode_mode = self.cudagraph_mode"),
                 swap(r"cudagraph_mode = self\.cudagraph_mode\n", "cudagraph_mode = self.decode_mode\n"),
             ),
-            sizes_from_elsewhere=and_then(
+            sizes_from_elsewhere=both(
                 before(r"self\.graphs: dict", "self.sizes = dict(self.cudagraph_sizes)"),
                 swap(r"return self\.cudagraph_sizes\.get\(num_tokens\)", "return self.sizes.get(num_tokens)"),
             ),

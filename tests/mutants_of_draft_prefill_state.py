@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from edited import swap
+from edited import after, before, both, swap
 from mutants_around import around
-from mutants_by_hand import (
-    EAGLE,
-    FIX_IN_WORDS,
-    NEAR,
-    PREFILL,
-    SHAPE,
-    SIZE,
-    SPEC_DECODE,
-    SPECULATOR,
-    after,
-    and_then,
-    before,
-    hand,
-)
+from mutants_by_hand import EAGLE, FIX_IN_WORDS, NEAR, PREFILL, SHAPE, SIZE, SPEC_DECODE, SPECULATOR, hand
 from mutants_families import Base, Mutant, Plan, Target, family
 from mutants_of_capture_state import V21
 from vllm_files import CUDAGRAPHS
@@ -154,7 +141,7 @@ def draft_prefill_state() -> tuple[Mutant, ...]:
                 r"return super\(\)\.capture\(create_forward_fn, progress_bar_desc\)",
                 "return dict(super().capture(create_forward_fn, progress_bar_desc))",
             ),
-            the_manager_returns_more=and_then(
+            the_manager_returns_more=both(
                 swap(r"return captured_attn_states\n", "return captured_attn_states, len(captured_attn_states)\n"),
                 swap(
                     r"return super\(\)\.capture\(create_forward_fn, progress_bar_desc\)",

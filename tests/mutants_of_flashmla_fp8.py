@@ -5,19 +5,10 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from edited import swap
+from edited import Change, after, before, both, swap
 from mutants_around import around, imported_otherwise
-from mutants_by_hand import (
-    FIX_IN_WORDS,
-    NEAR,
-    SHAPE,
-    SIZE,
-    after,
-    and_then,
-    before,
-    hand,
-)
-from mutants_families import Base, Change, Mutant, Plan, Target, family
+from mutants_by_hand import FIX_IN_WORDS, NEAR, SHAPE, SIZE, hand
+from mutants_families import Base, Mutant, Plan, Target, family
 from remedies import WITHOUT_PLAN_IN_BUFFERS
 from vllm_files import FLASHMLA
 
@@ -77,7 +68,7 @@ def flashmla_fp8() -> tuple[Mutant, ...]:
                 "    tile_scheduler_metadata = self.cg_buf_tile_scheduler_metadata[: len(tile_scheduler_metadata)].copy_(tile_scheduler_metadata)",
                 "    num_splits = self.cg_buf_num_splits[: len(num_splits)].copy_(num_splits)",
             ),
-            by_a_method=and_then(
+            by_a_method=both(
                 before(
                     POINTED_AT,
                     "tile_scheduler_metadata = self._kept(self.cg_buf_tile_scheduler_metadata, tile_scheduler_metadata)",
@@ -97,7 +88,7 @@ def flashmla_fp8() -> tuple[Mutant, ...]:
                     for line in COPIED
                 ),
             ),
-            new_buffers=and_then(
+            new_buffers=both(
                 swap(r"cg_buf_", "graph_buf_"),
                 before(POINTED_AT, *(line.replace("cg_buf_", "graph_buf_") for line in COPIED)),
             ),
@@ -128,7 +119,7 @@ def flashmla_fp8() -> tuple[Mutant, ...]:
                 *COPIED,
                 "tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8(seq_lens_device, num_q_tokens_per_head_k, 1)",
             ),
-            planned_again_behind=and_then(
+            planned_again_behind=both(
                 before(POINTED_AT, *COPIED),
                 after(
                     r"scheduler_metadata\.num_splits = num_splits",
@@ -190,7 +181,7 @@ def flashmla_fp8() -> tuple[Mutant, ...]:
                 "if not self.is_fp8_kvcache:",
             ),
             the_flag_renamed=swap(r"self\.is_fp8_kvcache", "self.kvcache_is_fp8"),
-            the_flag_turned_round=and_then(
+            the_flag_turned_round=both(
                 swap(r"self\.is_fp8_kvcache = (.*)", r"self.is_fp8_kvcache = not \1"),
                 swap(r"if self\.is_fp8_kvcache", "if not self.is_fp8_kvcache"),
                 swap(r"is_fp8_kvcache=self\.is_fp8_kvcache", "is_fp8_kvcache=not self.is_fp8_kvcache"),

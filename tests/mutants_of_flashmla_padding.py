@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from edited import swap
+from edited import Change, before, both, swap
 from mutants_around import around, imported_otherwise
-from mutants_by_hand import (
-    FIX_IN_WORDS,
-    NEAR,
-    SHAPE,
-    SIZE,
-    and_then,
-    before,
-    hand,
-)
-from mutants_families import Base, Change, Mutant, Plan, Target, family
+from mutants_by_hand import FIX_IN_WORDS, NEAR, SHAPE, SIZE, hand
+from mutants_families import Base, Mutant, Plan, Target, family
 from remedies import PADDED_WITH_MINUS_ONE
 from vllm_files import FLASHMLA, RUNNER
 
@@ -77,7 +69,7 @@ def flashmla_padding() -> tuple[Mutant, ...]:
             NEAR,
             RUNNER,
             null_is_minus_one=_filled("NULL_BLOCK_ID = -1", f"{part}.fill_(NULL_BLOCK_ID)"),
-            null_is_minus_one_for_the_module=and_then(
+            null_is_minus_one_for_the_module=both(
                 _filled(f"{part}.fill_(NULL_BLOCK_ID)"),
                 before(r"class GPUModelRunner", "NULL_BLOCK_ID = -1", ""),
             ),
@@ -105,7 +97,7 @@ def flashmla_padding() -> tuple[Mutant, ...]:
             minus_one_by_name=_filled("PAD_BLOCK_ID = -1", f"{part}.fill_(PAD_BLOCK_ID)"),
             minus_one_by_keyword=_filled(f"{part}.fill_(value=-1)"),
             minus_one_by_assignment=_filled(f"{part} = -1"),
-            minus_one_in_a_helper=and_then(
+            minus_one_in_a_helper=both(
                 _filled("self._pad(blk_table_tensor, num_reqs, num_reqs_padded)"),
                 before(
                     r"def _build_attention_metadata",
@@ -129,7 +121,7 @@ def flashmla_padding() -> tuple[Mutant, ...]:
             positional_only=swap(r"(def _build_decode\((?:\n.*){4}\n)", r"\1        /,\n"),
             more_by_keyword=swap(r"(def _build_decode\((?:\n.*){8}\n)", r"\1        **more,\n"),
             the_flag_renamed=swap(r"self\.is_fp8_kvcache", "self.kvcache_is_fp8"),
-            the_flag_turned_round=and_then(
+            the_flag_turned_round=both(
                 swap(r"self\.is_fp8_kvcache = (.*)", r"self.is_fp8_kvcache = not \1"),
                 swap(r"if self\.is_fp8_kvcache", "if not self.is_fp8_kvcache"),
                 swap(r"is_fp8_kvcache=self\.is_fp8_kvcache", "is_fp8_kvcache=not self.is_fp8_kvcache"),

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from edited import cut, swap
+from edited import after, before, both, cut, swap
 from mutants_around import around, imported_otherwise
-from mutants_by_hand import (
-    FIX_IN_WORDS,
-    NEAR,
-    SHAPE,
-    SIZE,
-    after,
-    and_then,
-    before,
-    hand,
-)
+from mutants_by_hand import FIX_IN_WORDS, NEAR, SHAPE, SIZE, hand
 from mutants_families import Base, Mutant, Plan, Target, family
 from vllm_files import MAMBA, RUNNER
 
@@ -97,7 +88,7 @@ def mamba_padding() -> tuple[Mutant, ...]:
             cleared_and_made_again_by_or=after(
                 MARKED, CLEARED, "is_prefilling |= num_computed_tokens_cpu < num_prompt_tokens_cpu"
             ),
-            cleared_and_another_handed_on=and_then(
+            cleared_and_another_handed_on=both(
                 after(MARKED, CLEARED),
                 swap(
                     r"is_prefilling=is_prefilling,",
@@ -111,7 +102,7 @@ def mamba_padding() -> tuple[Mutant, ...]:
             cleared_after_a_return=after(MARKED, "if num_reqs == 0:", "    return {}, None", CLEARED),
             cleared_behind_the_padding=after(MARKED, "is_prefilling[num_reqs_padded:] = False"),
             num_reqs_set_first=after(MARKED, "num_reqs, real = num_reqs_padded, num_reqs", CLEARED, "num_reqs = real"),
-            marked_without_name=and_then(
+            marked_without_name=both(
                 cut(rf"^ +{MARKED}\n"),
                 swap(
                     r"is_prefilling=is_prefilling,",
@@ -121,11 +112,11 @@ def mamba_padding() -> tuple[Mutant, ...]:
             marked_with_a_type=swap(
                 MARKED, "is_prefilling: torch.Tensor = num_computed_tokens_cpu < num_prompt_tokens_cpu"
             ),
-            marked_by_another_name=and_then(
+            marked_by_another_name=both(
                 swap(MARKED, "in_prefill = num_computed_tokens_cpu < num_prompt_tokens_cpu"),
                 swap(r"is_prefilling=is_prefilling,", "is_prefilling=in_prefill,"),
             ),
-            marked_in_a_helper=and_then(
+            marked_in_a_helper=both(
                 swap(MARKED, "marks = self._marks(num_computed_tokens_cpu, num_prompt_tokens_cpu)"),
                 swap(r"is_prefilling=is_prefilling,", "is_prefilling=marks,"),
                 before(
@@ -141,7 +132,7 @@ def mamba_padding() -> tuple[Mutant, ...]:
             marked_in_a_tuple=swap(MARKED, "is_prefilling, _ = num_computed_tokens_cpu < num_prompt_tokens_cpu, None"),
             marked_the_other_way=swap(MARKED, "is_prefilling = num_prompt_tokens_cpu > num_computed_tokens_cpu"),
             marked_by_lt=swap(MARKED, "is_prefilling = torch.lt(num_computed_tokens_cpu, num_prompt_tokens_cpu)"),
-            marked_on_the_metadata=and_then(
+            marked_on_the_metadata=both(
                 cut(rf"^ +{MARKED}\n", r"^ +is_prefilling=is_prefilling,\n"),
                 before(
                     r"if self\.dcp_world_size > 1:\n +self\.dcp_local_seq_lens\.cpu\[:num_reqs\]",
@@ -171,7 +162,7 @@ def mamba_padding() -> tuple[Mutant, ...]:
                 r"split_decodes_and_prefills\(\n +common_attn_metadata,",
                 "split_decodes_and_prefills(\n                replace(common_attn_metadata),",
             ),
-            split_on_a_local=and_then(
+            split_on_a_local=both(
                 swap(
                     r"split_decodes_and_prefills\(\n +common_attn_metadata,",
                     "split_decodes_and_prefills(\n                m,",

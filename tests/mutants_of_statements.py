@@ -55,10 +55,6 @@ def _no_definition(draft: Draft, block: Statements, position: int) -> bool:
     return not isinstance(block[position], (ast.FunctionDef, ast.Import, ast.ImportFrom, ast.Return))
 
 
-def _simple(draft: Draft, block: Statements, position: int) -> bool:
-    return isinstance(block[position], (ast.Assign, ast.Expr, ast.Assert, ast.AugAssign, ast.AnnAssign))
-
-
 def _named_assignment(draft: Draft, block: Statements, position: int) -> bool:
     found = block[position]
     return isinstance(found, ast.Assign) and len(found.targets) == 1 and isinstance(found.targets[0], ast.Name)

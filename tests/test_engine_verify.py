@@ -79,7 +79,6 @@ RUNS = {
     "patched": came_to_its_end("patched", said(RIGHT, "active")),
 }
 """Of a fix whose defect shows in tokens."""
-CRASHED = RUNS | {"stock": failed("stock", ILLEGAL_ACCESS)}
 
 
 def proof_of(name: str, **runs: Ended) -> Proof:

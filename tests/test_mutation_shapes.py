@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import pytest
-from edited import cut, swap
+from edited import Change, before, both, cut, swap
 from stock import release_root
 from vllm_files import CUDAGRAPHS, EAGLE, EAGLE_CUDAGRAPHS, EAGLE_FIRST, FLASHMLA, MAMBA, PREFILL, RUNNER
 
@@ -15,17 +12,6 @@ from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source import Source, open_source
 
 TARGET_DEPENDENT = "vllm/v1/worker/gpu/spec_decode/target_dependent_ar/cudagraph_utils.py"
-
-Change = Callable[[str], str]
-
-
-def both(*changes: Change) -> Change:
-    return lambda text: functools.reduce(lambda changed, change: change(changed), changes, text)
-
-
-def before(pattern: str, *statements: str) -> Change:
-    """*statements* stand before the line that *pattern* begins, as deep as that."""
-    return swap(rf"^( *)(?={pattern})", "".join(rf"\1{statement}\n" for statement in statements) + r"\1")
 
 
 def twice(pattern: str) -> Change:
@@ -130,7 +116,6 @@ WITH_BUFFERS: dict[str, Change] = {
 # of flashmla-padding
 PADDED = r"blk_table_tensor\[num_reqs:num_reqs_padded\]\.fill_"
 MARKED, CLEARED = r"is_prefilling = num_computed", r"is_prefilling\[num_reqs:\] = False"
-SPLIT = r"split_decodes_and_prefills\(\n"
 OF_THE_TABLE: dict[str, Change] = {
     "padded twice": twice(PADDED),
     "not padded": cut(rf"^ *{PADDED}.*\n"),

@@ -19,6 +19,7 @@ from typing import Any
 
 import audited
 import pytest
+from hostile import READ
 from packaging.requirements import Requirement
 from stock import release_root, run_in_release
 from test_agreement import word
@@ -26,7 +27,6 @@ from test_engagement import LOAD, REPORT, imports, reported
 from torch._C._distributed_c10d import HashStore
 
 from vllm_graphfix.agreement import compare, leave
-from vllm_graphfix.fixes import FIXES
 
 PROJECT = Path(__file__).parent.parent
 PACKAGE = PROJECT / "vllm_graphfix"
@@ -268,8 +268,6 @@ def test_what_looks_and_explains_writes_nothing_and_starts_nothing(arguments: li
 
 
 # -- a hostile vLLM ----------------------------------------------------------------------------------------------
-
-READ = sorted({path for fix in FIXES for path in fix.reads})
 
 
 @pytest.fixture(scope="module")

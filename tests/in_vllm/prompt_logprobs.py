@@ -18,7 +18,7 @@ from vllm_graphfix.fixes.prompt_logprobs import FALLBACK, READ_AFTER_DRAFT
 from vllm_graphfix.verify.double.scenarios import prompt_logprobs as scenario
 from vllm_graphfix.verify.double.scenarios.prompt_logprobs import SCORED, STEPS, make_runner, one_memory, prepare, step
 
-PROMPTS, CHUNKS = STEPS
+PROMPTS, _ = STEPS
 GRAPHS = CUDAGraphMode.FULL
 
 
