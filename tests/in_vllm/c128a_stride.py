@@ -1,0 +1,100 @@
+"""c128a-stride on vLLM's own builder: which batches have rows as wide as their buffer, and what else is as stock has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+
+import vllm_graphfix
+from vllm_graphfix.fixes.c128a_stride import (
+    CAPTURED,
+    FALLBACK,
+    MAX_MODEL_LEN,
+    ROWS_CLOSER,
+    _batch,
+    _builder,
+    _cpu_kernels,
+    _persistent,
+)
+
+NARROW, WIDE = 128, MAX_MODEL_LEN // 128
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    ROWS_CLOSER.count, FALLBACK.reason = 0, None
+    with _cpu_kernels():
+        yield
+    assert FALLBACK.reason is None
+
+
+def batch(lengths: list[int], longest: int | None = None) -> Any:
+    table = torch.arange(1, 1 + CAPTURED * 8, dtype=torch.int32).view(CAPTURED, 8)
+    return _batch(_persistent(), lengths, len(lengths), table, longest or max(lengths))
+
+
+def width(built: Any) -> int:
+    """Of a row, and of the distance to the next one."""
+    rows = built.c128a_global_decode_topk_indices
+    assert rows.stride(0) == rows.shape[-1]
+    found: int = rows.stride(0)
+    return found
+
+
+def test_the_fix_is_active() -> None:
+    assert vllm_graphfix.states()["c128a-stride"].state == "active"
+
+
+def test_a_capture_and_a_shorter_batch_have_rows_at_the_same_places() -> None:
+    builder = _builder(MAX_MODEL_LEN, in_graph=True)
+    captured = builder.build(0, batch([1, 1], MAX_MODEL_LEN)).c128a_global_decode_topk_indices
+    given = batch([700, 1500])
+    built = builder.build(0, given)
+    rows = built.c128a_global_decode_topk_indices
+    assert [row.data_ptr() for row in rows] == [row.data_ptr() for row in captured]
+    assert (ROWS_CLOSER.count, built.max_seq_len, given.max_seq_len) == (1, 1500, 1500)
+    assert built.c128a_decode_topk_lens.tolist() == [5, 11]
+    assert [row[0, :count].min() >= 0 for row, count in zip(rows, (5, 11), strict=True)] == [True, True]
+    assert (rows[0, 0, 5:] == -1).all()
+    assert (rows[1, 0, 11:] == -1).all()
+
+
+def test_one_request_is_right_on_stock_and_left_alone() -> None:
+    assert width(_builder(MAX_MODEL_LEN, in_graph=True).build(0, batch([700]))) == NARROW
+    assert ROWS_CLOSER.count == 0
+
+
+def test_rows_that_are_wide_already_are_left_alone() -> None:
+    assert width(_builder(MAX_MODEL_LEN, in_graph=True).build(0, batch([700, 1500], 16512))) == WIDE
+    assert ROWS_CLOSER.count == 0
+
+
+def test_batches_beyond_the_largest_graph_are_left_alone() -> None:
+    builder = _builder(MAX_MODEL_LEN, in_graph=True)
+    builder.vllm_config.compilation_config.max_cudagraph_capture_size = 1
+    assert width(builder.build(0, batch([700, 1500]))) == NARROW
+    assert ROWS_CLOSER.count == 0
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
+def test_without_full_graphs_all_batches_are_left_alone(mode: CUDAGraphMode) -> None:
+    builder = _builder(MAX_MODEL_LEN, in_graph=True)
+    builder.vllm_config.compilation_config.cudagraph_mode = mode
+    assert width(builder.build(0, batch([700, 1500]))) == NARROW
+    assert ROWS_CLOSER.count == 0
+
+
+def test_prefills_keep_their_narrower_rows() -> None:
+    builder = _builder(MAX_MODEL_LEN, in_graph=True)
+    given = batch([3, 1500])
+    for starts in (given.query_start_loc, given.query_start_loc_cpu):
+        starts.copy_(torch.tensor([0, 1, 3]))  # the second request prefills two tokens
+    given.num_actual_tokens, given.max_query_len = 3, 2
+    given.positions, given.slot_mapping = torch.tensor([2, 1498, 1499]), torch.zeros(3, dtype=torch.int64)
+    built = builder.build(0, given)
+    assert built.c128a_prefill_topk_indices.shape == (2, NARROW)
+    assert ROWS_CLOSER.count == 0
