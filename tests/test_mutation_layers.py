@@ -59,7 +59,7 @@ def test_a_layer_that_fails_lets_vllm_do_as_stock_does(name: str, patch: Patch, 
     given = {each: kind() for each in names}
     returned = patch.wrap(stand_in(patch))(*given.values())
     assert [event.count for event in fix.events] == before
-    if patch.name != "EagleCudaGraphManager.__init__":  # returns nothing, as any
+    if not patch.name.endswith(".__init__"):  # which returns nothing
         assert all(returned[key] is value for key, value in given.items() if key not in WRAPPED)
     if patch.name in TELLS:
         assert str(fix.fallback.reason).startswith(("AttributeError: ", "RuntimeError: ", "TypeError: "))
