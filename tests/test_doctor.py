@@ -21,6 +21,8 @@ from typer.testing import CliRunner
 
 from vllm_graphfix import doctor, hardware, settings
 from vllm_graphfix.cli import app
+from vllm_graphfix.doctor import gathering
+from vllm_graphfix.doctor.masking import Mask
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.records import FixReport
 
@@ -171,7 +173,7 @@ def test_a_part_that_fails_says_so_and_the_others_are_there(part: str, monkeypat
     def fails(*given: object) -> None:
         raise RuntimeError("this part is broken")
 
-    monkeypatch.setattr(doctor, part, fails)
+    monkeypatch.setattr(gathering, part, fails)
     text = pasted()
     assert "cannot be told: `RuntimeError: this part is broken`" in text
     assert text.count("#### ") == len(PARTS)
@@ -198,7 +200,7 @@ def test_what_stands_in_the_place_of_a_file_about_the_driver_is_not_waited_for(
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a stand-in for nvidia-smi goes; it is waited for for a second."""
-    monkeypatch.setattr(doctor, "_PATIENCE", 1.0)
+    monkeypatch.setattr("vllm_graphfix.doctor.nvidia_smi._PATIENCE", 1.0)
     return tmp_path / "bin" / "nvidia-smi"
 
 
@@ -279,7 +281,7 @@ MASKED = [
 
 @pytest.mark.parametrize(("text", "masked"), MASKED)
 def test_what_is_nobodys_business_is_masked_in_every_text(text: str, masked: str) -> None:
-    assert doctor._Mask({}, ()).text(text) == masked
+    assert Mask({}, ()).text(text) == masked
 
 
 PLAIN = [
@@ -294,7 +296,7 @@ PLAIN = [
 
 @pytest.mark.parametrize("text", PLAIN)
 def test_what_a_report_is_for_is_not_masked(text: str) -> None:
-    shown = doctor._Mask({}, ()).text(text)
+    shown = Mask({}, ()).text(text)
     assert shown == text or shown == text[:299] + "…"
 
 
@@ -304,7 +306,7 @@ def test_hosts_and_the_home_folder_have_no_names(tmp_path: Path) -> None:
     text = pasted(HOME="/srv/people/alice", VLLM_GRAPHFIX_STATUS_DIR=str(tmp_path / "records"))
     assert "gpu-17" not in text
     assert re.search(r"rank 1 on host-\d has another version", text)
-    assert "~/x" in doctor._Mask({"HOME": "/srv/people/alice"}, ()).text("/srv/people/alice/x")
+    assert "~/x" in Mask({"HOME": "/srv/people/alice"}, ()).text("/srv/people/alice/x")
 
 
 def test_what_somebody_else_wrote_is_no_markup(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
         "import_module": "waits for another thread that imports a module of vLLM, one of those named in this package"
     },
     "records/processes.py": {"os.kill": "signal 0: whether a process is there"},
-    "doctor.py": {
+    "doctor/nvidia_smi.py": {
         "subprocess": "nvidia-smi, once, for a bug report: no library of ours asks the driver",
         "os.killpg": "ends it where it hangs",
     },
