@@ -35,6 +35,8 @@ AFFECTED = ("capture-state", "draft-prefill-state", "mamba-padding")
 EVENTS = [(fix.name, event.name) for fix in FIXES if fix.name in AFFECTED for event in fix.events]
 ONCE = ("capture-state", "draft-prefill-state")
 """Counted while graphs are captured, never again."""
+SHADOW = {"checks": 1, "mismatches": 0, "quarantined-graphs": 0, "milliseconds": 20}
+"""Of the shadow check: what a fifth of a second adds."""
 RANKS = 2
 
 
@@ -65,6 +67,7 @@ class WatcherDouble:
         self.events: dict[tuple[str, ...], int] = (
             {(fix, event): 12 if fix in ONCE else 0 for fix, event in EVENTS} if role.canary else {}
         )
+        self.checks: dict[tuple[str, ...], int] = {("shadow", event): 0 for event in SHADOW} if role.canary else {}
 
     @property
     def snapshot(self) -> metrics.Snapshot:
@@ -80,7 +83,9 @@ class WatcherDouble:
             elif fix in self._role.observed:
                 mode, state, reason = "observe", "observing", "counts, and changes nothing"
             states[fix, mode, state, reason, "0.21.0", "0.1.0"] = RANKS
-        return metrics.Snapshot(time.time(), states, dict(self.events), RANKS)
+        if self.checks:
+            states["shadow", "auto", "active", "applied", "0.21.0", "0.1.0"] = RANKS
+        return metrics.Snapshot(time.time(), states, self.events | self.checks, RANKS)
 
 
 class EngineDouble:
@@ -137,6 +142,8 @@ class EngineDouble:
         for fix, event in self._watcher.events:
             if fix not in ONCE:
                 self._watcher.events[fix, event] += chance.randint(0, 2)
+        for fix, event in self._watcher.checks:
+            self._watcher.checks[fix, event] += SHADOW[event]
         if self._exposition is not None:
             self._exposition.tell_engine(self._watcher.engine)
             self._exposition.tell(self._watcher.snapshot)

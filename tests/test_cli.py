@@ -324,7 +324,8 @@ def test_a_wheel_file_is_one_clear_line_for_who_insists_on_a_gpu(tmp_path: Path)
 def test_the_version_and_the_help_are_there() -> None:
     assert call("--version")[0] == f"vllm-graphfix {__version__}\n"
     assert all(
-        command in call("--help")[0] for command in ("status", "explain", "verify", "compare", "fleet", "doctor")
+        command in call("--help")[0]
+        for command in ("status", "explain", "verify", "compare", "fleet", "report", "doctor")
     )
 
 

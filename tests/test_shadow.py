@@ -5,20 +5,32 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from behaviours import check_behaviours
 from hypothesis import given
 from hypothesis import strategies as st
+from records import record
+from typer.testing import CliRunner
 
-from vllm_graphfix.fix import Verdict
+from vllm_graphfix.cli import app
+from vllm_graphfix.fix import Mode, State, Verdict, variable
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.fleet import look
+from vllm_graphfix.process import FixState
+from vllm_graphfix.records import FixReport, Record, RecordError, Wrong, write
+from vllm_graphfix.records.record import SHORT
 from vllm_graphfix.rollout import decide, decode
 from vllm_graphfix.settings import SHADOW, SHADOW_ACTION, read
-from vllm_graphfix.shadow import rate
+from vllm_graphfix.shadow import process, rate
+from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.rate import Action, Rate
+from vllm_graphfix.shadow.report import markdown
 from vllm_graphfix.shadow.runners import RUNNERS
 from vllm_graphfix.shadow.schedule import Schedule, place
+from vllm_graphfix.shadow.verdict import Graph, Mismatch
 from vllm_graphfix.source import open_source
 
 # -- how often
@@ -198,6 +210,21 @@ def test_tuples_stages_of_a_pipeline_and_tokens_are_compared() -> None:
         list(tensors("text"))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int64", "bool"])
+def test_the_same_bits_are_the_same_however_they_lie_in_memory(dtype: str) -> None:
+    import torch
+
+    from vllm_graphfix.shadow.snapshot import same_bits
+
+    table = torch.arange(12).view(3, 4).to(getattr(torch, dtype))
+    for part in (table[:1, 1], table[:, 1], table[1, 2], table[:0], table.T):
+        assert same_bits(part, part.clone())
+    assert not same_bits(table[:, 1], table[:, 0])
+    nan = torch.tensor([math.nan])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
 # -- ranks
 
 
@@ -228,7 +255,7 @@ def test_ranks_of_a_group_come_to_the_largest_that_one_of_them_found() -> None:
     started = [context.Process(target=_ask, args=(rank, port, answers)) for rank in range(2)]
     for each in started:
         each.start()
-    assert [answers.get(timeout=60) for _ in started] == [(1.0, 3.0, math.inf)] * 2
+    assert [answers.get(timeout=300) for _ in started] == [(1.0, 3.0, math.inf)] * 2
     for each in started:
         each.join()
 
@@ -246,5 +273,108 @@ def test_the_code_of_every_release_from_0_18_on_is_known(runner: Any, release: s
 
 
 @pytest.mark.parametrize("release", ["0.18.0", "0.21.0", "0.30.0", "0.33.0"])
-def test_model_runner_v1(release: str) -> None:
-    check_behaviours(release, "shadow_v1", {SHADOW: "1/1"})
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_model_runner(release: str, runner: str) -> None:
+    check_behaviours(release, f"shadow_{runner}", {SHADOW: "1/1"})
+
+
+@pytest.mark.parametrize("release", ["0.18.1", "0.21.0", "0.22.1"])
+def test_defects_of_stock_releases_are_caught_and_releases_without_them_are_silent(release: str) -> None:
+    off = {variable(fix): "off" for fix in BY_NAME}
+    check_behaviours(release, "shadow_defects", {SHADOW: "1/1", **off})
+
+
+# -- what it tells
+
+
+WRONG = Wrong(
+    "target model, BatchDescriptor(num_tokens=4)", 4, 3, "FlashMLAMetadata", "0 0.31 inf", "0", "model.layers.1", 7
+)
+COUNTS = {"checks": 90, "mismatches": 4, "quarantined-graphs": 1, "steps-left-out": 0, "milliseconds": 1200}
+
+
+def rank_with(wrong: tuple[Wrong, ...]) -> Record:
+    """A rank that checks, with what it has found."""
+    shadow = FixReport("auto", "active", "shadow-v1: active")
+    return record(rank=0, fixes={"shadow": shadow}, events={"shadow": COUNTS}, wrong=wrong)
+
+
+def test_a_record_brings_what_was_found_wrong_and_older_ones_have_none() -> None:
+    told = rank_with((WRONG,) * 5)
+    written = told.as_json()
+    assert Record.from_json(written) == told
+    del written["wrong"]
+    assert Record.from_json(written).wrong == ()
+    longest = Wrong("g" * SHORT, 2**62, 2**62, "b" * SHORT, "e" * SHORT, "n" * SHORT, "l" * SHORT, 2**62)
+    assert len(json.dumps(rank_with((longest,) * 5).as_json())) < 8000
+
+
+@pytest.mark.parametrize("broken", [{"rows": -1}, {"graph": None}, {"errors": "x" * 2000}, {"check": "1"}])
+def test_a_record_that_somebody_has_forged_is_refused(broken: dict[str, Any]) -> None:
+    written = rank_with((WRONG,)).as_json()
+    written["wrong"]["0"] |= broken
+    with pytest.raises(RecordError, match=r"wrong\.0"):
+        Record.from_json(written)
+
+
+@pytest.mark.usefixtures("alone")
+def test_fleet_says_that_graphs_are_wrong_and_report_writes_it_down(tmp_path: Path) -> None:
+    write(tmp_path, rank_with((WRONG,)))
+    (engine,) = look(tmp_path).engines
+    assert [what for what in engine.wrong if "4 times in 90 checks; 1 replayed no more" in what]
+    text = markdown(look(tmp_path)) or ""
+    for part in (
+        "vLLM 0.21.0",
+        "`some/model`",
+        "0 0.31 inf",
+        "BatchDescriptor(num_tokens=4)",
+        "`model.layers.1`",
+        "rank 0",
+    ):
+        assert part in text
+    reported = CliRunner().invoke(app, ["report", "--dir", str(tmp_path)])
+    assert (reported.exit_code, reported.stdout) == (0, text)
+    write(tmp_path, record(rank=0))
+    assert markdown(look(tmp_path)) is None
+    assert CliRunner().invoke(app, ["report", "--dir", str(tmp_path)]).exit_code == 3
+
+
+def test_a_rank_tells_its_first_mismatch_of_each_graph_with_the_layer_once_it_is_known(monkeypatch: Any) -> None:
+    shadow = Shadow(Rate(every=1), Action.REPORT)
+    monkeypatch.setattr(process, "SHADOW", shadow)
+    results = shadow.results
+    graphs = [Graph(f"target model, {number}", 4, ("Metadata",)) for number in range(7)]
+    for graph in graphs:
+        for layer in (None, "layer.1", None):
+            results.add(Mismatch(graph, 2, (0.0, math.inf), 0.0, layer, 1, 0.0, here=True))
+    results.add(Mismatch(graphs[0], 2, (), 0.0, None, 1, 0.0, here=False))
+    assert [(wrong.graph, wrong.layer) for wrong in process.wrong()] == [
+        (graph.name, "layer.1") for graph in graphs[:5]
+    ]
+    assert process.wrong()[0].errors == "0 inf"
+    assert process.counts()["shadow"]["mismatches"] == 22
+
+
+@pytest.mark.parametrize(
+    ("refused", "stopped", "state", "reason"),
+    [
+        (None, None, "active", "shadow-v1: active"),
+        ("a KV connector", None, "incompatible", "a KV connector"),
+        (None, "RuntimeError: x", "failed", "nothing is checked any more: RuntimeError: x"),
+    ],
+)
+def test_one_state_tells_of_both_runners_and_of_the_check(
+    monkeypatch: Any, refused: str | None, stopped: str | None, state: str, reason: str
+) -> None:
+    shadow = Shadow(Rate(every=1), Action.REPORT)
+    shadow.stopped = stopped
+    monkeypatch.setattr(process, "SHADOW", shadow)
+    monkeypatch.setattr(process, "REFUSED", refused)
+    runners = {
+        "shadow-v1": FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied"),
+        "shadow-v2": FixState("shadow-v2", Mode.AUTO, None, State.WAITING, "to be diagnosed"),
+    }
+    for order in (list(runners.items()), list(runners.items())[::-1]):
+        found = process.state(dict(order))
+        assert (found.name, found.state.value) == ("shadow", state)
+        assert reason in found.reason

@@ -221,8 +221,8 @@ def events(to: board.Dashboard) -> None:
     def at_work(rate: str, state: str) -> str:
         return f'sum by (fix, event) ({rate} and on (cluster, namespace, job, instance, fix) (graphfix_fix_state{{state="{state}"}} > 0))'
 
-    counter = graphfix("graphfix_events_total")
-    rate = f'(rate(graphfix_events_total{{namespace=~"$namespace"}}[$__rate_interval]) and {SERVING})'
+    counter = graphfix("graphfix_events_total", 'fix!="shadow"')
+    rate = f'(rate(graphfix_events_total{{namespace=~"$namespace", fix!="shadow"}}[$__rate_interval]) and {SERVING})'
     to.with_row(board.Row("How often the fixes mattered"))
     to.with_panel(
         lines(
@@ -248,6 +248,43 @@ def events(to: board.Dashboard) -> None:
                 (at_work(counter, "active"), "{{fix}} {{event}}: put right"),
                 (at_work(counter, "observing"), "{{fix}} {{event}}: seen"),
             ],
+        )
+    )
+
+
+def shadow(to: board.Dashboard) -> None:
+    def of(event: str) -> str:
+        return graphfix("graphfix_events_total", f'fix="shadow", event="{event}"')
+
+    def rate(event: str) -> str:
+        chosen = f'namespace=~"$namespace", fix="shadow", event="{event}"'
+        return f"sum(rate(graphfix_events_total{{{chosen}}}[$__rate_interval]) and {SERVING})"
+
+    to.with_row(board.Row("The shadow check"))
+    to.with_panel(
+        lines(
+            "Replays checked, a second",
+            "Replayed steps that were run once more without their graph. Engines with VLLM_GRAPHFIX_SHADOW only.",
+            [(rate("checks"), "checks")],
+            "cps",
+        )
+    )
+    to.with_panel(
+        lines(
+            "Wrong replays, and graphs in quarantine",
+            "Since the engines started, over all ranks. Any is a defect that no applied fix puts right.",
+            [
+                (f"sum({of('mismatches')})", "mismatches"),
+                (f"sum({of('quarantined-graphs')})", "quarantined, ranks and graphs"),
+            ],
+        )
+    )
+    to.with_panel(
+        lines(
+            "Time that checks take",
+            "Seconds a second over all ranks, replays included.",
+            [(f"{rate('milliseconds')} / 1000", "checks")],
+            "percentunit",
         )
     )
 
@@ -395,7 +432,7 @@ def text() -> str:
         .editable()
     )
     variables(to)
-    for row in (rollout, events, comparison, restarts):
+    for row in (rollout, events, shadow, comparison, restarts):
         row(to)
     built = to.build()
     for place, panel in enumerate(built.panels or (), 1):

@@ -34,11 +34,11 @@ def register() -> None:
 
 
 def states() -> dict[str, FixState]:
-    """Mode, diagnosis, state and reason of every fix in this process, by name.
+    """Mode, diagnosis, state and reason of every fix in this process, by name; of `shadow`, too, where it is on.
 
     Before `register` was called here every fix is as the environment wants it and `waiting`.
     """
-    return _this_process().process.states()
+    return _this_process().states()
 
 
 def _take_back(error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""The command line: status, explain, verify, compare, fleet, doctor."""
+"""The command line: status, explain, verify, compare, fleet, report, doctor."""
 
 from __future__ import annotations
 
@@ -275,6 +275,34 @@ def fleet(
         _console().print(fleets.shown(found))
     if found.exit_code:
         raise typer.Exit(found.exit_code)
+
+
+@app.command()
+def report(
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", metavar="PATH", help="Where the records are; default: VLLM_GRAPHFIX_STATUS_DIR, or else /tmp."
+        ),
+    ] = None,
+) -> None:
+    """A bug report for vLLM, in Markdown, of each CUDA graph that the shadow check found wrong (VLLM_GRAPHFIX_SHADOW).
+
+    Exit code 0 if there is something to report, 3 if not.
+    """
+    from vllm_graphfix import fleet as fleets
+    from vllm_graphfix.shadow.report import markdown
+
+    try:
+        found = markdown(fleets.look(folder))
+    except fleets.FleetError as error:
+        _stop(str(error))
+    except KeyboardInterrupt:
+        _stop("interrupted", code=EXIT_INTERRUPTED)
+    if found is None:
+        typer.echo("vllm-graphfix: no record tells of a graph that the shadow check found wrong", err=True)
+        raise typer.Exit(EXIT_LEFT_UNDONE)
+    typer.echo(found, nl=False)
 
 
 @app.command()

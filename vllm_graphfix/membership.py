@@ -154,6 +154,15 @@ class Membership:
         self.process.start(_wanted(decision))
         _guarded(self._engage_shadow, decision)
 
+    def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
+        """Of every fix, and of the shadow check where it is on."""
+        found = self.process.states(diagnose=diagnose)
+        if self._shadow is None:
+            return found
+        from vllm_graphfix.shadow import process
+
+        return found | {process.NAME: process.state(self._shadow.states(diagnose=diagnose))}
+
     def _engage_shadow(self, decision: Decision) -> None:
         rate = parse(decision.shadow if decision.canary and decision.master is not settings.Master.OFF else OFF)
         if self._shadow is None and not rate:

@@ -59,6 +59,7 @@ class Telling:
 
     def record(self) -> Any:
         from vllm_graphfix import records
+        from vllm_graphfix.shadow import process as shadow
 
         membership = self._membership
         decision = membership.decision
@@ -88,16 +89,18 @@ class Telling:
             ),
             fixes={
                 name: records.FixReport(state.mode.value, state.state.value, state.reason)
-                for name, state in membership.process.states(diagnose=captures).items()
+                for name, state in membership.states(diagnose=captures).items()
             },
             events={
                 fix.name: {event.name: event.count for event in fix.events} for fix in membership.fixes if fix.events
-            },
+            }
+            | shadow.counts(),
             agreement=records.Agreement(agreed.group, agreed.world_size, agreed.agreeing, agreed.difference)
             if agreed
             else None,
             leader=agreed.leader if agreed else None,
             problem=self.problem,
             serves_metrics=self.serves_metrics,
+            wrong=shadow.wrong(),
             written=time.time(),
         )

@@ -62,6 +62,12 @@ def judged(engine: Engine) -> tuple[list[str], list[str]]:
         # `waiting` is a rank that does not run what the fix concerns, as a drafter.
         if len(states.keys() - {State.WAITING.value}) > 1:
             wrong.append(f"{fix} differs: {_by_name(engine, states)}")
+    if (found := engine.counts("shadow")).get("mismatches"):
+        stopped = f"; {found['quarantined-graphs']} replayed no more" if found.get("quarantined-graphs") else ""
+        wrong.append(
+            f"the shadow check has found replayed CUDA graphs that were wrong, {found['mismatches']} times in {found.get('checks', 0)} checks"
+            f"{stopped}: `vllm-graphfix report` writes it down for vLLM"
+        )
     live = [member for member in engine.members if member.live]
     for what, value in (
         ("vLLM", lambda record: record.vllm),

@@ -12,7 +12,7 @@ from vllm_graphfix.records.folder import base_folder, own_folder, shown_path
 from vllm_graphfix.records.processes import Identity, identity
 from vllm_graphfix.records.pruning import PRUNED_AFTER, prune
 from vllm_graphfix.records.reading import FILES, Found, Reading, read
-from vllm_graphfix.records.record import LARGEST, Agreement, Decided, FixReport, Rank, Record
+from vllm_graphfix.records.record import LARGEST, Agreement, Decided, FixReport, Rank, Record, Wrong
 from vllm_graphfix.records.reporter import Reporter
 from vllm_graphfix.records.writing import remove, touch, write
 
@@ -31,6 +31,7 @@ __all__ = [
     "Record",
     "RecordError",
     "Reporter",
+    "Wrong",
     "all_liveness",
     "base_folder",
     "identity",

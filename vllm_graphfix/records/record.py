@@ -13,6 +13,8 @@ from vllm_graphfix.settings import Master, printable
 
 SCHEMA = 1
 ROLES = ("front-end", "api-server", "engine-core", "worker")
+SHORT = 200
+"""Characters of a text of a `Wrong`, of which a record has five at most."""
 LARGEST = 64 * 1024
 """Bytes of a record."""
 
@@ -48,6 +50,23 @@ class FixReport(NamedTuple):
     reason: str
 
 
+class Wrong(NamedTuple):
+    """A replayed graph that the shadow check found wrong, for a report; every text is of at most `SHORT` characters."""
+
+    graph: str
+    padded_rows: int
+    rows: int
+    """That are no padding."""
+    backends: str
+    errors: str
+    """Of each row, relative: ``0 0.31 inf``."""
+    noise: str
+    """The largest error of runs without the graph among themselves."""
+    layer: str
+    """The first whose cache differs; empty if that is not known."""
+    check: int
+
+
 class Agreement(NamedTuple):
     """What the comparison before the first capture came to."""
 
@@ -79,6 +98,7 @@ class Record(NamedTuple):
     problem: str | None = None
     serves_metrics: bool = False
     """Whether /metrics of this process tells of its engine."""
+    wrong: tuple[Wrong, ...] = ()
     written: float = 0.0
 
     @property
@@ -108,6 +128,7 @@ class Record(NamedTuple):
             "leader": self.leader,
             "problem": _fitting(self.problem),
             "serves_metrics": self.serves_metrics,
+            "wrong": {str(number): wrong._asdict() for number, wrong in enumerate(self.wrong)},
             "written": self.written,
         }
 
@@ -126,6 +147,7 @@ class Record(NamedTuple):
         decision = Checked(given.get("decision"), "decision")
         fixes = {name: Checked(fix, f"fixes.{name}") for name, fix in given.named("fixes")}
         events = {name: Checked(counts, f"events.{name}") for name, counts in given.named("events")}
+        wrong = [Checked(each, f"wrong.{name}") for name, each in given.named("wrong")] if given.has("wrong") else []
         return cls(
             graphfix=given.text("graphfix"),
             vllm=given.text("vllm"),
@@ -168,6 +190,19 @@ class Record(NamedTuple):
             leader=given.name("leader", _ENGINE) if given.has("leader") else None,
             problem=given.text("problem") if given.has("problem") else None,
             serves_metrics=given.truth("serves_metrics") if given.has("serves_metrics") else False,
+            wrong=tuple(
+                Wrong(
+                    graph=each.text("graph"),
+                    padded_rows=each.whole("padded_rows"),
+                    rows=each.whole("rows"),
+                    backends=each.text("backends"),
+                    errors=each.text("errors"),
+                    noise=each.text("noise"),
+                    layer=each.text("layer"),
+                    check=each.whole("check"),
+                )
+                for each in wrong
+            ),
             written=given.number("written", 1e11),
         )
 

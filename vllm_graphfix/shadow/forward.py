@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix.shadow.check import Step
 from vllm_graphfix.shadow.layers import recurrent_rows, unknown_cache, written
+from vllm_graphfix.shadow.verdict import Graph
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from vllm_graphfix.shadow.verdict import Graph
 
 _LARGEST_INPUT = 64 << 20
 """Bytes of a tensor among the inputs that is copied; larger ones are workspaces, which a pass fills before it reads them."""
@@ -41,65 +40,51 @@ class UnsafeError(Exception):
     """No step of this model may run twice; the message says why."""
 
 
-class Pass:
-    """A forward pass in *context*, vLLM's `ForwardContext`, with the arguments *given* to the model.
+class Pass(NamedTuple):
+    """A forward pass: what vLLM's `ForwardContext` says of it, and the arguments of the model."""
 
-    Raises UnsafeError for a model with a cache that a step cannot write twice.
-    """
+    config: Any
+    """`VllmConfig`."""
+    metadata: Any
+    """Attention metadata by layer."""
+    slots: Any
+    """Slot mapping by layer: (tokens,), -1 for padding."""
+    given: object
+    """To the model."""
+    own: object = None
+    """More that belongs to the pass, whose attributes may be set while it runs."""
 
-    def __init__(self, context: Any, config: Any, given: object) -> None:
-        self._context = context
-        self._block_size = int(config.cache_config.block_size)
-        self._ranks_share_tokens = getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1
-        self._layers: Mapping[str, Any] = context.no_compile_layers
-        self._metadata = context.attn_metadata
-        if not isinstance(self._metadata, dict):
-            raise UnsafeError("the attention metadata are of micro-batches")
-        if reason := unknown_cache(self._layers):
+    @property
+    def layers(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.config.compilation_config.static_forward_context
+        return found
+
+    def step(self, model: str, descriptor: Any, eager: Callable[[], Any], real_rows: Callable[[], int]) -> Step:
+        """Raises UnsafeError for a model with a cache that a step cannot write twice."""
+        if not isinstance(self.metadata, dict) or not isinstance(self.slots, dict):
+            raise UnsafeError("the attention metadata are of micro-batches, or there are none")
+        if reason := unknown_cache(self.layers):
             raise UnsafeError(reason)
-        self._given = given
-        self.backends = tuple(dict.fromkeys(type(each).__name__ for each in self._metadata.values()))
-        self._states = recurrent_rows(self._layers, self._metadata)
-
-    def step(self, graph: Graph, eager: Callable[[], Any]) -> Step:
+        backends = tuple(dict.fromkeys(type(each).__name__ for each in self.metadata.values()))
+        states = recurrent_rows(self.layers, self.metadata)
+        block_size = int(self.config.cache_config.block_size)
         return Step(
-            graph,
+            Graph(f"{model}, {descriptor}", descriptor.num_tokens, backends),
             eager,
-            self._real_rows,
+            real_rows,
             self._inputs(),
-            (self._metadata, self._context.additional_kwargs),
-            self._states,
-            lambda: written(self._layers, self._slots(), self._states, self._block_size),
+            (self.metadata, self.own),
+            states,
+            lambda: written(self.layers, self.slots, states, block_size),
         )
-
-    def _slots(self) -> dict[str, Tensor]:
-        found = self._context.slot_mapping
-        return dict(found) if isinstance(found, dict) else {}
-
-    def _real_rows(self) -> int:
-        """Of the tokens, those that are no padding, which is behind them: with -1 for a slot, or masked.
-
-        With decode context parallelism a rank has slots for its own tokens only; then requests' last token tells.
-        """
-        if (mask := getattr(self._context, "is_padding", None)) is not None:
-            return int((~mask).sum())
-        if self._ranks_share_tokens:
-            found = [
-                given.query_start_loc[-1] for given in self._metadata.values() if hasattr(given, "query_start_loc")
-            ]
-        else:
-            found = [(slots >= 0).sum() for slots in self._slots().values()]
-        if not found:
-            raise UnsafeError("which rows are padding cannot be told")
-        return int(found[0])
 
     def _inputs(self) -> dict[str, Tensor]:
         """Tensors that the pass is given: arguments of the model, slots, and what is in the attention metadata."""
         found: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in (
-            *_named("arguments", self._given, 4),
-            *_named("slot_mapping", self._slots(), 2),
-            *_named("attention metadata", self._metadata, 4),
+            *_named("arguments", self.given, 4),
+            *_named("slot_mapping", self.slots, 2),
+            *_named("attention metadata", self.metadata, 4),
         ):
             if tensor.numel() * tensor.element_size() <= _LARGEST_INPUT:
                 found.setdefault(id(tensor), (name, tensor))

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from vllm_graphfix.fix import State
 from vllm_graphfix.log import logger
 from vllm_graphfix.shadow.rate import Action, Rate
 
 if TYPE_CHECKING:
+    from vllm_graphfix.process import FixState
     from vllm_graphfix.shadow.check import Shadow
+
+NAME = "shadow"
+"""Under which records, `fleet` and metrics tell of it, as of a fix."""
+_TOLD = 5
+"""Mismatches in a record."""
 
 SHADOW: Shadow | None = None
 """None where nothing is checked."""
@@ -32,3 +40,53 @@ def refuse(reason: str) -> None:
     if REFUSED is None:
         REFUSED = reason
         logger.warning("graphfix: the shadow check is incompatible with this engine, and checks nothing: %s", reason)
+
+
+def state(of_runners: Mapping[str, FixState]) -> FixState:
+    """One state of what is wrapped for both model runners, of which an engine has one, and of the check itself."""
+    told = list(of_runners.values())
+    best = next((each for each in told if each.state is State.ACTIVE), told[0])
+    reason = "; ".join(f"{each.name}: {each.state.value}, {each.reason}" for each in told)
+    found = best._replace(name=NAME, reason=reason)
+    if REFUSED is not None:
+        return found._replace(state=State.INCOMPATIBLE, reason=REFUSED)
+    if SHADOW is not None and SHADOW.stopped is not None:
+        return found._replace(state=State.FAILED, reason=f"nothing is checked any more: {SHADOW.stopped}")
+    return found
+
+
+def counts() -> dict[str, dict[str, int]]:
+    """For the events of a record."""
+    if SHADOW is None:
+        return {}
+    found = SHADOW.results
+    return {
+        NAME: {
+            "checks": found.checks,
+            "mismatches": found.mismatches,
+            "quarantined-graphs": len(found.quarantined),
+            "steps-left-out": found.skipped,
+            "milliseconds": int(1000 * found.seconds),
+        }
+    }
+
+
+def wrong() -> tuple[Any, ...]:
+    """For the report of a record: the first mismatches that this rank has found itself."""
+    if SHADOW is None or not SHADOW.results.kept:
+        return ()
+    from vllm_graphfix.records.record import SHORT, Wrong
+
+    return tuple(
+        Wrong(
+            ascii(each.graph.name)[1:-1][:SHORT],
+            each.graph.padded_rows,
+            each.rows,
+            ", ".join(each.graph.backends)[:SHORT],
+            " ".join(f"{error:.3g}" for error in each.errors)[:SHORT],
+            f"{each.noise:.3g}",
+            ascii(each.first_layer or "")[1:-1][:SHORT],
+            each.check,
+        )
+        for each in SHADOW.results.told(_TOLD)
+    )

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Diagnosis, Fallback, Patch, StockFunction, Verdict
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow, Step
-from vllm_graphfix.shadow.forward import Pass, unsafe
-from vllm_graphfix.shadow.verdict import Graph
+from vllm_graphfix.shadow.forward import Pass, UnsafeError, unsafe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,12 +136,29 @@ def _replays(wrapper: Any, context: Any) -> bool:
 
 
 def _step(wrapper: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
-    found = Pass(context, wrapper.vllm_config, (args, kwargs))
-    descriptor = context.batch_descriptor
-    return found.step(
-        Graph(f"target model, {descriptor}", descriptor.num_tokens, found.backends),
-        _without_graphs(context, wrapper.runnable, args, kwargs),
+    found = Pass(
+        wrapper.vllm_config, context.attn_metadata, context.slot_mapping, (args, kwargs), context.additional_kwargs
     )
+    eager = _without_graphs(context, wrapper.runnable, args, kwargs)
+    return found.step("target model", context.batch_descriptor, eager, lambda: _real_rows(context, wrapper.vllm_config))
+
+
+def _real_rows(context: Any, config: Any) -> int:
+    """Of the tokens, those that are no padding, which is behind them: masked, or with -1 for a slot.
+
+    With decode context parallelism a rank has slots for its own tokens only; then it is told by where the last request ends.
+    """
+    if (mask := getattr(context, "is_padding", None)) is not None:
+        return int((~mask).sum())
+    if getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1:
+        found = [
+            given.query_start_loc[-1] for given in context.attn_metadata.values() if hasattr(given, "query_start_loc")
+        ]
+    else:
+        found = [(slots >= 0).sum() for slots in context.slot_mapping.values()]
+    if not found:
+        raise UnsafeError("which rows are padding cannot be told")
+    return int(found[0])
 
 
 def _without_graphs(

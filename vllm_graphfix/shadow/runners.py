@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from vllm_graphfix.fix import Diagnosis, Fallback, Fix, Patch
-from vllm_graphfix.shadow import runner_v1
+from vllm_graphfix.shadow import runner_v1, runner_v2
 from vllm_graphfix.source import Source
 
 
@@ -51,5 +51,13 @@ RUNNERS = (
         (runner_v1.GRAPHS, runner_v1.CONTEXT, runner_v1.RUNNER),
         (runner_v1.GRAPHS_MODULE,),
         runner_v1.FALLBACK,
+    ),
+    _record(
+        "V2",
+        runner_v2.diagnose,
+        runner_v2.patches,
+        (runner_v2.GRAPHS, runner_v2.CONTEXT, runner_v2.RUNNER),
+        (runner_v2.GRAPHS_MODULE,),
+        runner_v2.FALLBACK,
     ),
 )

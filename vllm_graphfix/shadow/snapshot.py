@@ -56,8 +56,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether both hold the same bytes: NaN is like itself."""
     import torch
 
-    bytes_of = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*bytes_of)
+    # A clone: contiguous() leaves a tensor of one element the stride that it has, and bytes cannot be viewed through that.
+    flat = [tensor.flatten().clone(memory_format=torch.contiguous_format) for tensor in (one, other)]
+    return torch.equal(flat[0].view(torch.uint8), flat[1].view(torch.uint8))
 
 
 class PythonState:

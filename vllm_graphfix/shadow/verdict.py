@@ -70,6 +70,15 @@ class Results:
         self.changed_inputs: set[str] = set()
         """Input buffers that eager runs were seen to change; they were put back."""
 
+    def told(self, most: int) -> list[Mismatch]:
+        """The first of each graph that this rank has found, with the layer that a later one has told."""
+        found: dict[Graph, Mismatch] = {}
+        for each in self.kept:
+            if each.here:
+                first = found.setdefault(each.graph, each)
+                found[each.graph] = first._replace(first_layer=first.first_layer or each.first_layer)
+        return list(found.values())[:most]
+
     def add(self, mismatch: Mismatch) -> None:
         self.mismatches += 1
         if len(self.kept) < _KEPT:

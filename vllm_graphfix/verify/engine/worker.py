@@ -234,10 +234,18 @@ def _states(llm: LLM, job: Job) -> dict[str, dict[str, str]]:
 
 
 def _events() -> dict[str, list[float]]:
-    """What the fixes have counted in this process, by fix and event."""
+    """What the fixes and the shadow check have counted in this process, by fix and event."""
     from vllm_graphfix.fixes import FIXES
+    from vllm_graphfix.shadow import process
 
-    return {f"{fix.name}: {event.name}": [float(event.count)] for fix in FIXES for event in fix.events if event.count}
+    counted = {
+        f"{fix.name}: {event.name}": [float(event.count)] for fix in FIXES for event in fix.events if event.count
+    }
+    for event, count in process.counts().get(process.NAME, {}).items():
+        counted[f"{process.NAME}: {event}"] = [float(count)]
+    if wrong := process.wrong():
+        counted[f"{process.NAME}: first mismatch in check"] = [float(wrong[0].check)]
+    return counted
 
 
 def _cudagraph_mode(llm: LLM) -> str:

@@ -1,0 +1,148 @@
+"""Model runner V2: full graphs of the target model, which `ModelCudaGraphManager.run_fullgraph` replays (0.18.0 - 0.33.0).
+
+The method is given a descriptor alone: the graph has its inputs. What the model would be called with, had the step no graph, are variables of
+its caller, `GPUModelRunner.execute_model`, in every release under the same names. They are read there, and only when a step is checked.
+Drafters' graphs have managers of other classes, and end in sampled drafts; they are left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.fix import Diagnosis, Fallback, Patch, StockFunction, Verdict
+from vllm_graphfix.shadow import process
+from vllm_graphfix.shadow.check import Shadow, Step
+from vllm_graphfix.shadow.forward import Pass, UnsafeError, unsafe
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from vllm_graphfix.source import Source
+
+GRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
+GRAPHS_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
+RUNNER = "vllm/v1/worker/gpu/model_runner.py"
+RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
+CONTEXT = "vllm/forward_context.py"
+FALLBACK = Fallback()
+
+_SHAPE = "run-fullgraph"
+_VARIABLES = ("attn_metadata", "slot_mappings_by_layer", "input_batch", "model_inputs", "dummy_run")
+_CALLERS = 4
+"""Functions between: a decorator or two."""
+
+
+def diagnose(source: Source) -> Diagnosis:
+    """`AFFECTED` here: there are graphs that can be checked."""
+    run = source.function(GRAPHS, "ModelCudaGraphManager.run_fullgraph")
+    execute = source.function(RUNNER, "GPUModelRunner.execute_model")
+    context = source.function(CONTEXT, "set_forward_context")
+    if run is None:
+        return Diagnosis(Verdict.ABSENT, "no ModelCudaGraphManager that model runner V2 replays full graphs with")
+    if (
+        run.takes == "self, desc"
+        and run.only("super().run_fullgraph(desc)")
+        and execute
+        and execute.only("model_output = self.cudagraph_manager.run_fullgraph(batch_desc)")
+        and execute.find("model_output = self.model(**model_inputs)")
+        and all(execute.assignments(name, "...") for name in ("attn_metadata", "slot_mappings_by_layer", "input_batch"))
+        and execute.assignments("model_inputs", "...")
+        and {"self", "dummy_run"} <= set(execute.parameters)
+        and context
+        and {"attn_metadata", "vllm_config", "num_tokens", "cudagraph_runtime_mode", "batch_descriptor", "slot_mapping"}
+        <= set(context.parameters)
+    ):
+        return Diagnosis(Verdict.AFFECTED, "full graphs of model runner V2 replay in run_fullgraph", run.where, _SHAPE)
+    return Diagnosis(
+        Verdict.UNRECOGNISED, "full graphs of model runner V2 replay in a way that nobody has looked at", run.where
+    )
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    return (Patch(GRAPHS_MODULE, "ModelCudaGraphManager.run_fullgraph", _checked),)
+
+
+def _checked(stock: StockFunction) -> StockFunction:
+    """Around `ModelCudaGraphManager.run_fullgraph(desc)`."""
+
+    @functools.wraps(stock)
+    def run_fullgraph(self: Any, desc: Any) -> Any:
+        shadow = process.SHADOW
+        if shadow is None:
+            return stock(self, desc)
+        schedule = shadow.schedule
+        schedule.count += 1
+        if schedule.timed:
+            schedule.tick()
+        if schedule.count < schedule.due and not shadow.quarantined:
+            return stock(self, desc)
+        return _maybe_check(shadow, stock, self, desc)
+
+    return run_fullgraph
+
+
+def _maybe_check(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) -> Any:
+    def replay() -> Any:
+        return stock(manager, desc)
+
+    try:
+        if (reason := unsafe(manager.vllm_config)) is not None:
+            process.refuse(reason)
+            return replay()
+        key = (id(manager), desc)
+        caller = _variables(sys._getframe(2))
+        if caller is None or caller["dummy_run"] or not caller["attn_metadata"]:
+            return replay()
+    except Exception as error:  # the same on every rank: no tensor was looked at
+        shadow.stop(f"{type(error).__name__}: {error}", error)
+        return replay()
+    if key in shadow.quarantined:
+        return _without_graphs(manager, desc, caller)()
+    if shadow.schedule.count < shadow.schedule.due:
+        return replay()
+    return shadow.check(key, lambda: _step(manager, desc, caller), replay)
+
+
+def _variables(frame: FrameType | None) -> Mapping[str, Any] | None:
+    """Of the `execute_model` that is replaying; None where somebody else is. Raises UnsafeError where they have other names."""
+    for _ in range(_CALLERS):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "execute_model" and frame.f_globals.get("__name__") == RUNNER_MODULE:
+            found = frame.f_locals
+            if missing := [name for name in ("self", *_VARIABLES) if name not in found]:
+                raise UnsafeError(f"execute_model has no {', '.join(missing)}")
+            return {name: found[name] for name in ("self", *_VARIABLES)}
+        frame = frame.f_back
+    return None
+
+
+def _step(manager: Any, desc: Any, caller: Mapping[str, Any]) -> Step:
+    batch = caller["input_batch"]
+    found = Pass(manager.vllm_config, caller["attn_metadata"], caller["slot_mappings_by_layer"], caller["model_inputs"])
+    return found.step("target model", desc, _without_graphs(manager, desc, caller), lambda: int(batch.num_tokens))
+
+
+def _without_graphs(manager: Any, desc: Any, caller: Mapping[str, Any]) -> Callable[[], Any]:
+    """What `execute_model` does for a step that has no graph."""
+    module = sys.modules["vllm.forward_context"]
+    known = inspect.signature(module.set_forward_context).parameters
+    batch = caller["input_batch"]
+    given = {
+        "num_tokens": desc.num_tokens,
+        "cudagraph_runtime_mode": type(desc.cg_mode)["NONE"],
+        "batch_descriptor": module.BatchDescriptor(num_tokens=desc.num_tokens),
+        "slot_mapping": caller["slot_mappings_by_layer"],
+        "is_padding": getattr(batch, "is_padding", None),
+    }
+    context = {name: value for name, value in given.items() if name in known}
+
+    def run() -> Any:
+        with module.set_forward_context(caller["attn_metadata"], manager.vllm_config, **context):
+            return caller["self"].model(**caller["model_inputs"])
+
+    return run
