@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -23,6 +23,7 @@ from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Mode, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
+T = TypeVar("T")
 PROJECT = Path(__file__).parent.parent
 DOCS = PROJECT / "docs"
 FIXES_PAGES = {fix.name: DOCS / "fixes" / f"{fix.name}.md" for fix in FIXES}
@@ -106,8 +107,8 @@ def defects() -> Iterator[str]:
     """A row for releases that follow each other and have the same defects."""
     yield "| vLLM | has the defects |"
     yield "|---|---|"
-    for span, row in _rows():
-        names = [f"`{fix.name}`" for fix, verdict in zip(FIXES, row, strict=True) if verdict == Verdict.AFFECTED.value]
+    for span, row in _rows(lambda verdict: verdict == Verdict.AFFECTED.value):
+        names = [f"`{fix.name}`" for fix, affected in zip(FIXES, row, strict=True) if affected]
         yield f"| {span} | {', '.join(names) or 'none'} |"
 
 
@@ -115,7 +116,7 @@ def verdict_table() -> Iterator[str]:
     """A row for releases that follow each other and are judged alike."""
     yield f"| vLLM | {' | '.join(f'`{fix.name}`' for fix in FIXES)} |"
     yield "|---" * (len(FIXES) + 1) + "|"
-    for span, row in _rows():
+    for span, row in _rows(str):
         cells = " | ".join(f"**{cell}**" if cell == Verdict.AFFECTED.value else cell for cell in row)
         yield f"| {span} | {cells} |"
 
@@ -126,11 +127,11 @@ def variables() -> Iterator[str]:
     yield from (f"| `{fix.variable}` | `{fix.default.value}` |" for fix in FIXES)
 
 
-def _rows() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Releases that follow each other, and the verdict on each fix that they have in common."""
+def _rows(told: Callable[[str], T]) -> Iterator[tuple[str, tuple[T, ...]]]:
+    """Releases that follow each other, and what is *told* of the verdict on each fix, which they have in common."""
     releases = sorted(verdicts(FIXES[0]), key=lambda release: tuple(map(int, release.split("."))))
     found = {fix.name: verdicts(fix) for fix in FIXES}
-    for row, group in groupby(releases, key=lambda release: tuple(found[fix.name][release] for fix in FIXES)):
+    for row, group in groupby(releases, key=lambda release: tuple(told(found[fix.name][release]) for fix in FIXES)):
         yield _span(list(group)), row
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = 1
-_OBSERVED_BY_DEFAULT = "A GPU has shown this defect in memory, and not yet in an engine's answers, so the fix only counts until {}=auto or =on applies it."
+_OBSERVED_BY_DEFAULT = "No GPU has shown this defect in an engine's answers yet (docs/evidence.md says what was shown), so the fix only counts until {}=auto or =on applies it."
 
 
 def as_json(fix: Fix) -> dict[str, Any]:

@@ -217,7 +217,7 @@ FIX = Fix(
     concerns="MLA models on Triton MLA (what GPUs before Hopper get), a cudagraph mode with FULL; wrong for whole batches with "
     "--quantization fp8 and experts.",
     workaround='--compilation-config \'{"cudagraph_mode": "NONE"}\', or --enforce-eager.',
-    removable="no release up to 0.33.0",
+    removable="not yet: no release up to 0.33.0 has a remedy",
     runner=None,
     reads=(_BACKEND, _KERNELS, _COMMON, _COMMON_BEFORE),
     modules=(_BACKEND_MODULE, _COMMON_MODULE),
