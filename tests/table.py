@@ -58,7 +58,20 @@ def state_by_default(fix: str, release: str) -> str:
 
 
 SAMPLE = frozenset(
-    {"0.15.0", "0.16.0", "0.17.1", "0.18.1", "0.19.1", "0.20.0", "0.21.0", "0.22.1", "0.25.0", "0.29.0", "0.33.0"}
+    {
+        "0.15.0",
+        "0.16.0",
+        "0.17.1",
+        "0.18.1",
+        "0.19.1",
+        "0.20.0",
+        "0.21.0",
+        "0.22.1",
+        "0.25.0",
+        "0.27.1",
+        "0.29.0",
+        "0.33.0",
+    }
 )
 """One release of each shape of the code, first and last ones among them: what `make test` runs where a release costs seconds."""
 

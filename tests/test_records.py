@@ -54,6 +54,7 @@ def test_a_record_is_the_json_object_that_is_documented() -> None:
             }
         },
         "events": {"capture-state": {"state-consumed": 12}},
+        "wrong": {},
         "agreement": {"group": "a-token", "world_size": 2, "agreeing": 2, "difference": None},
         "leader": "f" * 16,
         "problem": "why",
