@@ -10,7 +10,7 @@ from vllm_graphfix.log import logger
 from vllm_graphfix.shadow import ranks
 from vllm_graphfix.shadow.comparison import row_errors, state_error, tensors, threshold
 from vllm_graphfix.shadow.layers import first_difference
-from vllm_graphfix.shadow.rate import Action, Rate
+from vllm_graphfix.shadow.rate import NEVER, Action, Rate
 from vllm_graphfix.shadow.schedule import Schedule
 from vllm_graphfix.shadow.snapshot import PythonState, RandomState, Rows, Snapshot, StateRows, fits, kept_rows
 from vllm_graphfix.shadow.verdict import Graph, Mismatch, Results
@@ -67,7 +67,7 @@ class Shadow:
         """For good, with one warning. What is in quarantine stays there."""
         if self.stopped is None:
             self.stopped = reason
-            self.schedule.due = 1 << 62
+            self.schedule.due = NEVER
             logger.warning(
                 "graphfix: the shadow check is off from here on, and serving goes on: %s", reason, exc_info=error
             )

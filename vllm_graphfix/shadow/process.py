@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import State
 from vllm_graphfix.log import logger
-from vllm_graphfix.shadow.rate import Action, Rate
+from vllm_graphfix.shadow.rate import NEVER, Action, Rate
 
 if TYPE_CHECKING:
     from vllm_graphfix.process import FixState
@@ -39,6 +39,8 @@ def refuse(reason: str) -> None:
     global REFUSED  # noqa: PLW0603 - one a process
     if REFUSED is None:
         REFUSED = reason
+        if SHADOW is not None:
+            SHADOW.schedule.due = NEVER  # or each step from the first that is due on would ask again
         logger.warning("graphfix: the shadow check is incompatible with this engine, and checks nothing: %s", reason)
 
 

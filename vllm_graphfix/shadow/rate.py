@@ -9,6 +9,8 @@ from typing import NamedTuple
 OFF = "off"
 VALID = "off, a fraction such as 1/2000, a budget such as 0.1%"
 _MOST = 10**9
+NEVER = 1 << 62
+"""A count of steps that no process comes to."""
 
 
 class Action(str, Enum):

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from time import perf_counter
 
-from vllm_graphfix.shadow.rate import Rate
+from vllm_graphfix.shadow.rate import NEVER, Rate
 
 _FIRST_COST = 5
 """Steps that a check is taken to cost before one was measured: a replay, an eager run, and the copies."""
@@ -34,7 +34,7 @@ class Schedule:
         elif self._share is not None:
             self.due = max(1, math.ceil(_FIRST_COST / self._share))
         else:
-            self.due = 1 << 62
+            self.due = NEVER
 
     def tick(self) -> None:
         """Adds the time since the step before, for a budget."""
