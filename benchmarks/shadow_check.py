@@ -1,40 +1,63 @@
-"""What the shadow check finds and costs on one GPU, with the tiny models of `verify` on the installed vLLM.
+"""What the shadow check finds and costs on one GPU, on the installed vLLM.
 
-    python benchmarks/shadow_check.py --out FOLDER [--only CASE …] [--checks 10000] [--rounds 5]
+    python benchmarks/shadow_check.py --out FOLDER [--only CASE …] [--part PART …] [--checks 10000] [--parallel 6]
 
-For each case, one engine after the other, in processes of their own:
+The tiny models of `verify`, each in engines of their own, side by side:
 
 caught      every fix off, every replay checked: how many checks until the first mismatch, and its first wrong layer
-silent      the fixes on, every replay checked, the workload again and again until --checks are made: mismatches are false alarms
-quarantine  every fix off, quarantine: tokens of the second pass against those of an eager engine
-throughput  the fixes on; off, 1/100 and 0.1%: seconds for the workload, --rounds times in turn, as ratios to off
+quarantine  every fix off, quarantine: of each of three passes, the answers that are an eager engine's
+alone       every fix off and no check: answers have to be those of `caught`, which only looks
+silent      the fixes on, every replay checked: mismatches are false alarms. First the workload of `verify`, whose answers have to be
+            an eager engine's; then a load of requests that come, go, wait, are aborted and, where a cache can be that small, preempted,
+            until all cases together have made --checks
+budget      the fixes on, 0.1% and the same load for --seconds: what checks took of the time of all other steps
 
-The result is written after every engine to FOLDER/result.json. Exit code 1 if there was a false alarm, 2 if nothing could be run.
-Not run yet: no GPU could be had when this was written.
+and models of 24 layers, three engines in turns:
+
+throughput  the fixes on; off, 1/100 and 0.1%: seconds to decode a batch, --rounds times, as ratios to off
+
+The result is written after every part to FOLDER/result.json. Exit code 1 if there was a false alarm, 2 if nothing could be run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_graphfix.fix import variable
-from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.settings import PREFIX, SHADOW, SHADOW_ACTION
-from vllm_graphfix.verify.engine import models
-from vllm_graphfix.verify.engine.cases import CASES, Case
-from vllm_graphfix.verify.engine.job import Job
-from vllm_graphfix.verify.engine.processes import Ended, Engines
+from measuring import engine_cases
+from measuring.engine_process import DiedError, EngineProcess, Order
 
-TIMEOUT = 900.0
-"""Seconds for one engine."""
+from vllm_graphfix import manifest
+from vllm_graphfix.fix import Fix, Verdict, variable
+from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.settings import PREFIX, SHADOW, SHADOW_ACTION
+from vllm_graphfix.source import open_source
+from vllm_graphfix.verify.comparison import Answer
+from vllm_graphfix.verify.engine import models
+from vllm_graphfix.verify.engine.cases import Case, case_of
+from vllm_graphfix.verify.engine.job import Job
+from vllm_graphfix.verify.engine.processes import PACKAGE, Ended, Engines
+
+TIMEOUT = 400.0
+"""Seconds for one engine of a tiny model, and for the start of a large one."""
+LOAD = Path(__file__).parent / "measuring" / "shadow_load.py"
+PARTS = ("caught", "alone", "quarantine", "silent", "budget", "throughput")
 OFF: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "off"), PREFIX: "on"}
-ON: dict[str, str | None] = {PREFIX: "on"}
+ON: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "auto"), PREFIX: "on"}
+RATES = ("off", "1/100", "0.1%")
+BATCH, TOKENS = 8, 900
+PASSES = 3
+FEW_BLOCKS = 34
+"""Of a cache: enough for one request of the greatest length, and for a third of those that an engine may run."""
 
 
 def main() -> int:
@@ -42,106 +65,234 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER", help="for result.json and the engines' logs"
     )
-    parser.add_argument("--only", action="append", choices=sorted({case.name for case in CASES.values()}))
+    cases = full_graph_cases()
+    parser.add_argument("--only", action="append", choices=sorted(case.name for case in cases))
+    parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--checks", type=int, default=10_000, metavar="N", help="without a false alarm (10000)")
     parser.add_argument(
-        "--checks", type=int, default=10_000, metavar="N", help="without a false alarm (default: 10000)"
+        "--seconds", type=float, default=300.0, metavar="S", help="of load on one engine, at most (300)"
     )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of throughput (default: 5)")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="of throughput (10)")
+    parser.add_argument("--parallel", type=int, default=6, metavar="N", help="engines at a time (6)")
     options = parser.parse_args()
+    options.out = options.out.resolve()  # engines start in other folders
     options.out.mkdir(parents=True, exist_ok=True)
-    measured = Measured(options.out)
-    cases = {case.name: case for case in CASES.values() if not options.only or case.name in options.only}
-    for case in cases.values():
-        for name in case.models:
-            models.write(name, options.out / "models")
-        caught(measured, case)
-        silent(measured, case, options.checks)
-        quarantine(measured, case)
-        throughput(measured, case, options.rounds)
+    wanted = [case for case in cases if not options.only or case.name in options.only]
+    measured = Measured(options, wanted)
+    parts = options.part or PARTS
+    measured.tokens([part for part in PARTS if part in parts])
+    for part in ("silent", "budget"):
+        if part in parts:
+            measured.load(part)
+    if "throughput" in parts:
+        measured.throughput()
     if not measured.ran:
         return 2
-    return int(any(found.get("silent", {}).get("mismatches") for found in measured.result.values()))
+    return int(any(found.get("load", {}).get("mismatches") for found in measured.result["cases"].values()))
+
+
+def full_graph_cases() -> list[Case]:
+    """Of `verify`, those with full graphs: of others nothing can be checked."""
+    cases = dict.fromkeys(case for fix in FIXES if (case := case_of(fix)) is not None)
+    return [case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode"))]
 
 
 class Measured:
-    """Engines, and the result so far."""
+    """The engines, and the result so far."""
 
-    def __init__(self, out: Path) -> None:
-        self._out = out
-        self._engines = Engines(out, TIMEOUT)
-        self.result: dict[str, dict[str, Any]] = {}
+    def __init__(self, options: argparse.Namespace, cases: Sequence[Case]) -> None:
+        self._options, self._cases = options, cases
+        self._source = open_source()
+        self.result: dict[str, Any] = {
+            "vllm": self._source.version,
+            "command": sys.argv[1:],
+            "cases": {
+                case.name: {"affected": [fix.name for fix in self._shown_by(case)], "runner": case.runner}
+                for case in cases
+            },
+        }
         self.ran = False
+        for name in {name for case in cases for name in case.models}:
+            models.write(name, self._models)
 
-    def engine(self, case: Case, what: str, environment: dict[str, str | None], **changes: Any) -> Ended:
-        eager, stock, _ = case.jobs(self._out / "models")
-        job: Job = replace(eager if what == "eager" else stock, name=f"{case.name} {what}", probes=(), **changes)
-        job = replace(job, environment=job.environment | environment)
-        ended = self._engines.run([job], 1)[job.name]
-        self.ran |= ended.said is not None
-        return ended
+    @property
+    def _models(self) -> Path:
+        return Path(self._options.out) / "models"
 
-    def write(self, case: Case, what: str, found: Any) -> None:
-        self.result.setdefault(case.name, {})[what] = found
-        (self._out / "result.json").write_text(json.dumps(self.result, indent=1))
-        print(f"{case.name} {what}: {found}", file=sys.stderr)
+    def _shown_by(self, case: Case) -> list[Fix]:
+        return [
+            fix
+            for fix in FIXES
+            if case_of(fix) is case and manifest.diagnose(fix, self._source).verdict is Verdict.AFFECTED
+        ]
+
+    def _write(self, name: str, what: str, found: Any) -> None:
+        self.result["cases"].setdefault(name, {})[what] = found
+        (self._options.out / "result.json").write_text(json.dumps(self.result, indent=1))
+        print(f"{self._source.version} {name} {what}: {json.dumps(found)}", file=sys.stderr)
+
+    # -- engines of tiny models with the workload of `verify` -----------------------------------------------------
+
+    def tokens(self, parts: Sequence[str]) -> None:
+        jobs = [job for case in self._cases for job in self._jobs(case, parts)]
+        engines = Engines(
+            self._options.out, TIMEOUT, done=lambda job, how: print(f"{job.name}: {how}", file=sys.stderr)
+        )
+        ended = engines.run(jobs, self._options.parallel)
+        self.ran |= any(end.said for end in ended.values())
+        for case in self._cases:
+            eager = ended.get(f"{case.name} eager")
+            for part in parts:
+                if (end := ended.get(f"{case.name} {part}")) is not None:
+                    self._write(case.name, part, _seen(end, eager))
+            alone, caught = ended.get(f"{case.name} alone"), ended.get(f"{case.name} caught")
+            if alone and caught and alone.said and caught.said:
+                self._write(case.name, "answers as without the check", _equal(caught.said.passes, alone.said.passes))
+
+    def _jobs(self, case: Case, parts: Sequence[str]) -> list[Job]:
+        eager, stock, _ = case.jobs(self._models)
+        shadow: dict[str, str | None] = {SHADOW: "1/1", SHADOW_ACTION: "report"}
+        given = {
+            "caught": OFF | shadow,
+            "alone": OFF,
+            "quarantine": OFF | shadow | {SHADOW_ACTION: "quarantine"},
+            "silent": ON | shadow,
+        }
+        if not self._shown_by(case):
+            del given["caught"], given["alone"], given["quarantine"]
+        jobs = [
+            replace(
+                stock,
+                name=f"{case.name} {part}",
+                probes=(),
+                again=PASSES - 1,
+                environment=stock.environment | given[part],
+            )
+            for part in parts
+            if part in given
+        ]
+        return [replace(eager, probes=()), *jobs] if jobs else []
+
+    # -- the same engines under load ------------------------------------------------------------------------------
+
+    def load(self, part: str) -> None:
+        """Of all cases at once: checks of a part together are what was asked for."""
+        rate = "1/1" if part == "silent" else "0.1%"
+        each = -(-self._options.checks // len(self._cases)) if part == "silent" else 1 << 40
+
+        def one(case: Case) -> None:
+            found = self._loaded(case, part, rate, each)
+            self.ran |= "error" not in found
+            self._write(case.name, "load" if part == "silent" else part, found)
+
+        with ThreadPoolExecutor(self._options.parallel) as pool:
+            list(pool.map(one, self._cases))
+
+    def _loaded(self, case: Case, part: str, rate: str, checks: int) -> dict[str, Any]:
+        job = case.jobs(self._models)[1]
+        arguments = dict(job.arguments)
+        arguments |= {"max_num_batched_tokens": arguments.get("max_num_batched_tokens", 256)}  # long prompts in chunks
+        if "mamba" not in case.model:
+            arguments["num_gpu_blocks_override"] = FEW_BLOCKS * 64 // arguments.get("block_size", 16)
+        environment = job.environment | ON | {SHADOW: rate}
+        engine = EngineProcess(
+            Order(arguments=arguments, plugin=True, runner=case.runner, largest_batch=0, where_known=job.where_known),
+            _environment(environment),
+            self._options.out / f"{case.name}-{part}-load.log",
+            LOAD,
+        )
+        try:
+            states = engine.ready(TIMEOUT).told
+            found: dict[str, Any] = engine.ask(
+                {"checks": checks, "seconds": self._options.seconds, "seed": 7}, self._options.seconds + TIMEOUT
+            )
+        except DiedError as error:
+            return {"error": str(error)}
+        finally:
+            engine.end()
+        return found | {"active": [name for name, state in states.items() if state == "active"]}
+
+    # -- engines of larger models in turns ------------------------------------------------------------------------
+
+    def throughput(self) -> None:
+        for case in (engine_cases.MLA, engine_cases.MLA_FP8):
+            self._write(f"{case.name}, {engine_cases.LAYERS} layers", "throughput", self._ratios(case))
+
+    def _ratios(self, case: engine_cases.Case) -> dict[str, Any]:
+        site = engine_cases.Site(self._source.version or "", None)
+        configuration = engine_cases.Configuration("patched", "", site, "full", plugin=True)
+        model = engine_cases.write_model(case, self._models)
+        engines = {
+            rate: EngineProcess(
+                configuration.order(case, 1, model, BATCH),  # without vLLM's compiler
+                configuration.environment(case, (site,), self._options.out / "cache")
+                | {name: value for name, value in (ON | {SHADOW: rate}).items() if value is not None},
+                self._options.out / f"{case.name}-throughput-{rate.replace('/', '-of-').rstrip('%')}.log",
+            )
+            for rate in RATES
+        }
+        taken: dict[str, list[float]] = {rate: [] for rate in RATES}
+        try:
+            for engine in engines.values():
+                engine.ready(TIMEOUT)
+            for number in range(-1, self._options.rounds):  # the first does not count
+                for rate in RATES if number % 2 else RATES[::-1]:
+                    engines[rate].tell(BATCH, TOKENS)
+                    seconds = engines[rate].hear(TIMEOUT)
+                    taken[rate] += [seconds] if number >= 0 else []
+        except DiedError as error:
+            return {"error": str(error)}
+        finally:
+            for engine in engines.values():
+                engine.end()
+        self.ran = True
+        ratios = {
+            rate: [seconds / off for seconds, off in zip(taken[rate], taken["off"], strict=True)] for rate in RATES[1:]
+        }
+        return {
+            "milliseconds a step, off": round(1000 * statistics.median(taken["off"]) / (TOKENS - 1), 3),
+            **{
+                rate: {"median": round(statistics.median(found), 4), "from": min(found), "to": max(found)}
+                for rate, found in ratios.items()
+            },
+        }
 
 
-def seen(ended: Ended) -> dict[str, Any]:
-    """What the check counted in an engine; its error if it did not end well."""
+def _environment(extra: dict[str, str | None]) -> dict[str, str]:
+    merged = {name: value for name, value in {**os.environ, **extra}.items() if value is not None}
+    path = os.pathsep.join(filter(None, [str(PACKAGE), merged.get("PYTHONPATH", "")]))
+    return merged | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def _seen(ended: Ended, eager: Ended | None) -> dict[str, Any]:
+    """What the check counted in an engine, and how many answers of each pass are the eager engine's; its error if it did not end well."""
     if ended.said is None:
         return {"error": ended.error}
-    return {
-        name.removeprefix("shadow: "): values
+    found: dict[str, Any] = {
+        name.removeprefix("shadow: "): values[0]
         for name, values in ended.said.observed.items()
         if name.startswith("shadow: ")
     }
-
-
-def caught(measured: Measured, case: Case) -> None:
-    measured.write(case, "caught", seen(measured.engine(case, "caught", OFF | {SHADOW: "1/1"})))
-
-
-def silent(measured: Measured, case: Case, checks: int) -> None:
-    made, mismatches, engines = 0, 0, 0
-    while made < checks:
-        found = seen(measured.engine(case, f"silent {engines}", ON | {SHADOW: "1/1"}, again=True))
-        if not found.get("checks"):
-            measured.write(case, "silent", {"error": found})
-            return
-        made, mismatches, engines = (
-            made + int(found["checks"][0]),
-            mismatches + int(found["mismatches"][0]),
-            engines + 1,
+    found["states"] = next(iter(ended.said.states.values()), {}).get("shadow")
+    if eager is not None and eager.said is not None:
+        # Each pass against the one in the same order: a batch of another composition rounds otherwise.
+        orders = eager.said.passes
+        found["right answers by pass"] = _equal(
+            ended.said.passes, [orders[number % 2] for number in range(len(ended.said.passes))]
         )
-        measured.write(case, "silent", {"checks": made, "mismatches": mismatches, "engines": engines})
+        found["answers"] = len(eager.said.passes[0])
+    return found
 
 
-def quarantine(measured: Measured, case: Case) -> None:
-    eager = measured.engine(case, "eager", {PREFIX: "off"})
-    given = OFF | {SHADOW: "1/1", SHADOW_ACTION: "quarantine"}
-    served = measured.engine(case, "quarantine", given, again=True)
-    if eager.said is None or served.said is None:
-        measured.write(case, "quarantine", {"error": eager.error or served.error})
-        return
-    right = [
-        sum(one.tokens == other.tokens for one, other in zip(answers, eager.said.passes[0], strict=True))
-        for answers in served.said.passes
+def _equal(one: Sequence[Sequence[Answer]], other: Sequence[Sequence[Answer]]) -> list[int]:
+    """Of each pass, how many answers have the same tokens."""
+    return [
+        sum(a.tokens == b.tokens for a, b in zip(*answers, strict=True)) for answers in zip(one, other, strict=True)
     ]
-    measured.write(case, "quarantine", seen(served) | {"right answers by pass": right, "of": len(eager.said.passes[0])})
-
-
-def throughput(measured: Measured, case: Case, rounds: int) -> None:
-    taken: dict[str, list[float]] = {"off": [], "1/100": [], "0.1%": []}
-    for _ in range(rounds):
-        for rate, seconds in taken.items():
-            ended = measured.engine(case, f"throughput {rate.replace('/', ' of ')}", ON | {SHADOW: rate}, again=True)
-            if ended.said is not None:
-                seconds.append(ended.seconds - ended.said.start_seconds)
-    medians = {rate: statistics.median(seconds) for rate, seconds in taken.items() if seconds}
-    measured.write(
-        case, "throughput", {rate: value / medians["off"] for rate, value in medians.items() if "off" in medians}
-    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    started = time.monotonic()
+    code = main()
+    print(f"{time.monotonic() - started:.0f} s", file=sys.stderr)
+    sys.exit(code)

@@ -15,6 +15,8 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, TypedDict
 
+from typing_extensions import NotRequired
+
 from vllm_graphfix.verify.engine import processes
 
 WORKER = Path(__file__).with_name("engine_worker.py")
@@ -28,6 +30,8 @@ class Order(TypedDict):
     plugin: bool
     runner: str
     largest_batch: int
+    where_known: NotRequired[dict[str, Any]]
+    """More of the arguments, for releases that know them."""
 
 
 class DiedError(Exception):
@@ -46,12 +50,12 @@ class Ready:
 class EngineProcess:
     """One engine. Whoever makes it ends it."""
 
-    def __init__(self, order: Order, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(self, order: Order, environment: Mapping[str, str], log: Path, worker: Path | None = None) -> None:
         self._log = log
         self._pipe, theirs = Pipe()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, str(WORKER), str(theirs.fileno())],
+                [sys.executable, str(worker or WORKER), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=log.parent,
                 env=dict(environment),
@@ -72,14 +76,16 @@ class EngineProcess:
 
     def tell(self, batch: int, tokens: int) -> None:
         """Lets the engine decode; `hear` has its answer."""
-        try:
-            self._pipe.send({"batch": batch, "tokens": tokens})
-        except OSError:
-            raise DiedError(self._why()) from None
+        self._tell({"batch": batch, "tokens": tokens})
 
     def hear(self, timeout: float) -> float:
         """Seconds of the decode steps that `tell` asked for. Raises DiedError."""
         return float(self._hear(time.monotonic() + timeout))
+
+    def ask(self, asked: Mapping[str, Any], timeout: float) -> Any:
+        """What the worker answers, *timeout* seconds from now at the latest. Raises DiedError."""
+        self._tell(asked)
+        return self._hear(time.monotonic() + timeout)
 
     def end(self) -> None:
         """The process and all that it started: an engine's workers hold the GPU's memory."""
@@ -87,6 +93,12 @@ class EngineProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def _tell(self, asked: Mapping[str, Any]) -> None:
+        try:
+            self._pipe.send(asked)
+        except OSError:
+            raise DiedError(self._why()) from None
 
     def _hear(self, until: float) -> Any:
         try:

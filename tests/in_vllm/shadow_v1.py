@@ -91,6 +91,7 @@ class ModelStandIn:
         self.layers: dict[str, Any] = {"layer.0": SlotsStandIn(), "layer.1": StateStandIn()}
         self.eager_runs = 0
         self.breaks_at: int | None = None
+        self.breaks_eager: Exception | None = None
         self.random = False
         self.noise = 0.0
 
@@ -99,6 +100,9 @@ class ModelStandIn:
             self.eager_runs += 1
             if self.eager_runs == self.breaks_at:
                 raise RuntimeError("planted")
+            if self.breaks_eager is not None:
+                self.layers["layer.1"](hidden)  # it has come as far as that
+                raise self.breaks_eager
             if self.random:
                 torch.rand(1)
             if self.noise:
@@ -245,14 +249,39 @@ def test_steps_without_a_replay_are_not_checked_and_the_next_replay_is() -> None
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_failing_eager_run_turns_the_check_off_and_serving_goes_on(at: int) -> None:
+def test_an_eager_run_that_fails_once_turns_the_check_off_and_serving_goes_on(at: int) -> None:
     unwatched, served = Served(Rate(), stale=True), Served(stale=True)
     served.model.breaks_at = at
     for _ in range(3):
         assert torch.equal(served.step(), unwatched.step())
         assert all(map(torch.equal, served.caches()[1:], unwatched.caches()[1:]))
     assert served.shadow.stopped == "RuntimeError: planted"
-    assert served.model.eager_runs == at
+    assert served.model.eager_runs == 2
+
+
+def test_a_step_that_cannot_be_run_without_its_graph_is_a_mismatch_and_is_replayed_also_in_quarantine() -> None:
+    """As with mamba-padding on stock releases: metadata of a prefill, and the graph of a decode."""
+    unwatched, served = Served(Rate()), Served(action=Action.QUARANTINE)
+    served.model.breaks_eager = IndexError("index is out of bounds")
+    for _ in range(4):
+        assert torch.equal(served.step(), unwatched.step())
+        assert all(map(torch.equal, served.caches(), unwatched.caches()))
+    results = served.shadow.results
+    assert (results.checks, results.mismatches, len(results.quarantined), served.shadow.stopped) == (2, 2, 1, None)
+    assert results.kept[0].failure == "IndexError: index is out of bounds"
+    assert "two such runs end in IndexError: index is out of bounds" in results.kept[0].sentence()
+    assert process.wrong()[0].errors == "IndexError: index is out of bounds"
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("full"), RuntimeError("CUDA error: an illegal memory access")]
+)
+def test_an_error_of_the_gpu_is_no_mismatch(error: Exception) -> None:
+    unwatched, served = Served(Rate()), Served()
+    served.model.breaks_eager = error
+    assert torch.equal(served.step(), unwatched.step())
+    assert (served.shadow.results.mismatches, served.model.eager_runs) == (0, 1)
+    assert served.shadow.stopped is not None
 
 
 def test_noise_of_eager_runs_is_no_mismatch() -> None:

@@ -58,7 +58,7 @@ def run(
             prompts=tuple(prompts),
             generated=generated,
             max_tokens=lengths,
-            again=mode == EAGER,
+            again=int(mode == EAGER),
         )
         for mode in (EAGER, GRAPHS, COMPILED)
     ]

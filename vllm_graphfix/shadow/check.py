@@ -50,6 +50,10 @@ class _Unfit(Exception):  # noqa: N818 - no error: the next step may be checked
     """This step cannot be checked."""
 
 
+class _StepError(Exception):
+    """vLLM's own error in a run of a step that its graph has gone through: graph and attention metadata are of two kinds."""
+
+
 class Shadow:
     """The shadow check of one process."""
 
@@ -60,6 +64,7 @@ class Shadow:
         self.quarantined: set[Hashable] = set()
         self._confirmed: dict[Hashable, list[Mismatch]] = {}
         self._noise = 0.0
+        self._served_in_quarantine = False
         self.stopped: str | None = None
         """Why nothing is checked any more."""
 
@@ -95,6 +100,26 @@ class Shadow:
         self.results.seconds += cost
         self._plan_next(cost, failed)
         return output
+
+    def without_graph(self, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
+        """The result of a step whose graph is in quarantine; by its graph if it cannot be run without, which is what stock does."""
+        step, failed = _tried(describe)
+        if step is not None:
+            before, python = Snapshot(step.inputs, step.states), PythonState(step.objects)
+            output, failed = _tried(step.eager)
+            if failed is None:
+                return output
+            if of_the_device(failed):
+                raise failed
+            before.put_back()
+            python.put_back()
+        if not self._served_in_quarantine:
+            self._served_in_quarantine = True
+            logger.warning(
+                "graphfix: a step whose graph is in quarantine cannot be run without it, and is replayed as stock does: %s",
+                _told(failed) if failed else "",
+            )
+        return replay()
 
     def _agree(self, failed: Exception | None, *values: float) -> tuple[float, ...] | None:
         """Of each value the largest of all ranks; None, and the check is off, if a step before failed on one of them."""
@@ -134,6 +159,8 @@ class Shadow:
         if agreed[0] <= threshold(self._noise) and not learning:
             return
         second, error = _tried(lambda: _Second(run, first))
+        if second and (first.failure is None) != (second.failure is None):  # by chance, then, and not by the graph
+            error = first.failure or second.failure
         agreed = self._agree(error, second.noise if second else 0.0, second.worst if second else 0.0)
         if agreed is None or second is None:
             return
@@ -141,11 +168,18 @@ class Shadow:
         self.results.changed_inputs.update(second.changed_inputs)
         if agreed[1] > threshold(self._noise):
             here = second.worst > threshold(self._noise)
-            errors = tuple(first.errors.tolist()) if here else ()
             self._take(
                 key,
                 Mismatch(
-                    run.step.graph, first.rows, errors, self._noise, first.layer, self.results.checks, time.time(), here
+                    run.step.graph,
+                    first.rows,
+                    tuple(first.errors.tolist()) if here else (),
+                    self._noise,
+                    first.layer,
+                    self.results.checks,
+                    time.time(),
+                    here,
+                    _told(first.failure) if first.failure is not None else None,
                 ),
             )
 
@@ -192,11 +226,17 @@ class _Run:
         self._random_after = RandomState()
 
     def eagerly(self) -> list[Tensor]:
-        """The tensors of one eager run from where the replay began."""
+        """The tensors of one eager run from where the replay began. Raises _StepError for an error of vLLM's own in it."""
         self.before.put_back()
         self.python.put_back()
         self.random.put_back()
-        return [tensor.clone() for tensor in tensors(self.step.eager())]
+        try:
+            output = self.step.eager()
+        except Exception as error:
+            if of_the_device(error):
+                raise
+            raise _StepError(_told(error)) from error
+        return [tensor.clone() for tensor in tensors(output)]
 
     @property
     def states_of_replay(self) -> list[Rows]:
@@ -230,9 +270,10 @@ class _First:
     def __init__(self, run: _Run, *, locate: bool) -> None:
         step = run.step
         of_replay = step.caches() if locate else []
-        self.output = run.eagerly()
+        self.output, self.failure = _run_again(run)
         self.layer = first_difference(of_replay, step.caches()) if locate else None
         self.rows = step.real_rows()
+        # What failed half-way has no output: that differs in every row.
         self.errors = row_errors(run.output, self.output, self.rows)
         self.states = run.states_now()
         self.worst = max(_worst(self.errors), state_error(run.states_of_replay, self.states))
@@ -243,12 +284,28 @@ class _Second:
 
     def __init__(self, run: _Run, first: _First) -> None:
         self.changed_inputs = run.before.changed_inputs()
-        output, rows = run.eagerly(), first.rows
-        states = run.states_now()
+        output, self.failure = _run_again(run)
+        rows, states = first.rows, run.states_now()
         self.noise = max(_worst(row_errors(output, first.output, rows)), state_error(states, first.states))
         still = max(_worst(row_errors(run.output, output, rows)), state_error(run.states_of_replay, states))
         self.worst = min(first.worst, still)
         """Of the replay, by the run that it is nearer to."""
+
+
+def _run_again(run: _Run) -> tuple[list[Tensor], _StepError | None]:
+    """No tensors where the step cannot be run without its graph."""
+    try:
+        return run.eagerly(), None
+    except _StepError as error:
+        return [], error
+
+
+def of_the_device(error: Exception) -> bool:
+    """Whether an error is of the GPU or of its memory: of the machine, and not of the step."""
+    import torch
+
+    lost = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+    return isinstance(error, lost) or "CUDA" in str(error)
 
 
 def _worst(errors: Tensor) -> float:
@@ -264,4 +321,4 @@ def _tried(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def _told(error: Exception) -> str:
     text = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {text}" if not isinstance(error, _Unfit) else text
+    return text if isinstance(error, (_Unfit, _StepError)) else f"{type(error).__name__}: {text}"

@@ -81,14 +81,18 @@ def wrong() -> tuple[Any, ...]:
 
     return tuple(
         Wrong(
-            ascii(each.graph.name)[1:-1][:SHORT],
+            _ascii(each.graph.name)[:SHORT],
             each.graph.padded_rows,
             each.rows,
             ", ".join(each.graph.backends)[:SHORT],
-            " ".join(f"{error:.3g}" for error in each.errors)[:SHORT],
+            (_ascii(each.failure) or " ".join(f"{error:.3g}" for error in each.errors))[:SHORT],
             f"{each.noise:.3g}",
-            ascii(each.first_layer or "")[1:-1][:SHORT],
+            _ascii(each.first_layer)[:SHORT],
             each.check,
         )
         for each in SHADOW.results.told(_TOLD)
     )
+
+
+def _ascii(text: str | None) -> str:
+    return ascii(text or "")[1:-1]

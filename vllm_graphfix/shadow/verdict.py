@@ -38,6 +38,8 @@ class Mismatch(NamedTuple):
     """Seconds since the epoch."""
     here: bool
     """Whether this rank found it."""
+    failure: str | None = None
+    """vLLM's own error in both runs without the graph."""
 
     @property
     def worst(self) -> float:
@@ -46,6 +48,11 @@ class Mismatch(NamedTuple):
     def sentence(self) -> str:
         if not self.here:
             return f"another rank found a replay of {self.graph.name} to differ from the same step without a graph"
+        if self.failure is not None:
+            return (
+                f"a CUDA graph was replayed for a step that cannot be run without it: {self.graph.name}; two such runs end in {self.failure}. "
+                f"Attention: {', '.join(self.graph.backends) or 'unknown'}"
+            )
         wrong = sum(error > 0 for error in self.errors)
         return (
             f"a replayed CUDA graph was wrong: {self.graph.name}; {wrong} of {self.rows} rows differ from two runs of the same step without "

@@ -76,7 +76,7 @@ class Case:
                 prompts=prompts,
                 max_tokens=tuple(count for _, count in self.workload),
                 prompt_logprobs=self.prompt_logprobs,
-                again=mode == "eager",
+                again=int(mode == "eager"),
                 probes=self.probes,
                 seconds=self.seconds,
             )

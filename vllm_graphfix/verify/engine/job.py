@@ -42,8 +42,8 @@ class Job:
     """Of each prompt's answer."""
     prompt_logprobs: bool = False
     """Score the prompts too: an answer then begins with the prompt's second token."""
-    again: bool = False
-    """Ask a second time, in the reverse order: what differs then is the engine's own noise."""
+    again: int = 0
+    """Ask so many times more, every other time in the reverse order: what differs in the second pass is the engine's own noise."""
     probes: tuple[str, ...] = ()
     """What to look at inside the engine; names of `probes.PROBES`. The engine must be in one process."""
     seconds: float | None = None
@@ -66,7 +66,7 @@ class Said:
     """What an engine said."""
 
     passes: tuple[tuple[Answer, ...], ...]
-    """The answers to all prompts; twice if it was asked again, both in the order of the prompts."""
+    """The answers to all prompts, of each pass in the order of the prompts."""
     states: dict[str, dict[str, str]]
     """State of each fix, by rank."""
     observed: dict[str, list[float]]

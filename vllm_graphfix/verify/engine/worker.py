@@ -101,11 +101,11 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
     seconds = time.monotonic() - started
     prompts = job.prompts or _generated(job, llm)
     passes = [_ask(llm, prompts, job.max_tokens, job.prompt_logprobs)]
-    if job.again:
-        # What is kept of the first pass would hide the noise of computing it again.
+    for number in range(job.again):
+        # What is kept of the pass before would hide the noise of computing it again.
         llm.reset_prefix_cache()
-        reverse = _ask(llm, prompts[::-1], job.max_tokens[::-1], job.prompt_logprobs)
-        passes.append(reverse[::-1])
+        order = 1 if number % 2 else -1
+        passes.append(_ask(llm, prompts[::order], job.max_tokens[::order], job.prompt_logprobs)[::order])
     for probe in probes:
         probe.after_the_answers()
     observed |= _events()

@@ -1,0 +1,142 @@
+"""One engine under the load of many users, in a process of its own, until the shadow check has checked enough of it.
+
+    python shadow_load.py DESCRIPTOR
+
+As `engine_worker.py`, but for what is asked: each ``{"checks": …, "seconds": …, "seed": …}`` is answered with what `_load` returns.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_MOST = 12
+"""Requests at a time, at most; more than an engine takes, so that some wait."""
+_CHANGE = 0.02
+"""Of the steps, those after which the number of requests that there are to be is another."""
+_ABORT = 0.01
+"""Of the steps, those after which a request is aborted."""
+
+
+def main(parent: Any) -> int:
+    try:
+        order = parent.recv()
+        import vllm_graphfix
+
+        vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
+        from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
+
+        arguments = dict(order["arguments"])
+        arguments |= {name: value for name, value in order["where_known"].items() if hasattr(EngineArgs, name)}
+        llm = LLM(**arguments)
+        parent.send(time.monotonic())  # one clock for all processes of a machine
+        parent.send({name: state.state.value for name, state in vllm_graphfix.states().items()})
+        while True:
+            parent.send(_load(llm, **parent.recv()))
+    except EOFError:  # nobody asks any more
+        return 0
+    except BaseException as error:  # an engine may end in SystemExit
+        traceback.print_exc()
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        parent.send({"error": f"{type(error).__name__}: {first}"})
+        return 1
+
+
+def _load(llm: LLM, checks: int, seconds: float, seed: int) -> dict[str, Any]:
+    """Requests of all lengths that come, go and are aborted, until *checks* were made or *seconds* are over."""
+    from vllm_graphfix.shadow import process
+
+    shadow = process.SHADOW
+    chance = random.Random(seed)  # noqa: S311 - the same load in every run
+    engine = llm.llm_engine
+    vocabulary = range(1, engine.model_config.get_vocab_size())
+    running: set[str] = set()
+    begun, made, aborted, steps, wanted = time.monotonic(), 0, 0, 0, _MOST
+    started_with = shadow.results.checks if shadow is not None else 0
+    spent_before = shadow.results.seconds if shadow is not None else 0.0
+    while time.monotonic() - begun < seconds and (
+        shadow is None or (shadow.stopped is None and shadow.results.checks - started_with < checks)
+    ):
+        if chance.random() < _CHANGE:
+            wanted = chance.randint(1, _MOST)
+        while len(running) < wanted:
+            name = f"{seed}-{made}"
+            prompt = chance.choices(vocabulary, k=chance.choice((1, 2, 7, 64, 250, 500, 500, 700)))
+            engine.add_request(name, {"prompt_token_ids": prompt}, _sampling(chance))
+            running.add(name)
+            made += 1
+        running.difference_update(output.request_id for output in engine.step() if output.finished)
+        steps += 1
+        if running and chance.random() < _ABORT:
+            name = chance.choice(sorted(running))
+            engine.abort_request([name])
+            running.discard(name)
+            aborted += 1
+    taken = time.monotonic() - begun
+    engine.abort_request(sorted(running))
+    found: dict[str, Any] = {
+        "seconds": round(taken, 1),
+        "steps": steps,
+        "requests": made,
+        "aborted": aborted,
+        **_counted(llm),
+    }
+    if shadow is not None:
+        results = shadow.results
+        spent = results.seconds - spent_before
+        found |= {
+            "checks": results.checks - started_with,
+            "mismatches": results.mismatches,
+            "left out": results.skipped,
+            "stopped": shadow.stopped,
+            "refused": process.REFUSED,
+            "noise": results.noise,
+            "changed inputs": sorted(results.changed_inputs),
+            "milliseconds a check": round(1000 * spent / max(1, results.checks - started_with), 2),
+            "share of the other time": spent / max(1e-9, taken - spent),
+            "replays or calls": shadow.schedule.count,
+            "wrong": [f"{each.sentence()} First layer: {each.first_layer}" for each in results.told(5)],
+        }
+    return found
+
+
+def _sampling(chance: random.Random) -> Any:
+    from vllm import SamplingParams
+
+    drawn: dict[str, Any] = {"temperature": 0.0}
+    if chance.random() < 0.5:
+        drawn = {"temperature": 0.8, "seed": chance.choice((None, 11))}
+    return SamplingParams(max_tokens=chance.randint(1, 160), ignore_eos=True, detokenize=False, **drawn)
+
+
+def _counted(llm: LLM) -> dict[str, int]:
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    names = {
+        "preempted": "vllm:num_preemptions",
+        "drafts": "vllm:spec_decode_num_draft_tokens",
+        "accepted": "vllm:spec_decode_num_accepted_tokens",
+    }
+    return {ours: int(values[theirs]) for ours, theirs in names.items() if theirs in values}
+
+
+if __name__ == "__main__":
+    here = os.path.realpath(os.path.dirname(__file__))  # noqa: PTH120 - as in engine_worker.py
+    sys.path[:] = [
+        folder for folder in sys.path if os.path.realpath(folder) != here
+    ]  # an engine must not find this folder
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # its end is this process's end, whatever it has started
+    code = main(Connection(descriptor))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What is torn down at the end of an interpreter hangs now and then after an illegal memory access.
+    os._exit(code)
