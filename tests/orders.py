@@ -196,7 +196,7 @@ def _taken_apart(function: Any) -> tuple[list[str], object]:
         layers.append(function.__globals__["__name__"].rpartition(".")[2])
         function = function.__wrapped__
     # The gate before captures is on targets of fixes, too, and stays.
-    return [layer for layer in layers if layer != "membership"], function
+    return [layer for layer in layers if layer != "hooks"], function
 
 
 def _in_child(work: Callable[[Any], Any]) -> Callable[[Any], Any]:

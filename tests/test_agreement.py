@@ -21,12 +21,14 @@ from stock import release_root, run_in_release
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
-from vllm_graphfix import agreement, membership, rollout, settings
+from vllm_graphfix import agreement, gate, rollout, settings
 from vllm_graphfix.agreement import Agreement, Word, compare, leave
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.membership import GraphfixError, Membership
-from vllm_graphfix.process import FixState
+from vllm_graphfix.gate import STOPS, GraphfixError
+from vllm_graphfix.hooks import guarded
+from vllm_graphfix.membership import Membership
+from vllm_graphfix.progress import FixState
 
 STAGE = "start"
 
@@ -310,14 +312,14 @@ def gate_of_two(
         vars(me.process)["states"] = faults.around("states", lambda **_: states_double)
         vars(me.process)["left_undone"] = lambda **_: ()
         nothing = {name: lambda: None for name in ("tell", "keep", "finish")}
-        me._telling = SimpleNamespace(rank=None, agreement=None, problem=None, **nothing)  # type: ignore[assignment]  # a double
+        me.telling = SimpleNamespace(rank=None, agreement=None, problem=None, **nothing)  # type: ignore[assignment]  # a double
         worker_double = SimpleNamespace(local_rank=rank, use_v2_model_runner=False, vllm_config=world)
         try:
-            membership._guarded(me._leave, "profiling")
+            guarded(me.gate.leave, "profiling")
             barrier.wait()
-            me._before_capture(worker_double, "profile_cudagraph_memory")
+            me.gate.before_capture(worker_double, "profile_cudagraph_memory")
             barrier.wait()
-            me._before_capture(worker_double, "compile_or_warm_up_model")
+            me.gate.before_capture(worker_double, "compile_or_warm_up_model")
             barrier.wait()
             outcomes[rank] = "starts"
         except GraphfixError as error:
@@ -329,8 +331,8 @@ def gate_of_two(
     with monkeypatch.context() as patched:
         patched.setattr(distributed_c10d, "_get_default_store", lambda: shared)
         patched.setattr(distributed_c10d, "PrefixStore", lambda name, store: FailingStore(real(name, store), faults))
-        patched.setattr(membership, "_world", lambda: (faults.here.rank, 2))
-        patched.setattr(membership, "host_name", faults.around("host_name", lambda: f"node-{faults.here.rank}"))
+        patched.setattr(gate, "_world", lambda: (faults.here.rank, 2))
+        patched.setattr(gate, "host_name", faults.around("host_name", lambda: f"node-{faults.here.rank}"))
         patched.setattr(agreement, "os", SimpleNamespace(urandom=faults.around("urandom", os.urandom)))
         patched.setattr(agreement, "time", SimpleNamespace(monotonic=faults.around("monotonic", time.monotonic)))
         patched.setattr(agreement, "_LAST_READERS", 0.1)
@@ -367,7 +369,7 @@ def test_where_one_call_fails_on_one_rank_nobody_hangs_and_who_stops_says_why(
         for faults in sweep(rank, operation):
             outcomes = gate_of_two(monkeypatch, faults, master=master, differ=differ)
             fired += faults.fired
-            stopped = [told for told in outcomes.values() if told.startswith(membership.STOPS)]
+            stopped = [told for told in outcomes.values() if told.startswith(STOPS)]
             assert len(outcomes) == 2, (outcomes, faults.calls)
             assert stopped if differ else stopped or set(outcomes.values()) == {"starts"}
             hosts = [f"node-{each}" for each in (0, 1)]
@@ -572,9 +574,9 @@ def test_a_fix_taken_back_for_want_of_a_companion_is_no_difference_between_pipel
     load_general_plugins()
     import vllm.v1.worker.gpu.cudagraph_utils
     from vllm_graphfix import _this_process
-    first = _this_process()._word()
+    first = _this_process().gate.word()
     import vllm.v1.worker.gpu.spec_decode.eagle.cudagraph
-    last = _this_process()._word()
+    last = _this_process().gate.word()
     states = _this_process().process.states()
     print("SAID", first.states["capture-state"], last.states["capture-state"], states["capture-state"].state.value)
     """

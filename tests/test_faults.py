@@ -43,7 +43,10 @@ def test_the_calls_are_found(release: str, every: int, record_property: Callable
     not_in_an_engine = {"__main__.py", "trial.py", *shown}
     assert ours - not_in_an_engine <= files.keys()
     assert sum(files.values()) > 700
-    assert min(files[file] for file in ("membership.py", "process.py", "patching.py", "source.py", "role.py")) > 15
+    assert (
+        min(files[file] for file in ("membership.py", "gate.py", "process.py", "patching.py", "source.py", "role.py"))
+        > 15
+    )
     called = {place.rsplit(":", 1)[1] for place in faults.places}
     assert {"register_post_import_hook", "register_at_fork", "open", "mkdir", "openssl_sha256", "getLogger"} <= called
     assert len(faults.outcomes) == len(range(0, faults.planned, every))

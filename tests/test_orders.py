@@ -162,7 +162,7 @@ def expected(release: str, case: Case, *, observed: bool) -> dict[str, Any]:
             "aliases": aliases,
             "elsewhere": [],
             "subclasses see the same": True,
-            "load_general_plugins": "vllm_graphfix.membership",
+            "load_general_plugins": "vllm_graphfix.hooks",
         }
 
     before_alias = order[: order.index("A")]

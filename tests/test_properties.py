@@ -126,7 +126,7 @@ def registered(scratch: Path, environment: dict[bytes, bytes], folder: str, modu
     logger.setLevel(logging.DEBUG)
     vllm_graphfix._membership.cache_clear()
     exec("register()", {"__name__": module, "register": vllm_graphfix.register, "vllm_config": None})  # noqa: S102
-    vllm_graphfix._this_process()._telling.finish()
+    vllm_graphfix._this_process().telling.finish()
     return logged, os.environ[DECISION]
 
 

@@ -88,7 +88,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
     "metrics.py": {"multiprocessing": "the name of this process, which vLLM gives to its API servers"},
     "role.py": {"multiprocessing": "the name of this process, and the id of the one that started it"},
     "telling.py": {"multiprocessing.util": "runs at the end of a process, in forked children too"},
-    "process.py": {
+    "hooks.py": {
         "import_module": "waits for another thread that imports a module of vLLM, one of those named in this package"
     },
     "records/processes.py": {"os.kill": "signal 0: whether a process is there"},
@@ -166,12 +166,12 @@ import prometheus_client  # as vLLM does before it serves metrics
 from torch.distributed import HashStore
 from vllm_graphfix import _this_process, agreement, metrics, records
 me = _this_process()
-me._telling.finish()
-base = me._telling.base()
+me.telling.finish()
+base = me.telling.base()
 assert len(records.read(base).found) == 1
 metrics.expose(base, me.decision, 2)
 metrics._watcher.look()
-store, word = HashStore(), me._word()
+store, word = HashStore(), me.gate.word()
 places = [agreement.leave(store, "start", rank, word) for rank in (0, 1)]
 assert agreement.compare(store, places[0], 0, 2, word, print, timeout=1.0).difference is None
 records.prune(base)

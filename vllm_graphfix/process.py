@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, TypeVar
-
-import wrapt
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from vllm_graphfix import patching
-from vllm_graphfix.fix import Diagnosis, Fix, Mode, Patch, State, Verdict
-from vllm_graphfix.log import HeldLog, logger
-from vllm_graphfix.settings import Master
+from vllm_graphfix.fix import Fix, Patch, State, Verdict
+from vllm_graphfix.hooks import when_imported
+from vllm_graphfix.log import HeldLog
+from vllm_graphfix.progress import FixState, Progress, Wanted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,70 +23,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+__all__ = ["FixState", "Process", "Wanted"]
+
 _REVERTED = "taken back; graphs captured before keep what they recorded"
-
-
-class FixState(NamedTuple):
-    """What this process did about one fix."""
-
-    name: str
-    mode: Mode
-    diagnosis: Diagnosis | None
-    """None if there was none to be had: the fix is off, or the source could not be read."""
-    state: State
-    reason: str
-
-
-class Wanted(NamedTuple):
-    """What is to be done about all fixes: the environment's word, or what the first process of an engine made of it."""
-
-    master: Master
-    modes: Mapping[str, Mode]
-    withheld: str | None = None
-    """Why nothing is patched although the switch is on."""
-
-    def loud(self, name: str) -> bool:
-        """Whether the engine must not start without the fix where it is needed."""
-        if self.withheld is not None or self.master is Master.OFF:
-            return False
-        mode = self.modes[name]
-        return mode is Mode.ON or (self.master is Master.STRICT and mode is Mode.AUTO)
-
-
-class _Progress:
-    """One fix in this process."""
-
-    def __init__(self, fix: Fix, wanted: Wanted) -> None:
-        self.fix = fix
-        self.mode = wanted.modes[fix.name]
-        self.diagnosis: Diagnosis | None = None
-        self.patches: tuple[Patch, ...] = ()
-        self.sites: list[patching.Site] = []
-        self.state = State.WAITING
-        self.reason = "to be diagnosed when vLLM imports what it concerns"
-        fix.fallback.reason = None
-        if wanted.master is Master.OFF:
-            self.settle(State.OFF, "VLLM_GRAPHFIX=off")
-        elif self.mode is Mode.OFF:
-            self.settle(State.OFF, f"{fix.variable}=off")
-        elif wanted.withheld is not None:
-            self.settle(State.NOT_IN_CANARY, wanted.withheld)
-
-    def settle(self, state: State, reason: str) -> None:
-        self.state, self.reason = state, reason
-
-    @property
-    def observes(self) -> bool:
-        return self.mode is Mode.OBSERVE
-
-    @property
-    def engaged(self) -> bool:
-        """Its patches, those that put right or those that only look, are on vLLM, or will be when vLLM imports the targets."""
-        return self.state in (State.ACTIVE, State.OBSERVING, State.WAITING)
-
-    @property
-    def puts_right(self) -> bool:
-        return self.engaged and not self.observes
 
 
 def _alone(method: Callable[Concatenate[Process, P], T]) -> Callable[Concatenate[Process, P], T]:
@@ -135,19 +72,19 @@ class Process:
 
     def _go_by(self, wanted: Wanted) -> None:
         self._wanted = wanted
-        self._progress = {fix.name: _Progress(fix, wanted) for fix in self._fixes}
+        self._progress = {fix.name: Progress(fix, wanted) for fix in self._fixes}
         for name in self._reverted:
             self._progress[name].settle(State.OFF, _REVERTED)
         self._diagnosed = False
 
     @_alone
-    def _begin(self, wanted: Wanted) -> list[_Progress] | None:
+    def _begin(self, wanted: Wanted) -> list[Progress] | None:
         """The fixes that are to be hooked; None if nothing has changed."""
         if self._started and wanted == self._wanted:
             return None
         for progress in self._progress.values():
             if progress.sites:
-                self._take_back(progress, State.OFF, "taken back for another engine")
+                progress.take_back(State.OFF, "taken back for another engine")
         self._started = True
         self._go_by(wanted)
         return [progress for progress in self._progress.values() if progress.engaged]
@@ -211,7 +148,7 @@ class Process:
             self._without(progress)
         return {name: self._told(progress) for name, progress in self._progress.items()}
 
-    def _told(self, progress: _Progress) -> FixState:
+    def _told(self, progress: Progress) -> FixState:
         reason = progress.reason
         if progress.state is State.WAITING and not self._started:
             reason = f"register() has not run in this process (VLLM_PLUGINS?); {reason}"
@@ -224,7 +161,7 @@ class Process:
         Graphs captured before keep what they recorded. A fix that cannot be without it is taken back too.
         """
         progress = self._progress[name]
-        self._take_back(progress, State.OFF, _REVERTED)
+        progress.take_back(State.OFF, _REVERTED)
         if progress.state is State.OFF:
             self._reverted.add(name)
         if self._diagnosed:  # else the diagnosis is followed by this
@@ -245,30 +182,19 @@ class Process:
                     from vllm_graphfix.source import open_source
 
                     source = source or open_source()
-                    self._judge(progress, manifest.diagnose(progress.fix, source))
+                    progress.judge(manifest.diagnose(progress.fix, source))
+                    if progress.state is State.INCOMPATIBLE:
+                        self._warn(progress, "cannot be applied to this vLLM; see `vllm-graphfix explain`")
                     self._remember(progress, source)
                 except Exception as error:
                     self._fail(progress, error)
 
-    def _remember(self, progress: _Progress, source: Source) -> None:
+    def _remember(self, progress: Progress, source: Source) -> None:
         """What `_apply` has to find running: not the source itself, which holds syntax trees."""
         if source.folder is not None:
             self._read.update({_module(path): source.folder / path for path in progress.fix.reads})
         for patch in progress.patches:
             self._texts[patch.module] = source.read(f"{patch.module.replace('.', '/')}.py")
-
-    def _judge(self, progress: _Progress, found: Diagnosis) -> None:
-        progress.diagnosis = found
-        if found.verdict is Verdict.AFFECTED:
-            patches = progress.fix.observers if progress.observes else progress.fix.patches
-            progress.patches = tuple(patches(found.shape))
-            done = "observed" if progress.observes else "applied"
-            progress.settle(State.WAITING, f"{found.reason} ({found.where}); to be {done} when vLLM imports it")
-        elif found.verdict is Verdict.UNRECOGNISED:
-            progress.settle(State.INCOMPATIBLE, f"{found.reason} ({found.where})")
-            self._warn(progress, "cannot be applied to this vLLM; see `vllm-graphfix explain`")
-        else:
-            progress.settle(State.NOT_NEEDED, found.reason)
 
     # -- application: everything below runs inside vLLM's imports and must not raise -------------------------------
 
@@ -286,7 +212,7 @@ class Process:
             self.give_up(error)
         self.sum_up()
 
-    def _apply(self, progress: _Progress, patches: list[Patch]) -> None:
+    def _apply(self, progress: Progress, patches: list[Patch]) -> None:
         try:
             self._refuse_other_files(progress.fix)
             progress.sites += patching.apply(progress.fix.name, patches, self._texts.get)
@@ -299,7 +225,7 @@ class Process:
             progress.settle(state, f"{done} {', '.join(site.name for site in progress.sites)}{rest}")
             self._log.debug("graphfix: %s: %s, %s", progress.fix.name, state.value, progress.reason)
         except patching.ConflictError as error:
-            self._take_back(progress, State.CONFLICT, str(error))
+            progress.take_back(State.CONFLICT, str(error))
             self._warn(progress, "is not applied: remove the other patch, or switch this fix off")
         except Exception as error:
             self._fail(progress, error)
@@ -311,7 +237,7 @@ class Process:
             if origin and module in self._read and not self._read[module].samefile(origin):
                 raise patching.ConflictError(f"{origin} runs in the place of {self._read[module]}, which was diagnosed")
 
-    def _keep_together(self, progress: _Progress, module: str) -> None:
+    def _keep_together(self, progress: Progress, module: str) -> None:
         """Takes a fix back that would trade its defect for another one without a companion that is not there."""
         for together in progress.fix.together:
             other = self._progress.get(together.name)
@@ -325,19 +251,19 @@ class Process:
                     "graphfix: %s without %s (%s): %s", progress.fix.name, together.name, other.reason, together.because
                 )
                 continue
-            self._take_back(
-                progress, State.INCOMPATIBLE, f"{together.name} is {other.state.value}; without it {together.because}"
+            progress.take_back(
+                State.INCOMPATIBLE, f"{together.name} is {other.state.value}; without it {together.because}"
             )
             self._warn(progress, f"is taken back: switch {together.name} on, or this fix off")
 
-    def _without(self, lost: _Progress) -> None:
+    def _without(self, lost: Progress) -> None:
         """Takes back what needs *lost*, as if it had never been applied."""
         for progress in self._progress.values():
             for together in progress.fix.together:
                 if together.name == lost.fix.name and together.module in sys.modules:
                     self._keep_together(progress, together.module)
 
-    def _affected_by(self, other: _Progress) -> bool:
+    def _affected_by(self, other: Progress) -> bool:
         """Whether a fix that is switched off, or observed, would be needed here."""
         from vllm_graphfix import manifest
         from vllm_graphfix.source import open_source
@@ -348,20 +274,9 @@ class Process:
             return True
         return other.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)
 
-    def _take_back(self, progress: _Progress, state: State, reason: str) -> None:
-        try:
-            patching.take_back(progress.fix.name, progress.sites)
-            patching.drop_copies(progress.patches)
-        except Exception as error:
-            state = State.CONFLICT if isinstance(error, patching.ConflictError) else State.FAILED
-            progress.settle(state, f"{reason}; and {error}")
-            return
-        progress.sites = []
-        progress.settle(state, reason)
-
-    def _fail(self, progress: _Progress, error: Exception) -> None:
+    def _fail(self, progress: Progress, error: Exception) -> None:
         self._log.debug("graphfix: %s failed", progress.fix.name, exc_info=error)
-        self._take_back(progress, State.FAILED, f"{type(error).__name__}: {error}")
+        progress.take_back(State.FAILED, f"{type(error).__name__}: {error}")
         self._warn(progress, "is not applied; vLLM runs as it was")
 
     # -- gate, log -------------------------------------------------------------------------------------------------
@@ -384,19 +299,10 @@ class Process:
         return tuple(
             f"{state.name} is {state.state.value}: {state.reason}"
             for state in states
-            if self._wanted.loud(state.name) and self._left_undone(self._progress[state.name], v2)
+            if self._wanted.loud(state.name) and self._progress[state.name].left_undone(v2=v2)
         )
 
-    def _left_undone(self, progress: _Progress, v2: bool | None) -> bool:
-        """Whether this engine has imported what the fix is for, and the fix is not on all of it."""
-        if progress.fix.runner is not None and v2 is not None and (progress.fix.runner == "V2") != v2:
-            return False
-        if progress.state in (State.INCOMPATIBLE, State.CONFLICT, State.FAILED):
-            return any(module in sys.modules for module in progress.fix.modules)
-        imported = sum(patch.module in sys.modules for patch in progress.patches)
-        return progress.engaged and len(progress.sites) < imported
-
-    def _warn(self, progress: _Progress, what: str) -> None:
+    def _warn(self, progress: Progress, what: str) -> None:
         self._log.warning("graphfix: %s %s (%s: %s)", progress.fix.name, what, progress.state.value, progress.reason)
 
     def end(self) -> None:
@@ -426,19 +332,3 @@ class Process:
 
 def _module(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
-    """Calls *hook* with the module once it is imported, or now if it is; whatever goes wrong stays here."""
-
-    def guarded(imported: ModuleType) -> None:
-        try:
-            hook(imported)
-        except Exception:
-            logger.exception("graphfix: failed on %s; vLLM runs as it was", module)
-
-    loaded = sys.modules.get(module)
-    if getattr(getattr(loaded, "__spec__", None), "_initializing", False):
-        # Another thread is importing it, and wrapt would call the hook on what is there so far. This waits for that thread.
-        importlib.import_module(module)
-    wrapt.register_post_import_hook(guarded, module)

@@ -361,7 +361,7 @@ def test_the_record_says_what_is_wrapped() -> None:
     assert os.environ["VLLM_GRAPHFIX_SHADOW"] == "1/1"
     import vllm_graphfix
 
-    wrapped: Any = vllm_graphfix._this_process()._shadow
+    wrapped: Any = vllm_graphfix._this_process().shadow
     states = wrapped.states()
     # Nothing here imports the other runner's graphs.
     assert {name: state.state.value for name, state in states.items()} == {

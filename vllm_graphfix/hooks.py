@@ -1,0 +1,51 @@
+"""Where the plugin comes in: hooks on vLLM's imports and wrappers of its functions. What goes wrong in them stays in them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from vllm_graphfix.log import logger
+
+
+def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
+    """Calls *hook* with the module once it is imported, or now if it is; whatever goes wrong stays here."""
+
+    def run(imported: ModuleType) -> None:
+        try:
+            hook(imported)
+        except Exception:
+            logger.exception("graphfix: failed on %s; vLLM runs as it was", module)
+
+    loaded = sys.modules.get(module)
+    if getattr(getattr(loaded, "__spec__", None), "_initializing", False):
+        # Another thread is importing it, and wrapt would call the hook on what is there so far. This waits for that thread.
+        importlib.import_module(module)
+    wrapt.register_post_import_hook(run, module)
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Puts *around* on a function of vLLM, if it is there: called with the stock function, then with its arguments."""
+    stock = getattr(owner, name, None)
+    if stock is None:
+        return
+
+    @functools.wraps(stock)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(stock, *args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+def guarded(function: Callable[..., Any], *args: Any) -> None:
+    """Calls *function*, inside vLLM's; whatever goes wrong stays here."""
+    try:
+        function(*args)
+    except Exception:
+        logger.exception("graphfix: %s failed; vLLM runs as it was", function.__name__)
