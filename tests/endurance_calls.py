@@ -1,88 +1,18 @@
-"""What a call leaves behind, by tracemalloc, by Python's own count of blocks and by its garbage collector's of objects.
-
-The layers of the fixes that are called in each step or for each batch, around vLLM's own functions: these are cheap enough, on a CPU too. And
-what the plugin's threads do again and again. ``main`` runs in a process of its own.
-"""
+"""The calls that are made again and again, to see what they leave; ``main`` runs in a process of its own."""
 
 from __future__ import annotations
 
-import gc
-import itertools
 import json
 import logging
-import sys
-import tempfile
-import time
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import NamedTuple
 
-import vllm_graphfix
-from vllm_graphfix import records
-from vllm_graphfix.fix import Patch
-from vllm_graphfix.fixes import BY_NAME, FIXES
+import endurance_layers as layers
+import endurance_records as of_records
+from endurance_left import Case, left_by
 
-REQUESTS, ROWS = 3, 4
-"""Of a batch with padding."""
-WARM_UP = 0.05
-"""So many calls more, as a share, before anything is measured: caches and free lists fill."""
-RANKS = 64
-
-
-class Left(NamedTuple):
-    """What was not there before all calls, and is after."""
-
-    ours: int
-    """Bytes that lines of the package and of this file have allocated."""
-    blocks: int
-    """Of up to 512 bytes, whoever has them."""
-    objects: int
-    garbage: int
-    """Objects in cycles, which nothing but Python's collector finds; it is kept from it meanwhile."""
-
-
-def left_by(call: Callable[[], object], calls: int, after_warm_up: Callable[[], object] = lambda: None) -> Left:
-    """What so many *calls* leave."""
-    package = str(Path(vllm_graphfix.__file__).parent / "*")
-    filters = [tracemalloc.Filter(inclusive=True, filename_pattern=pattern) for pattern in (package, __file__)]
-
-    def traced() -> int:
-        return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(filters).traces)
-
-    def counted_objects() -> int:
-        return len(gc.get_objects()) + gc.get_freeze_count()
-
-    tracemalloc.start()
-    try:
-        for _ in itertools.repeat(None, max(70, round(WARM_UP * calls))):
-            call()
-        after_warm_up()
-        traced()
-        gc.freeze()  # what is there already is none of it, and takes the collector a second
-        gc.disable()
-        gc.collect()  # and empties the free lists
-        ours = traced()
-        blocks, objects = sys.getallocatedblocks(), counted_objects()
-        for _ in itertools.repeat(None, calls):
-            call()
-        garbage = gc.collect()
-        objects, blocks = counted_objects() - objects, sys.getallocatedblocks() - blocks
-        return Left(traced() - ours, blocks, objects, garbage)
-    finally:
-        gc.enable()
-        gc.unfreeze()
-        tracemalloc.stop()
-
-
-class Case(NamedTuple):
-    call: Callable[[], object]
-    counted: tuple[str, ...] = ()
-    """Events that each call has to count, and no other."""
-    failing: str | None = None
-    """The fix that has an error of its own at each call."""
+from vllm_graphfix.fixes import FIXES
 
 
 def main(calls: dict[str, int]) -> None:
@@ -110,436 +40,6 @@ def main(calls: dict[str, int]) -> None:
         print(json.dumps(told), flush=True)  # noqa: T201 - the result
 
 
-def _layer(fix: str, shape: str, target: str, *, active: bool) -> Patch:
-    offered = BY_NAME[fix].patches(shape) if active else BY_NAME[fix].observers(shape)
-    return next(patch for patch in offered if patch.name == target)
-
-
-# -- mamba-padding ---------------------------------------------------------------------------------------------------------
-
-
-def _mamba(*, active: bool, stale: bool, padded: bool = True, broken: bool = False) -> Case:
-    """Mamba-2's builder. *stale*: the last row has the mark of a request that was prefilling, which is right if it is not *padded*."""
-    import torch
-    from vllm.config import CUDAGraphMode
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
-    from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadataBuilder
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=64, get_mamba_chunk_size=lambda: 8),
-        cache_config=SimpleNamespace(mamba_cache_mode="none"),
-        scheduler_config=SimpleNamespace(max_num_seqs=ROWS),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL, max_cudagraph_capture_size=ROWS),
-        speculative_config=None,
-        num_speculative_tokens=0,
-    )
-    spec = MambaSpec(block_size=64, shapes=((2,),), dtypes=(torch.float32,))
-    builder = Mamba2AttentionMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
-    requests = REQUESTS if padded else ROWS
-    starts = torch.arange(ROWS + 1, dtype=torch.int32).clamp(max=requests)
-    marks = torch.zeros(ROWS, dtype=torch.bool)
-    marks[-1] = stale
-    metadata = CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=(torch.arange(ROWS) < requests).int() * 10,
-        num_reqs=ROWS,
-        num_actual_tokens=requests,
-        max_query_len=1,
-        max_seq_len=10,
-        block_table_tensor=torch.zeros(ROWS, 1, dtype=torch.int32),
-        slot_mapping=torch.zeros(ROWS, dtype=torch.int64),
-        is_prefilling=marks,
-    )
-    if broken:
-        metadata.query_start_loc_cpu = starts.to("meta")  # has no numbers
-    name = "_compute_common_metadata"
-    stock = getattr(BaseMambaAttentionMetadataBuilder, name)
-    if broken or (stale and not active):  # vLLM would make a prefill of it, which needs pinned memory
-
-        def stock(self: Any, common_attn_metadata: Any, *, num_accepted_tokens: Any = None) -> None:
-            """Stands in for it."""
-
-    layer = _layer(
-        "mamba-padding",
-        "prefilling-over-padding",
-        f"{BaseMambaAttentionMetadataBuilder.__name__}.{name}",
-        active=active,
-    )
-    around = layer.wrap(stock)
-    counted = ("padded-row-prefilling",) if stale and padded and not broken else ()
-    return Case(lambda: around(builder, metadata), counted, "mamba-padding" if broken else None)
-
-
-# -- FlashMLA --------------------------------------------------------------------------------------------------------------
-
-
-def _flashmla(*, active: bool, padded: bool) -> Case:
-    """Both fixes on the builder of dense fp8, as in an engine. The planner is a kernel; here it costs nothing."""
-    import torch
-
-    from vllm_graphfix.verify.double.flashmla import PLAN_WIDTH, SM_PARTS, install_flashmla_stand_ins
-
-    install_flashmla_stand_ins()
-    from vllm.v1.attention.backends.mla import flashmla
-
-    name = "FlashMLAMetadataBuilder._build_decode"
-    plan, splits = torch.zeros(SM_PARTS, PLAN_WIDTH, dtype=torch.int32), torch.zeros(ROWS + 1, dtype=torch.int32)
-    flashmla.get_mla_metadata_dense_fp8 = lambda *_: (plan, splits)
-    builder = object.__new__(flashmla.FlashMLAMetadataBuilder)
-    builder.__dict__.update(
-        is_fp8_kvcache=True,
-        num_q_heads=16,
-        cg_buf_tile_scheduler_metadata=torch.zeros_like(plan),
-        cg_buf_num_splits=torch.zeros_like(splits),
-    )
-    around = flashmla.FlashMLAMetadataBuilder._build_decode
-    for fix, shape in (("flashmla-fp8", "new-plan"), ("flashmla-padding", "minus-one")):
-        around = _layer(fix, shape, name, active=active).wrap(around)
-    requests = REQUESTS if padded else ROWS
-    starts = torch.arange(ROWS + 1, dtype=torch.int32).clamp(max=requests)
-    given = {
-        "block_table_tensor": torch.zeros(ROWS, 4, dtype=torch.int32),
-        "seq_lens_device": torch.full((ROWS,), 10, dtype=torch.int32),
-        "max_seq_len": 10,
-        "query_start_loc_cpu": starts,
-        "query_start_loc_device": starts,
-        "num_decode_tokens": requests,
-        "dcp_tot_seq_lens_device": None,
-    }
-    counted = ("plan-outside-buffers", *(("padded-rows-given",) if padded else ()))
-    return Case(lambda: around(builder, **given), counted)
-
-
-# -- the sparse indexer ----------------------------------------------------------------------------------------------------
-
-
-def _indexer(*, active: bool, padded: bool) -> Case:
-    """The builder of the indexer's metadata in a decode batch with a draft token in each row."""
-    import torch
-    from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder as Builder
-
-    from vllm_graphfix.verify.double.scenarios.indexer_padding import builder
-
-    layer = _layer("indexer-padding", "view-of-a-row", f"{Builder.__name__}._prepare_decode_tensors", active=active)
-    around, own = layer.wrap(Builder._prepare_decode_tensors), builder(1, requests=ROWS)
-    scheduled = (torch.arange(ROWS) < (REQUESTS if padded else ROWS)).int() * 2
-    table, starts = torch.zeros(ROWS, 3, dtype=torch.int32), scheduled.cumsum(0, dtype=torch.int32) - scheduled
-    given = (scheduled * 5, table, scheduled, scheduled, starts, ROWS, 2 * ROWS, True, 2, 2)
-    return Case(lambda: around(own, *given), ("padded-rows-below-zero",) if padded else ())
-
-
-# -- Triton MLA ------------------------------------------------------------------------------------------------------------
-
-
-def _triton_mla(*, active: bool, padded: bool) -> Case:
-    """The builder as in each step; with the fix active, also a layer outside of a graph. The kernel is one of its own, and costs nothing."""
-    import torch
-    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
-
-    from vllm_graphfix.verify.double.scenarios import triton_mla_padding as scenario
-
-    decode, shape = scenario.TritonMLADecode(), "divides-by-nothing"
-    builds = _layer("triton-mla-padding", shape, "MLACommonMetadataBuilder.build", active=active)
-    build = builds.wrap(MLACommonMetadataBuilder.build)
-    metadata = scenario.common_metadata(decode, ROWS)
-    requests = REQUESTS if padded else ROWS
-    metadata.query_start_loc_cpu.copy_(torch.arange(ROWS + 1).clamp(max=requests))
-    lengths = (torch.arange(ROWS) < requests).int()
-    output = torch.zeros(ROWS, 2, 4)
-
-    def decode_attention_fwd(
-        q: Any, k_buffer: Any, v_buffer: Any, o: Any, lse: Any, req_to_token: Any, b_seq_len: Any
-    ) -> None: ...
-
-    around = decode_attention_fwd
-    if active:
-        around = _layer("triton-mla-padding", shape, "decode_attention_fwd", active=True).wrap(around)
-
-    def call() -> None:
-        build(decode.builder, 0, metadata)
-        around(None, None, None, output, None, None, lengths)
-
-    return Case(call, ("empty-rows-given",) if padded else ())
-
-
-# -- workspace-growth ------------------------------------------------------------------------------------------------------
-
-
-def _workspace(*, active: bool, outgrown: bool = False) -> Case:
-    """A request that fits, behind a capture that has recorded a workspace: the one in use, or one before it."""
-    import torch
-    from vllm.v1.worker.workspace import WorkspaceManager
-
-    fix, name = "workspace-growth", "WorkspaceManager._ensure_workspace_size"
-    around = _layer(fix, "one-slot", name, active=active).wrap(WorkspaceManager._ensure_workspace_size)
-    capture = _layer(fix, "one-slot", "GPUModelRunner.capture_model", active=active)
-    manager = WorkspaceManager(torch.device("cpu"))
-    with (
-        mock.patch.object(torch.accelerator, "empty_cache"),  # it grows here, and there is no device
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
-    ):
-        around(manager, 1024)
-        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-            capture.wrap(lambda runner: around(manager, 1024))(None)
-        if outgrown:
-            around(manager, 2048)
-    return Case(lambda: around(manager, 512))
-
-
-# -- draft-decode-mode -----------------------------------------------------------------------------------------------------
-
-
-def _drafts(*, active: bool) -> Case:
-    """Eagle's speculator of 0.17.x with one token to draft, for which there is no decode."""
-    import torch
-    from vllm.config import CUDAGraphMode
-    from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
-
-    manager = _ManagerStandIn(CUDAGraphMode.PIECEWISE)
-    if active:
-        init = _layer("draft-decode-mode", "one-manager", "EagleCudaGraphManager.__init__", active=True)
-        init.wrap(_ManagerStandIn.__init__)(manager, CUDAGraphMode.PIECEWISE)
-    speculator = object.__new__(EagleSpeculator)
-    speculator.__dict__.update(
-        cudagraph_manager=manager,
-        num_speculative_steps=1,
-        idx_mapping=torch.zeros(ROWS, dtype=torch.int32),
-        input_buffers=SimpleNamespace(positions=torch.zeros(ROWS), query_start_loc=torch.zeros(ROWS + 1)),
-    )
-    layer = _layer("draft-decode-mode", "one-manager", "EagleSpeculator.generate_draft", active=active)
-    around, mode = layer.wrap(EagleSpeculator.generate_draft), manager.cudagraph_mode
-    tokens = REQUESTS if active else ROWS  # without a graph there is no padding
-    return Case(lambda: around(speculator, REQUESTS, tokens, {}, None, None, mode), ("decode-padded-in-piecewise",))
-
-
-class _ManagerStandIn:
-    """What the fix looks at of a manager of CUDA graphs, in 0.17.x."""
-
-    def __init__(self, mode: Any) -> None:
-        self.cudagraph_mode, self.cudagraph_sizes, self.pool = mode, {REQUESTS: ROWS}, None
-
-
-def _nightly_prefills(*, active: bool) -> Case:
-    """`prepare_eagle_inputs` of the nightlies, by a stand-in, after a prefill of a larger batch. No release has the defect."""
-    import torch
-
-    shape, speculator = "two-managers-indices", _SpeculatorStandIn()
-    offered = BY_NAME["draft-decode-mode"].patches(shape) if active else BY_NAME["draft-decode-mode"].observers(shape)
-    init, inputs = (patch.wrap for patch in offered)
-    init(_SpeculatorStandIn.init_cudagraph_manager)(speculator)
-    around = inputs(_prepare_eagle_inputs_stand_in)
-    small, large, indices = (*map(_BatchStandIn, (REQUESTS, ROWS)), torch.zeros(ROWS, dtype=torch.int64))
-    around(indices, large)
-
-    def call(speculator: object = speculator) -> None:  # which nobody else holds
-        around(indices, small)
-
-    return Case(call, ("prefill-with-old-indices",))
-
-
-class _BatchStandIn:
-    def __init__(self, num_reqs: int) -> None:
-        self.num_reqs = num_reqs
-
-
-class _SpeculatorStandIn:
-    prefill_cudagraph_manager = SimpleNamespace(graphs={"captured": None})
-
-    def init_cudagraph_manager(self) -> None: ...
-
-
-def _prepare_eagle_inputs_stand_in(last_token_indices: Any, input_batch: Any) -> None: ...
-
-
-# -- prefill-dispatch ------------------------------------------------------------------------------------------------------
-
-
-def _dispatch(*, active: bool, prefills: bool = True, broken: bool = False) -> Case:
-    """Model runner V1's own dispatch of a batch with a request that prefills one token, or with none."""
-    import numpy as np
-    import torch
-    from vllm.config import CUDAGraphMode
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
-
-    groups = [KVCacheGroupSpec(["layer"], MambaSpec(block_size=32, shapes=((2,),), dtypes=(torch.float32,)))]
-    with scenario._unpinned():
-        made = scenario.DispatchV1(scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, 1), KVCacheConfig(8, [], groups))
-    batch = made.runner.input_batch
-    batch.num_prompt_tokens[:], batch.num_computed_tokens_cpu[:], batch.num_tokens_no_spec[:] = 5, 9, 10
-    if prefills:
-        batch.num_computed_tokens_cpu[REQUESTS - 1] = 4
-    if broken:
-        batch.num_prompt_tokens = None
-    name = "_determine_batch_execution_and_padding"
-    layer = _layer("prefill-dispatch", "shape-only-v1", f"GPUModelRunner.{name}", active=active)
-    around = layer.wrap(getattr(GPUModelRunner, name))
-    given = {
-        "num_tokens": REQUESTS,
-        "num_reqs": REQUESTS,
-        "num_scheduled_tokens_np": np.ones(REQUESTS, dtype=np.int32),
-        "max_num_scheduled_tokens": 1,
-        "use_cascade_attn": False,
-    }
-    counted = ("prefill-as-decode",) if prefills and not broken else ()
-    return Case(lambda: around(made.runner, **given), counted, "prefill-dispatch" if broken else None)
-
-
-def _dispatch_v2(*, active: bool, prefills: bool = True) -> Case:
-    """Model runner V2's states and dispatch, of the same batches."""
-    import torch
-    from vllm.config import CUDAGraphMode
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
-    from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
-
-    groups = [KVCacheGroupSpec(["layer"], MambaSpec(block_size=32, shapes=((2,),), dtypes=(torch.float32,)))]
-    made = scenario.DispatchV2(scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, 1), KVCacheConfig(8, [], groups))
-    computed = dict.fromkeys(scenario.REQUESTS, 9)
-    if prefills:
-        computed["short"] = 4
-    for name in scenario.REQUESTS:
-        made._states.add(name, 5)
-    made._states.look_up(computed)
-    scheduled = scenario._scheduler_output(dict.fromkeys(scenario.REQUESTS, 1), list(scenario.REQUESTS), computed)
-    update, choose = (
-        _layer("prefill-dispatch", "shape-only-v2", target, active=active).wrap(stock)
-        for target, stock in (
-            ("GPUModelRunner.update_requests", GPUModelRunner.update_requests),
-            ("dispatch_cg_and_sync_dp", dispatch_cg_and_sync_dp),
-        )
-    )
-    manager, tokens = made.runner.cudagraph_manager, len(scenario.REQUESTS)
-
-    def call() -> None:
-        update(made.runner, scheduled)
-        choose(manager, tokens, tokens, 1, 1, 0)
-
-    return Case(call, ("prefill-as-decode",) if prefills else ())
-
-
-# -- prompt-logprobs -------------------------------------------------------------------------------------------------------
-
-
-def _samples(*, active: bool, scored: bool = True, broken: bool = False) -> Case:
-    """`sample_tokens`, by a stand-in, since vLLM's own needs a whole batch; the runner has the same state at each call."""
-    import torch
-    from vllm.v1.worker.gpu_model_runner import ExecuteModelState
-
-    state = ExecuteModelState(
-        scheduler_output=SimpleNamespace(num_scheduled_tokens={"scored": ROWS}),
-        hidden_states=torch.zeros(ROWS, 8),
-        **dict.fromkeys(set(ExecuteModelState._fields) - {"scheduler_output", "hidden_states"}),
-    )
-    runner = SimpleNamespace(
-        num_prompt_logprobs={"scored": 1} if scored else {},
-        execute_model_state=state,
-        speculative_config=SimpleNamespace(disable_padded_drafter_batch=False, use_eagle=lambda: True),
-        compilation_config=SimpleNamespace(max_cudagraph_capture_size=None if broken else ROWS),
-    )
-
-    def sample_tokens(self: Any, grammar_output: Any) -> None:
-        self.execute_model_state = None
-
-    around = _layer("prompt-logprobs", "draft-first", "GPUModelRunner.sample_tokens", active=active).wrap(sample_tokens)
-
-    def call() -> None:
-        runner.execute_model_state = state
-        around(runner, None)
-
-    counted = ("prompt-logprobs-after-draft",) if scored and not broken else ()
-    return Case(call, counted, "prompt-logprobs" if broken else None)
-
-
-# -- records and metrics ---------------------------------------------------------------------------------------------------
-
-ENGINE, ANOTHER = "0123456789abcdef", "fedcba9876543210"
-
-
-def _record(rank: int = 0, engine: str = ENGINE, count: int = 0) -> records.Record:
-    """Of a rank on another host, as large as a worker's."""
-    here = records.identity()._replace(host=f"node-{rank // 8}", pid=1000 + rank, boot="another")
-    return records.Record(
-        graphfix="0.1.0",
-        vllm="0.21.0",
-        engine=engine,
-        **here._asdict(),
-        role="worker",
-        model="some/model",
-        rank=records.Rank(rank, rank % 8, RANKS, 0),
-        decision=records.Decided(canary=True, bucket=1234, percentage=25.0, master="on", inherited=True),
-        fixes={fix.name: records.FixReport("auto", "active", f"applied on rank {rank}") for fix in FIXES},
-        events={fix.name: {event.name: count for event in fix.events} for fix in FIXES},
-        agreement=records.Agreement("a-token", RANKS, RANKS, None),
-        leader=engine,
-        written=time.time(),
-    )
-
-
-def _folder() -> Path:
-    """In what the caller cleans up."""
-    return Path(tempfile.mkdtemp(dir="."))
-
-
-def _watcher(*, others: int = 0) -> Case:
-    """The records of 64 ranks read and told; beside so many of another engine, which are written anew all the time."""
-    from prometheus_client import CollectorRegistry
-
-    from vllm_graphfix.metrics import Engine, Exposition, Watcher
-
-    base, inodes, read = _folder(), itertools.count(1), records.read
-    for rank in range(RANKS):
-        records.write(base, _record(rank))
-    for rank in range(others):
-        records.write(base, _record(rank, ANOTHER))
-    served = Engine(ENGINE, canary=True, percentage=25.0, ranks=RANKS)
-    watcher = Watcher(base, served, Exposition(CollectorRegistry()))
-
-    def read_stand_in(*args: Any, **keywords: Any) -> records.Reading:
-        """As on storage that gives no number of a file out again: tmpfs."""
-        found = tuple(one._replace(inode=next(inodes)) for one in read(*args, **keywords).found)
-        return records.Reading(found, ())
-
-    if others:
-        records.read = read_stand_in
-    return Case(watcher.look)
-
-
-def _reporter(*, base: Path | None = None, changing: bool = False, engines: bool = False) -> Case:
-    """Records handed over and written: touched, written anew if *changing*, or those of one engine after the other."""
-    warnings: list[str] = []
-    reporter = records.Reporter(base or _folder(), warnings.append)
-    numbers, record = itertools.count(), _record()
-
-    def publish() -> None:
-        given = record
-        if changing:
-            given = _record(count=next(numbers))
-        if engines:
-            given = _record(engine=f"{next(numbers):016x}")
-        reporter.publish(given)
-        reporter.flush(60)
-
-    return Case(publish)
-
-
-def _telling() -> Case:
-    """What a rank asks itself every ten seconds; with the fixes on what has been imported so far."""
-    vllm_graphfix.register()
-    telling = vllm_graphfix._this_process().telling
-    telling.rank = (0, 0, 1, 0)
-    assert telling.record().fixes["mamba-padding"].state == "active"
-    return Case(telling.record)
-
-
 class Planned(NamedTuple):
     make: Callable[[], Case]
     release: str | None
@@ -553,64 +53,78 @@ _UNEVENTFUL = _SLOWER = (5_000, 1_000_000)
 _READ, _WRITTEN, _MADE = (20, 10_000), (500, 10_000), (1_000, 100_000)
 CASES: dict[str, Planned] = {
     "mamba-padding, active, a padded row that reads as prefilling": Planned(
-        lambda: _mamba(active=True, stale=True), _MAMBA
+        lambda: layers.mamba(active=True, stale=True), _MAMBA
     ),
-    "mamba-padding, active, no such row": Planned(lambda: _mamba(active=True, stale=False), _MAMBA, _UNEVENTFUL),
+    "mamba-padding, active, no such row": Planned(lambda: layers.mamba(active=True, stale=False), _MAMBA, _UNEVENTFUL),
     "mamba-padding, active, failing at each call": Planned(
-        lambda: _mamba(active=True, stale=True, broken=True), _MAMBA
+        lambda: layers.mamba(active=True, stale=True, broken=True), _MAMBA
     ),
     "mamba-padding, observed, a padded row that reads as prefilling": Planned(
-        lambda: _mamba(active=False, stale=True), _MAMBA
+        lambda: layers.mamba(active=False, stale=True), _MAMBA
     ),
     "mamba-padding, observed, a request that is prefilling": Planned(
-        lambda: _mamba(active=False, stale=True, padded=False), _MAMBA
+        lambda: layers.mamba(active=False, stale=True, padded=False), _MAMBA
     ),
-    "mamba-padding, observed, no such row": Planned(lambda: _mamba(active=False, stale=False), _MAMBA, _UNEVENTFUL),
-    "prompt-logprobs, active, a scored prompt": Planned(lambda: _samples(active=True), _MAMBA),
-    "prompt-logprobs, active, nobody asks": Planned(lambda: _samples(active=True, scored=False), _MAMBA, _UNEVENTFUL),
-    "prompt-logprobs, active, failing at each call": Planned(lambda: _samples(active=True, broken=True), _MAMBA),
-    "prompt-logprobs, observed, a scored prompt": Planned(lambda: _samples(active=False), _MAMBA),
-    "FlashMLA, both fixes active, padding": Planned(lambda: _flashmla(active=True, padded=True), _FLASHMLA),
+    "mamba-padding, observed, no such row": Planned(
+        lambda: layers.mamba(active=False, stale=False), _MAMBA, _UNEVENTFUL
+    ),
+    "prompt-logprobs, active, a scored prompt": Planned(lambda: layers.samples(active=True), _MAMBA),
+    "prompt-logprobs, active, nobody asks": Planned(
+        lambda: layers.samples(active=True, scored=False), _MAMBA, _UNEVENTFUL
+    ),
+    "prompt-logprobs, active, failing at each call": Planned(lambda: layers.samples(active=True, broken=True), _MAMBA),
+    "prompt-logprobs, observed, a scored prompt": Planned(lambda: layers.samples(active=False), _MAMBA),
+    "FlashMLA, both fixes active, padding": Planned(lambda: layers.flashmla(active=True, padded=True), _FLASHMLA),
     "FlashMLA, both fixes active, no padding": Planned(
-        lambda: _flashmla(active=True, padded=False), _FLASHMLA, _UNEVENTFUL
+        lambda: layers.flashmla(active=True, padded=False), _FLASHMLA, _UNEVENTFUL
     ),
-    "FlashMLA, both fixes observed, padding": Planned(lambda: _flashmla(active=False, padded=True), _FLASHMLA),
-    "indexer-padding, active, padding": Planned(lambda: _indexer(active=True, padded=True), _INDEXER, _SLOWER),
-    "indexer-padding, active, no padding": Planned(lambda: _indexer(active=True, padded=False), _INDEXER, _UNEVENTFUL),
-    "indexer-padding, observed, padding": Planned(lambda: _indexer(active=False, padded=True), _INDEXER, _SLOWER),
-    "triton-mla-padding, active, padding": Planned(lambda: _triton_mla(active=True, padded=True), _TRITON_MLA),
+    "FlashMLA, both fixes observed, padding": Planned(lambda: layers.flashmla(active=False, padded=True), _FLASHMLA),
+    "indexer-padding, active, padding": Planned(lambda: layers.indexer(active=True, padded=True), _INDEXER, _SLOWER),
+    "indexer-padding, active, no padding": Planned(
+        lambda: layers.indexer(active=True, padded=False), _INDEXER, _UNEVENTFUL
+    ),
+    "indexer-padding, observed, padding": Planned(lambda: layers.indexer(active=False, padded=True), _INDEXER, _SLOWER),
+    "triton-mla-padding, active, padding": Planned(lambda: layers.triton_mla(active=True, padded=True), _TRITON_MLA),
     "triton-mla-padding, active, no padding": Planned(
-        lambda: _triton_mla(active=True, padded=False), _TRITON_MLA, _UNEVENTFUL
+        lambda: layers.triton_mla(active=True, padded=False), _TRITON_MLA, _UNEVENTFUL
     ),
-    "triton-mla-padding, observed, padding": Planned(lambda: _triton_mla(active=False, padded=True), _TRITON_MLA),
+    "triton-mla-padding, observed, padding": Planned(lambda: layers.triton_mla(active=False, padded=True), _TRITON_MLA),
     "workspace-growth, active, a recorded workspace in use": Planned(
-        lambda: _workspace(active=True), _MAMBA, _UNEVENTFUL
+        lambda: layers.workspace(active=True), _MAMBA, _UNEVENTFUL
     ),
     "workspace-growth, active, a recorded workspace that was outgrown": Planned(
-        lambda: _workspace(active=True, outgrown=True), _MAMBA, _UNEVENTFUL
+        lambda: layers.workspace(active=True, outgrown=True), _MAMBA, _UNEVENTFUL
     ),
     "workspace-growth, observed, a recorded workspace in use": Planned(
-        lambda: _workspace(active=False), _MAMBA, _UNEVENTFUL
+        lambda: layers.workspace(active=False), _MAMBA, _UNEVENTFUL
     ),
-    "draft-decode-mode, active": Planned(lambda: _drafts(active=True), _DRAFTS),
-    "draft-decode-mode, observed": Planned(lambda: _drafts(active=False), _DRAFTS),
-    "draft-decode-mode of nightlies, active": Planned(lambda: _nightly_prefills(active=True), _DRAFTS),
-    "draft-decode-mode of nightlies, observed": Planned(lambda: _nightly_prefills(active=False), _DRAFTS),
-    "prefill-dispatch, active, a prefill of one token": Planned(lambda: _dispatch(active=True), _MAMBA),
-    "prefill-dispatch, active, decodes": Planned(lambda: _dispatch(active=True, prefills=False), _MAMBA, _UNEVENTFUL),
-    "prefill-dispatch, active, failing at each call": Planned(lambda: _dispatch(active=True, broken=True), _MAMBA),
-    "prefill-dispatch, observed, a prefill of one token": Planned(lambda: _dispatch(active=False), _MAMBA),
-    "prefill-dispatch of V2, active, a prefill of one token": Planned(lambda: _dispatch_v2(active=True), _MAMBA),
+    "draft-decode-mode, active": Planned(lambda: layers.drafts(active=True), _DRAFTS),
+    "draft-decode-mode, observed": Planned(lambda: layers.drafts(active=False), _DRAFTS),
+    "draft-decode-mode of nightlies, active": Planned(lambda: layers.nightly_prefills(active=True), _DRAFTS),
+    "draft-decode-mode of nightlies, observed": Planned(lambda: layers.nightly_prefills(active=False), _DRAFTS),
+    "prefill-dispatch, active, a prefill of one token": Planned(lambda: layers.dispatch(active=True), _MAMBA),
+    "prefill-dispatch, active, decodes": Planned(
+        lambda: layers.dispatch(active=True, prefills=False), _MAMBA, _UNEVENTFUL
+    ),
+    "prefill-dispatch, active, failing at each call": Planned(
+        lambda: layers.dispatch(active=True, broken=True), _MAMBA
+    ),
+    "prefill-dispatch, observed, a prefill of one token": Planned(lambda: layers.dispatch(active=False), _MAMBA),
+    "prefill-dispatch of V2, active, a prefill of one token": Planned(lambda: layers.dispatch_v2(active=True), _MAMBA),
     "prefill-dispatch of V2, active, decodes": Planned(
-        lambda: _dispatch_v2(active=True, prefills=False), _MAMBA, _UNEVENTFUL
+        lambda: layers.dispatch_v2(active=True, prefills=False), _MAMBA, _UNEVENTFUL
     ),
-    "prefill-dispatch of V2, observed, a prefill of one token": Planned(lambda: _dispatch_v2(active=False), _MAMBA),
-    "records of 64 ranks read": Planned(_watcher, None, _READ),
-    "records of 64 ranks read, beside another engine's": Planned(lambda: _watcher(others=4), None, (20, 1_000)),
-    "a record touched": Planned(_reporter, None, _WRITTEN),
-    "a record written": Planned(lambda: _reporter(changing=True), None, _WRITTEN),
-    "a record that cannot be written": Planned(lambda: _reporter(base=Path("/proc")), None, _WRITTEN),
-    "records of one engine after the other": Planned(lambda: _reporter(engines=True), None, _WRITTEN),
+    "prefill-dispatch of V2, observed, a prefill of one token": Planned(
+        lambda: layers.dispatch_v2(active=False), _MAMBA
+    ),
+    "records of 64 ranks read": Planned(of_records.watcher, None, _READ),
+    "records of 64 ranks read, beside another engine's": Planned(
+        lambda: of_records.watcher(others=4), None, (20, 1_000)
+    ),
+    "a record touched": Planned(of_records.reporter, None, _WRITTEN),
+    "a record written": Planned(lambda: of_records.reporter(changing=True), None, _WRITTEN),
+    "a record that cannot be written": Planned(lambda: of_records.reporter(base=Path("/proc")), None, _WRITTEN),
+    "records of one engine after the other": Planned(lambda: of_records.reporter(engines=True), None, _WRITTEN),
     # Behind all of its release: it registers, and what the others wrap has layers then.
-    "a record made": Planned(_telling, _MAMBA, _MADE),
+    "a record made": Planned(of_records.telling, _MAMBA, _MADE),
 }

@@ -16,7 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
-from endurance_calls import CASES, Left, left_by
+from endurance_calls import CASES
+from endurance_left import Left, left_by
 from endurance_server import Endured, Sample, endure, print_summary, sample, trend, write_csv
 from prometheus_client.parser import text_string_to_metric_families
 from records import record

@@ -1,0 +1,94 @@
+"""What the plugin's threads do again and again: records made, written and read, and told as metrics."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from endurance_left import Case
+
+import vllm_graphfix
+from vllm_graphfix import records
+from vllm_graphfix.fixes import FIXES
+
+RANKS = 64
+ENGINE, ANOTHER = "0123456789abcdef", "fedcba9876543210"
+
+
+def _record(rank: int = 0, engine: str = ENGINE, count: int = 0) -> records.Record:
+    """Of a rank on another host, as large as a worker's."""
+    here = records.identity()._replace(host=f"node-{rank // 8}", pid=1000 + rank, boot="another")
+    return records.Record(
+        graphfix="0.1.0",
+        vllm="0.21.0",
+        engine=engine,
+        **here._asdict(),
+        role="worker",
+        model="some/model",
+        rank=records.Rank(rank, rank % 8, RANKS, 0),
+        decision=records.Decided(canary=True, bucket=1234, percentage=25.0, master="on", inherited=True),
+        fixes={fix.name: records.FixReport("auto", "active", f"applied on rank {rank}") for fix in FIXES},
+        events={fix.name: {event.name: count for event in fix.events} for fix in FIXES},
+        agreement=records.Agreement("a-token", RANKS, RANKS, None),
+        leader=engine,
+        written=time.time(),
+    )
+
+
+def _folder() -> Path:
+    """In what the caller cleans up."""
+    return Path(tempfile.mkdtemp(dir="."))
+
+
+def watcher(*, others: int = 0) -> Case:
+    """The records of 64 ranks read and told; beside so many of another engine, which are written anew all the time."""
+    from prometheus_client import CollectorRegistry
+
+    from vllm_graphfix.metrics import Engine, Exposition, Watcher
+
+    base, inodes, read = _folder(), itertools.count(1), records.read
+    for rank in range(RANKS):
+        records.write(base, _record(rank))
+    for rank in range(others):
+        records.write(base, _record(rank, ANOTHER))
+    served = Engine(ENGINE, canary=True, percentage=25.0, ranks=RANKS)
+    watcher = Watcher(base, served, Exposition(CollectorRegistry()))
+
+    def read_stand_in(*args: Any, **keywords: Any) -> records.Reading:
+        """As on storage that gives no number of a file out again: tmpfs."""
+        found = tuple(one._replace(inode=next(inodes)) for one in read(*args, **keywords).found)
+        return records.Reading(found, ())
+
+    if others:
+        records.read = read_stand_in
+    return Case(watcher.look)
+
+
+def reporter(*, base: Path | None = None, changing: bool = False, engines: bool = False) -> Case:
+    """Records handed over and written: touched, written anew if *changing*, or those of one engine after the other."""
+    warnings: list[str] = []
+    reporter = records.Reporter(base or _folder(), warnings.append)
+    numbers, record = itertools.count(), _record()
+
+    def publish() -> None:
+        given = record
+        if changing:
+            given = _record(count=next(numbers))
+        if engines:
+            given = _record(engine=f"{next(numbers):016x}")
+        reporter.publish(given)
+        reporter.flush(60)
+
+    return Case(publish)
+
+
+def telling() -> Case:
+    """What a rank asks itself every ten seconds; with the fixes on what has been imported so far."""
+    vllm_graphfix.register()
+    telling = vllm_graphfix._this_process().telling
+    telling.rank = (0, 0, 1, 0)
+    assert telling.record().fixes["mamba-padding"].state == "active"
+    return Case(telling.record)
