@@ -21,8 +21,8 @@ import audited
 import pytest
 from hostile import READ
 from packaging.requirements import Requirement
+from ranks import word
 from stock import release_root, run_in_release
-from test_agreement import word
 from test_engagement import LOAD, REPORT, imports, reported
 from torch._C._distributed_c10d import HashStore
 

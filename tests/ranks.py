@@ -1,0 +1,59 @@
+"""Ranks that leave their words in one store, and what each of them finds there."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from vllm_graphfix import agreement
+from vllm_graphfix.agreement import Agreement, Word, compare, leave
+
+STAGE = "start"
+
+
+def word(host: str = "node-a", **changed: Any) -> Word:
+    said = Word(
+        host=host,
+        pid=1,
+        engine="e" * 16,
+        graphfix="0.1.0",
+        vllm="0.21.0",
+        canary=True,
+        master="on",
+        modes={"mamba-padding": "auto", "capture-state": "auto"},
+        states={"mamba-padding": "active", "capture-state": "active"},
+        token=agreement.new_token(),
+    )
+    return said._replace(**changed)
+
+
+def compared(words: dict[int, Word], world_size: int, timeout: float = 20.0) -> tuple[dict[int, Agreement], list[str]]:
+    """What each of the ranks in *words* found, each with a connection of its own to one store; and the warnings of all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    stores = [TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))]
+    stores += [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)) for _ in words][1:]
+    found: dict[int, Agreement] = {}
+    warnings: list[str] = []
+
+    def run(store: TCPStore, rank: int, said: Word) -> None:
+        mine = PrefixStore("vllm_graphfix", store)
+        hosts: Callable[[int], str | None] = {3: "10.0.0.3"}.get
+        place = leave(mine, STAGE, rank, said)
+        found[rank] = compare(mine, place, rank, world_size, said, warnings.append, silent_host=hosts, timeout=timeout)
+
+    threads = [
+        threading.Thread(target=run, args=(store, rank, said))
+        for store, (rank, said) in zip(stores, words.items(), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout + 30)
+    return found, warnings

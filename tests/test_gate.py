@@ -1,0 +1,206 @@
+"""The gate before a capture, in real process groups of stock releases: which ranks start, and which stop with what message."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from stock import release_root, run_in_release
+
+WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
+    "agrees": (({}, True), ({}, True)),
+    "differs": (({}, True), ({"VLLM_GRAPHFIX_MAMBA_PADDING": "off"}, True)),
+    "one is off": (({"VLLM_GRAPHFIX": "off"}, True), ({}, True)),
+    "one lacks the plugin": (({}, True), ({}, False)),
+    "all are off, one lacks the plugin": (({"VLLM_GRAPHFIX": "off"}, True), ({"VLLM_GRAPHFIX": "off"}, False)),
+    "one cannot make a token": (({}, True), ({"FAULT": "token"}, True)),
+    "one cannot tell its states": (({}, True), ({"FAULT": "states"}, True)),
+    "one has given up": (({}, True), ({"FAULT": "give up"}, True)),
+    "all are off, one cannot tell its states": (
+        ({"VLLM_GRAPHFIX": "off"}, True),
+        ({"VLLM_GRAPHFIX": "off", "FAULT": "states"}, True),
+    ),
+    "differs, without graphs": (
+        ({"GRAPHS": "NONE"}, True),
+        ({"GRAPHS": "NONE", "VLLM_GRAPHFIX_MAMBA_PADDING": "off"}, True),
+    ),
+}
+"""Each rank's environment, and whether it has the plugin."""
+
+PROGRAM = """
+import errno, multiprocessing, os, socket, sys
+from types import SimpleNamespace
+import torch
+from torch import distributed
+import vllm.v1.attention.backends.mamba_attn
+import vllm.v1.worker.gpu_worker as workers
+
+def put_a_fault(fault, agreement):
+    from vllm_graphfix import _this_process
+    error, process = OSError(errno.EMFILE, "Too many open files"), _this_process().process
+    def fail(*args, **kwargs):
+        raise error
+    if fault == "token":
+        agreement.new_token = fail
+    elif fault == "states":
+        process.states = fail
+    elif fault == "give up":
+        process.give_up(error)
+
+def rank(world, number, size, port, env, plugin):
+    os.environ.update(env)
+    if not plugin:
+        os.environ["VLLM_PLUGINS"] = ""
+    from vllm.plugins import load_general_plugins
+    load_general_plugins()
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=size)
+    distributed.new_group(list(range(size)), backend="gloo")
+    if plugin:
+        from vllm_graphfix import agreement
+        agreement.TIMEOUT = agreement.TIMEOUT_FOR_A_WARNING = 4.0 if "lacks" in world else 60.0
+        put_a_fault(os.environ.get("FAULT"), agreement)
+    mode = SimpleNamespace(name=os.environ.get("GRAPHS", "FULL"))
+    worker_double = SimpleNamespace(local_rank=number, use_v2_model_runner=False, vllm_config=SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_rank=0), model_config=SimpleNamespace(enforce_eager=mode.name == "NONE"),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode)))
+    try:
+        workers.Worker.compile_or_warm_up_model(worker_double)
+        said = "returned"
+    except AttributeError:
+        said = "STARTS"  # the stock start-up was called, with an object that is no worker
+    except RuntimeError as error:
+        said = f"{type(error).__name__} {error}"
+    os.write(1, f"{world}: RANK {number} {said}\\n".encode())  # at once: the other rank writes too
+    os._exit(0)
+
+def run(world, ranks):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=rank, args=(world, n, len(ranks), port, *each)) for n, each in enumerate(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+
+for world, ranks in WORLDS.items():
+    run(world, ranks)
+"""
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[str]]:
+    """What each rank of each world of `WORLDS` said: real process groups of stock 0.21.0, around a double of a worker."""
+    done = run_in_release("0.21.0", f"WORLDS = {WORLDS!r}\n" + PROGRAM, {"VLLM_LOGGING_LEVEL": "WARNING"})
+    lines = [line.partition(": RANK ") for line in done.stdout.splitlines() if ": RANK " in line]
+    return {world: sorted(told for name, _, told in lines if name == world) for world in WORLDS}
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        "agrees",
+        "one cannot make a token",
+        "all are off, one lacks the plugin",
+        "all are off, one cannot tell its states",
+        "differs, without graphs",
+    ],
+)
+def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
+    """Where they agree; and where a difference cannot hang: the kill switch brings an engine up in any case."""
+    assert said[world] == ["0 STARTS", "1 STARTS"]
+
+
+@pytest.mark.parametrize(
+    ("world", "what"),
+    [
+        ("differs", "mamba-padding is 'active' on rank 0 ({host}); 'off' on rank 1 ({host})"),
+        ("one is off", "VLLM_GRAPHFIX is 'off' on rank 0 ({host}); 'on' on rank 1 ({host})"),
+        (
+            "one cannot tell its states",
+            "Which fixes are there cannot be told on rank 1 ({host}): OSError: [Errno 24] Too many open files.",
+        ),
+        ("one has given up", "mamba-padding is 'active' on rank 0 ({host}); 'failed' on rank 1 ({host})."),
+        (
+            "one has given up",
+            "The reason on rank 1 ({host}) for capture-state, draft-prefill-state, ",
+        ),
+        (
+            "one has given up",  # without what this process has not imported
+            "mamba-padding, prefill-dispatch, workspace-growth: OSError: [Errno 24] Too many open files.",
+        ),
+    ],
+)
+def test_all_ranks_stop_before_they_capture_where_one_is_set_up_otherwise(
+    world: str, what: str, said: dict[str, list[str]]
+) -> None:
+    assert len(said[world]) == 2
+    for line in said[world]:
+        assert "GraphfixError vllm-graphfix stops this engine before it captures its CUDA graphs" in line
+        assert what.format(host=socket.gethostname()) in line
+
+
+def test_a_rank_whose_process_keeps_the_plugin_out_is_named_with_its_host(said: dict[str, list[str]]) -> None:
+    with_plugin, without = said["one lacks the plugin"]
+    assert without == "1 STARTS"
+    assert "GraphfixError" in with_plugin
+    assert f"Without a word in 4 s: rank 1 on {socket.gethostname()}." in with_plugin
+
+
+def test_a_fix_taken_back_for_want_of_a_companion_is_no_difference_between_pipeline_stages() -> None:
+    """Only the last stage imports the drafter's code, for which `capture-state` needs the companion."""
+    code = """
+    from vllm.plugins import load_general_plugins
+    load_general_plugins()
+    import vllm.v1.worker.gpu.cudagraph_utils
+    from vllm_graphfix import _this_process
+    first = _this_process().gate.word()
+    import vllm.v1.worker.gpu.spec_decode.eagle.cudagraph
+    last = _this_process().gate.word()
+    states = _this_process().process.states()
+    print("SAID", first.states["capture-state"], last.states["capture-state"], states["capture-state"].state.value)
+    """
+    said = run_in_release("0.21.0", code, {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "observe"}).stdout
+    assert "SAID active waiting incompatible" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"),
+    [("vllm-graphfix stops this engine before it captures its CUDA graphs: …", True), ("out of memory", False)],
+)
+def test_a_core_whose_ranks_stop_it_ends_its_executor(error: str, ended: bool) -> None:
+    """A silent rank waits in a collective by then, and the core would wait for that rank when it ends."""
+    code = f"""
+    from types import SimpleNamespace
+    from vllm.plugins import load_general_plugins
+    load_general_plugins()
+    from vllm.v1.engine.core import EngineCore
+    def fail(*args, **kwargs):
+        raise RuntimeError({error!r})
+    executor_double = SimpleNamespace(get_kv_cache_specs=fail, shutdown=lambda: print("ENDED"))
+    try:
+        EngineCore._initialize_kv_caches(SimpleNamespace(model_executor=executor_double), SimpleNamespace())
+    except RuntimeError as raised:
+        print("RAISED", raised)
+    """
+    said = run_in_release("0.21.0", code).stdout
+    assert f"RAISED {error}" in said
+    assert ("ENDED" in said) == ended
+
+
+@pytest.mark.parametrize("release", ["0.15.0", "0.18.1", "0.21.0", "0.26.0", "0.33.0"])
+def test_what_the_gate_stands_on_is_in_vllm(release: str) -> None:
+    """The methods that it is put around, by name; and, from 0.18.0 on, the one that measures graphs."""
+    root = release_root(release)
+    assert "def compile_or_warm_up_model(self" in read(root, "gpu_worker.py")
+    assert "def determine_available_memory(self" in read(root, "gpu_worker.py")
+    assert "def compile_or_warm_up_model(self" in read(root, "cpu_worker.py")
+    assert "def _initialize_kv_caches(" in (root / "vllm" / "v1" / "engine" / "core.py").read_text(encoding="utf-8")
+    assert ("def profile_cudagraph_memory(self" in read(root, "gpu_model_runner.py")) == (release >= "0.18")
+
+
+def read(root: Path, name: str) -> str:
+    return (root / "vllm" / "v1" / "worker" / name).read_text(encoding="utf-8")

@@ -1,0 +1,198 @@
+"""A call fails at the gate of one rank of two, around a double of a worker: nobody hangs, and who stops says why."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ranks import STAGE, word
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
+
+from vllm_graphfix import agreement, gate, rollout, settings
+from vllm_graphfix.agreement import compare, leave
+from vllm_graphfix.fix import Mode, State
+from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.gate import STOPS, GraphfixError
+from vllm_graphfix.hooks import guarded
+from vllm_graphfix.membership import Membership
+from vllm_graphfix.progress import FixState
+
+
+class Faults:
+    """One fault in what the plugin asks of the store or the system; *number* None is a fault of each call."""
+
+    def __init__(self, rank: int, operation: str, number: int | None, error: Exception) -> None:
+        self.rank, self.operation, self.number, self.error = rank, operation, number, error
+        self.calls = 0
+        self.fired = False
+        self.here = threading.local()
+
+    def around(self, operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if operation == self.operation and getattr(self.here, "rank", None) == self.rank:
+                self.calls += 1
+                if self.number in (None, self.calls):
+                    self.fired = True
+                    raise self.error
+            return call(*args, **kwargs)
+
+        called.__name__ = operation
+        return called
+
+
+STORE = ("add", "set", "wait", "check", "multi_get", "get", "list_keys")
+SYSTEM = ("host_name", "urandom", "monotonic", "states")
+
+
+class FailingStore:
+    """A real store, with faults."""
+
+    def __init__(self, store: Any, faults: Faults) -> None:
+        for operation in STORE:
+            setattr(self, operation, faults.around(operation, getattr(store, operation)))
+
+
+def gate_of_two(
+    monkeypatch: pytest.MonkeyPatch, faults: Faults, *, master: str = "auto", differ: bool = False, ended: float = 20.0
+) -> dict[int, str]:
+    """What becomes of two ranks on their way from profiling to the last gate; where one stops, the engine ends the other."""
+    shared = HashStore()
+    shared.set_timeout(timedelta(seconds=5))
+    real, barrier, outcomes = distributed_c10d.PrefixStore, threading.Barrier(2), dict[int, str]()
+    world = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_rank=0),
+        model_config=SimpleNamespace(enforce_eager=False),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
+    )
+
+    def run(rank: int) -> None:
+        faults.here.rank = rank
+        environment = {} if master == "auto" else {"VLLM_GRAPHFIX": master}
+        me = Membership(FIXES, environment)
+        me.decision = rollout.decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
+        state = State.OFF if differ and rank == 1 else State.ACTIVE
+        states_double = {fix.name: FixState(fix.name, Mode.AUTO, None, state, "") for fix in FIXES}
+        vars(me.process)["states"] = faults.around("states", lambda **_: states_double)
+        vars(me.process)["left_undone"] = lambda **_: ()
+        nothing = {name: lambda: None for name in ("tell", "keep", "finish")}
+        me.telling = SimpleNamespace(rank=None, agreement=None, problem=None, **nothing)  # type: ignore[assignment]  # a double
+        worker_double = SimpleNamespace(local_rank=rank, use_v2_model_runner=False, vllm_config=world)
+        try:
+            guarded(me.gate.leave, "profiling")
+            barrier.wait()
+            me.gate.before_capture(worker_double, "profile_cudagraph_memory")
+            barrier.wait()
+            me.gate.before_capture(worker_double, "compile_or_warm_up_model")
+            barrier.wait()
+            outcomes[rank] = "starts"
+        except GraphfixError as error:
+            outcomes[rank] = str(error)
+            barrier.abort()
+        except threading.BrokenBarrierError:
+            outcomes[rank] = "is ended"
+
+    with monkeypatch.context() as patched:
+        patched.setattr(distributed_c10d, "_get_default_store", lambda: shared)
+        patched.setattr(distributed_c10d, "PrefixStore", lambda name, store: FailingStore(real(name, store), faults))
+        patched.setattr(gate, "_world", lambda: (faults.here.rank, 2))
+        patched.setattr(gate, "host_name", faults.around("host_name", lambda: f"node-{faults.here.rank}"))
+        patched.setattr(agreement, "os", SimpleNamespace(urandom=faults.around("urandom", os.urandom)))
+        patched.setattr(agreement, "time", SimpleNamespace(monotonic=faults.around("monotonic", time.monotonic)))
+        patched.setattr(agreement, "_LAST_READERS", 0.1)
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(ended)
+    return outcomes
+
+
+def sweep(rank: int, operation: str) -> Iterator[Faults]:
+    """Each call to *operation* that *rank* makes, failing in three ways."""
+    for number in itertools.count(1):
+        faults = [
+            Faults(rank, operation, number, error)
+            for error in (OSError(errno.EMFILE, "injected"), RuntimeError("injected"), MemoryError("injected"))
+        ]
+        yield from faults
+        if not any(fault.fired for fault in faults):
+            return
+
+
+@pytest.mark.parametrize("master", ["auto", "strict"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("operation", [*STORE[:-1], *SYSTEM])
+def test_where_one_call_fails_on_one_rank_nobody_hangs_and_who_stops_says_why(
+    operation: str, rank: int, master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that are alike start, or stop for what failed; ranks that are not never start."""
+    monkeypatch.setattr(agreement, "TIMEOUT", 3.0)
+    fired = 0
+    for differ in (False, True):
+        for faults in sweep(rank, operation):
+            outcomes = gate_of_two(monkeypatch, faults, master=master, differ=differ)
+            fired += faults.fired
+            stopped = [told for told in outcomes.values() if told.startswith(STOPS)]
+            assert len(outcomes) == 2, (outcomes, faults.calls)
+            assert stopped if differ else stopped or set(outcomes.values()) == {"starts"}
+            hosts = [f"node-{each}" for each in (0, 1)]
+            if operation == "host_name" and faults.fired:
+                hosts[rank] = "an unknown host"
+            fault = f"cannot be told on rank {rank} (node-{rank}): {type(faults.error).__name__}: "
+            difference = f"capture-state is 'active' on rank 0 ({hosts[0]}); 'off' on rank 1 ({hosts[1]})."
+            for told in stopped:
+                assert fault in told or (differ and difference in told)
+                assert "Without a word" not in told
+    assert fired
+
+
+def test_what_no_two_ranks_have_to_agree_about_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "TIMEOUT", 3.0)
+    for operation in ("host_name", "urandom"):
+        faults = Faults(1, operation, None, OSError(errno.EMFILE, "injected"))
+        assert gate_of_two(monkeypatch, faults) == {0: "starts", 1: "starts"}
+        assert faults.fired
+
+
+def test_a_rank_that_cannot_tell_its_states_stops_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its word is there before anybody waits."""
+    faults = Faults(1, "states", None, OSError(errno.EMFILE, "injected"))
+    started = time.monotonic()
+    outcomes = gate_of_two(monkeypatch, faults)
+    assert time.monotonic() - started < 5
+    said = "Which fixes are there cannot be told on rank 1 (node-1): OSError: [Errno 24] injected. Give all"
+    stopped = [told for told in outcomes.values() if told != "is ended"]
+    assert stopped
+    assert all(said in told for told in stopped)
+
+
+def test_where_a_rank_cannot_leave_a_word_the_others_name_that_among_the_causes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agreement, "TIMEOUT", 1.0)
+    outcomes = gate_of_two(monkeypatch, Faults(1, "set", None, RuntimeError("injected")))
+    assert "Without a word in 1 s: rank 1 on a host that is not known here." in outcomes[0]
+    assert "or it failed before it could say what (that process's log does)" in outcomes[0]
+    assert outcomes[1] == "is ended"
+
+
+def test_a_host_that_cannot_be_told_hides_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "TIMEOUT", 1.0)
+    store, mine = HashStore(), word()
+    failing: Any = FailingStore(store, faults := Faults(0, "list_keys", None, OSError("injected")))
+    faults.here.rank = 0
+    place = leave(failing, STAGE, 0, mine)
+    host = partial(agreement.host_in, failing, world_size=2)
+    found = compare(failing, place, 0, 2, mine, lambda text: None, silent_host=host, timeout=0.2)
+    assert faults.fired
+    assert (found.difference or "").startswith("Without a word in 0 s: rank 1 on a host that is not known here.")
