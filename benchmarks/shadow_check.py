@@ -7,14 +7,18 @@ The tiny models of `verify`, each in engines of their own, side by side:
 caught      every fix off, every replay checked: how many checks until the first mismatch, and its first wrong layer
 quarantine  every fix off, quarantine: of each of three passes, the answers that are an eager engine's
 alone       every fix off and no check: answers have to be those of `caught`, which only looks
+others-on   the case's own fix off and no check: what is wrong then is this defect's doing alone
 silent      the fixes on, every replay checked: mismatches are false alarms. First the workload of `verify`, whose answers have to be
             an eager engine's; then a load of requests that come, go, wait, are aborted and, where a cache can be that small, preempted,
             until all cases together have made --checks
 budget      the fixes on, 0.1% and the same load for --seconds: what checks took of the time of all other steps
 
-and models of 24 layers, three engines in turns:
+ranks       on two GPUs, with tensor and with pipeline parallelism, under the same load for --seconds: every fix off and quarantine, and
+            the fixes on; what each rank has counted
 
-throughput  the fixes on; off, 1/100 and 0.1%: seconds to decode a batch, --rounds times, as ratios to off
+and models of 24 layers:
+
+throughput  the fixes on; nothing checked, 1/100 and 0.1% in turns in one engine: seconds to decode a batch, --rounds times, as ratios
 
 The result is written after every part to FOLDER/result.json. Exit code 1 if there was a false alarm, 2 if nothing could be run.
 """
@@ -43,19 +47,25 @@ from vllm_graphfix.settings import PREFIX, SHADOW, SHADOW_ACTION
 from vllm_graphfix.source import open_source
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import models
-from vllm_graphfix.verify.engine.cases import Case, case_of
+from vllm_graphfix.verify.engine.cases import MLA, Case, case_of
 from vllm_graphfix.verify.engine.job import Job
 from vllm_graphfix.verify.engine.processes import PACKAGE, Ended, Engines
 
 TIMEOUT = 400.0
 """Seconds for one engine of a tiny model, and for the start of a large one."""
 LOAD = Path(__file__).parent / "measuring" / "shadow_load.py"
-PARTS = ("caught", "alone", "quarantine", "silent", "budget", "throughput")
+PARTS = ("caught", "alone", "others-on", "quarantine", "silent", "budget", "ranks", "throughput")
 OFF: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "off"), PREFIX: "on"}
 ON: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "auto"), PREFIX: "on"}
 RATES = ("off", "1/100", "0.1%")
-BATCH, TOKENS = 8, 900
+BATCH, TOKENS = 8, 800
 PASSES = 3
+_DEFAULTS = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+COMPILED = tuple(
+    Case(name=f"llama-compiled-{runner.lower()}", model="llama", runner=runner, graphs=_DEFAULTS, workload=MLA.workload)
+    for runner in ("V1", "V2")
+)
+"""As vLLM is by default: compiled, and an ordinary attention. No defect is known to show in it."""
 FEW_BLOCKS = 34
 """Of a cache: enough for one request of the greatest length, and for a third of those that an engine may run."""
 
@@ -84,6 +94,8 @@ def main() -> int:
     for part in ("silent", "budget"):
         if part in parts:
             measured.load(part)
+    if "ranks" in parts:
+        measured.ranks()
     if "throughput" in parts:
         measured.throughput()
     if not measured.ran:
@@ -94,7 +106,7 @@ def main() -> int:
 def full_graph_cases() -> list[Case]:
     """Of `verify`, those with full graphs: of others nothing can be checked."""
     cases = dict.fromkeys(case for fix in FIXES if (case := case_of(fix)) is not None)
-    return [case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode"))]
+    return [*(case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode"))), *COMPILED]
 
 
 class Measured:
@@ -155,11 +167,12 @@ class Measured:
         given = {
             "caught": OFF | shadow,
             "alone": OFF,
+            "others-on": ON | dict.fromkeys((fix.variable for fix in self._shown_by(case)), "off"),
             "quarantine": OFF | shadow | {SHADOW_ACTION: "quarantine"},
             "silent": ON | shadow,
         }
         if not self._shown_by(case):
-            del given["caught"], given["alone"], given["quarantine"]
+            given = {"silent": given["silent"]}
         jobs = [
             replace(
                 stock,
@@ -181,28 +194,36 @@ class Measured:
         each = -(-self._options.checks // len(self._cases)) if part == "silent" else 1 << 40
 
         def one(case: Case) -> None:
-            found = self._loaded(case, part, rate, each)
+            found = self._loaded(case, part, ON | {SHADOW: rate}, each)
             self.ran |= "error" not in found
             self._write(case.name, "load" if part == "silent" else part, found)
 
         with ThreadPoolExecutor(self._options.parallel) as pool:
             list(pool.map(one, self._cases))
 
-    def _loaded(self, case: Case, part: str, rate: str, checks: int) -> dict[str, Any]:
+    def _loaded(
+        self, case: Case, part: str, environment: dict[str, str | None], checks: int, **more: Any
+    ) -> dict[str, Any]:
         job = case.jobs(self._models)[1]
         arguments = dict(job.arguments)
         arguments |= {"max_num_batched_tokens": arguments.get("max_num_batched_tokens", 256)}  # long prompts in chunks
         if "mamba" not in case.model:
             arguments["num_gpu_blocks_override"] = FEW_BLOCKS * 64 // arguments.get("block_size", 16)
-        environment = job.environment | ON | {SHADOW: rate}
+        environment = job.environment | environment
         engine = EngineProcess(
-            Order(arguments=arguments, plugin=True, runner=case.runner, largest_batch=0, where_known=job.where_known),
+            Order(
+                arguments=arguments | more,
+                plugin=True,
+                runner=case.runner,
+                largest_batch=0,
+                where_known=job.where_known,
+            ),
             _environment(environment),
             self._options.out / f"{case.name}-{part}-load.log",
             LOAD,
         )
         try:
-            states = engine.ready(TIMEOUT).told
+            engine.ready(TIMEOUT)
             found: dict[str, Any] = engine.ask(
                 {"checks": checks, "seconds": self._options.seconds, "seed": 7}, self._options.seconds + TIMEOUT
             )
@@ -210,42 +231,73 @@ class Measured:
             return {"error": str(error)}
         finally:
             engine.end()
-        return found | {"active": [name for name, state in states.items() if state == "active"]}
+        return found
 
-    # -- engines of larger models in turns ------------------------------------------------------------------------
+    # -- the same on two GPUs -------------------------------------------------------------------------------------
+
+    def ranks(self) -> None:
+        wanted = [
+            (case, parallel, what, environment)
+            for case in self._cases
+            for parallel in ("tensor", "pipeline")
+            for what, environment in (
+                ("the fixes on", ON | {SHADOW: "1/1"}),
+                ("every fix off, quarantine", OFF | {SHADOW: "1/1", SHADOW_ACTION: "quarantine"}),
+            )
+            if what == "the fixes on" or self._shown_by(case)
+        ]
+
+        def one(case: Case, parallel: str, what: str, environment: dict[str, str | None]) -> None:
+            insecure: dict[str, str | None] = {
+                "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"
+            }  # the workers are sent a function
+            part = f"{parallel} parallel, {what}"
+            found = self._loaded(
+                case, part.replace(" ", "-"), environment | insecure, 0, **{f"{parallel}_parallel_size": 2}
+            )
+            self.ran |= "error" not in found
+            self._write(case.name, part, found)
+
+        with ThreadPoolExecutor(self._options.parallel) as pool:
+            list(pool.map(lambda which: one(*which), wanted))
+
+    # -- engines of larger models ---------------------------------------------------------------------------------
 
     def throughput(self) -> None:
-        for case in (engine_cases.MLA, engine_cases.MLA_FP8):
-            self._write(f"{case.name}, {engine_cases.LAYERS} layers", "throughput", self._ratios(case))
-
-    def _ratios(self, case: engine_cases.Case) -> dict[str, Any]:
-        site = engine_cases.Site(self._source.version or "", None)
-        configuration = engine_cases.Configuration("patched", "", site, "full", plugin=True)
-        model = engine_cases.write_model(case, self._models)
-        engines = {
-            rate: EngineProcess(
-                configuration.order(case, 1, model, BATCH),  # without vLLM's compiler
-                configuration.environment(case, (site,), self._options.out / "cache")
-                | {name: value for name, value in (ON | {SHADOW: rate}).items() if value is not None},
-                self._options.out / f"{case.name}-throughput-{rate.replace('/', '-of-').rstrip('%')}.log",
-            )
-            for rate in RATES
-        }
-        taken: dict[str, list[float]] = {rate: [] for rate in RATES}
+        cases = (engine_cases.MLA, engine_cases.MLA_FP8)
+        engines = {case.name: self._large(case) for case in cases}
         try:
-            for engine in engines.values():
-                engine.ready(TIMEOUT)
-            for number in range(-1, self._options.rounds):  # the first does not count
-                for rate in RATES if number % 2 else RATES[::-1]:
-                    engines[rate].tell(BATCH, TOKENS)
-                    seconds = engines[rate].hear(TIMEOUT)
-                    taken[rate] += [seconds] if number >= 0 else []
-        except DiedError as error:
-            return {"error": str(error)}
+            for name, engine in engines.items():
+                what = f"{name}, {engine_cases.LAYERS} layers"
+                try:
+                    self._write(what, "throughput", self._ratios(engine))
+                    self.ran = True
+                except DiedError as error:
+                    self._write(what, "throughput", {"error": str(error)})
         finally:
             for engine in engines.values():
                 engine.end()
-        self.ran = True
+
+    def _large(self, case: engine_cases.Case) -> EngineProcess:
+        site = engine_cases.Site(self._source.version or "", None)
+        configuration = engine_cases.Configuration("patched", "", site, "full", plugin=True)
+        environment = configuration.environment(case, (site,), self._options.out / "cache")
+        return EngineProcess(
+            configuration.order(
+                case, 1, engine_cases.write_model(case, self._models), BATCH
+            ),  # without vLLM's compiler
+            environment | {name: value for name, value in (ON | {SHADOW: RATES[-1]}).items() if value is not None},
+            self._options.out / f"{case.name}-throughput.log",
+        )
+
+    def _ratios(self, engine: EngineProcess) -> dict[str, Any]:
+        taken: dict[str, list[float]] = {rate: [] for rate in RATES}
+        engine.ready(TIMEOUT)
+        for number in range(-1, self._options.rounds):  # the first does not count
+            for rate in RATES if number % 2 else RATES[::-1]:
+                engine.tell(BATCH, TOKENS, rate)
+                seconds = engine.hear(TIMEOUT)
+                taken[rate] += [seconds] if number >= 0 else []
         ratios = {
             rate: [seconds / off for seconds, off in zip(taken[rate], taken["off"], strict=True)] for rate in RATES[1:]
         }

@@ -74,9 +74,9 @@ class EngineProcess:
         moment = self._hear(until)
         return Ready(moment - self._started, self._hear(until))
 
-    def tell(self, batch: int, tokens: int) -> None:
-        """Lets the engine decode; `hear` has its answer."""
-        self._tell({"batch": batch, "tokens": tokens})
+    def tell(self, batch: int, tokens: int, shadow: str | None = None) -> None:
+        """Lets the engine decode, with another rate of its shadow check if one is given; `hear` has its answer."""
+        self._tell({"batch": batch, "tokens": tokens, "shadow": shadow})
 
     def hear(self, timeout: float) -> float:
         """Seconds of the decode steps that `tell` asked for. Raises DiedError."""

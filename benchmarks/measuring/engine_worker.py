@@ -4,13 +4,15 @@
 
 DESCRIPTOR is this end of a `multiprocessing.Pipe`. The first message is the order, what `engine_process.Order` makes. The answers to
 it are the moment at which the engine was ready and then `_told`. After that each ``{"batch": …, "tokens": …}`` is answered with
-the seconds of its decode steps. An error is the last answer: ``{"error": …}``.
+the seconds of its decode steps; ``"shadow"`` in it is the rate of the shadow check for them, in an engine that has one. An error is the last
+answer: ``{"error": …}``.
 
 Imports nothing of the plugin unless the order says so: a stock engine must not pay for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -22,6 +24,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 SEED = 7
 PROMPT = 100
 """Tokens of each prompt: the largest batch is prefilled in one step."""
+_SCHEDULES: dict[str, dict[str, Any]] = {}
+"""Of the shadow check, by rate: its attributes when it was last used."""
 RUNNERS = {"V1": "vllm.v1.worker.gpu_model_runner", "V2": "vllm.v1.worker.gpu.model_runner"}
 
 
@@ -54,7 +59,9 @@ def main(parent: Any) -> int:
         prompts = _prompts(llm, order["largest_batch"])
         while True:
             asked = parent.recv()
-            parent.send(_decode(llm, prompts[: asked["batch"]], asked["tokens"]))
+            with _checked(asked.get("shadow")):
+                seconds = _decode(llm, prompts[: asked["batch"]], asked["tokens"])
+            parent.send(seconds)
     except EOFError:  # nobody asks any more
         return 0
     except BaseException as error:  # an engine may end in SystemExit
@@ -62,6 +69,22 @@ def main(parent: Any) -> int:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         parent.send({"error": f"{type(error).__name__}: {first}"})
         return 1
+
+
+@contextlib.contextmanager
+def _checked(rate: str | None) -> Iterator[None]:
+    """Another rate for a while, in the same engine: two engines differ by more than what a check costs. What each rate has counted stays."""
+    if rate is None:
+        yield
+        return
+    from vllm_graphfix.shadow import process
+    from vllm_graphfix.shadow.rate import parse
+    from vllm_graphfix.shadow.schedule import Schedule
+
+    schedule: Any = process.SHADOW and process.SHADOW.schedule
+    vars(schedule).update(_SCHEDULES.setdefault(rate, vars(Schedule(parse(rate)))))
+    yield
+    _SCHEDULES[rate] = dict(vars(schedule))
 
 
 def _time_captures(module: str) -> list[float]:

@@ -55,16 +55,14 @@ def _load(llm: LLM, checks: int, seconds: float, seed: int) -> dict[str, Any]:
     """Requests of all lengths that come, go and are aborted, until *checks* were made or *seconds* are over."""
     from vllm_graphfix.shadow import process
 
-    shadow = process.SHADOW
+    shadow = process.SHADOW if llm.llm_engine.vllm_config.parallel_config.world_size == 1 else None
     chance = random.Random(seed)  # noqa: S311 - the same load in every run
     engine = llm.llm_engine
     vocabulary = range(1, engine.model_config.get_vocab_size())
     running: set[str] = set()
     begun, made, aborted, steps, wanted = time.monotonic(), 0, 0, 0, _MOST
-    started_with = shadow.results.checks if shadow is not None else 0
-    spent_before = shadow.results.seconds if shadow is not None else 0.0
     while time.monotonic() - begun < seconds and (
-        shadow is None or (shadow.stopped is None and shadow.results.checks - started_with < checks)
+        shadow is None or (shadow.stopped is None and shadow.results.checks < checks)
     ):
         if chance.random() < _CHANGE:
             wanted = chance.randint(1, _MOST)
@@ -83,30 +81,38 @@ def _load(llm: LLM, checks: int, seconds: float, seed: int) -> dict[str, Any]:
             aborted += 1
     taken = time.monotonic() - begun
     engine.abort_request(sorted(running))
-    found: dict[str, Any] = {
-        "seconds": round(taken, 1),
-        "steps": steps,
-        "requests": made,
-        "aborted": aborted,
-        **_counted(llm),
-    }
+    counted = {"seconds": round(taken, 1), "steps": steps, "requests": made, "aborted": aborted, **_counted(llm)}
     if shadow is not None:
-        results = shadow.results
-        spent = results.seconds - spent_before
-        found |= {
-            "checks": results.checks - started_with,
-            "mismatches": results.mismatches,
-            "left out": results.skipped,
-            "stopped": shadow.stopped,
-            "refused": process.REFUSED,
-            "noise": results.noise,
-            "changed inputs": sorted(results.changed_inputs),
-            "milliseconds a check": round(1000 * spent / max(1, results.checks - started_with), 2),
-            "share of the other time": spent / max(1e-9, taken - spent),
-            "replays or calls": shadow.schedule.count,
-            "wrong": [f"{each.sentence()} First layer: {each.first_layer}" for each in results.told(5)],
-        }
-    return found
+        return {**counted, **found_here(taken)}
+    return {**counted, "ranks": llm.collective_rpc(_found_by_a_worker, args=(taken,))}
+
+
+def _found_by_a_worker(_: Any, taken: float) -> dict[str, Any]:
+    return found_here(taken)
+
+
+def found_here(taken: float) -> dict[str, Any]:
+    """What the check of this process has found in *taken* seconds."""
+    from vllm_graphfix.shadow import process
+
+    shadow = process.SHADOW
+    if shadow is None:
+        return {}
+    results = shadow.results
+    return {
+        "checks": results.checks,
+        "mismatches": results.mismatches,
+        "quarantined": [graph.name for graph in results.quarantined],
+        "left out": results.skipped,
+        "stopped": shadow.stopped,
+        "refused": process.REFUSED,
+        "noise": results.noise,
+        "changed inputs": sorted(results.changed_inputs),
+        "milliseconds a check": round(1000 * results.seconds / max(1, results.checks), 2),
+        "share of the other time": results.seconds / max(1e-9, taken - results.seconds),
+        "replays or calls": shadow.schedule.count,
+        "wrong": [f"{each.sentence()} First layer: {each.first_layer}" for each in results.told(5)],
+    }
 
 
 def _sampling(chance: random.Random) -> Any:

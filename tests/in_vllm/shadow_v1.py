@@ -47,6 +47,7 @@ class MetadataStandIn:
 
     state_indices_tensor: torch.Tensor
     scale: torch.Tensor
+    block_table: torch.Tensor
     lazy: Any = None
     """Set by the first forward pass that sees it, as FlashMLA's plan is."""
 
@@ -90,6 +91,8 @@ class ModelStandIn:
     def __init__(self) -> None:
         self.layers: dict[str, Any] = {"layer.0": SlotsStandIn(), "layer.1": StateStandIn()}
         self.eager_runs = 0
+        self.least_block = 0
+        """Of the block table, in an eager run."""
         self.breaks_at: int | None = None
         self.breaks_eager: Exception | None = None
         self.random = False
@@ -98,6 +101,7 @@ class ModelStandIn:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.NONE:
             self.eager_runs += 1
+            self.least_block = int(get_forward_context().attn_metadata["layer.0"].block_table.min())
             if self.eager_runs == self.breaks_at:
                 raise RuntimeError("planted")
             if self.breaks_eager is not None:
@@ -135,6 +139,7 @@ class Served:
         self.slots = torch.full((CAPTURED,), -1)
         self.rows = torch.zeros(CAPTURED, dtype=torch.int32)
         self.scale = torch.ones(1)
+        self.blocks = torch.zeros(CAPTURED, 2, dtype=torch.int32)
         self.given = torch.Generator().manual_seed(0)
         self.metadata: dict[str, Any] = {}
         self.steps = 0
@@ -153,6 +158,7 @@ class Served:
         self.hidden[requests:] = float("nan")  # what a row of padding holds is nobody's business
         self.slots.fill_(-1)[:requests] = torch.arange(requests) * 4 + 4 + self.steps % 4
         self.rows.fill_(0)[:requests] = torch.arange(1, 1 + requests)
+        self.blocks.fill_(-1)[:requests] = 1
         if self.stale:
             self.scale = torch.full((1,), 1.0 + self.steps)  # a new tensor, of which the graph does not know
         else:
@@ -160,7 +166,7 @@ class Served:
         return self.forward(mode)[:requests].clone()
 
     def forward(self, mode: CUDAGraphMode) -> torch.Tensor:
-        shared = MetadataStandIn(self.rows, self.scale)
+        shared = MetadataStandIn(self.rows, self.scale, self.blocks)
         self.metadata = dict.fromkeys(self.model.layers, shared)
         self.context = create_forward_context(
             self.metadata,
@@ -238,6 +244,15 @@ def test_metadata_context_random_numbers_and_output_addresses_are_as_the_replay_
     assert served.metadata["layer.0"].lazy is None
     assert served.context.cudagraph_runtime_mode == CUDAGraphMode.FULL
     assert served.forward(CUDAGraphMode.FULL).data_ptr() == entry.output.data_ptr()
+
+
+def test_padded_rows_name_blocks_that_there_are_where_the_step_is_run_again_and_there_alone() -> None:
+    """With -1 there, flashmla-padding's kernel ends the process, also where the replay does not read it."""
+    served = Served()
+    served.step(requests=3)
+    assert served.model.least_block == 0
+    assert served.blocks.tolist() == [[1, 1]] * 3 + [[-1, -1]]
+    assert not served.shadow.results.changed_inputs
 
 
 def test_steps_without_a_replay_are_not_checked_and_the_next_replay_is() -> None:

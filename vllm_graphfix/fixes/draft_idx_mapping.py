@@ -341,6 +341,7 @@ FIX = Fix(
 def trial() -> Trial:
     from vllm_graphfix.deployment import Concern
     from vllm_graphfix.trial import Edit, Served, Trial
+    from vllm_graphfix.verify.engine.cases import MLA_MTP_SAMPLED
 
     left_out = (
         _GUMBEL,
@@ -396,6 +397,7 @@ def trial() -> Trial:
             Served("0.22.1", sampled.replace("=1", "=0") % "probabilistic", Concern.DOES_NOT, "V1"),
             Served("0.22.1", f"{V2}./llama", Concern.DOES_NOT, "no speculator"),
         ),
+        case=MLA_MTP_SAMPLED,
     )
 
 

@@ -228,6 +228,7 @@ class _Run:
     def eagerly(self) -> list[Tensor]:
         """The tensors of one eager run from where the replay began. Raises _StepError for an error of vLLM's own in it."""
         self.before.put_back()
+        self.before.make_readable()
         self.python.put_back()
         self.random.put_back()
         try:

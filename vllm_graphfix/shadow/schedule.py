@@ -56,9 +56,10 @@ class Schedule:
         self._steps += max(1, self.count - self._since)
         step_time = self._paid_for / self._steps
         mean = sum(self._costs) / len(self._costs)
-        # What was spent too much is waited for; what was spent too little is made up for, if not in a burst.
+        # What was spent too much is waited for; what was spent too little is made up for, if not in a burst. Of the next check half is
+        # paid for before it, so that the budget is kept from both sides, also while the first one, which is slow, is most of what was spent.
         debt = self._spent - self._share * self._paid_for
-        seconds = max(mean + debt, mean / 2) / self._share
+        seconds = max(mean / 2 + debt, mean / 2) / self._share
         if self._paid_for > _MEMORY:
             self._spent, self._paid_for, self._steps = self._spent / 2, self._paid_for / 2, self._steps / 2
         return max(1, math.ceil(seconds / step_time))

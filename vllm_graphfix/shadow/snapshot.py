@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+_BLOCK_TABLE = "block_table"
+"""In the name of each attribute of attention metadata that is one."""
 _DEEPEST, _MOST = 6, 20_000
 """Levels below a layer's attention metadata, and objects in all, whose attributes are kept."""
 
@@ -47,9 +49,18 @@ class Snapshot:
         for rows, kept in self.states:
             rows.memory.index_copy_(0, rows.blocks, kept)
 
+    def make_readable(self) -> None:
+        """Lets block tables name blocks that there are.
+
+        Those of padded rows may hold -1, and a kernel that reads it all the same ends the process; what a padded row reads is nobody's.
+        """
+        for name, tensor, _ in self._inputs:
+            if _BLOCK_TABLE in name and not tensor.is_floating_point():
+                tensor.clamp_(min=0)
+
     def changed_inputs(self) -> list[str]:
-        """The names of the inputs that are not as they were; waits for the device."""
-        return [name for name, tensor, kept in self._inputs if not same_bits(tensor, kept)]
+        """The names of the inputs that are not as they were, less block tables; waits for the device."""
+        return [name for name, tensor, kept in self._inputs if _BLOCK_TABLE not in name and not same_bits(tensor, kept)]
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -37,6 +37,8 @@ class Case:
     probes: tuple[str, ...] = ()
     prompt_logprobs: bool = False
     """The prompts are scored too, and their tokens count as the answers' do."""
+    sampled: bool = False
+    """Answers and drafts are drawn, with seeds, and not the likeliest tokens."""
     environment: dict[str, str | None] = field(default_factory=dict)
     """Further variables."""
     capability: int | None = None
@@ -76,6 +78,7 @@ class Case:
                 prompts=prompts,
                 max_tokens=tuple(count for _, count in self.workload),
                 prompt_logprobs=self.prompt_logprobs,
+                sampled=self.sampled,
                 again=int(mode == "eager"),
                 probes=self.probes,
                 seconds=self.seconds,
@@ -175,6 +178,8 @@ MAMBA2_IDLE = Case(
     arguments={"max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 28},
     probes=("blocks-changed-by-an-idle-step",),
 )
+# The batch shrinks through every size, and drafts are made in graphs with more rows than it has.
+MLA_MTP_SAMPLED = replace(MLA_MTP, name="mla-mtp-sampled", workload=_ONE_BY_ONE, probes=("drafts",), sampled=True)
 LLAMA_EAGLE = Case(
     name="llama-eagle",
     model="llama",

@@ -42,6 +42,8 @@ class Job:
     """Of each prompt's answer."""
     prompt_logprobs: bool = False
     """Score the prompts too: an answer then begins with the prompt's second token."""
+    sampled: bool = False
+    """Answers and drafts are drawn at temperature 1, with a seed for each prompt, and not the likeliest tokens."""
     again: int = 0
     """Ask so many times more, every other time in the reverse order: what differs in the second pass is the engine's own noise."""
     probes: tuple[str, ...] = ()

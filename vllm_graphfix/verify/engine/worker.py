@@ -21,9 +21,10 @@ import signal
 import sys
 import time
 import traceback
+import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from vllm_graphfix.settings import DECISION, PREFIX, STATUS_DIR
 from vllm_graphfix.verify.comparison import Answer
@@ -100,12 +101,12 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
         probe.in_the_engine(llm)
     seconds = time.monotonic() - started
     prompts = job.prompts or _generated(job, llm)
-    passes = [_ask(llm, prompts, job.max_tokens, job.prompt_logprobs)]
+    passes = [_ask(llm, prompts, job.max_tokens, job)]
     for number in range(job.again):
         # What is kept of the pass before would hide the noise of computing it again.
         llm.reset_prefix_cache()
         order = 1 if number % 2 else -1
-        passes.append(_ask(llm, prompts[::order], job.max_tokens[::order], job.prompt_logprobs)[::order])
+        passes.append(_ask(llm, prompts[::order], job.max_tokens[::order], job)[::order])
     for probe in probes:
         probe.after_the_answers()
     observed |= _events()
@@ -131,10 +132,21 @@ def _engine(job: Job) -> LLM:
         from vllm.engine.arg_utils import EngineArgs
 
         arguments |= {name: value for name, value in job.where_known.items() if hasattr(EngineArgs, name)}
+    if job.sampled and "speculative_config" in arguments:
+        arguments["speculative_config"] = arguments["speculative_config"] | _drawn_drafts()
     if job.mode == EAGER:
         arguments.pop("compilation_config", None)
         arguments["enforce_eager"] = True
     return LLM(**arguments)
+
+
+def _drawn_drafts() -> dict[str, str]:
+    """Drafts that are drawn from the draft model's distribution, in the words of this vLLM: 0.21 and 0.22 have changed them."""
+    from vllm.config import speculative
+
+    methods = get_args(getattr(speculative, "DraftSampleMethod", None))
+    drawn = next((method for method in methods if method != "greedy"), None)
+    return {"draft_sample_method": drawn} if drawn else {"rejection_sample_method": "probabilistic"}
 
 
 def _given(job: Job) -> EngineArgs:
@@ -198,13 +210,18 @@ def _words(llm: LLM, vocabulary: int) -> list[int]:
     return [token for token in range(vocabulary) if token not in special] or list(range(vocabulary))
 
 
-def _ask(llm: LLM, prompts: tuple[Any, ...], max_tokens: tuple[int, ...], scored: bool) -> tuple[Answer, ...]:
+def _ask(llm: LLM, prompts: tuple[Any, ...], max_tokens: tuple[int, ...], job: Job) -> tuple[Answer, ...]:
     from vllm import SamplingParams
 
     asked = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": BEST}
-    if scored:
+    if job.prompt_logprobs:
         asked["prompt_logprobs"] = BEST
-    sampling = [SamplingParams(max_tokens=count, **asked) for count in max_tokens]
+    if job.sampled:
+        asked["temperature"] = 1.0
+    seeds = [zlib.crc32(repr(prompt).encode()) if job.sampled else None for prompt in prompts]
+    sampling = [
+        SamplingParams(max_tokens=count, seed=seed, **asked) for count, seed in zip(max_tokens, seeds, strict=True)
+    ]
     given = [prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs = llm.generate(given, sampling, use_tqdm=False)
     return tuple(_answer(output) for output in outputs)
