@@ -78,7 +78,9 @@ class Served:
             self.shadow.schedule.due = 1
 
     def metadata(self) -> dict[str, Any]:
-        return dict.fromkeys(self.model.layers, MetadataStandIn(self.rows, self.scale, self.rows.view(-1, 1)))
+        return dict.fromkeys(
+            self.model.layers, MetadataStandIn(self.rows, self.scale, torch.ones(CAPTURED, 2, dtype=torch.int32))
+        )
 
     def by_layer(self) -> dict[str, torch.Tensor]:
         return dict.fromkeys(self.model.layers, self.slots)
