@@ -91,6 +91,22 @@ def test_padded_is_a_batch_between_two_sizes() -> None:
     assert not _are_padded(_speculator(CUDAGraphMode.NONE), 2)
 
 
+def test_a_graph_that_is_captured_later_counts() -> None:
+    """Sizes are looked at once for so many graphs."""
+    graphs_double = [SimpleNamespace(num_reqs=8)]
+    manager_double = SimpleNamespace(graphs=graphs_double)
+    speculator_double = SimpleNamespace(cudagraph_manager=manager_double)
+    assert _are_padded(speculator_double, 4)
+    graphs_double.append(SimpleNamespace(num_reqs=4))
+    assert [_are_padded(speculator_double, requests) for requests in (3, 4, 5, 8, 9)] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
 def test_of_dflash_tokens_behind_the_batch_are_of_the_spare_row() -> None:
     from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
 

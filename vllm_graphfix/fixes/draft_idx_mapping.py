@@ -250,15 +250,26 @@ _MANAGERS = ("decode_cudagraph_manager", "query_cudagraph_manager", "cudagraph_m
 """Of the graphs that sample drafts behind the first token, or all; by the name that a speculator has for it."""
 
 
+_SIZES = "_graphfix_sizes"
+"""The attribute of a manager with the number of its graphs, their numbers of requests, and the largest of these."""
+
+
 def _are_padded(speculator: Any, requests: int) -> bool:
-    """Whether so many requests are drafted for in a full graph that has more rows."""
-    manager = next(filter(None, (getattr(speculator, name, None) for name in _MANAGERS)), None)
-    larger = False
-    for descriptor in manager.graphs if manager is not None else ():
-        if descriptor.num_reqs == requests:
-            return False
-        larger |= descriptor.num_reqs > requests
-    return larger
+    """Whether so many requests are drafted for in a full graph that has more rows. Asked at every step."""
+    for name in _MANAGERS:
+        manager = getattr(speculator, name, None)
+        if manager is not None:
+            break
+    else:
+        return False
+    captured = len(manager.graphs)
+    known = getattr(manager, _SIZES, None)
+    # Graphs are only ever added to a manager: as many are the same ones.
+    if known is None or known[0] != captured:
+        sizes = {descriptor.num_reqs for descriptor in manager.graphs}
+        known = captured, sizes, max(sizes, default=0)
+        setattr(manager, _SIZES, known)
+    return requests < known[2] and requests not in known[1]
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
