@@ -1,9 +1,8 @@
 """The vocabulary: a fix, its diagnosis, its mode, its state.
 
-Named tuples, since this is imported in every process of an engine and dataclasses take several milliseconds to make.
+Named tuples, since this is imported in every process of an engine and dataclasses take several milliseconds to make. Without
+``from __future__ import annotations``: a named tuple compiles each annotation that is text, which for `Fix` took half a millisecond.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -150,7 +149,7 @@ class Fix(NamedTuple):
     """Every file of a vLLM that the diagnosis may look at, relative to the folder that holds ``vllm/``."""
     modules: tuple[str, ...]
     """Every module that a patch of this fix may touch."""
-    diagnose: Callable[[Source], Diagnosis]
+    diagnose: Callable[["Source"], Diagnosis]
     patches: Callable[[str], Sequence[Patch]]
     """Of the shape that the diagnosis named; they put right, and count `events`."""
     observers: Callable[[str], Sequence[Patch]]
@@ -160,13 +159,13 @@ class Fix(NamedTuple):
     together: tuple[Together, ...] = ()
     default: Mode = Mode.AUTO
     """The mode where the user sets none: `observe` as long as no GPU has shown the defect in an engine's answers."""
-    applies: Judge | None = None
+    applies: "Judge | None" = None
     """Whether the defect can show in a deployment, for `status --for`: `concerns` for machines. Takes the shape that the diagnosis named, too."""
     flags: tuple[str, ...] = ()
     """Flags of `vllm serve` that `applies` asks for and the facts of a `Deployment` do not: ``--switch``, or ``--option=`` for one with a value."""
     absent: str = ""
     """Stock releases without the component, as in `releases`."""
-    trial: Callable[[], Trial] | None = None
+    trial: Callable[[], "Trial"] | None = None
     """What `verify` and the tests try the fix with. None for the first twelve: theirs is in ``verify/`` and in a test module each."""
 
     @property

@@ -1,6 +1,6 @@
 """One fix in this process: what is wanted of it, and how far it has come."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
 
 import sys
 from collections.abc import Mapping

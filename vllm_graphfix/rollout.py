@@ -1,6 +1,6 @@
 """Which engines get the fixes: a sticky, monotonic choice by percentage, made once for an engine and handed on to its processes."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
 
 import json
 import os
@@ -92,7 +92,7 @@ class Decision(NamedTuple):
             return self.refused
         return f"bucket {self.bucket} of {BUCKETS:,} is not among the first {shown(self.rollout or 0)} ({settings.ROLLOUT}, key {self.key!r})"
 
-    def same_choice(self, other: Decision) -> bool:
+    def same_choice(self, other: "Decision") -> bool:
         """Whether both mean the same for a process, whichever engine they are for."""
         shadow = (self.shadow, self.shadow_action) == (other.shadow, other.shadow_action)
         return shadow and (self.withheld, self.master, dict(self.modes)) == (

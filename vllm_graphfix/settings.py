@@ -1,6 +1,6 @@
 """Environment -> `Settings`, once a process."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
 
 from collections.abc import Container, Iterable, Mapping
 from enum import Enum
