@@ -257,8 +257,8 @@ def captured(runner):
     with mock.patch.object(torch, "empty", scenario.workspace.torch.empty):
         probe.in_the_engine(engine)
 
-def serve(*, full_graphs):
-    numbers = served(full_graphs=full_graphs)
+def serve(*given, **named):
+    numbers = served(*given, **named)
     probe.after_the_answers()
     return numbers
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from vllm.config.compilation import CompilationConfig, CUDAGraphMode
@@ -73,6 +75,11 @@ class AttentionStandIn(torch.nn.Module):
         query = (hidden_states @ self.query).view(-1, HEADS, HEAD_WIDTH)
         attended, _ = self.decode(query, self.kv_cache, metadata[self.name], self)
         return torch.tanh(attended.flatten(1) @ self.output)
+
+
+def attention_without_a_plan() -> AbstractContextManager[object]:
+    """For the block, layers read no metadata: nothing is planned when it is needed for the first time."""
+    return mock.patch.object(AttentionStandIn, "forward", lambda self, hidden_states: hidden_states.tanh())
 
 
 class ModelStandIn(torch.nn.Module):

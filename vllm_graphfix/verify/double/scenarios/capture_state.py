@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from vllm_graphfix.verify.double.decoding import (  # noqa: E402
     ModelStandIn,
     RunnerStandIn,
     Step,
+    attention_without_a_plan,
     configuration,
     measure,
 )
@@ -40,13 +42,11 @@ STEPS = (
 TARGET, DRAFT = "target.attention", "draft.attention"
 
 
-def run() -> Measurement:
-    """Hidden states of the target model and of a draft model, request by request, step by step."""
-    return measure(
-        f"hidden states of target and draft model over {len(STEPS)} decode steps of 1 to {MAX_REQUESTS} requests",
-        _eager,
-        _graphed,
-    )
+def run(*, hit: bool = True) -> Measurement:
+    """Hidden states of the target model and of a draft model, request by request, step by step. Not *hit*: without a planner."""
+    numbers = f"hidden states of target and draft model over {len(STEPS)} decode steps of 1 to {MAX_REQUESTS} requests"
+    with nullcontext() if hit else attention_without_a_plan():
+        return measure(numbers, _eager, _graphed)
 
 
 def _models() -> tuple[ModelStandIn, ModelStandIn]:

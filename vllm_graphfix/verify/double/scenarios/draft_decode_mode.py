@@ -42,13 +42,17 @@ LAYER = "draft.layers.0.self_attn"
 CPU = torch.device("cpu")
 
 
-def run() -> Measurement:
-    modes = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
-    numbers = "draft tokens of 3 requests over 4 steps, configured for PIECEWISE and for FULL graphs"
+def run(
+    *, hit: bool = True, modes: tuple[CUDAGraphMode, ...] = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+) -> Measurement:
+    """Not *hit*: every batch has the four requests that the graphs were captured for."""
+    rejected = REJECTED if hit else [*REJECTED, 0]
+    configured = " and ".join(f"for {mode.name}" for mode in modes)
+    numbers = f"draft tokens of {len(rejected)} requests over 4 steps, configured {configured} graphs"
     with cpu_cuda_graphs(), cpu_triton_kernels(eagle, gumbel):
-        eager = _draft(CUDAGraphMode.NONE)
+        eager = _draft(CUDAGraphMode.NONE, rejected)
         try:
-            graphed = [token for mode in modes for token in _draft(mode)]
+            graphed = [token for mode in modes for token in _draft(mode, rejected)]
         except (PlanningError, IndexError) as e:
             return Measurement(numbers, tuple(eager * len(modes)), (), error=str(e).splitlines()[0])
     return Measurement(numbers, tuple(eager * len(modes)), tuple(graphed))
@@ -215,7 +219,7 @@ def _speculator(mode: CUDAGraphMode) -> Any:
     return speculator
 
 
-def _draft(mode: CUDAGraphMode) -> list[float]:
+def _draft(mode: CUDAGraphMode, rejected: list[int] = REJECTED) -> list[float]:
     """The draft tokens of each step after the prefill."""
     speculator = _speculator(mode)
     random = torch.Generator().manual_seed(2)
@@ -223,11 +227,11 @@ def _draft(mode: CUDAGraphMode) -> list[float]:
     _propose(speculator, computed, np.array(PROMPTS), random)
     computed += PROMPTS
     tokens: list[float] = []
-    going_on = len(REJECTED)
+    going_on = len(rejected)
     for _ in range(STEPS):
-        drafted = _propose(speculator, computed[:going_on], np.full(going_on, 1 + DRAFT_TOKENS), random, REJECTED)
+        drafted = _propose(speculator, computed[:going_on], np.full(going_on, 1 + DRAFT_TOKENS), random, rejected)
         tokens += drafted.flatten().float().tolist()
-        computed[:going_on] += 1 + DRAFT_TOKENS - np.array(REJECTED)
+        computed[:going_on] += 1 + DRAFT_TOKENS - np.array(rejected)
     return tokens
 
 

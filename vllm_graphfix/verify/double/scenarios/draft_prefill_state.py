@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from vllm_graphfix.verify.double.decoding import (  # noqa: E402
     ModelStandIn,
     RunnerStandIn,
     Step,
+    attention_without_a_plan,
     configuration,
     measure,
 )
@@ -47,13 +49,16 @@ STEPS = tuple(
 TARGET, DRAFT = "target.attention", "draft.attention"
 
 
-def run() -> Measurement:
-    """The draft's output while its largest graph warms up, then of each step: without and after the target's graph."""
-    return measure(
-        f"draft prefill: warm-up, {len(STEPS)} steps of 1 to {MAX_REQUESTS} requests, without and after the target's",
-        _eager,
-        _graphed,
+def run(*, hit: bool = True) -> Measurement:
+    """The draft's output while its largest graph warms up, then of each step: without and after the target's graph.
+
+    Not *hit*: without a planner.
+    """
+    numbers = (
+        f"draft prefill: warm-up, {len(STEPS)} steps of 1 to {MAX_REQUESTS} requests, without and after the target's"
     )
+    with nullcontext() if hit else attention_without_a_plan():
+        return measure(numbers, _eager, _graphed)
 
 
 class Drafting:

@@ -19,14 +19,15 @@ MAX_REQUESTS, MAX_BLOCKS = 4, 4
 LAYER = "model.layers.0.self_attn.attn"
 
 
-def run() -> Measurement:
+def run(*, hit: bool = True) -> Measurement:
+    """Not *hit*: without graphs."""
     """Every captured row is a request."""
     install_flashmla_stand_ins()
     steps = [[60 + step, 127 + step, 200 + step] for step in range(4)]
     eager = DenseFP8Decode()
     expected = [eager.step(lengths) for lengths in steps]
     with cpu_cuda_graphs():
-        graphed = DenseFP8Decode(captured_requests=3)
+        graphed = DenseFP8Decode(captured_requests=3 if hit else None)
         replayed = [graphed.step(lengths) for lengths in steps]
     return Measurement(
         numbers="attention output of 3 requests over 4 decode steps (every 64th of 512 values a head)",

@@ -56,17 +56,19 @@ STEPS: list[tuple[str, ...] | str] = [
 CPU = torch.device("cpu")
 
 
-def run() -> Measurement:
+def run(*, hit: bool = True) -> Measurement:
+    """Not *hit*: the rank idles before its first requests, when nothing is in its buffers."""
+    steps: Sequence[tuple[str, ...] | str] = STEPS if hit else [IDLE, IDLE, ("first", "second")]
     numbers = (
         "every cache block of 2 requests and the outputs of a Mamba hybrid and of a model with a drafter, step by step"
     )
-    never_idle = [step for step in STEPS if step != IDLE]
+    never_idle = [step for step in steps if step != IDLE]
     with unpinned():
         eager = [*_serve(_Rank(), never_idle), *_serve(_DraftingRank(), never_idle)]
         with cpu_cuda_graphs():
             hybrid = _Rank()
             hybrid.capture()
-            graphed = [*_serve(hybrid, STEPS), *_serve(_DraftingRank(), STEPS)]
+            graphed = [*_serve(hybrid, steps), *_serve(_DraftingRank(), steps)]
     return Measurement(numbers, tuple(eager), tuple(graphed))
 
 

@@ -36,19 +36,21 @@ RADIX_THRESHOLD = 32768
 """From this length on, several blocks of the top-k kernel share a row."""
 
 
-def run() -> Measurement:
-    eager = Decode()
+def run(*, hit: bool = True) -> Measurement:
+    """Not *hit*: without draft tokens, and with padded rows all the same."""
+    tokens = TOKENS if hit else 1
+    eager = Decode(tokens=tokens)
     expected = [eager.step(lengths) for lengths in STEPS]
     replayed: list[list[float]] = []
     error = None
     with cpu_cuda_graphs():
-        graphed = Decode(captured_requests=CAPTURED)
+        graphed = Decode(CAPTURED, tokens)
         try:
             replayed = [graphed.step(lengths) for lengths in STEPS]
         except RuntimeError as e:
             error = str(e).splitlines()[0]
     return Measurement(
-        numbers=f"the {TOP_K} best positions for 2 tokens of 3 requests padded to 4 over {len(STEPS)} decode steps",
+        numbers=f"the {TOP_K} best positions for {tokens} tokens of 3 requests padded to 4 over {len(STEPS)} decode steps",
         eager=tuple(chain.from_iterable(expected)),
         graphed=tuple(chain.from_iterable(replayed)),
         error=error,
@@ -89,16 +91,17 @@ class Decode:
     `captured_requests` is the size of its one decode graph, to which a step's batch is padded; None is eager.
     """
 
-    def __init__(self, captured_requests: int | None = None) -> None:
+    def __init__(self, captured_requests: int | None = None, tokens: int = TOKENS) -> None:
         self._random = torch.Generator().manual_seed(0)
         self._keys = torch.randn(1 + CAPTURED * MAX_BLOCKS, BLOCK_SIZE, WIDTH, generator=self._random)
-        self._query = torch.zeros(CAPTURED, TOKENS, WIDTH)
+        self._query = torch.zeros(CAPTURED, tokens, WIDTH)
         self._runner = Batches(CAPTURED)
-        self._builder = builder(TOKENS - 1)
+        self._tokens = tokens
+        self._builder = builder(tokens - 1)
         self._captured_requests = captured_requests
         self._graph: torch.cuda.CUDAGraph | None = None
         if captured_requests is not None:
-            metadata = self._builder.build(0, self._runner.batch([TOKENS] * CAPTURED, [TOKENS] * CAPTURED))
+            metadata = self._builder.build(0, self._runner.batch([tokens] * CAPTURED, [tokens] * CAPTURED))
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
                 self._captured_output = self._index(metadata)
@@ -106,16 +109,16 @@ class Decode:
     def step(self, lengths: list[int]) -> list[float]:
         """Positions chosen for each token of each request."""
         requests = len(lengths)
-        self._query[:requests] = torch.randn(requests, TOKENS, WIDTH, generator=self._random)
+        self._query[:requests] = torch.randn(requests, self._tokens, WIDTH, generator=self._random)
         padding = (self._captured_requests or requests) - requests
-        batch = self._runner.batch([TOKENS] * requests + [0] * padding, lengths + [0] * padding)
+        batch = self._runner.batch([self._tokens] * requests + [0] * padding, lengths + [0] * padding)
         metadata = self._builder.build(0, batch)
         if self._graph is None:
             output = self._index(metadata)
         else:
             self._graph.replay()
             output = self._captured_output
-        chosen: list[float] = output[: requests * TOKENS].sort().values.float().flatten().tolist()
+        chosen: list[float] = output[: requests * self._tokens].sort().values.float().flatten().tolist()
         return chosen
 
     def _index(self, metadata: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ one moves down into its slot, and the batches of three decodes that follow are p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -45,16 +46,23 @@ STEPS: list[dict[str, int]] = [
     *[{"second": 1, "third": 1, "long": 1}] * 3,
 ]
 """Tokens that the scheduler gives to each request, step by step."""
+PAST_THEIR_PROMPTS: list[dict[str, int]] = [
+    {"first": 3, "second": 4, "third": 5},
+    *[{"first": 1, "second": 1, "third": 1}] * 3,
+    *[{"second": 1, "third": 1}] * 3,
+]
 
 
-def run() -> Measurement:
+def run(*, hit: bool = True) -> Measurement:
+    """Not *hit*: whoever was in the padded slot was past its prompt."""
+    steps = STEPS if hit else PAST_THEIR_PROMPTS
     eager: list[float] = []
     graphed: list[float] = []
     for backend in (Mamba1AttentionBackend, Mamba2AttentionBackend):
         with _unpinned():
-            eager += _serve(backend, CUDAGraphMode.NONE)
+            eager += _serve(backend, CUDAGraphMode.NONE, steps)
         with _unpinned(), cpu_cuda_graphs():
-            graphed += _serve(backend, CUDAGraphMode.FULL)
+            graphed += _serve(backend, CUDAGraphMode.FULL, steps)
     numbers = "Mamba1 and Mamba2 layer outputs of 3 requests over 4 decode steps"
     return Measurement(numbers, tuple(eager), tuple(graphed))
 
@@ -89,7 +97,7 @@ class SelectiveStateStandIn:
         return torch.cat(outputs) if outputs else self.hidden[:0]
 
 
-def _serve(backend: Any, mode: CUDAGraphMode) -> list[float]:
+def _serve(backend: Any, mode: CUDAGraphMode, steps: Sequence[dict[str, int]]) -> list[float]:
     """The decode outputs of every step that only decodes, a request after the other."""
     runner, layer = _runner(backend, mode), SelectiveStateStandIn()
     graph, output = None, torch.empty(0)
@@ -102,7 +110,7 @@ def _serve(backend: Any, mode: CUDAGraphMode) -> list[float]:
             output = layer.decode(captured.state_indices_tensor_d)
     numbers: list[float] = []
     random = torch.Generator().manual_seed(0)
-    for scheduled in STEPS:
+    for scheduled in steps:
         _update_batch(runner, scheduled)
         order = runner.input_batch.req_ids
         inputs = {name: torch.randn(count, STATE_SIZE, generator=random) for name, count in scheduled.items()}

@@ -44,30 +44,31 @@ HYBRIDS_V2 = "vllm.v1.worker.gpu.model_states.mamba_hybrid"
 REQUESTS = ("first", "second", "short", "long")
 
 
-def prompts(length: int) -> dict[str, int]:
-    """Tokens of each prompt, where a decode has *length*."""
-    return {"first": 3, "second": 4, "short": length, "long": 5 + length}
+def prompts(length: int, longer: int = 0) -> dict[str, int]:
+    """Tokens of each prompt, where a decode has *length*; the last two have so many tokens more."""
+    return {"first": 3, "second": 4, "short": length + longer, "long": 5 + length + longer}
 
 
-def steps(length: int) -> list[dict[str, int]]:
+def steps(length: int, longer: int = 0) -> list[dict[str, int]]:
     """Tokens that the scheduler gives to each request, step by step."""
     both, three, all_four = (dict.fromkeys(REQUESTS[:count], length) for count in (2, 3, 4))
     return [
         {"first": 3, "second": 4},
         both,
         both,
-        three,  # the short prompt, which is no longer than a decode
+        {**both, "short": length + longer},  # the short prompt, which is no longer than a decode
         three,
         {**three, "long": 5},
-        all_four,  # what is left of the long prompt is no longer either
+        {**three, "long": length + longer},  # what is left of the long prompt is no longer either
         *[all_four] * 2,
     ]
 
 
-def run() -> Measurement:
+def run(*, hit: bool = True) -> Measurement:
+    """Not *hit*: each prefill has a token more than a decode."""
     eager: list[float] = []
     graphed: list[float] = []
-    for serve in served():
+    for serve in served(longer=0 if hit else 1):
         with _unpinned():
             eager += serve(CUDAGraphMode.NONE)
         with _unpinned(), cpu_cuda_graphs():
@@ -75,17 +76,17 @@ def run() -> Measurement:
     return Measurement("GDN and Mamba-2 layer outputs of 4 requests over 9 steps", tuple(eager), tuple(graphed))
 
 
-def served() -> list[Callable[[CUDAGraphMode], list[float]]]:
+def served(longer: int = 0) -> list[Callable[[CUDAGraphMode], list[float]]]:
     """The layers and model runners that this vLLM has together, and that stock gets wrong with graphs."""
-    found: list[Callable[[CUDAGraphMode], list[float]]] = [partial(_serve, GatedDeltaStandIn, DispatchV1)]
+    found: list[Callable[[CUDAGraphMode], list[float]]] = [partial(_serve, GatedDeltaStandIn, DispatchV1, longer)]
     if "is_prefilling" in CommonAttentionMetadata.__dataclass_fields__:
         # Before, the builder takes every row of one token for a decode, and eager is as wrong as the graph.
-        found.append(partial(_serve, SelectiveStateStandIn, DispatchV1))
+        found.append(partial(_serve, SelectiveStateStandIn, DispatchV1, longer))
     with contextlib.suppress(ImportError):  # model runner V2 takes no recurrent models, or asks for their phase
         importlib.import_module(HYBRIDS_V2)
         from vllm.v1.worker.gpu.cudagraph_utils import get_uniform_token_count  # noqa: F401
 
-        found.append(partial(_serve, GatedDeltaStandIn, DispatchV2))
+        found.append(partial(_serve, GatedDeltaStandIn, DispatchV2, longer))
     return found
 
 
@@ -176,8 +177,9 @@ class SelectiveStateStandIn:
 class DispatchV1:
     """Model runner V1 with no more than its batch and what decides about graphs."""
 
-    def __init__(self, config: Any, layers: KVCacheConfig) -> None:
+    def __init__(self, config: Any, layers: KVCacheConfig, longer: int = 0) -> None:
         self._length = 1 + config.num_speculative_tokens
+        self._prompts = prompts(self._length, longer)
         self.runner: Any = object.__new__(GPUModelRunner)
         self.runner.__dict__.update(
             vllm_config=config,
@@ -196,11 +198,11 @@ class DispatchV1:
         batch = self.runner.input_batch
         for name in scheduled:
             if name not in batch.req_id_to_index:
-                batch.add_request(_request(name, prompts(self._length)[name]))
+                batch.add_request(_request(name, self._prompts[name]))
             row = batch.req_id_to_index[name]
             batch.num_computed_tokens_cpu[row] = computed[name]
             # As the bookkeeping after each step leaves it: the prompt, then one token that is known and not computed.
-            batch.num_tokens_no_spec[row] = max(computed[name] + 1, prompts(self._length)[name])
+            batch.num_tokens_no_spec[row] = max(computed[name] + 1, self._prompts[name])
         counts = np.array([scheduled[name] for name in batch.req_ids], dtype=np.int32)
         mode, descriptor, *_ = self.runner._determine_batch_execution_and_padding(
             num_tokens=int(counts.sum()),
@@ -220,13 +222,14 @@ class _DispatchedError(Exception):
 class DispatchV2:
     """Model runner V2 from the beginning of `execute_model` to its dispatch. Its states are on the host, and of NumPy alone."""
 
-    def __init__(self, config: Any, layers: KVCacheConfig) -> None:
+    def __init__(self, config: Any, layers: KVCacheConfig, longer: int = 0) -> None:
         from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 
-        self._length = 1 + config.num_speculative_tokens
+        length = 1 + config.num_speculative_tokens
+        self._prompts = prompts(length, longer)
         with _single_stage():
-            manager = CudaGraphManager(config, CPU, config.compilation_config.cudagraph_mode, self._length)
+            manager = CudaGraphManager(config, CPU, config.compilation_config.cudagraph_mode, length)
         manager._graphs_captured = True
         self._states = _RequestStatesStandIn()
         self.runner: Any = object.__new__(RunnerV2)
@@ -235,7 +238,7 @@ class DispatchV2:
             block_tables=SimpleNamespace(apply_staged_writes=lambda: None),
             kv_block_zeroer=None,
             cudagraph_manager=manager,
-            decode_query_len=self._length,
+            decode_query_len=length,
             kv_cache_config=layers,
             is_encoder_decoder=False,
             lora_config=None,
@@ -255,7 +258,7 @@ class DispatchV2:
         known = [name for name in scheduled if name in self._states.req_id_to_index]
         for name in scheduled:
             if name not in known:
-                self._states.add(name, prompts(self._length)[name])
+                self._states.add(name, self._prompts[name])
         self._states.look_up(computed)
         try:
             self.runner.execute_model(_scheduler_output(scheduled, known, computed))
@@ -304,7 +307,7 @@ def _scheduler_output(scheduled: dict[str, int], known: list[str], computed: dic
 # -- serving
 
 
-def _serve(layer_kind: Any, dispatch_kind: Any, mode: CUDAGraphMode) -> list[float]:
+def _serve(layer_kind: Any, dispatch_kind: Any, longer: int, mode: CUDAGraphMode) -> list[float]:
     """The outputs of every token, step by step, a request after the other."""
     layer, length = layer_kind(), layer_kind.length
     config = _config(mode, length)
@@ -319,7 +322,7 @@ def _serve(layer_kind: Any, dispatch_kind: Any, mode: CUDAGraphMode) -> list[flo
     graphs: dict[int, tuple[Any, torch.Tensor]] = {}
     dispatch = None
     if mode != CUDAGraphMode.NONE:
-        dispatch = dispatch_kind(config, groups)
+        dispatch = dispatch_kind(config, groups, longer)
         for rows in range(CAPTURED, 0, -1):
             captured = builder.build_for_cudagraph_capture(_common([length] * rows, [0] * rows, length))
             layer.decode(captured)
@@ -329,10 +332,10 @@ def _serve(layer_kind: Any, dispatch_kind: Any, mode: CUDAGraphMode) -> list[flo
     computed, accepted = dict.fromkeys(REQUESTS, 0), dict.fromkeys(REQUESTS, 1)
     random = torch.Generator().manual_seed(0)
     numbers: list[float] = []
-    for scheduled in steps(length):
+    for scheduled in steps(length, longer):
         counts, tokens = list(scheduled.values()), sum(scheduled.values())
         layer.hidden[:tokens] = torch.randn(tokens, STATE_SIZE, generator=random)
-        prefilling = [computed[name] < prompts(length)[name] for name in scheduled]
+        prefilling = [computed[name] < prompts(length, longer)[name] for name in scheduled]
         in_graph = dispatch(scheduled, computed) if dispatch else None
         common = _common(counts, [computed[name] for name in scheduled], length, prefilling)
         drafts = _of_drafts(prefilling, [accepted[name] for name in scheduled], length)

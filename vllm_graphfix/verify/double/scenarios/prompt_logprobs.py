@@ -45,10 +45,14 @@ STEPS: list[dict[str, int]] = [{"scored": 5, "plain": 3, "chunked": 4}, {"scored
 """Tokens that the scheduler gives to each request, step by step."""
 
 
-def run() -> Measurement:
+def run(*, hit: bool = True) -> Measurement:
+    """Not *hit*: the drafter comes after the bookkeeping."""
     numbers = "log-probabilities of the 10 scored tokens of 2 prompts, with the best token's"
     with one_memory():
-        return Measurement(numbers, tuple(_serve(CUDAGraphMode.NONE)), tuple(_serve(CUDAGraphMode.FULL)))
+        eager, graphed = (
+            _serve(mode, disable_padded_drafter_batch=not hit) for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL)
+        )
+    return Measurement(numbers, tuple(eager), tuple(graphed))
 
 
 _UNPINNED = {"PIN_MEMORY": False, "is_pin_memory_available": lambda: False}
@@ -174,9 +178,9 @@ class DrafterStandIn(gpu_model_runner.EagleProposer):  # type: ignore[misc]  # v
         self.graphed(num_tokens)
 
 
-def _serve(mode: CUDAGraphMode) -> list[float]:
+def _serve(mode: CUDAGraphMode, **speculation: Any) -> list[float]:
     """The log-probabilities of the scored prompts, a request after the other."""
-    runner = make_runner(mode)
+    runner = make_runner(mode, **speculation)
     scored: dict[str, Any] = {}
     for scheduled in STEPS:
         scored.update(step(runner, scheduled).prompt_logprobs_dict)

@@ -31,8 +31,9 @@ SPLITS_FROM = 1024
 CPU = torch.device("cpu")
 
 
-def run() -> Measurement:
-    steps = [[7 + step, 40 + step] for step in range(3)]
+def run(*, hit: bool = True) -> Measurement:
+    """Not *hit*: four requests, which fill the graph."""
+    steps = [[7 + step, 40 + step, *([] if hit else [16, 1])] for step in range(3)]
     with cpu_triton_mla():
         eager = TritonMLADecode()
         expected = [eager.step(lengths) for lengths in steps]
@@ -40,7 +41,7 @@ def run() -> Measurement:
         graphed = TritonMLADecode(captured_requests=CAPTURED)
         replayed = [graphed.step(lengths) for lengths in steps]
     return Measurement(
-        numbers="quantised attention output of 2 requests padded to 4 over 3 decode steps",
+        numbers=f"quantised attention output of {len(steps[0])} requests padded to 4 over 3 decode steps",
         eager=tuple(chain.from_iterable(expected)),
         graphed=tuple(chain.from_iterable(replayed)),
     )
