@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from vllm_graphfix.trial import Edit
+
 Change = Callable[[str], str]
 """Of the text of a file; LookupError where it has nothing to change."""
 
@@ -19,10 +21,11 @@ def edited(stock: Path, destination: Path, changes: dict[str, Change], *, anonym
     destination.mkdir(parents=True)
     _link(stock.resolve(), destination, {Path(path).parts for path in changes})
     for path, change in changes.items():
-        before = (stock / path).read_text()
+        before = (stock / path).read_text() if (stock / path).exists() else ""
         after = change(before)
         if after == before:
             raise LookupError(f"{path} of {stock.name}: nothing was edited")
+        (destination / path).parent.mkdir(exist_ok=True)
         (destination / path).write_text(after)
     if anonymous:
         for metadata in destination.glob("vllm-*.dist-info"):
@@ -70,6 +73,15 @@ def swap(pattern: str, replacement: str | Callable[[re.Match[str]], str]) -> Cha
 def both(*changes: Change) -> Change:
     """One after the other."""
     return lambda text: functools.reduce(lambda changed, change: change(changed), changes, text)
+
+
+def changes(edit: Edit) -> dict[str, Change]:
+    """What a trial's edit does to each file."""
+    found: dict[str, Change] = {}
+    for path, pattern, replacement in ((edit.path, edit.pattern, edit.replacement), *edit.also):
+        change = swap(pattern, replacement)
+        found[path] = both(found[path], change) if path in found else change
+    return found
 
 
 def before(pattern: str, *lines: str) -> Change:

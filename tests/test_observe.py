@@ -20,7 +20,7 @@ from warm_release import run_in_fork
 
 from vllm_graphfix import manifest
 from vllm_graphfix.capturing import has_consumed_plan
-from vllm_graphfix.fix import Event, Fix, Patch
+from vllm_graphfix.fix import Event, Fix, Patch, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.fixes.draft_decode_mode import DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES
 from vllm_graphfix.source import open_source
@@ -53,9 +53,11 @@ def counted(name: str, release: str) -> dict[str, int]:
 
 
 def shapes(fix: Fix) -> tuple[str, ...]:
-    """Of stock's releases, and of nightlies."""
+    """Of stock's releases, and those that an edit of the trial names."""
     affected = (entry for entry in manifest.load()["fixes"][fix.name] if entry["verdict"] == "affected")
-    return tuple(dict.fromkeys([*(entry["shape"] for entry in affected), *OF_NIGHTLIES.get(fix.name, ())]))
+    edits = fix.trial().edits if fix.trial is not None else ()
+    named = (edit.shape for edit in edits if edit.verdict is Verdict.AFFECTED and edit.shape)
+    return tuple(dict.fromkeys([*(entry["shape"] for entry in affected), *OF_NIGHTLIES.get(fix.name, ()), *named]))
 
 
 def observed(release: str | Path, names: tuple[str, ...], further: str = "{}") -> dict[tuple[str, str, str], Told]:

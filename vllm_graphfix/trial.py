@@ -31,11 +31,15 @@ class Edit(NamedTuple):
     release: str
     path: str
     pattern: str
-    """Regular expression, where ``^`` and ``$`` are ends of lines; it has to occur."""
+    """Regular expression, where ``^`` and ``$`` are ends of lines; it has to occur. ``\\A`` in a file that the release lacks: a new one."""
     replacement: str
     verdict: Verdict
     also: tuple[tuple[str, str, str], ...] = ()
-    """Path, pattern and replacement of each further file, where one is not all of it."""
+    """Path, pattern and replacement of what else is changed, one after the other: in another file, or in the same."""
+    shape: str = ""
+    """What the diagnosis has to call it, if that matters: a shape that no stock release has is tested because an edit names it."""
+    runs: bool = False
+    """The scenario runs on it, and `verify` proves the fix there: for a remedy that is cut out."""
 
 
 class Served(NamedTuple):
@@ -55,7 +59,8 @@ class Served(NamedTuple):
 class Trial(NamedTuple):
     """What shows that a fix is needed, that it works, and that its diagnosis can tell."""
 
-    scenario: Scenario
+    scenario: Scenario | str
+    """Or where it is, ``module:function``: a long one, in a module that imports vLLM."""
     edits: tuple[Edit, ...]
     """At least: upstream's remedy written into an affected release (`fixed`), and a change that nobody has looked at (`unrecognised`)."""
     served: tuple[Served, ...]

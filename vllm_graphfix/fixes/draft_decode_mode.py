@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
+    from vllm_graphfix.trial import Trial
 
 _SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
 _FIRST_MANAGER = f"{_SPEC_DECODE}/eagle_cudagraph.py"
@@ -385,4 +386,76 @@ FIX = Fix(
     events=(DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES),
     fallback=FALLBACK,
     applies=applies,
+    trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
+
+
+def trial() -> Trial:
+    from vllm_graphfix.deployment import Concern
+    from vllm_graphfix.trial import Edit, Served, Trial
+    from vllm_graphfix.verify.engine.cases import LLAMA_EAGLE
+
+    mode = r"^ {8}if cudagraph_mode\.decode_mode\(\) == CUDAGraphMode\.FULL:\n.*\n {8}else:\n.*\n"
+    zeros = r"^ {8}for i in range\(num_reqs, max_num_reqs, BLOCK_SIZE\):\n(?:.*\n){2}.*last_token_indices_ptr \+ block, 0.*\n"
+    chosen = "".join(rf"\1{line}\n" for line in _CHOSEN.strip().splitlines())
+    configured = r"\1cudagraph_mode = vllm_config.compilation_config.cudagraph_mode\n"
+    affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
+    v2, eagle = "VLLM_USE_V2_MODEL_RUNNER=1 ", '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}'
+    mtp = '{"method": "mtp", "num_speculative_tokens": 1}'
+    return Trial(
+        scenario="vllm_graphfix.verify.double.scenarios.draft_decode_mode:run",
+        edits=(
+            Edit(
+                "a mode that is chosen",
+                "0.17.1",
+                _SPECULATOR,
+                r"^( *)self\.cudagraph_manager = EagleCudaGraphManager\(",
+                rf"{configured}{chosen}\g<0>",
+                Verdict.FIXED,
+            ),
+            Edit(
+                "nightly without the mode",
+                "0.20.0",
+                _SPECULATOR,
+                mode,
+                "",
+                Verdict.AFFECTED,
+                shape="two-managers-mode",
+            ),
+            Edit(
+                "nightly without the zeros",
+                "0.20.0",
+                _SPECULATOR,
+                zeros,
+                "",
+                Verdict.AFFECTED,
+                shape="two-managers-indices",
+            ),
+            Edit(
+                "nightly without both",
+                "0.20.0",
+                _SPECULATOR,
+                mode,
+                "",
+                Verdict.AFFECTED,
+                also=((_SPECULATOR, zeros, ""),),
+                shape="two-managers-mode-indices",
+            ),
+            Edit(
+                "another mode",
+                "0.17.1",
+                _MANAGER,
+                r"cudagraph_mode\.decode_mode\(\)",
+                "cudagraph_mode",
+                Verdict.UNRECOGNISED,
+            ),
+        ),
+        served=(
+            Served("0.17.1", f"{v2}./llama -O1 -sc '{eagle}'", affects, "PIECEWISE"),
+            Served("0.17.1", f"{v2}./llama -sc '{eagle}'", does_not, "FULL_AND_PIECEWISE"),
+            Served("0.17.1", f"{v2}./llama -O1 -sc '{mtp}'", does_not, "one token"),
+            Served("0.17.1", f"{v2}./llama -O1 -sc.method=eagle", unknown, "num_speculative_tokens"),
+            Served("0.17.1", f"./llama -O1 -sc '{eagle}'", does_not, "V1"),
+        ),
+        case=LLAMA_EAGLE,
+    )

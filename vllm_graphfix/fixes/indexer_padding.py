@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
+    from vllm_graphfix.trial import Trial
 
 _INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
 _INDEXER_MODULE = "vllm.v1.attention.backends.mla.indexer"
@@ -278,4 +279,113 @@ FIX = Fix(
     events=(PADDED_ROWS_BELOW_ZERO,),
     fallback=FALLBACK,
     applies=applies,
+    trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
+
+
+def trial() -> Trial:
+    from vllm_graphfix.deployment import Concern
+    from vllm_graphfix.trial import Edit, Served, Trial
+    from vllm_graphfix.verify.engine.cases import SPARSE_MTP
+
+    in_the_kernel = r"tl\.maximum\((seq_len - max_decode_len \+ local_idx \+ 1), 0\)"
+    in_the_buffer = r"(self\.offsets_buffer\[:max_decode_len\]\n {16}\))$"
+    prepared = r"(^ {16}self\._prepare_decode_tensors\(\n(?: {20}.*\n)+ {16}\)\n {12}\)\n)"
+    without = ((_INDEXER, in_the_kernel, r"\1"),)
+    fixed, unknown = Verdict.FIXED, Verdict.UNRECOGNISED
+    mtp = '{"method": "mtp", "num_speculative_tokens": 1}'
+    return Trial(
+        scenario="vllm_graphfix.verify.double.scenarios.indexer_padding:run",
+        edits=(
+            *(
+                Edit(
+                    f"remedy cut out, {release}",
+                    release,
+                    _INDEXER,
+                    r"(?<=^ {16}\))\.clamp_\(min=0\)$",
+                    "",
+                    Verdict.AFFECTED,
+                    without,
+                )
+                for release in ("0.28.0", "0.29.0")
+            ),
+            Edit(
+                "clamped where they are written",
+                "0.20.0",
+                _INDEXER,
+                in_the_buffer,
+                r"\1.clamp(min=0)",
+                fixed,
+                also=(
+                    (
+                        _INDEXER,
+                        r"= (seq_len - max_decode_len \+ local_idx \+ 1)$",
+                        r"= tl.maximum(0, \1)",
+                    ),
+                ),
+            ),
+            Edit(
+                "clamped in place afterwards",
+                "0.21.0",
+                _INDEXER,
+                prepared,
+                r"\1            seq_lens.clamp_(min=0)\n",
+                fixed,
+            ),
+            Edit(
+                "clamped afterwards",
+                "0.27.1",
+                _INDEXER,
+                prepared,
+                r"\1            seq_lens = torch.clamp(seq_lens, min=0)\n",
+                fixed,
+            ),
+            Edit("clamped in the buffer alone", "0.20.0", _INDEXER, in_the_buffer, r"\1.clamp_(min=0)", unknown),
+            Edit("not clamped in the kernel", "0.28.0", _INDEXER, in_the_kernel, r"\1", unknown),
+            Edit(
+                "another function",
+                "0.27.1",
+                _INDEXER,
+                r"_prepare_decode_tensors",
+                "_tensors_of_decodes",
+                unknown,
+            ),
+            Edit(
+                "a copy of the buffer",
+                "0.25.1",
+                _INDEXER,
+                r"seq_lens = seq_lens_buffer$",
+                "seq_lens = seq_lens_buffer.clone()",
+                unknown,
+            ),
+            Edit(
+                "clamped later",
+                "0.22.1",
+                _INDEXER,
+                r"^( {12})(decode_metadata = DeepSeekV32)",
+                r"\1seq_lens.clamp_(min=0)\n\1\2",
+                unknown,
+            ),
+            Edit(
+                "something done before they are returned",
+                "0.21.0",
+                _INDEXER,
+                r"^( {12})(return seq_lens, block_table, .*requires_padding)$",
+                r"\1self.odd(seq_lens)\n\1\2",
+                unknown,
+            ),
+            Edit(
+                "something done in the kernel",
+                "0.20.2",
+                _INDEXER,
+                r"^( *)(tl\.store\(decode_seq_lens_ptr)",
+                r"\1per_token_seq_len = odd(per_token_seq_len)\n\1\2",
+                unknown,
+            ),
+        ),
+        served=(
+            Served("0.21.0", f"./v32 --speculative-config '{mtp}'", Concern.CONCERNS, "sparse attention"),
+            Served("0.21.0", "./v32", Concern.DOES_NOT, "no speculator"),
+        ),
+        case=SPARSE_MTP,
+    )

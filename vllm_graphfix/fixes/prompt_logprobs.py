@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
+    from vllm_graphfix.trial import Trial
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
@@ -244,4 +245,137 @@ FIX = Fix(
     events=(READ_AFTER_DRAFT,),
     fallback=FALLBACK,
     applies=applies,
+    trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
+
+
+def trial() -> Trial:
+    from vllm_graphfix.deployment import Concern
+    from vllm_graphfix.trial import Edit, Served, Trial
+    from vllm_graphfix.verify.engine.cases import LLAMA_EAGLE_SCORED
+
+    unpacked = r"^( {8})(self\.input_batch\.prev_sampled_token_ids = None\n)(?=\n {8}def propose_draft_token_ids)"
+    # The log-probabilities are computed in `sample_tokens`, and handed to the bookkeeping.
+    by_the_bookkeeping = r"prompt_logprobs_dict = self\._get_prompt_logprobs_dict\((\n.*){3}\)"
+    first = rf"\1\2\1scored = {_PROMPTS.removesuffix('(...)')}(hidden_states, scheduler_output.num_scheduled_tokens)\n"
+    now_and_then = r"^( {8})scored = self\._get_prompt_logprobs_dict\("
+    unknown, fixed = Verdict.UNRECOGNISED, Verdict.FIXED
+    affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
+    eagle = '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}'
+    copied = r"\1\2\1hidden_states = hidden_states.clone()\n"
+    return Trial(
+        scenario="vllm_graphfix.verify.double.scenarios.prompt_logprobs:run",
+        edits=(
+            Edit("copied always", "0.14.1", _RUNNER, unpacked, copied, fixed),
+            Edit("copied always, 0.33.0", "0.33.0", _RUNNER, unpacked, copied, fixed),
+            Edit(
+                "copied if a prompt is scored",
+                "0.21.0",
+                _RUNNER,
+                unpacked,
+                r"\1\2\1scored = hidden_states\n\1if self.num_prompt_logprobs:\n\1    scored = torch.clone(hidden_states)\n",
+                fixed,
+                also=(
+                    (
+                        _RUNNER,
+                        r"^( *logits,\n *)hidden_states(,\n *scheduler_output\.total_num_scheduled_tokens,\n)",
+                        r"\1scored\2",
+                    ),
+                ),
+            ),
+            Edit(
+                "copied where the drafter comes first",
+                "0.25.1",
+                _RUNNER,
+                r"^( {16})if input_fits_in_drafter:\n(?= *propose_draft_token_ids\(sampled_token_ids\)\n {16}else:)",
+                r"\1if input_fits_in_drafter:\n\1    if self.num_prompt_logprobs:\n\1        hidden_states = hidden_states[:].clone()\n",
+                fixed,
+            ),
+            Edit(
+                "copied by the target",
+                "0.18.1",
+                _RUNNER,
+                r"^( {8})(self\.execute_model_state = ExecuteModelState\()",
+                r"\1hidden_states = hidden_states.clone() if self.num_prompt_logprobs else hidden_states\n\1\2",
+                fixed,
+            ),
+            Edit(
+                "scored before the draft",
+                "0.20.0",
+                _RUNNER,
+                by_the_bookkeeping,
+                "prompt_logprobs_dict = scored",
+                fixed,
+                also=((_RUNNER, unpacked, first),),
+            ),
+            Edit(
+                "scored before the draft, now and then",
+                "0.20.0",
+                _RUNNER,
+                by_the_bookkeeping,
+                "prompt_logprobs_dict = scored",
+                unknown,
+                also=(
+                    (_RUNNER, unpacked, first),
+                    (
+                        _RUNNER,
+                        now_and_then,
+                        r"\1if self.odd:\n\1    scored = self._get_prompt_logprobs_dict(",
+                    ),
+                ),
+            ),
+            Edit(
+                "copied now and then",
+                "0.21.0",
+                _RUNNER,
+                unpacked,
+                r"\1\2\1if self.odd:\n\1    hidden_states = hidden_states.clone()\n",
+                unknown,
+            ),
+            Edit(
+                "hidden states from elsewhere",
+                "0.18.1",
+                _RUNNER,
+                r"hidden_states\[:num_scheduled_tokens\],(?=\n *scheduler_output\.num_scheduled_tokens)",
+                "self.kept,",
+                unknown,
+            ),
+            Edit(
+                "kept by a function",
+                "0.17.1",
+                _RUNNER,
+                unpacked,
+                r"\1\2\1hidden_states = self.keep(hidden_states)\n",
+                unknown,
+            ),
+            Edit(
+                "another kind of drafter",
+                "0.33.0",
+                _RUNNER,
+                r"or spec_config\.uses_extract_hidden_states\(\)",
+                "or spec_config.uses_another()",
+                unknown,
+            ),
+            Edit(
+                "whose prompts are scored is asked elsewhere",
+                "0.25.1",
+                _RUNNER,
+                r"num_prompt_logprobs_dict = self\.num_prompt_logprobs",
+                "num_prompt_logprobs_dict = self.asked()",
+                unknown,
+            ),
+            Edit(
+                "a state with other fields",
+                "0.14.1",
+                _RUNNER,
+                r"^( {4})hidden_states: torch\.Tensor\n( {4}sample_hidden_states)",
+                r"\1states: torch.Tensor\n\2",
+                unknown,
+            ),
+        ),
+        served=(
+            Served("0.21.0", f"./llama -sc '{eagle}'", affects, "eagle3"),
+            Served("0.21.0", "./llama", does_not, "no speculator"),
+        ),
+        case=LLAMA_EAGLE_SCORED,
+    )

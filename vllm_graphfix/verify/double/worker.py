@@ -39,7 +39,12 @@ def scenario_of(fix: str) -> Scenario:
     trial = BY_NAME[fix].trial
     if trial is not None:
         list(_targets(fix))
-        return trial().scenario
+        found = trial().scenario
+        if not isinstance(found, str):
+            return found
+        module, _, name = found.partition(":")
+        there: Scenario = getattr(importlib.import_module(module), name)
+        return there
     scenario: Scenario = scenario_module(fix).run
     return scenario
 
