@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from edited import Change, after, before, both, swap
+from edited import Change, after, before, both, cut, swap
 from mutants_around import around, imported_otherwise
 from mutants_by_hand import FIX_IN_WORDS, NEAR, SHAPE, SIZE, hand
 from mutants_families import Base, Mutant, Plan, Target, family
-from remedies import WITHOUT_PLAN_IN_BUFFERS
 from vllm_files import FLASHMLA
 
+WITHOUT_PLAN_IN_BUFFERS = cut(
+    r"^ *self\.cg_buf_\w+\[:n\]\.copy_\(\w+\)\n",
+    r"^ *\w+ = self\.cg_buf_\w+\[:n\]\n",
+    r"^ *assert .*self\.cg_buf_.*\n",
+)
 POINTED_AT = r"scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata"
 COPIED = (
     "if self.compilation_config.cudagraph_mode.has_full_cudagraphs():",

@@ -8,9 +8,9 @@ from edited import Change, before, both, swap
 from mutants_around import around, imported_otherwise
 from mutants_by_hand import FIX_IN_WORDS, NEAR, SHAPE, SIZE, hand
 from mutants_families import Base, Mutant, Plan, Target, family
-from remedies import PADDED_WITH_MINUS_ONE
 from vllm_files import FLASHMLA, RUNNER
 
+PADDED_WITH_MINUS_ONE = swap(r"(num_reqs:num_reqs_padded\]\.fill_)\(NULL_BLOCK_ID\)", r"\1(-1)")
 FILLED = r"blk_table_tensor\[num_reqs:num_reqs_padded\]\.fill_\(-1\)"
 PADDING_REMEDY = ((RUNNER, swap(FILLED, "blk_table_tensor[num_reqs:num_reqs_padded].fill_(0)")),)
 PADDING_19 = Base("0.19.1", "stock", remedy=PADDING_REMEDY)

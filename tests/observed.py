@@ -70,6 +70,7 @@ def _measured(found: Measurement) -> dict[str, object]:
         "numbers": repr((found.graphed, found.error)),  # as text, in which NaN equals NaN
         "right": found.error is None and not differing(found.eager, found.graphed),
         "stopped": found.error is not None,
+        "expected": dict(found.counted),
     }
 
 

@@ -10,15 +10,14 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from edited import edited
+from edited import changes, edited
 from nightly import make_nightly
-from remedies import WITHOUT_THE_FIX
 from rich.console import Console
 from stock import release_root
 from table import (
@@ -31,13 +30,13 @@ from table import (
     verdict,
 )
 from test_engine_processes import SOON, all_end
-from unseen import UNSEEN
 from warm_release import run_in_fork
 
 from vllm_graphfix import manifest
-from vllm_graphfix.fix import Fix
+from vllm_graphfix.fix import Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.source import open_source
+from vllm_graphfix.trial import Edit
 from vllm_graphfix.verify.double.run import run
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.report import Proof, Report
@@ -135,26 +134,26 @@ def test_nightlies_before_pr_39773_are_proven(tmp_path: Path, without_mode: bool
     assert outcomes(verified(root, [BY_NAME["draft-decode-mode"]])) == {"draft-decode-mode": "proven"}
 
 
-ALSO_AFFECTED = {"capture-state": ["draft-prefill-state"]}
-"""In the release that a fix is cut out of; they have to work together."""
-
-
 @pytest.mark.parametrize(
-    ("name", "release", "changes"),
-    # Those that the scenarios drive; the others are judged by source alone.
+    ("fix", "edit"),
     [
-        pytest.param(*row, id=f"{row[0]}-{row[1]}", marks=() if row[0] == "mamba-padding" else pytest.mark.slow)
-        for row in WITHOUT_THE_FIX
-        if row[1] <= "0.23.0" and row[0] != "triton-mla-padding"
+        pytest.param(
+            fix, edit, id=f"{fix.name}-{edit.release}", marks=() if fix.name == "mamba-padding" else pytest.mark.slow
+        )
+        for fix in FIXES
+        for edit in fix.trial().edits
+        if edit.runs
     ],
 )
-def test_a_fixed_release_with_the_fix_cut_out_is_proven(
-    tmp_path: Path, name: str, release: str, changes: dict[str, Callable[[str], str]]
-) -> None:
-    names = [name, *ALSO_AFFECTED.get(name, ())]
-    report = verified(edited(release_root(release), tmp_path / "vllm", changes), [BY_NAME[n] for n in names])
+def test_a_fixed_release_with_the_fix_cut_out_is_proven(tmp_path: Path, fix: Fix, edit: Edit) -> None:
+    """Together with the fixes without which it trades one defect for another."""
+    root = edited(release_root(edit.release), tmp_path / "vllm", changes(edit))
+    fixes = [fix, *(BY_NAME[other.name] for other in fix.together)]
+    report = verified(root, fixes)
     assert report.vllm is None, "nothing tells the version"
-    assert outcomes(report) == dict.fromkeys(names, "proven")
+    affected = {each for each in fixes if manifest.diagnose(each, open_source(root)).verdict is Verdict.AFFECTED}
+    assert fix in affected
+    assert outcomes(report) == {each.name: "proven" if each in affected else "nothing patched" for each in fixes}
 
 
 def verify(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -219,8 +218,8 @@ def test_a_wheel_file_is_verified_as_it_would_be_installed(tmp_path: Path) -> No
 
 
 def test_a_proof_that_does_not_hold_is_exit_code_1(tmp_path: Path) -> None:
-    name, release, changes = next(row for row in UNSEEN if row[0] == "flashmla-fp8")
-    done = verify(name, "--vllm", edited(release_root(release), tmp_path / "vllm", changes))
+    edit = next(e for e in BY_NAME["flashmla-fp8"].trial().edits if e.verdict is Verdict.UNRECOGNISED)
+    done = verify("flashmla-fp8", "--vllm", edited(release_root(edit.release), tmp_path / "vllm", changes(edit)))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "! flashmla-fp8: unrecognised: " in done.stdout
 

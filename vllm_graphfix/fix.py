@@ -122,6 +122,10 @@ class Together(NamedTuple):
     """The user may switch the other one off by name and keep this one."""
 
 
+def _no_trial() -> "Trial":
+    raise LookupError("a fix is tried by the `trial` of its record, and this record has none")
+
+
 class Fix(NamedTuple):
     """One upstream correction, brought to stock wheels at run time."""
 
@@ -165,8 +169,8 @@ class Fix(NamedTuple):
     """Flags of `vllm serve` that `applies` asks for and the facts of a `Deployment` do not: ``--switch``, or ``--option=`` for one with a value."""
     absent: str = ""
     """Stock releases without the component, as in `releases`."""
-    trial: Callable[[], "Trial"] | None = None
-    """What `verify` and the tests try the fix with. None for the first twelve: theirs is in ``verify/`` and in a test module each."""
+    trial: Callable[[], "Trial"] = _no_trial
+    """What `verify` and the tests try the fix with; no engine calls it. Every fix has one: only the shadow check's records go without."""
 
     @property
     def variable(self) -> str:

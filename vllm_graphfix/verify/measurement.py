@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,5 @@ class Measurement:
     """So many of the first numbers have to be wrong on stock to show the defect: the others, or an error, may be another
     defect's doing. None: any of them, or an error, shows it.
     """
+    counted: Mapping[str, int] = field(default_factory=dict)
+    """What the fix has to count meanwhile on an affected release, by event, where the scenario knows."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -244,12 +244,15 @@ def flashmla_builder(config: Any) -> Any:
 
 
 def measure(
-    numbers: str, eagerly: Callable[[], list[torch.Tensor]], graphed: Callable[[], list[torch.Tensor]]
+    numbers: str,
+    eagerly: Callable[[], list[torch.Tensor]],
+    graphed: Callable[[], list[torch.Tensor]],
+    counted: Mapping[str, int],
 ) -> Measurement:
     """Compute the same tensors both ways; an error of the graphs' way is part of the result."""
     reference = _floats(eagerly())
     try:
-        return Measurement(numbers, reference, _floats(graphed()))
+        return Measurement(numbers, reference, _floats(graphed()), counted=counted)
     except Exception as e:  # whatever vLLM runs into is what a user would see
         return Measurement(numbers, reference, (), f"{type(e).__name__}: {e}".splitlines()[0])
 

@@ -36,22 +36,13 @@ def scenario_of(fix: str) -> Scenario:
     """What *fix* is shown with. Imports what the fix patches, so that its state is not `waiting` when the scenario begins."""
     from vllm_graphfix.fixes import BY_NAME
 
-    trial = BY_NAME[fix].trial
-    if trial is not None:
-        list(_targets(fix))
-        found = trial().scenario
-        if not isinstance(found, str):
-            return found
-        module, _, name = found.partition(":")
-        there: Scenario = getattr(importlib.import_module(module), name)
-        return there
-    scenario: Scenario = scenario_module(fix).run
-    return scenario
-
-
-def scenario_module(fix: str) -> Any:
-    """Of one of the first twelve fixes, whose scenario is a module of its own."""
-    return importlib.import_module(f"vllm_graphfix.verify.double.scenarios.{fix.replace('-', '_')}")
+    list(_targets(fix))
+    scenario = BY_NAME[fix].trial().scenario
+    if not isinstance(scenario, str):
+        return scenario
+    module, _, name = scenario.partition(":")
+    there: Scenario = getattr(importlib.import_module(module), name)
+    return there
 
 
 def _install_kernel_stand_ins() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_graphfix import settings
 from vllm_graphfix.fix import Fix, variable
-from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.models import VOCABULARY
 from vllm_graphfix.verify.engine.worker import EXTENSION, SEED
@@ -257,23 +257,11 @@ LLAMA_EAGLE_SCORED = Case(
     prompt_logprobs=True,
 )
 
-CASES: dict[str, Case] = {
-    "capture-state": MLA,
-    "draft-prefill-state": MLA_MTP,
-    "draft-decode-mode": LLAMA_EAGLE,
-    "mamba-padding": MAMBA2,
-    "flashmla-fp8": MLA_FP8,
-    "flashmla-padding": MLA_FP8_PADDED,
-    "prefill-dispatch": MAMBA2_ONE_TOKEN,
-    "prompt-logprobs": LLAMA_EAGLE_SCORED,
-    "idle-rank": MAMBA2_IDLE,
-    "triton-mla-padding": MLA_TRITON,
-    "indexer-padding": SPARSE_MTP,
-    "workspace-growth": MIXTRAL,
-}
-"""By the name of the fix: those of the first twelve."""
-
 
 def case_of(fix: Fix) -> Case | None:
     """What is run for *fix*; None for one that no tiny model shows."""
-    return fix.trial().case if fix.trial is not None else CASES[fix.name]
+    return fix.trial().case
+
+
+CASES: dict[str, Case] = {fix.name: case for fix in FIXES if (case := case_of(fix)) is not None}
+"""By the name of the fix."""

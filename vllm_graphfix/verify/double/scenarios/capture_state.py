@@ -46,7 +46,7 @@ def run(*, hit: bool = True) -> Measurement:
     """Hidden states of the target model and of a draft model, request by request, step by step. Not *hit*: without a planner."""
     numbers = f"hidden states of target and draft model over {len(STEPS)} decode steps of 1 to {MAX_REQUESTS} requests"
     with nullcontext() if hit else attention_without_a_plan():
-        return measure(numbers, _eager, _graphed)
+        return measure(numbers, _eager, _graphed, {"state-consumed": 2 * len(SIZES)})
 
 
 def _models() -> tuple[ModelStandIn, ModelStandIn]:

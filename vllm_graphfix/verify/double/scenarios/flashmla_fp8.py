@@ -33,6 +33,7 @@ def run(*, hit: bool = True) -> Measurement:
         numbers="attention output of 3 requests over 4 decode steps (every 64th of 512 values a head)",
         eager=tuple(chain.from_iterable(expected)),
         graphed=tuple(chain.from_iterable(replayed)),
+        counted={"plan-outside-buffers": 1 + len(steps)},  # with the capture's
     )
 
 

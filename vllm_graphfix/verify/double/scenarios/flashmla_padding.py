@@ -32,4 +32,5 @@ def run(*, hit: bool = True) -> Measurement:
         eager=tuple(chain.from_iterable(expected)),
         graphed=tuple(chain.from_iterable(replayed)),
         error=error,
+        counted={"padded-rows-given": len(steps)},
     )

@@ -69,7 +69,8 @@ def run(*, hit: bool = True) -> Measurement:
             hybrid = _Rank()
             hybrid.capture()
             graphed = [*_serve(hybrid, steps), *_serve(_DraftingRank(), steps)]
-    return Measurement(numbers, tuple(eager), tuple(graphed))
+    counted = {"idle-step-on-real-blocks": 2 * (len(steps) - len(never_idle))}  # of each of two ranks
+    return Measurement(numbers, tuple(eager), tuple(graphed), counted=counted)
 
 
 @contextmanager

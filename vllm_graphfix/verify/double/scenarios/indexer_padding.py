@@ -54,6 +54,7 @@ def run(*, hit: bool = True) -> Measurement:
         eager=tuple(chain.from_iterable(expected)),
         graphed=tuple(chain.from_iterable(replayed)),
         error=error,
+        counted={"padded-rows-below-zero": len(STEPS)},
     )
 
 

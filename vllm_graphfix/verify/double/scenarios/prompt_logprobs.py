@@ -52,7 +52,8 @@ def run(*, hit: bool = True) -> Measurement:
         eager, graphed = (
             _serve(mode, disable_padded_drafter_batch=not hit) for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL)
         )
-    return Measurement(numbers, tuple(eager), tuple(graphed))
+    counted = {"prompt-logprobs-after-draft": len(STEPS)}  # in each a prompt is scored
+    return Measurement(numbers, tuple(eager), tuple(graphed), counted=counted)
 
 
 _UNPINNED = {"PIN_MEMORY": False, "is_pin_memory_available": lambda: False}

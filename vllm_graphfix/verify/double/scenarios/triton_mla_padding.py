@@ -44,6 +44,7 @@ def run(*, hit: bool = True) -> Measurement:
         numbers=f"quantised attention output of {len(steps[0])} requests padded to 4 over 3 decode steps",
         eager=tuple(chain.from_iterable(expected)),
         graphed=tuple(chain.from_iterable(replayed)),
+        counted={"empty-rows-given": len(steps)},
     )
 
 
