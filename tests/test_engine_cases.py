@@ -21,7 +21,7 @@ from vllm_graphfix.verify.engine import cases, extension, verify
 from vllm_graphfix.verify.engine.cases import MODES, Case, case_of
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.models import MODELS, VOCABULARY
-from vllm_graphfix.verify.engine.probes import PROBES
+from vllm_graphfix.verify.engine.probes import probe_of
 from vllm_graphfix.verify.engine.worker import _engine
 
 FOLDER = Path("models")
@@ -43,7 +43,7 @@ def test_every_fix_has_a_case_of_its_own() -> None:
 def test_the_models_and_probes_of_a_case_exist(name: str) -> None:
     case = CASES[name]
     assert {case.model, case.draft} - {None} <= set(MODELS)
-    assert set(case.probes) <= set(PROBES)
+    assert all(callable(probe_of(name)) for name in case.probes)
 
 
 @FIXES
@@ -147,26 +147,18 @@ def test_some_batches_are_between_the_sizes_of_the_graphs(name: str) -> None:
     # Answers of one length end together: the batch is full, or there is none.
     together = len({count for _, count in case.workload}) == 1
     batches = {
-        count * (1 if name == "draft-decode-mode" else drafts + 1)
+        count * (1 if case.graphs["cudagraph_mode"] == "PIECEWISE" else drafts + 1)
         for count in (requests[-1:] if together else requests)
     }
     padded = {batch for batch in batches if batch not in sizes}
     assert max(batches) <= max(sizes)
-    with_padding = {
-        "draft-decode-mode",
-        "draft-idx-mapping",
-        "flashmla-padding",
-        "indexer-padding",
-        "mamba-padding",
-        "triton-mla-padding",
-    }
-    assert bool(padded) == (name in with_padding)
+    assert bool(padded) == case.padded
 
 
 def test_scored_prompts_are_as_long_as_graphs_are_large_and_each_is_alone() -> None:
     """Otherwise eager would compute in other shapes, with other kernels, and be as far from itself as from a defect."""
     scored = {name: case for name, case in CASES.items() if case.prompt_logprobs}
-    assert list(scored) == ["prompt-logprobs"]
+    assert scored
     for case in scored.values():
         sizes = case.graphs["cudagraph_capture_sizes"]
         assert case.arguments["max_num_seqs"] == 1

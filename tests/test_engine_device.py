@@ -258,14 +258,9 @@ def test_flashmla_alone_is_skipped_on_another_compute_capability(name: str, capa
         assert why is None
 
 
-def test_flashmla_is_what_the_fixes_for_it_need() -> None:
-    assert FLASHMLA_CASES == [
-        "capture-state",
-        "draft-prefill-state",
-        "flashmla-fp8",
-        "flashmla-padding",
-        "indexer-padding",
-    ]
+def test_cases_whose_attention_is_flashmla_need_its_gpu_and_no_others() -> None:
+    backends = {name: case.arguments.get("attention_config", {}).get("backend", "") for name, case in CASES.items()}
+    assert [name for name, backend in backends.items() if backend.startswith("FLASHMLA")] == FLASHMLA_CASES
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -20,6 +20,7 @@ from vllm_graphfix.verify.engine.probes import (
     caches_of,
     capturing,
     nodes_of,
+    probe_of,
 )
 
 PLANNER = "_ZN5flash23get_mla_metadata_kernelE27Mla_metadata_params"
@@ -264,6 +265,11 @@ def serve(*given, **named):
 
 kind.capture_model, scenario._serve = captured, serve
 """
+
+
+def test_a_case_may_name_a_probe_that_is_made_elsewhere() -> None:
+    made = probe_of("vllm_graphfix.verify.engine.probes:Drafts")
+    assert made is probe_of("drafts") is PROBES["drafts"]
 
 
 def seen_on_real_classes(

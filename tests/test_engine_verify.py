@@ -82,7 +82,7 @@ RUNS = {
 
 
 def proof_of(name: str, **runs: Ended) -> Proof:
-    return prove(BY_NAME[name], AFFECTED, RUNS | runs)
+    return prove(BY_NAME[name], AFFECTED, CASES[name], RUNS | runs)
 
 
 def with_(**changes: Any) -> dict[str, Ended]:
@@ -424,7 +424,7 @@ def test_what_drafts_were_like_is_told() -> None:
     eager = said(RIGHT, "off", again=RIGHT, observed={"drafts": [1.0, 11.0, 12.0]})
     observed = {"planners-in-draft-graphs": [0.0, 2.0], "drafts": [1.0, 11.0, 99.0]}
     runs = RUNS | with_(eager=eager, stock=said(RIGHT, "off", observed=observed))
-    assert measure("draft-prefill-state", runs, "stock").details == (
+    assert measure(CASES["draft-prefill-state"], runs, "stock").details == (
         "stock: FlashMLA's planner is recorded in 0 of 2 full graphs of the draft's prefill",
         "stock: 7 of 7 tokens compared and equal to eager's; log-probabilities up to 0 apart (eager from itself 0; rounding ends at 0.062)",
         "stock: draft tokens equal to eager's up to number 2 of 3",
@@ -440,7 +440,7 @@ def test_corruption_of_log_probabilities_alone_is_told_as_such() -> None:
 
 
 def test_a_skipped_fix_is_not_proven() -> None:
-    proof = prove(BY_NAME["capture-state"], AFFECTED, None, "no GPU for it")
+    proof = prove(BY_NAME["capture-state"], AFFECTED, None, None, "no GPU for it")
     assert (proof.outcome, proof.holds, proof.skipped) == ("skipped", False, "no GPU for it")
 
 

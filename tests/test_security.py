@@ -100,6 +100,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
     "verify/double/run.py": {"subprocess": OWN_PYTHON},
     "verify/engine/device.py": {"subprocess": OWN_PYTHON, "ctypes": "asks NVML for the driver's version"},
     "verify/engine/processes.py": {"subprocess": OWN_PYTHON, "os.killpg": "ends what it has started"},
+    "verify/engine/probes.py": {"import_module": "the module of this package that makes a case's probe"},
     "verify/engine/worker.py": {
         "os.fork": "a process that ends an engine nobody waits for any more",
         "os.killpg": "by that one",

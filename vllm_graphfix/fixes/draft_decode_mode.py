@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
     from vllm_graphfix.trial import Trial
+    from vllm_graphfix.verify.engine.sign import Observed, Sign
 
 _SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
 _FIRST_MANAGER = f"{_SPEC_DECODE}/eagle_cudagraph.py"
@@ -391,6 +392,8 @@ FIX = Fix(
 
 
 def trial() -> Trial:
+    from dataclasses import replace
+
     from vllm_graphfix.deployment import Concern
     from vllm_graphfix.trial import Edit, Served, Trial
     from vllm_graphfix.verify.engine.cases import LLAMA_EAGLE
@@ -457,5 +460,18 @@ def trial() -> Trial:
             Served("0.17.1", f"{v2}./llama -O1 -sc.method=eagle", unknown, "num_speculative_tokens"),
             Served("0.17.1", f"./llama -O1 -sc '{eagle}'", does_not, "V1"),
         ),
-        case=LLAMA_EAGLE,
+        case=replace(LLAMA_EAGLE, judge=judge),
+    )
+
+
+def judge(observed: Observed) -> Sign:
+    from vllm_graphfix.verify.engine.sign import Sign
+
+    padded, decodes = observed.get("piecewise-draft-decodes", (0.0, 0.0))
+    return Sign(
+        "draft decodes in piecewise graphs with padding",
+        right=(0.0,),
+        found=(padded,),
+        told=f"{padded:.0f} of {decodes:.0f} draft decodes ran in piecewise graphs with padding",
+        unseen=None if decodes else "no draft was decoded",
     )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
     from vllm_graphfix.trial import Trial
+    from vllm_graphfix.verify.engine.sign import Observed, Sign
 
 _SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
 _EAGLE = f"{_SPEC_DECODE}/eagle/cudagraph.py"
@@ -224,6 +225,8 @@ FIX = Fix(
 
 
 def trial() -> Trial:
+    from dataclasses import replace
+
     from vllm_graphfix.deployment import Concern
     from vllm_graphfix.trial import Edit, Served, Trial
     from vllm_graphfix.verify.engine.cases import MLA_MTP
@@ -273,5 +276,18 @@ def trial() -> Trial:
             Served("0.21.0", f"{v2}{served}", does_not, "no speculator", hopper),
             Served("0.21.0", f"{v2}{served} {n_gram}", does_not, "ngram", hopper),
         ),
-        case=MLA_MTP,
+        case=replace(MLA_MTP, judge=judge),
+    )
+
+
+def judge(observed: Observed) -> Sign:
+    from vllm_graphfix.verify.engine.sign import Sign
+
+    planned, captured = observed.get("planners-in-draft-graphs", (0.0, 0.0))
+    return Sign(
+        "full graphs of the draft's prefill that do not record FlashMLA's planner",
+        right=(0.0,),
+        found=(captured - planned,),
+        told=f"FlashMLA's planner is recorded in {planned:.0f} of {captured:.0f} full graphs of the draft's prefill",
+        unseen=None if captured else "no full graph of the draft's prefill was captured",
     )

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
     from vllm_graphfix.trial import Trial
+    from vllm_graphfix.verify.engine.sign import Observed, Sign
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _BACKEND = "vllm/v1/attention/backends/mla/flashmla.py"
@@ -193,6 +194,8 @@ FIX = Fix(
 
 
 def trial() -> Trial:
+    from dataclasses import replace
+
     from vllm_graphfix.deployment import Concern
     from vllm_graphfix.trial import Edit, Served, Trial
     from vllm_graphfix.verify.engine.cases import MLA_FP8_PADDED
@@ -234,5 +237,22 @@ def trial() -> Trial:
             Served("0.18.1", "/usr/bin/vllm serve ./v3 --kv-cache-dtype fp8", affects, "fp8", hopper),
             Served("0.18.1", "./v3 --kv-cache-dtype fp8 --enforce-eager", does_not, "--enforce-eager", hopper),
         ),
-        case=MLA_FP8_PADDED,
+        case=replace(MLA_FP8_PADDED, judge=judge),
+    )
+
+
+def judge(observed: Observed) -> Sign:
+    import math
+
+    from vllm_graphfix.verify.engine.sign import Sign
+
+    length, block = observed.get("padded-rows", (math.inf, math.inf))
+    told = f"dense fp8 FlashMLA was given lengths down to {length:.0f} and block ids down to {block:.0f}"
+    seen = math.isfinite(length + block)
+    return Sign(
+        "lowest length (at most 1) and block id (at most 0) given to dense fp8 FlashMLA",
+        right=(1.0, 0.0),
+        found=(min(length, 1.0), min(block, 0.0)),
+        told=told if seen else "",
+        unseen=None if seen else "dense fp8 FlashMLA was not used",
     )

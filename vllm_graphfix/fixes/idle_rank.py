@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
     from vllm_graphfix.trial import Trial
+    from vllm_graphfix.verify.engine.sign import Observed, Sign
 
 _WORKER = "vllm/v1/worker/gpu_worker.py"
 _WORKER_MODULE = "vllm.v1.worker.gpu_worker"
@@ -406,6 +407,8 @@ FIX = Fix(
 
 
 def trial() -> Trial:
+    from dataclasses import replace
+
     from vllm_graphfix.deployment import Concern
     from vllm_graphfix.trial import Edit, Served, Trial
     from vllm_graphfix.verify.engine.cases import MAMBA2_IDLE
@@ -545,5 +548,18 @@ def trial() -> Trial:
             Served("0.18.1", "./v3 -dp 8", Concern.CONCERNS, "--data-parallel-size 8"),
             Served("0.18.1", "./v3", Concern.DOES_NOT, "one data-parallel rank"),
         ),
-        case=MAMBA2_IDLE,
+        case=replace(MAMBA2_IDLE, judge=judge),
+    )
+
+
+def judge(observed: Observed) -> Sign:
+    from vllm_graphfix.verify.engine.sign import Sign
+
+    changed, blocks = observed.get("blocks-changed-by-an-idle-step", (0.0, 0.0))
+    return Sign(
+        "cache blocks that steps without work changed",
+        right=(0.0,),
+        found=(changed,),
+        told=f"steps without work changed {changed:.0f} of {blocks:.0f} cache blocks",
+        unseen=None if blocks else "no step without work was made",
     )

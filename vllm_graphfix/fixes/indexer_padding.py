@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
     from vllm_graphfix.trial import Trial
+    from vllm_graphfix.verify.engine.sign import Observed, Sign
 
 _INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
 _INDEXER_MODULE = "vllm.v1.attention.backends.mla.indexer"
@@ -284,6 +285,8 @@ FIX = Fix(
 
 
 def trial() -> Trial:
+    from dataclasses import replace
+
     from vllm_graphfix.deployment import Concern
     from vllm_graphfix.trial import Edit, Served, Trial
     from vllm_graphfix.verify.engine.cases import SPARSE_MTP
@@ -387,5 +390,22 @@ def trial() -> Trial:
             Served("0.21.0", f"./v32 --speculative-config '{mtp}'", Concern.CONCERNS, "sparse attention"),
             Served("0.21.0", "./v32", Concern.DOES_NOT, "no speculator"),
         ),
-        case=SPARSE_MTP,
+        case=replace(SPARSE_MTP, judge=judge),
+    )
+
+
+def judge(observed: Observed) -> Sign:
+    import math
+
+    from vllm_graphfix.verify.engine.sign import Sign
+
+    (length,) = observed.get("indexer-lengths", (math.inf,))
+    seen = math.isfinite(length)
+    return Sign(
+        "lowest length (at most 0) given to the sparse indexer",
+        right=(0.0,),
+        found=(min(length, 0.0),),
+        told=f"the sparse indexer was given lengths down to {length:.0f}" if seen else "",
+        unseen=None if seen else "no decode batch was prepared for the sparse indexer",
+        hangs=length < 0,
     )

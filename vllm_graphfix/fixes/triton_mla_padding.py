@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
     from vllm_graphfix.trial import Trial
+    from vllm_graphfix.verify.engine.sign import Observed, Sign
 
 _BACKEND = "vllm/v1/attention/backends/mla/triton_mla.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.mla.triton_mla"
@@ -234,6 +235,8 @@ FIX = Fix(
 
 
 def trial() -> Trial:
+    from dataclasses import replace
+
     from vllm_graphfix.deployment import Concern
     from vllm_graphfix.trial import Edit, Served, Trial
     from vllm_graphfix.verify.engine.cases import MLA_TRITON
@@ -363,5 +366,18 @@ def trial() -> Trial:
             Served("0.26.0", "./v3 --attention-backend TRITON_MLA", Concern.CONCERNS, "TRITON_MLA"),
             Served("0.26.0", "./llama", Concern.DOES_NOT, "no latent attention"),
         ),
-        case=MLA_TRITON,
+        case=replace(MLA_TRITON, judge=judge),
+    )
+
+
+def judge(observed: Observed) -> Sign:
+    from vllm_graphfix.verify.engine.sign import Sign
+
+    wrong, empty = observed.get("empty-rows", (0.0, 0.0))
+    return Sign(
+        "rows of length 0 that Triton's MLA decode leaves not finite",
+        right=(0.0,),
+        found=(wrong,),
+        told=f"{wrong:.0f} of {empty:.0f} rows of length 0 came out of Triton's MLA decode with numbers that are not finite",
+        unseen=None if empty else "no row of length 0 came to Triton's MLA decode",
     )

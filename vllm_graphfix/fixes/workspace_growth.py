@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
     from vllm_graphfix.trial import Trial
+    from vllm_graphfix.verify.engine.sign import Observed, Sign
 
 _WORKSPACE = "vllm/v1/worker/workspace.py"
 _RUNNER = "vllm/v1/worker/gpu/model_runner.py"
@@ -328,6 +329,8 @@ FIX = Fix(
 
 
 def trial() -> Trial:
+    from dataclasses import replace
+
     from vllm_graphfix.deployment import Concern
     from vllm_graphfix.trial import Edit, Served, Trial
     from vllm_graphfix.verify.engine.cases import MIXTRAL
@@ -443,5 +446,19 @@ def trial() -> Trial:
             Served("0.21.0", "VLLM_USE_V2_MODEL_RUNNER=1 ./v3", Concern.CONCERNS, "V2"),
             Served("0.21.0", "./v3", Concern.DOES_NOT, "V1"),
         ),
-        case=MIXTRAL,
+        case=replace(MIXTRAL, judge=judge),
+    )
+
+
+def judge(observed: Observed) -> Sign:
+    from vllm_graphfix.verify.engine.sign import Sign
+
+    written, looked = observed.get("outgrown-workspace", (0.0, 0.0))
+    told = f"{written:.0f} bytes of tensors made after the workspace had grown were written to by somebody else"
+    return Sign(
+        "bytes of others' memory that graphs wrote to when the workspace had grown",
+        right=(0.0,),
+        found=(written,),
+        told=told if looked else "",
+        unseen=None if looked else "no workspace was outgrown",
     )

@@ -12,6 +12,7 @@ from vllm_graphfix.fix import Fix, variable
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.models import VOCABULARY
+from vllm_graphfix.verify.engine.sign import Judge
 from vllm_graphfix.verify.engine.worker import EXTENSION, SEED
 
 MODES = ("eager", "stock", "patched")
@@ -35,6 +36,7 @@ class Case:
     """More of them, for releases that know them."""
     draft: str | None = None
     probes: tuple[str, ...] = ()
+    """What looks inside the engine: a name of `probes.PROBES`, or ``module:function`` of a function that makes a `Probe`."""
     prompt_logprobs: bool = False
     """The prompts are scored too, and their tokens count as the answers' do."""
     sampled: bool = False
@@ -50,6 +52,12 @@ class Case:
     """A file of vLLM, and a word in it without which this case is right on stock too; and what is wrong there instead."""
     seconds: float | None = None
     """For one engine, if its defect is a hang."""
+    judge: Judge | None = None
+    """What it makes of what its probes saw, if its defect shows in something else than tokens."""
+    padded: bool = False
+    """Some batches lie between the sizes of the graphs: the defect is about padding."""
+    compiles: bool = False
+    """Kernels of it are compiled for minutes the first time, FlashInfer's or Triton's: it begins first."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -138,7 +146,7 @@ MLA_FP8 = Case(
     arguments=_FLASHMLA | {"kv_cache_dtype": "fp8"},
     capability=9,
 )
-MLA_FP8_PADDED = replace(MLA_FP8, name="mla-fp8-padded", workload=_ONE_BY_ONE, probes=("padded-rows",))
+MLA_FP8_PADDED = replace(MLA_FP8, name="mla-fp8-padded", workload=_ONE_BY_ONE, probes=("padded-rows",), padded=True)
 MLA_TRITON = Case(
     name="mla-triton",
     model="mla",
@@ -147,6 +155,7 @@ MLA_TRITON = Case(
     workload=_ONE_BY_ONE,
     arguments={"attention_config": {"backend": "TRITON_MLA"}},
     probes=("empty-rows",),
+    padded=True,
 )
 MLA_MTP = Case(
     name="mla-mtp",
@@ -167,6 +176,8 @@ MAMBA2 = Case(
     graphs=_full([4]),
     workload=((5, 4), (7, 160), (420, 160)),
     arguments={"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True},
+    padded=True,
+    compiles=True,
 )
 # Steps of a rank without work between those of its requests: one row, which is that of a request that waits.
 MAMBA2_IDLE = Case(
@@ -177,9 +188,12 @@ MAMBA2_IDLE = Case(
     workload=((5, 40), (9, 60), (33, 80), (70, 100)),
     arguments={"max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 28},
     probes=("blocks-changed-by-an-idle-step",),
+    compiles=True,
 )
 # The batch shrinks through every size, and drafts are made in graphs with more rows than it has.
-MLA_MTP_SAMPLED = replace(MLA_MTP, name="mla-mtp-sampled", workload=_ONE_BY_ONE, probes=("drafts",), sampled=True)
+MLA_MTP_SAMPLED = replace(
+    MLA_MTP, name="mla-mtp-sampled", workload=_ONE_BY_ONE, probes=("drafts",), sampled=True, padded=True
+)
 LLAMA_EAGLE = Case(
     name="llama-eagle",
     model="llama",
@@ -194,6 +208,8 @@ LLAMA_EAGLE = Case(
     },
     probes=("piecewise-draft-decodes",),
     needs="flashinfer",
+    padded=True,
+    compiles=True,
 )
 # Every layer works in the shared workspace. The probe makes it grow when graphs are captured, in place of a batch that does: what
 # grows it while serving is another layer than the one that profiling has seen, such as sparse attention, and needs a larger model.
@@ -215,6 +231,7 @@ MAMBA2_ONE_TOKEN = Case(
     runner="V1",
     graphs=_full([1, 2, 4, 8]),
     workload=((1, 48),) * 8,
+    compiles=True,
     shows_with=(
         "vllm/v1/attention/backends/mamba_attn.py",
         "treat_short_extends_as_decodes",
@@ -236,6 +253,7 @@ SPARSE_MTP = Case(
     probes=("indexer-lengths",),
     capability=9,
     seconds=300.0,
+    padded=True,
 )
 # One prompt a step, in one chunk, as long as a graph is large: eager computes in the same shapes. Cut into pieces, without which the
 # drafter has no graphs, and not compiled further, so that the same kernels run as in eager.

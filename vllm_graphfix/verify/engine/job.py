@@ -47,7 +47,7 @@ class Job:
     again: int = 0
     """Ask so many times more, every other time in the reverse order: what differs in the second pass is the engine's own noise."""
     probes: tuple[str, ...] = ()
-    """What to look at inside the engine; names of `probes.PROBES`. The engine must be in one process."""
+    """What to look at inside the engine; names that `probes.probe_of` takes. The engine must be in one process."""
     seconds: float | None = None
     """From start to end, if it is given less than other engines: where a hang is what is expected."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import re
 import sys
@@ -334,3 +335,12 @@ PROBES: dict[str, type[Probe]] = {
         BlocksChangedByAnIdleStep,
     )
 }
+
+
+def probe_of(name: str) -> Callable[[Observed, Callable[[], None]], Probe]:
+    """What makes the probe that a case names: one of those above, or ``module:function``, of a fix's own module."""
+    module, _, function = name.partition(":")
+    if not function:
+        return PROBES[name]
+    make: Callable[[Observed, Callable[[], None]], Probe] = getattr(importlib.import_module(module), function)
+    return make

@@ -22,19 +22,11 @@ from vllm_graphfix.verify.comparison import Comparison, Kind, compare, noise_bet
 from vllm_graphfix.verify.double import run as double
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.bars import EngineBars
-from vllm_graphfix.verify.engine.cases import (
-    GIB_PER_ENGINE,
-    LLAMA_EAGLE,
-    MAMBA2,
-    MAMBA2_IDLE,
-    MAMBA2_ONE_TOKEN,
-    MODES,
-    Case,
-    case_of,
-)
+from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES, Case, case_of
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import Said
 from vllm_graphfix.verify.engine.processes import CRASH, HANG, Ended, Engines
+from vllm_graphfix.verify.engine.sign import Sign
 from vllm_graphfix.verify.engine.worker import SEED
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.report import Proof, Report
@@ -46,8 +38,6 @@ _TIMEOUT = 600.0
 """Seconds for one engine. Most take less than one minute."""
 _MOST = 6
 """Engines at a time; more get in each other's way while they start."""
-_COMPILE = {LLAMA_EAGLE.name, MAMBA2.name, MAMBA2_ONE_TOKEN.name, MAMBA2_IDLE.name}
-"""Cases that take minutes to compile kernels the first time, FlashInfer's and Triton's: they begin first."""
 _NO_CASE = "no engine of a tiny model shows it; `verify --device cpu` proves it on the CPU double"
 _LOUD = 0.2
 """Eager's own noise on a tiny model, in log-probability, beyond which a defect could pass for rounding: stock's are off by 0.5 to 1."""
@@ -84,7 +74,7 @@ def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) 
         for fix in affected:
             case = cases_of[fix.name]
             runs = {mode: ended[f"{case.name} {mode}"] for mode in MODES} if case and not skipped[fix.name] else None
-            proofs[fix.name] = prove(fix, diagnoses[fix.name], runs, skipped[fix.name])
+            proofs[fix.name] = prove(fix, diagnoses[fix.name], case, runs, skipped[fix.name])
         keep = any(end.error for end in ended.values()) or any(
             proofs[fix.name].outcome not in ("proven", "skipped") for fix in affected
         )
@@ -152,22 +142,23 @@ def _run_cases(
     jobs = [job for case in cases for job in case.jobs(folder)]
     path = os.pathsep.join(filter(None, [str(source.folder or ""), os.environ.get("PYTHONPATH", "")]))
     jobs = [replace(job, environment=job.environment | {"PYTHONPATH": path}) for job in jobs]
-    jobs.sort(key=lambda job: job.name.split()[0] not in _COMPILE)
+    first = {case.name for case in cases if case.compiles}
+    jobs.sort(key=lambda job: job.name.split()[0] not in first)
     parallel = min(_MOST, (os.cpu_count() or 2) // 2, int(device.free_gib // GIB_PER_ENGINE))
-    if LLAMA_EAGLE in cases:
+    if any(case.needs == "flashinfer" for case in cases):
         console.print("FlashInfer compiles its kernels when it is used for the first time, for about two minutes")
     bars = EngineBars(console, jobs)
     with bars.shown():
         return Engines(folder, _TIMEOUT, bars.doing, bars.done).run(jobs, parallel)
 
 
-def prove(fix: Fix, diagnosis: Diagnosis, runs: Runs | None, skipped: str | None = None) -> Proof:
+def prove(fix: Fix, diagnosis: Diagnosis, case: Case | None, runs: Runs | None, skipped: str | None = None) -> Proof:
     """What the three runs of a fix's case say about it."""
-    if runs is None:
+    if case is None or runs is None:
         nothing = ("", skipped or "")
         return Proof(fix, diagnosis, None, None, None, nothing, nothing, skipped)
-    failure = _why_nothing_is_proven(fix.name, runs)
-    stock, patched = (None, None) if failure else (measure(fix.name, runs, mode) for mode in ("stock", "patched"))
+    failure = _why_nothing_is_proven(case, runs)
+    stock, patched = (None, None) if failure else (measure(case, runs, mode) for mode in ("stock", "patched"))
     return Proof(
         fix,
         diagnosis,
@@ -179,10 +170,10 @@ def prove(fix: Fix, diagnosis: Diagnosis, runs: Runs | None, skipped: str | None
     )
 
 
-def _why_nothing_is_proven(name: str, runs: Runs) -> str | None:
+def _why_nothing_is_proven(case: Case, runs: Runs) -> str | None:
     """A run that ended in an error of its own, a reference that is none, or a probe that saw nothing; or None."""
     for mode, end in runs.items():
-        if end.error and (mode == "eager" or not (CRASH.search(end.error) or _hangs(name, end))):
+        if end.error and (mode == "eager" or not (CRASH.search(end.error) or _hangs(case, end))):
             return f"{mode}: {end.error} (log: {end.log})"
     eager, patched = runs["eager"].said, runs["patched"].said
     noise = noise_between(*eager.passes) if eager is not None else 0.0
@@ -197,33 +188,19 @@ def _why_nothing_is_proven(name: str, runs: Runs) -> str | None:
         comparison = compare(eager.passes[0], patched.passes[0], noise)
         if not comparison.corrupt and comparison.compared < _ENOUGH * comparison.tokens:
             return f"patched: answers part early at ties, {comparison.compared} of {comparison.tokens} tokens were compared"
-    unseen = ((mode, _unseen(name, end.observed)) for mode, end in runs.items() if mode != "eager" and not end.error)
-    return next((f"{mode}: {what}" for mode, what in unseen if what), None)
+    signs = ((mode, _sign(case, end)) for mode, end in runs.items() if mode != "eager" and not end.error)
+    return next((f"{mode}: {sign.unseen}" for mode, sign in signs if sign is not None and sign.unseen), None)
 
 
-def _hangs(name: str, end: Ended) -> bool:
+def _hangs(case: Case, end: Ended) -> bool:
     """Whether an engine was ended from outside after its probe had seen what makes it hang."""
-    lengths = end.observed.get("indexer-lengths", [math.inf])
-    return name == "indexer-padding" and lengths[0] < 0 and HANG.fullmatch(end.error or "") is not None
+    sign = _sign(case, end)
+    return sign is not None and sign.hangs and HANG.fullmatch(end.error or "") is not None
 
 
-def _unseen(name: str, observed: Mapping[str, Sequence[float]]) -> str | None:
-    """What should have been seen in an engine that came to its end, and was not."""
-    if name == "draft-prefill-state" and not observed.get("planners-in-draft-graphs", [0.0, 0.0])[1]:
-        return "no full graph of the draft's prefill was captured"
-    if name == "draft-decode-mode" and not observed.get("piecewise-draft-decodes", [0.0, 0.0])[1]:
-        return "no draft was decoded"
-    if name == "flashmla-padding" and not math.isfinite(sum(observed.get("padded-rows", [math.inf]))):
-        return "dense fp8 FlashMLA was not used"
-    if name == "indexer-padding" and not math.isfinite(observed.get("indexer-lengths", [math.inf])[0]):
-        return "no decode batch was prepared for the sparse indexer"
-    if name == "triton-mla-padding" and not observed.get("empty-rows", [0.0, 0.0])[1]:
-        return "no row of length 0 came to Triton's MLA decode"
-    if name == "workspace-growth" and not observed.get("outgrown-workspace", [0.0, 0.0])[1]:
-        return "no workspace was outgrown"
-    if name == "idle-rank" and not observed.get("blocks-changed-by-an-idle-step", [0.0, 0.0])[1]:
-        return "no step without work was made"
-    return None
+def _sign(case: Case, end: Ended) -> Sign | None:
+    """What the probes of *case* saw, judged; None where the defect shows in tokens alone."""
+    return case.judge(end.observed) if case.judge is not None else None
 
 
 def _state(fix: Fix, end: Ended, of_a_crash: str) -> tuple[str, str]:
@@ -234,67 +211,27 @@ def _state(fix: Fix, end: Ended, of_a_crash: str) -> tuple[str, str]:
     return " and ".join(sorted(states)), ""
 
 
-def measure(name: str, runs: Runs, mode: str) -> Measurement:
-    """The numbers in which the defect of the fix *name* shows, of the run in *mode* against eager's."""
+def measure(case: Case, runs: Runs, mode: str) -> Measurement:
+    """The numbers in which the defect that *case* is for shows, of the run in *mode* against eager's."""
     eager, graphed = runs["eager"], runs[mode]
     assert eager.said is not None  # noqa: S101 - a case whose reference failed is not measured
     total = float(sum(len(answer.tokens) for answer in eager.said.passes[0]))
-    phrase, reference, found, lines = _where_it_shows(name, graphed)
+    sign = _sign(case, graphed) or Sign("", (), ())
+    found, lines = sign.found, [sign.told] if sign.told else []
     if graphed.said is not None:
         comparison = compare(eager.said.passes[0], graphed.said.passes[0], noise_between(*eager.said.passes))
         found = (*found, float(comparison.agreed))
         lines += [*described(comparison), *_drafts(eager.said, graphed.said)]
-    seen_too_late = graphed.error and _unseen(name, graphed.observed)
+    beyond = f"{sign.numbers}; " if sign.numbers else ""
+    seen_too_late = graphed.error and sign.unseen
     return Measurement(
-        f"{phrase}tokens before corruption, of {total:.0f}",
-        (*reference, total),
+        f"{beyond}tokens before corruption, of {total:.0f}",
+        (*sign.right, total),
         found,
         graphed.error,
         tuple(f"{mode}: {line}" for line in lines),
-        deciding=len(reference) if reference and not seen_too_late else None,
+        deciding=len(sign.right) if sign.right and not seen_too_late else None,
     )
-
-
-def _where_it_shows(name: str, graphed: Ended) -> tuple[str, tuple[float, ...], tuple[float, ...], list[str]]:
-    """Beyond the tokens: what the numbers are, what they should be, what was found, and the same for people."""
-    if name == "draft-prefill-state":
-        planned, captured = graphed.observed.get("planners-in-draft-graphs", [0.0, 0.0])
-        phrase = "full graphs of the draft's prefill that do not record FlashMLA's planner; "
-        line = f"FlashMLA's planner is recorded in {planned:.0f} of {captured:.0f} full graphs of the draft's prefill"
-        return phrase, (0.0,), (captured - planned,), [line]
-    if name == "draft-decode-mode":
-        padded, decodes = graphed.observed.get("piecewise-draft-decodes", [0.0, 0.0])
-        phrase = "draft decodes in piecewise graphs with padding; "
-        return (
-            phrase,
-            (0.0,),
-            (padded,),
-            [f"{padded:.0f} of {decodes:.0f} draft decodes ran in piecewise graphs with padding"],
-        )
-    if name == "flashmla-padding":
-        length, block = graphed.observed.get("padded-rows", [math.inf, math.inf])
-        line = f"dense fp8 FlashMLA was given lengths down to {length:.0f} and block ids down to {block:.0f}"
-        phrase = "lowest length (at most 1) and block id (at most 0) given to dense fp8 FlashMLA; "
-        return phrase, (1.0, 0.0), (min(length, 1.0), min(block, 0.0)), [line] if math.isfinite(length + block) else []
-    if name == "indexer-padding":
-        (length,) = graphed.observed.get("indexer-lengths", [math.inf])
-        line = f"the sparse indexer was given lengths down to {length:.0f}"
-        phrase = "lowest length (at most 0) given to the sparse indexer; "
-        return phrase, (0.0,), (min(length, 0.0),), [line] if math.isfinite(length) else []
-    if name == "triton-mla-padding":
-        wrong, empty = graphed.observed.get("empty-rows", [0.0, 0.0])
-        line = f"{wrong:.0f} of {empty:.0f} rows of length 0 came out of Triton's MLA decode with numbers that are not finite"
-        return "rows of length 0 that Triton's MLA decode leaves not finite; ", (0.0,), (wrong,), [line]
-    if name == "workspace-growth":
-        written, looked = graphed.observed.get("outgrown-workspace", [0.0, 0.0])
-        phrase = "bytes of others' memory that graphs wrote to when the workspace had grown; "
-        line = f"{written:.0f} bytes of tensors made after the workspace had grown were written to by somebody else"
-        return phrase, (0.0,), (written,), [line] if looked else []
-    if name == "idle-rank":
-        changed, blocks = graphed.observed.get("blocks-changed-by-an-idle-step", [0.0, 0.0])
-        line = f"steps without work changed {changed:.0f} of {blocks:.0f} cache blocks"
-        return "cache blocks that steps without work changed; ", (0.0,), (changed,), [line]
-    return "", (), (), []
 
 
 def described(comparison: Comparison) -> list[str]:

@@ -85,14 +85,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
-    from vllm_graphfix.verify.engine.probes import PROBES
+    from vllm_graphfix.verify.engine.probes import probe_of
 
     started = time.monotonic()
     import vllm_graphfix
 
     vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
     probes = [
-        PROBES[name](observed, lambda: _write(result, {"observed": observed, "error": ""})) for name in job.probes
+        probe_of(name)(observed, lambda: _write(result, {"observed": observed, "error": ""})) for name in job.probes
     ]
     for probe in probes:
         probe.before_the_engine()
