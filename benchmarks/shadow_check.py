@@ -135,7 +135,9 @@ class Measured:
         return [
             fix
             for fix in FIXES
-            if case_of(fix) is case and manifest.diagnose(fix, self._source).verdict is Verdict.AFFECTED
+            if (own := case_of(fix)) is not None
+            and own.name == case.name
+            and manifest.diagnose(fix, self._source).verdict is Verdict.AFFECTED
         ]
 
     def _write(self, name: str, what: str, found: Any) -> None:
