@@ -359,7 +359,7 @@ def test_dense_data_parallel_ranks_are_engines_of_their_own() -> None:
     assert process.REFUSED is None
 
 
-def test_a_cache_of_an_unknown_kind_turns_the_check_off() -> None:
+def test_a_cache_of_an_unknown_kind_makes_the_check_incompatible() -> None:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     class Compressor(AttentionLayerBase):  # type: ignore[misc]
@@ -369,7 +369,8 @@ def test_a_cache_of_an_unknown_kind_turns_the_check_off() -> None:
     served.model.layers["layer.2"] = Compressor()
     with contextlib.suppress(AttributeError, TypeError):
         served.step()
-    assert "Compressor" in (served.shadow.stopped or "")
+    assert "Compressor" in (process.REFUSED or "")
+    assert (served.shadow.stopped, served.shadow.results.checks) == (None, 0)
 
 
 def test_the_record_says_what_is_wrapped() -> None:

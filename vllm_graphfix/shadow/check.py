@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from vllm_graphfix.log import logger
-from vllm_graphfix.shadow import ranks
-from vllm_graphfix.shadow.comparison import row_errors, state_error, tensors, threshold
+from vllm_graphfix.shadow import process, ranks
+from vllm_graphfix.shadow.comparison import drawn_alike, row_errors, state_error, tensors, threshold
 from vllm_graphfix.shadow.layers import first_difference
 from vllm_graphfix.shadow.rate import NEVER, Action, Rate
 from vllm_graphfix.shadow.schedule import Schedule
@@ -28,6 +28,7 @@ _LEARNING = 8
 
 _COPIES = 4
 """Of the recurrent state, at once: before the replay, after it, after each of two eager runs."""
+_LEAST_NOISE = 1e-30
 
 
 class Step(NamedTuple):
@@ -44,10 +45,16 @@ class Step(NamedTuple):
     states: Sequence[StateRows]
     caches: Callable[[], list[tuple[str, Tensor]]]
     """What the layers have in their caches for this step's tokens, in the model's order: copies."""
+    results: Callable[[], Any] | None = None
+    """What a run has left, where that is not what it returns, in tensors whose first rows are the real ones; of *inputs* and *states*."""
 
 
-class _Unfit(Exception):  # noqa: N818 - no error: the next step may be checked
+class UnfitStep(Exception):  # noqa: N818 - no error: the next step may be checked
     """This step cannot be checked."""
+
+
+class UnsafeError(Exception):
+    """No step of this model may run twice; the message says why."""
 
 
 class _StepError(Exception):
@@ -70,7 +77,10 @@ class Shadow:
 
     def stop(self, reason: str, error: Exception | None = None) -> None:
         """For good, with one warning. What is in quarantine stays there."""
-        if self.stopped is None:
+        if isinstance(error, UnsafeError):
+            self.schedule.due = NEVER
+            process.refuse(str(error))
+        elif self.stopped is None:
             self.stopped = reason
             self.schedule.due = NEVER
             logger.warning(
@@ -134,7 +144,7 @@ class Shadow:
 
     def _all_ready(self, failed: Exception | None) -> bool:
         """Whether no rank has a reason against checking this step."""
-        unfit = isinstance(failed, _Unfit)
+        unfit = isinstance(failed, UnfitStep)
         agreed = self._agree(None if unfit else failed, unfit)
         if agreed is None:
             return False
@@ -158,7 +168,7 @@ class Shadow:
         self.results.checks += 1
         if agreed[0] <= threshold(self._noise) and not learning:
             return
-        second, error = _tried(lambda: _Second(run, first))
+        second, error = _tried(lambda: _Second(run, first, self._noise))
         if second and (first.failure is None) != (second.failure is None):  # by chance, then, and not by the graph
             error = first.failure or second.failure
         agreed = self._agree(error, second.noise if second else 0.0, second.worst if second else 0.0)
@@ -206,9 +216,9 @@ class _Run:
     """A step, what it found, and what came of it."""
 
     def __init__(self, step: Step) -> None:
-        needed = _COPIES * sum(rows.nbytes for rows in step.states)
+        needed = _COPIES * sum(rows.nbytes for rows in step.states) * (1 if step.results is None else 2)
         if not fits(needed):
-            raise _Unfit(f"{needed >> 20} MiB for the recurrent state of its rows are not free")
+            raise UnfitStep(f"{needed >> 20} MiB for the recurrent state of its rows are not free")
         self.step = step
         self.python = PythonState(step.objects)
         self.random = RandomState()
@@ -220,8 +230,8 @@ class _Run:
 
     def replayed(self, output: Any) -> None:
         # A graph's output is memory of its pool, by address alone, and what is served is at that address.
-        self._served = list(tensors(output))
-        self.output = [tensor.clone() for tensor in self._served]
+        self._served = list(tensors(output)) if self.step.results is None else []
+        self.output = self._results(output)
         self._after = Snapshot(self.step.inputs, self.step.states)
         self._random_after = RandomState()
 
@@ -237,7 +247,10 @@ class _Run:
             if of_the_device(error):
                 raise
             raise _StepError(_told(error)) from error
-        return [tensor.clone() for tensor in tensors(output)]
+        return self._results(output)
+
+    def _results(self, output: Any) -> list[Tensor]:
+        return [tensor.clone() for tensor in tensors(output if self.step.results is None else self.step.results())]
 
     @property
     def states_of_replay(self) -> list[Rows]:
@@ -281,15 +294,23 @@ class _First:
 
 
 class _Second:
-    """The second eager run, compared with both."""
+    """The second eager run, compared with both. *noise*: that earlier checks have seen."""
 
-    def __init__(self, run: _Run, first: _First) -> None:
+    def __init__(self, run: _Run, first: _First, noise: float) -> None:
         self.changed_inputs = run.before.changed_inputs()
         output, self.failure = _run_again(run)
         rows, states = first.rows, run.states_now()
-        self.noise = max(_worst(row_errors(output, first.output, rows)), state_error(states, first.states))
-        still = max(_worst(row_errors(run.output, output, rows)), state_error(run.states_of_replay, states))
-        self.worst = min(first.worst, still)
+        alike = drawn_alike(output, first.output, rows)
+        # Where eager runs draw other tokens, those are no measure; that they differ at all is told by a number above 0.
+        own = row_errors(output, first.output, rows)
+        self.noise = max(_worst(own[alike]), 0.0 if alike.all() else _LEAST_NOISE, state_error(states, first.states))
+        errors, still = first.errors, row_errors(run.output, output, rows)
+        if max(noise, self.noise) > 0:
+            # A token may be another one for want of the last bit, and then all that follows from it is.
+            alike &= drawn_alike(run.output, first.output, rows) & drawn_alike(run.output, output, rows)
+            errors, still = errors[alike], still[alike]
+        of_states = state_error(run.states_of_replay, first.states), state_error(run.states_of_replay, states)
+        self.worst = min(max(_worst(errors), of_states[0]), max(_worst(still), of_states[1]))
         """Of the replay, by the run that it is nearer to."""
 
 
@@ -322,4 +343,4 @@ def _tried(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def _told(error: Exception) -> str:
     text = " ".join(str(error).split())[:300]
-    return text if isinstance(error, (_Unfit, _StepError)) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, (UnfitStep, _StepError)) else f"{type(error).__name__}: {text}"

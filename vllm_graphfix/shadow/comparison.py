@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 _MARGIN = 8.0
 """Where eager runs differ among themselves, by atomic additions say, a graph's may differ from both by more than they do: a few samples
 do not show the largest difference. Corruption is larger by orders of magnitude. Where they do not differ, every difference is one."""
+_AT_ONCE = 1 << 24
+"""Numbers that are compared at once, in a few copies of 8 bytes each: the logits of a batch are more."""
 
 
 def tensors(output: Any) -> Iterator[Tensor]:
@@ -45,20 +47,43 @@ def row_errors(found: list[Tensor], expected: list[Tensor], rows: int) -> Tensor
         if one.shape != other.shape:
             return errors + torch.inf
         here = min(rows, len(one))
-        a, b = (tensor[:here].flatten(1).to(torch.float64) for tensor in (_rows_first(one), _rows_first(other)))
-        if not a.numel():
+        if not one[:here].numel():
             continue
-        same = (a == b) | (a.isnan() & b.isnan())
-        difference = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        scale = torch.where(b.isfinite(), b.abs(), 0.0).amax(1).clamp_min(torch.finfo(torch.float32).tiny)
-        errors[:here] = torch.maximum(errors[:here], (difference.amax(1) / scale).cpu())
+        together = max(1, _AT_ONCE // one[0].numel())
+        for start in range(0, here, together):
+            part = slice(start, min(start + together, here))
+            errors[part] = torch.maximum(errors[part], _errors(one[part], other[part]).cpu())
     return errors
+
+
+def _errors(one: Tensor, other: Tensor) -> Tensor:
+    import torch
+
+    a, b = (tensor.flatten(1).to(torch.float64) for tensor in (_rows_first(one), _rows_first(other)))
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    scale = torch.where(b.isfinite(), b.abs(), 0.0).amax(1).clamp_min(torch.finfo(torch.float32).tiny)
+    return difference.amax(1) / scale
+
+
+def drawn_alike(found: list[Tensor], expected: list[Tensor], rows: int) -> Tensor:
+    """(rows,) bool: the rows in which all integers, which are tokens and what follows from them, are the same."""
+    import torch
+
+    alike = torch.ones(rows, dtype=torch.bool)
+    for one, other in zip(found, expected, strict=False):
+        if not one.is_floating_point() and one.shape == other.shape and one[:rows].numel():
+            here = min(rows, len(one))
+            alike[:here] &= (_rows_first(one[:here]) == _rows_first(other[:here])).flatten(1).all(1).cpu()
+    return alike
 
 
 def state_error(found: list[Rows], expected: list[Rows]) -> float:
     """The largest relative error of a row of recurrent state. Block 0 is the null block, where padding writes what it will."""
     worst = 0.0
     for (rows, one), (_, other) in zip(found, expected, strict=True):
+        if not rows.compared:
+            continue
         errors = row_errors([one], [other], len(one))[(rows.blocks > 0).cpu()]
         worst = max(worst, float(errors.max()) if len(errors) else 0.0)
     return worst

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_graphfix.shadow.check import Step
+from vllm_graphfix.shadow.check import Step, UnsafeError
 from vllm_graphfix.shadow.layers import recurrent_rows, unknown_cache, written
 from vllm_graphfix.shadow.verdict import Graph
 
@@ -36,10 +36,6 @@ def unsafe(config: Any) -> str | None:
     return None
 
 
-class UnsafeError(Exception):
-    """No step of this model may run twice; the message says why."""
-
-
 class Pass(NamedTuple):
     """A forward pass: what vLLM's `ForwardContext` says of it, and the arguments of the model."""
 
@@ -53,11 +49,13 @@ class Pass(NamedTuple):
     """To the model."""
     own: object = None
     """More that belongs to the pass, whose attributes may be set while it runs."""
+    only: Collection[str] | None = None
+    """The layers that run in it; None: all."""
 
     @property
     def layers(self) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self.config.compilation_config.static_forward_context
-        return found
+        return found if self.only is None else {name: found[name] for name in found if name in self.only}
 
     def step(self, model: str, descriptor: Any, eager: Callable[[], Any], real_rows: Callable[[], int]) -> Step:
         """Raises UnsafeError for a model with a cache that a step cannot write twice."""

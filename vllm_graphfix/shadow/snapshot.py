@@ -20,6 +20,8 @@ class StateRows(NamedTuple):
     layer: str
     memory: Tensor
     blocks: Tensor
+    compared: bool = True
+    """False: put back, and no matter what a run leaves there."""
 
     @property
     def nbytes(self) -> int:
