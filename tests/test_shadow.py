@@ -268,14 +268,29 @@ def test_the_code_of_every_release_from_0_18_on_is_known(runner: Any, release: s
     from stock import release_root
 
     found = runner.diagnose(open_source(release_root(release)))
-    if tuple(map(int, release.split("."))) >= (0, 18):
+    first = (0, 19) if runner.name == "shadow-v2-drafter" else (0, 18)
+    if tuple(map(int, release.split("."))) >= first:
         assert found.verdict is Verdict.AFFECTED, found.reason
+    elif runner.name == "shadow-v2-drafter":
+        assert found.verdict is Verdict.ABSENT, found.reason
 
 
 @pytest.mark.parametrize("release", ["0.18.0", "0.21.0", "0.30.0", "0.33.0"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_model_runner(release: str, runner: str) -> None:
     check_behaviours(release, f"shadow_{runner}", {SHADOW: "1/1"})
+
+
+@pytest.mark.parametrize("release", ["0.19.1", "0.20.2", "0.22.1", "0.24.0", "0.28.0", "0.31.0", "0.33.0"])
+def test_drafters_of_model_runner_v2(release: str) -> None:
+    """A release of each shape; in 0.19 to 0.24 padded rows of a draft graph write to requests' logits, unless that is mended."""
+    check_behaviours(release, "shadow_drafter", {SHADOW: "1/1"})
+
+
+@pytest.mark.parametrize("release", ["0.19.1", "0.20.2", "0.22.1", "0.24.0"])
+def test_drafts_that_are_mended_are_no_mismatch(release: str) -> None:
+    on = {SHADOW: "1/1", variable("draft-idx-mapping"): "on"}
+    check_behaviours(release, "shadow_drafter", on, select="sampled or fix")
 
 
 @pytest.mark.parametrize(("release", "scenarios"), [("0.18.1", "flashmla_fp8 or off"), ("0.21.0", ""), ("0.22.1", "")])

@@ -379,8 +379,8 @@ def test_the_record_says_what_is_wrapped() -> None:
 
     wrapped: Any = vllm_graphfix._this_process().shadow
     states = wrapped.states()
-    # Nothing here imports the other runner's graphs.
-    assert {name: state.state.value for name, state in states.items()} == {
-        "shadow-v1": "active",
-        "shadow-v2": "waiting",
-    }
+    # Nothing here imports the other runner's graphs; 0.18's drafts are left alone.
+    assert {name: state.state.value for name, state in states.items()} in (
+        {"shadow-v1": "active", "shadow-v2": "waiting", "shadow-v2-drafter": drafter}
+        for drafter in ("waiting", "not-needed")
+    )

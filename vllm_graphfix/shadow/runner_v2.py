@@ -2,7 +2,7 @@
 
 The method is given a descriptor alone: the graph has its inputs. What the model would be called with, had the step no graph, are variables of
 its caller, `GPUModelRunner.execute_model`, in every release under the same names. They are read there, and only when a step is checked.
-Drafters' graphs have managers of other classes, and end in sampled drafts; they are left alone.
+Drafters' graphs have managers of other classes: `drafter_v2`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Diagnosis, Fallback, Patch, StockFunction, Verdict
 from vllm_graphfix.shadow import process
-from vllm_graphfix.shadow.check import Shadow, Step
-from vllm_graphfix.shadow.forward import Pass, UnsafeError, unsafe
+from vllm_graphfix.shadow.check import Shadow, Step, UnsafeError
+from vllm_graphfix.shadow.forward import Pass, unsafe
 
 if TYPE_CHECKING:
     from types import FrameType

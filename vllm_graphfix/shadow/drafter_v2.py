@@ -1,0 +1,481 @@
+"""Model runner V2: full graphs of a drafter, Eagle or MTP, which its speculator replays (0.19.0 - 0.33.0).
+
+Such a graph takes no arguments and returns nothing: it reads and writes tensors that the speculator keeps, and the draft layers' cache. It ends in
+draft tokens, sampled with random numbers that follow from seed and position, so that a second run draws the same. A check keeps those tensors,
+calls the speculator's own function for a step without graph, and compares what both have left for the rows of requests.
+
+That function is run with the rows of the graph, padding included, as when the graph was captured: with fewer, the matrix of logits is of another
+shape, which another kernel may compute, and the likeliest token may be another one for want of the last bit. What a padded row writes for the request
+that it stands for must not matter, so it stands for one that is not in the batch.
+
+Drafters with graphs of their own kind are left alone: DFlash and what is made of it, MTP of several modules, 0.18's.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_graphfix.fix import Diagnosis, Fallback, Patch, StockFunction, Verdict
+from vllm_graphfix.log import logger
+from vllm_graphfix.shadow import process
+from vllm_graphfix.shadow.check import Shadow, Step, UnfitStep, UnsafeError
+from vllm_graphfix.shadow.forward import Pass, unsafe
+from vllm_graphfix.shadow.snapshot import StateRows
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from torch import Tensor
+
+    from vllm_graphfix.source import Source
+    from vllm_graphfix.syntax import Function
+
+_FOLDER = "vllm/v1/worker/gpu/spec_decode"
+_MANAGER = "vllm/v1/worker/gpu/cudagraph_utils.py"
+_BASE = f"{_FOLDER}/speculator.py"
+_SLOTS_MODULE = "vllm.v1.worker.gpu.attn_utils"
+FALLBACK = Fallback()
+
+
+class _Graphs(NamedTuple):
+    """The full graphs of one manager, and the same step without one."""
+
+    name: str
+    """For people."""
+    manager: str
+    """Attribute of the speculator."""
+    caller: str
+    """The speculator's method that replays them."""
+    eager: str
+    """Its method that runs such a step without graph, called by *caller* with its variables: requests, tokens, *metadata*, *slots*."""
+    metadata: str
+    slots: str
+    columns: str
+    """Of draft tokens and logits, what a replay writes: ``first``, ``step`` (the caller's variable) or ``rest``, all but the first."""
+    builds: bool = True
+    """Whether *caller* has metadata where it replays; else the graph makes its own of those that it was captured with."""
+
+
+class _Speculator(NamedTuple):
+    path: str
+    name: str
+    hook: str
+    """The method after which the managers are there."""
+    graphs: tuple[_Graphs, ...]
+
+    @property
+    def module(self) -> str:
+        return self.path.removesuffix(".py").replace("/", ".")
+
+
+def _prefill(eager: str) -> _Graphs:
+    return _Graphs(
+        "draft prefill", "prefill_cudagraph_manager", "propose", eager, "attn_metadata", "slot_mappings", "first"
+    )
+
+
+def _decode(manager: str, caller: str, eager: str, metadata: str, slots: str, columns: str) -> _Graphs:
+    return _Graphs("draft decode", manager, caller, eager, metadata, slots, columns)
+
+
+_EAGLE = f"{_FOLDER}/eagle/speculator.py", "EagleSpeculator"
+_AUTOREGRESSIVE = f"{_FOLDER}/autoregressive/speculator.py", "AutoRegressiveSpeculator"
+_DEPENDENT = f"{_FOLDER}/target_dependent_ar/speculator.py", "TargetDependentARSpeculator"
+_HOOK = "init_cudagraph_manager"
+_IN_PROPOSE = ("propose", "generate_draft", "attn_metadata_updated", "slot_mappings_updated", "rest")
+_BY_STEP = _decode(
+    "decode_cudagraph_manager",
+    "_multi_step_decode",
+    "_generate_draft",
+    "attn_metadata",
+    "slot_mappings_by_layer",
+    "step",
+)
+_FUSED = _BY_STEP._replace(caller="_fused_multi_step_decode", eager="_generate_fused_drafts", columns="rest")
+SHAPES = {
+    "loop": _Speculator(*_EAGLE, "__init__", (_decode("cudagraph_manager", *_IN_PROPOSE),)),
+    "prefill-and-loop": _Speculator(
+        *_EAGLE, _HOOK, (_prefill("prefill"), _decode("decode_cudagraph_manager", *_IN_PROPOSE))
+    ),
+    "prefill-and-steps": _Speculator(
+        *_EAGLE, _HOOK, (_prefill("prefill"), _BY_STEP._replace(caller="multi_step_decode", eager="generate_draft"))
+    ),
+    "autoregressive": _Speculator(*_AUTOREGRESSIVE, _HOOK, (_prefill("_prefill"), _BY_STEP)),
+    "autoregressive-fused": _Speculator(*_AUTOREGRESSIVE, _HOOK, (_prefill("_prefill"), _BY_STEP, _FUSED)),
+    "target-dependent": _Speculator(
+        *_DEPENDENT, _HOOK, (_prefill("_prefill"), _BY_STEP, _FUSED._replace(builds=False))
+    ),
+}
+READS = (_MANAGER, _BASE, *dict.fromkeys(speculator.path for speculator in SHAPES.values()))
+MODULES = tuple(dict.fromkeys(speculator.module for speculator in SHAPES.values()))
+
+_HELPERS = ("run_model", "_run_model", "_sample_draft", "sample_draft", "_generate_draft")
+_KNOWN = frozenset(
+    """
+    hidden_states inputs_embeds input_buffers idx_mapping temperature seeds draft_tokens draft_logits current_draft_step last_token_indices
+    sample_src_positions block_tables attn_groups pcp_manager
+    model method vllm_config max_model_len num_speculative_steps use_fp64_gumbel supports_mm_inputs model_returns_tuple advance_draft_positions
+    use_local_argmax_reduction draft_watermarker prefill_cudagraph_manager
+    run_model _run_model _sample_draft sample_draft _greedy_sample_draft compute_draft_logits get_draft_top_tokens _maybe_predict_acceptance
+    _prepare_eplb_forward _generate_draft _update_draft_decode_metadata
+    """.split()
+)
+"""What drafting reads, writes and calls of a speculator in the releases that were looked at: tensors, which are kept and put back, and
+numbers. Something else may be state that a second run spoils."""
+_ARGUMENTS = ("attn_metadata", "slot_mappings", "num_tokens_across_dp", "cudagraph_runtime_mode")
+_MORE = {"mm_inputs", "skip_sample", "num_speculative_steps"}
+
+
+def diagnose(source: Source) -> Diagnosis:
+    """`AFFECTED` here: there are graphs that can be checked."""
+    if source.function(_MANAGER, "ModelCudaGraphManager.run_fullgraph") is None:
+        return Diagnosis(Verdict.ABSENT, "no full graphs of model runner V2")
+    run = source.function(_MANAGER, "CudaGraphManager.run_fullgraph")
+    for shape, speculator in SHAPES.items():
+        hook = source.function(speculator.path, f"{speculator.name}.{speculator.hook}")
+        if hook and run and run.takes == "self, desc" and _is_of(source, speculator, hook):
+            return Diagnosis(Verdict.AFFECTED, f"full graphs of drafts replay in {speculator.name}", hook.where, shape)
+    path, name = _EAGLE
+    propose = source.function(path, f"{name}.propose")
+    if propose and propose.only("return self.cudagraph_manager.run_fullgraph(batch_desc)[:num_reqs]"):
+        return Diagnosis(
+            Verdict.ABSENT, "where drafts replay a graph nothing is made that a step without it needs", propose.where
+        )
+    return Diagnosis(Verdict.UNRECOGNISED, "drafts replay full graphs in a way that nobody has looked at")
+
+
+def _is_of(source: Source, speculator: _Speculator, hook: Function) -> bool:
+    def method(name: str) -> Function | None:
+        return source.function(speculator.path, f"{speculator.name}.{name}") or source.function(
+            _BASE, f"DraftModelSpeculator.{name}"
+        )
+
+    # More methods that replay than are known are another shape.
+    whole = source.function(speculator.path, speculator.name)
+    if whole is None:
+        return False
+    helpers = [found for found in map(method, _HELPERS) if found]
+    replays = sum(
+        len(whole.find(f"self.{manager}.run_fullgraph(...)")) for manager in {g.manager for g in speculator.graphs}
+    )
+    if replays != len(speculator.graphs) or any(not _used(each) <= _KNOWN for each in helpers):
+        return False
+    for graphs in speculator.graphs:
+        caller, eager = method(graphs.caller), method(graphs.eager)
+        if not (
+            hook.find(f"self.{graphs.manager} = ...")
+            and caller
+            and eager
+            and caller.only(f"self.{graphs.manager}.run_fullgraph(...)")
+            and _called_with(caller, graphs)
+            and eager.parameters[:2] == ("self", "num_reqs")
+            and eager.parameters[3:7] == _ARGUMENTS
+            and set(eager.parameters[7:]) <= _MORE
+            and _used(eager) <= _KNOWN
+        ):
+            return False
+    if all(graphs.builds for graphs in speculator.graphs):
+        return True
+    build = method("_build_uniform_attn_metadata")
+    return build is not None and set(_BUILT_OF) <= set(build.parameters)
+
+
+_BUILT_OF = ("num_reqs", "batch_desc", "num_query_per_req", "seq_lens_cpu_upper_bound", "step")
+
+
+def _used(function: Function) -> set[str]:
+    """The attributes of ``self``."""
+    return {
+        node.attr
+        for node in ast.walk(function.node)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+
+
+def _called_with(caller: Function, graphs: _Graphs) -> bool:
+    call = caller.only(f"self.{graphs.eager}(...)")
+    if not isinstance(call, ast.Call):
+        return False
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    given = [*call.args, *(named[name] for name in _ARGUMENTS[2:] if name in named)]
+    names = [each.id if isinstance(each, ast.Name) else None for each in given]
+    return names[:5] == ["num_reqs", None, graphs.metadata, graphs.slots, _ARGUMENTS[2]] and set(named) <= _MORE | set(
+        _ARGUMENTS
+    )
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    speculator = SHAPES[shape]
+    return (Patch(speculator.module, f"{speculator.name}.{speculator.hook}", functools.partial(_watched, speculator)),)
+
+
+def _watched(speculator: _Speculator, stock: StockFunction) -> StockFunction:
+    """Around the method that makes a speculator's managers: each of them counts its replays, and checks the one that is due."""
+
+    @functools.wraps(stock)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        try:
+            if (shadow := process.SHADOW) is not None:
+                _watch(self, speculator.graphs, shadow)
+        except Exception as error:
+            FALLBACK.take(error)
+
+    return initialise
+
+
+def _watch(speculator: Any, graphs: tuple[_Graphs, ...], shadow: Shadow) -> None:
+    if reason := unsafe(speculator.vllm_config):
+        process.refuse(reason)
+        return
+    for attribute, meaning in _STATEFUL.items():
+        if getattr(speculator, attribute, None) is not None:
+            logger.info("graphfix: the shadow check leaves the graphs of drafts alone: %s", meaning)
+            return
+    for name in dict.fromkeys(each.manager for each in graphs):
+        if (manager := getattr(speculator, name)) is not None:
+            of_this = {each.caller: each for each in graphs if each.manager == name}
+            manager.run_fullgraph = _counted(manager.run_fullgraph, _Drafter(speculator, manager, of_this), shadow)
+
+
+_STATEFUL = {
+    "draft_watermarker": "sampling with a watermark keeps a history, which a second run would lengthen",
+    "acceptance_estimator": "each draft is graded for an estimate of what is accepted, and would be twice",
+}
+
+
+class _Drafter(NamedTuple):
+    speculator: Any
+    manager: Any
+    graphs: Mapping[str, _Graphs]
+    """Of this manager, by the method that replays them."""
+
+
+def _counted(stock: Callable[[Any], Any], drafter: _Drafter, shadow: Shadow) -> Callable[[Any], Any]:
+    """In place of a manager's method `run_fullgraph`; the class has it in common with the target model's."""
+    schedule, quarantined, timed, mark = shadow.schedule, shadow.quarantined, shadow.schedule.timed, id(drafter.manager)
+
+    @functools.wraps(stock)
+    def run_fullgraph(desc: Any) -> Any:
+        # Every rank of a group counts the same replays.
+        schedule.count += 1
+        if timed:
+            schedule.tick()
+        if schedule.count < schedule.due and not (quarantined and (mark, desc) in quarantined):
+            return stock(desc)
+        return _maybe_check(shadow, stock, drafter, desc)
+
+    return run_fullgraph
+
+
+class _Call(NamedTuple):
+    """A replay, and the variables of the method that is about to make it."""
+
+    speculator: Any
+    desc: Any
+    graphs: _Graphs
+    variables: Mapping[str, Any]
+    batch: Any
+
+    @property
+    def requests(self) -> int:
+        return int(self.variables["num_reqs"])
+
+    @property
+    def rows(self) -> int:
+        """With those of padding."""
+        return int(self.desc.num_reqs or self.requests)
+
+
+def _maybe_check(shadow: Shadow, stock: Callable[[Any], Any], drafter: _Drafter, desc: Any) -> Any:
+    def replay() -> Any:
+        return stock(desc)
+
+    key = (id(drafter.manager), desc)
+    try:
+        call = _calling(drafter, desc, sys._getframe(2))
+        if call is None:
+            return replay()
+    except Exception as error:  # the same on every rank: no tensor was looked at
+        shadow.stop(f"{type(error).__name__}: {error}", error)
+        return replay()
+    if key in shadow.quarantined:  # with no row of padding, as a speculator drafts without graphs
+        return shadow.without_graph(lambda: _step(call, call.requests), replay)
+    if shadow.schedule.count < shadow.schedule.due:
+        return replay()
+    return shadow.check(key, lambda: _step(call, call.rows), replay)
+
+
+_CALLERS = 8
+"""Functions between, decorators included."""
+
+
+def _calling(drafter: _Drafter, desc: Any, frame: FrameType | None) -> _Call | None:
+    """None where somebody else replays, or for a dummy batch. Raises UnsafeError where variables have other names."""
+    found: tuple[_Graphs, Mapping[str, Any]] | None = None
+    for _ in range(_CALLERS):
+        if frame is None:
+            return None
+        name = frame.f_code.co_name
+        if (found is None and name in drafter.graphs) or (found is not None and name == "propose"):
+            variables = frame.f_locals
+            if variables.get("self") is drafter.speculator:
+                if found is None:
+                    found = drafter.graphs[name], variables
+                if name == "propose":
+                    return _told(drafter, desc, *found, variables)
+        frame = frame.f_back
+    return None
+
+
+def _told(
+    drafter: _Drafter, desc: Any, graphs: _Graphs, variables: Mapping[str, Any], propose: Mapping[str, Any]
+) -> _Call | None:
+    needed = {"num_reqs", "num_tokens_across_dp"} | ({graphs.metadata, graphs.slots} if graphs.builds else set())
+    if missing := [*(needed - variables.keys()), *({"dummy_run", "input_batch"} - propose.keys())]:
+        raise UnsafeError(f"{graphs.caller} has no {', '.join(missing)}")
+    if propose["dummy_run"] or (graphs.builds and variables[graphs.metadata] is None):
+        return None
+    return _Call(drafter.speculator, desc, graphs, dict(variables), propose["input_batch"])
+
+
+def _step(call: _Call, run_rows: int) -> Step:
+    speculator, desc, graphs, batch = call.speculator, call.desc, call.graphs, call.batch
+    if graphs.columns == "first" and (batch.num_tokens_after_padding, batch.num_reqs_after_padding) != (
+        desc.num_tokens,
+        call.rows,
+    ):
+        raise UnfitStep("the target model's attention metadata are of another size than the draft's graph")
+    metadata, slots = _given(call) if graphs.builds else ({}, {})
+    found = Pass(
+        speculator.vllm_config,
+        metadata,
+        slots,
+        {"input_buffers": speculator.input_buffers, "slot_mappings": speculator.block_tables.slot_mappings},
+        only=speculator.draft_attn_layer_names,
+    )
+    requests = speculator.idx_mapping[: call.requests].long()
+    stands_for = _another(call, requests) if run_rows > call.requests else None
+    logits = _logits(call)
+    eager = _without_graph(call, run_rows, stands_for)
+    step = found.step(graphs.name, desc, eager, lambda: call.requests)
+    states = list(step.states)
+    if logits is not None:
+        rows = speculator.idx_mapping[: call.rows].long()
+        rows = rows[(rows >= 0) & (rows < len(logits))]
+        if stands_for is not None:
+            rows = speculator.idx_mapping.new_tensor([*rows.tolist(), stands_for]).long()
+        states.append(StateRows("draft logits", logits, rows, compared=False))
+
+    def results() -> list[Tensor]:
+        last = call.requests
+        kept = [speculator.hidden_states[:last], speculator.draft_tokens[:last]]
+        return kept if logits is None else [*kept, logits.index_select(0, requests)]
+
+    return step._replace(
+        graph=step.graph._replace(padded_rows=call.rows, backends=step.graph.backends or _backends(speculator)),
+        inputs={
+            **step.inputs,
+            **_buffers(speculator, desc.num_tokens),
+            **({} if graphs.builds else _builders(speculator)),
+        },
+        states=states,
+        results=results,
+    )
+
+
+def _backends(speculator: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(group.backend.get_name()) for groups in speculator.attn_groups for group in groups))
+
+
+def _buffers(speculator: Any, tokens: int) -> dict[str, Tensor]:
+    """Tensors of the speculator, less draft logits; of those with a row for each token of the largest batch the rows of this one."""
+    import torch
+
+    return {
+        name: value[:tokens] if value.dim() > 1 and len(value) == speculator.max_num_tokens else value
+        for name, value in vars(speculator).items()
+        if isinstance(value, torch.Tensor) and name != "draft_logits"
+    }
+
+
+def _builders(speculator: Any) -> dict[str, Tensor]:
+    """Buffers of the metadata builders, which a second run fills when it makes metadata that the replay had not."""
+    import torch
+
+    return {
+        f"{type(builder).__name__}.{name} ({number})": value
+        for number, group in enumerate(group for groups in speculator.attn_groups for group in groups)
+        for builder in group.metadata_builders
+        for name, value in vars(builder).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _logits(call: _Call) -> Tensor | None:
+    """(requests, …, vocabulary): the columns that the replay writes."""
+    logits: Tensor | None = call.speculator.draft_logits
+    if logits is None:
+        return None
+    if call.graphs.columns == "rest":
+        return logits[:, 1:]
+    return logits[:, 0 if call.graphs.columns == "first" else int(call.variables["step"])]
+
+
+def _another(call: _Call, requests: Tensor) -> int:
+    """A request, by its place in the speculator's buffers, that is not in the batch: there is one where a row is padded."""
+    taken = set(requests.tolist())
+    return next(place for place in range(call.speculator.max_num_reqs) if place not in taken)
+
+
+def _given(call: _Call) -> tuple[Any, Any]:
+    """Attention metadata and slots by layer, which the method that replays has."""
+    metadata, slots = call.variables[call.graphs.metadata], call.variables[call.graphs.slots]
+    return metadata, _by_layer(call, call.variables["slot_mappings"]) if slots is None else slots
+
+
+def _built(call: _Call) -> tuple[Any, Any]:
+    """The same, made as for a step whose graph does not make its own; it is done after the replay, which must not see it."""
+    speculator, buffers, requests = call.speculator, call.speculator.input_buffers, call.requests
+    slots = speculator.block_tables.compute_slot_mappings(
+        speculator.idx_mapping[:requests],
+        buffers.query_start_loc[: requests + 1],
+        buffers.positions[:requests],
+        call.desc.num_tokens,
+    )
+    of_batch = requests, call.desc, 1, call.variables["seq_lens_cpu_upper_bound"], 1
+    metadata = speculator._build_uniform_attn_metadata(**dict(zip(_BUILT_OF, of_batch, strict=True)))
+    return metadata, _by_layer(call, slots)
+
+
+def _by_layer(call: _Call, slots: Tensor) -> Any:
+    return sys.modules[_SLOTS_MODULE].build_slot_mappings_by_layer(slots, call.speculator.kv_cache_config)
+
+
+def _without_graph(call: _Call, rows: int, stands_for: int | None = None) -> Callable[[], None]:
+    """The speculator's own function on *rows*; padded ones stand for the request *stands_for*, unless they stand for none."""
+    speculator, desc, variables = call.speculator, call.desc, call.variables
+    eager = getattr(speculator, call.graphs.eager)
+    takes = inspect.signature(eager).parameters
+    more: dict[str, Any] = {}
+    if "mm_inputs" in takes:
+        more["mm_inputs"] = variables["mm_inputs"]
+    if "num_speculative_steps" in takes:  # as it was captured
+        more["num_speculative_steps"] = getattr(
+            desc, "num_speculative_tokens", speculator.vllm_config.num_speculative_tokens
+        )
+
+    def run() -> None:
+        metadata, slots = _given(call) if call.graphs.builds else _built(call)
+        if stands_for is not None:
+            padded = speculator.idx_mapping[call.requests : rows]
+            padded.masked_fill_(padded >= 0, stands_for)
+        none = type(desc.cg_mode)["NONE"]
+        eager(rows, desc.num_tokens, metadata, slots, variables["num_tokens_across_dp"], none, **more)
+
+    return run
