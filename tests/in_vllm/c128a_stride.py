@@ -10,11 +10,10 @@ import torch
 from vllm.config import CUDAGraphMode
 
 import vllm_graphfix
-from vllm_graphfix.fixes.c128a_stride import (
+from vllm_graphfix.fixes.c128a_stride import FALLBACK, ROWS_CLOSER
+from vllm_graphfix.verify.double.scenarios.c128a_stride import (
     CAPTURED,
-    FALLBACK,
     MAX_MODEL_LEN,
-    ROWS_CLOSER,
     _batch,
     _builder,
     _cpu_kernels,

@@ -10,7 +10,8 @@ import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
 import vllm_graphfix
-from vllm_graphfix.fixes.dcp_context_lens import _KEPT, FALLBACK, _builder, _Rows, _stand_in
+from vllm_graphfix.fixes.dcp_context_lens import _KEPT, FALLBACK
+from vllm_graphfix.verify.double.scenarios.dcp_context_lens import _builder, _Rows, _stand_in
 
 STOCK = FlashAttentionMetadataBuilder.build.__wrapped__
 LARGE, SMALL = [9, 23, 14, 30], [8, 5]

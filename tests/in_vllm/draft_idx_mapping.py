@@ -12,19 +12,16 @@ import torch
 from vllm.config import CUDAGraphMode
 
 import vllm_graphfix
-from vllm_graphfix.fixes.draft_idx_mapping import (
-    _SPARE,
+from vllm_graphfix.fixes.draft_idx_mapping import _SPARE, FALLBACK, ROWS_PADDED_WITH_REQUESTS, _are_padded
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.scenarios.draft_idx_mapping import (
     DRAFT_TOKENS,
-    FALLBACK,
     REQUESTS,
-    ROWS_PADDED_WITH_REQUESTS,
     VOCABULARY,
-    _are_padded,
     _kernels,
     _propose,
     _speculator,
 )
-from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, StockFunction, Verdict
@@ -14,7 +12,6 @@ if TYPE_CHECKING:
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
     from vllm_graphfix.trial import Trial
-    from vllm_graphfix.verify.measurement import Measurement
 
 _BACKEND = "vllm/models/deepseek_v4/sparse_mla.py"
 _BACKEND_MODULE = "vllm.models.deepseek_v4.sparse_mla"
@@ -228,7 +225,7 @@ def trial() -> Trial:
     }
     affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
     return Trial(
-        scenario=scenario,
+        scenario="vllm_graphfix.verify.double.scenarios.c128a_stride:run",
         edits=(
             Edit("width of the longest request", "0.27.1", _BACKEND, width, whole, Verdict.FIXED),
             Edit(
@@ -267,176 +264,3 @@ def trial() -> Trial:
             Served("0.27.0", "deepseek-ai/DeepSeek-V4", Concern.UNKNOWN, "config.json"),
         ),
     )
-
-
-# -- the scenario: three requests decode in a graph of four, far shorter than the model allows
-
-CAPTURED, BLOCK, RATIO = 4, 256, 128
-"""Requests of the graph; tokens of a block, of which 128 make one entry."""
-MAX_MODEL_LEN = 32768
-HEADS, WIDTH = 2, 8
-LENGTHS = (700, 1500, 400)
-STEPS = 3
-
-
-def scenario(*, hit: bool = True) -> Measurement:
-    """Attention outputs. Not *hit*: a model whose longest request has rows as wide as any."""
-    from itertools import chain
-
-    from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-    from vllm_graphfix.verify.measurement import Measurement
-
-    longest = MAX_MODEL_LEN if hit else MAX_MODEL_LEN // 2
-    with _cpu_kernels():
-        eager = list(chain.from_iterable(_decode(longest, in_graph=False)))
-    with _cpu_kernels(), cpu_cuda_graphs():
-        graphed = list(chain.from_iterable(_decode(longest, in_graph=True)))
-    told = f"compressed attention of {len(LENGTHS)} requests padded to {CAPTURED} over {STEPS} decode steps"
-    return Measurement(told, tuple(eager), tuple(graphed))
-
-
-def _decode(longest: int, *, in_graph: bool) -> list[list[float]]:
-    import torch
-    from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
-
-    random = torch.Generator().manual_seed(0)
-    blocks_each = -(-(max(LENGTHS) + STEPS) // BLOCK)
-    cache = torch.randn(1 + CAPTURED * blocks_each, BLOCK // RATIO, WIDTH, generator=random)
-    table = torch.zeros(CAPTURED, blocks_each, dtype=torch.int32)
-    layer: Any = object.__new__(DeepseekV4FlashMLAAttention)
-    layer.__dict__.update(compress_ratio=RATIO, scale=1.0, attn_sink=None, swa_cache_layer=_namespace(kv_cache=cache))
-    builder, persistent = _builder(longest, in_graph), _persistent()
-    query, output = torch.zeros(CAPTURED, HEADS, WIDTH), torch.zeros(CAPTURED, HEADS, WIDTH)
-    # The sliding window's own metadata, of which this layer has no part here.
-    window = _namespace(
-        num_decodes=CAPTURED, num_decode_tokens=CAPTURED, is_valid_token=torch.ones(CAPTURED, dtype=torch.bool),
-        decode_swa_indices=None, decode_swa_lens=None, tile_sched_c128a=object(),
-    )  # fmt: skip
-
-    def attend(metadata: Any, rows: int) -> None:
-        layer._forward_decode(query[:rows], cache, window, metadata, False, output[:rows])
-
-    graph = None
-    if in_graph:
-        captured = builder.build(0, _batch(persistent, [1] * CAPTURED, CAPTURED, table, longest))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            attend(captured, CAPTURED)
-    rows = len(LENGTHS)
-    table[:rows] = torch.arange(1, 1 + rows * blocks_each).view(rows, blocks_each)
-    found: list[list[float]] = []
-    for step in range(STEPS):
-        query[:rows] = torch.randn(rows, HEADS, WIDTH, generator=random)
-        lengths = [length + step for length in LENGTHS]
-        metadata = builder.build(0, _batch(persistent, lengths, CAPTURED if in_graph else rows, table, max(lengths)))
-        if graph is None:
-            attend(metadata, rows)
-        else:
-            graph.replay()
-        found.append(output[:rows].flatten().tolist())
-    return found
-
-
-def _builder(longest: int, in_graph: bool) -> Any:
-    """vLLM's own."""
-    import torch
-    from vllm.config import CUDAGraphMode
-    from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLAMetadataBuilder
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-    config = _namespace(
-        model_config=_namespace(max_model_len=longest, hf_config=_namespace(index_topk=8)),
-        scheduler_config=_namespace(max_num_batched_tokens=2 * CAPTURED),
-        parallel_config=_namespace(decode_context_parallel_size=1),
-        compilation_config=_namespace(
-            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE if in_graph else CUDAGraphMode.NONE,
-            max_cudagraph_capture_size=CAPTURED,
-        ),
-        speculative_config=None,
-    )
-    spec = MLAAttentionSpec(
-        block_size=BLOCK, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32, compress_ratio=RATIO
-    )
-    return DeepseekV4FlashMLAMetadataBuilder(spec, ["model.layers.0.attn"], config, torch.device("cpu"))
-
-
-def _persistent() -> Any:
-    """A model runner's tensors for a batch."""
-    import torch
-
-    def integers(dtype: torch.dtype = torch.int32, size: int = CAPTURED) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype)
-
-    return _namespace(
-        starts=integers(size=CAPTURED + 1),
-        lengths=integers(),
-        positions=integers(torch.int64),
-        slots=integers(torch.int64),
-    )
-
-
-def _batch(persistent: Any, lengths: list[int], padded: int, table: Any, longest: int) -> Any:
-    """Metadata of a decode of one token each, padded as both model runners do it: length 0, the null block, no slot."""
-    import torch
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    rows = len(lengths)
-    known = torch.tensor([*lengths, *[0] * (CAPTURED - rows)])
-    persistent.lengths.copy_(known)
-    persistent.positions.copy_((known - 1).clamp(min=0))
-    persistent.slots.copy_(torch.where(known > 0, 0, -1))
-    persistent.starts.copy_(torch.arange(CAPTURED + 1).clamp(max=rows))
-    return CommonAttentionMetadata(
-        query_start_loc=persistent.starts[: padded + 1],
-        query_start_loc_cpu=persistent.starts[: padded + 1].clone(),
-        seq_lens=persistent.lengths[:padded],
-        num_reqs=padded,
-        num_actual_tokens=padded,
-        max_query_len=1,
-        max_seq_len=longest,
-        block_table_tensor=table[:padded],
-        slot_mapping=persistent.slots[:padded],
-        positions=persistent.positions[:padded],
-    )
-
-
-@contextlib.contextmanager
-def _cpu_kernels() -> Iterator[None]:
-    """vLLM's two kernels of the builder run on the CPU; FlashMLA has a stand-in."""
-    from unittest import mock
-
-    import torch
-    from vllm.models.deepseek_v4 import sparse_mla
-    from vllm.models.deepseek_v4.nvidia import flashmla
-    from vllm.v1.attention import backend
-    from vllm.v1.attention.backends.mla import compressor_utils
-
-    from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
-
-    with (
-        cpu_triton_kernels(sparse_mla, compressor_utils),
-        mock.patch.object(backend, "np_to_pinned_tensor", torch.from_numpy),  # pinned memory needs CUDA
-        mock.patch.object(flashmla, "flash_mla_with_kvcache", _attention_stand_in),
-    ):
-        yield
-
-
-def _attention_stand_in(
-    *, q: Any, extra_k_cache: Any, extra_indices_in_kvcache: Any, extra_topk_length: Any, out: Any, **_: object
-) -> tuple[Any, None]:
-    """Attends to the compressed entries alone: q and out (tokens, 1, heads, width), indices (tokens, 1, entries), of which so many count."""
-    import torch
-
-    indices = extra_indices_in_kvcache.squeeze(1)
-    counts = torch.arange(indices.shape[1]) < extra_topk_length.unsqueeze(1)
-    keys = extra_k_cache.flatten(0, 2)[indices.clamp(min=0).long()]
-    scores = torch.einsum("thd,ted->the", q.squeeze(1), keys).exp() * counts.unsqueeze(1)
-    weights = scores / scores.sum(-1, keepdim=True).clamp(min=1e-9)
-    out.copy_(torch.einsum("the,ted->thd", weights, keys).unsqueeze(1))
-    return out, None
-
-
-def _namespace(**attributes: Any) -> Any:
-    from types import SimpleNamespace
-
-    return SimpleNamespace(**attributes)

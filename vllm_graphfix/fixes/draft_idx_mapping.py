@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
-    from contextlib import ExitStack
-
     import torch
 
     from vllm_graphfix.deployment import Answer, Deployment, Fact
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
     from vllm_graphfix.trial import Trial
-    from vllm_graphfix.verify.measurement import Measurement
 
 _FOLDER = "vllm/v1/worker/gpu/spec_decode"
 _PACKAGE = "vllm.v1.worker.gpu.spec_decode"
@@ -362,12 +359,13 @@ def trial() -> Trial:
     mapped = r"^( +)self\.idx_mapping\[:num_reqs\]\.copy_\(.*\)\n"
     padded = r"\g<0>\1self.idx_mapping[num_reqs:].fill_(-1)\n"
     of_dflash = (_DFLASH, r"(out_sample_idx_mapping_ptr \+ block), 0,", r"\1, -1,")
+    v2 = "VLLM_USE_V2_MODEL_RUNNER=1 "
     sampled = (
-        V2
+        v2
         + """./llama -sc '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3, "draft_sample_method": "%s"}'"""
     )
     return Trial(
-        scenario,
+        scenario="vllm_graphfix.verify.double.scenarios.draft_idx_mapping:run",
         edits=(
             Edit("the remedy", "0.24.0", _BASE, mapped, padded, Verdict.FIXED, (left_out, of_dflash)),
             Edit("the remedy", "0.22.1", _EAGLE, mapped, padded, Verdict.FIXED, (left_out,)),
@@ -406,207 +404,7 @@ def trial() -> Trial:
             Served("0.22.1", sampled % "greedy", Concern.DOES_NOT, "likeliest"),
             Served("0.22.1", f"{sampled} --enforce-eager" % "probabilistic", Concern.DOES_NOT, "--enforce-eager"),
             Served("0.22.1", sampled.replace("=1", "=0") % "probabilistic", Concern.DOES_NOT, "V1"),
-            Served("0.22.1", f"{V2}./llama", Concern.DOES_NOT, "no speculator"),
+            Served("0.22.1", f"{v2}./llama", Concern.DOES_NOT, "no speculator"),
         ),
         case=MLA_MTP_SAMPLED,
     )
-
-
-V2 = "VLLM_USE_V2_MODEL_RUNNER=1 "
-REQUESTS = 6
-DRAFT_TOKENS = 2
-SIZES = [3, 6, 12, 18]
-BATCHES = [[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [5, 0, 3, 1, 2]]
-"""Requests of each step, row by row: a request less, and other rows."""
-HIDDEN_SIZE, VOCABULARY, MAX_LENGTH = 8, 16, 64
-
-
-def scenario(*, hit: bool = True) -> Measurement:
-    """Six requests draft in a graph, then five of them. Not *hit*: all six in every step."""
-    from vllm.config import CUDAGraphMode
-
-    from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-    from vllm_graphfix.verify.measurement import Measurement
-
-    batches = BATCHES if hit else BATCHES[:1] * len(BATCHES)
-    with cpu_cuda_graphs():
-        eager = _draft(CUDAGraphMode.NONE, batches)
-        graphed = _draft(CUDAGraphMode.FULL_DECODE_ONLY, batches)
-    return Measurement(
-        f"draft logits of the requests of {len(batches)} batches, drafted in graphs for {REQUESTS} rows",
-        tuple(eager),
-        tuple(graphed),
-    )
-
-
-def _draft(mode: Any, batches: list[list[int]]) -> list[float]:
-    """What each step leaves for the rejection sampler: draft tokens of its requests, and the logits that they were sampled from."""
-    import torch
-
-    numbers: list[float] = []
-    random = torch.Generator().manual_seed(2)
-    with _kernels():
-        speculator = _speculator(mode)
-        for step, batch in enumerate(batches):
-            tokens = _propose(speculator, batch, 3 + 3 * step, random)
-            for kept in (tokens, speculator.draft_logits[batch]):
-                numbers += kept.flatten().tolist()
-    return numbers
-
-
-def _kernels() -> ExitStack:
-    """vLLM's own kernels on the CPU, with stand-ins for Triton's random numbers."""
-    import sys
-    from contextlib import ExitStack
-    from types import SimpleNamespace
-    from unittest import mock
-
-    import torch
-    from vllm.v1.worker.gpu.sample import gumbel
-    from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
-
-    from vllm_graphfix.verify.double import triton_kernels
-
-    def number(seed: Any, at: Any) -> Any:
-        return (seed * 7919 + at * 104729 + 1) % 1000003
-
-    class Drawing(triton_kernels.Language):
-        randint = staticmethod(number)
-
-        @staticmethod
-        def rand(seed: Any, at: Any) -> Any:
-            return (number(seed, at) + 0.5) / 1000003
-
-    stack = ExitStack()
-    stack.enter_context(mock.patch.object(triton_kernels, "Language", Drawing))
-    log1p = SimpleNamespace(log1p=torch.log1p)
-    for name, value in {"tldevice": log1p, "tl_rand64": lambda seed, at, **_: Drawing.rand(seed, at)}.items():
-        stack.enter_context(mock.patch.object(gumbel, name, value, create=True))
-    drafting = sys.modules[EagleSpeculator.propose.__module__]
-    stack.enter_context(triton_kernels.cpu_triton_kernels(gumbel, drafting))
-    return stack
-
-
-def _speculator(mode: Any, sampling: str | None = None) -> Any:
-    """vLLM's own for Eagle, as the model runner has it after start-up, with a model of no attention. By default its drafts are sampled."""
-    from collections import defaultdict
-    from contextlib import nullcontext
-    from types import SimpleNamespace
-    from typing import Literal, get_args
-
-    import torch
-    from vllm.config import CompilationConfig, CUDAGraphMode, speculative
-    from vllm.v1.worker.gpu import cudagraph_utils
-    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-    from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
-
-    if sampling is None:  # called gumbel in 0.21, and told by the method of rejection before
-        sampling = get_args(getattr(speculative, "DraftSampleMethod", Literal["strict", "probabilistic"]))[1]
-    compilation = CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=list(SIZES))
-    compilation.max_cudagraph_capture_size = max(SIZES)
-    draft = SimpleNamespace(
-        get_hidden_size=lambda: HIDDEN_SIZE,
-        get_vocab_size=lambda: VOCABULARY,
-        hf_config=None,
-        is_multimodal_model=False,
-    )
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=MAX_LENGTH, dtype=torch.float32, use_fp64_gumbel=False),
-        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=max(SIZES)),
-        parallel_config=SimpleNamespace(
-            data_parallel_size=1, data_parallel_rank=0, tensor_parallel_size=1, is_moe_model=False
-        ),
-        compilation_config=compilation,
-        speculative_config=SimpleNamespace(
-            method="eagle",
-            num_speculative_tokens=DRAFT_TOKENS,
-            rejection_sample_method=sampling,
-            draft_sample_method=sampling,
-            draft_model_config=draft,
-        ),
-        kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(set_priority=nullcontext)),
-    )
-    speculator: Any = EagleSpeculator(config, torch.device("cpu"))
-    speculator.model = _model()
-    speculator.model_state = object.__new__(DefaultModelState)
-    speculator.model_state.max_model_len = MAX_LENGTH
-    speculator.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
-    speculator.attn_groups, speculator.draft_attn_layer_names = [], set()
-    slots = torch.zeros(1, max(SIZES), dtype=torch.int64)
-    speculator.block_tables = SimpleNamespace(
-        cp_size=1,
-        input_block_tables=[],
-        slot_mappings=slots,
-        get_dummy_block_tables=lambda requests: (),
-        get_dummy_slot_mappings=lambda tokens: slots[:, :tokens],
-        compute_slot_mappings=lambda *_: slots,
-    )
-    if hasattr(speculator, "init_cudagraph_manager"):
-        speculator.init_cudagraph_manager(mode)
-    if mode != CUDAGraphMode.NONE:
-        if hasattr(speculator, "capture_model"):
-            speculator.capture_model()
-        else:  # from 0.21 on with what the target's capture leaves
-            state: Any = ({}, {})
-            if hasattr(cudagraph_utils, "AttentionStatePair"):
-                state = cudagraph_utils.AttentionStatePair(state, state)
-            speculator.capture(defaultdict(lambda: state))
-    return speculator
-
-
-def _model() -> Any:
-    """Stands in for an Eagle head: random weights."""
-    import torch
-
-    random = torch.Generator().manual_seed(1)
-    embedding = torch.randn(VOCABULARY, HIDDEN_SIZE, generator=random)
-    mix = torch.randn(HIDDEN_SIZE, HIDDEN_SIZE, generator=random)
-
-    class HeadStandIn:
-        def __call__(self, input_ids: Any, hidden_states: Any, **_: Any) -> Any:
-            hidden = torch.tanh(embedding[input_ids.long()] + hidden_states @ mix)
-            return hidden, hidden
-
-        def compute_logits(self, hidden: Any) -> Any:
-            return hidden @ embedding.T
-
-    return HeadStandIn()
-
-
-def _propose(speculator: Any, batch: list[int], computed: int, random: torch.Generator) -> torch.Tensor:
-    """Calls the speculator as the model runner does after a target step; each request has computed so many tokens before."""
-    from types import SimpleNamespace
-
-    import numpy as np
-    import torch
-
-    rows, width = len(batch), 1 + DRAFT_TOKENS
-    tokens = rows * width
-    positions = computed + torch.arange(width).repeat(rows)
-    given = SimpleNamespace(
-        num_reqs=rows,
-        num_reqs_after_padding=rows,
-        num_tokens=tokens,
-        num_tokens_after_padding=tokens,
-        num_scheduled_tokens=np.full(rows, width),
-        idx_mapping=torch.tensor(batch, dtype=torch.int32),
-        input_ids=torch.randint(VOCABULARY, (tokens,), generator=random, dtype=torch.int32),
-        positions=positions,
-        query_start_loc=torch.arange(rows + 1, dtype=torch.int32) * width,
-        seq_lens=torch.full((rows,), computed + width, dtype=torch.int32),
-        seq_lens_cpu_upper_bound=torch.full((rows,), computed + width),
-    )
-    drafted: torch.Tensor = speculator.propose(
-        given,
-        {},
-        {},
-        torch.randn(tokens, HIDDEN_SIZE, generator=random),
-        None,
-        num_sampled=torch.ones(rows, dtype=torch.int32),
-        num_rejected=torch.zeros(rows, dtype=torch.int32),
-        last_sampled=torch.randint(VOCABULARY, (REQUESTS,), generator=random),
-        next_prefill_tokens=torch.zeros(REQUESTS, dtype=torch.int32),
-        temperature=torch.full((REQUESTS,), 0.7),
-        seeds=torch.arange(REQUESTS),
-    )
-    return drafted
