@@ -30,10 +30,10 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.utils import AttentionGroup
 
 import vllm_graphfix
-from vllm_graphfix.fixes.draft_idx_mapping import _kernels
 from vllm_graphfix.shadow import drafter_v2, process
 from vllm_graphfix.shadow.rate import Action, Rate
 from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
+from vllm_graphfix.verify.double.scenarios.draft_idx_mapping import _kernels
 
 LAYER, BLOCK, LENGTH = "draft.layers.0", 4, 64
 REQUESTS, DRAFTS, WIDTH, VOCABULARY = 8, 3, 8, 16
