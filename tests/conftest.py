@@ -11,6 +11,7 @@ import pytest
 from fleets import alone, serve, start, two  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, settings
 from promtool import promtool  # noqa: F401 - a fixture
+from served_models import among_models, served_models  # noqa: F401 - fixtures
 from stock import ALL_RELEASES, release_root
 from warm_release import end_kept
 

@@ -1,0 +1,88 @@
+"""What `status --for` is asked about: models to serve, by name in a folder, and flags and GPUs that come up again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stock import release_root
+
+from vllm_graphfix import hardware
+from vllm_graphfix.deployment import Concern, read_deployment
+from vllm_graphfix.source import open_source
+from vllm_graphfix.status import status
+
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "kv_lora_rank": 512,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+    "v32": {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "kv_lora_rank": 512,
+        "index_topk": 2048,
+    },
+    "v4": {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "compress_ratios": [4],
+        "head_dim": 512,
+    },
+    "kimi-vl": {
+        "architectures": ["KimiVLForConditionalGeneration"],
+        "model_type": "kimi_vl",
+        "text_config": {"model_type": "deepseek_v3", "kv_lora_rank": 512},
+    },
+    "v2-by-default": {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"},
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 8},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "mamba2": {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "conv_kernel": 4},
+    "qwen3-next": {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "linear_conv_kernel_dim": 4},
+    "new-hybrid": {"architectures": ["NobodyKnowsForCausalLM"], "model_type": "nobody", "mamba_d_state": 16},
+    "modelopt": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "kv_lora_rank": 512,
+        "quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+    },
+    "speculators": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "speculators_config": {"verifier": {}},
+    },
+    "nameless": {"model_type": "llama"},
+}
+V2 = "VLLM_USE_V2_MODEL_RUNNER=1 "
+MTP = """ --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""
+EAGLE = """ -sc '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}'"""
+HOPPER, AMPERE, BLACKWELL = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"
+
+
+@pytest.fixture(scope="session")
+def served_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def among_models(served_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are named by `./name`, and this machine has no GPU."""
+    monkeypatch.chdir(served_models)
+    monkeypatch.setattr(hardware, "gpus", lambda: ())
+
+
+def answer(release: str, fix: str, line: str, gpu: str | None = None) -> tuple[Concern, str]:
+    source = open_source(release_root(release))
+    found = status(source, {}, read_deployment(line, source, gpu, {}))
+    (told,) = [row.answer for row in found.rows if row.fix.name == fix]
+    assert told is not None
+    return told.concern, told.reason

@@ -1,0 +1,75 @@
+"""Hostile lines and models: `status --for` answers, or says what it cannot read."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile import ARGUMENTS, JSON, KINDS, TEXT, dumped, plant, share
+from hypothesis import given
+from hypothesis import strategies as st
+from served_models import HOPPER
+from stock import release_root
+
+from vllm_graphfix.deployment import FlagsError, read_deployment
+from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.source import open_source
+
+pytestmark = pytest.mark.usefixtures("among_models")
+
+
+FLAGS = st.sampled_from(
+    """--kv-cache-dtype --kv-cache-dtype=fp8 --attention-backend -ac -cc -cc. -cc.cudagraph_mode=FULL -cc.a.b.c= -cc.+ -O -O3 -O= -O.
+    --speculative-config --speculative-config.method=mtp -sc --model --config -- - --= --no-enforce-eager --enforce-eager= --m -dp -tp
+    --hf-overrides A=1 =1 env vllm serve ./v3 ./mamba2 --compilation-config={} -q --runner""".split()
+)
+LINES = st.lists(FLAGS | ARGUMENTS.map(shlex.quote) | JSON.map(dumped).map(shlex.quote) | TEXT, max_size=12).map(
+    " ".join
+)
+SOURCE = open_source(release_root("0.18.1"))
+
+
+@given(LINES, st.none() | TEXT)
+def test_no_line_raises_anything_else_or_takes_long(line: str, gpu: str | None) -> None:
+    started = time.process_time()
+    try:
+        deployment = read_deployment(line, SOURCE, gpu, {})
+    except FlagsError:
+        return
+    for fix in FIXES:
+        if fix.applies is not None:
+            told = fix.applies(deployment, "")
+            assert told.reason
+            assert told.reason.isprintable()
+    assert time.process_time() - started < 5
+
+
+@share(50)
+@given(
+    config=st.dictionaries(TEXT | st.sampled_from(["architectures", "model_type", "kv_lora_rank"]), JSON, max_size=6)
+)
+def test_no_model_raises(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(dumped(config), encoding="utf-8", errors="surrogatepass")
+    deployment = read_deployment(str(folder), SOURCE, HOPPER, {})
+    for fix in FIXES:
+        if fix.applies is not None:
+            assert fix.applies(deployment, "").reason.isprintable()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stands_in_the_place_of_a_models_config_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("{}")
+    plant(tmp_path / "model" / "config.json", kind, b"{}", outside)
+    deployment = read_deployment(str(tmp_path / "model"), SOURCE, HOPPER, {})
+    assert deployment.mla().holds is None
+
+
+def test_a_config_that_is_too_large_or_too_deep_is_not_known(tmp_path: Path) -> None:
+    for text in ('{"architectures": ["' + "a" * 2_000_000 + '"]}', "[" * 100_000, '{"a": ' * 50_000):
+        (tmp_path / "config.json").write_text(text)
+        assert read_deployment(str(tmp_path), SOURCE, HOPPER, {}).mla().holds is None
