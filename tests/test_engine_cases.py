@@ -46,6 +46,19 @@ def test_the_models_and_probes_of_a_case_exist(name: str) -> None:
     assert all(callable(probe_of(name)) for name in case.probes)
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.judge is not None])
+def test_a_judge_whose_probe_saw_nothing_says_what_it_should_have_seen(name: str) -> None:
+    judge = CASES[name].judge
+    assert judge is not None
+    sign = judge({})
+    assert sign.unseen
+    assert sign.numbers
+    assert not sign.numbers.endswith((";", "; ", "."))
+    assert len(sign.right) == len(sign.found) > 0
+    assert not sign.hangs
+    assert "inf" not in sign.told
+
+
 @FIXES
 def test_the_three_engines_of_a_case_differ_in_mode_switch_and_repetition_alone(name: str) -> None:
     jobs = jobs_of(CASES[name])

@@ -15,6 +15,7 @@ import difflib
 import functools
 import gc
 import hashlib
+import json
 import os
 import pickle
 import re
@@ -72,7 +73,7 @@ def _of_fix(name: str, *releases: str, units: str = "nothing_else", more: str = 
     )  # fmt: skip
 
 
-SUITES = {
+CHOSEN = {
     "rollout.py": Suite(
         (
             ("tests/test_rollout.py", "-m", "not hypothesis", "-k", "not (every_percentage or nobody_leaves)"),
@@ -94,6 +95,21 @@ SUITES = {
         "capture-state", "0.16.0", "0.17.1", "0.18.1", "0.21.0", units="watched_factory or plan"
     ),
 }  # fmt: skip
+"""What is run if no module is named."""
+
+
+def _of_other_fixes() -> dict[str, Suite]:
+    """On the last release of each of their shapes. From the manifest, since this process has nothing of the package."""
+    found: dict[str, Suite] = {}
+    for name, entries in json.loads((ROOT / "vllm_graphfix" / "manifest.json").read_text())["fixes"].items():
+        module = f"fixes/{name.replace('-', '_')}.py"
+        last = {entry["shape"]: entry["releases"][-1] for entry in entries if entry["verdict"] == "affected"}
+        if module not in CHOSEN:
+            found[module] = _of_fix(name, *last.values())
+    return found
+
+
+SUITES = CHOSEN | _of_other_fixes()
 
 
 # Which mutants there are
@@ -111,7 +127,16 @@ _CHOSEN = re.compile(
 
 
 class _Behaviour(ast.NodeTransformer):
-    """Takes out what has none: annotations, imports for them, the number of the pull request in a fix's record."""
+    """Takes out what has none: annotations, imports for them, the number of the pull request in a fix's record, and what tries it, below."""
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        ends = (
+            at
+            for at, each in enumerate(node.body, 1)
+            if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "FIX"
+        )
+        node.body = node.body[: next(ends, len(node.body))]
+        return self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
@@ -437,7 +462,7 @@ def _session(name: str, code: str) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", default=list(SUITES), metavar="MODULE", help=", ".join(SUITES))
+    parser.add_argument("modules", nargs="*", default=list(CHOSEN), metavar="MODULE", help=", ".join(SUITES))
     parser.add_argument("--count", action="store_true", help="only say how many mutants there are")
     parser.add_argument("--limit", type=int, help="test so many of a module at most")
     arguments = parser.parse_args()
