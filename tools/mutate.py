@@ -63,10 +63,11 @@ def _of_fix(name: str, *releases: str, units: str = "nothing_else", more: str = 
     )
     scenarios = f"test_observe.py and ((numbers_are or defects_condition) and ({pairs}) or {more})"
     without = "not (numbers_are or defects_condition or nightlies_count or sparse_flashmla)"
+    own = (f"tests/test_{module}.py",) if (ROOT / "tests" / f"test_{module}.py").exists() else ()
     return Suite(
         stages=(
             ("tests/test_observe.py", "tests/test_mutation_layers.py", "-k", f"({name} or {units} or every_target) and {without}"),
-            ("tests/test_observe.py", f"tests/test_{module}.py", "-k", f"{scenarios} or test_{module}.py and ({behaviours})"),
+            ("tests/test_observe.py", *own, "-k", f"{scenarios} or test_{module}.py and ({behaviours})"),
         ),
         diagnosis=("tests/test_mutation_shapes.py", "tests/test_diagnosis.py", "-k", f"structure_alone and ({_SHAPES}) or {name} or {more}"),
         releases=(*releases, *(("0.20.0",) if name == "draft-decode-mode" else ())),

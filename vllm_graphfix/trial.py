@@ -59,8 +59,8 @@ class Served(NamedTuple):
 class Trial(NamedTuple):
     """What shows that a fix is needed, that it works, and that its diagnosis can tell."""
 
-    scenario: Scenario | str
-    """Or where it is, ``module:function``: a long one, in a module that imports vLLM."""
+    scenario: str
+    """Where the `Scenario` is, ``module:function``: mostly in a module of its own, which imports vLLM."""
     edits: tuple[Edit, ...]
     """At least: upstream's remedy written into an affected release (`fixed`), and a change that nobody has looked at (`unrecognised`)."""
     served: tuple[Served, ...]

@@ -37,12 +37,9 @@ def scenario_of(fix: str) -> Scenario:
     from vllm_graphfix.fixes import BY_NAME
 
     list(_targets(fix))
-    scenario = BY_NAME[fix].trial().scenario
-    if not isinstance(scenario, str):
-        return scenario
-    module, _, name = scenario.partition(":")
-    there: Scenario = getattr(importlib.import_module(module), name)
-    return there
+    module, _, name = BY_NAME[fix].trial().scenario.partition(":")
+    scenario: Scenario = getattr(importlib.import_module(module), name)
+    return scenario
 
 
 def _install_kernel_stand_ins() -> None:
