@@ -1,0 +1,100 @@
+"""How three engines may have ended, and what `verify` concludes from it: for the tests of that."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vllm_graphfix.fix import Diagnosis, Verdict
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.verify.comparison import Answer
+from vllm_graphfix.verify.engine.cases import CASES
+from vllm_graphfix.verify.engine.job import GRAPHS, Job, Said
+from vllm_graphfix.verify.engine.processes import Ended
+from vllm_graphfix.verify.engine.verify import prove
+from vllm_graphfix.verify.report import Proof, Report, show
+
+AFFECTED = Diagnosis(Verdict.AFFECTED, "affected")
+LOG = Path("engine.log")
+ILLEGAL_ACCESS = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
+
+
+def answer(*tokens: int) -> Answer:
+    return Answer(tokens, tuple({token: -0.1, token + 1: -3.0} for token in tokens))
+
+
+RIGHT = (answer(1, 2, 3, 4), answer(5, 6, 7))
+WRONG = (answer(1, 9, 9, 9), answer(5, 6, 7))
+
+
+def said(
+    answers: tuple[Answer, ...],
+    *states: str,
+    again: tuple[Answer, ...] | None = None,
+    observed: dict[str, list[float]] | None = None,
+) -> Said:
+    return Said(
+        passes=(answers,) if again is None else (answers, again),
+        states={str(rank): dict.fromkeys(BY_NAME, state) for rank, state in enumerate(states)},
+        observed=observed or {},
+        drafts=None,
+        facts={},
+        start_seconds=1.0,
+    )
+
+
+def came_to_its_end(mode: str, what: Said) -> Ended:
+    return Ended(Job(mode, GRAPHS), what, None, LOG, 1.0, what.observed)
+
+
+def failed(mode: str, error: str, observed: dict[str, list[float]] | None = None) -> Ended:
+    return Ended(Job(mode, GRAPHS), None, error, LOG, 1.0, observed or {})
+
+
+RUNS = {
+    "eager": came_to_its_end("eager", said(RIGHT, "off", again=RIGHT)),
+    "stock": came_to_its_end("stock", said(WRONG, "off")),
+    "patched": came_to_its_end("patched", said(RIGHT, "active")),
+}
+"""Of a fix whose defect shows in tokens."""
+
+
+def proof_of(name: str, **runs: Ended) -> Proof:
+    return prove(BY_NAME[name], AFFECTED, CASES[name], RUNS | runs)
+
+
+def with_(**changes: Any) -> dict[str, Ended]:
+    return {mode: came_to_its_end(mode, what) for mode, what in changes.items()}
+
+
+def observing(
+    name: str, on_stock: list[float] | None, with_the_fix: list[float] | None, patched: tuple[Answer, ...] = RIGHT
+) -> Proof:
+    """The proof of *name*, whose probe has seen that in each engine; stock's tokens are eager's."""
+    probe = CASES[name].probes[0]
+    seen, seen_with_the_fix = ({} if it is None else {probe: it} for it in (on_stock, with_the_fix))
+    return proof_of(
+        name,
+        **with_(stock=said(RIGHT, "off", observed=seen), patched=said(patched, "active", observed=seen_with_the_fix)),
+    )
+
+
+OBSERVATIONS = {
+    "draft-prefill-state": ([0.0, 4.0], [4.0, 4.0]),
+    "draft-decode-mode": ([30.0, 90.0], [0.0, 90.0]),
+    "flashmla-padding": ([0.0, -1.0], [1.0, 0.0]),
+    "indexer-padding": ([-1.0], [0.0]),
+    "triton-mla-padding": ([80.0, 80.0], [0.0, 80.0]),
+    "workspace-growth": ([4096.0, 1.0], [0.0, 1.0]),
+    "idle-rank": ([4.0, 900.0], [0.0, 900.0]),
+}
+"""What the probes see on stock, and with the fix."""
+
+
+def shown(*proofs: Proof) -> str:
+    written = io.StringIO()
+    show(Report("0.18.1", "/somewhere", "a GPU", proofs), Console(file=written, width=200))
+    return written.getvalue()
