@@ -34,6 +34,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,8 @@ def main() -> int:
         if part in parts:
             measured.load(part)
     if "ranks" in parts:
+        if not metadata.entry_points(group="vllm.general_plugins", name="graphfix"):
+            parser.error("ranks: install the plugin; a worker that is spawned finds it by its entry point alone")
         measured.ranks()
     if "throughput" in parts:
         measured.throughput()

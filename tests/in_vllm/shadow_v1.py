@@ -231,6 +231,7 @@ def test_quarantine_makes_the_steps_of_that_graph_right_and_leaves_others_to_the
     for _ in range(3):
         assert torch.equal(served.step(), right.step())
     assert served.model.eager_runs == replays + 3
+    assert (int(served.model.least_block), int(served.blocks.min())) == (0, -1)  # as in a check
     assert served.shadow.results.quarantined[0].name.startswith("target model")
 
 

@@ -113,16 +113,14 @@ class Shadow:
 
     def without_graph(self, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
         """The result of a step whose graph is in quarantine; by its graph if it cannot be run without, which is what stock does."""
-        step, failed = _tried(describe)
-        if step is not None:
-            before, python = Snapshot(step.inputs, step.states), PythonState(step.objects)
-            output, failed = _tried(step.eager)
+        begun, failed = _tried(lambda: _Instead(describe()))
+        if begun is not None:
+            output, failed = _tried(begun.run)
             if failed is None:
                 return output
             if of_the_device(failed):
                 raise failed
-            before.put_back()
-            python.put_back()
+            begun.put_back()
         if not self._served_in_quarantine:
             self._served_in_quarantine = True
             logger.warning(
@@ -276,6 +274,24 @@ class _Run:
     def _output_back(self) -> None:
         for served, kept in zip(self._served, self.output, strict=False):
             served.copy_(kept)
+
+
+class _Instead:
+    """A step that is run without its graph, and not twice; until it has come to its end, as the graph would have found it."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._before, self._python = Snapshot(step.inputs, step.states), PythonState(step.objects)
+
+    def run(self) -> Any:
+        self._before.make_readable()
+        output = self._step.eager()
+        self._before.put_block_tables_back()
+        return output
+
+    def put_back(self) -> None:
+        self._before.put_back()
+        self._python.put_back()
 
 
 class _First:

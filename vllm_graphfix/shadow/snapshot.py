@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -56,9 +56,18 @@ class Snapshot:
 
         Those of padded rows may hold -1, and a kernel that reads it all the same ends the process; what a padded row reads is nobody's.
         """
-        for name, tensor, _ in self._inputs:
+        for tensor, _ in self._block_tables():
+            tensor.clamp_(min=0)
+
+    def put_block_tables_back(self) -> None:
+        """These alone."""
+        for tensor, kept in self._block_tables():
+            tensor.copy_(kept)
+
+    def _block_tables(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for name, tensor, kept in self._inputs:
             if _BLOCK_TABLE in name and not tensor.is_floating_point():
-                tensor.clamp_(min=0)
+                yield tensor, kept
 
     def changed_inputs(self) -> list[str]:
         """The names of the inputs that are not as they were, less block tables; waits for the device."""
