@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -340,7 +340,6 @@ FIX = Fix(
     observers=observers,
     events=(ROWS_PADDED_WITH_REQUESTS,),
     fallback=FALLBACK,
-    default=Mode.OBSERVE,
     applies=applies,
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
