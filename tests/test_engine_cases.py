@@ -83,6 +83,16 @@ def test_the_three_engines_of_a_case_differ_in_mode_switch_and_repetition_alone(
 
 
 @FIXES
+def test_an_engine_whose_replays_are_checked_is_stock_with_the_plugin_and_every_fix_off(name: str) -> None:
+    case = CASES[name]
+    stock, watched = jobs_of(case)["stock"], case.watched_job(FOLDER)
+    modes = dict.fromkeys((fix.variable for fix in BY_NAME.values()), "off")
+    assert watched.environment == {**stock.environment, **modes, settings.PREFIX: "on", settings.SHADOW: "1/1"}
+    assert (watched.arguments, watched.prompts, watched.probes) == (stock.arguments, stock.prompts, ())
+    assert not case.watched or "FULL" in case.graphs["cudagraph_mode"], "there is nothing to check"
+
+
+@FIXES
 def test_what_the_user_has_set_about_fixes_does_not_reach_the_engines(name: str) -> None:
     for job in jobs_of(CASES[name]).values():
         left_out = {variable for variable, value in job.environment.items() if value is None}

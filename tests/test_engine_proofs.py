@@ -25,6 +25,7 @@ from engine_proofs import (
 
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.comparison import Answer, compare
+from vllm_graphfix.verify.engine.cases import CASES
 from vllm_graphfix.verify.engine.job import Said, from_json, to_json
 from vllm_graphfix.verify.engine.verify import described, prove
 from vllm_graphfix.verify.report import Proof
@@ -40,6 +41,33 @@ def test_wrong_tokens_on_stock_and_eagers_with_the_fix_prove_it() -> None:
     assert proof.stock.details[1] == (
         "stock: corrupt prompts: 1 of 2, the first at token 1 of prompt 0, 9 instead of 2; eager's two best are 2.9 apart there"
     )
+
+
+@pytest.mark.parametrize(
+    ("counted", "told"),
+    [
+        (
+            {"checks": 192, "mismatches": 190, "first mismatch in check": 3},
+            "190 of 192 replays were found wrong, the first one in check 3",
+        ),
+        ({"checks": 129, "mismatches": 0}, "no replay of 129 was found wrong"),
+        ({}, "nothing was checked"),
+    ],
+)
+def test_what_the_shadow_check_saw_on_stock_is_told_and_decides_nothing(counted: dict[str, int], told: str) -> None:
+    observed = {f"shadow: {name}": [float(count)] for name, count in counted.items()}
+    watched = replace(RUNS["stock"], observed=observed)
+    proof = prove(BY_NAME["capture-state"], AFFECTED, CASES["capture-state"], RUNS, watched=watched)
+    assert proof.outcome == proof_of("capture-state").outcome
+    assert proof.stock is not None
+    assert proof.stock.details[-1] == f"shadow check: {told}"
+
+
+def test_a_stock_engine_that_crashes_before_it_is_checked_is_told_so() -> None:
+    watched = failed("stock", ILLEGAL_ACCESS)
+    proof = prove(BY_NAME["capture-state"], AFFECTED, CASES["capture-state"], RUNS, watched=watched)
+    assert proof.stock is not None
+    assert proof.stock.details[-1] == f"shadow check: the stock engine ended in {ILLEGAL_ACCESS}"
 
 
 CRASHES = [

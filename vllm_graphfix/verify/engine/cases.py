@@ -16,6 +16,7 @@ from vllm_graphfix.verify.engine.sign import Judge
 from vllm_graphfix.verify.engine.worker import EXTENSION, SEED
 
 MODES = ("eager", "stock", "patched")
+WATCHED = "watched"
 
 
 @dataclass(frozen=True, eq=False)  # cases are told apart by which they are
@@ -56,6 +57,8 @@ class Case:
     """What it makes of what its probes saw, if its defect shows in something else than tokens."""
     padded: bool = False
     """Some batches lie between the sizes of the graphs: the defect is about padding."""
+    watched: bool = False
+    """It shows in what a replay puts out: the shadow check is to see it, and a fourth engine looks whether it does."""
     compiles: bool = False
     """Kernels of it are compiled for minutes the first time, FlashInfer's or Triton's: it begins first."""
 
@@ -93,6 +96,13 @@ class Case:
             )
             for mode in MODES
         ]
+
+    def watched_job(self, models: Path) -> Job:
+        """Stock's, but that the plugin is there, with every fix off, and checks every replay."""
+        stock = self.jobs(models)[MODES.index("stock")]
+        every_fix_off: dict[str, str | None] = dict.fromkeys(map(variable, BY_NAME), "off")
+        checked = every_fix_off | {settings.PREFIX: "on", settings.SHADOW: "1/1"}
+        return replace(stock, name=f"{self.name} {WATCHED}", probes=(), environment=stock.environment | checked)
 
 
 _ENGINE: dict[str, Any] = {
@@ -136,6 +146,7 @@ MLA = Case(
     workload=_TOGETHER,
     arguments=_FLASHMLA,
     capability=9,
+    watched=True,
 )
 MLA_FP8 = Case(
     name="mla-fp8",
@@ -145,8 +156,11 @@ MLA_FP8 = Case(
     workload=_TOGETHER,
     arguments=_FLASHMLA | {"kv_cache_dtype": "fp8"},
     capability=9,
+    watched=True,
 )
-MLA_FP8_PADDED = replace(MLA_FP8, name="mla-fp8-padded", workload=_ONE_BY_ONE, probes=("padded-rows",), padded=True)
+MLA_FP8_PADDED = replace(
+    MLA_FP8, watched=False, name="mla-fp8-padded", workload=_ONE_BY_ONE, probes=("padded-rows",), padded=True
+)
 MLA_TRITON = Case(
     name="mla-triton",
     model="mla",
@@ -166,6 +180,7 @@ MLA_MTP = Case(
     arguments=_FLASHMLA | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     probes=("planners-in-draft-graphs", "drafts"),
     capability=9,
+    watched=True,
 )
 # The long prompt is prefilled in chunks in the last slot, the first request finishes meanwhile, and the decode batch that
 # follows is padded over the slot left behind.
@@ -178,6 +193,7 @@ MAMBA2 = Case(
     arguments={"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True},
     padded=True,
     compiles=True,
+    watched=True,
 )
 # Steps of a rank without work between those of its requests: one row, which is that of a request that waits.
 MAMBA2_IDLE = Case(
@@ -237,6 +253,7 @@ MAMBA2_ONE_TOKEN = Case(
         "treat_short_extends_as_decodes",
         "Mamba layers take each row of one token for a decode, also when eager; what is wrong are GDN layers with drafts",
     ),
+    watched=True,
 )
 # Answers of different lengths, so that padded rows come and go: two tokens a request, one of them a draft.
 SPARSE_MTP = Case(

@@ -22,7 +22,7 @@ from vllm_graphfix.verify.comparison import Comparison, Kind, compare, noise_bet
 from vllm_graphfix.verify.double import run as double
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.bars import EngineBars
-from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES, Case, case_of
+from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES, WATCHED, Case, case_of
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import Said
 from vllm_graphfix.verify.engine.processes import CRASH, HANG, Ended, Engines
@@ -74,7 +74,8 @@ def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) 
         for fix in affected:
             case = cases_of[fix.name]
             runs = {mode: ended[f"{case.name} {mode}"] for mode in MODES} if case and not skipped[fix.name] else None
-            proofs[fix.name] = prove(fix, diagnoses[fix.name], case, runs, skipped[fix.name])
+            watched = ended.get(f"{case.name} {WATCHED}") if case else None
+            proofs[fix.name] = prove(fix, diagnoses[fix.name], case, runs, skipped[fix.name], watched)
         keep = any(end.error for end in ended.values()) or any(
             proofs[fix.name].outcome not in ("proven", "skipped") for fix in affected
         )
@@ -140,6 +141,7 @@ def _run_cases(
     names = {name for case in cases for name in case.models}
     devices.find(folder, tuple(sorted(names)))
     jobs = [job for case in cases for job in case.jobs(folder)]
+    jobs += [case.watched_job(folder) for case in cases if case.watched]
     path = os.pathsep.join(filter(None, [str(source.folder or ""), os.environ.get("PYTHONPATH", "")]))
     jobs = [replace(job, environment=job.environment | {"PYTHONPATH": path}) for job in jobs]
     first = {case.name for case in cases if case.compiles}
@@ -152,13 +154,22 @@ def _run_cases(
         return Engines(folder, _TIMEOUT, bars.doing, bars.done).run(jobs, parallel)
 
 
-def prove(fix: Fix, diagnosis: Diagnosis, case: Case | None, runs: Runs | None, skipped: str | None = None) -> Proof:
-    """What the three runs of a fix's case say about it."""
+def prove(
+    fix: Fix,
+    diagnosis: Diagnosis,
+    case: Case | None,
+    runs: Runs | None,
+    skipped: str | None = None,
+    watched: Ended | None = None,
+) -> Proof:
+    """What the three runs of a fix's case say about it. What the shadow check saw in a fourth one is told, and decides nothing."""
     if case is None or runs is None:
         nothing = ("", skipped or "")
         return Proof(fix, diagnosis, None, None, None, nothing, nothing, skipped)
     failure = _why_nothing_is_proven(case, runs)
     stock, patched = (None, None) if failure else (measure(case, runs, mode) for mode in ("stock", "patched"))
+    if stock is not None and watched is not None:
+        stock = replace(stock, details=(*stock.details, f"shadow check: {_seen_by_the_check(watched)}"))
     return Proof(
         fix,
         diagnosis,
@@ -201,6 +212,23 @@ def _hangs(case: Case, end: Ended) -> bool:
 def _sign(case: Case, end: Ended) -> Sign | None:
     """What the probes of *case* saw, judged; None where the defect shows in tokens alone."""
     return case.judge(end.observed) if case.judge is not None else None
+
+
+def _seen_by_the_check(watched: Ended) -> str:
+    """For people: of a stock engine in which every replay was checked."""
+    counted = {
+        name.removeprefix("shadow: "): int(values[0])
+        for name, values in watched.observed.items()
+        if name.startswith("shadow: ")
+    }
+    checks, mismatches = counted.get("checks", 0), counted.get("mismatches", 0)
+    if watched.error:
+        return f"the stock engine ended in {watched.error}"
+    if not checks:
+        return "nothing was checked"
+    if not mismatches:
+        return f"no replay of {checks} was found wrong"
+    return f"{mismatches} of {checks} replays were found wrong, the first one in check {counted['first mismatch in check']}"
 
 
 def _state(fix: Fix, end: Ended, of_a_crash: str) -> tuple[str, str]:
