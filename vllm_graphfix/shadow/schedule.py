@@ -15,7 +15,7 @@ _PAUSE = 1.0
 _MEMORY = 120.0
 """Seconds of steps after which what was spent counts half: a budget is kept over minutes."""
 _RECENT = 8
-"""Checks whose mean cost is expected of the next one."""
+"""Checks whose median cost is expected of the next one."""
 
 
 class Schedule:
@@ -55,11 +55,11 @@ class Schedule:
             return max(1, math.ceil(_FIRST_COST / (self._share or 1)))
         self._steps += max(1, self.count - self._since)
         step_time = self._paid_for / self._steps
-        mean = sum(self._costs) / len(self._costs)
+        typical = sorted(self._costs)[(len(self._costs) - 1) // 2]  # the lower median: the first check takes far longer
         # What was spent too much is waited for; what was spent too little is made up for, if not in a burst. Of the next check half is
         # paid for before it, so that the budget is kept from both sides, also while the first one, which is slow, is most of what was spent.
         debt = self._spent - self._share * self._paid_for
-        seconds = max(mean / 2 + debt, mean / 2) / self._share
+        seconds = max(typical / 2 + debt, typical / 2) / self._share
         if self._paid_for > _MEMORY:
             self._spent, self._paid_for, self._steps = self._spent / 2, self._paid_for / 2, self._steps / 2
         return max(1, math.ceil(seconds / step_time))
