@@ -220,7 +220,7 @@ class Faults:
             return
         if stage not in ("measure", "capture") or not (message or "").startswith(_STOPS):
             yield f"stopped in the wrong way: {stage}: {message}"
-        elif not missing and "cannot be told" not in (message or ""):
+        elif not missing and "not known" not in (message or ""):
             yield f"stopped although all is there: {message}"
 
     def ended(self, outcome: Outcome) -> str:

@@ -72,10 +72,10 @@ def test_a_rank_without_the_plugin_is_named_after_a_time_and_nobody_hangs(silent
     assert time.monotonic() - started < 25
     for each in found.values():
         assert each.difference is not None
-        host = "10.0.0.3" if silent == 3 else "a host that is not known here"
-        assert each.difference.startswith(f"Without a word in 2 s: rank {silent} on {host}.")
+        host = "10.0.0.3" if silent == 3 else "an unknown host"
+        assert each.difference.startswith(f"No report within 2 s: rank {silent} on {host}.")
         assert "VLLM_PLUGINS" in each.difference
-        assert "or it failed before it could say what" in each.difference
+        assert "or it failed before it could report" in each.difference
         assert each.agreeing == 3
 
 
@@ -84,7 +84,7 @@ def test_a_rank_that_is_late_is_waited_for_and_named_meanwhile(monkeypatch: pyte
     monkeypatch.setattr(Word, "compared", slow_on_rank_1(Word.compared))
     found, warnings = compared({0: word(), 1: word("late")}, 2)
     assert found[0].difference is None
-    assert any("waiting for rank 1" in warning for warning in warnings)
+    assert any("more for rank 1 to report" in warning for warning in warnings)
 
 
 def slow_on_rank_1(real: Callable[[Word], dict[str, str]]) -> Callable[[Word], dict[str, str]]:
@@ -142,7 +142,7 @@ def test_a_word_of_another_version_is_a_difference_and_no_crash() -> None:
     store.set(f"{place}/1", "another digest")
     store.set(f"{place}/word/1", json.dumps({"something": "else"}))
     found = compare(store, place, 0, 2, mine, lambda text: None, timeout=1.0)
-    assert found.difference == "Another version of vllm-graphfix spoke for rank 1."
+    assert found.difference == "Another version of vllm-graphfix reported for rank 1."
     assert found.agreeing == 1
 
 
@@ -156,18 +156,18 @@ def test_a_digest_without_a_word_is_a_difference_and_is_not_waited_for(monkeypat
     started = time.monotonic()
     found = compare(store, place, 0, 2, mine, lambda text: None, timeout=1.0)
     assert time.monotonic() - started < 4
-    assert found.difference == "Another version of vllm-graphfix spoke for rank 1."
+    assert found.difference == "Another version of vllm-graphfix reported for rank 1."
 
 
 def test_ranks_that_cannot_tell_their_states_do_not_agree_though_they_say_the_same() -> None:
     found, _ = compared({rank: word(states={}, fault="OSError: no files.") for rank in (0, 1)}, 2)
-    what = "Which fixes are there cannot be told on ranks 0-1 (node-a): OSError: no files."
+    what = "Which fixes are active is not known on ranks 0-1 (node-a): OSError: no files."
     assert {(each.difference, each.agreeing) for each in found.values()} == {(what, 0)}
 
 
 def test_a_rank_that_cannot_tell_its_states_is_told_apart_from_ranks_that_can() -> None:
     found, _ = compared({0: word(), 1: word("node-b", states={}, fault="OSError: no files")}, 2)
-    what = "Which fixes are there cannot be told on rank 1 (node-b): OSError: no files."
+    what = "Which fixes are active is not known on rank 1 (node-b): OSError: no files."
     assert {(each.difference, each.agreeing) for each in found.values()} == {(what, 1)}
 
 

@@ -133,7 +133,7 @@ def notes(release: str, env: dict[str, str]) -> str:
 
 
 def test_status_tells_what_to_act_on() -> None:
-    assert "no longer needed with this vLLM: VLLM_GRAPHFIX_FLASHMLA_FP8" in notes(
+    assert "these settings are no longer needed with this vLLM: VLLM_GRAPHFIX_FLASHMLA_FP8" in notes(
         "0.33.0", {"VLLM_GRAPHFIX_FLASHMLA_FP8": "on"}
     )
     assert "add graphfix to it" in notes("0.18.1", {"VLLM_PLUGINS": ""})
@@ -143,7 +143,9 @@ def test_status_tells_what_to_act_on() -> None:
             "0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_PADDING": mode}
         )
         assert "draft-prefill-state is not switched on" in notes("0.21.0", {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": mode})
-    assert notes("0.20.0", {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "off"}).startswith("no longer needed")
+    assert notes("0.20.0", {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "off"}).startswith(
+        "these settings are no longer needed"
+    )
     applied = {variable(name): "auto" for name in OBSERVED_BY_DEFAULT if name in affected_by("0.18.1")}
     assert notes("0.18.1", applied) == ""
 
@@ -274,7 +276,7 @@ def test_verify_ends_with_what_it_found(
         assert [row["name"] for row in written["fixes"]] == [proof.fix.name for proof in proofs]
     else:
         assert "verified on the a GPU" in out
-        assert ("not run: no GPU for it" in out) == (SKIPPED in proofs)
+        assert ("skipped: no GPU for it" in out) == (SKIPPED in proofs)
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
@@ -287,7 +289,7 @@ def test_verify_passes_on_where_the_user_wants_it(device: str, monkeypatch: pyte
     [
         (VerifyError("there is no GPU; do this"), "there is no GPU; do this", 2),
         (SourceError("a file is no Python"), "a file is no Python", 2),
-        (KeyboardInterrupt(), "interrupted; every process that was started has ended", 130),
+        (KeyboardInterrupt(), "interrupted; all processes it had started have ended", 130),
     ],
     ids=["no GPU", "no source", "interrupted"],
 )
@@ -307,8 +309,8 @@ def test_a_vllm_without_kernels_is_one_clear_line_for_who_insists_on_a_gpu() -> 
     out, err = call("verify", "--device", "gpu", "--vllm", str(release_root("0.18.1")), code=2)
     assert out == ""
     assert err == (
-        f"vllm-graphfix: this cannot be verified on a GPU: the vLLM in {release_root('0.18.1')} has no compiled kernels. "
-        "`--device cpu` uses the CPU double\n"
+        f"vllm-graphfix: cannot verify on a GPU: the vLLM in {release_root('0.18.1')} has no compiled kernels. "
+        "`--device cpu` uses the CPU double instead\n"
     )
 
 
@@ -318,7 +320,7 @@ def test_a_wheel_file_is_one_clear_line_for_who_insists_on_a_gpu(tmp_path: Path)
         archive.writestr("vllm/__init__.py", "")
     out, err = call("verify", "--device", "gpu", "--vllm", str(wheel), code=2)
     assert (out, err.count("\n")) == ("", 1)
-    assert "this cannot be verified on a GPU: a wheel file has to be installed first" in err
+    assert "cannot verify on a GPU: the wheel file is not installed" in err
 
 
 def test_the_version_and_the_help_are_there() -> None:
@@ -349,7 +351,7 @@ def in_a_shell(command: str, outputs: str, folder: Path, stdout: int = subproces
     return done.returncode, done.stderr
 
 
-UNPRINTED = "vllm-graphfix: the output cannot be written: "
+UNPRINTED = "vllm-graphfix: cannot write the output: "
 
 
 @pytest.mark.parametrize("command", [*PRINTING, "verify", "compare some/model", "fleet --watch"])

@@ -127,8 +127,8 @@ def test_corruption_with_graphs_alone_is_found_where_it_begins(folder: Path) -> 
     assert all(int(found) == (int(expected) + 1) % models.VOCABULARY for expected, found in (row[5:7] for row in rows))
     bars = [line.split() for line in done.stdout.splitlines() if "█" in line and "compiled" not in line]
     assert bars == [["10-11", "█" * 40, "3"]]
-    assert "4 prompts: 1 equal, 0 apart at a tie, 3 corrupt; 40 of 52 tokens compared" in done.stdout
-    assert "also compared with those of the same engine without graphs" in done.stdout
+    assert "4 prompts: 1 equal, 0 diverge at a tie, 3 corrupt; 40 of 52 tokens compared" in done.stdout
+    assert "also compared with the compiled engine without graphs" in done.stdout
     assert verdict == "corruption"
     assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["eager", "graphs", "no graphs"]
 
@@ -148,9 +148,12 @@ def test_what_is_there_without_graphs_too_is_not_called_corruption(folder: Path)
 WRONG = [
     (
         ("./llama", "--tensor-paralel-size", "2"),
-        "vLLM does not take these flags: unrecognized arguments: --tensor-paralel-size",
+        "vLLM rejects these flags: unrecognized arguments: --tensor-paralel-size",
     ),
-    (("./llama", "--runner", "pooling"), "without graphs the engine does not run: ValueError: LLM.generate() is only"),
+    (
+        ("./llama", "--runner", "pooling"),
+        "the engine does not run even without graphs: ValueError: LLM.generate() is only",
+    ),
 ]
 
 

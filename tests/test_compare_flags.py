@@ -127,12 +127,12 @@ def refused(*flags: str) -> str:
 
 @pytest.mark.parametrize("flag", ["--enforce-eager", "--enforce_eager", "--enforce-eager=True"])
 def test_without_graphs_there_is_nothing_to_compare(flag: str) -> None:
-    assert "with --enforce-eager there are no graphs to compare; leave it out" in refused("-tp", "2", flag)
+    assert "with --enforce-eager there are no graphs to compare; leave that flag out" in refused("-tp", "2", flag)
 
 
 @pytest.mark.parametrize("flags", [["--model", "another"], ["--model=another"]])
 def test_a_second_model_is_refused(flags: list[str]) -> None:
-    assert "the model is named once" in refused(*flags)
+    assert "name the model once" in refused(*flags)
 
 
 def jobs_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Sequence[Job]:

@@ -90,27 +90,27 @@ def test_a_line_that_is_no_json_is_named_with_the_column(tmp_path: Path, line: s
 @pytest.mark.parametrize("line", ["[" * 200_000, "[" + "9" * 5000 + "]"], ids=["nested", "long number"])
 def test_json_that_python_refuses_is_one_line(tmp_path: Path, line: str) -> None:
     path = written(tmp_path, line, "prompts.jsonl")
-    assert error(path).startswith(f"{path}, line 1: is not JSON that can be read: ")
+    assert error(path).startswith(f"{path}, line 1: is not readable JSON: ")
 
 
 def test_half_of_a_surrogate_pair_is_named(tmp_path: Path) -> None:
     path = written(tmp_path, '"right"\n"\\ud800"\n', "prompts.jsonl")
-    assert error(path) == f"{path}, line 2: holds half of a surrogate pair, which no tokenizer takes"
+    assert error(path) == f"{path}, line 2: holds half of a surrogate pair, which no tokenizer accepts"
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     path = written(tmp_path, b"text\nte\xffxt\n")
-    assert error(path) == f"{path}, line 2: is not text in UTF-8; give one prompt a line"
-    assert "is not text in UTF-8" in error(written(tmp_path, "text".encode("utf-16")))
+    assert error(path) == f"{path}, line 2: is not UTF-8 text; give one prompt per line"
+    assert "is not UTF-8 text" in error(written(tmp_path, "text".encode("utf-16")))
     path = written(tmp_path, b"text\n\ntext\0\n")
-    assert error(path) == f"{path}, line 3: is not text, it holds a zero byte; give one prompt a line"
+    assert error(path) == f"{path}, line 3: is not text: it holds a zero byte; give one prompt per line"
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n\t\n", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
 def test_a_file_without_a_prompt_is_an_error(tmp_path: Path, content: bytes, name: str) -> None:
     path = written(tmp_path, content, name)
-    assert error(path) == f"{path} holds no prompt; give one a line"
+    assert error(path) == f"{path} holds no prompt; give one per line"
 
 
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_file_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
     path = tmp_path / "large.txt"
     with path.open("wb") as file:
         os.truncate(file.fileno(), 64 * MEBIBYTE + 1)  # a hole, which takes no room
-    told = "has more than 64 MiB; give a file with some prompts"
+    told = "has more than 64 MiB; give a file with fewer prompts"
     assert error(path) == f"{path} {told}"
     assert error(Path("/dev/zero")) == f"/dev/zero {told}"
 
@@ -141,4 +141,4 @@ def test_a_pipe_can_be_read(tmp_path: Path) -> None:
 
 def test_one_json_value_in_a_file_is_not_taken_for_lines_of_text(tmp_path: Path) -> None:
     path = written(tmp_path, '[\n"one",\n"two"\n]\n', "prompts.json")
-    assert error(path) == f"{path}: name it .jsonl and give one of these a line: {FORMS}"
+    assert error(path) == f"{path}: name the file .jsonl and give one of these per line: {FORMS}"

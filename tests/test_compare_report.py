@@ -293,8 +293,11 @@ def test_the_page_names_what_was_compared_and_on_what() -> None:
 
 def test_the_page_of_equal_answers_is_short() -> None:
     shown = page(report(EQUAL, EQUAL))
-    assert "2 prompts: 2 equal, 0 apart at a tie, 0 corrupt; 128 of 128 tokens compared" in shown
-    assert "eager differs from itself by up to 0.01, graphs from eager by up to 0; rounding ends at 0.0625" in shown
+    assert "2 prompts: 2 equal, 0 diverge at a tie, 0 corrupt; 128 of 128 tokens compared" in shown
+    assert (
+        "eager differs from itself by up to 0.01, graphs from eager by up to 0; up to 0.0625 counts as rounding"
+        in shown
+    )
     assert "prompt " not in shown
     assert last(report(EQUAL, EQUAL)) == "no corruption"
 
@@ -318,7 +321,7 @@ def test_the_page_of_ties_alone_shows_no_corruption() -> None:
 def test_the_page_tells_what_is_compiled_from_what_is_corrupt() -> None:
     shown = page(report(judgement(Kind.COMPILED, 60)))
     assert "compiled, without graphs too" in shown
-    assert "0 apart at a tie, 1 as compiled without graphs, 0 corrupt" in shown
+    assert "0 diverge at a tie, 1 equal to compiled without graphs, 0 corrupt" in shown
     assert shown.splitlines()[-1] == "no corruption"
 
 
@@ -333,7 +336,7 @@ def test_of_many_prompts_the_worst_are_shown_and_the_rest_counted() -> None:
     lines = page(report(*many)).splitlines()
     rows = [line for line in lines if "token " in line and " of 64" in line]
     assert (len(rows), rows[0].split()[0], rows[1].split()[0]) == (20, "501", "500")
-    assert "… and 482 more; --json has all" in lines
+    assert "… and 482 more; --json lists all" in lines
     (bar,) = [line for line in lines if line.split()[:1] == ["0-7"]]
     assert bar.split() == ["0-7", "█", "1"], "one of five hundred is still to be seen"
 
@@ -348,15 +351,15 @@ def test_states_are_told_once_if_all_ranks_agree_and_as_they_are_if_not() -> Non
     assert fixes({"a": "active"}, {"a": "off"}) == "a active and off (2 ranks)"
     assert fixes({"a": "active"}, {}) == "a active and unknown (2 ranks)"
     assert fixes({}, {"a": "active"}) == "a active and unknown (2 ranks)"
-    assert fixes({"a": "not-needed"}) == "none is needed here"
-    assert fixes() == "unknown, the workers could not be asked"
+    assert fixes({"a": "not-needed"}) == "none needed"
+    assert fixes() == "unknown, the workers did not answer"
 
 
 def test_an_engine_that_fails_with_graphs_alone_is_corrupt_and_says_its_error() -> None:
     assert FAILED.corrupt
     assert (
         last(FAILED)
-        == "with graphs the engine fails, without it runs: CUDA error: an illegal memory access was encountered (log: /l)"
+        == "the engine runs without graphs and fails with them: CUDA error: an illegal memory access was encountered (log: /l)"
     )
 
 
@@ -411,13 +414,13 @@ def test_no_corruption_says_nothing_where_little_could_be_compared() -> None:
     assert "only 70 of 256 tokens could be compared" in (early.inconclusive or "")
 
 
-@pytest.mark.parametrize("error", ["OutOfMemoryError: CUDA out of memory", "did not come to its end in 3600 s"])
+@pytest.mark.parametrize("error", ["OutOfMemoryError: CUDA out of memory", "did not finish in 3600 s"])
 def test_an_engine_that_fails_with_graphs_as_graphs_do_not_make_it_fail_is_no_corruption(error: str) -> None:
     """Graphs take memory and time to capture."""
     failed = replace(FAILED, error=error)
     assert (failed.corrupt, as_json(failed)["corrupt"]) == (False, False)
     assert error in (failed.inconclusive or "")
-    assert last(failed) == f"with graphs the engine fails, without it runs: {error}"
+    assert last(failed) == f"the engine runs without graphs and fails with them: {error}"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ TABLE: list[tuple[str, str, str, str | None, Concern, str]] = [
         "./v3 --kv-cache-dtype fp8 -cc.cudagraph_mode=PIECEWISE -cc '{}'",
         HOPPER,
         MAYBE,
-        "given in one way",
+        "given in one form",
     ),
     ("0.18.1", "flashmla-fp8", "./v3 --kv-cache-dtype fp8 --comp '{}'", HOPPER, MAYBE, "written out in full"),
     ("0.18.1", "flashmla-fp8", "./v3 --kv-cache-dtype fp8 --compilation-config broken", HOPPER, MAYBE, "JSON object"),
@@ -152,7 +152,7 @@ TABLE: list[tuple[str, str, str, str | None, Concern, str]] = [
         V2 + "some/model --attention-backend FLASHMLA",
         HOPPER,
         MAYBE,
-        "bring a speculator",
+        "bring its own speculator",
     ),
 ]
 
@@ -200,7 +200,7 @@ def test_the_nightlies_shapes_of_draft_decode_mode_have_conditions_of_their_own(
 
 
 def test_code_that_nobody_has_looked_at_never_makes_it_sure(monkeypatch: pytest.MonkeyPatch) -> None:
-    unseen = Diagnosis(Verdict.UNRECOGNISED, "in a way that nobody has looked at")
+    unseen = Diagnosis(Verdict.UNRECOGNISED, "in a way that this plugin does not recognise")
     monkeypatch.setattr("vllm_graphfix.manifest.diagnose", lambda fix, source: unseen)
     assert answer("0.18.1", "flashmla-fp8", "./v3 --kv-cache-dtype fp8", HOPPER)[0] is MAYBE
     assert answer("0.18.1", "flashmla-fp8", "./v3 --enforce-eager --kv-cache-dtype fp8", HOPPER)[0] is NO
@@ -236,9 +236,9 @@ def test_check_counts_no_fix_that_does_not_concern_the_deployment(monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--for", "x '"), "no line of a shell"),
+        (("--for", "x '"), "a shell could not parse"),
         (("--for", "x" * 20_000), "more than 16,384 characters"),
-        (("--gpu", HOPPER), "--gpu is for --for"),
+        (("--gpu", HOPPER), "--gpu only goes with --for"),
     ],
 )
 def test_what_is_no_line_is_one_message_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:

@@ -96,15 +96,15 @@ def test_without_torch_one_line_says_what_to_do(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(VerifyError) as caught:
         devices.find()
     assert str(caught.value) == (
-        "torch cannot be asked for a GPU: ModuleNotFoundError: No module named 'torch'. "
-        f"Run this with the Python that runs vLLM; this one is {sys.executable}"
+        "torch could not look for a GPU: ModuleNotFoundError: No module named 'torch'. "
+        f"Use the Python that runs vLLM; this one is {sys.executable}"
     )
 
 
 def test_a_process_that_dies_without_a_word_is_an_error_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("import os; os._exit(11)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(VerifyError, match=r"exit code 11\. Run this"):
+    with pytest.raises(VerifyError, match=r"exit code 11\. Use the"):
         devices.find()
 
 
@@ -197,7 +197,7 @@ def test_who_insists_on_a_gpu_is_told_that_there_is_none(compiled: Source, monke
     with pytest.raises(VerifyError) as caught:
         proof_runs_on(compiled, "gpu")
     assert str(caught.value) == (
-        "this cannot be verified on a GPU: torch sees no GPU. `--device cpu` uses the CPU double"
+        "cannot verify on a GPU: torch sees no GPU. `--device cpu` uses the CPU double instead"
     )
     assert chosen.ran == []
 
@@ -206,7 +206,7 @@ def test_who_insists_on_a_gpu_is_told_that_a_vllm_has_no_kernels(
     python_alone: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Chosen(monkeypatch, H200)
-    with pytest.raises(VerifyError, match=r"cannot be verified on a GPU: the vLLM in .* has no compiled kernels\. "):
+    with pytest.raises(VerifyError, match=r"cannot verify on a GPU: the vLLM in .* has no compiled kernels\. "):
         proof_runs_on(python_alone, "gpu")
 
 
@@ -216,13 +216,13 @@ def test_a_vllm_that_no_python_path_can_name_is_not_looked_for_under_another_nam
     """The engines would import whatever else there is."""
     Chosen(monkeypatch, H200)
     moved = (compiled.folder or tmp_path).rename(tmp_path / "a:b")
-    with pytest.raises(VerifyError, match=r"cannot be verified on a GPU: there is a ':' in .*/a:b, where"):
+    with pytest.raises(VerifyError, match=r"cannot verify on a GPU: .*/a:b has a ':' in its name"):
         proof_runs_on(open_source(moved), "gpu")
 
 
 def test_who_insists_on_a_gpu_is_told_to_install_a_wheel_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Chosen(monkeypatch, H200)
-    with pytest.raises(VerifyError, match=r"cannot be verified on a GPU: a wheel file has to be installed first\. "):
+    with pytest.raises(VerifyError, match=r"cannot verify on a GPU: the wheel file is not installed\. "):
         proof_runs_on(open_source(wheel_in(tmp_path)), "gpu")
 
 
@@ -230,8 +230,8 @@ def test_who_insists_on_a_gpu_is_told_to_install_a_wheel_file(tmp_path: Path, mo
 def test_a_torch_that_is_missing_is_an_error_where_a_gpu_would_be_used(
     compiled: Source, monkeypatch: pytest.MonkeyPatch, device: str | None
 ) -> None:
-    chosen = Chosen(monkeypatch, VerifyError("torch cannot be asked"))
-    with pytest.raises(VerifyError, match=r"torch cannot be asked"):
+    chosen = Chosen(monkeypatch, VerifyError("torch could not look"))
+    with pytest.raises(VerifyError, match=r"torch could not look"):
         proof_runs_on(compiled, device)
     assert chosen.ran == []
 
@@ -252,7 +252,7 @@ def test_flashmla_alone_is_skipped_on_another_compute_capability(name: str, capa
     if name in FLASHMLA_CASES:
         assert why == (
             f"FlashMLA needs compute capability 9.0, Double of another has {capability[0]}.{capability[1]}; "
-            "`verify --device cpu` proves it on the CPU double"
+            "`verify --device cpu` proves the fix on the CPU double"
         )
     else:
         assert why is None
@@ -266,4 +266,4 @@ def test_cases_whose_attention_is_flashmla_need_its_gpu_and_no_others() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_everything_is_skipped_where_too_little_memory_is_free(name: str) -> None:
     why = engine.why_skipped(CASES[name], replace(H200, free_gib=1.5))
-    assert why == "5 GiB of free GPU memory are needed, 1.5 are; end what uses the GPU"
+    assert why == "5 GiB of free GPU memory are needed, but only 1.5 are free; stop what else uses the GPU"

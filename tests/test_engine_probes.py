@@ -90,7 +90,7 @@ def test_a_graph_that_cannot_be_looked_at_is_an_error() -> None:
     """Not a graph without the planner."""
     gone = GraphDouble()
     gone.capture_end()
-    with pytest.raises(RuntimeError, match="did not write down"):
+    with pytest.raises(RuntimeError, match="did not list"):
         nodes_of(gone)
 
 

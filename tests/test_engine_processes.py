@@ -188,18 +188,18 @@ def test_whoever_watches_is_told_the_last_line_and_how_it_ended(vllm: Path, logs
     assert doing[-1][1].endswith("the double of an engine starts, PATCHED hangs with a child")
     ((name, how),) = done
     assert name == job.name
-    assert how.startswith("did not come to its end in 2 s, ")
+    assert how.startswith("did not finish in 2 s, ")
 
 
 def test_an_engine_that_takes_too_long_ends_with_its_children(vllm: Path, logs: Path) -> None:
     end = ended(vllm, logs, "hangs with a child", timeout=2.0)
-    assert (end.said, end.error) == (None, "did not come to its end in 2 s")
+    assert (end.said, end.error) == (None, "did not finish in 2 s")
     assert all_end(started(logs, 1))
 
 
 def test_an_engine_may_be_given_less_time_than_the_others_and_never_more(vllm: Path, logs: Path) -> None:
-    assert ended(vllm, logs, "hangs with a child", seconds=2.0).error == "did not come to its end in 2 s"
-    assert ended(vllm, logs, "hangs with a child", timeout=2.0, seconds=60.0).error == "did not come to its end in 2 s"
+    assert ended(vllm, logs, "hangs with a child", seconds=2.0).error == "did not finish in 2 s"
+    assert ended(vllm, logs, "hangs with a child", timeout=2.0, seconds=60.0).error == "did not finish in 2 s"
 
 
 def test_a_watcher_that_fails_leaves_no_engine(vllm: Path, logs: Path) -> None:

@@ -102,7 +102,7 @@ def test_who_insists_is_stopped_before_the_first_capture_with_one_message(what: 
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("GATE")]
     assert line.startswith("GATE GraphfixError: vllm-graphfix stops this engine before it captures its CUDA graphs: ")
     assert "flashmla-fp8 is " in line
-    assert "VLLM_GRAPHFIX=on, to serve without it" in line
+    assert "To serve without the fix, set its variable to off" in line
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_a_rank_that_was_killed_in_a_live_engine_is_exit_1(tmp_path: Path, start
 def test_a_rank_that_is_silent_in_a_live_engine_is_exit_1(tmp_path: Path) -> None:
     leave(tmp_path, record(), record(elsewhere(1), 0, 2))
     leave(tmp_path, record(elsewhere(2), 1, 2), age=75.0)
-    assert only(tmp_path).wrong == ("not heard of for 75 s: rank 1",)
+    assert only(tmp_path).wrong == ("not heard from for 75 s: rank 1",)
     assert look(tmp_path).exit_code == 1
 
 
@@ -109,7 +109,7 @@ def test_an_engine_that_was_killed_as_a_whole_has_ended_and_is_not_wrong(tmp_pat
     assert look(tmp_path).exit_code == 0
     (tmp_path / own_folder(tmp_path) / record(engine=OTHER_ENGINE).file_name).unlink()
     assert f"engine {ENGINE}  ended" in text(tmp_path)
-    assert "dead: ranks 0-1, heard of 0 s ago" in text(tmp_path)
+    assert "dead: ranks 0-1, last heard from 0 s ago" in text(tmp_path)
 
 
 @pytest.mark.usefixtures("alone")
@@ -123,7 +123,7 @@ def test_an_engine_that_was_stopped_by_us_is_exit_1_for_an_hour(
     process.wait()
     assert only(tmp_path).status == "stopped"
     assert look(tmp_path).exit_code == code
-    assert "says rank 0: the ranks of this engine do not agree" in text(tmp_path)
+    assert "according to rank 0: the ranks of this engine do not agree" in text(tmp_path)
 
 
 @pytest.mark.usefixtures("alone")
@@ -131,7 +131,7 @@ def test_ranks_that_agreed_and_are_on_machines_that_are_not_seen_are_said_and_no
     leave(tmp_path, record(), *(record(elsewhere(rank), rank, 8) for rank in range(4)))
     engine = only(tmp_path)
     assert engine.notes == (
-        "ranks 4-7 are on machines whose records are not here: set VLLM_GRAPHFIX_STATUS_DIR to shared storage to see them; they agreed",
+        "ranks 4-7 run on machines whose records are not here: put VLLM_GRAPHFIX_STATUS_DIR on shared storage to see them; they agreed with the others at start-up",
     )
     assert look(tmp_path).exit_code == 0
 
@@ -148,7 +148,7 @@ def test_ranks_that_are_missing_before_they_agreed_are_exit_1(tmp_path: Path, tw
 @pytest.mark.usefixtures("alone")
 def test_an_engine_no_rank_of_which_has_said_anything_is_exit_1(tmp_path: Path) -> None:
     leave(tmp_path, record())
-    assert only(tmp_path).wrong[0].startswith("no rank has said anything: they are starting, or on machines")
+    assert only(tmp_path).wrong[0].startswith("no rank has reported: they are starting, or run on machines")
     assert look(tmp_path).exit_code == 1
 
 
@@ -250,7 +250,7 @@ def test_what_is_told_to_a_terminal_is_text_and_no_markup(tmp_path: Path) -> Non
 def test_files_that_are_no_records_are_said_and_change_nothing(tmp_path: Path) -> None:
     leave(tmp_path, record(rank=0))
     (own_folder(tmp_path) / "x.json").touch()
-    assert "x.json: no record has such a name" in text(tmp_path)
+    assert "x.json: its name is not a record's" in text(tmp_path)
     assert look(tmp_path).exit_code == 0
 
 

@@ -91,8 +91,9 @@ def test_unrecorded_processes_are_in_the_json(tmp_path: Path, serve: Start) -> N
 @pytest.mark.usefixtures("alone")
 def test_nothing_to_see_is_exit_3(tmp_path: Path) -> None:
     out, _ = call("--dir", str(tmp_path), code=3)
-    assert "Engines elsewhere are seen if VLLM_GRAPHFIX_STATUS_DIR is a folder of shared storage" in " ".join(
-        out.split()
+    assert (
+        "Engines on other machines show up if VLLM_GRAPHFIX_STATUS_DIR names the same folder on shared storage"
+        in " ".join(out.split())
     )
 
 
@@ -116,7 +117,7 @@ def test_a_folder_that_is_none_is_one_sentence_and_exit_2(tmp_path: Path, folder
     (tmp_path / "a file").touch()
     out, err = call("--dir", str(tmp_path / folder), code=2)
     assert out == ""
-    assert err.startswith(f"vllm-graphfix: --dir='{tmp_path / folder}' is no folder")
+    assert err.startswith(f"vllm-graphfix: --dir='{tmp_path / folder}' is not a folder")
     _, err = call(env={"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path / folder)}, code=2)
     assert err.startswith("vllm-graphfix: VLLM_GRAPHFIX_STATUS_DIR=")
     call("--watch", "--dir", str(tmp_path / folder), code=2)
@@ -125,11 +126,11 @@ def test_a_folder_that_is_none_is_one_sentence_and_exit_2(tmp_path: Path, folder
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("5",), "SECONDS is for --watch"),
-        (("--watch", "--json"), "--watch is for eyes"),
-        (("--watch", "0"), "--watch looks every 0.1 to 86400 seconds, not every 0"),
-        (("--watch", "nan"), "not every nan"),
-        (("--watch", "inf"), "not every inf"),
+        (("5",), "SECONDS only goes with --watch"),
+        (("--watch", "--json"), "--watch and --json do not go together"),
+        (("--watch", "0"), "--watch takes 0.1 to 86400 seconds, not 0"),
+        (("--watch", "nan"), "seconds, not nan"),
+        (("--watch", "inf"), "seconds, not inf"),
     ],
 )
 def test_options_that_make_no_sense_are_exit_2(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:

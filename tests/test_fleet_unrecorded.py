@@ -31,12 +31,12 @@ def test_a_server_that_loads_no_plugin_at_all_is_said_to(tmp_path: Path, serve: 
 
 def test_a_server_that_leaves_its_records_elsewhere_is_said_to(tmp_path: Path, serve: Start) -> None:
     process = serve(env=here(tmp_path / "bin", VLLM_PLUGINS=""))
-    assert reason(process, tmp_path) == f"its records go to {tmp_path}/bin: vllm-graphfix fleet --dir {tmp_path}/bin"
+    assert reason(process, tmp_path) == f"its records are in {tmp_path}/bin: vllm-graphfix fleet --dir {tmp_path}/bin"
 
 
 def test_a_server_that_has_just_started_is_given_time(tmp_path: Path, serve: Start) -> None:
     process = serve(env=here(tmp_path, VLLM_PLUGINS="graphfix,other"))
-    assert reason(process, tmp_path) == "it has just started, and may not have loaded its plugins"
+    assert reason(process, tmp_path) == "it has just started and may not have loaded its plugins yet"
 
 
 def test_a_server_without_a_record_for_no_reason_to_be_seen_is_sent_to_its_log(
@@ -44,7 +44,7 @@ def test_a_server_without_a_record_for_no_reason_to_be_seen_is_sent_to_its_log(
 ) -> None:
     monkeypatch.setattr("vllm_graphfix.fleet.unrecorded._STARTING", 0.0)
     process = serve(env=here(tmp_path))
-    assert "the log of this process says which" in reason(process, tmp_path)
+    assert "see the log of this process" in reason(process, tmp_path)
 
 
 def test_an_installation_that_lacks_the_plugin_is_named(tmp_path: Path, serve: Start, start: Start) -> None:
@@ -64,7 +64,7 @@ def test_a_server_with_file_systems_of_its_own_is_said_to(tmp_path: Path, serve:
         pytest.skip("no mount namespace can be made here: that needs root, or unprivileged namespaces")
     script = str(tmp_path / "bin" / "vllm")
     process = start(unshare, "--mount", sys.executable, script, "serve", env=here(tmp_path))
-    assert reason(process, tmp_path).startswith("it has file systems of its own, as in a container or under systemd")
+    assert reason(process, tmp_path).startswith("it has its own file systems, as in a container or under systemd")
 
 
 @needs_root
@@ -79,7 +79,7 @@ def test_servers_of_other_users_are_a_note(serve: Start) -> None:
         finally:
             os.seteuid(0)
     assert process.pid not in {one.pid for one in found.unrecorded}
-    assert "belong to other users, whose records are theirs to read" in found.notes[0]
+    assert "belong to other users, and only those users (or root) can read their records" in found.notes[0]
 
 
 def test_a_server_with_a_record_is_not_listed(tmp_path: Path, serve: Start) -> None:

@@ -121,7 +121,7 @@ def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
         ("one is off", "VLLM_GRAPHFIX is 'off' on rank 0 ({host}); 'on' on rank 1 ({host})"),
         (
             "one cannot tell its states",
-            "Which fixes are there cannot be told on rank 1 ({host}): OSError: [Errno 24] Too many open files.",
+            "Which fixes are active is not known on rank 1 ({host}): OSError: [Errno 24] Too many open files.",
         ),
         ("one has given up", "mamba-padding is 'active' on rank 0 ({host}); 'failed' on rank 1 ({host})."),
         (
@@ -147,7 +147,7 @@ def test_a_rank_whose_process_keeps_the_plugin_out_is_named_with_its_host(said: 
     with_plugin, without = said["one lacks the plugin"]
     assert without == "1 STARTS"
     assert "GraphfixError" in with_plugin
-    assert f"Without a word in 4 s: rank 1 on {socket.gethostname()}." in with_plugin
+    assert f"No report within 4 s: rank 1 on {socket.gethostname()}." in with_plugin
 
 
 def test_a_fix_taken_back_for_want_of_a_companion_is_no_difference_between_pipeline_stages() -> None:

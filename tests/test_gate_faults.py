@@ -148,11 +148,11 @@ def test_where_one_call_fails_on_one_rank_nobody_hangs_and_who_stops_says_why(
             hosts = [f"node-{each}" for each in (0, 1)]
             if operation == "host_name" and faults.fired:
                 hosts[rank] = "an unknown host"
-            fault = f"cannot be told on rank {rank} (node-{rank}): {type(faults.error).__name__}: "
+            fault = f"is not known on rank {rank} (node-{rank}): {type(faults.error).__name__}: "
             difference = f"capture-state is 'active' on rank 0 ({hosts[0]}); 'off' on rank 1 ({hosts[1]})."
             for told in stopped:
                 assert fault in told or (differ and difference in told)
-                assert "Without a word" not in told
+                assert "No report within" not in told
     assert fired
 
 
@@ -170,7 +170,7 @@ def test_a_rank_that_cannot_tell_its_states_stops_all_at_once(monkeypatch: pytes
     started = time.monotonic()
     outcomes = gate_of_two(monkeypatch, faults)
     assert time.monotonic() - started < 5
-    said = "Which fixes are there cannot be told on rank 1 (node-1): OSError: [Errno 24] injected. Give all"
+    said = "Which fixes are active is not known on rank 1 (node-1): OSError: [Errno 24] injected. Give all"
     stopped = [told for told in outcomes.values() if told != "is ended"]
     assert stopped
     assert all(said in told for told in stopped)
@@ -181,8 +181,8 @@ def test_where_a_rank_cannot_leave_a_word_the_others_name_that_among_the_causes(
 ) -> None:
     monkeypatch.setattr(agreement, "TIMEOUT", 1.0)
     outcomes = gate_of_two(monkeypatch, Faults(1, "set", None, RuntimeError("injected")))
-    assert "Without a word in 1 s: rank 1 on a host that is not known here." in outcomes[0]
-    assert "or it failed before it could say what (that process's log does)" in outcomes[0]
+    assert "No report within 1 s: rank 1 on an unknown host." in outcomes[0]
+    assert "or it failed before it could report (see that process's log)" in outcomes[0]
     assert outcomes[1] == "is ended"
 
 
@@ -195,4 +195,4 @@ def test_a_host_that_cannot_be_told_hides_no_difference(monkeypatch: pytest.Monk
     host = partial(agreement.host_in, failing, world_size=2)
     found = compare(failing, place, 0, 2, mine, lambda text: None, silent_host=host, timeout=0.2)
     assert faults.fired
-    assert (found.difference or "").startswith("Without a word in 0 s: rank 1 on a host that is not known here.")
+    assert (found.difference or "").startswith("No report within 0 s: rank 1 on an unknown host.")

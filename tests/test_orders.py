@@ -128,7 +128,7 @@ def states(release: str, taken_back: tuple[str, ...], *, observed: bool) -> dict
             for patch in patches(fix.name, release, observed=observed)
         ]
         if fix.name in taken_back:
-            told = ["off", "taken back; graphs captured before keep what they recorded"]
+            told = ["off", "reverted; graphs captured before then keep what they recorded"]
         elif fix.name not in affected_by(release):
             told = ["not-needed", diagnosis(fix.name, release).reason]
         elif fix not in engaged(release, taken_back, observed=observed):

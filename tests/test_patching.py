@@ -194,7 +194,7 @@ def test_what_does_not_read_back_is_an_error_and_undone(target: Any) -> None:
             """Swallows what is set."""
 
     target.Manager = Stubborn("Manager", (), {"capture": target.Manager.capture, "__module__": TARGET})
-    with pytest.raises(RuntimeError, match="does not read back"):
+    with pytest.raises(RuntimeError, match="is not what was set"):
         patching.apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
     assert target.helper(1) == 1
 
@@ -257,8 +257,8 @@ FOREIGN = {
     _foreign_wrapper: "is wrapped by function Manager.capture of test_patching",
     _foreign_proxy: "FunctionWrapper _foreign_proxy.<locals>.<lambda> of test_patching",
     _foreign_partial: "partialmethod Manager.capture of vllm.standin_target",  # it is not known who made it
-    _foreign_class: "Manager of test_patching stands in the place of vllm.standin_target's class",
-    _foreign_class_of_another_package: "Manager of zoo.plugin stands in the place of",
+    _foreign_class: "Manager of test_patching replaces vllm.standin_target's class",
+    _foreign_class_of_another_package: "Manager of zoo.plugin replaces",
     _foreign_function_of_another_package: "was replaced by function capture of zoo",
 }
 
@@ -350,8 +350,8 @@ def _put_what_answers_to_every_name(target: Any) -> None:
 @pytest.mark.parametrize(
     ("happens", "told"),
     [
-        (_take_away, "Manager.capture was taken away"),
-        (_take_the_module_away, "Manager.capture was taken away"),
+        (_take_away, "Manager.capture was removed"),
+        (_take_the_module_away, "Manager.capture was removed"),
         (_exchange_the_class, "what Manager.capture is in was replaced by Manager of test_patching"),
         (_exchange_the_function, "Manager.capture was replaced by builtin_function_or_method len of builtins"),
         (_exchange_the_code, f"Manager.capture was given the code of {__file__}:"),

@@ -77,9 +77,9 @@ def test_folder_and_record_are_for_their_owner_alone(tmp_path: Path) -> None:
 
 
 FOLDERS = [
-    (a_link, "it is a link, or no folder"),
-    (a_dangling_link, "it is a link, or no folder"),
-    (a_file, "it is a link, or no folder"),
+    (a_link, "it is a link or not a folder"),
+    (a_dangling_link, "it is a link or not a folder"),
+    (a_file, "it is a link or not a folder"),
     (writable_by_all, "others may write to it (mode 0777): chmod 700"),
     (writable_by_a_group, "others may write to it (mode 0770): chmod 700"),
     pytest.param(of_another_user, f"it belongs to uid 12345, not {os.geteuid()}", marks=needs_root),
@@ -225,5 +225,5 @@ def test_records_of_other_users_are_read_by_who_may(shared: Path) -> None:
         found = read(shared)
     assert found.found == ()
     assert found.problems == (
-        f"3 folders are no records or cannot be read; the first: {shared}/vllm-graphfix-0 is not for this user to read",
+        f"3 folders are not records or cannot be read; the first: {shared}/vllm-graphfix-0 cannot be read by this user",
     )

@@ -70,22 +70,22 @@ def a_file_of_another_user(path: Path) -> None:
 
 
 HOSTILE = [
-    (a_link_to_a_record, "it is a link, or no folder"),
-    (a_fifo, "it is no regular file"),
-    (a_folder, "it is no regular file"),
-    pytest.param(a_device, "it is no regular file", marks=needs_root),
-    (a_huge_file, "it has 10737418240 bytes, and a record at most 65536"),
+    (a_link_to_a_record, "it is a link or not a folder"),
+    (a_fifo, "it is not a regular file"),
+    (a_folder, "it is not a regular file"),
+    pytest.param(a_device, "it is not a regular file", marks=needs_root),
+    (a_huge_file, "it has 10737418240 bytes; a record has at most 65536"),
     pytest.param(a_file_of_another_user, "it belongs to uid 12345, and its folder to", marks=needs_root),
-    pytest.param(put(b""), "it is no JSON (JSONDecodeError)", id="empty"),
-    pytest.param(put(b"[" * 60_000), "it is no JSON (RecursionError)", id="deep"),
-    pytest.param(put(b'{"a":' * 12_000), "it is no JSON (RecursionError)", id="deep object"),
-    pytest.param(put(b"\xff\xfe\x00"), "it is no JSON", id="no text"),
-    pytest.param(put(b'"\xc3\x28"'), "it is no JSON (UnicodeDecodeError)", id="broken UTF-8"),
-    pytest.param(put(b"9" * 10_000), "it is no JSON (ValueError)", id="long number"),
-    pytest.param(put(b"null"), "the record is None, and not an object", id="null"),
+    pytest.param(put(b""), "it is not JSON (JSONDecodeError)", id="empty"),
+    pytest.param(put(b"[" * 60_000), "it is not JSON (RecursionError)", id="deep"),
+    pytest.param(put(b'{"a":' * 12_000), "it is not JSON (RecursionError)", id="deep object"),
+    pytest.param(put(b"\xff\xfe\x00"), "it is not JSON", id="no text"),
+    pytest.param(put(b'"\xc3\x28"'), "it is not JSON (UnicodeDecodeError)", id="broken UTF-8"),
+    pytest.param(put(b"9" * 10_000), "it is not JSON (ValueError)", id="long number"),
+    pytest.param(put(b"null"), "the record is None, not an object", id="null"),
     pytest.param(put(changed(written=nan)), "written is nan", id="NaN"),
     pytest.param(put(changed(schema=7)), "it has schema 7", id="newer"),
-    pytest.param(put(changed(pid=3)), "its content is that of another one", id="another's content"),
+    pytest.param(put(changed(pid=3)), "its content belongs to another record", id="another's content"),
 ]
 
 
@@ -108,7 +108,7 @@ def test_many_that_are_no_records_are_one_line_too(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert [one.record for one in found.found] == [GOOD]
     assert found.problems == (
-        f"{own_folder(tmp_path)}: 3 files are no records or cannot be read; the first: README: no record has such a name",
+        f"{own_folder(tmp_path)}: 3 files are not records or cannot be read; the first: README: its name is not a record's",
     )
 
 
@@ -126,7 +126,7 @@ def test_more_files_than_are_read_are_said_and_cost_no_more(tmp_path: Path) -> N
         (own_folder(tmp_path) / record(elsewhere(pid), engine="f" * 16).file_name).touch()
     found = read(tmp_path)
     assert len(found.found) == 1
-    assert f"{own_folder(tmp_path)}: 11 files were not looked at, since at most {FILES} are read" in found.problems
+    assert f"{own_folder(tmp_path)}: 11 files were skipped, since at most {FILES} are read" in found.problems
 
 
 def test_the_records_of_64_ranks_are_read_fast_enough_for_a_scrape(tmp_path: Path) -> None:

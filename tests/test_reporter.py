@@ -146,8 +146,8 @@ def test_a_folder_that_fails_is_one_warning_and_the_record_comes_when_it_is_well
     own_folder(tmp_path).unlink()
     assert eventually(lambda: read(tmp_path).found)
     assert len(warned) == 1
-    assert "it is a link, or no folder" in warned[0]
-    assert "VLLM_GRAPHFIX_STATUS_DIR names another folder" in warned[0]
+    assert "it is a link or not a folder" in warned[0]
+    assert "VLLM_GRAPHFIX_STATUS_DIR can name another folder" in warned[0]
 
 
 @pytest.fixture

@@ -369,12 +369,12 @@ HOSTILE_WORDS: dict[str, str | bytes] = {
 
 @pytest.mark.parametrize("what", HOSTILE_WORDS)
 def test_a_hostile_rank_is_a_difference_and_no_more(what: str) -> None:
-    assert difference(HOSTILE_WORDS[what]) == "Another version of vllm-graphfix spoke for rank 0."
+    assert difference(HOSTILE_WORDS[what]) == "Another version of vllm-graphfix reported for rank 0."
 
 
 def test_a_rank_that_leaves_a_pickle_has_nothing_executed(tmp_path: Path) -> None:
     left = pickle.dumps(Payload(tmp_path / "executed"))
-    assert difference(left) == "Another version of vllm-graphfix spoke for rank 0."
+    assert difference(left) == "Another version of vllm-graphfix reported for rank 0."
     assert not (tmp_path / "executed").exists()
     pickle.loads(left)
     assert (tmp_path / "executed").exists(), "so it would have shown"

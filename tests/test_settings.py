@@ -76,7 +76,7 @@ def test_what_means_nothing_is_named_with_the_nearest_and_changes_nothing(name: 
     (problem,) = found.problems
     assert problem.startswith(name)
     assert nearest in problem
-    assert problem.endswith("It changes nothing")
+    assert problem.endswith("It has no effect")
     assert problem.isprintable()
     assert len(problem) < 200
     assert found._replace(problems=(), explicit=frozenset()) == read({}, FIXES)

@@ -359,7 +359,7 @@ def test_a_record_that_somebody_has_forged_is_refused(broken: dict[str, Any]) ->
 def test_fleet_says_that_graphs_are_wrong_and_report_writes_it_down(tmp_path: Path) -> None:
     write(tmp_path, rank_with((WRONG,)))
     (engine,) = look(tmp_path).engines
-    assert [what for what in engine.wrong if "4 times in 90 checks; 1 replayed no more" in what]
+    assert [what for what in engine.wrong if "4 in 90 checks; graphs no longer replayed: 1" in what]
     text = markdown(look(tmp_path)) or ""
     for part in (
         "vLLM 0.21.0",

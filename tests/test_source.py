@@ -283,7 +283,7 @@ def test_a_stock_release_is_judged_by_its_files_and_nothing_is_parsed(monkeypatc
 def test_the_long_reason_of_an_error_is_shortened_to_two_hundred_characters(site_packages: Path) -> None:
     with pytest.raises(SourceError) as raised:
         open_source(site_packages / ("x" * 5_000))
-    told = re.search(r"cannot be looked at \((.*?)\); give", str(raised.value))
+    told = re.search(r"cannot be examined \((.*?)\); give", str(raised.value))
     assert told is not None
     assert len(told[1]) == 200
     assert told[1].endswith("x…")
@@ -292,20 +292,20 @@ def test_the_long_reason_of_an_error_is_shortened_to_two_hundred_characters(site
 @pytest.mark.parametrize("content", [b"-" * 50_000 + b"1", b"a" + b".b" * 100_000], ids=["deep", "long"])
 def test_what_python_cannot_parse_is_an_error_with_a_reason(content: bytes) -> None:
     source = Source("text", lambda path: content, lambda: None)
-    with pytest.raises(SourceError, match=r"can be read: \w"):
+    with pytest.raises(SourceError, match=r"readable (Python source|wheel file): \w"):
         source.function("f.py", "f")
 
 
 @pytest.mark.parametrize(("length", "told"), [(182, "x" * 182), (183, "x" * 181 + "…")])
 def test_a_reason_of_two_hundred_characters_is_told_whole_and_a_longer_one_shortened(length: int, told: str) -> None:
     source = Source("text", lambda path: b"# coding: " + b"x" * length, lambda: None)
-    with pytest.raises(SourceError, match=f"read: unknown encoding: {told}$"):
+    with pytest.raises(SourceError, match=f"source: unknown encoding: {told}$"):
         source.function("f.py", "f")
 
 
 def test_a_short_reason_is_told_whole() -> None:
     source = Source("text", lambda path: b"x = (", lambda: None)
-    with pytest.raises(SourceError, match=r"read: '\(' was never closed \(<unknown>, line 1\)$"):
+    with pytest.raises(SourceError, match=r"source: '\(' was never closed \(<unknown>, line 1\)$"):
         source.function("f.py", "f")
 
 

@@ -261,7 +261,7 @@ def test_without_torch_one_message_says_what_to_do(without_torch: dict[str, str]
     (message,) = done.stderr.splitlines()
     assert message.startswith("vllm-graphfix: ")
     assert "No module named 'torch'" in message
-    assert f"Run this with a Python that has torch and what vLLM imports; this one is {sys.executable}." in message
+    assert f"Use a Python that has torch and what vLLM imports; this one is {sys.executable}." in message
     (log,) = tmp_path.glob("graphfix-verify-*.log")
     assert message.endswith(f"The log is {log}")
 
@@ -294,6 +294,6 @@ def test_interrupted_it_leaves_no_process_and_no_file(tmp_path: Path, number: si
         finally:
             process.kill()  # where the test fails
     assert (process.returncode, out) == (130, "")
-    assert err == "vllm-graphfix: interrupted; every process that was started has ended\n"
+    assert err == "vllm-graphfix: interrupted; all processes it had started have ended\n"
     assert all_end(workers)
     assert list(tmp_path.iterdir()) == []

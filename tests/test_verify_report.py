@@ -34,7 +34,7 @@ NOT_RUN = "FlashMLA needs compute capability [9.0]"
 SKIPPED = replace(
     PROVEN, stock=None, patched=None, stock_state=("", NOT_RUN), patched_state=("", NOT_RUN), skipped=NOT_RUN
 )
-INCOMPATIBLE = ("incompatible", "nobody has looked at it")
+INCOMPATIBLE = ("incompatible", "not recognised")
 OUTCOMES = [
     (PROVEN, "proven"),
     (replace(PROVEN, stock=CRASH), "proven"),
@@ -173,7 +173,7 @@ def test_people_see_why_a_proof_does_not_hold() -> None:
 
 def test_people_see_what_was_not_run_and_why() -> None:
     text = shown(Report("0.19.0", "/somewhere", "a GPU", (PROVEN, SKIPPED)))
-    assert "! mamba-padding: not run: FlashMLA needs compute capability [9.0]" in text
+    assert "! mamba-padding: skipped: FlashMLA needs compute capability [9.0]" in text
     assert [line.split()[-1] for line in text.splitlines() if line.startswith("mamba-padding  ")] == [
         "proven",
         "skipped",
@@ -187,7 +187,7 @@ def test_people_see_the_machine_the_details_and_the_logs() -> None:
     assert "verified on the GPU [x]" in text
     assert "driver 580.1 [open]" in text
     assert "  stock: the first at token [4]\n" in text
-    assert "Logs of the engines: /logs/[x]\n" in text
+    assert "Engine logs: /logs/[x]\n" in text
 
 
 def test_a_verdict_that_needs_no_reason_is_a_line_without_one() -> None:

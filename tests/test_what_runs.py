@@ -21,11 +21,11 @@ IMPORT = "import vllm.v1.attention.backends.mla.flashmla\n"
 OTHERWISE = {
     "an overlay that is another text": (
         FIND + "(there / 'flashmla.py').write_text(text + '\\nTHEIRS = 1\\n')\npackage.__path__.insert(0, str(there))\n" + LOAD,
-        "runs in the place of",
+        "runs instead of",
     ),
     "an overlay that is the same text": (
         FIND + "(there / 'flashmla.py').write_text(text)\npackage.__path__.insert(0, str(there))\n" + LOAD,
-        "runs in the place of",
+        "runs instead of",
     ),
     "bytecode of another source": (
         FIND

@@ -164,7 +164,7 @@ def rollout(to: board.Dashboard) -> None:
     to.with_panel(
         number(
             "Rollout, set",
-            "VLLM_GRAPHFIX_ROLLOUT of the engines: the highest, while a restart is on its way.",
+            "VLLM_GRAPHFIX_ROLLOUT of the engines: the highest value, while they restart.",
             f"max({graphfix('graphfix_rollout_percent')})",
             "percent",
         )
@@ -172,7 +172,7 @@ def rollout(to: board.Dashboard) -> None:
     to.with_panel(
         number(
             "Rollout, reached",
-            "Of the engines with the plugin. Few engines meet a small percentage badly.",
+            "Share of the engines with the plugin. With few engines, a small percentage is met only roughly.",
             f"100 * {canaries} / {known}",
             "percent",
         )
@@ -203,7 +203,7 @@ def rollout(to: board.Dashboard) -> None:
     to.with_panel(
         lines(
             "Ranks",
-            "All that an engine has, those that agree on decision and states, and those of engines whose records cannot be read.",
+            "All ranks, those that agree on decision and states, and those of engines whose records cannot be read.",
             [
                 (f"sum({graphfix('graphfix_ranks_expected')})", "expected"),
                 (f"sum({graphfix('graphfix_ranks_agreeing')})", "agreeing"),
@@ -226,16 +226,16 @@ def events(to: board.Dashboard) -> None:
     to.with_row(board.Row("How often the fixes mattered"))
     to.with_panel(
         lines(
-            "Put right, a second",
-            "What active fixes changed: without them these would have been defects. Engines outside the rollout are stock and count nothing.",
+            "Corrected per second",
+            "What active fixes corrected: without them the defect would have struck. Engines outside the rollout are stock and count nothing.",
             [(at_work(rate, "active"), "{{fix}} {{event}}")],
             "cps",
         )
     )
     to.with_panel(
         lines(
-            "Seen and left alone, a second",
-            "What observing engines would have changed: the defects that your traffic meets.",
+            "Seen and left alone, per second",
+            "What observing engines would have corrected: the defects that your traffic meets.",
             [(at_work(rate, "observing"), "{{fix}} {{event}}")],
             "cps",
         )
@@ -245,7 +245,7 @@ def events(to: board.Dashboard) -> None:
             "Since the engines started",
             "Totals. Some defects happen once, while graphs are captured, before the first scrape: they show here and never as a rate.",
             [
-                (at_work(counter, "active"), "{{fix}} {{event}}: put right"),
+                (at_work(counter, "active"), "{{fix}} {{event}}: corrected"),
                 (at_work(counter, "observing"), "{{fix}} {{event}}: seen"),
             ],
         )
@@ -263,7 +263,7 @@ def shadow(to: board.Dashboard) -> None:
     to.with_row(board.Row("The shadow check"))
     to.with_panel(
         lines(
-            "Replays checked, a second",
+            "Replays checked per second",
             "Replayed steps that were run once more without their graph. Engines with VLLM_GRAPHFIX_SHADOW only.",
             [(rate("checks"), "checks")],
             "cps",
@@ -272,7 +272,7 @@ def shadow(to: board.Dashboard) -> None:
     to.with_panel(
         lines(
             "Wrong replays, and graphs in quarantine",
-            "Since the engines started, over all ranks. Any is a defect that no applied fix puts right.",
+            "Since the engines started, over all ranks. Any of them is a defect that no applied fix corrects.",
             [
                 (f"sum({of('mismatches')})", "mismatches"),
                 (f"sum({of('quarantined-graphs')})", "quarantined, ranks and graphs"),
@@ -281,8 +281,8 @@ def shadow(to: board.Dashboard) -> None:
     )
     to.with_panel(
         lines(
-            "Time that checks take",
-            "Seconds a second over all ranks, replays included.",
+            "Time spent on checks",
+            "Seconds per second over all ranks, replays included.",
             [(f"{rate('milliseconds')} / 1000", "checks")],
             "percentunit",
         )
@@ -304,21 +304,21 @@ def comparison(to: board.Dashboard) -> None:
     to.with_panel(
         lines(
             "Time per token",
-            "The price of a fix shows here. Where stock leaves work out, it is a few percent faster than right.",
+            "The price of a fix shows here. Where stock leaves work out, it is a few percent faster than correct code.",
             both(mean(next_), " mean") + both(quantile(0.95, next_), " p95"),
             "s",
         )
     )
     to.with_panel(
         lines(
-            "Tokens a second and engine",
+            "Tokens per second and engine",
             "Follows the load as much as the speed.",
             both(an_engine(f"rate(vllm:generation_tokens_total{{{HERE}}}[$__rate_interval])")),
         )
     )
     to.with_panel(
         lines(
-            "Requests running and waiting, an engine",
+            "Requests running and waiting, per engine",
             "Both sides need the same load for the other panels to mean anything.",
             both(an_engine(f"vllm:num_requests_running{{{HERE}}}"), " running")
             + both(an_engine(f"vllm:num_requests_waiting{{{HERE}}}"), " waiting"),
@@ -342,8 +342,8 @@ def comparison(to: board.Dashboard) -> None:
     )
     to.with_panel(
         lines(
-            "Preemptions a second and engine",
-            "Requests thrown out of the KV cache: the load, not a fix.",
+            "Preemptions per second and engine",
+            "Requests evicted from the KV cache: caused by load, not by a fix.",
             both(an_engine(f"rate(vllm:num_preemptions_total{{{HERE}}}[$__rate_interval])")),
             "cps",
         )
@@ -358,7 +358,7 @@ def comparison(to: board.Dashboard) -> None:
     )
     to.with_panel(
         lines(
-            "Requests with NaN in their logits, a second",
+            "Requests with NaN in their logits, per second",
             "Only with VLLM_COMPUTE_NANS_IN_LOGITS=1, which costs time.",
             both(f"sum(rate(vllm:corrupted_requests_total{{{HERE}}}[$__rate_interval]) SIDE)"),
             "cps",
@@ -375,7 +375,7 @@ def restarts(to: board.Dashboard) -> None:
     to.with_panel(
         lines(
             "Restarts within an hour",
-            "Of engines that answer now. With --api-server-count above 1 vLLM has no start time, and a counter that falls back tells.",
+            "Of engines that answer now. With --api-server-count above 1 vLLM exposes no start time; a counter that resets is used instead.",
             both(
                 f'sum((max {by} (changes(process_start_time_seconds{{namespace=~"$namespace"}}[1h])) or max {by} (resets(vllm:generation_tokens_total{{{HERE}}}[1h]))) and {SERVING} SIDE)'
             ),
@@ -385,7 +385,7 @@ def restarts(to: board.Dashboard) -> None:
     to.with_panel(
         lines(
             "Engines that do not answer",
-            "Scrapes that fail, of engines that were there within the last hour.",
+            "Failing scrapes of engines that were there within the last hour.",
             [
                 (f"count({gone} {CANARY}) or vector(0)".replace(now, lately), "canary"),
                 (f"count({gone} {REST}) or vector(0)".replace(now, lately), "rest"),
@@ -396,7 +396,7 @@ def restarts(to: board.Dashboard) -> None:
     to.with_panel(
         lines(
             "Age of the records",
-            "Seconds since an engine's front-end read its ranks' records: the oldest. It grows where the status folder hangs.",
+            "Seconds since an engine's front-end last read its ranks' records: the oldest. It grows if the status folder hangs.",
             [(f"time() - min({graphfix('graphfix_records_read_timestamp_seconds')})", "oldest")],
             "s",
             width=6,
@@ -422,7 +422,7 @@ def text() -> str:
         board.Dashboard("vLLM graphfix")
         .uid("vllm-graphfix")
         .description(
-            "Rollout of vllm-graphfix: who has the fixes, how often they mattered, and how those engines do against the rest."
+            "Rollout of vllm-graphfix: which engines have the fixes, how often the fixes mattered, and how those engines compare with the rest."
         )
         .tags(["vllm", "graphfix"])
         .timezone("browser")

@@ -28,8 +28,8 @@ def register() -> None:
         _take_back(error)
         if _insisted() and not _only_asked():
             raise RuntimeError(
-                f"vllm-graphfix could not start ({type(error).__name__}: {error}), and VLLM_GRAPHFIX asks for it: "
-                "reinstall vllm-graphfix, or unset VLLM_GRAPHFIX and its like that are strict or on"
+                f"vllm-graphfix could not start ({type(error).__name__}: {error}), and the environment insists on it: "
+                "reinstall vllm-graphfix, or unset the VLLM_GRAPHFIX variables that are strict or on"
             ) from error
 
 
@@ -46,7 +46,9 @@ def _take_back(error: Exception) -> None:
     try:
         import logging
 
-        logging.getLogger("vllm.graphfix").error("graphfix: could not start; vLLM runs as it was", exc_info=error)
+        logging.getLogger("vllm.graphfix").error(
+            "graphfix: could not start; vLLM runs without the plugin", exc_info=error
+        )
     except Exception:  # noqa: S110 - the log is not ours
         pass
     try:  # noqa: SIM105 - a context manager is one more thing that may be broken

@@ -164,7 +164,7 @@ def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Cal
         else:
             return []
         if missing and until < limit:
-            warn(f"waiting for {_ranks(missing)} to say which fixes are there, for {limit - until:.0f} s more")
+            warn(f"waiting up to {limit - until:.0f} s more for {_ranks(missing)} to report which fixes they have")
     return missing
 
 
@@ -257,17 +257,17 @@ def _told(
         sentences.append(f"The reason on {_with_hosts(list(names), spoke)} for {told}: {why.rstrip('.')}.")
     for fault in dict.fromkeys(word.fault for word in spoke.values() if word.fault):
         ranks = [rank for rank, word in spoke.items() if word.fault == fault]
-        sentences.append(f"Which fixes are there cannot be told on {_with_hosts(ranks, spoke)}: {fault.rstrip('.')}.")
+        sentences.append(f"Which fixes are active is not known on {_with_hosts(ranks, spoke)}: {fault.rstrip('.')}.")
     if silent:
-        where = {rank: silent_host(rank) or "a host that is not known here" for rank in silent}
+        where = {rank: silent_host(rank) or "an unknown host" for rank in silent}
         by_host = {host: [rank for rank in silent if where[rank] == host] for host in dict.fromkeys(where.values())}
         said = "; ".join(f"{_ranks(ranks)} on {host}" for host, ranks in by_host.items())
         sentences.append(
-            f"Without a word in {limit:.0f} s: {said}. There vllm-graphfix is not installed, or VLLM_PLUGINS keeps it out, or it failed "
-            "before it could say what (that process's log does), or the process hangs."
+            f"No report within {limit:.0f} s: {said}. There vllm-graphfix is not installed, or VLLM_PLUGINS keeps it out, or it failed "
+            "before it could report (see that process's log), or the process hangs."
         )
     if foreign:
-        sentences.append(f"Another version of vllm-graphfix spoke for {_ranks(foreign)}.")
+        sentences.append(f"Another version of vllm-graphfix reported for {_ranks(foreign)}.")
     return " ".join(sentences) or None
 
 

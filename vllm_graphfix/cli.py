@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="vllm-graphfix",
-    help="CUDA-graph correctness fixes of vLLM for stock wheels: what is needed here, what is done about it, and the proof.",
+    help="Corrects CUDA-graph defects of stock vLLM: what this vLLM needs, what is done about it, and proof that it works.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -63,7 +63,7 @@ def _complete_fix(incomplete: str) -> list[tuple[str, str]]:
     return [(fix.name, fix.summary) for fix in FIXES if fix.name.startswith(incomplete)]
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="For machines; a stable interface with a schema version.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, a stable interface with a schema version.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -86,27 +86,28 @@ def status(
     vllm: VllmOption = None,
     as_json: JsonOption = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit code 3 if a fix is needed and would not be applied.")
+        bool, typer.Option("--check", help="Exit with code 3 if a fix is needed and would not be applied.")
     ] = False,
     flags: Annotated[
         str | None,
         typer.Option(
             "--for",
             metavar="FLAGS",
-            help="The line of your `vllm serve`, in quotes: which fixes concern it? Variables go in front, NAME=value.",
+            help="The arguments of your `vllm serve`, in quotes: which fixes concern it? Environment variables go in front, as NAME=value.",
         ),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of --for: the GPU that serves; default: this machine's.")
+        str | None,
+        typer.Option(metavar="NAME", help="With --for: the GPU that serves the model; default: this machine's."),
     ] = None,
 ) -> None:
-    """What this vLLM needs and what this environment would do about it. Nothing of vLLM is imported."""
+    """Which fixes this vLLM needs, and what would be done about each in this environment. vLLM is not imported."""
     from vllm_graphfix.deployment import FlagsError, read_deployment
     from vllm_graphfix.status import status as judge
     from vllm_graphfix.status_shown import show
 
     if gpu is not None and flags is None:
-        _stop("--gpu is for --for: vllm-graphfix status --for 'MODEL …' --gpu NAME")
+        _stop("--gpu only goes with --for: vllm-graphfix status --for 'MODEL …' --gpu NAME")
     try:
         source = open_source(vllm)
         found = judge(source, deployment=None if flags is None else read_deployment(flags, source, gpu))
@@ -125,12 +126,12 @@ def explain(
     fix: Annotated[
         str | None,
         typer.Argument(
-            metavar="[FIX]", help="Name of a fix; without it, all are listed.", autocompletion=_complete_fix
+            metavar="[FIX]", help="Name of a fix; without it, all fixes are listed.", autocompletion=_complete_fix
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Symptom, cause, what the fix does and counts, how to tell that you are hit, and the way without the plugin."""
+    """Symptom, cause, what the fix does and counts, how to tell whether you are affected, and the workaround without the plugin."""
     from vllm_graphfix import explaining
 
     chosen = None if fix is None else _named(fix)
@@ -159,9 +160,9 @@ def verify(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Prove it here: vLLM without and with CUDA graphs, stock and patched. Nothing is downloaded.
+    """Prove the fixes on this machine: vLLM without and with CUDA graphs, stock and patched. Nothing is downloaded.
 
-    Exit code 0 only if all that should hold does; 3 if that is so, and something could not be run here.
+    Exit code 0 if every proof holds, 1 if one does not, 3 if all that ran hold but some could not be run here.
     """
     from vllm_graphfix.verify import VerifyError
     from vllm_graphfix.verify.report import as_json as report_json
@@ -174,7 +175,7 @@ def verify(
     except (SourceError, ManifestError, VerifyError, OSError) as error:  # a disk that is full, say
         _stop(str(error))
     except KeyboardInterrupt:
-        _stop("interrupted; every process that was started has ended", code=EXIT_INTERRUPTED)
+        _stop("interrupted; all processes it had started have ended", code=EXIT_INTERRUPTED)
     if as_json:
         typer.echo(json.dumps(report_json(report), indent=2))
     else:
@@ -191,25 +192,28 @@ def verify(
 )
 def compare(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As `vllm serve` takes it; its flags come after it.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="The model, as for `vllm serve`; put vLLM's flags after it.")
+    ],
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A prompt a line; in a .jsonl file: text, token ids, or objects with `prompt` or `prompt_token_ids`.",
+            help="One prompt per line; in a .jsonl file: text, token ids, or objects with `prompt` or `prompt_token_ids`.",
         ),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="How many are made up, without --prompts.")] = 16,
+    num_prompts: Annotated[int, typer.Option(min=1, help="How many prompts to make up, without --prompts.")] = 16,
     max_tokens: Annotated[
-        int, typer.Option(min=2, help="Of the longest answer; the others are shorter, down to half of it.")
+        int, typer.Option(min=2, help="Tokens of the longest answer; the others are shorter, down to half of that.")
     ] = 128,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one engine, its start included.")] = 3600.0,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for each engine, start-up included.")] = 3600.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Does this model give the same tokens with CUDA graphs as without? Runs it with the flags given, greedily, one engine after the other.
+    """Does this model give the same tokens with CUDA graphs as without? Runs it greedily with your flags, one engine after the other.
 
-    Whether the fixes are on is the environment's to say; VLLM_GRAPHFIX=off shows stock. Exit code 1 for corruption; 3 if nothing can be
-    said, as where no graphs were used.
+    The environment decides whether the fixes are on; VLLM_GRAPHFIX=off shows stock.
+
+    Exit code 0 if no answer is corrupt, 1 for corruption, 2 if nothing could be compared, 3 if there is no verdict, as without graphs.
     """
     from vllm_graphfix.compare import CompareError
     from vllm_graphfix.compare.prompts import read_prompts
@@ -225,7 +229,7 @@ def compare(
     except (CompareError, OSError) as error:
         _stop(str(error))
     except KeyboardInterrupt as interrupt:
-        _stop(f"interrupted; every process that was started has ended {interrupt}".rstrip(), code=EXIT_INTERRUPTED)
+        _stop(f"interrupted; all processes it had started have ended {interrupt}".rstrip(), code=EXIT_INTERRUPTED)
     if as_json:
         typer.echo(json.dumps(report_json(report), indent=2))
     else:
@@ -239,27 +243,29 @@ def compare(
 @app.command()
 def fleet(
     seconds: Annotated[
-        float | None, typer.Argument(metavar="[SECONDS]", help="Of --watch: between two looks; default: 2.")
+        float | None, typer.Argument(metavar="[SECONDS]", help="With --watch: seconds between refreshes; default: 2.")
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--dir", metavar="PATH", help="Where the records are; default: VLLM_GRAPHFIX_STATUS_DIR, or else /tmp."
+            "--dir",
+            metavar="PATH",
+            help="Folder of the status records; default: VLLM_GRAPHFIX_STATUS_DIR, or else /tmp.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """What the processes of the running engines report, and whether all ranks agree.
 
-    Exit code 0 if all engines that run are in order; 1 if something is not; 3 if there is nothing to see.
+    Exit code 0 if all running engines are in order, 1 if something is wrong, 3 if no engine runs.
     """
     from vllm_graphfix import fleet as fleets
 
     if seconds is not None and not watch:
-        _stop("SECONDS is for --watch: vllm-graphfix fleet --watch SECONDS")
+        _stop("SECONDS only goes with --watch: vllm-graphfix fleet --watch SECONDS")
     if watch and as_json:
-        _stop("--watch is for eyes: call `vllm-graphfix fleet --json` as often as it is needed")
+        _stop("--watch and --json do not go together: call `vllm-graphfix fleet --json` as often as you need it")
     try:
         if watch:
             fleets.watch(folder, 2.0 if seconds is None else seconds, _console())
@@ -282,11 +288,13 @@ def report(
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--dir", metavar="PATH", help="Where the records are; default: VLLM_GRAPHFIX_STATUS_DIR, or else /tmp."
+            "--dir",
+            metavar="PATH",
+            help="Folder of the status records; default: VLLM_GRAPHFIX_STATUS_DIR, or else /tmp.",
         ),
     ] = None,
 ) -> None:
-    """A bug report for vLLM, in Markdown, of each CUDA graph that the shadow check found wrong (VLLM_GRAPHFIX_SHADOW).
+    """A bug report for vLLM, in Markdown, on each CUDA graph that the shadow check found wrong (VLLM_GRAPHFIX_SHADOW).
 
     Exit code 0 if there is something to report, 3 if not.
     """
@@ -300,16 +308,16 @@ def report(
     except KeyboardInterrupt:
         _stop("interrupted", code=EXIT_INTERRUPTED)
     if found is None:
-        typer.echo("vllm-graphfix: no record tells of a graph that the shadow check found wrong", err=True)
+        typer.echo("vllm-graphfix: no status record mentions a graph that the shadow check found wrong", err=True)
         raise typer.Exit(EXIT_LEFT_UNDONE)
     typer.echo(found, nl=False)
 
 
 @app.command()
 def doctor(vllm: VllmOption = None, as_json: JsonOption = False) -> None:
-    """All that a bug report needs, to be pasted: versions, GPU, platform, settings, status, fleet, errors. Secrets are masked.
+    """Everything a bug report needs, ready to paste: versions, GPU, platform, settings, status, fleet, errors. Secrets are masked.
 
-    Tells what is missing, too; exit code 0.
+    Also says what could not be found out. Exit code 0.
     """
     from vllm_graphfix import doctor as doctors
 
@@ -363,7 +371,7 @@ def _end_unprinted(why: str | None) -> NoReturn:
     """Ends with *why* on standard error, if that is there; None: a reader that has gone wants to know nothing."""
     if why is not None:
         with suppress(OSError):
-            typer.echo(f"vllm-graphfix: the output cannot be written: {why}", err=True)
+            typer.echo(f"vllm-graphfix: cannot write the output: {why}", err=True)
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -25,7 +25,7 @@ class Verdict(str, Enum):
     ABSENT = "absent"
     """The component is not there."""
     UNRECOGNISED = "unrecognised"
-    """The component is there, in a shape that nobody has looked at."""
+    """The component is there, in a shape that the plugin does not recognise."""
 
 
 class Mode(str, Enum):
@@ -94,7 +94,7 @@ class Fallback:
         """Never raises. The first is in the log; what goes wrong once on the decode path may go wrong at every step."""
         if self.reason is None:
             self.reason = f"{type(error).__name__}: {error}"
-            logger.warning("graphfix: a layer on vLLM failed; vLLM does as stock does there", exc_info=error)
+            logger.warning("graphfix: a fix failed in use; vLLM runs its own code there", exc_info=error)
 
 
 StockFunction = Callable[..., Any]

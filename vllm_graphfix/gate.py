@@ -129,10 +129,10 @@ class Gate:
         try:
             return self._undone(subject)
         except Exception as error:
-            logger.exception("graphfix: could not tell the states of the fixes")
+            logger.exception("graphfix: could not determine the states of the fixes")
             if not self._membership.process.insisted():
                 return None
-            return f"{STOPS}: the states of the fixes cannot be told ({type(error).__name__}: {error}). VLLM_GRAPHFIX=off serves without them."
+            return f"{STOPS}: the states of the fixes are not known ({type(error).__name__}: {error}). Set VLLM_GRAPHFIX=off to serve without the fixes."
 
     def _undone(self, subject: Any) -> str | None:
         config = getattr(subject, "vllm_config", None)
@@ -146,8 +146,8 @@ class Gate:
         if not undone:
             return None
         return (
-            f"{STOPS}: {'; '.join(undone)}. Set the variable of the fix to off, "
-            "or VLLM_GRAPHFIX=on, to serve without it; `vllm-graphfix status` says more."
+            f"{STOPS}: {'; '.join(undone)}. To serve without the fix, set its variable to off, "
+            "or set VLLM_GRAPHFIX=on; `vllm-graphfix status` says more."
         )
 
     def leave(self, stage: str) -> None:
@@ -177,7 +177,9 @@ class Gate:
             telling.agreement = word and agreement.Agreement(word.token, word.engine, 1, 1, None, all_off=False)
             return None
         if getattr(parallel, "enable_elastic_ep", False):
-            logger.info("graphfix: ranks are not compared with --enable-elastic-ep: they come and go")
+            logger.info(
+                "graphfix: with --enable-elastic-ep ranks come and go, so they are not compared with each other"
+            )
             return None
         captures = config.compilation_config.cudagraph_mode.name != "NONE" and not config.model_config.enforce_eager
         stops = captures and decision is not None and decision.master is not settings.Master.OFF
@@ -206,14 +208,15 @@ class Gate:
         message = f"the ranks of this engine do not agree. {found.difference}"
         if not captures or found.all_off:
             logger.warning(
-                "graphfix: %s Without graphs, or with everything off, that does not stop the engine.", message
+                "graphfix: %s The engine starts all the same, because it uses no CUDA graphs or because every fix is off.",
+                message,
             )
             return None
         return (
             f"{STOPS}: {message} Give all its nodes the same vllm-graphfix, the "
-            f"same VLLM_GRAPHFIX variables and, with {settings.ROLLOUT}, the same {settings.ROLLOUT_KEY}; where something failed, mend "
-            "that. VLLM_GRAPHFIX=off on all of them serves as stock vLLM does. Ranks that run different code could hang or answer wrongly, "
-            "and a fix that has acted by now cannot be taken back on the others."
+            f"same VLLM_GRAPHFIX variables and, with {settings.ROLLOUT}, the same {settings.ROLLOUT_KEY}; where something failed, repair "
+            "it. To serve stock vLLM, set VLLM_GRAPHFIX=off on all nodes. Ranks that run different code could hang or answer wrongly, "
+            "and a fix that has already taken effect on the other ranks cannot be undone there."
         )
 
     def word(self) -> Any:
@@ -228,7 +231,7 @@ class Gate:
         try:
             states = self._membership.process.states() | (shadow.states() if shadow is not None else {})
         except Exception as error:
-            logger.exception("graphfix: could not tell the other ranks the states of the fixes")
+            logger.exception("graphfix: could not report the states of the fixes to the other ranks")
             fault = shown(f"{type(error).__name__}: {error}")
         return Word(
             host=_or_else("an unknown host", host_name),
@@ -264,7 +267,7 @@ def _or_else(otherwise: str, make: Callable[[], str]) -> str:
     try:
         return make()
     except Exception:
-        logger.exception("graphfix: the other ranks are told %r", otherwise)
+        logger.exception("graphfix: reporting %r to the other ranks instead", otherwise)
         return otherwise
 
 

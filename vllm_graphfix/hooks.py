@@ -21,7 +21,7 @@ def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
         try:
             hook(imported)
         except Exception:
-            logger.exception("graphfix: failed on %s; vLLM runs as it was", module)
+            logger.exception("graphfix: a hook on the import of %s failed; vLLM runs its own code there", module)
 
     loaded = sys.modules.get(module)
     if getattr(getattr(loaded, "__spec__", None), "_initializing", False):
@@ -48,4 +48,4 @@ def guarded(function: Callable[..., Any], *args: Any) -> None:
     try:
         function(*args)
     except Exception:
-        logger.exception("graphfix: %s failed; vLLM runs as it was", function.__name__)
+        logger.exception("graphfix: %s failed; vLLM itself is not affected", function.__name__)

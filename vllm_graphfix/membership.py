@@ -91,7 +91,7 @@ class Membership:
             return
         if self.role in (Role.ENGINE_CORE, Role.WORKER) and self.environment.get(settings.DECISION):
             logger.warning(
-                "graphfix: %s is not this engine's; this process decides for itself, from its own environment",
+                "graphfix: %s was not made for this engine; this process decides for itself, from its own environment",
                 settings.DECISION,
             )
         self._decide()
@@ -120,8 +120,8 @@ class Membership:
             problems = []  # said already
         elif self.gate.captures_here:
             logger.warning(
-                "graphfix: this process has captured graphs; a second engine in it goes by the decision of the first. "
-                "Start it in a process of its own, or with VLLM_ENABLE_V1_MULTIPROCESSING=1."
+                "graphfix: this process has already captured graphs; a second engine in it keeps the first engine's decision. "
+                "To decide anew, start it in a process of its own, or with VLLM_ENABLE_V1_MULTIPROCESSING=1."
             )
             return
         for problem in problems:

@@ -106,12 +106,14 @@ class Exposition:
         self._state = self._gauge("fix_state", "Ranks of this engine in which a fix is in that state.", STATE_LABELS)
         self._expected: Gauge | None = None
         self._agreeing: Gauge | None = None
-        self._canary = self._gauge("canary", "1 if this engine is among those that get the fixes, 0 if not.")
-        self._percent = self._gauge("rollout_percent", "Percentage of engines that get the fixes, as set here.")
+        self._canary = self._gauge("canary", "1 if this engine is in the rollout and gets the fixes, 0 if not.")
+        self._percent = self._gauge(
+            "rollout_percent", "Percentage of engines that get the fixes, as set for this engine."
+        )
         self._read_at = self._gauge("records_read_timestamp_seconds", "When the records of the ranks were last read.")
         self._events = Counter(
             "graphfix_events_total",
-            "What a fix found: what `observe` would have put right, and what `active` did.",
+            "What a fix counted: defects that an observing fix saw, or that an active fix corrected.",
             EVENT_LABELS,
             registry=registry,
         )

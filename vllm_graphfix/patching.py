@@ -46,7 +46,7 @@ class Site:
         for layer in layers.values():
             outer = layer(function)
             if not isinstance(outer, FunctionType) or getattr(outer, "__wrapped__", None) is not function:
-                raise TypeError(f"a layer around {self.attribute} is not a plain function that wraps it")
+                raise TypeError(f"a wrapper around {self.attribute} is not a plain function that wraps it")
             function = outer
         codes = self._codes_of(function)
         if function is not self.stock:
@@ -54,7 +54,7 @@ class Site:
         try:
             setattr(self.owner, self.attribute, function)
             if self.current() is not function:
-                raise RuntimeError(f"{self.attribute} does not read back as it was set")
+                raise RuntimeError(f"{self.attribute} is not what was set when it is read back")
         except BaseException:
             setattr(self.owner, self.attribute, self.installed)
             raise
@@ -69,7 +69,7 @@ class Site:
         try:
             stands = _owner(self.module, self.classes)
         except (KeyError, AttributeError):
-            return f"{self.name} was taken away {after}"
+            return f"{self.name} was removed {after}"
         if stands is not self.owner:
             return f"what {self.name} is in was replaced by {_author(stands)} {after}"
         for function, code in self._codes.items():
@@ -130,7 +130,7 @@ def take_back(fix: str, sites: Iterable[Site]) -> None:
             stuck.append(site)  # taking their wrapper away is not ours to do
     if stuck:
         patched = ", ".join(f"{site.name} was patched by {_author(site.current())}" for site in stuck)
-        raise ConflictError(f"{patched} after the fix, whose layer is still below")
+        raise ConflictError(f"{patched} after the fix, whose wrapper is still underneath")
 
 
 def drop_copies(patches: Iterable[Patch]) -> None:
@@ -175,7 +175,7 @@ def _owner(module: str, classes: Sequence[str]) -> Any:
 def _refuse_foreign_owner(owner: Any, patch: Patch) -> None:
     if not isinstance(owner, ModuleType):
         if owner.__module__ != patch.module:
-            raise ConflictError(f"{_author(owner)} stands in the place of {patch.module}'s class")
+            raise ConflictError(f"{_author(owner)} replaces {patch.module}'s class")
         return
     # A layer on a copy of the module would be called by nobody: functions look names up in the module that they were made in.
     members = [vars(thing).values() if isinstance(thing, type) else (thing,) for thing in vars(owner).values()]
@@ -198,7 +198,7 @@ def _refuse_another_text(module: ModuleType, diagnosed: bytes | None) -> None:
         return
     if spec.loader.get_code(spec.name) != spec.loader.source_to_code(diagnosed, spec.origin):
         raise ConflictError(
-            f"{module.__name__} does not run the code that was diagnosed: {spec.origin} has changed, or its bytecode has"
+            f"{module.__name__} does not run the code that was diagnosed: {spec.origin} or its bytecode has changed"
         )
 
 

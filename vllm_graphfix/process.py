@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 __all__ = ["FixState", "Process", "Wanted"]
 
-_REVERTED = "taken back; graphs captured before keep what they recorded"
+_REVERTED = "reverted; graphs captured before then keep what they recorded"
 
 
 def _alone(method: Callable[Concatenate[Process, P], T]) -> Callable[Concatenate[Process, P], T]:
@@ -84,7 +84,7 @@ class Process:
             return None
         for progress in self._progress.values():
             if progress.sites:
-                progress.take_back(State.OFF, "taken back for another engine")
+                progress.take_back(State.OFF, "reverted for another engine")
         self._started = True
         self._go_by(wanted)
         return [progress for progress in self._progress.values() if progress.engaged]
@@ -139,7 +139,7 @@ class Process:
                 progress.settle(State.CONFLICT, lost[0])
                 gone.append(progress)
             elif applied and (error := progress.fix.fallback.reason) is not None:
-                progress.settle(State.FAILED, f"{error}; since then vLLM does as stock does wherever that happens")
+                progress.settle(State.FAILED, f"{error}; since then vLLM's own code runs wherever that happens")
                 if not self._may_capture:  # an engine that serves keeps the layers that work for it
                     gone.append(progress)
         for progress in gone:
@@ -184,7 +184,7 @@ class Process:
                     source = source or open_source()
                     progress.judge(manifest.diagnose(progress.fix, source))
                     if progress.state is State.INCOMPATIBLE:
-                        self._warn(progress, "cannot be applied to this vLLM; see `vllm-graphfix explain`")
+                        self._warn(progress, "cannot be applied to this vLLM; `vllm-graphfix explain` has a workaround")
                     self._remember(progress, source)
                 except Exception as error:
                     self._fail(progress, error)
@@ -235,7 +235,7 @@ class Process:
         for module in map(_module, fix.reads):
             origin = getattr(getattr(sys.modules.get(module), "__spec__", None), "origin", None)
             if origin and module in self._read and not self._read[module].samefile(origin):
-                raise patching.ConflictError(f"{origin} runs in the place of {self._read[module]}, which was diagnosed")
+                raise patching.ConflictError(f"{origin} runs instead of {self._read[module]}, which was diagnosed")
 
     def _keep_together(self, progress: Progress, module: str) -> None:
         """Takes a fix back that would trade its defect for another one without a companion that is not there."""
@@ -254,7 +254,7 @@ class Process:
             progress.take_back(
                 State.INCOMPATIBLE, f"{together.name} is {other.state.value}; without it {together.because}"
             )
-            self._warn(progress, f"is taken back: switch {together.name} on, or this fix off")
+            self._warn(progress, f"is reverted: switch {together.name} on, or this fix off")
 
     def _without(self, lost: Progress) -> None:
         """Takes back what needs *lost*, as if it had never been applied."""
@@ -277,7 +277,7 @@ class Process:
     def _fail(self, progress: Progress, error: Exception) -> None:
         self._log.debug("graphfix: %s failed", progress.fix.name, exc_info=error)
         progress.take_back(State.FAILED, f"{type(error).__name__}: {error}")
-        self._warn(progress, "is not applied; vLLM runs as it was")
+        self._warn(progress, "is not applied; vLLM runs its own code there")
 
     # -- gate, log -------------------------------------------------------------------------------------------------
 
@@ -324,7 +324,9 @@ class Process:
             word = progress.state.value
             if progress.engaged:
                 done = "observed" if progress.observes else "applied"
-                word = f"{done} where vLLM imports them" if self._diagnosed else "nothing imported that these concern"
+                word = (
+                    f"{done} where vLLM imports them" if self._diagnosed else "nothing that these concern was imported"
+                )
             told.setdefault(word, []).append(progress.fix.name)
             self._log.debug("graphfix: %s: %s, %s", progress.fix.name, progress.state.value, progress.reason)
         self._log.info("graphfix: %s", "; ".join(f"{word}: {', '.join(names)}" for word, names in told.items()))

@@ -48,7 +48,7 @@ class Progress:
         self.patches: tuple[Patch, ...] = ()
         self.sites: list[patching.Site] = []
         self.state = State.WAITING
-        self.reason = "to be diagnosed when vLLM imports what it concerns"
+        self.reason = "waits for vLLM to import the code that it concerns"
         fix.fallback.reason = None
         if wanted.master is Master.OFF:
             self.settle(State.OFF, "VLLM_GRAPHFIX=off")
@@ -80,7 +80,7 @@ class Progress:
             patches = self.fix.observers if self.observes else self.fix.patches
             self.patches = tuple(patches(found.shape))
             done = "observed" if self.observes else "applied"
-            self.settle(State.WAITING, f"{found.reason} ({found.where}); to be {done} when vLLM imports it")
+            self.settle(State.WAITING, f"{found.reason} ({found.where}); to be {done} when vLLM imports that code")
         elif found.verdict is Verdict.UNRECOGNISED:
             self.settle(State.INCOMPATIBLE, f"{found.reason} ({found.where})")
         else:

@@ -42,7 +42,7 @@ def buckets_of(percentage: str) -> int:
     text = percentage.strip().removesuffix("%").strip()
     matched = re.fullmatch(r"([0-9]{1,3})(?:\.([0-9]{1,6}))?", text)
     if matched is None:
-        raise ValueError("is no percentage such as 25, 25% or 0.5%")
+        raise ValueError("is not a percentage such as 25, 25% or 0.5%")
     fraction = (matched[2] or "").rstrip("0")
     if len(fraction) > 2:
         raise ValueError("is finer than 0.01 %, the smallest step")
@@ -125,9 +125,7 @@ def decide(wanted: settings.Settings, vllm: str, *, host: str | None = None) -> 
             rollout = buckets_of(wanted.rollout)
         except ValueError as error:
             # All engines would be the other reading. Whoever wrote a percentage wanted a part of the fleet.
-            refused = (
-                f"{settings.ROLLOUT}={settings.shown(wanted.rollout)} {error}; no engine gets the fixes until it is one"
-            )
+            refused = f"{settings.ROLLOUT}={settings.shown(wanted.rollout)} {error}; no engine gets the fixes until this is corrected"
     canary = refused is None and (found is None or rollout is None or found < rollout)
     return Decision(
         os.urandom(8).hex(),

@@ -76,12 +76,12 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     known = names(fixes)
     unknown = sorted(key for key in environment if key not in known and key.upper().startswith(PREFIX))
     problems += [
-        f"{key if key.isprintable() and len(key) <= _LONGEST_NAME else shown(key)} means nothing{_nearest(key.upper(), known)} It changes nothing"
+        f"{key if key.isprintable() and len(key) <= _LONGEST_NAME else shown(key)} is not a variable of vllm-graphfix{_nearest(key.upper(), known)} It has no effect"
         for key in unknown[:_NAMED]
     ]
     if len(unknown) > _NAMED:
         problems.append(
-            f"{len(unknown) - _NAMED} more names that begin with {PREFIX} mean nothing. They change nothing"
+            f"{len(unknown) - _NAMED} more variables that begin with {PREFIX} are unknown and have no effect"
         )
     explicit = frozenset(name for name in fixes if environment.get(variable(name), "").strip())
     rollout, key = environment.get(ROLLOUT, "").strip(), environment.get(ROLLOUT_KEY, "").strip()
@@ -93,7 +93,7 @@ def _rate(environment: Mapping[str, str], problems: list[str]) -> str:
     try:
         return rate.normal(given)
     except ValueError as error:
-        problems.append(f"{SHADOW}={shown(given)} {error}; valid: {rate.VALID}. It changes nothing")
+        problems.append(f"{SHADOW}={shown(given)} {error}; valid: {rate.VALID}. It has no effect")
         return rate.OFF
 
 
@@ -104,7 +104,7 @@ def _choice(environment: Mapping[str, str], key: str, values: Mapping[str, T], d
         return default
     value = values.get(_SAME.get(word, word))
     if value is None:
-        problems.append(f"{key}={shown(given)} means nothing{_nearest(word, values)} It changes nothing")
+        problems.append(f"{key}={shown(given)} is not a valid value{_nearest(word, values)} It has no effect")
         return default
     return value
 

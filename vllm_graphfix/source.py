@@ -125,9 +125,7 @@ class Source:
                 raise SyntaxError("it has more braces than any file of vLLM")
             tree = ast.parse(content.decode(encoding))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise SourceError(
-                f"{path} of {self.label} is not Python source that can be read: {_told(error)}"
-            ) from error
+            raise SourceError(f"{path} of {self.label} is not readable Python source: {_told(error)}") from error
         self._parsed += len(content)
         if self._parsed > _LARGEST_TREES:
             raise SourceError(f"the code of {self.label} is larger than that of any vLLM; is it the right one?")
@@ -154,7 +152,7 @@ def open_source(path: str | os.PathLike[str] | None = None) -> Source:
                 return _directory(root)
     # A name that is too long, a loop of links, a folder of somebody else, a home that nobody has.
     except (OSError, ValueError, RuntimeError) as error:
-        raise SourceError(f"{shown(os.fspath(path))} cannot be looked at ({_told(error)}); {_GIVE}") from error
+        raise SourceError(f"{shown(os.fspath(path))} cannot be examined ({_told(error)}); {_GIVE}") from error
     raise SourceError(f"{given} holds no vllm/__init__.py; {_GIVE}")
 
 
@@ -183,12 +181,12 @@ def _directory(root: Path) -> Source:
         try:
             # A FIFO or a device would be read for ever, and there are devices that are better not opened.
             if not stat.S_ISREG(file.stat().st_mode):
-                raise SourceError(f"{file} is no regular file; is {root} the right folder?")
+                raise SourceError(f"{file} is not a regular file; is {root} the right folder?")
             with open(file, "rb", opener=_without_waiting) as opened:
                 content = opened.read(_LARGEST_FILE + 1) or b""  # some files of /proc have no size, and no end
         except (FileNotFoundError, NotADirectoryError):
             if file.with_suffix(".pyc").exists():
-                raise SourceError(f"{file} is there as bytecode only; a diagnosis needs the source") from None
+                raise SourceError(f"{file} exists as bytecode only; a diagnosis needs the source") from None
             return None
         except OSError as error:
             raise SourceError(f"{file} cannot be read: {error.strerror or error}") from error
@@ -227,7 +225,7 @@ def _wheel(path: Path) -> Source:
     try:
         archive = zipfile.ZipFile(_InPieces(path))
     except Exception as error:  # zipfile raises more than it documents for what is damaged
-        raise SourceError(f"{path} is not a wheel file that can be read: {_told(error)}") from error
+        raise SourceError(f"{path} is not a readable wheel file: {_told(error)}") from error
     members = {info.filename: info for info in archive.infolist()}
     if "vllm/__init__.py" not in members:
         raise SourceError(f"{path} is a wheel without vllm/__init__.py; give a wheel of vLLM")
@@ -239,7 +237,7 @@ def _wheel(path: Path) -> Source:
         if info.file_size > _LARGEST_FILE:
             raise SourceError(f"{name} in {path} is larger than any source file of vLLM; is it the right wheel?")
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise SourceError(f"{name} in {path} is compressed as in no wheel of vLLM; is it the right wheel?")
+            raise SourceError(f"{name} in {path} is compressed in a way that no vLLM wheel is; is it the right wheel?")
         try:
             with archive.open(info) as file:
                 # The size in the directory of an archive is a claim; one byte more than it proves it false.

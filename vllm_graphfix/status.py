@@ -88,13 +88,13 @@ def status(source: Source, environment: Mapping[str, str] = os.environ, deployme
     if filtered is not None:
         notes.append(filtered)
     if not decision.canary and decision.refused is None:
-        notes.append(f"an engine that starts here is not in the rollout: {decision.withheld}")
+        notes.append(f"an engine started here would not be in the rollout: {decision.withheld}")
     rows = tuple(_row(fix, found, wanted, filtered, decision.withheld) for fix in FIXES)
     if deployment is not None:
         rows = tuple(row._replace(answer=_answer(row.fix, row.diagnosis, deployment)) for row in rows)
     unneeded = [variable(row.fix.name) for row in rows if _no_longer_needed(row, wanted)]
     if unneeded:
-        notes.append(f"no longer needed with this vLLM: {', '.join(unneeded)}")
+        notes.append(f"these settings are no longer needed with this vLLM: {', '.join(unneeded)}")
     return Status(source, rows, tuple(notes))
 
 
@@ -106,10 +106,10 @@ def _answer(fix: Fix, diagnosis: Diagnosis, deployment: Deployment) -> Answer:
     if diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT):
         return Answer(Concern.DOES_NOT, f"this vLLM does not have the defect: {diagnosis.reason}")
     if fix.applies is None:
-        return Answer(Concern.UNKNOWN, f"comparing your flags with what it concerns: {fix.concerns}")
+        return Answer(Concern.UNKNOWN, f"comparing your flags with what the fix concerns: {fix.concerns}")
     found = fix.applies(deployment, diagnosis.shape)
     if diagnosis.verdict is Verdict.UNRECOGNISED and found.concern is Concern.CONCERNS:
-        return Answer(Concern.UNKNOWN, f"somebody who looks at the code: {diagnosis.reason}")
+        return Answer(Concern.UNKNOWN, f"a person who reads the code: {diagnosis.reason}")
     return found
 
 
@@ -139,9 +139,7 @@ def _row(
                 if together.may_be_off:
                     notes.append(f"{together.name} is not switched on: {together.because}")
                 else:
-                    notes.append(
-                        f"{together.name} is not switched on: where {together.because}, this fix is taken back"
-                    )
+                    notes.append(f"{together.name} is not switched on: where {together.because}, this fix is reverted")
     elif diagnosis.verdict is Verdict.UNRECOGNISED:
         would_be = State.INCOMPATIBLE
     else:

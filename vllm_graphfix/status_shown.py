@@ -33,9 +33,7 @@ def show(found: Status, console: Console) -> None:
     from rich.table import Table
 
     known = all(row.diagnosis.known for row in found.rows)
-    origin = (
-        "a stock release that was looked at" if known else "not a stock release that was looked at; judged by its code"
-    )
+    origin = "a known stock release" if known else "not a known stock release; judged by its code"
     console.print(
         f"vLLM [bold]{found.source.version or '(version unknown)'}[/] in {escape(printable(found.source.label))}, {origin}",
         highlight=False,

@@ -62,7 +62,7 @@ class Trial(NamedTuple):
     scenario: str
     """Where the `Scenario` is, ``module:function``: mostly in a module of its own, which imports vLLM."""
     edits: tuple[Edit, ...]
-    """At least: upstream's remedy written into an affected release (`fixed`), and a change that nobody has looked at (`unrecognised`)."""
+    """At least: upstream's remedy written into an affected release (`fixed`), and a change that the plugin does not recognise (`unrecognised`)."""
     served: tuple[Served, ...]
     """At least one that it concerns, and one that it does not."""
     case: Case | None = None

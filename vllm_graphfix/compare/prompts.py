@@ -20,12 +20,12 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
     A line is text; in a file named `*.jsonl` a string, a list of token ids, or an object with ``prompt`` or ``prompt_token_ids``.
     """
     if path.suffix.lower() == ".json":  # its lines would be taken for prompts
-        raise CompareError(f"{path}: name it .jsonl and give one of these a line: {_FORMS}")
+        raise CompareError(f"{path}: name the file .jsonl and give one of these per line: {_FORMS}")
     # Not splitlines(): a form feed or U+2028 inside of a prompt ends no line.
     lines = _text(path).replace("\r\n", "\n").split("\n")
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise CompareError(f"{path} holds no prompt; give one a line")
+        raise CompareError(f"{path} holds no prompt; give one per line")
     if path.suffix.lower() != ".jsonl":
         return tuple(line for _, line in numbered)
     return tuple(_from_json(line, f"{path}, line {number}") for number, line in numbered)
@@ -38,15 +38,15 @@ def _text(path: Path) -> str:
     except OSError as error:
         raise CompareError(f"{path} cannot be read: {error.strerror}") from error
     if len(data) > _LARGEST_FILE:
-        raise CompareError(f"{path} has more than {_LARGEST_FILE >> 20} MiB; give a file with some prompts")
+        raise CompareError(f"{path} has more than {_LARGEST_FILE >> 20} MiB; give a file with fewer prompts")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise CompareError(f"{path}, line {line}: is not text in UTF-8; give one prompt a line") from error
+        raise CompareError(f"{path}, line {line}: is not UTF-8 text; give one prompt per line") from error
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
-        raise CompareError(f"{path}, line {line}: is not text, it holds a zero byte; give one prompt a line")
+        raise CompareError(f"{path}, line {line}: is not text: it holds a zero byte; give one prompt per line")
     return text
 
 
@@ -56,7 +56,7 @@ def _from_json(line: str, place: str) -> Prompt:
     except json.JSONDecodeError as error:
         raise CompareError(f"{place}: is not JSON: {error.msg} (column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise CompareError(f"{place}: is not JSON that can be read: {error}") from error
+        raise CompareError(f"{place}: is not readable JSON: {error}") from error
     if isinstance(found, dict):
         found = _named(found)
     if isinstance(found, str) and found.strip():
@@ -77,5 +77,5 @@ def _encodable(text: str, place: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise CompareError(f"{place}: holds half of a surrogate pair, which no tokenizer takes") from error
+        raise CompareError(f"{place}: holds half of a surrogate pair, which no tokenizer accepts") from error
     return text

@@ -74,18 +74,18 @@ class Report:
         if self.corrupt:
             return None
         if self.findings is None or self.graphs is None:
-            return f"with graphs the engine failed, not in a way that graphs do: {self.error}"
+            return f"with graphs the engine failed, but not with an error that is typical of graphs: {self.error}"
         comparison, compared = self.findings.comparison, sum(self.findings.compared)
         if self.graphs.cudagraph_mode == NO_GRAPHS:
             return (
                 "no CUDA graphs were used (cudagraph_mode NONE): these flags, this model or this device switch them off"
             )
         if comparison.noise > _LOUD:
-            return f"eager differs from itself by up to {comparison.noise:.3g}: corruption cannot be told from that"
+            return f"eager differs from itself by up to {comparison.noise:.3g}, so corruption cannot be told apart from noise"
         if compared < _ENOUGH * comparison.tokens:
             return (
-                f"answers part early at ties, and only {compared} of {comparison.tokens} tokens could be compared: "
-                "give prompts of your own, or more of them with shorter answers"
+                f"answers diverge early at ties, so only {compared} of {comparison.tokens} tokens could be compared: "
+                "give your own prompts (--prompts), or more prompts with shorter answers"
             )
         return None
 
@@ -155,7 +155,7 @@ def show(report: Report, console: Console) -> None:
         told = f"graphs: {report.graphs.cudagraph_mode or 'unknown'}; fixes: {_fixes(report.graphs.states)}"
         console.print(told, highlight=False, soft_wrap=True)
     if report.findings is None:
-        error = f"[bold red]with graphs the engine fails, without it runs:[/] {escape(report.error or '')}"
+        error = f"[bold red]the engine runs without graphs and fails with them:[/] {escape(report.error or '')}"
         console.print(error, highlight=False, soft_wrap=True)
         return
     _show_differences(report.findings.comparison, console)
@@ -165,14 +165,14 @@ def show(report: Report, console: Console) -> None:
 
 def _fixes(ranks: Mapping[str, Mapping[str, str]]) -> str:
     if not ranks:
-        return "unknown, the workers could not be asked"
+        return "unknown, the workers did not answer"
     told = []
     for name in dict.fromkeys(name for rank in ranks.values() for name in rank):
         states = sorted({rank.get(name, "unknown") for rank in ranks.values()})
         if states != ["not-needed"]:
             told.append(f"{name} {' and '.join(states)}")
     on_ranks = f" ({len(ranks)} ranks)" if len(ranks) > 1 else ""
-    return (", ".join(told) or "none is needed here") + on_ranks
+    return (", ".join(told) or "none needed") + on_ranks
 
 
 def _show_differences(comparison: Comparison, console: Console) -> None:
@@ -182,7 +182,7 @@ def _show_differences(comparison: Comparison, console: Console) -> None:
     differing = [(i, j) for i, j in enumerate(comparison.judgements) if j.kind is not Kind.EQUAL]
     if not differing:
         return
-    headings = ("prompt", "first difference", "without graphs", "with graphs", "margin of the best two", "verdict")
+    headings = ("prompt", "first difference", "without graphs", "with graphs", "margin of the top two", "verdict")
     table = Table(*headings, box=None, pad_edge=False)
     for number, judgement in sorted(differing, key=lambda pair: order.index(pair[1].kind))[:_SHOWN]:
         table.add_row(
@@ -195,7 +195,7 @@ def _show_differences(comparison: Comparison, console: Console) -> None:
         )
     console.print(table)
     if len(differing) > _SHOWN:
-        console.print(f"… and {len(differing) - _SHOWN} more; --json has all", highlight=False)
+        console.print(f"… and {len(differing) - _SHOWN} more; --json lists all", highlight=False)
     _show_chart(comparison, console)
 
 
@@ -208,7 +208,7 @@ def _show_chart(comparison: Comparison, console: Console) -> None:
     rows = histogram(comparison)
     most = max(sum(counts.values()) for _, counts in rows)
     width = max(len(label) for label, _ in rows)
-    console.print("\nfirst differences, by token of the answer", highlight=False)
+    console.print("\nfirst difference, by position in the answer", highlight=False)
     for label, counts in rows:
         bar = "".join(
             f"[{colour}]{block * max(1, _BAR * counts[kind] // most)}[/]"
@@ -245,12 +245,12 @@ def _show_verdict(report: Report, findings: Findings, console: Console) -> None:
 
     comparison = findings.comparison
     counts = {kind: len(comparison.of(kind)) for kind in Kind}
-    compiled = f"{counts[Kind.COMPILED]} as compiled without graphs, " if counts[Kind.COMPILED] else ""
+    compiled = f"{counts[Kind.COMPILED]} equal to compiled without graphs, " if counts[Kind.COMPILED] else ""
     console.print(
-        f"{len(comparison.judgements)} prompts: {counts[Kind.EQUAL]} equal, {counts[Kind.TIE]} apart at a tie, {compiled}"
+        f"{len(comparison.judgements)} prompts: {counts[Kind.EQUAL]} equal, {counts[Kind.TIE]} diverge at a tie, {compiled}"
         f"{counts[Kind.CORRUPT]} corrupt; {sum(findings.compared)} of {comparison.tokens} tokens compared. Log-probabilities: eager "
-        f"differs from itself by up to {comparison.noise:.3g}, graphs from eager by up to {comparison.distance:.3g}; rounding ends at "
-        f"{comparison.tolerance:.3g}",
+        f"differs from itself by up to {comparison.noise:.3g}, graphs from eager by up to {comparison.distance:.3g}; up to "
+        f"{comparison.tolerance:.3g} counts as rounding",
         highlight=False,
         soft_wrap=True,
     )

@@ -43,9 +43,7 @@ def run(
     """
     _refuse(flags)
     if importlib.util.find_spec("vllm") is None:
-        raise CompareError(
-            f"there is no vLLM here; run this with the Python that runs vLLM, this one is {sys.executable}"
-        )
+        raise CompareError(f"this Python ({sys.executable}) has no vLLM; use the Python that runs vLLM")
     count = len(prompts) or generated
     lengths = tuple(max(2, round(max_tokens * (1 - (1 - _LEAST) * number / count))) for number in range(count))
     named = f"./{model}" if model.startswith("-") else model  # else it would be read as a flag
@@ -81,11 +79,9 @@ def run(
 def _refuse(flags: Sequence[str]) -> None:
     names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     if "--enforce-eager" in names:
-        raise CompareError("with --enforce-eager there are no graphs to compare; leave it out")
+        raise CompareError("with --enforce-eager there are no graphs to compare; leave that flag out")
     if "--model" in names:
-        raise CompareError(
-            "the model is named once, before the flags: vllm-graphfix compare MODEL …; leave out --model"
-        )
+        raise CompareError("name the model once, before the flags, as vllm-graphfix compare MODEL …; leave out --model")
 
 
 def _compare(
@@ -101,7 +97,7 @@ def _compare(
         noise = noise_between(*reference.said.passes)
         if not math.isfinite(noise):
             raise CompareError(
-                "without graphs log-probabilities are not finite numbers: there is nothing to compare with"
+                "without graphs some log-probabilities are not finite, so there is nothing to compare with"
             )
         found = engines.run([graphs], 1)[graphs.name]
         if found.said is None:
@@ -126,8 +122,8 @@ def _compare(
 def _cannot_be_put(reference: Ended) -> CompareError:
     refused, _, message = (reference.error or "").partition(": ")
     if refused == FlagError.__name__:
-        return CompareError(f"vLLM does not take these flags: {message}")
-    return CompareError(f"without graphs the engine does not run: {reference.error}", reference.log)
+        return CompareError(f"vLLM rejects these flags: {message}")
+    return CompareError(f"the engine does not run even without graphs: {reference.error}", reference.log)
 
 
 def _findings(comparison: Comparison, graphs: Said, arbiter: Ended | None) -> Findings:
@@ -141,7 +137,7 @@ def _told(arbiter: Ended | None) -> str | None:
         return None
     if arbiter.said is None:
         return (
-            f"the same engine without graphs did not run, so only eager was compared with: {arbiter.error} "
+            f"the compiled engine without graphs did not run, so answers were compared with eager alone: {arbiter.error} "
             f"(log: {arbiter.log})"
         )
-    return "answers that are not eager's were also compared with those of the same engine without graphs"
+    return "answers that differ from eager's were also compared with the compiled engine without graphs"

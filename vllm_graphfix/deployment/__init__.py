@@ -1,6 +1,6 @@
 """What the command line of a `vllm serve` says of a deployment, read without vLLM, and what follows for a fix.
 
-A flag that is not there, a model that cannot be looked at and a value that vLLM takes from elsewhere are different things: each fact is
+A flag that is not there, a model that cannot be examined and a value that vLLM takes from elsewhere are different things: each fact is
 true, false or not known, with the reason. Nothing is concluded from what is not known.
 """
 

@@ -28,13 +28,13 @@ class Attention(Model):
             return Fact(None, f"--kv-cache-dtype, or {missing}")
         quantised = [key for key in ("quantization_config", "compression_config") if config.get(key)]
         if quantised and any("kv" in key and value for key, value in self._pairs() if not key.startswith("kv_lora")):
-            return Fact(None, "--kv-cache-dtype (the model's quantization config names one of its own)")
+            return Fact(None, "--kv-cache-dtype (the model's quantization config sets one)")
         if quantised and config[quantised[0]] and not isinstance(config[quantised[0]], dict):
             return Fact(None, "--kv-cache-dtype (the model's quantization config cannot be read)")
         if not quantised and self._has_file("hf_quant_config.json"):
-            return Fact(None, "--kv-cache-dtype (the model's hf_quant_config.json may name one of its own)")
+            return Fact(None, "--kv-cache-dtype (the model's hf_quant_config.json may set one)")
         if self.sparse_mla().holds is not False and self.mla().holds is not False:
-            return Fact(None, "--kv-cache-dtype (models with sparse attention have fp8 by default)")
+            return Fact(None, "--kv-cache-dtype (models with sparse attention use fp8 by default)")
         return Fact(False, "the KV cache is not fp8 (--kv-cache-dtype auto)")
 
     def _has_file(self, name: str) -> bool:
@@ -66,7 +66,7 @@ class Attention(Model):
     def _capability(self, wanted: Sequence[int], what: str) -> Fact:
         name, major = self.gpu
         if major is None:
-            return Fact(None, f"the GPU that serves, which is not known here (--gpu NAME): {what}")
+            return Fact(None, f"the name of the GPU that serves (--gpu NAME): {what}")
         own = "" if self._gpu_named else " of this machine"
         return Fact(
             major in wanted,
@@ -95,7 +95,7 @@ class Attention(Model):
             return hopper
         # On Hopper vLLM prefers FlashAttention, which has no fp8 for latent attention; FlashMLA takes blocks of 64.
         if self.fp8_cache().holds and self.value("--block-size")[0] in (None, "64"):
-            return Fact(True, "vLLM takes FlashMLA for latent attention with an fp8 cache on Hopper")
+            return Fact(True, "vLLM chooses FlashMLA for latent attention with an fp8 cache on Hopper")
         return Fact(None, "the attention backend that vLLM logs when it starts, or --attention-backend")
 
     def flashmla(self) -> Fact:
@@ -131,7 +131,7 @@ class Attention(Model):
                 return fitting
             return Fact(
                 None,
-                "the attention backend and the KV cache's dtype that vLLM logs when it starts, or the flags for them",
+                "the attention backend and the KV cache dtype that vLLM logs when it starts, or the flags for them",
             )
         return dense
 

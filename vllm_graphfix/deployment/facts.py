@@ -31,7 +31,7 @@ class Deployment(Graphs, Runner, Attention, Speculation):
             return Fact(True, f"--data-parallel-size {number}")
         if number is None and self._given("--data-parallel-rank"):
             return Fact(None, "--data-parallel-size")
-        return Fact(False, "there is one data-parallel rank (--data-parallel-size)")
+        return Fact(False, "there is only one data-parallel rank (--data-parallel-size)")
 
 
 Judge = Callable[["Deployment", str], Answer]

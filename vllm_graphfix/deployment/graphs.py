@@ -30,7 +30,7 @@ class Graphs(Flags):
         """The mode that is configured for CUDA graphs and what says so, or None and what is missing."""
         eager = self._flags.get("--enforce-eager")
         if eager is not None and eager.unsure is None:
-            return "NONE", "--enforce-eager is given, and there are no CUDA graphs"
+            return "NONE", "--enforce-eager switches CUDA graphs off"
         if eager is not None:
             return None, str(eager.unsure)
         config, missing = self._object("--compilation-config")
@@ -49,7 +49,7 @@ class Graphs(Flags):
                 return None, "an -O of 0 to 3"
             mode, told = _LEVELS[level or "2"], f"-O{level}" if level else "the default"
             if mode == "NONE":
-                return mode, "-O0 has no CUDA graphs"
+                return mode, "-O0 switches CUDA graphs off"
         changed = [
             key for key in _OTHER_MODE if key in config and not (key == "mode" and config[key] in (3, "VLLM_COMPILE"))
         ]

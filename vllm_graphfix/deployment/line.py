@@ -82,13 +82,13 @@ def parse(line: str) -> Line:
     """Raises FlagsError for what no shell takes for a line."""
     if len(line) > _LONGEST_LINE:
         raise FlagsError(
-            f"the flags of --for have more than {_LONGEST_LINE:,} characters; give the line of `vllm serve` alone"
+            f"the flags of --for have more than {_LONGEST_LINE:,} characters; give only the arguments of `vllm serve`"
         )
     try:
         words = shlex.split(line)
     except ValueError as error:
         raise FlagsError(
-            f"the flags of --for are no line of a shell ({error}); quote JSON once more, as in --for \"… -cc '{{…}}'\""
+            f"a shell could not parse the flags of --for ({error}); quote JSON within the quoted flags, as in --for \"… -cc '{{…}}'\""
         ) from error
     environment: dict[str, str] = {}
     while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0] in ("env", "exec")):
@@ -139,7 +139,7 @@ def _flags(words: Sequence[str], known: _Known) -> tuple[dict[str, Given], list[
             positive = known.negated.get(name, name)
             flags.pop(positive, None)
             if wrong:
-                flags[positive] = Given(None, f"{positive} as vLLM takes it, without a value")
+                flags[positive] = Given(None, f"{positive} without a value, as vLLM expects it")
             elif positive == name:
                 flags[positive] = Given(None)
         elif name in known.values:
@@ -150,7 +150,7 @@ def _flags(words: Sequence[str], known: _Known) -> tuple[dict[str, Given], list[
             for long in (*known.switches, *known.values, *known.negated) if len(name) > 2 else ():
                 if long.startswith(name):  # argparse takes any beginning that is one flag's alone
                     flags[known.negated.get(long, long)] = Given(
-                        "", f"{long} written out in full, in place of {shown(name)}"
+                        "", f"{long} written out in full, instead of {shown(name)}"
                     )
             while given is None and not _NO_VALUE.fullmatch(name) and at < len(words) and not _is_flag(words[at]):
                 at += 1
@@ -158,7 +158,7 @@ def _flags(words: Sequence[str], known: _Known) -> tuple[dict[str, Given], list[
             at += given is None and follows
     for name, inner in nested.items():
         # vLLM puts these behind all others, where they replace what was given as JSON.
-        unsure = f"{name} given in one way, as JSON or with dots" if name in flags else None
+        unsure = f"{name} given in one form, either as JSON or with dots" if name in flags else None
         flags[name] = Given(json.dumps(inner), unsure)
     return flags, models
 

@@ -56,20 +56,20 @@ class Model(Flags):
                 return {}, missing
             place = place or value
         if len(self._models) + self._given("--model") > 1:
-            return {}, "one model on the line: the first word, or --model"
+            return {}, "exactly one model: either the first word or --model"
         place = place or next(iter(self._models), None)
         if place is None:
-            return {}, "the model: give it in front of the flags"
+            return {}, "the model: put it before the flags"
         try:
             folder = Path(place).expanduser()
             found = folder.is_dir()
         except (OSError, ValueError, RuntimeError):
-            return {}, "the model's config.json: name a folder that holds it"
+            return {}, "the model's config.json: name the folder that contains it"
         if not found:
-            return {}, f"the config.json of {printable(place[:80])}: name a local folder that holds it"
+            return {}, f"the config.json of {printable(place[:80])}: name a local folder that contains it"
         text = hardware.small_text(folder / "config.json", _LARGEST_CONFIG + 1)
         if text is None or len(text) > _LARGEST_CONFIG:
-            return {}, f"a config.json that can be read in {printable(place[:80])}"
+            return {}, f"a readable config.json in {printable(place[:80])}"
         config = json_or(text, None)
         if not isinstance(config, dict):
             return {}, f"a config.json that is a JSON object in {printable(place[:80])}"
@@ -154,7 +154,7 @@ class Model(Flags):
             return Fact(False, f"{self.model} has no {layers}")
         for key, value in self._pairs():
             if _RECURRENT_WORDS.search(key) or (isinstance(value, str) and _RECURRENT_WORDS.search(value[:200])):
-                return Fact(None, f"knowing whether {self.model} has {layers} (it is not a model that is known here)")
+                return Fact(None, f"knowing whether {self.model} has {layers} (this plugin does not know the model)")
         return Fact(False, f"{self.model} has no {layers}")
 
     def experts(self) -> Fact:

@@ -32,9 +32,9 @@ class Runner(Model):
             return ("V2" if chosen else "V1"), f"{_V2}={int(chosen)} chooses model runner {'V2' if chosen else 'V1'}"
         default = self._runner_by_default()
         if default == "V1":
-            return "V1", f"{_V2} is not set here, and this vLLM then takes model runner V1"
+            return "V1", f"{_V2} is not set here, and this vLLM then uses model runner V1"
         if default == "V1 for this model":
-            return "V1", f"{_V2} is not set here, and this vLLM then takes model runner V1 for this model"
+            return "V1", f"{_V2} is not set here, and this vLLM then uses model runner V1 for this model"
         return None, default
 
     def _runner_by_default(self) -> str:

@@ -32,9 +32,9 @@ class Speculation(Model):
         if not config:
             model, missing = self._config
             if missing is not None:
-                return None, None, f"{missing} (a model may bring a speculator)"
+                return None, None, f"{missing} (a model may bring its own speculator)"
             if "speculators_config" in model:
-                return None, None, "--speculative-config (the model brings a speculator of its own)"
+                return None, None, "--speculative-config (the model brings its own speculator)"
             return "", 0, None
         method, tokens = config.get("method"), config.get("num_speculative_tokens")
         if not isinstance(method, str):

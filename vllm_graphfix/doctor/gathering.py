@@ -142,7 +142,7 @@ def _container(environment: Mapping[str, str]) -> str:
             if os.access(place, os.F_OK):
                 return f"yes ({what})"
     groups = hardware.small_text(Path("/proc/1/cgroup")) or ""
-    return "yes" if re.search(r"docker|kubepods|containerd|lxc|libpod", groups) else "not that one could see"
+    return "yes" if re.search(r"docker|kubepods|containerd|lxc|libpod", groups) else "no sign of one"
 
 
 def _plugin(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -155,7 +155,9 @@ def _plugin(environment: Mapping[str, str]) -> dict[str, Any]:
     given = environment.get("VLLM_PLUGINS")
     named = None if given is None else [name.strip() for name in given.split(",")][:_MOST]
     found = {
-        "entry_point": ours[0] if ours else "not found: this Python has no installed vllm-graphfix, reinstall it",
+        "entry_point": ours[0]
+        if ours
+        else "not found: vllm-graphfix is not properly installed in this Python; reinstall it",
         "times_found": len(ours),
         "others": sorted(names - {ENTRY_POINT})[:_MOST],
         "VLLM_PLUGINS": None if named is None else [name if name in names else NOT_SHOWN for name in named if name],
@@ -192,11 +194,11 @@ def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
         found.append(_told(settings.STATUS_DIR, folder if re.fullmatch(r"/[\w./-]{0,120}", folder) else None))
     if settings.DECISION in environment:
         decision = rollout.decode(environment[settings.DECISION])
-        found.append(_told(settings.DECISION, "of an engine" if decision else None))
+        found.append(_told(settings.DECISION, "made by an engine" if decision else None))
     known = settings.names(fix.name for fix in FIXES)
     strangers = sum(name.upper().startswith(settings.PREFIX) and name not in known for name in environment)
     if strangers:
-        found.append(_told(f"{settings.PREFIX}…", f"{strangers} names that mean nothing (not shown)"))
+        found.append(_told(f"{settings.PREFIX}…", f"{strangers} unknown names (not shown)"))
     for each in VARIABLES:
         if each.name in environment:
             value = environment[each.name]
@@ -224,7 +226,7 @@ def _status(vllm: Path | None, environment: Mapping[str, str]) -> dict[str, Any]
     told = found.as_json()
     told["notes"] = [note.replace(repr(withheld), HIDDEN) if withheld else note for note in told["notes"]]
     if settings.ROLLOUT in environment and settings.ROLLOUT not in clean:
-        told["notes"].append(f"{settings.ROLLOUT} is no percentage: no engine gets the fixes")
+        told["notes"].append(f"{settings.ROLLOUT} is not a percentage: no engine gets the fixes")
     return {key: told[key] for key in ("vllm", "source", "notes", "fixes")}
 
 

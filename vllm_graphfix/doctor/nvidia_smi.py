@@ -54,7 +54,7 @@ def ask(program: str) -> tuple[str, str]:
             process.stdout.close()
     text = bytes(said[:_ANSWER]).decode("utf-8", "replace")
     if code is None:
-        return f"did not answer within {_PATIENCE:g} s" if len(said) <= _ANSWER else "does not stop talking", text
+        return f"did not answer within {_PATIENCE:g} s" if len(said) <= _ANSWER else "printed without end", text
     return ("answered" if code == 0 else f"ended with {code}"), text
 
 

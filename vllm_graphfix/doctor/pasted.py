@@ -16,12 +16,12 @@ def markdown(doctor: Doctor) -> str:
 def _lines(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield "### vllm-graphfix doctor"
     yield ""
-    yield "Secrets, names of hosts and home folders are masked; read it once more before you paste it."
+    yield "Secrets, host names and home folders are masked; read it through before you paste it."
     for name, part in parts.items():
         yield ""
         yield f"#### {name.capitalize() if name != 'gpu' else 'GPU'}"
         yield ""
-        told = _TELLERS.get(name, _any)(part) if "error" not in part else [f"- cannot be told: {_code(part['error'])}"]
+        told = _TELLERS.get(name, _any)(part) if "error" not in part else [f"- not known: {_code(part['error'])}"]
         yield from list(told) or ["- nothing"]
 
 
@@ -38,7 +38,7 @@ def _variables_told(part: Mapping[str, Any]) -> Iterator[str]:
 
 def _status_told(part: Mapping[str, Any]) -> Iterator[str]:
     for fix in part["fixes"]:
-        known = "" if fix["known_release"] else ", a shape of code that is no stock release's"
+        known = "" if fix["known_release"] else ", code that differs from every known stock release"
         yield f"- {fix['name']}: {fix['diagnosis']}{known}; mode {fix['mode']}, would be {fix['would_be']}: {_code(fix['reason'])}"
         yield from (f"  - {_code(note)}" for note in fix["notes"])
     yield from (f"- note: {_code(note)}" for note in part["notes"])

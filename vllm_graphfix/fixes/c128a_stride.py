@@ -38,8 +38,8 @@ _PACKED = (
 
 ROWS_CLOSER = Event(
     "rows-closer",
-    "A decode batch came to DeepSeek V4's compressed attention whose rows stock packs closer than a capture: from the second row on graphs "
-    "read another request's.",
+    "A decode batch reached DeepSeek V4's compressed attention whose rows stock packs more closely than the capture did: from the second "
+    "row on, graphs read another request's.",
 )
 FALLBACK = Fallback()
 
@@ -47,7 +47,7 @@ FALLBACK = Fallback()
 def diagnose(source: Source) -> Diagnosis:
     path = _BACKEND if source.read(_BACKEND) is not None else _BACKEND_BEFORE
     if not source.says(path, _ROWS):
-        return Diagnosis(Verdict.ABSENT, "no attention to entries of 128 tokens each, as DeepSeek V4 has it")
+        return Diagnosis(Verdict.ABSENT, "no attention over entries of 128 tokens each, as in DeepSeek V4")
     found = (source.function(path, f"{builder}.{_METHOD}") for builder in _BUILDERS)
     build, rows = next(filter(None, found), None), source.function(path, _ROWS)
     if build is not None and rows is not None:
@@ -81,7 +81,7 @@ def diagnose(source: Source) -> Diagnosis:
             )
     return Diagnosis(
         Verdict.UNRECOGNISED,
-        "entries for tokens are laid out in a way that nobody has looked at",
+        "entries for tokens are laid out in a way that this plugin does not recognise",
         build.where if build else f"{path}:1",
     )
 
@@ -181,17 +181,17 @@ FIX = Fix(
     name="c128a-stride",
     pr=51318,
     references=("PR 50004", "PR 52823"),
-    summary="rows of DeepSeek V4's compressed attention are where graphs read them",
+    summary="rows of DeepSeek V4's compressed attention stay where graphs read them",
     releases="0.27.0 - 0.27.1",
     absent="0.14.1 - 0.19.1",
-    symptom="DeepSeek V4 answers wrongly under full CUDA graphs as soon as two requests decode together, with a --max-model-len above 16384.",
-    cause="Layers with a compress_ratio of 128 read, for each token, a row of slots in the cache. Rows are packed as closely as the longest request of the "
-    "batch allows. A capture has the model's longest, and its graph reads rows as far apart as that; later batches are shorter. "
-    "From the second row on it reads slots of other requests, or of earlier batches.",
+    symptom="With full CUDA graphs and a --max-model-len above 16384, DeepSeek V4 gives wrong answers as soon as two requests decode together.",
+    cause="Layers with a compress_ratio of 128 read, for each token, a row of slots in the cache. Rows are packed as closely as the longest "
+    "request of the batch allows. A capture assumes the longest request that the model allows, and its graph reads rows that far apart; "
+    "later batches are shorter. From the second row on, it reads slots of other requests, or of earlier batches.",
     remedy="For decode batches that a graph may be replayed for, rows are as wide as in the capture. What is beyond a request's own entries is "
     "marked as such, and left out by its count, as before.",
-    detect="One request at a time is answered rightly, two at once are not; with --enforce-eager both are.",
-    concerns="DeepSeek V4 with layers of compress_ratio 128, a cudagraph mode with FULL, --max-model-len above 16384, as the model's own is.",
+    detect="One request at a time gets a correct answer, two at once do not; with --enforce-eager both do.",
+    concerns="DeepSeek V4 with layers of compress_ratio 128, a cudagraph_mode that includes FULL, --max-model-len above 16384 (the model's own is).",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or --max-model-len 16384.',
     removable="with vLLM 0.28.0",
     runner=None,

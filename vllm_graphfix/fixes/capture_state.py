@@ -28,8 +28,7 @@ _EAGLE_MODULES = {shape: path.removesuffix(".py").replace("/", ".") for shape, p
 
 STATE_CONSUMED = Event(
     "state-consumed",
-    "A full graph was captured whose warm-up had consumed the attention plan that stock records with: on stock every replay uses the "
-    "plan of a dummy batch.",
+    "A full graph was captured after its warm-up had consumed the attention plan: on stock every replay uses the plan of a dummy batch.",
 )
 FALLBACK = Fallback()
 
@@ -62,7 +61,7 @@ def diagnose(source: Source) -> Diagnosis:
     place = capture or capture_graph
     return Diagnosis(
         Verdict.UNRECOGNISED,
-        "CudaGraphManager captures graphs in a way that nobody has looked at",
+        "CudaGraphManager captures graphs in a way that this plugin does not recognise",
         place.where if place else f"{_MANAGER}:1",
     )
 
@@ -270,9 +269,9 @@ FIX = Fix(
     "state, which is the warm-up's, so the planner is not in the graph and every replay uses the plan of the dummy batch.",
     remedy="The pass that a full graph records gets an attention state of its own, built by vLLM's own factory, outside the graph, "
     "after the warm-up has returned. PIECEWISE captures are as before.",
-    detect="Output differs from --enforce-eager on the same prompts from the first decoded tokens on, the more the further sequence "
-    "lengths are from those of the capture.",
-    concerns="VLLM_USE_V2_MODEL_RUNNER=1, a cudagraph mode with FULL, MLA models on FlashMLA (Hopper).",
+    detect="Output differs from --enforce-eager on the same prompts from the first decoded tokens on, and more so the further sequence lengths "
+    "are from those of the capture.",
+    concerns="VLLM_USE_V2_MODEL_RUNNER=1, a cudagraph_mode that includes FULL, MLA models on FlashMLA (Hopper).",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or model runner V1.',
     removable="with vLLM 0.22.0",
     runner="V2",

@@ -28,8 +28,8 @@ _KEPT = "_graphfix_dcp_context_kv_lens"
 
 LENGTHS_OF_ANOTHER_BATCH = Event(
     "lengths-of-another-batch",
-    "A batch as small as a graph came to FlashAttention with decode context parallelism: on stock a full graph attends to as much context as its "
-    "capture had, or as the reused memory says.",
+    "A batch small enough for a graph reached FlashAttention with decode context parallelism: on stock a full graph attends to as much "
+    "context as its capture had, or as the reused memory happens to say.",
 )
 FALLBACK = Fallback()
 
@@ -69,7 +69,7 @@ def diagnose(source: Source) -> Diagnosis:
             )
     return Diagnosis(
         Verdict.UNRECOGNISED,
-        "a rank's context lengths are made in a way that nobody has looked at",
+        "a rank's context lengths are made in a way that this plugin does not recognise",
         build.where if build else f"{_BACKEND}:1",
     )
 
@@ -196,7 +196,7 @@ def _on_flash_attention(deployment: Deployment) -> Fact:
     # On datacenter Blackwell FlashInfer comes first, and FlashAttention 2 has no fp8.
     if capability not in _FLASH_ATTENTION_FIRST or deployment.fp8_cache().holds is not False:
         return Fact(None, logged)
-    return Fact(True, "vLLM takes FlashAttention for it on this GPU")
+    return Fact(True, "vLLM chooses FlashAttention for it on this GPU")
 
 
 FIX = Fix(
@@ -207,13 +207,14 @@ FIX = Fix(
     summary="with decode context parallelism, graphs read the context lengths of their own batch",
     releases="0.14.1 - 0.19.1",
     symptom="With --decode-context-parallel-size above 1 and full CUDA graphs, models on FlashAttention answer with text that has nothing to do with "
-    "the prompt, as if they had read none or a part of it.",
+    "the prompt, as if they had read none of it, or only a part.",
     cause="How many tokens of each request's context are on this rank is computed in every step, into a new tensor. A full graph reads the "
-    "tensor of its capture, which was freed since: the context lengths of the capture's dummy batch, or whatever lies in that memory.",
-    remedy="The lengths are copied into a buffer that each builder of metadata keeps, whose address the graph recorded. Rows behind the batch are 0.",
-    detect="Wrong answers with --decode-context-parallel-size, and right ones with --enforce-eager or without that flag.",
+    "tensor of its capture, which has been freed since: it sees the context lengths of the capture's dummy batch, or whatever that "
+    "memory holds now.",
+    remedy="The lengths are copied into a buffer that each attention metadata builder keeps and whose address the graph recorded. Rows beyond the batch are 0.",
+    detect="Answers are wrong with --decode-context-parallel-size, and right with --enforce-eager or without that flag.",
     concerns="Models without latent attention (MLA) on FlashAttention, --decode-context-parallel-size above 1 (which needs more tensor-parallel ranks than "
-    "KV heads), a cudagraph mode with FULL. Both model runners.",
+    "KV heads), a cudagraph_mode that includes FULL. Both model runners.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
     removable="with vLLM 0.20.0",
     runner=None,

@@ -58,12 +58,11 @@ _DRAFT_PARAMETERS = (
 
 DECODE_PADDED_IN_PIECEWISE = Event(
     "decode-padded-in-piecewise",
-    "The decodes of a draft would run on stock in piecewise graphs with more tokens than requests: attention reads past what is valid "
-    "for the batch.",
+    "On stock, draft decodes would run in piecewise graphs with more tokens than requests: attention reads past what is valid for the batch.",
 )
 PREFILL_WITH_OLD_INDICES = Event(
     "prefill-with-old-indices",
-    "A draft's prefill, where it is captured in full graphs, has on stock token indices of an earlier batch beyond its own requests.",
+    "On stock, a draft prefill that is captured in full graphs has token indices of an earlier batch beyond its own requests.",
 )
 FALLBACK = Fallback()
 
@@ -75,7 +74,7 @@ def diagnose(source: Source) -> Diagnosis:
             return Diagnosis(Verdict.FIXED, "draft decodes have full graphs or none", sizes.where)
         return Diagnosis(
             Verdict.UNRECOGNISED,
-            "draft decodes choose their mode in a way that nobody has looked at",
+            "draft decodes choose their mode in a way that this plugin does not recognise",
             f"{_FIRST_MANAGER}:1",
         )
     for path, name, kernel_name in _SPECULATORS:
@@ -87,7 +86,9 @@ def diagnose(source: Source) -> Diagnosis:
     if init is None and manager is None:
         if source.function(_PACKAGE, "init_speculator") is None:
             return Diagnosis(Verdict.ABSENT, "no draft decodes on model runner V2")
-        return Diagnosis(Verdict.UNRECOGNISED, "speculators are where nobody has looked for them", f"{_PACKAGE}:1")
+        return Diagnosis(
+            Verdict.UNRECOGNISED, "speculators are in a place that this plugin does not recognise", f"{_PACKAGE}:1"
+        )
     if init is not None and (chosen := _mode_for_decodes(init, "self.cudagraph_manager = ...")):
         return Diagnosis(Verdict.FIXED, "draft decodes have full graphs or none", init.at(chosen))
     if manager is not None:
@@ -102,7 +103,7 @@ def diagnose(source: Source) -> Diagnosis:
             )
     return Diagnosis(
         Verdict.UNRECOGNISED,
-        "draft decodes choose their mode in a way that nobody has looked at",
+        "draft decodes choose their mode in a way that this plugin does not recognise",
         manager.where if manager else f"{_SPECULATOR}:1",
     )
 
@@ -112,7 +113,9 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
     chosen = _mode_for_decodes(init, "self.decode_cudagraph_manager = ...")
     if kernel is None or not kernel.find("tl.store(last_token_indices_ptr + req_idx, ...)"):
         return Diagnosis(
-            Verdict.UNRECOGNISED, "last_token_indices are written in a way that nobody has looked at", init.where
+            Verdict.UNRECOGNISED,
+            "last_token_indices are written in a way that this plugin does not recognise",
+            init.where,
         )
     filled = _zero_filled(kernel)
     if chosen and filled:
@@ -124,22 +127,26 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
         "self.decode_cudagraph_manager.pool = ..."
     ):
         return Diagnosis(
-            Verdict.UNRECOGNISED, "draft decodes choose their mode in a way that nobody has looked at", init.where
+            Verdict.UNRECOGNISED,
+            "draft decodes choose their mode in a way that this plugin does not recognise",
+            init.where,
         )
     if (not chosen and init.find("CUDAGraphMode.FULL_DECODE_ONLY")) or (
         not filled and not kernel.mentions(last_token_indices_ptr=1)
     ):
         return Diagnosis(
-            Verdict.UNRECOGNISED, "something is done about draft decodes that nobody has looked at", init.where
+            Verdict.UNRECOGNISED, "draft decodes are handled in a way that this plugin does not recognise", init.where
         )
     prepare = source.function(init.path, "prepare_eagle_inputs")
     if not filled and (prepare is None or not {"input_batch", "last_token_indices"} <= set(prepare.parameters)):
         return Diagnosis(
-            Verdict.UNRECOGNISED, "last_token_indices are filled in a way that nobody has looked at", init.where
+            Verdict.UNRECOGNISED,
+            "last_token_indices are filled in a way that this plugin does not recognise",
+            init.where,
         )
     if not chosen and not _drafts_as_known(source, init.path):
         return Diagnosis(
-            Verdict.UNRECOGNISED, "draft decodes are generated in a way that nobody has looked at", init.where
+            Verdict.UNRECOGNISED, "draft decodes are generated in a way that this plugin does not recognise", init.where
         )
     missing = [
         *(() if chosen else ("draft decodes get the configured mode, PIECEWISE included",)),
@@ -368,14 +375,14 @@ FIX = Fix(
     references=("PR 37588",),
     summary="draft decodes run in full graphs or none, never piecewise",
     releases="0.17.0 - 0.17.1, and nightlies between PR 37588 and PR 39773",
-    symptom="With FlashInfer and Eagle on model runner V2: RuntimeError about 'PrefillSplitQOKVIndptr', kv_indptr should be non-negative; "
-    "or reads out of range while drafting.",
-    cause="Draft decodes may run in PIECEWISE mode, which pads the tokens but not the requests; attention backends then read past "
-    "the metadata that is valid. In the nightlies a captured draft prefill also gathers with indices left over from an earlier, larger batch.",
+    symptom="With FlashInfer and Eagle on model runner V2: RuntimeError about 'PrefillSplitQOKVIndptr', kv_indptr should be non-negative; or "
+    "out-of-range reads while drafting.",
+    cause="Draft decodes may run in PIECEWISE mode, which pads the tokens but not the requests; attention backends then read past the valid "
+    "metadata. In the nightlies a captured draft prefill also gathers with indices left over from an earlier, larger batch.",
     remedy="Draft decodes use full graphs where the configured decode mode is FULL, and none otherwise; in the nightlies draft prefill keeps "
     "the configured mode, both share one graph pool, and indices beyond the batch are zeroed.",
     detect="The engine stops with the message above while drafting; it does not with --enforce-eager.",
-    concerns="VLLM_USE_V2_MODEL_RUNNER=1, --speculative-config with eagle or eagle3, a cudagraph mode whose decode mode is PIECEWISE.",
+    concerns="VLLM_USE_V2_MODEL_RUNNER=1, --speculative-config with eagle or eagle3, a cudagraph_mode that runs decodes in PIECEWISE.",
     workaround='--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\', or serving without speculative decoding.',
     removable="with vLLM 0.18.0",
     runner="V2",

@@ -76,13 +76,13 @@ def diagnose(source: Source) -> Diagnosis:
         ):
             return Diagnosis(
                 Verdict.AFFECTED,
-                "padded rows of a draft graph stand for requests of a batch before",
+                "padded rows of a draft graph still stand for requests of an earlier batch",
                 copy.at(mapped[0]),
                 "eagle" if path == _EAGLE else "all-but-dflash" if not dflash else "all",
             )
     return Diagnosis(
         Verdict.UNRECOGNISED,
-        "drafts are sampled in a way that nobody has looked at",
+        "drafts are sampled in a way that this plugin does not recognise",
         copy.where if copy else f"{path}:1",
     )
 
@@ -322,14 +322,15 @@ FIX = Fix(
     summary="padded rows of a draft graph write to no request's draft logits",
     releases="0.19.0 - 0.24.0",
     absent="0.14.1 - 0.18.1",
-    symptom="With model runner V2, full CUDA graphs and sampled drafts, answers are wrong or gibberish at temperatures above 0, for some requests of batches "
-    "whose size lies between two capture sizes.",
-    cause="A draft graph samples in each of its rows, and writes the row's logits to the request that the row stands for. Rows behind the batch still stand "
-    "for requests of an earlier, larger one (DFlash's: for request 0). The rejection sampler then takes such logits for those that a draft token was sampled from.",
-    remedy="Rows behind the batch stand for a spare row, which draft logits, temperatures and seeds have behind their last one. Rows of requests are as they were.",
-    detect="Wrong answers at temperature 1 and right ones at 0, with draft tokens, between two capture sizes; right with --enforce-eager.",
+    symptom="With model runner V2, full CUDA graphs and sampled drafts, answers are wrong or gibberish at temperatures above 0, for some "
+    "requests of batches whose size is between two capture sizes.",
+    cause="A draft graph samples in each of its rows, and writes the row's logits to the request that the row stands for. Padded rows still "
+    "stand for requests of an earlier, larger batch (DFlash's: for request 0). The rejection sampler then mistakes these logits for "
+    "those that a draft token was sampled from.",
+    remedy="Padded rows stand for a spare row, which draft logits, temperatures and seeds get after their last one. Rows of real requests are unchanged.",
+    detect="With draft tokens and a batch size between two capture sizes, answers are wrong at temperature 1 and right at 0; with --enforce-eager they are right at both.",
     concerns='Model runner V2, a speculator with "draft_sample_method": "probabilistic" ("gumbel" in 0.21, "rejection_sample_method": "probabilistic" before), '
-    "temperatures above 0, a cudagraph mode with FULL.",
+    "temperatures above 0, a cudagraph_mode that includes FULL.",
     workaround="draft_sample_method greedy (before 0.21 rejection_sample_method strict), which are the defaults, or --enforce-eager.",
     removable="with vLLM 0.25.0",
     runner="V2",

@@ -34,8 +34,7 @@ _EAGLE_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.cudagraph"
 
 CAPTURED_STATE_REUSED = Event(
     "captured-state-reused",
-    "A full graph of the draft's prefill was captured that stock captures on the target's attention state, whose plan belongs to the "
-    "target's graph.",
+    "A full graph of the draft's prefill was captured: stock captures it on the target's attention state, whose plan belongs to the target's graph.",
 )
 FALLBACK = Fallback()
 
@@ -54,7 +53,7 @@ def diagnose(source: Source) -> Diagnosis:
             )
         return Diagnosis(
             Verdict.UNRECOGNISED,
-            "the draft's prefill gets its attention states in a way that nobody has looked at",
+            "the draft's prefill gets its attention states in a way that this plugin does not recognise",
             capture.where,
         )
     for path in _LATER:
@@ -69,7 +68,7 @@ def diagnose(source: Source) -> Diagnosis:
                 )
             return Diagnosis(
                 Verdict.UNRECOGNISED,
-                "the draft's prefill gets its attention states in a way that nobody has looked at",
+                "the draft's prefill gets its attention states in a way that this plugin does not recognise",
                 pair.where,
             )
         own = source.function(path, "SpeculatorCudaGraphManager.capture")
@@ -78,13 +77,15 @@ def diagnose(source: Source) -> Diagnosis:
                 return Diagnosis(Verdict.FIXED, "the draft's passes build attention states of their own", own.where)
             return Diagnosis(
                 Verdict.UNRECOGNISED,
-                "the draft's prefill gets its attention states in a way that nobody has looked at",
+                "the draft's prefill gets its attention states in a way that this plugin does not recognise",
                 own.where,
             )
     eagle = source.function(_EAGLE, "EagleCudaGraphManager.capture")
     if eagle is not None or source.function(_PACKAGE, "init_speculator") is None or _older_layout(source):
         return Diagnosis(Verdict.ABSENT, "no capture of a draft's prefill on the target's attention states")
-    return Diagnosis(Verdict.UNRECOGNISED, "speculators are where nobody has looked for them", f"{_PACKAGE}:1")
+    return Diagnosis(
+        Verdict.UNRECOGNISED, "speculators are in a place that this plugin does not recognise", f"{_PACKAGE}:1"
+    )
 
 
 def _states_as_known(source: Source, capture: Function) -> bool:
@@ -202,13 +203,13 @@ FIX = Fix(
     absent="0.14.1 - 0.20.2",
     symptom="With MTP or Eagle on model runner V2: CUDA launch failures while capturing, or drafts that are hardly ever accepted.",
     cause="The draft's prefill is warmed up and captured on the target's captured attention states. Such a state says that it is "
-    "initialised, but its buffers belong to a graph that was recorded and has never run: the warm-up reads memory that nothing wrote, and the "
+    "initialised, but its buffers belong to a graph that was recorded and has never run: the warm-up reads memory that nothing has written, and the "
     "capture skips the planner.",
     remedy="Every pass of the draft's capture gets an attention state that no forward pass has touched, built by the target's own factory "
     "just before that pass.",
     detect="The engine dies while 'Capturing eagle prefill CUDA graphs', or the acceptance rate with graphs is lower than with --enforce-eager.",
     concerns="VLLM_USE_V2_MODEL_RUNNER=1 (the default for more and more models from 0.22.0 on), --speculative-config with eagle, eagle3 or mtp, "
-    "a cudagraph mode with FULL, attention backends with lazy metadata (FlashMLA).",
+    "a cudagraph_mode that includes FULL, attention backends with lazy metadata (FlashMLA).",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or serving without speculative decoding.',
     removable="with vLLM 0.23.0",
     runner="V2",

@@ -41,7 +41,7 @@ _MADE = (
 
 PLAN_OUTSIDE_BUFFERS = Event(
     "plan-outside-buffers",
-    "A plan for fp8 decodes came from the planner outside the persistent buffers: on stock a full graph that replays does not see it.",
+    "The planner returned a plan for fp8 decodes outside the persistent buffers: on stock a replayed full graph does not see it.",
 )
 FALLBACK = Fallback()
 
@@ -51,7 +51,9 @@ def diagnose(source: Source) -> Diagnosis:
     if not any(source.says(path, "FlashMLASchedMeta") for path in (_BACKEND, _OPERATORS)):
         return Diagnosis(Verdict.ABSENT, "no dense fp8 FlashMLA")
     if build is None:
-        return Diagnosis(Verdict.UNRECOGNISED, "dense fp8 is planned where nobody has looked for it", f"{_BACKEND}:1")
+        return Diagnosis(
+            Verdict.UNRECOGNISED, "dense fp8 is planned in a place that this plugin does not recognise", f"{_BACKEND}:1"
+        )
     planned = build.only("get_mla_metadata_dense_fp8(...)")
     if planned and build.each(*_POINTED_AT):
         if _all_kept(build):
@@ -66,7 +68,7 @@ def diagnose(source: Source) -> Diagnosis:
                 "new-plan",
             )
     return Diagnosis(
-        Verdict.UNRECOGNISED, "the plan of dense fp8 is kept in a way that nobody has looked at", build.where
+        Verdict.UNRECOGNISED, "the plan of dense fp8 is kept in a way that this plugin does not recognise", build.where
     )
 
 
@@ -174,13 +176,12 @@ FIX = Fix(
     summary="FlashMLA's fp8 plan stays where graphs recorded it",
     releases="0.15.0 - 0.18.1",
     absent="0.14.1",
-    symptom="--kv-cache-dtype fp8 with FlashMLA and full CUDA graphs turns to garbage (DeepSeek-V3.1).",
-    cause="The builder gets new tensors from the planner for every batch. The graph recorded the addresses of the capture's, which "
-    "nothing refreshes.",
-    remedy="The plan of each batch is copied into the builder's persistent buffers, and the metadata point there. A plan that does not "
-    "fit stops with both sizes in the message.",
+    symptom="With --kv-cache-dtype fp8, FlashMLA and full CUDA graphs, output turns to garbage (DeepSeek-V3.1).",
+    cause="The builder gets new tensors from the planner for every batch. The graph recorded the addresses of those from its capture, which nothing refreshes.",
+    remedy="The plan of each batch is copied into the builder's persistent buffers, and the metadata point there. A plan that does not fit "
+    "raises an error that gives both sizes.",
     detect="Output differs from --enforce-eager on the same prompts, and with --kv-cache-dtype auto it does not.",
-    concerns="--kv-cache-dtype fp8, MLA models on FlashMLA (Hopper), a cudagraph mode with FULL.",
+    concerns="--kv-cache-dtype fp8, MLA models on FlashMLA (Hopper), a cudagraph_mode that includes FULL.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --kv-cache-dtype auto.',
     removable="with vLLM 0.19.0",
     runner=None,
@@ -195,7 +196,7 @@ FIX = Fix(
         Together(
             name="flashmla-padding",
             module=_BACKEND_MODULE,
-            because="a right plan makes the kernel follow padded rows to block -1, a crash in place of garbage",
+            because="a right plan makes the kernel follow padded rows to block -1, a crash instead of garbage",
             may_be_off=True,
         ),
     ),

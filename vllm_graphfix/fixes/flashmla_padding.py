@@ -27,7 +27,7 @@ _NULL_BLOCK = 0
 
 PADDED_ROWS_GIVEN = Event(
     "padded-rows-given",
-    "A batch with padded rows came to dense fp8 FlashMLA: on stock the kernel gets length 0 and block -1 for them.",
+    "A batch with padded rows reached dense fp8 FlashMLA: on stock the kernel gets length 0 and block -1 for them.",
 )
 FALLBACK = Fallback()
 
@@ -41,7 +41,9 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis(Verdict.ABSENT, "no model runner V1")
     if build is None or build_decode is None:
         where = f"{_RUNNER if build is None else _BACKEND}:1"
-        return Diagnosis(Verdict.UNRECOGNISED, "block tables are padded where nobody has looked for it", where)
+        return Diagnosis(
+            Verdict.UNRECOGNISED, "block tables are padded in a place that this plugin does not recognise", where
+        )
     # Made in one of two ways, padded, returned.
     padded = build.only("blk_table_tensor[num_reqs:num_reqs_padded].fill_(...)")
     returned = build.only("return blk_table_tensor")
@@ -57,7 +59,9 @@ def diagnose(source: Source) -> Diagnosis:
                 build.at(padded),
                 "minus-one",
             )
-    return Diagnosis(Verdict.UNRECOGNISED, "block tables are padded in a way that nobody has looked at", build.where)
+    return Diagnosis(
+        Verdict.UNRECOGNISED, "block tables are padded in a way that this plugin does not recognise", build.where
+    )
 
 
 def _knows_fp8(source: Source) -> bool:
@@ -177,7 +181,7 @@ FIX = Fix(
     "cache offset from them; whether that faults depends on what lies there.",
     remedy="Before planner and kernel see them, padded rows get length 1 and the null block. Real rows and bf16 are untouched.",
     detect="compute-sanitizer on a short run with a batch size between two capture sizes; or CUDA errors that vanish with --kv-cache-dtype auto.",
-    concerns="--kv-cache-dtype fp8, MLA models on FlashMLA (Hopper), a cudagraph mode with FULL.",
+    concerns="--kv-cache-dtype fp8, MLA models on FlashMLA (Hopper), a cudagraph_mode that includes FULL.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --kv-cache-dtype auto.',
     removable="with vLLM 0.20.0",
     runner=None,

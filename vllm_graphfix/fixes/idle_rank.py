@@ -1,4 +1,4 @@
-"""`idle-rank`: the step of a rank without work writes to no cache block of a request (PR 39444, and more for each buffer)."""
+"""`idle-rank`: the step of an idle rank writes to no cache block of a request (PR 39444, and more for each buffer)."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _NULL_BLOCK = 0
 
 IDLE_STEP_ON_REAL_BLOCKS = Event(
     "idle-step-on-real-blocks",
-    "A rank without work ran a step after a real batch whose cache blocks the step's buffers still named: on stock it writes to them.",
+    "An idle rank ran a step after a real batch whose cache blocks the step's buffers still named: on stock the step writes to them.",
 )
 FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
     if not source.says(_WORKER, "execute_dummy_batch"):
-        return Diagnosis(Verdict.ABSENT, "no rank runs a step without work")
+        return Diagnosis(Verdict.ABSENT, "no idle rank runs a step")
     idle = source.function(_WORKER, _TARGET)
     run = source.function(_RUNNER, "GPUModelRunner._dummy_run")
     first, second = _left_by_v1(source, run), _left_by_v2(source, idle)
@@ -55,15 +55,15 @@ def diagnose(source: Source) -> Diagnosis:
         place = run or idle
         return Diagnosis(
             Verdict.UNRECOGNISED,
-            "a rank without work runs its step in a way that nobody has looked at",
+            "an idle rank runs its step in a way that this plugin does not recognise",
             place.where if place else f"{_WORKER}:1",
         )
     if not first and not second:
-        return Diagnosis(Verdict.FIXED, "the step of a rank without work names no cache block", run.where)
+        return Diagnosis(Verdict.FIXED, "an idle rank's step names no cache block", run.where)
     left = [*(f"{what} (V1)" for what in first), *([f"{_STALE_V2[second]} (V2)"] if second else [])]
     return Diagnosis(
         Verdict.AFFECTED,
-        f"the step of a rank without work finds its cache by what the last batch left: {', '.join(left)}",
+        f"an idle rank's step finds its cache by what the last batch left: {', '.join(left)}",
         run.where,
         "-and-".join(filter(None, ("slots" if "slots" in first else "rows", second))),
     )
@@ -368,22 +368,22 @@ FIX = Fix(
     name="idle-rank",
     pr=39444,
     references=("PR 34866", "PR 37728", "PR 49757", "PR 56734"),
-    summary="a rank without work writes to no cache block",
+    summary="an idle rank writes to no cache block",
     releases="0.14.1 - 0.33.0",
-    symptom="With data parallelism, answers turn to garbage or NaN, or a prefix that was answered before is answered differently, on ranks "
-    "that had nothing to do for a while.",
-    cause="A rank without work runs a step of its own, so that the others can go on. Its buffers still hold what the last batch or the requests "
-    "at hand put there: slots (up to 0.19.1), a drafter's slots (model runner V1), block-table rows, which are the states of Mamba and its "
-    "kind, and request rows from which drafts compute slots (model runner V2 up to 0.30.0). The step writes there, and the blocks belong to "
-    "other requests by then, or to the prefix cache.",
-    remedy="While such a step runs, slots are the pad slot and block-table rows the null block, in the persistent buffers, so that graphs read "
-    "it too. Rows that grow with a request are as before afterwards. Captures and warm-ups are untouched.",
+    symptom="With data parallelism, on ranks that were idle for a while, answers turn to garbage or NaN, or a prompt with a cached prefix is "
+    "answered differently than before.",
+    cause="An idle rank runs a step of its own, so that the others can go on. Its buffers still hold what the last batch, or requests that "
+    "wait on this rank, put there: slots (up to 0.19.1), a drafter's slots (model runner V1), block-table rows, which are the states of "
+    "Mamba and its kind, and request rows from which drafts compute slots (model runner V2 up to 0.30.0). The step writes there, though "
+    "the blocks may belong to other requests by then, or to the prefix cache.",
+    remedy="During such a step, slots are set to the pad slot and block-table rows to the null block, in the persistent buffers, so that graphs "
+    "read them too. Rows that grow with a request are restored afterwards. Captures and warm-ups are untouched.",
     detect="Bursts of requests with pauses between them, on an engine with --data-parallel-size above 1; a prompt that hits the prefix cache "
     "answers differently after a pause.",
     concerns="Data parallelism, which in practice is expert parallelism of MoE models; since 0.20.0 only models with Mamba, GDN or "
     "short-convolution layers, and speculative decoding. Both model runners; full graphs and, for slots, eager and PIECEWISE too.",
     workaround="None in the engine; one engine per rank behind a router (no --data-parallel-size), where the model fits.",
-    removable="no release yet; with one that is diagnosed as fixed",
+    removable="not yet: no release has a remedy; later with one that `status` calls fixed",
     runner=None,
     reads=(
         _WORKER,

@@ -53,7 +53,7 @@ _PREPARED = "seq_lens, block_table, decode_lens, batch_size, requires_padding = 
 
 PADDED_ROWS_BELOW_ZERO = Event(
     "padded-rows-below-zero",
-    "A decode batch with padded rows and draft tokens came to the sparse indexer: on stock the first tokens of those rows have lengths below 0.",
+    "A decode batch with padded rows and draft tokens reached the sparse indexer: on stock the first tokens of those rows have negative lengths.",
 )
 FALLBACK = Fallback()
 
@@ -83,14 +83,14 @@ def diagnose(source: Source) -> Diagnosis:
             ):
                 return Diagnosis(
                     Verdict.AFFECTED,
-                    "a row of length 0 with several tokens gives lengths below 0",
+                    "a row of length 0 with several tokens gives negative lengths",
                     prepare.at(prepare.find(_LENGTH)[0]),
                     shape,
                 )
     place = prepare or build
     return Diagnosis(
         Verdict.UNRECOGNISED,
-        "the lengths of tokens are prepared in a way that nobody has looked at",
+        "the lengths of tokens are prepared in a way that this plugin does not recognise",
         place.where if place else f"{_INDEXER}:1",
     )
 
@@ -256,18 +256,18 @@ FIX = Fix(
     name="indexer-padding",
     pr=None,
     references=("issue 51593", "PR 51538"),
-    summary="padded rows of the sparse indexer have no lengths below 0",
+    summary="padded rows of the sparse indexer have no negative lengths",
     releases="0.20.0 - 0.27.1",
     absent="0.14.1 - 0.19.1",
     symptom="With speculative decoding and full CUDA graphs, DeepSeek V3.2 and V4 hang while a batch drains: GPUs at full load, no token, "
     "timeouts of the executor (issue 51593).",
-    cause="For each token of a decode batch, the indexer's builder subtracts from its request's length how many tokens come after it. A padded "
-    "row has length 0, so its first token gets -1 with one draft token, less with more. The top-k kernel reads lengths unsigned: "
-    "one of its blocks waits for others that have left.",
-    remedy="Lengths below 0 become 0, on the device and in the buffer whose address the graph recorded, before anything is made of them. Tokens of "
-    "requests keep their lengths.",
-    detect="A hang of the engine with draft tokens when the number of running requests is between two capture sizes, and none with PIECEWISE graphs.",
-    concerns="Models with DeepSeek's sparse attention and its indexer, speculative decoding (MTP), a cudagraph mode with FULL. "
+    cause="For each token of a decode batch, the indexer's builder subtracts the number of tokens after it from its request's length. A padded "
+    "row has length 0, so its first token gets -1 with one draft token, and less with more. The top-k kernel reads lengths as unsigned: "
+    "one of its blocks waits for others that have already exited.",
+    remedy="Negative lengths become 0, on the device and in the buffer whose address the graph recorded, before anything is computed from them. "
+    "Tokens of real requests keep their lengths.",
+    detect="With draft tokens the engine hangs when the number of running requests is between two capture sizes; with PIECEWISE graphs it does not.",
+    concerns="Models with DeepSeek's sparse attention and its indexer, speculative decoding (MTP), a cudagraph_mode that includes FULL. "
     "On GPUs other than datacenter Blackwell: one draft token.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or no speculative decoding.',
     removable="with vLLM 0.28.0",

@@ -25,7 +25,7 @@ _FOR_GRAPHS = "_update_metadata_for_cudagraph_capture"
 
 INDICES_OF_ANOTHER_GROUP = Event(
     "indices-of-another-group",
-    "A decode batch came to a second or later group of Mamba-2 layers with its block indices in the first group's buffers alone: on stock "
+    "A decode batch reached a second or later group of Mamba-2 layers with its block indices in the first group's buffers only: on stock "
     "this group's graphs read those of the capture.",
 )
 FALLBACK = Fallback()
@@ -33,7 +33,7 @@ FALLBACK = Fallback()
 
 def diagnose(source: Source) -> Diagnosis:
     if not all(source.says(_BUILDER, name) for name in _INDICES):
-        return Diagnosis(Verdict.ABSENT, "Mamba's builder has no indices of blocks: no state is kept for each block")
+        return Diagnosis(Verdict.ABSENT, "Mamba's builder has no block indices: no state is kept for each block")
     update = source.function(_BUILDER, _TARGET)
     compute = source.function(_BUILDER, f"{_BASE}._compute_common_metadata")
     build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
@@ -62,13 +62,13 @@ def diagnose(source: Source) -> Diagnosis:
         ):
             return Diagnosis(
                 Verdict.AFFECTED,
-                "a group whose block table alone is updated leaves its graphs the block indices of the capture",
+                "for further groups only the block table is updated, and their graphs keep the block indices of the capture",
                 update.at(replaced),
                 "indices-of-the-first-group",
             )
     return Diagnosis(
         Verdict.UNRECOGNISED,
-        "block tables of further groups are updated in a way that nobody has looked at",
+        "block tables of further groups are updated in a way that this plugin does not recognise",
         update.where if update else f"{_BUILDER}:1",
     )
 
@@ -193,15 +193,16 @@ FIX = Fix(
     absent="0.32.0 - 0.33.0",
     symptom="With prefix caching, Mamba-2 hybrids such as Nemotron-H answer long prompts with garbage or NaN under full CUDA graphs, and leave wrong states "
     "in the prefix cache.",
-    cause="With prefix caching each block of a Mamba layer has a state (mode `all`), and a decode finds the block that it reads and the one that "
-    "it writes by two indices. The first group's builder copies them where its graphs read them. For further groups vLLM only exchanges "
+    cause="With prefix caching each block of a Mamba layer has a state (mode `all`), and a decode finds the block that it reads and the one "
+    "that it writes by two indices. The first group's builder copies them where its graphs read them. For further groups vLLM only swaps "
     "the block table: their graphs go on reading the indices of the capture, which name each request's first block.",
-    remedy="Where a further group's block table is put where its graphs read it, so are the indices, by one copy on the device.",
-    detect="With --enable-prefix-caching, prompts longer than a Mamba block are answered wrongly, also when sent for the first time, and rightly without it or with "
-    "--enforce-eager.",
+    remedy="Whenever a further group's block table is copied to where its graphs read it, so are the indices, with one copy on the device.",
+    detect="With --enable-prefix-caching, prompts longer than a Mamba block get wrong answers, even when sent for the first time; without that "
+    "flag or with --enforce-eager they get right ones.",
     concerns="Hybrids with more Mamba-2 layers than attention layers (Nemotron-H, Granite 4, Bamba, Zamba2), --enable-prefix-caching, model "
-    "runner V1, a cudagraph mode with FULL.",
-    workaround='no --enable-prefix-caching, or --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager; from 0.15.0 on --mamba-cache-mode align.',
+    "runner V1, a cudagraph_mode that includes FULL.",
+    workaround='leave out --enable-prefix-caching, or --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager; from 0.15.0 on '
+    "--mamba-cache-mode align.",
     removable="with vLLM 0.17.0",
     runner="V1",
     reads=(_RUNNER, _BUILDER),
@@ -258,6 +259,6 @@ def trial() -> Trial:
             Served("0.14.1", f"{caching} --no-enable-prefix-caching", does_not, "is not given", model=nemotron),
             Served("0.16.0", f"{caching} --enforce-eager", does_not, "--enforce-eager", model=nemotron),
             Served("0.16.0", "./mamba2 --enable-prefix-caching", does_not, "no several groups"),
-            Served("0.16.0", "./new-hybrid --enable-prefix-caching", Concern.UNKNOWN, "not a model that is known"),
+            Served("0.16.0", "./new-hybrid --enable-prefix-caching", Concern.UNKNOWN, "does not know the model"),
         ),
     )

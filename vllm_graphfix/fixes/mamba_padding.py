@@ -22,7 +22,7 @@ _SPLIT_BY_PHASE = (
 
 PADDED_ROW_PREFILLING = Event(
     "padded-row-prefilling",
-    "A batch came to a group of Mamba layers with a padded row that reads as prefilling: on stock a decode graph replays on old state indices.",
+    "A batch reached a group of Mamba layers with a padded row that is marked as prefilling: on stock a decode graph replays with stale state indices.",
 )
 FALLBACK = Fallback()
 
@@ -51,7 +51,7 @@ def diagnose(source: Source) -> Diagnosis:
                 return Diagnosis(Verdict.FIXED, "the Mamba builder does not split the batch by phase", compute.where)
     return Diagnosis(
         Verdict.UNRECOGNISED,
-        "rows are marked as prefilling in a way that nobody has looked at",
+        "rows are marked as prefilling in a way that this plugin does not recognise",
         build.where if build else f"{_RUNNER}:1",
     )
 
@@ -136,13 +136,13 @@ FIX = Fix(
     summary="padded rows never turn a Mamba decode batch into a prefill",
     releases="0.19.0 - 0.21.0",
     absent="0.14.1 - 0.18.1",
-    symptom="Mamba and hybrid models decode wrong tokens under full CUDA graphs, now and then, under load.",
-    cause="The model runner marks rows as prefilling over the padded rows too. A slot beyond the batch keeps the numbers of a request that was "
-    "moved away while it was still prefilling. Mamba's builder splits by that mark: a padded row turns a pure decode batch into "
-    "decode + prefill, and the persistent buffers that the graph reads are not refreshed.",
-    remedy="The Mamba builder splits on a copy of the metadata in which rows that schedule no token are not prefilling. Real rows keep their mark.",
+    symptom="Under load, Mamba and hybrid models now and then decode wrong tokens with full CUDA graphs.",
+    cause="The model runner computes the prefilling mark for padded rows, too. A slot beyond the batch keeps the numbers of a request that was "
+    "moved away while it was still prefilling. Mamba's builder splits by that mark: a padded row turns a pure decode batch into decode + "
+    "prefill, and the persistent buffers that the graph reads are not refreshed.",
+    remedy="The Mamba builder splits on a copy of the metadata in which rows without scheduled tokens are not prefilling. Real rows keep their mark.",
     detect="Long prompts with chunked prefill next to short requests that finish meanwhile; output differs from --enforce-eager for some requests only.",
-    concerns="Mamba, Mamba-2 and hybrid models, model runner V1, a cudagraph mode with FULL, chunked prefill.",
+    concerns="Mamba, Mamba-2 and hybrid models, model runner V1, a cudagraph_mode that includes FULL, chunked prefill.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
     removable="with vLLM 0.22.0",
     runner="V1",

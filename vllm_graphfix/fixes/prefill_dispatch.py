@@ -42,8 +42,8 @@ _BOTH = "shape-only-v1-v2"
 
 PREFILL_AS_DECODE = Event(
     "prefill-as-decode",
-    "A step of a model with recurrent layers had the shape of a decode and still prefilled: on stock it replays a full decode graph, "
-    "with old indices wherever a builder sees the prefill.",
+    "A step of a model with recurrent layers had the shape of a decode but contained a prefill: on stock it replays a full decode graph, "
+    "with stale indices wherever a builder sees the prefill.",
 )
 FALLBACK = Fallback()
 
@@ -55,7 +55,7 @@ def diagnose(source: Source) -> Diagnosis:
             return found
     affected = [found for found in (v1, v2) if found.verdict is Verdict.AFFECTED]
     if len(affected) == 2:
-        return v1._replace(reason="both model runners take a step for a decode by its shape alone", shape=_BOTH)
+        return v1._replace(reason="both model runners treat a step as a decode by its shape alone", shape=_BOTH)
     for found in affected:
         return found
     return v1 if v2.verdict is Verdict.ABSENT else v2
@@ -65,9 +65,11 @@ def _of_v1(source: Source) -> Diagnosis:
     if not source.says(_RUNNER, "_is_uniform_decode"):
         if source.says(_RUNNER, "uniform_decode"):
             return Diagnosis(
-                Verdict.UNRECOGNISED, "model runner V1 tells decodes by what nobody has looked at", f"{_RUNNER}:1"
+                Verdict.UNRECOGNISED,
+                "model runner V1 recognises decodes by a condition that this plugin does not know",
+                f"{_RUNNER}:1",
             )
-        return Diagnosis(Verdict.ABSENT, "no model runner V1 that has graphs for decodes alone")
+        return Diagnosis(Verdict.ABSENT, "no model runner V1 with graphs for decodes only")
     uniform = source.function(_RUNNER, "GPUModelRunner._is_uniform_decode")
     determine = source.function(_RUNNER, "GPUModelRunner._determine_batch_execution_and_padding")
     execute = source.function(_RUNNER, "GPUModelRunner.execute_model")
@@ -75,7 +77,7 @@ def _of_v1(source: Source) -> Diagnosis:
     if uniform and determine and execute and dummy and dummy.gives(_DETERMINE, "force_uniform_decode=uniform_decode"):
         for place in (determine, execute):
             if phase := _asked_phase(place, uniform):
-                return Diagnosis(Verdict.FIXED, "model runner V1 asks in which phase the rows are", phase)
+                return Diagnosis(Verdict.FIXED, "model runner V1 checks which phase the rows are in", phase)
         by_shape = (
             uniform.takes == _TAKES
             and uniform.only(_OVERRIDDEN)
@@ -93,11 +95,11 @@ def _of_v1(source: Source) -> Diagnosis:
         counted = ("num_computed_tokens_cpu", "num_prompt_tokens", "num_tokens_no_spec")
         if by_shape and asked_once and all(source.says(_BATCH, name) for name in counted):
             return Diagnosis(
-                Verdict.AFFECTED, "model runner V1 takes a step for a decode by its shape alone", uniform.where, _V1
+                Verdict.AFFECTED, "model runner V1 treats a step as a decode by its shape alone", uniform.where, _V1
             )
     return Diagnosis(
         Verdict.UNRECOGNISED,
-        "model runner V1 tells decodes in a way that nobody has looked at",
+        "model runner V1 recognises decodes in a way that this plugin does not know",
         uniform.where if uniform else f"{_RUNNER}:1",
     )
 
@@ -128,7 +130,7 @@ def _of_v2(source: Source) -> Diagnosis:
         answered = gather.only("return batch_state, get_uniform_decode_token_count(...)")
         phase = by_phase.parameters[3:]
         if asked and told and answered and len(phase) == 1 and by_phase.mentions(**{phase[0]: 1}):
-            return Diagnosis(Verdict.FIXED, "model runner V2 asks in which phase the rows are", gather.at(told))
+            return Diagnosis(Verdict.FIXED, "model runner V2 checks which phase the rows are in", gather.at(told))
     elif execute and update and by_shape and gather is None:
         shape_alone = (
             by_shape.takes == "num_reqs, num_tokens, max_query_len"
@@ -160,11 +162,11 @@ def _of_v2(source: Source) -> Diagnosis:
             and source.says(_GRAPHS_V2, "_capture_descs")
         ):
             return Diagnosis(
-                Verdict.AFFECTED, "model runner V2 takes a step for a decode by its shape alone", by_shape.where, _V2
+                Verdict.AFFECTED, "model runner V2 treats a step as a decode by its shape alone", by_shape.where, _V2
             )
     return Diagnosis(
         Verdict.UNRECOGNISED,
-        "model runner V2 tells decodes in a way that nobody has looked at",
+        "model runner V2 recognises decodes in a way that this plugin does not know",
         execute.where if execute else f"{_RUNNER_V2}:1",
     )
 
@@ -398,14 +400,15 @@ FIX = Fix(
     references=("PR 47123", "PR 39945", "issue 49918", "issue 53051", "issue 57720"),
     summary="a prefill never replays a decode graph of a recurrent model",
     releases="0.14.1 - 0.33.0",
-    symptom="Mamba, GDN and short-convolution models answer a prompt, or the rest of one, of exactly one token (with speculative decoding, "
-    "of one token more than are drafted) with text that has nothing to do with it, and differently each time. Requests of the same batch may be hit too.",
-    cause="The model runner takes a step for a decode if every request has as many tokens as a decode has, in whatever phase it is. Such a "
+    symptom="If a prompt, or what is left of one, is exactly one token long (with speculative decoding: one token more than are drafted), Mamba, "
+    "GDN and short-convolution models answer with text that has nothing to do with it, different each time. Other requests of the same "
+    "batch may be hit too.",
+    cause="The model runner treats a step as a decode if every request has as many tokens as a decode, whatever phase it is in. Such a "
     "prefill replays a full decode graph, while the layers' builders see a prefill and do not refresh the buffers that the graph reads.",
     remedy="A step is a decode only if each of its requests is past its prefill. Otherwise it runs as other steps with prefills do: in "
     "piecewise graphs or eager. Models without recurrent layers, captures and dummy runs are as before.",
-    detect="The same prompt of one token (or one token more than are drafted) at temperature 0 gives other answers each time, and the same ones with --enforce-eager.",
-    concerns="Models with recurrent layers (Mamba, GDN, linear attention, short convolutions), a cudagraph mode with FULL_DECODE_ONLY or FULL_AND_PIECEWISE. "
+    detect="At temperature 0 the same prompt of one token (or one token more than are drafted) gets a different answer each time, and always the same one with --enforce-eager.",
+    concerns="Models with recurrent layers (Mamba, GDN, linear attention, short convolutions), cudagraph_mode FULL_DECODE_ONLY or FULL_AND_PIECEWISE. "
     "Model runner V1 in all releases, V2 in 0.21.0 - 0.27.1.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
     removable="not yet: no release up to 0.33.0 has the remedy for model runner V1",

@@ -28,15 +28,15 @@ _NO_MODELS = ("use_ngram_gpu",)
 
 READ_AFTER_DRAFT = Event(
     "prompt-logprobs-after-draft",
-    "In one step log-probabilities of a prompt were due from hidden states that may lie in the memory of CUDA graphs, and the drafter came "
-    "first: on stock they are computed from what its graphs leave there.",
+    "A step had to compute prompt log-probabilities from hidden states that may lie in CUDA graph memory, after the drafter had run: on "
+    "stock they are computed from what its graphs leave there.",
 )
 FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
     if not all(source.says(_RUNNER, word) for word in ("_get_prompt_logprobs_dict", "propose_draft_token_ids")):
-        return Diagnosis(Verdict.ABSENT, "no model runner V1 that drafts and gives log-probabilities of prompts")
+        return Diagnosis(Verdict.ABSENT, "no model runner V1 that drafts and returns prompt log-probabilities")
     sample, bookkeep, prompts, execute = (
         source.function(_RUNNER, f"GPUModelRunner.{name}")
         for name in ("sample_tokens", "_bookkeeping_sync", "_get_prompt_logprobs_dict", "execute_model")
@@ -47,7 +47,7 @@ def diagnose(source: Source) -> Diagnosis:
         if drafts and read is not None and not (bookkeep.find(_PROMPTS) and sample.find(_PROMPTS)):
             first = drafts[0]
             if read.lineno < first.lineno and _whenever(first, sample, read):
-                reason = "log-probabilities of prompts are computed before the drafter runs"
+                reason = "prompt log-probabilities are computed before the drafter runs"
                 return Diagnosis(Verdict.FIXED, reason, sample.at(read))
             copied = {name: copy for name, copy in _copies(sample) if copy.lineno < first.lineno}
             kept = [copied[name] for name in _names_in(read) if name in copied]
@@ -60,13 +60,13 @@ def diagnose(source: Source) -> Diagnosis:
             if late and _reads_late(source, sample, bookkeep, prompts):
                 return Diagnosis(
                     Verdict.AFFECTED,
-                    "the drafter runs before log-probabilities of prompts are computed from the target's hidden states",
+                    "the drafter runs before prompt log-probabilities are computed from the target's hidden states",
                     sample.at(first),
                     "draft-first",
                 )
     return Diagnosis(
         Verdict.UNRECOGNISED,
-        "log-probabilities of prompts and drafts follow each other in a way that nobody has looked at",
+        "prompt log-probabilities and drafts follow each other in a way that this plugin does not recognise",
         sample.where if sample else f"{_RUNNER}:1",
     )
 
@@ -226,13 +226,14 @@ FIX = Fix(
     summary="with a draft model, prompt_logprobs are the target's",
     releases="0.14.1 - 0.33.0; no stock release up to 0.33.0 has a remedy",
     symptom="With Eagle, MTP or a draft model, prompt_logprobs of prompts up to the largest capture size are silently wrong. Generated tokens are right.",
-    cause="The drafter runs before log-probabilities of prompts are computed from the target's hidden states. These are the output of a CUDA "
-    "graph, kept by address alone: its memory is in the pool that the drafter's graphs share, and they write there.",
-    remedy="In a step that computes log-probabilities of a prompt after a draft, the hidden states are copied before it, for that step. "
-    "A step without such a request, a step with more tokens than the largest graph takes, and a drafter that runs afterwards have no copy.",
+    cause="The drafter runs before prompt log-probabilities are computed from the target's hidden states. These are the output of a CUDA "
+    "graph, kept only as an address: their memory is in the pool that the drafter's graphs share, and those graphs write there.",
+    remedy="In a step that computes prompt log-probabilities after a draft, the hidden states are copied before the draft, for that step. "
+    "Nothing is copied in a step without such a request, in one with more tokens than the largest graph takes, or where the drafter runs "
+    "afterwards.",
     detect="The same prompt scored with and without --speculative-config, or just below and just above the largest capture size: prompt_logprobs differ.",
     concerns="Model runner V1, --speculative-config with eagle, eagle3, mtp, dflash, dspark, draft_model or extract_hidden_states (as far as the release has them), "
-    "a cudagraph mode in which prompts run in graphs (PIECEWISE, FULL, FULL_AND_PIECEWISE), requests with prompt_logprobs.",
+    "a cudagraph_mode in which prompts run in graphs (PIECEWISE, FULL, FULL_AND_PIECEWISE), requests with prompt_logprobs.",
     workaround="Score prompts on an engine without --speculative-config, or with --enforce-eager, "
     "or '\"disable_padded_drafter_batch\": true' in --speculative-config.",
     removable="once PR 53520 is in the release that you run",

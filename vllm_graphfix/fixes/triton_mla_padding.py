@@ -32,7 +32,7 @@ _FILLED = ("e_sum > 0", "e_sum != 0", "cur_batch_seq_len > 0", "cur_batch_seq_le
 
 EMPTY_ROWS_GIVEN = Event(
     "empty-rows-given",
-    "A batch with padded rows came to Triton's MLA decode: on stock the kernel leaves NaN in them.",
+    "A batch with padded rows reached Triton's MLA decode: on stock the kernel leaves NaN in them.",
 )
 FALLBACK = Fallback()
 
@@ -53,7 +53,9 @@ def diagnose(source: Source) -> Diagnosis:
     decode = source.function(_KERNELS, "decode_attention_fwd")
     build = source.function(_COMMON, "MLACommonMetadataBuilder.build")
     if builder is None or forward is None or reduce is None or decode is None or build is None:
-        return Diagnosis(Verdict.UNRECOGNISED, "Triton MLA decodes in a way that nobody has looked at", f"{_BACKEND}:1")
+        return Diagnosis(
+            Verdict.UNRECOGNISED, "Triton MLA decodes in a way that this plugin does not recognise", f"{_BACKEND}:1"
+        )
     allowed = any(builder.find(f"AttentionCGSupport.{name}") for name in _FULL)
     if not allowed and builder.find("AttentionCGSupport.NEVER"):
         return Diagnosis(
@@ -83,11 +85,13 @@ def diagnose(source: Source) -> Diagnosis:
     ):
         return Diagnosis(
             Verdict.AFFECTED,
-            "full graphs are allowed, whose padded rows have length 0, and the kernel divides by the sum over no tokens",
+            "full graphs are allowed, their padded rows have length 0, and the kernel divides by a sum over no tokens",
             reduce.at(division),
             "divides-by-nothing",
         )
-    return Diagnosis(Verdict.UNRECOGNISED, "Triton MLA decodes in a way that nobody has looked at", forward.where)
+    return Diagnosis(
+        Verdict.UNRECOGNISED, "Triton MLA decodes in a way that this plugin does not recognise", forward.where
+    )
 
 
 def _guard(reduce: Function) -> str | None:
@@ -211,11 +215,10 @@ FIX = Fix(
     symptom="NaN logits for every request of a batch whose size lies between two capture sizes (issue 57017: DeepSeek-V2-Lite with "
     "--quantization fp8, from three requests on).",
     cause="Since 0.22.0 Triton MLA decodes in full graphs, whose padded rows have length 0. The kernel divides their sum over no tokens by 0. "
-    "What quantises activations with one scale for the whole batch, as online fp8 MoE does, then has NaN for a scale.",
-    remedy="After the kernel, and in the graph, rows of length 0 are filled with zeros. Rows with tokens keep what the kernel left, and so "
-    "does the log-sum-exp, which is -inf there.",
-    detect="Output that is wrong, or log-probabilities that are NaN, only at batch sizes between two capture sizes, and right with "
-    "--enforce-eager.",
+    "Code that quantises activations with one scale for the whole batch, as online fp8 MoE does, then gets NaN as its scale.",
+    remedy="After the kernel, inside the graph, rows of length 0 are filled with zeros. Rows with tokens keep the kernel's output; the "
+    "log-sum-exp, which is -inf in padded rows, is left as it is.",
+    detect="Wrong output, or NaN log-probabilities, only at batch sizes between two capture sizes; with --enforce-eager both are right.",
     concerns="MLA models on Triton MLA (what GPUs before Hopper get), a cudagraph mode with FULL; wrong for whole batches with "
     "--quantization fp8 and experts.",
     workaround='--compilation-config \'{"cudagraph_mode": "NONE"}\', or --enforce-eager.',

@@ -28,7 +28,7 @@ _SLOTS = "for ubatch_id in range(self._num_ubatches): ..."
 
 RECORDED_WORKSPACE_OUTGROWN = Event(
     "recorded-workspace-outgrown",
-    "A larger workspace took the place of one that a graph had recorded: on stock that memory is freed, and the graph still reads and "
+    "A larger workspace replaced one that a graph had recorded: on stock that memory is freed, and the graph still reads and "
     "writes there.",
 )
 FALLBACK = Fallback()
@@ -53,7 +53,7 @@ def diagnose(source: Source) -> Diagnosis:
         if cleared and not _mentions_lock(source):
             kept = _kept(ensure, cleared)
             if kept:
-                return Diagnosis(Verdict.FIXED, "a workspace that is outgrown is kept", ensure.at(kept))
+                return Diagnosis(Verdict.FIXED, "an outgrown workspace is kept", ensure.at(kept))
             shape = _shape(source, ensure, capture)
             if shape:
                 return Diagnosis(
@@ -64,7 +64,7 @@ def diagnose(source: Source) -> Diagnosis:
                 )
     return Diagnosis(
         Verdict.UNRECOGNISED,
-        "the workspace grows, or model runner V2 locks it, in a way that nobody has looked at",
+        "the workspace grows, or model runner V2 locks it, in a way that this plugin does not recognise",
         ensure.where if ensure else f"{_WORKSPACE}:1",
     )
 
@@ -302,12 +302,12 @@ FIX = Fix(
     references=("issue 55336",),
     summary="a workspace that a graph has recorded outlives its replacement",
     releases="0.14.1 - 0.29.0",
-    symptom="With model runner V2, an illegal memory access when the engine has just captured its graphs, or at some step while serving, or "
-    "wrong output of requests whose tensors lie where the old workspace was. Upstream saw an engine of DeepSeek V4 abort while starting.",
-    cause="Mixture-of-experts, sparse attention and other layers share one workspace, whose address their graphs record. A batch that "
-    "needs more makes the manager free it and take a larger one: the warm-up behind the captures (from 0.17.0 on), or a request. V1 locks the "
-    "workspace when its graphs are captured; V2 does not, and its graphs go on with memory that is no longer theirs.",
-    remedy="A workspace that was handed out while model runner V2 captured is kept by its manager when a larger one takes its place. After the "
+    symptom="With model runner V2, an illegal memory access right after the engine has captured its graphs, or at some step while serving, or "
+    "wrong output of requests whose tensors lie where the old workspace was. Upstream saw a DeepSeek V4 engine abort during start-up.",
+    cause="Mixture-of-experts, sparse attention and other layers share one workspace, whose address their graphs record. A batch that needs "
+    "more makes the manager free it and allocate a larger one: the warm-up after the captures (from 0.17.0 on), or a request. V1 locks "
+    "the workspace when its graphs are captured; V2 does not, and its graphs go on using memory that is no longer theirs.",
+    remedy="A workspace that was handed out while model runner V2 captured is kept by its manager when a larger one replaces it. After the "
     "captures that is at most one for each slot, smaller than the one in use; without a capture nothing is kept.",
     detect="VLLM_DEBUG_WORKSPACE=1 logs 'Resized workspace' after 'Graph capturing finished'; --enforce-eager does not fail.",
     concerns="VLLM_USE_V2_MODEL_RUNNER=1 (the default for more and more models from 0.22.0 on), CUDA graphs of any mode, layers that use the "

@@ -54,7 +54,7 @@ def shown(fleet: Fleet) -> RenderableType:
     for engine in fleet.engines:
         parts += [*_engine_shown(engine), Text()]
     if fleet.unrecorded:
-        parts.append(Text.from_markup("[bold]processes of vLLM without a record[/]"))
+        parts.append(Text.from_markup("[bold]vLLM processes without a record[/]"))
         reasons: dict[str, list[Unrecorded]] = {}
         for one in fleet.unrecorded:
             reasons.setdefault(one.reason, []).append(one)
@@ -69,8 +69,8 @@ def shown(fleet: Fleet) -> RenderableType:
     if not fleet.engines and not fleet.unrecorded:
         parts.append(
             Text.from_markup(
-                f"No records in {escape(shown_path(fleet.folder))}, and no process of vLLM on {escape(fleet.here.host)}. Engines elsewhere are seen "
-                f"if {STATUS_DIR} is a folder of shared storage, for them and here."
+                f"No records in {escape(shown_path(fleet.folder))}, and no vLLM process on {escape(fleet.here.host)}. Engines on other machines show up "
+                f"if {STATUS_DIR} names the same folder on shared storage there and here."
             )
         )
     parts += [Text.from_markup(f"[yellow]![/] {escape(note)}") for note in (*fleet.notes, *fleet.problems)]
@@ -112,10 +112,12 @@ def _engine_shown(engine: Engine) -> list[RenderableType]:
         for what in (Liveness.DEAD, Liveness.SILENT):
             if left := [member for member in engine.members if member.liveness is what]:
                 heard = [member.age for member in left if member.record.rank is not None]
-                told = f"{what.value}: {engine.several(left)}" + (f", heard of {ago(min(heard))}" if heard else "")
+                told = f"{what.value}: {engine.several(left)}" + (
+                    f", last heard from {ago(min(heard))}" if heard else ""
+                )
                 parts.append(Padding(Text(told, style="dim"), (0, 0, 0, 2)))
         return parts
-    processes = Table("process", "rank", "host", "pid", "", "heard of", box=None, pad_edge=False)
+    processes = Table("process", "rank", "host", "pid", "", "last heard from", box=None, pad_edge=False)
     for member in engine.members:
         record = member.record
         processes.add_row(
@@ -154,7 +156,7 @@ def watch(folder: Path | None, seconds: float, console: Console) -> None:
     from rich.live import Live
 
     if not _SHORTEST_LOOK <= seconds <= _LONGEST_LOOK:
-        raise FleetError(f"--watch looks every {_SHORTEST_LOOK:g} to {_LONGEST_LOOK:g} seconds, not every {seconds:g}")
+        raise FleetError(f"--watch takes {_SHORTEST_LOOK:g} to {_LONGEST_LOOK:g} seconds, not {seconds:g}")
     try:
         if not console.is_terminal:
             while True:

@@ -23,7 +23,7 @@ def judged(engine: Engine) -> tuple[list[str], list[str]]:
     notes: list[str] = []
     for member in engine.members:
         if member.record.problem is not None:
-            what = f"stopped by vllm-graphfix {ago(member.age)}, says {engine.name_of(member)}: {member.record.problem}"
+            what = f"stopped by vllm-graphfix {ago(member.age)}, according to {engine.name_of(member)}: {member.record.problem}"
             (wrong if member.age <= _STOPPED_LATELY else notes).append(what)
     if not any(member.live for member in engine.members):
         return wrong, notes
@@ -32,20 +32,20 @@ def judged(engine: Engine) -> tuple[list[str], list[str]]:
     if gone:
         wrong.append(f"dead: {engine.several(gone)}")
     if silent:
-        wrong.append(f"not heard of for {min(m.age for m in silent):.0f} s: {engine.several(silent)}")
+        wrong.append(f"not heard from for {min(m.age for m in silent):.0f} s: {engine.several(silent)}")
     if not any(member.record.rank is not None for member in engine.members):
         wrong.append(
-            f"no rank has said anything: they are starting, or on machines whose records are not here ({STATUS_DIR} on shared storage)"
+            f"no rank has reported: they are starting, or run on machines whose records are not here (put {STATUS_DIR} on shared storage)"
         )
     for absent, agreed in engine.missing():
         if agreed:
-            verb = "is on a machine" if len(absent) == 1 else "are on machines"
+            verb = "runs on a machine" if len(absent) == 1 else "run on machines"
             notes.append(
-                f"{ranks_named(absent)} {verb} whose records are not here: set {STATUS_DIR} to shared storage to see them; they agreed"
+                f"{ranks_named(absent)} {verb} whose records are not here: put {STATUS_DIR} on shared storage to see them; they agreed with the others at start-up"
             )
         else:
             wrong.append(
-                f"no record of {ranks_named(absent)}: starting, without the plugin, or on machines whose records are not here: set {STATUS_DIR} to shared storage"
+                f"no record of {ranks_named(absent)}: starting, without the plugin, or on machines whose records are not here (put {STATUS_DIR} on shared storage)"
             )
     uncompared = [member for member in engine.ranked if member.record.agreement is None]
     if uncompared:
@@ -63,10 +63,12 @@ def judged(engine: Engine) -> tuple[list[str], list[str]]:
         if len(states.keys() - {State.WAITING.value}) > 1:
             wrong.append(f"{fix} differs: {_by_name(engine, states)}")
     if (found := engine.counts("shadow")).get("mismatches"):
-        stopped = f"; {found['quarantined-graphs']} replayed no more" if found.get("quarantined-graphs") else ""
+        stopped = (
+            f"; graphs no longer replayed: {found['quarantined-graphs']}" if found.get("quarantined-graphs") else ""
+        )
         wrong.append(
-            f"the shadow check has found replayed CUDA graphs that were wrong, {found['mismatches']} times in {found.get('checks', 0)} checks"
-            f"{stopped}: `vllm-graphfix report` writes it down for vLLM"
+            f"the shadow check found wrong CUDA graph replays, {found['mismatches']} in {found.get('checks', 0)} checks"
+            f"{stopped}. `vllm-graphfix report` writes the bug report for vLLM"
         )
     live = [member for member in engine.members if member.live]
     for what, value in (

@@ -49,10 +49,10 @@ def look(folder: Path | None = None) -> Fleet:
         source = "--dir" if folder is not None else STATUS_DIR
         place = shown_path(base)
         raise FleetError(
-            f"{source}={place!r} is no folder that this user can look into; name the one that {STATUS_DIR} names for the engines"
+            f"{source}={place!r} is not a folder that this user can read; give the one that {STATUS_DIR} names for the engines"
         )
     if not os.access(base, os.R_OK | os.X_OK):
-        raise FleetError(f"{shown_path(base)!r} is not for this user to read")
+        raise FleetError(f"{shown_path(base)!r} cannot be read by this user")
     reading, now, here = read(base), time.time(), identity()
     members = [
         Member(found, state, max(now - found.heartbeat, 0.0))

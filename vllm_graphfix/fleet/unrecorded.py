@@ -78,7 +78,11 @@ def without_record(
         if os.geteuid() in (0, getattr(processes[pid].info["uids"], "effective", None))
     ]
     foreign = len(vllm - known) - len(mine)
-    notes = (f"{foreign} processes of vLLM belong to other users, whose records are theirs to read",) if foreign else ()
+    notes = (
+        (f"{foreign} vLLM processes belong to other users, and only those users (or root) can read their records",)
+        if foreign
+        else ()
+    )
     found = []
     for process in mine:
         age = max(now - (process.info["create_time"] or now), 0.0)
@@ -86,7 +90,7 @@ def without_record(
         folder = base_folder(environment)
         elsewhere = bool(environment) and _resolved(folder) != _resolved(base)
         reason = (
-            f"its records go to {folder}: vllm-graphfix fleet --dir {shlex.quote(str(folder))}"
+            f"its records are in {folder}: vllm-graphfix fleet --dir {shlex.quote(str(folder))}"
             if elsewhere
             else _reason(process.pid, environment, command, age)
         )
@@ -118,12 +122,12 @@ def _reason(pid: int, environment: Mapping[str, str], command: Sequence[str], ag
     if filtered is not None:
         return filtered
     if _file_systems(pid) not in (None, _file_systems(os.getpid())):
-        return f"it has file systems of its own, as in a container or under systemd's PrivateTmp: look from inside, or set {STATUS_DIR} to a folder that it shares with you"
+        return f"it has its own file systems, as in a container or under systemd's PrivateTmp: run `vllm-graphfix fleet` inside, or set {STATUS_DIR} to a folder that both sides share"
     if command and "PYTHONPATH" not in environment and _lacks_us(Path(command[0])):
         return f"vllm-graphfix is not installed for {command[0]}"
     if age < _STARTING:
-        return "it has just started, and may not have loaded its plugins"
-    return "vllm-graphfix is not loaded, or could not write its record: the log of this process says which"
+        return "it has just started and may not have loaded its plugins yet"
+    return "vllm-graphfix is not loaded, or could not write its record: see the log of this process"
 
 
 def _started_with(process: psutil.Process, processes: Mapping[int, psutil.Process]) -> tuple[dict[str, str], list[str]]:

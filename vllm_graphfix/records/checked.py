@@ -26,14 +26,14 @@ class Checked:
 
     def __init__(self, value: object, place: str) -> None:
         if not isinstance(value, dict):
-            raise RecordError(f"{place} is {_shown(value)}, and not an object")
+            raise RecordError(f"{place} is {_shown(value)}, not an object")
         self._value: dict[str, object] = value
         self._place = "" if place == "the record" else f"{place}."
 
     def refuse(self, key: str, wanted: str = "") -> NoReturn:
         if key not in self._value:
             raise RecordError(f"{self._place}{key} is missing")
-        raise RecordError(f"{self._place}{key} is {_shown(self._value[key])}" + (wanted and f", and not {wanted}"))
+        raise RecordError(f"{self._place}{key} is {_shown(self._value[key])}" + (wanted and f", not {wanted}"))
 
     def get(self, key: str) -> object:
         if key not in self._value:
@@ -48,7 +48,7 @@ class Checked:
 
     def names(self) -> Collection[str]:
         if len(self._value) > _NAMES:
-            raise RecordError(f"{self._place[:-1]} has {len(self._value)} entries, and not at most {_NAMES}")
+            raise RecordError(f"{self._place[:-1]} has {len(self._value)} entries; at most {_NAMES} are allowed")
         for name in self._value:
             if not _NAME.fullmatch(name):
                 raise RecordError(f"{self._place[:-1]} has an entry named {_shown(name)}")

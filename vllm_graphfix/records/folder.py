@@ -62,7 +62,7 @@ def check_owner(folder: int, owner: int) -> None:
 
 def why(error: OSError) -> str:
     if error.errno in (errno.ENOTDIR, errno.ELOOP):
-        return "it is a link, or no folder"
+        return "it is a link or not a folder"
     return error.strerror or str(error)
 
 

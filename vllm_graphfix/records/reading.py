@@ -54,7 +54,7 @@ def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tup
             with os.scandir(base) as entries:
                 seen = [entry.name for entry in islice(entries, ENTRIES + 1)]
             if len(seen) > ENTRIES:
-                problems.append(f"{shown_path(base)}: only its first {ENTRIES} entries were looked at")
+                problems.append(f"{shown_path(base)}: only its first {ENTRIES} entries were examined")
             folders += sorted(base / name for name in seen if _FOLDER.fullmatch(name) and name != mine.name)
         except OSError as error:
             problems.append(f"{shown_path(base)}: {why(error)}")
@@ -65,7 +65,7 @@ def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tup
         except FileNotFoundError:
             continue
         except PermissionError:
-            refused.append(f"{shown_path(path)} is not for this user to read")
+            refused.append(f"{shown_path(path)} cannot be read by this user")
             continue
         except OSError as error:
             refused.append(f"{shown_path(path)}: {why(error)}")
@@ -102,7 +102,7 @@ def _read_folder(
     for number, name in enumerate(names):
         if len(found) + len(wrong) >= FILES:
             problems.append(
-                f"{shown_path(path)}: {len(names) - number} files were not looked at, since at most {FILES} are read"
+                f"{shown_path(path)}: {len(names) - number} files were skipped, since at most {FILES} are read"
             )
             break
         try:
@@ -119,22 +119,22 @@ def _read_folder(
 def _in_one_line(wrong: list[str], what: str) -> list[str]:
     if len(wrong) < 2:
         return wrong
-    return [f"{len(wrong)} {what} are no records or cannot be read; the first: {wrong[0]}"]
+    return [f"{len(wrong)} {what} are not records or cannot be read; the first: {wrong[0]}"]
 
 
 def _read_record(folder: int, path: Path, name: str, uid: int) -> Found:
     if not _FILE.fullmatch(name):
-        raise RecordError("no record has such a name")
+        raise RecordError("its name is not a record's")
     # Not blocking: the other end of a FIFO may never come.
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=folder)
     try:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
-            raise RecordError("it is no regular file")
+            raise RecordError("it is not a regular file")
         if about.st_uid != uid:
             raise RecordError(f"it belongs to uid {about.st_uid}, and its folder to {uid}")
         if about.st_size > LARGEST:
-            raise RecordError(f"it has {about.st_size} bytes, and a record at most {LARGEST}")
+            raise RecordError(f"it has {about.st_size} bytes; a record has at most {LARGEST}")
         data = os.read(descriptor, LARGEST)
     finally:
         os.close(descriptor)
@@ -143,7 +143,7 @@ def _read_record(folder: int, path: Path, name: str, uid: int) -> Found:
     except RecordError:
         raise
     except (ValueError, RecursionError) as error:  # broken UTF-8 and numbers of a thousand digits are a ValueError too
-        raise RecordError(f"it is no JSON ({type(error).__name__})") from error
+        raise RecordError(f"it is not JSON ({type(error).__name__})") from error
     if record.file_name != name:
-        raise RecordError("its content is that of another one")
+        raise RecordError("its content belongs to another record")
     return Found(record, about.st_mtime, path / name, about.st_ino)

@@ -139,7 +139,7 @@ class Record(NamedTuple):
         schema = given.whole("schema")
         if schema > SCHEMA:
             raise RecordError(
-                f"it has schema {schema}, and this vllm-graphfix knows {SCHEMA}: look at it with a newer one"
+                f"it has schema {schema}, but this vllm-graphfix knows only {SCHEMA}: use a newer version"
             )
         if schema != SCHEMA:
             given.refuse("schema")

@@ -174,6 +174,6 @@ class Reporter:
             self._warned = True
         with suppress(Exception):
             self._warn(
-                f"the status record of this process is not kept: {what}. Nothing else is concerned; `vllm-graphfix fleet` and the metrics miss "
-                f"this process. {STATUS_DIR} names another folder"
+                f"the status record of this process cannot be kept: {what}. Serving is not affected, but `vllm-graphfix fleet` and the metrics miss "
+                f"this process. {STATUS_DIR} can name another folder"
             )

@@ -17,7 +17,7 @@ def write(base: Path, record: Record) -> None:
     data = json.dumps(record.as_json(), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     with opened(base, "write a status record", make=True) as folder:
         if len(data) > LARGEST:
-            raise OSError(errno.EFBIG, f"it has {len(data)} bytes, and at most {LARGEST} are read")
+            raise OSError(errno.EFBIG, f"it has {len(data)} bytes, and at most {LARGEST} can be read")
         temporary = f".{record.file_name}.{os.urandom(4).hex()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(temporary, flags, 0o600, dir_fd=folder)

@@ -172,7 +172,7 @@ def show(report: Report, console: Console) -> None:
     console.print(table)
     for proof in report.proofs:
         if proof.skipped:
-            console.print(f"[yellow]![/] {proof.fix.name}: not run: {escape(proof.skipped)}", highlight=False)
+            console.print(f"[yellow]![/] {proof.fix.name}: skipped: {escape(proof.skipped)}", highlight=False)
         elif proof.stock and proof.holds:
             console.print(f"[dim]{proof.fix.name}: {escape(proof.stock.numbers)}[/]", highlight=False)
         elif not proof.holds:
@@ -182,7 +182,7 @@ def show(report: Report, console: Console) -> None:
             for line in measured.details if measured else ():
                 console.print(f"[dim]  {escape(line)}[/]", highlight=False)
     if report.logs:
-        console.print(f"Logs of the engines: {escape(report.logs)}", highlight=False, soft_wrap=True)
+        console.print(f"Engine logs: {escape(report.logs)}", highlight=False, soft_wrap=True)
 
 
 def _found(measured: Measurement, first: int) -> str:

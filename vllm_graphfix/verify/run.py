@@ -39,16 +39,16 @@ def _run(source: Source, fixes: Sequence[Fix], device: str | None, console: Cons
             return run_on_gpu(source, fixes, found, console)
         why_not = found.why_not
     if device == "gpu":
-        raise VerifyError(f"this cannot be verified on a GPU: {why_not}. `--device cpu` uses the CPU double")
+        raise VerifyError(f"cannot verify on a GPU: {why_not}. `--device cpu` uses the CPU double instead")
     return run_on_double(source, fixes, console)
 
 
 def _cannot_run(folder: Path | None) -> str | None:
     """Why the vLLM in *folder* has no kernels to run, or None. Where kernels lie differs; that there are some does not."""
     if folder is None:
-        return "a wheel file has to be installed first"
+        return "the wheel file is not installed"
     if os.pathsep in str(folder):
-        return f"there is a {os.pathsep!r} in {folder}, where a Python path ends"
+        return f"{folder} has a {os.pathsep!r} in its name, which PYTHONPATH cannot hold"
     if not any((folder / "vllm").glob("*.so")):
         return f"the vLLM in {folder} has no compiled kernels"
     return None

@@ -122,14 +122,14 @@ class _Worker(threading.Thread):
         self._timer.cancel()
 
     def join(self, timeout: float | None = None) -> None:
-        """Raises VerifyError if the process did not come to its end."""
+        """Raises VerifyError if the process did not finish."""
         super().join(timeout)
         self._log.close()
         if self._process.returncode or not self.states:
             tail = Path(self._log.name).read_text(errors="replace").strip().splitlines()[-1:]
             raise VerifyError(
                 f"the {self.kind} process ended with {self._process.returncode}: {' '.join(tail) or 'no message'}. "
-                f"Run this with a Python that has torch and what vLLM imports; this one is {sys.executable}. The log is {self._log.name}"
+                f"Use a Python that has torch and what vLLM imports; this one is {sys.executable}. The log is {self._log.name}"
             )
         if not self.failed:
             Path(self._log.name).unlink(missing_ok=True)

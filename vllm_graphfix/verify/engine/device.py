@@ -57,11 +57,11 @@ def find(models: Path | None = None, names: tuple[str, ...] = ()) -> Device:
             timeout=_TIMEOUT,
         )
     except subprocess.TimeoutExpired as error:
-        raise VerifyError(f"the GPU did not answer in {_TIMEOUT:.0f} s; see what nvidia-smi says") from error
+        raise VerifyError(f"the GPU did not answer within {_TIMEOUT:.0f} s; check it with nvidia-smi") from error
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise VerifyError(
-            f"torch cannot be asked for a GPU: {last[0]}. Run this with the Python that runs vLLM; this one is {sys.executable}"
+            f"torch could not look for a GPU: {last[0]}. Use the Python that runs vLLM; this one is {sys.executable}"
         )
     fields = json.loads(done.stdout.splitlines()[-1])
     return Device(**fields | {"capability": tuple(fields["capability"])})

@@ -171,7 +171,7 @@ def nodes_of(graph: Any) -> list[str]:
         dot = Path(folder) / "graph.dot"
         graph.debug_dump(str(dot))
         if not dot.exists():
-            raise RuntimeError("CUDA did not write down the nodes of a graph")
+            raise RuntimeError("CUDA did not list the nodes of a graph")
         return [line for line in dot.read_text(errors="replace").splitlines() if "kernel" in line.lower()]
 
 

@@ -39,7 +39,7 @@ CRASH = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """The crashes that defects of CUDA graphs lead to. An engine that ends in another error says nothing of its graphs: out of memory, say."""
-HANG = re.compile(r"did not come to its end in \d+ s")
+HANG = re.compile(r"did not finish in \d+ s")
 """Of an engine that was ended from outside: by a defect's doing, or because the machine is slow."""
 
 
@@ -49,7 +49,7 @@ class Ended:
 
     job: Job
     said: Said | None
-    """None if it did not come to its end."""
+    """None if it did not finish."""
     error: str | None
     """The engine's own, first line; None if it came to its end."""
     log: Path
@@ -120,7 +120,7 @@ class Engines:
         timeout = min(self._timeout, job.seconds or self._timeout)
         while process.poll() is None:
             if time.monotonic() - started > timeout:
-                return f"did not come to its end in {timeout:.0f} s"
+                return f"did not finish in {timeout:.0f} s"
             self._doing(job, last_line(log))
             time.sleep(0.5)
         return None

@@ -116,10 +116,10 @@ def why_skipped(case: Case, device: Device) -> str | None:
     if case.capability is not None and device.capability[0] != case.capability:
         return (
             f"FlashMLA needs compute capability {case.capability}.0, {device.name} has "
-            f"{'.'.join(map(str, device.capability))}; `verify --device cpu` proves it on the CPU double"
+            f"{'.'.join(map(str, device.capability))}; `verify --device cpu` proves the fix on the CPU double"
         )
     if device.free_gib < GIB_PER_ENGINE:
-        return f"{GIB_PER_ENGINE} GiB of free GPU memory are needed, {device.free_gib} are; end what uses the GPU"
+        return f"{GIB_PER_ENGINE} GiB of free GPU memory are needed, but only {device.free_gib} are free; stop what else uses the GPU"
     return None
 
 
@@ -127,10 +127,10 @@ def _missing(case: Case, source: Source) -> str | None:
     """The package that *case* needs and this machine has not, or that this vLLM does not show its defect with it; or None."""
     folder = source.folder
     if case.shows_with is not None and not source.says(*case.shows_with[:2]):
-        return f"on this vLLM {case.shows_with[2]}; `verify --device cpu` proves it on the CPU double"
+        return f"on this vLLM {case.shows_with[2]}; `verify --device cpu` proves the fix on the CPU double"
     if case.needs is None or importlib.util.find_spec(case.needs) or (folder and (folder / case.needs).is_dir()):
         return None
-    return f"{case.needs} is not installed; `verify --device cpu` proves it on the CPU double"
+    return f"{case.needs} is not installed; `verify --device cpu` proves the fix on the CPU double"
 
 
 def _run_cases(
@@ -189,9 +189,9 @@ def _why_nothing_is_proven(case: Case, runs: Runs) -> str | None:
     eager, patched = runs["eager"].said, runs["patched"].said
     noise = noise_between(*eager.passes) if eager is not None else 0.0
     if not math.isfinite(noise):
-        return "eager: log-probabilities that are not finite numbers"
+        return "eager: some log-probabilities are not finite"
     if noise > _LOUD:
-        return f"eager: log-probabilities that differ from themselves by up to {noise:.2g}"
+        return f"eager: two runs differ in log-probability by up to {noise:.2g}"
     for mode, end in runs.items():
         if mode != "eager" and end.said is not None and end.said.cudagraph_mode == "NONE":
             return f"{mode}: the engine used no graphs"
@@ -267,7 +267,7 @@ def described(comparison: Comparison) -> list[str]:
     agreed = f"{comparison.compared} of {comparison.tokens} tokens compared and equal to eager's"
     apart = f"log-probabilities up to {comparison.distance:.2g} apart"
     lines = [
-        f"{agreed}; {apart} (eager from itself {comparison.noise:.2g}; rounding ends at {comparison.tolerance:.2g})"
+        f"{agreed}; {apart} (eager against itself {comparison.noise:.2g}; up to {comparison.tolerance:.2g} counts as rounding)"
     ]
     corrupt = comparison.of(Kind.CORRUPT)
     if corrupt:
@@ -278,13 +278,13 @@ def described(comparison: Comparison) -> list[str]:
         what = (
             f"{first.found} instead of {first.expected}" if first.found != first.expected else "in its log-probability"
         )
-        margin = "" if first.margin is None else f"; eager's two best are {first.margin:.2g} apart there"
+        margin = "" if first.margin is None else f"; eager's top two are {first.margin:.2g} apart there"
         lines.append(
             f"corrupt prompts: {len(corrupt)} of {len(comparison.judgements)}, the first at token {first.position} of prompt "
             f"{number}, {what}{margin}"
         )
     ties = len(comparison.of(Kind.TIE))
-    return [*lines, f"prompts that go apart at a tie: {ties}"] if ties else lines
+    return [*lines, f"prompts that diverge at a tie: {ties}"] if ties else lines
 
 
 def _drafts(eager: Said, graphed: Said) -> list[str]:
