@@ -145,7 +145,14 @@ TABLE: list[tuple[str, str, str, str | None, Concern, str]] = [
         MAYBE,
         "`method`",
     ),
-    ("0.21.0", "draft-prefill-state", V2 + "./speculators --attention-backend FLASHMLA", HOPPER, MAYBE, "of its own"),
+    (
+        "0.21.0",
+        "draft-prefill-state",
+        V2 + "./speculators --attention-backend FLASHMLA",
+        HOPPER,
+        MAYBE,
+        "its own speculator",
+    ),
     (
         "0.21.0",
         "draft-prefill-state",

@@ -561,5 +561,5 @@ def judge(observed: Observed) -> Sign:
         right=(0.0,),
         found=(changed,),
         told=f"steps without work changed {changed:.0f} of {blocks:.0f} cache blocks",
-        unseen=None if blocks else "no step without work was made",
+        unseen=None if blocks else "no rank ran a step without work",
     )

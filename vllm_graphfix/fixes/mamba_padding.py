@@ -210,7 +210,7 @@ def trial() -> Trial:
             Served("0.21.0", "VLLM_USE_V2_MODEL_RUNNER=1 ./mamba2", does_not, "V2"),
             Served("0.21.0", "./qwen3-next", does_not, "Qwen3NextForCausalLM"),
             Served("0.21.0", "./llama", does_not, "LlamaForCausalLM"),
-            Served("0.21.0", "./new-hybrid", unknown, "not a model that is known"),
+            Served("0.21.0", "./new-hybrid", unknown, "does not know the model"),
             Served("0.21.0", "ibm/hybrid", unknown, "config.json of ibm/hybrid"),
         ),
         case=MAMBA2,

@@ -381,6 +381,6 @@ def judge(observed: Observed) -> Sign:
         "rows of length 0 that Triton's MLA decode leaves not finite",
         right=(0.0,),
         found=(wrong,),
-        told=f"{wrong:.0f} of {empty:.0f} rows of length 0 came out of Triton's MLA decode with numbers that are not finite",
-        unseen=None if empty else "no row of length 0 came to Triton's MLA decode",
+        told=f"{wrong:.0f} of {empty:.0f} rows of length 0 came out of Triton's MLA decode with non-finite numbers",
+        unseen=None if empty else "no row of length 0 reached Triton's MLA decode",
     )

@@ -454,7 +454,7 @@ def judge(observed: Observed) -> Sign:
     from vllm_graphfix.verify.engine.sign import Sign
 
     written, looked = observed.get("outgrown-workspace", (0.0, 0.0))
-    told = f"{written:.0f} bytes of tensors made after the workspace had grown were written to by somebody else"
+    told = f"{written:.0f} bytes of tensors made after the workspace had grown were overwritten by graphs"
     return Sign(
         "bytes of others' memory that graphs wrote to when the workspace had grown",
         right=(0.0,),

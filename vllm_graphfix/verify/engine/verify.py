@@ -38,7 +38,7 @@ _TIMEOUT = 600.0
 """Seconds for one engine. Most take less than one minute."""
 _MOST = 6
 """Engines at a time; more get in each other's way while they start."""
-_NO_CASE = "no engine of a tiny model shows it; `verify --device cpu` proves it on the CPU double"
+_NO_CASE = "no tiny model on a GPU shows this defect; `verify --device cpu` proves the fix on the CPU double"
 _LOUD = 0.2
 """Eager's own noise on a tiny model, in log-probability, beyond which a defect could pass for rounding: stock's are off by 0.5 to 1."""
 _ENOUGH = 0.5
@@ -148,7 +148,7 @@ def _run_cases(
     jobs.sort(key=lambda job: job.name.split()[0] not in first)
     parallel = min(_MOST, (os.cpu_count() or 2) // 2, int(device.free_gib // GIB_PER_ENGINE))
     if any(case.needs == "flashinfer" for case in cases):
-        console.print("FlashInfer compiles its kernels when it is used for the first time, for about two minutes")
+        console.print("FlashInfer compiles its kernels on first use, which takes about two minutes")
     bars = EngineBars(console, jobs)
     with bars.shown():
         return Engines(folder, _TIMEOUT, bars.doing, bars.done).run(jobs, parallel)
@@ -198,7 +198,7 @@ def _why_nothing_is_proven(case: Case, runs: Runs) -> str | None:
     if eager is not None and patched is not None:
         comparison = compare(eager.passes[0], patched.passes[0], noise)
         if not comparison.corrupt and comparison.compared < _ENOUGH * comparison.tokens:
-            return f"patched: answers part early at ties, {comparison.compared} of {comparison.tokens} tokens were compared"
+            return f"patched: answers diverge early at ties, so only {comparison.compared} of {comparison.tokens} tokens could be compared"
     signs = ((mode, _sign(case, end)) for mode, end in runs.items() if mode != "eager" and not end.error)
     return next((f"{mode}: {sign.unseen}" for mode, sign in signs if sign is not None and sign.unseen), None)
 
