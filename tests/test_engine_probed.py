@@ -88,14 +88,14 @@ def test_a_probe_that_sees_the_defect_with_the_fix_does_not_prove_it(name: str, 
         ("draft-decode-mode", [0.0, 0.0], "no draft was decoded"),
         ("flashmla-padding", [inf, inf], "dense fp8 FlashMLA was not used"),
         ("indexer-padding", [inf], "no decode batch was prepared for the sparse indexer"),
-        ("idle-rank", [0.0, 0.0], "no step without work was made"),
-        ("idle-rank", None, "no step without work was made"),
+        ("idle-rank", [0.0, 0.0], "no rank ran a step without work"),
+        ("idle-rank", None, "no rank ran a step without work"),
         ("draft-prefill-state", None, "no full graph of the draft's prefill was captured"),
         ("draft-decode-mode", None, "no draft was decoded"),
         ("flashmla-padding", None, "dense fp8 FlashMLA was not used"),
         ("indexer-padding", None, "no decode batch was prepared for the sparse indexer"),
-        ("triton-mla-padding", [0.0, 0.0], "no row of length 0 came to Triton's MLA decode"),
-        ("triton-mla-padding", None, "no row of length 0 came to Triton's MLA decode"),
+        ("triton-mla-padding", [0.0, 0.0], "no row of length 0 reached Triton's MLA decode"),
+        ("triton-mla-padding", None, "no row of length 0 reached Triton's MLA decode"),
         ("workspace-growth", [0.0, 0.0], "no workspace was outgrown"),
         ("workspace-growth", None, "no workspace was outgrown"),
     ],
@@ -126,7 +126,7 @@ def test_the_length_that_a_row_may_have_is_any_from_one_on() -> None:
     assert observing("flashmla-padding", [0.0, -1.0], [5.0, 3.0]).outcome == "proven"
 
 
-HANGS = "did not come to its end in 300 s"
+HANGS = "did not finish in 300 s"
 
 
 def hanging(on_stock: list[float] | None, **patched: Any) -> Proof:
