@@ -230,6 +230,77 @@ def test_tuples_stages_of_a_pipeline_and_tokens_are_compared() -> None:
         list(tensors("text"))
 
 
+def test_numbers_of_many_rows_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from vllm_graphfix.shadow import comparison
+
+    monkeypatch.setattr(comparison, "_AT_ONCE", 7)
+    expected = torch.arange(1.0, 41.0).view(10, 4)
+    found = expected.clone()
+    found[9, 3] = 0
+    assert comparison.row_errors([found], [expected], 10).tolist() == [0.0] * 9 + [1.0]
+    assert comparison.row_errors([found], [expected], 9).tolist() == [0.0] * 9
+
+
+def drafts_checked(runs: list[tuple[list[float], list[int]]], learned: float = 0.0) -> int:
+    """Mismatches of a replay, the first of *runs*, that two others are compared with: each of numbers and drawn tokens."""
+    import torch
+
+    from vllm_graphfix.shadow.check import Step
+
+    values, tokens = torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.int64)
+    left = iter(runs)
+
+    def run() -> None:
+        numbers, drawn = next(left)
+        values[:, 0], tokens[:, 0] = torch.tensor(numbers), torch.tensor(drawn)
+
+    step = Step(
+        Graph("draft decode", 2, ()),
+        run,
+        lambda: 2,
+        {"values": values, "tokens": tokens},
+        (),
+        (),
+        list,
+        lambda: [values, tokens],
+    )
+    shadow = Shadow(Rate(every=1), Action.REPORT)
+    shadow._noise = learned
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("vllm_graphfix.shadow.ranks.largest", lambda *given: given)
+        shadow.check("graph", lambda: step, run)
+    assert shadow.stopped is None
+    assert (values[:, 0].tolist(), tokens[:, 0].tolist()) == runs[0]
+    return shadow.results.mismatches
+
+
+@pytest.mark.parametrize(
+    ("replay", "eager", "again", "learned", "mismatches"),
+    [
+        (([1.0, 1.0], [5, 6]), ([1.0, 1.0], [5, 6]), ([1.0, 1.0], [5, 6]), 0.0, 0),
+        (([1.0, 1.0], [5, 7]), ([1.0, 1.0], [5, 6]), ([1.0, 1.0], [5, 6]), 0.0, 1),
+        (([1.0, 1.0], [5, 7]), ([1.0, 1.25], [5, 6]), ([1.0, 1.0], [5, 6]), 0.0, 0),
+        (([1.0, 9.0], [5, 7]), ([1.0, 1.0], [5, 6]), ([1.0, 1.0], [5, 6]), 0.001, 0),
+        (([1.0, 9.0], [5, 6]), ([1.0, 1.0], [5, 6]), ([1.0, 1.0], [5, 6]), 0.001, 1),
+        (([9.0, 1.0], [5, 6]), ([1.0, 9.0], [5, 7]), ([1.0, 1.0], [5, 6]), 0.0, 1),
+    ],
+    ids=[
+        "equal",
+        "another token",
+        "runs differ",
+        "a token by noise",
+        "wrong beyond noise",
+        "a row that is drawn alike",
+    ],
+)
+def test_another_token_is_a_difference_where_runs_without_graph_never_differ(
+    replay: Any, eager: Any, again: Any, learned: float, mismatches: int
+) -> None:
+    assert drafts_checked([replay, eager, again], learned) == mismatches
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int64", "bool"])
 def test_the_same_bits_are_the_same_however_they_lie_in_memory(dtype: str) -> None:
     import torch
@@ -301,16 +372,32 @@ def test_model_runner(release: str, runner: str) -> None:
     check_behaviours(release, f"shadow_{runner}", {SHADOW: "1/1"})
 
 
+CAPTURES_OFF = {"capture-state": "off", "draft-prefill-state": "off"}
+
+
 @pytest.mark.parametrize("release", ["0.19.1", "0.20.2", "0.22.1", "0.24.0", "0.28.0", "0.31.0", "0.33.0"])
 def test_drafters_of_model_runner_v2(release: str) -> None:
     """A release of each shape; in 0.19 to 0.24 padded rows of a draft graph write to requests' logits, unless that is mended."""
     check_behaviours(release, "shadow_drafter", {SHADOW: "1/1"})
 
 
-@pytest.mark.parametrize("release", ["0.19.1", "0.20.2", "0.22.1", "0.24.0"])
-def test_drafts_that_are_mended_are_no_mismatch(release: str) -> None:
-    on = {SHADOW: "1/1", variable("draft-idx-mapping"): "on"}
-    check_behaviours(release, "shadow_drafter", on, select="sampled or fix")
+@pytest.mark.parametrize(
+    ("release", "fixes", "behaviours"),
+    [
+        *((release, {"draft-idx-mapping": "on"}, "sampled") for release in ("0.19.1", "0.20.2", "0.22.1", "0.24.0")),
+        *((release, CAPTURES_OFF, "plan") for release in ("0.19.1", "0.20.2", "0.22.1")),
+    ],
+)
+def test_drafts_that_are_mended_are_no_mismatch_and_those_that_are_not_are_one(
+    release: str, fixes: dict[str, str], behaviours: str
+) -> None:
+    modes = {variable(fix): mode for fix, mode in fixes.items()}
+    check_behaviours(release, "shadow_drafter", {SHADOW: "1/1", **modes}, select=behaviours)
+
+
+@pytest.mark.parametrize("release", ["0.21.0", "0.22.1"])
+def test_a_draft_prefill_that_is_mended_is_no_mismatch(release: str) -> None:
+    check_behaviours(release, "shadow_defects", {SHADOW: "1/1"}, select="draft_prefill_state")
 
 
 @pytest.mark.parametrize(("release", "scenarios"), [("0.18.1", "flashmla_fp8 or off"), ("0.21.0", ""), ("0.22.1", "")])

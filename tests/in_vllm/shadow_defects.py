@@ -24,11 +24,12 @@ from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
 
 
 def affected(fix: str) -> bool:
-    """What the diagnosis says, which the fix's own tests hold against the releases. The fixes are off here."""
+    """What the diagnosis says, which the fix's own tests hold against the releases, where the fix is off."""
     from vllm_graphfix.fixes import BY_NAME
     from vllm_graphfix.source import open_source
 
-    return BY_NAME[fix].diagnose(open_source()).verdict.value == "affected"
+    found = BY_NAME[fix].diagnose(open_source()).verdict.value == "affected"
+    return found and vllm_graphfix.states()[fix].state.value != "active"
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +149,39 @@ def test_mamba_padding() -> None:
             for name, count in scheduled.items():
                 runner.computed[name] += count
         assert bool(found().mismatches) == affected("mamba-padding")
+
+
+def propose(
+    self: Any, input_batch: Any, attn_metadata: Any, slot_mappings: Any, desc: Any, *, dummy_run: bool = False
+) -> None:
+    """Stands in for the speculator's method that replays a draft prefill, with its variables."""
+    num_reqs, num_tokens_across_dp, mm_inputs = input_batch.num_reqs, None, None
+    self.prefill_cudagraph_manager.run_fullgraph(desc)
+    del num_reqs, num_tokens_across_dp, mm_inputs
+
+
+def test_draft_prefill_state() -> None:
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+    from vllm_graphfix.verify.double.scenarios import draft_prefill_state as scenario
+
+    # After the scenario, which installs what these import.
+    from vllm_graphfix.verify.double.decoding import DEVICE, MAX_TOKENS  # isort: skip
+
+    drafting = scenario.Drafting()
+    runner, speculator = drafting.runner, drafting.speculator
+    speculator.max_num_tokens, speculator.draft_attn_layer_names = MAX_TOKENS, {scenario.DRAFT}
+    mode = runner.config.compilation_config.cudagraph_mode
+    target: Any = ModelCudaGraphManager(runner.config, DEVICE, mode, scenario.QUERY_TOKENS)
+    speculator.init_cudagraph_manager(mode)
+    speculator.capture(target.capture(model=drafting.target, intermediate_tensors=None, **runner.capture_inputs()))
+    for step in scenario.STEPS:
+        desc = target.dispatch(len(step.lengths), step.num_tokens, scenario.QUERY_TOKENS)
+        metadata, slots = drafting.prepare(step, desc.num_reqs)
+        batch = SimpleNamespace(
+            num_reqs=len(step.lengths), num_reqs_after_padding=desc.num_reqs, num_tokens_after_padding=desc.num_tokens
+        )
+        propose(speculator, batch, metadata, slots, desc)
+    results = found()
+    assert bool(results.mismatches) == affected("draft-prefill-state")
+    assert {each.graph.name.partition(",")[0] for each in results.kept} <= {"draft prefill"}

@@ -352,12 +352,13 @@ def _step(call: _Call, run_rows: int) -> Step:
     ):
         raise UnfitStep("the target model's attention metadata are of another size than the draft's graph")
     metadata, slots = _given(call) if graphs.builds else ({}, {})
+    own = speculator.draft_attn_layer_names
     found = Pass(
         speculator.vllm_config,
-        metadata,
-        slots,
+        {layer: metadata[layer] for layer in metadata if layer in own},  # a prefill has the target model's too
+        {layer: slots[layer] for layer in slots if layer in own},
         {"input_buffers": speculator.input_buffers, "slot_mappings": speculator.block_tables.slot_mappings},
-        only=speculator.draft_attn_layer_names,
+        only=own,
     )
     requests = speculator.idx_mapping[: call.requests].long()
     stands_for = _another(call, requests) if run_rows > call.requests else None
