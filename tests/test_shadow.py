@@ -377,18 +377,18 @@ CAPTURES_OFF = {"capture-state": "off", "draft-prefill-state": "off"}
 
 @pytest.mark.parametrize("release", ["0.19.1", "0.20.2", "0.22.1", "0.24.0", "0.28.0", "0.31.0", "0.33.0"])
 def test_drafters_of_model_runner_v2(release: str) -> None:
-    """A release of each shape; in 0.19 to 0.24 padded rows of a draft graph write to requests' logits, unless that is mended."""
+    """A release of each shape, with the fixes that are applied by default."""
     check_behaviours(release, "shadow_drafter", {SHADOW: "1/1"})
 
 
 @pytest.mark.parametrize(
     ("release", "fixes", "behaviours"),
     [
-        *((release, {"draft-idx-mapping": "on"}, "sampled") for release in ("0.19.1", "0.20.2", "0.22.1", "0.24.0")),
+        *((release, {"draft-idx-mapping": "off"}, "sampled") for release in ("0.19.1", "0.20.2", "0.22.1", "0.24.0")),
         *((release, CAPTURES_OFF, "plan") for release in ("0.19.1", "0.20.2", "0.22.1")),
     ],
 )
-def test_drafts_that_are_mended_are_no_mismatch_and_those_that_are_not_are_one(
+def test_drafts_of_stock_releases_that_are_wrong_are_mismatches(
     release: str, fixes: dict[str, str], behaviours: str
 ) -> None:
     modes = {variable(fix): mode for fix, mode in fixes.items()}
@@ -503,3 +503,12 @@ def test_one_state_tells_of_both_runners_and_of_the_check(
         found = process.state(dict(order))
         assert (found.name, found.state.value) == ("shadow", state)
         assert reason in found.reason
+
+
+def test_an_engine_of_which_drafts_alone_could_be_checked_is_not_said_to_be_checked() -> None:
+    runners = {
+        "shadow-v2": FixState("shadow-v2", Mode.AUTO, None, State.INCOMPATIBLE, "unrecognised"),
+        "shadow-v2-drafter": FixState("shadow-v2-drafter", Mode.AUTO, None, State.ACTIVE, "applied"),
+    }
+    for order in (list(runners.items()), list(runners.items())[::-1]):
+        assert process.state(dict(order)).state is State.INCOMPATIBLE

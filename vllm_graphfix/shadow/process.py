@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 NAME = "shadow"
 """Under which records, `fleet` and metrics tell of it, as of a fix."""
+DRAFTER = "-drafter"
+"""The end of the name of what is wrapped for drafts."""
 _TOLD = 5
 """Mismatches in a record."""
 
@@ -47,7 +49,9 @@ def refuse(reason: str) -> None:
 def state(of_runners: Mapping[str, FixState]) -> FixState:
     """One state of what is wrapped for both model runners, of which an engine has one, and of the check itself."""
     told = list(of_runners.values())
-    best = next((each for each in told if each.state is State.ACTIVE), told[0])
+    # Of the target model: that drafts alone are checked is not what was asked for.
+    targets = [each for each in told if not each.name.endswith(DRAFTER)] or told
+    best = next((each for each in targets if each.state is State.ACTIVE), targets[0])
     reason = "; ".join(f"{each.name}: {each.state.value}, {each.reason}" for each in told)
     found = best._replace(name=NAME, reason=reason)
     if REFUSED is not None:

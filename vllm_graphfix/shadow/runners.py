@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from vllm_graphfix.fix import Diagnosis, Fallback, Fix, Patch
 from vllm_graphfix.shadow import drafter_v2, runner_v1, runner_v2
+from vllm_graphfix.shadow.process import DRAFTER
 from vllm_graphfix.source import Source
 
 
@@ -22,7 +23,7 @@ def _record(
     """What a fix tells people is empty here: docs/shadow.md tells it."""
     return Fix(
         number=number,
-        name=f"shadow-{runner.lower()}" + ("" if model == "target model" else f"-{model}"),
+        name=f"shadow-{runner.lower()}" + (DRAFTER if model == "drafter" else ""),
         pr=None,
         references=(),
         summary=f"now and then a replay of model runner {runner}, {model}, is compared with the same step run without its graph",
