@@ -153,14 +153,16 @@ LOADS_INTO_VLLM = """
     from vllm.model_executor.layers import mla
     from vllm.model_executor.model_loader import get_model
     from vllm.model_executor.models import registry
-    from vllm_graphfix.verify.engine import cases, models
+    from vllm_graphfix.fixes import FIXES
+    from vllm_graphfix.verify.engine import models
+    from vllm_graphfix.verify.engine.cases import case_of
 
     mla.MLAAttention = AttentionStandIn
     registry._run_in_subprocess = lambda look: look()  # vLLM looks at each model in a process of its own, for ten seconds
     torch.set_default_dtype(torch.bfloat16)
     folder = Path.cwd()
     for name in {names!r}:
-        case = next(case for case in cases.CASES.values() if case.name == name)
+        case = next(case for case in map(case_of, FIXES) if case is not None and case.name == name)
         for model in filter(None, (case.model, case.draft)):
             models.write(model, folder)
         arguments = case.jobs(folder)[0].arguments

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from engine_proofs import (
+    CASES,
     ILLEGAL_ACCESS,
     OBSERVATIONS,
     RIGHT,
@@ -21,7 +22,6 @@ from engine_proofs import (
     with_,
 )
 
-from vllm_graphfix.verify.engine.cases import CASES
 from vllm_graphfix.verify.engine.verify import measure
 from vllm_graphfix.verify.report import Proof
 

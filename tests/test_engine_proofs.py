@@ -9,6 +9,7 @@ from math import inf, nan
 import pytest
 from engine_proofs import (
     AFFECTED,
+    CASES,
     ILLEGAL_ACCESS,
     LOG,
     RIGHT,
@@ -25,7 +26,6 @@ from engine_proofs import (
 
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.comparison import Answer, compare
-from vllm_graphfix.verify.engine.cases import CASES
 from vllm_graphfix.verify.engine.job import Said, from_json, to_json
 from vllm_graphfix.verify.engine.verify import described, prove
 from vllm_graphfix.verify.report import Proof

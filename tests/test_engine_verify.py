@@ -15,6 +15,7 @@ from typing import Any
 import engine_double
 import pytest
 from edited import edited
+from engine_proofs import CASES
 from stock import release_root
 from test_engine_device import H200
 from test_engine_processes import SOON, all_end, started
@@ -23,7 +24,6 @@ from typer.testing import CliRunner
 from vllm_graphfix.cli import app
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine import verify as engine
-from vllm_graphfix.verify.engine.cases import CASES
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_graphfix import settings
 from vllm_graphfix.fix import Fix, variable
-from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.models import VOCABULARY
 from vllm_graphfix.verify.engine.sign import Judge
@@ -128,23 +128,25 @@ _ENVIRONMENT: dict[str, str | None] = {
 }
 
 
-def _full(sizes: list[int]) -> dict[str, Any]:
+def full_decodes(sizes: list[int]) -> dict[str, Any]:
+    """Full graphs of decodes, of batches of so many tokens; nothing is compiled."""
     return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
 
 
-_FLASHMLA: dict[str, Any] = {"block_size": 64, "attention_config": {"backend": "FLASHMLA"}}
+FLASHMLA: dict[str, Any] = {"block_size": 64, "attention_config": {"backend": "FLASHMLA"}}
 _LENGTHS = (5, 33, 64, 65, 130, 257, 400, 511)
-_TOGETHER = tuple((length, 65) for length in _LENGTHS)
-_ONE_BY_ONE = tuple((length, 20 + 9 * number) for number, length in enumerate(_LENGTHS))
+TOGETHER = tuple((length, 65) for length in _LENGTHS)
+"""Answers of one length: the batch is full, or there is none."""
+ONE_BY_ONE = tuple((length, 20 + 9 * number) for number, length in enumerate(_LENGTHS))
 """Answers of different lengths: the batch shrinks through every size, and most are between capture sizes."""
 
 MLA = Case(
     name="mla",
     model="mla",
     runner="V2",
-    graphs=_full([1, 2, 4, 8]),
-    workload=_TOGETHER,
-    arguments=_FLASHMLA,
+    graphs=full_decodes([1, 2, 4, 8]),
+    workload=TOGETHER,
+    arguments=FLASHMLA,
     capability=9,
     watched=True,
 )
@@ -152,21 +154,21 @@ MLA_FP8 = Case(
     name="mla-fp8",
     model="mla",
     runner="V1",
-    graphs=_full([1, 2, 4, 8]),
-    workload=_TOGETHER,
-    arguments=_FLASHMLA | {"kv_cache_dtype": "fp8"},
+    graphs=full_decodes([1, 2, 4, 8]),
+    workload=TOGETHER,
+    arguments=FLASHMLA | {"kv_cache_dtype": "fp8"},
     capability=9,
     watched=True,
 )
 MLA_FP8_PADDED = replace(
-    MLA_FP8, watched=False, name="mla-fp8-padded", workload=_ONE_BY_ONE, probes=("padded-rows",), padded=True
+    MLA_FP8, watched=False, name="mla-fp8-padded", workload=ONE_BY_ONE, probes=("padded-rows",), padded=True
 )
 MLA_TRITON = Case(
     name="mla-triton",
     model="mla",
     runner="V1",
-    graphs=_full([1, 2, 4, 8]),
-    workload=_ONE_BY_ONE,
+    graphs=full_decodes([1, 2, 4, 8]),
+    workload=ONE_BY_ONE,
     arguments={"attention_config": {"backend": "TRITON_MLA"}},
     probes=("empty-rows",),
     padded=True,
@@ -175,9 +177,9 @@ MLA_MTP = Case(
     name="mla-mtp",
     model="mla-mtp",
     runner="V2",
-    graphs=_full([3, 6, 12, 24]),
-    workload=_TOGETHER,
-    arguments=_FLASHMLA | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+    graphs=full_decodes([3, 6, 12, 24]),
+    workload=TOGETHER,
+    arguments=FLASHMLA | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     probes=("planners-in-draft-graphs", "drafts"),
     capability=9,
     watched=True,
@@ -188,7 +190,7 @@ MAMBA2 = Case(
     name="mamba2",
     model="mamba2",
     runner="V1",
-    graphs=_full([4]),
+    graphs=full_decodes([4]),
     workload=((5, 4), (7, 160), (420, 160)),
     arguments={"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True},
     padded=True,
@@ -200,7 +202,7 @@ MAMBA2_IDLE = Case(
     name="mamba2-idle",
     model="mamba2",
     runner="V1",
-    graphs=_full([1, 2, 3, 4]),
+    graphs=full_decodes([1, 2, 3, 4]),
     workload=((5, 40), (9, 60), (33, 80), (70, 100)),
     arguments={"max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 28},
     probes=("blocks-changed-by-an-idle-step",),
@@ -208,7 +210,7 @@ MAMBA2_IDLE = Case(
 )
 # The batch shrinks through every size, and drafts are made in graphs with more rows than it has.
 MLA_MTP_SAMPLED = replace(
-    MLA_MTP, name="mla-mtp-sampled", workload=_ONE_BY_ONE, probes=("drafts",), sampled=True, padded=True
+    MLA_MTP, name="mla-mtp-sampled", workload=ONE_BY_ONE, probes=("drafts",), sampled=True, padded=True
 )
 LLAMA_EAGLE = Case(
     name="llama-eagle",
@@ -217,7 +219,7 @@ LLAMA_EAGLE = Case(
     runner="V2",
     # Cut into pieces and compiled, which rounds otherwise than eager does: answers may go apart at ties.
     graphs={"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 8, 16, 32]},
-    workload=_ONE_BY_ONE,
+    workload=ONE_BY_ONE,
     arguments={
         "attention_config": {"backend": "FLASHINFER"},
         "speculative_config": {"method": "eagle", "num_speculative_tokens": 3},
@@ -233,8 +235,8 @@ MIXTRAL = Case(
     name="mixtral",
     model="mixtral",
     runner="V2",
-    graphs=_full([1, 2, 4, 8]),
-    workload=_TOGETHER,
+    graphs=full_decodes([1, 2, 4, 8]),
+    workload=TOGETHER,
     arguments={"max_num_batched_tokens": 2048},
     where_known={"moe_backend": "triton"},  # 0.20.0-0.22.1 would have FlashInfer's, which takes minutes to compile
     probes=("outgrown-workspace",),
@@ -245,7 +247,7 @@ MAMBA2_ONE_TOKEN = Case(
     name="mamba2-one-token",
     model="mamba2",
     runner="V1",
-    graphs=_full([1, 2, 4, 8]),
+    graphs=full_decodes([1, 2, 4, 8]),
     workload=((1, 48),) * 8,
     compiles=True,
     shows_with=(
@@ -260,8 +262,8 @@ SPARSE_MTP = Case(
     name="sparse-mtp",
     model="sparse-mtp",
     runner="V1",
-    graphs=_full([2, 4, 8, 16]),
-    workload=_ONE_BY_ONE,
+    graphs=full_decodes([2, 4, 8, 16]),
+    workload=ONE_BY_ONE,
     arguments={
         "block_size": 64,
         "attention_config": {"backend": "FLASHMLA_SPARSE"},
@@ -296,7 +298,3 @@ LLAMA_EAGLE_SCORED = Case(
 def case_of(fix: Fix) -> Case | None:
     """What is run for *fix*; None for one that no tiny model shows."""
     return fix.trial().case
-
-
-CASES: dict[str, Case] = {fix.name: case for fix in FIXES if (case := case_of(fix)) is not None}
-"""By the name of the fix."""
