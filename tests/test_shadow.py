@@ -264,7 +264,7 @@ def drafts_checked(runs: list[tuple[list[float], list[int]]], learned: float = 0
         (),
         (),
         list,
-        lambda: [values, tokens],
+        results=lambda: [values, tokens],
     )
     shadow = Shadow(Rate(every=1), Action.REPORT)
     shadow._noise = learned

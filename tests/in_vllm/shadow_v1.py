@@ -26,6 +26,7 @@ from vllm_graphfix.shadow.rate import Action, Rate
 from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
 
 WIDTH, CAPTURED, BLOCK, BLOCKS = 3, 4, 2, 12
+LONGEST = 2048
 EVERY_STEP = Rate(every=1)
 
 
@@ -48,6 +49,7 @@ class MetadataStandIn:
     state_indices_tensor: torch.Tensor
     scale: torch.Tensor
     block_table: torch.Tensor
+    max_seq_len: int = 9
     lazy: Any = None
     """Set by the first forward pass that sees it, as FlashMLA's plan is."""
 
@@ -61,6 +63,8 @@ class SlotsStandIn(Attention):  # type: ignore[misc]
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
         self.kv_cache = [torch.zeros(BLOCKS, BLOCK, WIDTH)]
+        self.splits = False
+        """Its work by the longest request, as FlashAttention 2 does."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         context = get_forward_context()
@@ -68,6 +72,8 @@ class SlotsStandIn(Attention):  # type: ignore[misc]
         flat.index_copy_(0, slots, hidden)
         metadata = context.attn_metadata["layer.0"]
         metadata.lazy = metadata.lazy or "planned"
+        if self.splits:
+            hidden = hidden * (1 + 1e-6 * metadata.max_seq_len)  # rounds otherwise
         mixed: torch.Tensor = hidden + flat.index_select(0, slots) * metadata.scale
         return mixed
 
@@ -120,7 +126,13 @@ class Served:
     """A model in vLLM's wrapper, with the buffers of a model runner; one token a request."""
 
     def __init__(
-        self, rate: Rate = EVERY_STEP, action: Action = Action.REPORT, *, stale: bool = False, **config: Any
+        self,
+        rate: Rate = EVERY_STEP,
+        action: Action = Action.REPORT,
+        *,
+        stale: bool = False,
+        splits: bool = False,
+        **config: Any,
     ) -> None:
         process.start(rate, action)
         self.shadow: Any = process.SHADOW
@@ -143,8 +155,9 @@ class Served:
         self.given = torch.Generator().manual_seed(0)
         self.metadata: dict[str, Any] = {}
         self.steps = 0
+        self.model.layers["layer.0"].splits = splits
         for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
-            self.forward(mode)  # a warm-up, and the capture
+            self.forward(mode, LONGEST)  # a warm-up, and the capture
         for layer in self.model.layers.values():
             layer.kv_cache[0].zero_()
         self.model.eager_runs = 0
@@ -165,8 +178,9 @@ class Served:
             self.scale.fill_(1.0 + self.steps)
         return self.forward(mode)[:requests].clone()
 
-    def forward(self, mode: CUDAGraphMode) -> torch.Tensor:
-        shared = MetadataStandIn(self.rows, self.scale, self.blocks)
+    def forward(self, mode: CUDAGraphMode, longest: int = 9) -> torch.Tensor:
+        """*longest*: tokens of the longest request."""
+        shared = MetadataStandIn(self.rows, self.scale, self.blocks, longest)
         self.metadata = dict.fromkeys(self.model.layers, shared)
         self.context = create_forward_context(
             self.metadata,
@@ -254,6 +268,22 @@ def test_padded_rows_name_blocks_that_there_are_where_the_step_is_run_again_and_
     assert int(served.model.least_block) == 0
     assert served.blocks.tolist() == [[1, 1]] * 3 + [[-1, -1]]
     assert not served.shadow.results.changed_inputs
+
+
+@pytest.mark.parametrize(("known", "mismatches"), [(LONGEST, 0), (LONGEST - 1, 2), (None, 2)])
+def test_a_graph_that_rounds_as_its_capture_did_is_no_mismatch(known: int | None, mismatches: int) -> None:
+    """A capture is told of the longest request that there can be, and a step of its own: kernels that split their work by it differ."""
+    served = Served(model_config=SimpleNamespace(max_model_len=known), splits=True)
+    for _ in range(2):
+        served.step()
+    assert (served.shadow.results.mismatches, served.shadow.stopped) == (mismatches, None)
+    assert served.metadata["layer.0"].max_seq_len == 9
+
+
+def test_a_wrong_graph_is_one_also_where_kernels_split_their_work() -> None:
+    served = Served(model_config=SimpleNamespace(max_model_len=LONGEST), splits=True, stale=True)
+    served.step()
+    assert served.shadow.results.mismatches == 1
 
 
 def test_steps_without_a_replay_are_not_checked_and_the_next_replay_is() -> None:

@@ -74,6 +74,7 @@ class Pass(NamedTuple):
             (self.metadata, self.own),
             states,
             lambda: written(self.layers, self.slots, states, block_size),
+            getattr(getattr(self.config, "model_config", None), "max_model_len", None),
         )
 
     def _inputs(self) -> dict[str, Tensor]:

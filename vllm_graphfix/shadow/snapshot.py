@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class PythonState:
 
     def __init__(self, roots: Iterable[object]) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._attributes: list[dict[str, Any]] = []
         self._kept: dict[int, object] = {}
         level = list(roots)
         for _ in range(_DEEPEST):
@@ -115,11 +116,17 @@ class PythonState:
             attributes := getattr(found, "__dict__", None), dict
         ):
             entries = dict(attributes)
+            self._attributes.append(attributes)
             self._undo.append(lambda: _refill(attributes, entries))
         else:
             return ()
         self._kept[id(found)] = found
         return entries.values()
+
+    def set_numbers(self, names: Collection[str], value: int) -> None:
+        """Until it is put back, *value* in every attribute of one of *names* that is a number."""
+        for attributes in self._attributes:
+            attributes.update({name: value for name in names if isinstance(attributes.get(name), int)})
 
     def put_back(self) -> None:
         for undo in self._undo:
