@@ -20,7 +20,8 @@ and models of 24 layers:
 
 throughput  the fixes on; nothing checked, 1/100 and 0.1% in turns in one engine: seconds to decode a batch, --rounds times, as ratios
 
-The result is written after every part to FOLDER/result.json. Exit code 1 if there was a false alarm, 2 if nothing could be run.
+The result is written after every part to FOLDER/result.json. Exit code 1 if there was a false alarm, or an engine with the fixes on ended in
+an error; 2 if nothing could be run.
 """
 
 from __future__ import annotations
@@ -103,7 +104,14 @@ def main() -> int:
         measured.throughput()
     if not measured.ran:
         return 2
-    return int(any(found.get("load", {}).get("mismatches") for found in measured.result["cases"].values()))
+    return int(any(map(_false_alarm, measured.result["cases"].values())))
+
+
+def _false_alarm(found: dict[str, Any]) -> bool:
+    """In an engine with the fixes on, or that such an engine did not come to its end."""
+    parts = [part for name, part in found.items() if name in ("silent", "load", "budget") or "the fixes on" in name]
+    ranks = [rank for part in parts for rank in (part, *part.get("ranks", ()))]
+    return any(rank.get("mismatches") or rank.get("error") for rank in ranks)
 
 
 def full_graph_cases() -> list[Case]:

@@ -118,7 +118,7 @@ def expected(command: str) -> set[int]:
         return {1, 3}  # no engine runs, or one of somebody else on this machine, which has no record here
     if words[:2] == ["vllm-graphfix", "report"]:
         return {3}  # no shadow check has run, so that there is nothing to report
-    return {0, 3} if "--check" in words else {0}  # 3: a fix is needed, and by default only observed
+    return {0, 3} if "--check" in words else {0}  # 3: a fix is needed, and would not be applied
 
 
 def test_a_command_that_is_new_is_run_or_listed_with_a_reason() -> None:

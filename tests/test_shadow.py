@@ -162,6 +162,19 @@ def test_five_minutes_are_enough_for_a_budget_of_a_thousandth_though_the_first_c
     assert 1 / 1.5 < spent / (0.001 * 300) < 1.5
 
 
+def test_steps_that_cannot_be_checked_are_not_tried_one_after_the_other() -> None:
+    schedule = Schedule(Rate(share=0.001))
+    tried = 0
+    for _ in range(60_000):
+        schedule.count += 1
+        schedule._busy += 0.003
+        if schedule.count >= schedule.due:
+            tried += 1
+            schedule.checked(schedule.wanted_later(0.0001))
+    assert tried == 12
+    assert schedule._spent == pytest.approx(12 * 0.0001)
+
+
 def test_a_pause_of_the_engine_is_no_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_graphfix.shadow import schedule as module
 

@@ -86,7 +86,11 @@ def status(
     vllm: VllmOption = None,
     as_json: JsonOption = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit with code 3 if a fix is needed and would not be applied.")
+        bool,
+        typer.Option(
+            "--check",
+            help="Exit with code 3 if a fix is needed and would not be applied. What is observed by default does not count.",
+        ),
     ] = False,
     flags: Annotated[
         str | None,

@@ -74,7 +74,7 @@ class Function(NamedTuple):
             _matches(each, wanted) for each in given for wanted in getattr(_pattern(f"f({keyword})"), "keywords", [])
         )
 
-    def mentions(self, **times: int) -> bool:
+    def mentions(self, /, **times: int) -> bool:
         """Whether these variables are read or assigned so many times: another time says that there is more to it than what was found."""
         counted = Counter(node.id for node in ast.walk(self.node) if isinstance(node, ast.Name))
         return all(counted[name] == number for name, number in times.items())

@@ -339,6 +339,55 @@ def test_noise_of_eager_runs_is_no_mismatch() -> None:
     assert served.shadow.results.noise > 0
 
 
+def test_runs_that_differ_by_much_say_nothing_of_their_step_and_blind_no_other() -> None:
+    served = Served(stale=True)
+    served.model.noise = 0.3
+    served.step()
+    assert (served.shadow.results.mismatches, served.shadow.results.skipped) == (0, 1)
+    served.model.noise = 0.0
+    served.step()
+    assert (served.shadow.results.mismatches, served.shadow.stopped) == (1, None)
+
+
+def test_what_is_kept_of_a_wrong_graph_does_not_grow_and_its_layer_is_sought_twice() -> None:
+    served = Served(stale=True)
+    with mock.patch.object(check, "first_difference", return_value=None) as sought:
+        for _ in range(70):
+            served.step()
+    (known,) = served.shadow._known.values()
+    assert (known.mismatches, known.layer, sought.call_count) == (70, None, 2)
+    assert len(served.shadow.results.kept) == 50
+
+
+def test_a_step_in_quarantine_that_finds_no_memory_is_replayed() -> None:
+    unwatched, served = Served(Rate()), Served(action=Action.QUARANTINE)
+    served.step(), unwatched.step()
+    served.shadow.quarantined.add((id(served.run), BatchDescriptor(CAPTURED)))
+    served.model.breaks_eager = torch.OutOfMemoryError("full")
+    assert torch.equal(served.step(), unwatched.step())
+    assert all(map(torch.equal, served.caches(), unwatched.caches()))
+    served.model.breaks_eager = AssertionError("CUDA graph padding: 3 != 4")
+    assert torch.equal(served.step(), unwatched.step())
+
+
+def test_a_step_in_quarantine_is_replayed_by_all_ranks_if_one_cannot_run_it() -> None:
+    unwatched, served = Served(Rate()), Served(action=Action.QUARANTINE)
+    served.shadow.quarantined.add((id(served.run), BatchDescriptor(CAPTURED)))
+    answers = [(0.0,), (1.0,)]  # all are ready; another rank's run fails
+    with mock.patch.object(ranks, "largest", side_effect=answers):
+        assert torch.equal(served.step(), unwatched.step())
+    assert all(map(torch.equal, served.caches(), unwatched.caches()))
+
+
+def test_an_engine_that_is_refused_in_a_check_is_checked_no_more() -> None:
+    served = Served()
+    with mock.patch.object(runner_v1, "_real_rows", side_effect=check.UnsafeError("rows cannot be told")):
+        for _ in range(3):
+            served.step()
+    assert served.model.eager_runs == 1
+    assert process.REFUSED == "rows cannot be told"
+
+
 def test_every_call_into_torch_and_the_ranks_may_fail() -> None:
     """Whatever fails in a check, what is served is the replay's, and there is one warning."""
     for owner, name in (

@@ -31,6 +31,12 @@ _LONGEST = ("max_seq_len", "max_seqlen_k")
 _COPIES = 4
 """Of the recurrent state, at once: before the replay, after it, after each of two eager runs."""
 _LEAST_NOISE = 1e-30
+_LOUD = 0.01
+"""Beyond this error of eager runs among themselves a step says nothing: eight times as much would pass for rounding."""
+_ROUNDING = 0.05
+"""The largest error that a kernel which cuts its work otherwise can explain, of a row's largest value, behind all layers."""
+_SOUGHT = 2
+"""Checks of a wrong graph in which its first wrong layer is sought."""
 
 
 class Step(NamedTuple):
@@ -73,20 +79,25 @@ class Shadow:
         self.action = action
         self.results = Results()
         self.quarantined: set[Hashable] = set()
-        self._confirmed: dict[Hashable, list[Mismatch]] = {}
+        self._known: dict[Hashable, _Known] = {}
         self._noise = 0.0
-        self._served_in_quarantine = False
+        """The largest error of eager runs among themselves so far; never above `_LOUD`, so that one step blinds no other."""
+        self._replayed_in_quarantine = self._was_loud = False
+        self._over = False
+        """Nothing is checked any more."""
         self.stopped: str | None = None
-        """Why nothing is checked any more."""
+        """The failure that it is over for."""
 
     def stop(self, reason: str, error: Exception | None = None) -> None:
         """For good, with one warning. What is in quarantine stays there."""
+        if self._over:
+            return
+        self._over = True
+        self.schedule.due = NEVER
         if isinstance(error, UnsafeError):
-            self.schedule.due = NEVER
             process.refuse(str(error))
-        elif self.stopped is None:
+        else:
             self.stopped = reason
-            self.schedule.due = NEVER
             logger.warning(
                 "graphfix: the shadow check is off from here on, and serving goes on: %s", reason, exc_info=error
             )
@@ -99,7 +110,7 @@ class Shadow:
         """
         begun = time.perf_counter()
         run, failed = _tried(lambda: _Run(describe()))
-        if not self._all_ready(failed):
+        if not self._all_ready(failed, begun):
             return replay()
         output = replay()
         if run is None:  # the ranks could not agree, and this is not reached
@@ -110,6 +121,8 @@ class Shadow:
             failed = RuntimeError(
                 f"what the eager run changed could not be put back ({_told(failed)}): requests of this step may be wrong"
             )
+            if self._over:  # which has told of another failure, and will not tell of this one
+                logger.warning("graphfix: %s", failed)
         cost = time.perf_counter() - begun
         self.results.seconds += cost
         self._plan_next(cost, failed)
@@ -118,18 +131,21 @@ class Shadow:
     def without_graph(self, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
         """The result of a step whose graph is in quarantine; by its graph if it cannot be run without, which is what stock does."""
         begun, failed = _tried(lambda: _Instead(describe()))
-        if begun is not None:
+        if begun is not None and not _anywhere(failed):
             output, failed = _tried(begun.run)
-            if failed is None:
-                return output
-            if of_the_device(failed):
+            if failed is not None and _is_lost(failed):
                 raise failed
-            begun.put_back()
-        if not self._served_in_quarantine:
-            self._served_in_quarantine = True
+            if not _anywhere(failed):  # or some ranks would replay what others have run
+                return output
+            _, worse = _tried(begun.put_back)
+            failed = worse or failed
+        elif begun is None:
+            _anywhere(failed)
+        if not self._replayed_in_quarantine:
+            self._replayed_in_quarantine = True
             logger.warning(
                 "graphfix: a step whose graph is in quarantine cannot be run without it, and is replayed as stock does: %s",
-                _told(failed) if failed else "",
+                _told(failed) if failed else "it failed on another rank of the same group",
             )
         return replay()
 
@@ -144,29 +160,37 @@ class Shadow:
             return None
         return tuple(agreed)
 
-    def _all_ready(self, failed: Exception | None) -> bool:
-        """Whether no rank has a reason against checking this step."""
+    def _all_ready(self, failed: Exception | None, begun: float) -> bool:
+        """Whether no rank has a reason against checking this step, which was *begun* at that time of the clock."""
         unfit = isinstance(failed, UnfitStep)
         agreed = self._agree(None if unfit else failed, unfit)
         if agreed is None:
             return False
         if agreed[0]:
-            self.results.skipped += 1
-            self._plan_next(0.0, None)
+            self._leave_out(begun)
             return False
         return True
 
+    def _leave_out(self, begun: float) -> None:
+        cost = time.perf_counter() - begun
+        self.results.skipped += 1
+        self.results.seconds += cost
+        if not self._over and (agreed := self._agree(None, self.schedule.wanted_later(cost))):
+            self.schedule.checked(int(agreed[0]))
+
     def _plan_next(self, cost: float, failed: Exception | None) -> None:
-        if self.stopped is None and (agreed := self._agree(failed, self.schedule.wanted(cost))):
+        if not self._over and (agreed := self._agree(failed, self.schedule.wanted(cost))):
             self.schedule.checked(int(agreed[0]))
 
     def _compare(self, key: Hashable, run: _Run, failed: Exception | None) -> None:
-        known = self._confirmed.setdefault(key, [])
-        first, error = _tried(lambda: _First(run, locate=bool(known) and not any(each.first_layer for each in known)))
+        known = self._known.setdefault(key, _Known())
+        locate = known.wants_layer
+        first, error = _tried(lambda: _First(run, locate=locate))
         learning = self.results.checks < _LEARNING
         agreed = self._agree(failed or error, first.worst if first else 0.0)
         if agreed is None or first is None:
             return
+        known.sought += locate
         self.results.checks += 1
         if agreed[0] <= threshold(self._noise) and not learning:
             return
@@ -176,9 +200,12 @@ class Shadow:
         agreed = self._agree(error, second.noise if second else 0.0, second.worst if second else 0.0)
         if agreed is None or second is None:
             return
-        self._noise = self.results.noise = max(self._noise, agreed[0])
         self.results.changed_inputs.update(second.changed_inputs)
-        if agreed[1] > threshold(self._noise) and not self._is_launched_otherwise(run, second.worst):
+        if not agreed[0] <= _LOUD:
+            self._tell_of_noise(agreed[0])
+            return
+        self._noise = self.results.noise = max(self._noise, agreed[0])
+        if agreed[1] > threshold(self._noise) and not self._is_launched_otherwise(run, second.worst, agreed[1]):
             here = second.worst > threshold(self._noise)
             self._take(
                 key,
@@ -195,31 +222,58 @@ class Shadow:
                 ),
             )
 
-    def _is_launched_otherwise(self, run: _Run, worst: float) -> bool:
-        """Whether the replay, *worst* apart here, is a run whose kernels are launched as at the capture: rounding, then, and no defect."""
-        if run.step.longest is None or self.stopped is not None:
+    def _tell_of_noise(self, noise: float) -> None:
+        """Runs without the graph that differ that much say nothing of a replay; others of the same graph may."""
+        self.results.skipped += 1
+        if not self._was_loud:
+            self._was_loud = True
+            logger.warning(
+                "graphfix: two runs of one step without its graph differ by %.3g of their largest value: such a step says nothing of its replay",
+                noise,
+            )
+
+    def _is_launched_otherwise(self, run: _Run, here: float, anywhere: float) -> bool:
+        """Whether the replay, as far apart as rounding may be, is a run whose kernels are launched as at the capture.
+
+        *here*: its error on this rank.
+        """
+        if run.step.longest is None or not anywhere <= _ROUNDING:
             return False
         third, error = _tried(lambda: _as_captured(run))
-        agreed = self._agree(error, min(worst, third if third is not None else worst))
-        return agreed is None or agreed[0] <= threshold(self._noise)
+        agreed = self._agree(error, min(here, third if third is not None else here))
+        return agreed is not None and agreed[0] <= threshold(self._noise)
 
     def _take(self, key: Hashable, mismatch: Mismatch) -> None:
-        known = self._confirmed[key]
-        known.append(mismatch)
+        known = self._known[key]
+        known.mismatches += 1
         self.results.add(mismatch)
-        if len(known) == 1:
+        if known.mismatches == 1:
             logger.warning("graphfix: %s", mismatch.sentence())
-        elif mismatch.first_layer and not any(each.first_layer for each in known[:-1]):
-            logger.warning(
-                "graphfix: %s goes wrong first in %s or just before it", mismatch.graph.name, mismatch.first_layer
-            )
-        if self.action is Action.QUARANTINE and len(known) == CONFIRMATIONS:
+        elif mismatch.first_layer and not known.layer:
+            known.layer = mismatch.first_layer
+            logger.warning("graphfix: %s goes wrong first in %s or just before it", mismatch.graph.name, known.layer)
+        if self.action is Action.QUARANTINE and known.mismatches == CONFIRMATIONS:
             self.quarantined.add(key)
             self.results.quarantined.append(mismatch.graph)
             logger.warning(
                 "graphfix: %s is replayed no more; its steps run without a graph from here on, slower",
                 mismatch.graph.name,
             )
+
+
+class _Known:
+    """What is known of a graph."""
+
+    def __init__(self) -> None:
+        self.mismatches = 0
+        self.layer: str | None = None
+        """Where it goes wrong first."""
+        self.sought = 0
+        """Checks in which that layer was sought, with copies of all caches."""
+
+    @property
+    def wants_layer(self) -> bool:
+        return bool(self.mismatches) and self.layer is None and self.sought < _SOUGHT
 
 
 class _Run:
@@ -259,7 +313,7 @@ class _Run:
         try:
             output = self.step.eager()
         except Exception as error:
-            if of_the_device(error):
+            if _of_the_device(error):
                 raise
             raise _StepError(_told(error)) from error
         return self._results(output)
@@ -297,6 +351,9 @@ class _Instead:
     """A step that is run without its graph, and not twice; until it has come to its end, as the graph would have found it."""
 
     def __init__(self, step: Step) -> None:
+        needed = sum(rows.nbytes for rows in step.states)
+        if not fits(needed):
+            raise UnfitStep(f"{needed >> 20} MiB for the recurrent state of its rows are not free")
         self._step = step
         self._before, self._python = Snapshot(step.inputs, step.states), PythonState(step.objects)
 
@@ -316,9 +373,10 @@ class _First:
 
     def __init__(self, run: _Run, *, locate: bool) -> None:
         step = run.step
-        of_replay = step.caches() if locate else []
+        # What one rank cannot look at must not keep it from the run, in whose collectives the others wait.
+        of_replay = (_tried(step.caches)[0] if locate else None) or []
         self.output, self.failure = _run_again(run)
-        self.layer = first_difference(of_replay, step.caches()) if locate else None
+        self.layer = _tried(lambda: first_difference(of_replay, step.caches()))[0] if of_replay else None
         self.rows = step.real_rows()
         # What failed half-way has no output: that differs in every row.
         self.errors = row_errors(run.output, self.output, self.rows)
@@ -330,7 +388,7 @@ class _Second:
     """The second eager run, compared with both. *noise*: that earlier checks have seen."""
 
     def __init__(self, run: _Run, first: _First, noise: float) -> None:
-        self.changed_inputs = run.before.changed_inputs()
+        self.changed_inputs = _tried(run.before.changed_inputs)[0] or []
         output, self.failure = _run_again(run)
         rows, states = first.rows, run.states_now()
         alike = drawn_alike(output, first.output, rows)
@@ -365,12 +423,28 @@ def _run_again(run: _Run) -> tuple[list[Tensor], _StepError | None]:
         return [], error
 
 
-def of_the_device(error: Exception) -> bool:
+def _anywhere(failed: Exception | None) -> bool:
+    """Whether something failed on any rank of the group, or they could not agree."""
+    try:
+        return bool(ranks.largest(failed is not None)[0])
+    except Exception:
+        return True
+
+
+def _of_the_device(error: Exception) -> bool:
     """Whether an error is of the GPU or of its memory: of the machine, and not of the step."""
     import torch
 
-    lost = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-    return isinstance(error, lost) or "CUDA" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or _is_lost(error)
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether nothing runs on the GPU any more in this process."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
 
 
 def _worst(errors: Tensor) -> float:

@@ -48,7 +48,11 @@ def _of_engine(engine: Engine) -> str | None:
             else ""
         )
         text += _GRAPH.format(
-            **{**wrong._asdict(), "layer": layer or "the layer is not known: the graph was not checked a second time"},
+            **{
+                **wrong._asdict(),
+                "layer": layer
+                or "the layer is not known: the graph was not checked a second time, or no cache that could be compared differs",
+            },
             rank=engine.name_of(member),
         )
     fixes = [f"`{fix}` {engine.foremost(fix).state}" for fix in engine.fixes if fix != "shadow"]

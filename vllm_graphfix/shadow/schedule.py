@@ -64,6 +64,15 @@ class Schedule:
             self._spent, self._paid_for, self._steps = self._spent / 2, self._paid_for / 2, self._steps / 2
         return max(1, math.ceil(seconds / step_time))
 
+    def wanted_later(self, cost: float) -> int:
+        """The same after a step that could not be checked, which took *cost* seconds: a budget waits as at the beginning."""
+        if self._share is None:
+            return self.wanted(cost)
+        self._spent += cost
+        self._paid_for += self._busy
+        self._steps += max(1, self.count - self._since)
+        return max(1, math.ceil(_FIRST_COST / self._share))
+
     def checked(self, steps: int) -> None:
         """The next check is *steps* from here, as all ranks have agreed. The time that this one took is no step's."""
         self.due = self.count + steps
