@@ -156,6 +156,15 @@ def test_engines_and_the_reasons_of_what_went_wrong_are_told(tmp_path: Path) -> 
     assert "- `capture-state` failed: `ValueError: it has another shape`" in pasted()
 
 
+def test_of_engines_that_have_ended_the_last_ones_are_told_and_the_others_counted(tmp_path: Path) -> None:
+    gone = [record(engine=f"{number:016x}", pid=2**22 + number) for number in range(12)]
+    leave(tmp_path / "records", *gone, record(engine="f" * 16))
+    told = examined()["fleet"]
+    assert len(told["engines"]) == 6
+    assert told["engines"][0]["engine"] == "f" * 16
+    assert told["more_engines"] == 7
+
+
 # -- what is missing ----------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,8 @@ _PEERS = (
 )
 _MOST = 40
 """Engines, plugins, errors that are told one by one."""
+_LAST = 5
+"""Engines that do not run any more and are told one by one, the last ones."""
 
 
 class Doctor(NamedTuple):
@@ -237,6 +239,11 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
         found = fleet.look(records.base_folder(environment))
     except fleet.FleetError as error:
         return {"error": str(error)}
+    gone = sorted(
+        (engine for engine in found.engines if not engine.live),
+        key=lambda engine: min(each.age for each in engine.members),
+    )
+    told = [*[engine for engine in found.engines if engine.live][:_MOST], *gone[:_LAST]]
     bad = (State.FAILED.value, State.CONFLICT.value, State.INCOMPATIBLE.value)
     engines = [
         {
@@ -254,7 +261,7 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
             "wrong": list(engine.wrong[:_MOST]),
             "notes": list(engine.notes[:_MOST]),
         }
-        for engine in found.engines[:_MOST]
+        for engine in told
     ]
     errors: dict[tuple[str, str, str], None] = {}
     for engine in found.engines:
@@ -267,7 +274,7 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
                 errors["engine", "stopped", record.problem] = None
     return {
         "engines": engines,
-        "more_engines": max(len(found.engines) - _MOST, 0),
+        "more_engines": len(found.engines) - len(told),
         "without_a_record": len(found.unrecorded),
         "because": sorted({each.reason for each in found.unrecorded})[:_MOST],
         "notes": [*found.notes, *found.problems][:_MOST],

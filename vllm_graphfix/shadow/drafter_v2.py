@@ -146,7 +146,7 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis(
             Verdict.ABSENT, "where drafts replay a graph nothing is made that a step without it needs", propose.where
         )
-    return Diagnosis(Verdict.UNRECOGNISED, "drafts replay full graphs in a way that nobody has looked at")
+    return Diagnosis(Verdict.UNRECOGNISED, "drafts replay full graphs in a way that is not recognised")
 
 
 def _is_of(source: Source, speculator: _Speculator, hook: Function) -> bool:

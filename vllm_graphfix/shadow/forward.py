@@ -32,7 +32,7 @@ def unsafe(config: Any) -> str | None:
     if getattr(parallel, "enable_elastic_ep", False):
         return "ranks come and go"
     if getattr(config.cache_config, "use_replayssm", False):
-        return "ReplaySSM keeps recurrent state in a form that nobody has looked at"
+        return "ReplaySSM keeps recurrent state in a form that is not known here"
     return None
 
 

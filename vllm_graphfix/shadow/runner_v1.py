@@ -63,7 +63,7 @@ def diagnose(source: Source) -> Diagnosis:
             Verdict.AFFECTED, "full graphs of model runner V1 replay in CUDAGraphWrapper", call.where, _SHAPE
         )
     return Diagnosis(
-        Verdict.UNRECOGNISED, "full graphs of model runner V1 replay in a way that nobody has looked at", call.where
+        Verdict.UNRECOGNISED, "full graphs of model runner V1 replay in a way that is not recognised", call.where
     )
 
 

@@ -58,7 +58,7 @@ def diagnose(source: Source) -> Diagnosis:
     ):
         return Diagnosis(Verdict.AFFECTED, "full graphs of model runner V2 replay in run_fullgraph", run.where, _SHAPE)
     return Diagnosis(
-        Verdict.UNRECOGNISED, "full graphs of model runner V2 replay in a way that nobody has looked at", run.where
+        Verdict.UNRECOGNISED, "full graphs of model runner V2 replay in a way that is not recognised", run.where
     )
 
 
