@@ -26,6 +26,7 @@ PUBLISHED = "needs a release and its repository; that a build can be repeated is
 ENDLESS = "runs until Ctrl-C; test_fleet_command.py has it"
 
 NOT_RUN = {
+    "python benchmarks/shadow_check.py --out FOLDER [--only CASE] [--part PART]": "needs a GPU",
     "pip install vllm-graphfix": INDEX,
     "pip uninstall vllm-graphfix": INDEX,
     "vllm-graphfix fleet --watch 5": ENDLESS,
