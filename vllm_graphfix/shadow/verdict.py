@@ -67,7 +67,7 @@ class Results:
     def __init__(self) -> None:
         self.checks = 0
         self.skipped = 0
-        """Steps that were due and not checked, for want of memory."""
+        """Steps that were due and of which nothing is said: for want of memory, or because two runs without the graph differ by much."""
         self.mismatches = 0
         self.seconds = 0.0
         """That checks took, their replays included."""
