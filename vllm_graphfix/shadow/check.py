@@ -131,7 +131,7 @@ class Shadow:
     def without_graph(self, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
         """The result of a step whose graph is in quarantine; by its graph if it cannot be run without, which is what stock does."""
         begun, failed = _tried(lambda: _Instead(describe()))
-        if begun is not None and not _anywhere(failed):
+        if not _anywhere(failed) and begun is not None:
             output, failed = _tried(begun.run)
             if failed is not None and _is_lost(failed):
                 raise failed
@@ -139,8 +139,6 @@ class Shadow:
                 return output
             _, worse = _tried(begun.put_back)
             failed = worse or failed
-        elif begun is None:
-            _anywhere(failed)
         if not self._replayed_in_quarantine:
             self._replayed_in_quarantine = True
             logger.warning(
