@@ -250,12 +250,20 @@ def test_nothing_is_skipped_on_a_gpu_that_has_what_is_needed(name: str) -> None:
 def test_flashmla_alone_is_skipped_on_another_compute_capability(name: str, capability: tuple[int, int]) -> None:
     why = engine.why_skipped(CASES[name], replace(H200, name="Double of another", capability=capability))
     if name in FLASHMLA_CASES:
+        backend = "FLASHMLA_SPARSE" if name == "indexer-padding" else "FLASHMLA"
         assert why == (
-            f"FlashMLA needs compute capability 9.0, Double of another has {capability[0]}.{capability[1]}; "
+            f"attention backend {backend} needs compute capability 9.0, Double of another has {capability[0]}.{capability[1]}; "
             "`verify --device cpu` proves the fix on the CPU double"
         )
     else:
         assert why is None
+
+
+def test_a_case_that_names_no_backend_is_skipped_without_naming_one() -> None:
+    case = replace(CASES["mamba-padding"], capability=10)
+    why = engine.why_skipped(case, H200)
+    assert why is not None
+    assert why.startswith("the kernels of this case need compute capability 10.0, ")
 
 
 def test_cases_whose_attention_is_flashmla_need_its_gpu_and_no_others() -> None:
@@ -266,4 +274,4 @@ def test_cases_whose_attention_is_flashmla_need_its_gpu_and_no_others() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_everything_is_skipped_where_too_little_memory_is_free(name: str) -> None:
     why = engine.why_skipped(CASES[name], replace(H200, free_gib=1.5))
-    assert why == "5 GiB of free GPU memory are needed, but only 1.5 are free; stop what else uses the GPU"
+    assert why == "5 GiB of free GPU memory are needed, but only 1.5 GiB are free; stop whatever else uses the GPU"

@@ -30,7 +30,7 @@ PROVEN = Proof(
 NOTHING_PATCHED = replace(
     PROVEN, diagnosis=Diagnosis(Verdict.FIXED, "fixed"), stock=None, patched=None, patched_state=("not-needed", "fixed")
 )
-NOT_RUN = "FlashMLA needs compute capability [9.0]"
+NOT_RUN = "attention backend FLASHMLA needs compute capability [9.0]"
 SKIPPED = replace(
     PROVEN, stock=None, patched=None, stock_state=("", NOT_RUN), patched_state=("", NOT_RUN), skipped=NOT_RUN
 )
@@ -173,7 +173,7 @@ def test_people_see_why_a_proof_does_not_hold() -> None:
 
 def test_people_see_what_was_not_run_and_why() -> None:
     text = shown(Report("0.19.0", "/somewhere", "a GPU", (PROVEN, SKIPPED)))
-    assert "! mamba-padding: skipped: FlashMLA needs compute capability [9.0]" in text
+    assert "! mamba-padding: skipped: attention backend FLASHMLA needs compute capability [9.0]" in text
     assert [line.split()[-1] for line in text.splitlines() if line.startswith("mamba-padding  ")] == [
         "proven",
         "skipped",

@@ -114,12 +114,14 @@ def _of_the_others(
 def why_skipped(case: Case, device: Device) -> str | None:
     """What *device* lacks for *case*, or None."""
     if case.capability is not None and device.capability[0] != case.capability:
+        backend = case.arguments.get("attention_config", {}).get("backend")
+        kernels = f"attention backend {backend} needs" if backend else "the kernels of this case need"
         return (
-            f"FlashMLA needs compute capability {case.capability}.0, {device.name} has "
+            f"{kernels} compute capability {case.capability}.0, {device.name} has "
             f"{'.'.join(map(str, device.capability))}; `verify --device cpu` proves the fix on the CPU double"
         )
     if device.free_gib < GIB_PER_ENGINE:
-        return f"{GIB_PER_ENGINE} GiB of free GPU memory are needed, but only {device.free_gib} are free; stop what else uses the GPU"
+        return f"{GIB_PER_ENGINE} GiB of free GPU memory are needed, but only {device.free_gib} GiB are free; stop whatever else uses the GPU"
     return None
 
 
