@@ -83,12 +83,15 @@ def test_the_three_engines_of_a_case_differ_in_mode_switch_and_repetition_alone(
 
 
 @FIXES
-def test_an_engine_whose_replays_are_checked_is_stock_with_the_plugin_and_every_fix_off(name: str) -> None:
+def test_engines_whose_replays_are_checked_are_stock_and_patched_and_stock_has_the_plugin_with_every_fix_off(
+    name: str,
+) -> None:
     case = CASES[name]
-    stock, watched = jobs_of(case)["stock"], case.watched_job(FOLDER)
-    modes = dict.fromkeys((fix.variable for fix in BY_NAME.values()), "off")
-    assert watched.environment == {**stock.environment, **modes, settings.PREFIX: "on", settings.SHADOW: "1/1"}
-    assert (watched.arguments, watched.prompts, watched.probes) == (stock.arguments, stock.prompts, ())
+    off = dict.fromkeys((fix.variable for fix in BY_NAME.values()), "off")
+    for mode, watched, modes in zip(("stock", "patched"), case.watched_jobs(FOLDER), (off, {}), strict=True):
+        job = jobs_of(case)[mode]
+        assert watched.environment == {**job.environment, **modes, settings.PREFIX: "on", settings.SHADOW: "1/1"}
+        assert (watched.arguments, watched.prompts, watched.probes) == (job.arguments, job.prompts, ())
     assert not case.watched or "FULL" in case.graphs["cudagraph_mode"], "there is nothing to check"
 
 

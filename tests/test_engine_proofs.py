@@ -16,6 +16,7 @@ from engine_proofs import (
     RUNS,
     WRONG,
     answer,
+    came_to_its_end,
     failed,
     observing,
     proof_of,
@@ -27,6 +28,7 @@ from engine_proofs import (
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.comparison import Answer, compare
 from vllm_graphfix.verify.engine.job import Said, from_json, to_json
+from vllm_graphfix.verify.engine.processes import Ended
 from vllm_graphfix.verify.engine.verify import described, prove
 from vllm_graphfix.verify.report import Proof
 
@@ -43,31 +45,31 @@ def test_wrong_tokens_on_stock_and_eagers_with_the_fix_prove_it() -> None:
     )
 
 
+def checked(checks: int, mismatches: int = 0) -> Ended:
+    """An engine in which every replay was checked."""
+    counted = {"checks": checks, "mismatches": mismatches} | ({"first mismatch in check": 3} if mismatches else {})
+    observed = {f"shadow: {name}": [float(count)] for name, count in counted.items()}
+    return came_to_its_end("stock", replace(said(WRONG, "off", observed=observed), states={"0": {"shadow": "active"}}))
+
+
 @pytest.mark.parametrize(
-    ("counted", "told"),
+    ("stock", "patched", "outcome", "told"),
     [
-        (
-            {"checks": 192, "mismatches": 190, "first mismatch in check": 3},
-            "190 of 192 replays were found wrong, the first one in check 3",
-        ),
-        ({"checks": 129, "mismatches": 0}, "no replay of 129 was found wrong"),
-        ({}, "nothing was checked"),
+        (checked(192, 190), checked(192), "proven", "190 of 192 replays were found wrong, the first one in check 3"),
+        (failed("stock", ILLEGAL_ACCESS), checked(192), "proven", f"the engine ended in {ILLEGAL_ACCESS}"),
+        (checked(0), checked(0), "proven", "nothing was checked (active)"),
+        (checked(129), checked(192), "missed by the shadow check", "no replay of 129 was found wrong"),
+        (checked(192, 190), checked(192, 1), "false alarm of the shadow check", "190 of 192"),
     ],
 )
-def test_what_the_shadow_check_saw_on_stock_is_told_and_decides_nothing(counted: dict[str, int], told: str) -> None:
-    observed = {f"shadow: {name}": [float(count)] for name, count in counted.items()}
-    watched = replace(RUNS["stock"], observed=observed)
+def test_the_shadow_check_has_to_catch_the_defect_on_stock_and_to_stay_silent_with_the_fix(
+    stock: Ended, patched: Ended, outcome: str, told: str
+) -> None:
+    watched = {"stock": stock, "patched": patched}
     proof = prove(BY_NAME["capture-state"], AFFECTED, CASES["capture-state"], RUNS, watched=watched)
-    assert proof.outcome == proof_of("capture-state").outcome
-    assert proof.stock is not None
-    assert proof.stock.details[-1] == f"shadow check: {told}"
-
-
-def test_a_stock_engine_that_crashes_before_it_is_checked_is_told_so() -> None:
-    watched = failed("stock", ILLEGAL_ACCESS)
-    proof = prove(BY_NAME["capture-state"], AFFECTED, CASES["capture-state"], RUNS, watched=watched)
-    assert proof.stock is not None
-    assert proof.stock.details[-1] == f"shadow check: the stock engine ended in {ILLEGAL_ACCESS}"
+    assert (proof.outcome, proof.holds) == (outcome, outcome == "proven")
+    assert f"stock, shadow check: {told}" in shown(proof)
+    assert "patched, shadow check: " in shown(proof)
 
 
 CRASHES = [

@@ -201,7 +201,7 @@ def test_interrupted_it_leaves_no_process_and_no_folder(release: Path, tmp_path:
     assert list(folders.iterdir()) == []
 
 
-def test_one_engine_for_each_mode_and_one_that_is_checked_is_told_to_whoever_has_no_terminal(
+def test_one_engine_for_each_mode_and_two_that_are_checked_are_told_to_whoever_has_no_terminal(
     release: Path, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_h200(monkeypatch)
@@ -212,7 +212,8 @@ def test_one_engine_for_each_mode_and_one_that_is_checked_is_told_to_whoever_has
         "mla-fp8 eager",
         "mla-fp8 patched",
         "mla-fp8 stock",
-        "mla-fp8 watched",
+        "mla-fp8 watched patched",
+        "mla-fp8 watched stock",
     ]
     assert "verified on the Double of an H200" in done.stdout
     assert "proven" in done.stdout

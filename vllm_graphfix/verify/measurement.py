@@ -7,6 +7,29 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class Watch:
+    """What the shadow check made of one engine in which every replay was checked."""
+
+    checks: int
+    mismatches: int
+    first: int | None = None
+    """The check that found the first mismatch."""
+    state: str | None = None
+    """The check's, in that engine; None of one that has ended in an error."""
+    error: str | None = None
+
+    @property
+    def sentence(self) -> str:
+        if self.error:
+            return f"the engine ended in {self.error}"
+        if not self.checks:
+            return f"nothing was checked ({self.state or 'state unknown'})"
+        if not self.mismatches:
+            return f"no replay of {self.checks} was found wrong"
+        return f"{self.mismatches} of {self.checks} replays were found wrong, the first one in check {self.first}"
+
+
+@dataclass(frozen=True)
 class Measurement:
     """The same computation without and with CUDA graphs."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix import __version__
 from vllm_graphfix.fix import Diagnosis, Fix, State, Verdict
-from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.measurement import Measurement, Watch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,6 +34,8 @@ class Proof:
     """State and reason in the patched process."""
     skipped: str | None = None
     """Why it was not run."""
+    watched: Mapping[str, Watch] = field(default_factory=dict)
+    """What the shadow check made of an engine each, ``stock`` and ``patched``, where the defect is one that it has to see."""
 
     @property
     def outcome(self) -> str:
@@ -61,7 +63,14 @@ class Proof:
             return "defect not shown on stock"
         if self.patched.error or differing(self.patched.eager, self.patched.graphed):
             return "defect still there"
-        return "proven"
+        return self._of_the_check() or "proven"
+
+    def _of_the_check(self) -> str | None:
+        """What the shadow check did wrong. An engine that has ended, or in which nothing could be checked, says nothing of it."""
+        stock, patched = self.watched.get("stock"), self.watched.get("patched")
+        if stock and stock.checks and not stock.mismatches and not stock.error:
+            return "missed by the shadow check"
+        return "false alarm of the shadow check" if patched and patched.mismatches else None
 
     @property
     def holds(self) -> bool:
@@ -134,6 +143,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "patched": _numbers(proof.patched.graphed) if proof.patched else None,
                 "patched_error": proof.patched.error if proof.patched else None,
                 "details": [line for measured in (proof.stock, proof.patched) if measured for line in measured.details],
+                "shadow": {mode: asdict(watch) for mode, watch in proof.watched.items()} or None,
                 "state": proof.patched_state[0],
                 "state_reason": proof.patched_state[1],
             }
@@ -181,6 +191,8 @@ def show(report: Report, console: Console) -> None:
         for measured in (proof.stock, proof.patched):
             for line in measured.details if measured else ():
                 console.print(f"[dim]  {escape(line)}[/]", highlight=False)
+        for mode, watch in proof.watched.items():
+            console.print(f"[dim]  {mode}, shadow check: {escape(watch.sentence)}[/]", highlight=False)
     if report.logs:
         console.print(f"Engine logs: {escape(report.logs)}", highlight=False, soft_wrap=True)
 

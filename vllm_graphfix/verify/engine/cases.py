@@ -16,7 +16,8 @@ from vllm_graphfix.verify.engine.sign import Judge
 from vllm_graphfix.verify.engine.worker import EXTENSION, SEED
 
 MODES = ("eager", "stock", "patched")
-WATCHED = "watched"
+WATCHED = {"watched stock": "stock", "watched patched": "patched"}
+"""Two more in which every replay is checked, and whose they are otherwise."""
 
 
 @dataclass(frozen=True, eq=False)  # cases are told apart by which they are
@@ -58,7 +59,7 @@ class Case:
     padded: bool = False
     """Some batches lie between the sizes of the graphs: the defect is about padding."""
     watched: bool = False
-    """It shows in what a replay puts out: the shadow check is to see it, and a fourth engine looks whether it does."""
+    """It shows in what a replay puts out: the shadow check has to see it in a fourth engine, and nothing in a fifth with the fixes."""
     compiles: bool = False
     """Kernels of it are compiled for minutes the first time, FlashInfer's or Triton's: it begins first."""
 
@@ -97,12 +98,20 @@ class Case:
             for mode in MODES
         ]
 
-    def watched_job(self, models: Path) -> Job:
-        """Stock's, but that the plugin is there, with every fix off, and checks every replay."""
-        stock = self.jobs(models)[MODES.index("stock")]
-        every_fix_off: dict[str, str | None] = dict.fromkeys(map(variable, BY_NAME), "off")
-        checked = every_fix_off | {settings.PREFIX: "on", settings.SHADOW: "1/1"}
-        return replace(stock, name=f"{self.name} {WATCHED}", probes=(), environment=stock.environment | checked)
+    def watched_jobs(self, models: Path) -> list[Job]:
+        """As stock and patched, but that every replay is checked: the plugin is there on stock too, with every fix off."""
+        jobs = dict(zip(MODES, self.jobs(models), strict=True))
+        checked: dict[str, str | None] = {settings.PREFIX: "on", settings.SHADOW: "1/1"}
+        off: dict[str, str | None] = dict.fromkeys(map(variable, BY_NAME), "off")
+        return [
+            replace(
+                jobs[mode],
+                name=f"{self.name} {name}",
+                probes=(),
+                environment=jobs[mode].environment | checked | (off if mode == "stock" else {}),
+            )
+            for name, mode in WATCHED.items()
+        ]
 
 
 _ENGINE: dict[str, Any] = {

@@ -28,7 +28,7 @@ from vllm_graphfix.verify.engine.job import Said
 from vllm_graphfix.verify.engine.processes import CRASH, HANG, Ended, Engines
 from vllm_graphfix.verify.engine.sign import Sign
 from vllm_graphfix.verify.engine.worker import SEED
-from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.measurement import Measurement, Watch
 from vllm_graphfix.verify.report import Proof, Report
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) 
         for fix in affected:
             case = cases_of[fix.name]
             runs = {mode: ended[f"{case.name} {mode}"] for mode in MODES} if case and not skipped[fix.name] else None
-            watched = ended.get(f"{case.name} {WATCHED}") if case else None
+            watched = {
+                mode: end for name, mode in WATCHED.items() if case and (end := ended.get(f"{case.name} {name}"))
+            }
             proofs[fix.name] = prove(fix, diagnoses[fix.name], case, runs, skipped[fix.name], watched)
         keep = any(end.error for end in ended.values()) or any(
             proofs[fix.name].outcome not in ("proven", "skipped") for fix in affected
@@ -143,7 +145,7 @@ def _run_cases(
     names = {name for case in cases for name in case.models}
     devices.find(folder, tuple(sorted(names)))
     jobs = [job for case in cases for job in case.jobs(folder)]
-    jobs += [case.watched_job(folder) for case in cases if case.watched]
+    jobs += [job for case in cases if case.watched for job in case.watched_jobs(folder)]
     path = os.pathsep.join(filter(None, [str(source.folder or ""), os.environ.get("PYTHONPATH", "")]))
     jobs = [replace(job, environment=job.environment | {"PYTHONPATH": path}) for job in jobs]
     first = {case.name for case in cases if case.compiles}
@@ -162,16 +164,14 @@ def prove(
     case: Case | None,
     runs: Runs | None,
     skipped: str | None = None,
-    watched: Ended | None = None,
+    watched: Runs | None = None,
 ) -> Proof:
-    """What the three runs of a fix's case say about it. What the shadow check saw in a fourth one is told, and decides nothing."""
+    """What the three runs of a fix's case say about it, and the shadow check of those in which every replay was *watched*."""
     if case is None or runs is None:
         nothing = ("", skipped or "")
         return Proof(fix, diagnosis, None, None, None, nothing, nothing, skipped)
     failure = _why_nothing_is_proven(case, runs)
     stock, patched = (None, None) if failure else (measure(case, runs, mode) for mode in ("stock", "patched"))
-    if stock is not None and watched is not None:
-        stock = replace(stock, details=(*stock.details, f"shadow check: {_seen_by_the_check(watched)}"))
     return Proof(
         fix,
         diagnosis,
@@ -180,6 +180,7 @@ def prove(
         failure,
         _state(fix, runs["stock"], "off"),
         _state(fix, runs["patched"], "active"),
+        watched={mode: _watch(end) for mode, end in (watched or {}).items()},
     )
 
 
@@ -216,21 +217,20 @@ def _sign(case: Case, end: Ended) -> Sign | None:
     return case.judge(end.observed) if case.judge is not None else None
 
 
-def _seen_by_the_check(watched: Ended) -> str:
-    """For people: of a stock engine in which every replay was checked."""
+def _watch(end: Ended) -> Watch:
     counted = {
         name.removeprefix("shadow: "): int(values[0])
-        for name, values in watched.observed.items()
+        for name, values in end.observed.items()
         if name.startswith("shadow: ")
     }
-    checks, mismatches = counted.get("checks", 0), counted.get("mismatches", 0)
-    if watched.error:
-        return f"the stock engine ended in {watched.error}"
-    if not checks:
-        return "nothing was checked"
-    if not mismatches:
-        return f"no replay of {checks} was found wrong"
-    return f"{mismatches} of {checks} replays were found wrong, the first one in check {counted['first mismatch in check']}"
+    states = {states["shadow"] for states in end.said.states.values() if "shadow" in states} if end.said else ()
+    return Watch(
+        counted.get("checks", 0),
+        counted.get("mismatches", 0),
+        counted.get("first mismatch in check"),
+        " and ".join(sorted(states)) or None,
+        end.error,
+    )
 
 
 def _state(fix: Fix, end: Ended, of_a_crash: str) -> tuple[str, str]:
