@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from edited import changes, edited, swap
@@ -42,6 +43,37 @@ def test_the_shipped_manifest_is_what_the_releases_give(tmp_path: Path, monkeypa
     assert manifest.PATH.read_text() == shipped
     make_manifest.make(["0.21.0"])
     assert manifest.PATH.read_text() == shipped, "looking at one release again changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"name": "another-name"}, "another-name is not the FIX of fixes/another_name.py: a fix and its module have the same name"),
+        ({"number": FIXES[1].number}, f"{FIXES[0].name} and {FIXES[1].name} both have the number {FIXES[1].number}; the next free one is "),
+        ({"diagnose": lambda source: source.nothing}, f"{FIXES[0].name}: diagnose() raises on vLLM 0.33.0: AttributeError: "),
+    ],
+    ids=["name", "number", "diagnosis"],
+)  # fmt: skip
+def test_a_record_that_is_wrong_is_said_in_a_line_and_no_manifest_is_written(
+    wrong: dict[str, Any],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import make_manifest
+
+    fix = FIXES[0]._replace(**wrong)
+    if "name" not in wrong:
+        monkeypatch.setattr(f"vllm_graphfix.fixes.{fix.name.replace('-', '_')}.FIX", fix)
+    monkeypatch.setattr(make_manifest, "FIXES", (fix, *FIXES[1:]))
+    monkeypatch.setattr(manifest, "PATH", tmp_path / "manifest.json")
+    monkeypatch.setattr("sys.argv", ["make_manifest.py", "0.33.0"])
+    assert make_manifest.main() == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"make_manifest: {told}")
+    assert error.count("\n") == 1
+    assert not manifest.PATH.exists()
 
 
 def test_a_diagnosis_reads_only_the_files_that_it_declares(release: str) -> None:

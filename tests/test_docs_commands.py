@@ -15,6 +15,7 @@ from test_readme import PAGES
 
 BLOCK = re.compile(r"(<!-- walked: [^\n]+ -->\n)?^```(?:bash|console|sh|shell)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
+TOOLS = Path(__file__).parent.parent / "tools"
 CHEAP = ("status", "explain", "fleet", "report", "doctor")
 """Commands of vllm-graphfix that take well below a second, and need neither a GPU nor an engine."""
 
@@ -71,6 +72,7 @@ SLOW = {
     "vllm-graphfix verify",
     "vllm-graphfix verify --vllm PATH",
     "vllm-graphfix verify --json > verified.json",
+    """PYTHONPATH=$(python tools/fetch_vllm.py 0.16.0) VLLM_GRAPHFIX=off python -c "from vllm_graphfix.verify.double.scenarios.mamba_all_mode import run; print(run())\"""",
     """python -c "from pathlib import Path; from vllm_graphfix.verify.engine.models import write; [write(name, Path()) for name in ('mla', 'mla-mtp', 'mamba2')]\"""",
 }
 """Run with the slow tests."""
@@ -97,6 +99,7 @@ def run(command: str, folder: Path) -> None:
     release = release_root("0.18.1")
     as_shown = re.sub(r"\bPATH\b", shlex.quote(str(release)), command).replace("/mnt/shared/graphfix", "records")
     (folder / "records").mkdir()
+    (folder / "tools").symlink_to(TOOLS)
     bin_of_python = str(Path(sys.executable).parent)
     environment = release_environment(release, str(folder))
     environment |= {

@@ -81,7 +81,7 @@ def test_a_failed_download_says_what_to_do(tmp_path: Path, capsys: pytest.Captur
     assert "pip index versions vllm" in told
 
 
-@pytest.mark.parametrize("version", ["../x", "0.18.1; rm", "latest", ""])
+@pytest.mark.parametrize("version", ["../x", "0.18.1; rm", "latest", "0.18", ""])
 def test_a_version_is_a_version(version: str, tmp_path: Path) -> None:
     """What is no version becomes neither a path nor an argument of pip."""
     with pytest.raises(fetch_vllm.FetchError, match="not a version"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fetch_vllm
 import pytest
@@ -93,12 +96,77 @@ def test_every_page_of_a_fix_is_of_one_that_is_there() -> None:
     assert set((PROJECT / "docs" / "fixes").iterdir()) == set(update_docs.FIXES_PAGES.values())
 
 
-def test_a_head_without_a_key_is_an_error_that_names_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    page = tmp_path / "capture-state.md"
-    page.write_text("---\nseen: something\n---\n\n# capture-state\n")
-    monkeypatch.setitem(update_docs.FIXES_PAGES, "capture-state", page)
-    with pytest.raises(KeyError, match=r"capture-state\.md: the head has \['seen'\]"):
+@pytest.mark.parametrize(
+    ("page", "told"),
+    [
+        ("---\nseen: something\n---\n\n# capture-state\n", r"capture-state\.md: the head has \['seen'\] in place of"),
+        ("---\nsomething\n---\n", r"capture-state\.md: the head has no keys in place of"),
+        ("# capture-state\n", r"capture-state\.md does not begin with a head"),
+        ('---\nseen: "some\n---\n', r"capture-state\.md: the head is not YAML: "),
+        (None, r"docs/fixes/capture-state\.md is missing; docs/adding-a-fix\.md"),
+    ],
+)
+def test_a_page_that_lacks_something_is_an_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, page: str | None, told: str
+) -> None:
+    written = tmp_path / "capture-state.md"
+    if page is not None:
+        written.write_text(page)
+    monkeypatch.setitem(update_docs.FIXES_PAGES, "capture-state", written)
+    with pytest.raises(update_docs.DocsError, match=told):
         update_docs.head(BY_NAME["capture-state"])
+
+
+def test_a_generated_part_of_nothing_is_an_error_that_names_it() -> None:
+    with pytest.raises(
+        update_docs.DocsError, match=r"capture-sate is neither a fix nor a table; tables are defects, .* caches"
+    ):
+        update_docs.updated("<!-- generated: capture-sate -->\n<!-- end -->")
+
+
+def _without_a_fix(made: dict[str, Any]) -> None:
+    del made["fixes"]["capture-state"]
+
+
+def _without_a_release(made: dict[str, Any]) -> None:
+    for entry in made["fixes"]["capture-state"]:
+        entry["releases"] = [release for release in entry["releases"] if release != "0.17.1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_without_a_fix, "the manifest lacks capture-state"),
+        (_without_a_release, "the manifest lacks capture-state on vLLM 0.17.1"),
+        (dict.clear, "manifest.json of vllm-graphfix cannot be read ('schema')"),
+    ],
+    ids=["fix", "release", "everything"],
+)
+def test_a_manifest_that_lacks_something_is_said_in_a_line_and_nothing_is_written(
+    change: Callable[[dict[str, Any]], None],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As for a fix that is new, or after `make manifest` has failed."""
+    made = json.loads(manifest.PATH.read_text())
+    change(made)
+    (tmp_path / "manifest.json").write_text(json.dumps(made))
+    written = tmp_path / "README.md"
+    written.write_text("<!-- generated: variables -->\n<!-- end -->\n<!-- generated: defects -->\n<!-- end -->\n")
+    before = written.read_text()
+    monkeypatch.setattr(manifest, "PATH", tmp_path / "manifest.json")
+    monkeypatch.setattr(update_docs, "PROJECT", tmp_path)
+    monkeypatch.setattr(update_docs, "PAGES", [written])
+    monkeypatch.setattr("sys.argv", ["update_docs.py"])
+    manifest.load.cache_clear()
+    try:
+        assert update_docs.main() == 2
+    finally:
+        manifest.load.cache_clear()
+    assert capsys.readouterr().err == f"update_docs: {told}; run `make manifest`\n"
+    assert written.read_text() == before
 
 
 @pytest.mark.parametrize("page", ["am-i-hit.md", "long-lived-caches.md", "verifying.md"])

@@ -57,7 +57,7 @@ def release(
     version: str, cache: Path | None = None, *, keep_wheel: bool = False, progress: Progress | None = None
 ) -> Path:
     """The folder with ``vllm/`` and ``vllm-<version>.dist-info/``, from the cache or fetched; raises FetchError."""
-    if not re.fullmatch(r"\d+(\.\d+)+((a|b|rc|\.post|\.dev)\d+)*", version):
+    if not re.fullmatch(r"\d+(\.\d+){2,}((a|b|rc|\.post|\.dev)\d+)*", version):
         raise FetchError(f"{version!r} is not a version of vLLM. Name releases like 0.18.1.")
     cache = cache or cache_folder()
     tree = cache / version

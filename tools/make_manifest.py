@@ -3,22 +3,29 @@
     python tools/make_manifest.py [--root FOLDER] [VERSION …]
 
 With versions: adds these (a new release) or looks at them again, and keeps the others. Without: all of `fetch_vllm.ALL_RELEASES`.
-Prints the verdicts, so that a new release is looked at by a person before the manifest is committed.
+Prints the verdicts, so that a new release is looked at by a person before the manifest is committed. Exit code 1, and nothing written, where
+something cannot be judged.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
-from fetch_vllm import ALL_RELEASES, release
+from fetch_vllm import ALL_RELEASES, FetchError, release
 
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.source import open_source
+from vllm_graphfix.source import SourceError, open_source
+
+
+class JudgeError(Exception):
+    """A record or a diagnosis is wrong; the message names the fix, the release and the line."""
 
 
 def _order(version: str) -> tuple[int, ...]:
@@ -31,7 +38,16 @@ def _looked_at(version: str, root: Path) -> dict[str, Any]:
     files = {path: source.digest(path) or "absent" for fix in FIXES for path in fix.reads}
     verdicts: dict[str, Any] = {}
     for fix in FIXES:
-        found, evidence = manifest.examine(fix, source)
+        try:
+            found, evidence = manifest.examine(fix, source)
+        except Exception as error:
+            if isinstance(error, SourceError):
+                raise
+            last = [frame for frame in traceback.extract_tb(error.__traceback__) if "/fixes/" in frame.filename][-1:]
+            place = "".join(f" ({Path(frame.filename).name}:{frame.lineno}: `{frame.line}`)" for frame in last)
+            raise JudgeError(
+                f"{fix.name}: diagnose() raises on vLLM {version}: {type(error).__name__}: {error}{place}"
+            ) from error
         if found.verdict is Verdict.UNRECOGNISED:
             print(
                 f"{version}: {fix.name} is unrecognised ({found.reason}, {found.where}): look at it before committing the manifest"
@@ -85,6 +101,7 @@ def _merged(looked_at: dict[str, dict[str, Any]], kept: dict[str, Any] | None) -
 
 def make(versions: list[str], root: Path | None = None, *, afresh: bool = False) -> None:
     """Looks at *versions* and writes the manifest; what it says of other releases stays unless it is made *afresh*."""
+    check_records()
     looked_at = {}
     for version in versions:
         looked_at[version] = _looked_at(version, root / version if root else release(version))
@@ -95,15 +112,34 @@ def make(versions: list[str], root: Path | None = None, *, afresh: bool = False)
     print(f"wrote {manifest.PATH.name}: {manifest.PATH.stat().st_size / 1024:.0f} KiB")
 
 
-def main() -> None:
+def check_records() -> None:
+    """Raises `JudgeError` for a fix that is not in the module of its name, or whose number another one has."""
+    numbers: dict[int, str] = {}
+    for fix in FIXES:
+        module = fix.name.replace("-", "_")
+        if getattr(sys.modules.get(f"vllm_graphfix.fixes.{module}"), "FIX", None) is not fix:
+            raise JudgeError(f"{fix.name} is not the FIX of fixes/{module}.py: a fix and its module have the same name")
+        if fix.number in numbers:
+            raise JudgeError(
+                f"{numbers[fix.number]} and {fix.name} both have the number {fix.number}; the next free one is {FIXES[-1].number + 1}"
+            )
+        numbers[fix.number] = fix.name
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", help="stock releases; default: all of them, from scratch")
     parser.add_argument(
         "--root", type=Path, help="folder with one extracted release a folder; default: the download cache"
     )
     options = parser.parse_args()
-    make(options.versions or list(ALL_RELEASES), options.root, afresh=not options.versions)
+    try:
+        make(options.versions or list(ALL_RELEASES), options.root, afresh=not options.versions)
+    except (FetchError, SourceError, JudgeError) as error:
+        print(f"make_manifest: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

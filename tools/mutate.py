@@ -469,6 +469,10 @@ def main() -> None:
     parser.add_argument("--count", action="store_true", help="only say how many mutants there are")
     parser.add_argument("--limit", type=int, help="test so many of a module at most")
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.modules if name not in SUITES]:
+        parser.error(
+            f"no tests are known for {', '.join(unknown)}; name modules as in `fixes/mamba_padding.py`. A new fix has to be in the manifest: run `make manifest`"
+        )
     from cosmic_ray.work_db import use_db
 
     RESULTS.mkdir(parents=True, exist_ok=True)

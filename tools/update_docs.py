@@ -3,7 +3,7 @@
     python tools/update_docs.py [--check]
 
 What is generated stands between `<!-- generated: NAME -->` and `<!-- end -->`; everything else is left alone. With
---check nothing is written, and the exit code is 1 if something would be.
+--check nothing is written, and the exit code is 1 if something would be. Exit code 2: a record, the manifest or a page lacks what the pages need.
 """
 
 from __future__ import annotations
@@ -18,12 +18,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from fetch_vllm import ALL_RELEASES
 
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Mode, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
 T = TypeVar("T")
+
+
+class DocsError(Exception):
+    """The pages cannot be written; the message says what to do."""
+
+
 PROJECT = Path(__file__).parent.parent
 DOCS = PROJECT / "docs"
 FIXES_PAGES = {fix.name: DOCS / "fixes" / f"{fix.name}.md" for fix in FIXES}
@@ -46,20 +53,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    outdated = 0
+    try:
+        # All of them are made before the first is written.
+        pages = [(page, written, updated(written)) for page, written in _written()]
+    except DocsError as error:
+        print(f"update_docs: {error}", file=sys.stderr)
+        return 2
+    outdated = [(page, text) for page, written, text in pages if text != written]
+    for page, text in outdated:
+        print(f"{page.relative_to(PROJECT)}: {'out of date; run tools/update_docs.py' if check else 'updated'}")
+        if not check:
+            page.write_text(text)
+    return int(check and bool(outdated))
+
+
+def _written() -> Iterator[tuple[Path, str]]:
     for page in PAGES:
-        written = page.read_text()
-        text = updated(written)
-        if text != written:
-            outdated = 1
-            print(f"{page.relative_to(PROJECT)}: {'out of date; run tools/update_docs.py' if check else 'updated'}")
-            if not check:
-                page.write_text(text)
-    return outdated if check else 0
+        try:
+            yield page, page.read_text()
+        except FileNotFoundError:
+            raise DocsError(
+                f"{page.relative_to(PROJECT)} is missing; docs/adding-a-fix.md says what goes into it"
+            ) from None
 
 
 def updated(text: str) -> str:
-    """*text* with every generated part as it should be; raises KeyError for a name that means nothing."""
+    """*text* with every generated part as it should be. Raises `DocsError`."""
 
     def generate(found: re.Match[str]) -> str:
         name = found[1]
@@ -71,19 +90,35 @@ def updated(text: str) -> str:
         }
         if name in COLUMNS:
             made[name] = partial(of_heads, COLUMNS[name])
-        lines = made[name]() if name in made else facts(BY_NAME[name])
+        if name in BY_NAME:
+            made[name] = partial(facts, BY_NAME[name])
+        if name not in made:
+            raise DocsError(
+                f"`<!-- generated: {name} -->`: {name} is neither a fix nor a table; tables are {', '.join([*made, *COLUMNS])}"
+            )
+        lines = made[name]()
         return "\n".join([f"<!-- generated: {name} -->", *lines, "<!-- end -->"])
 
     return re.sub(r"<!-- generated: (\S+) -->\n.*?<!-- end -->", generate, text, flags=re.DOTALL)
 
 
 def head(fix: Fix) -> dict[str, str]:
-    """What stands between the dashes on top of the page of *fix*, and its name. Raises OSError, KeyError for a page without a key."""
+    """What stands between the dashes on top of the page of *fix*, and its name. Raises `DocsError` for a page without a key."""
     page = FIXES_PAGES[fix.name]
-    said = yaml.safe_load(page.read_text().split("---\n", 2)[1])
     wanted = {key for columns in COLUMNS.values() for key in columns} - {"name"}
-    if set(said) != wanted:
-        raise KeyError(f"{page.name}: the head has {sorted(said)} in place of {sorted(wanted)}")
+    try:
+        said = yaml.safe_load(page.read_text().split("---\n", 2)[1])
+    except FileNotFoundError:
+        raise DocsError(f"docs/fixes/{page.name} is missing; docs/adding-a-fix.md says what goes into it") from None
+    except IndexError:
+        raise DocsError(
+            f"{page.name} does not begin with a head between two lines `---`; docs/adding-a-fix.md shows one"
+        ) from None
+    except yaml.YAMLError as error:
+        raise DocsError(f"{page.name}: the head is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(said, dict) or set(said) != wanted:
+        there = sorted(map(str, said)) if isinstance(said, dict) else "no keys"
+        raise DocsError(f"{page.name}: the head has {there} in place of {sorted(wanted)}")
     return {**said, "name": f"`{fix.name}`"}
 
 
@@ -136,8 +171,11 @@ def _rows(told: Callable[[str], T]) -> Iterator[tuple[str, tuple[T, ...]]]:
 
 
 def verdicts(fix: Fix) -> dict[str, str]:
-    """Release to verdict, as the manifest has it."""
-    return {release: entry["verdict"] for entry in _entries(fix) for release in entry["releases"]}
+    """Release to verdict, as the manifest has it. Raises `DocsError` where it lacks a release."""
+    found = {release: entry["verdict"] for entry in _entries(fix) for release in entry["releases"]}
+    if missing := [release for release in ALL_RELEASES if release not in found]:
+        raise DocsError(f"the manifest lacks {fix.name} on vLLM {', '.join(missing)}; run `make manifest`")
+    return found
 
 
 def facts(fix: Fix) -> Iterator[str]:
@@ -177,7 +215,13 @@ def facts(fix: Fix) -> Iterator[str]:
 
 
 def _entries(fix: Fix) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = manifest.load()["fixes"][fix.name]
+    try:
+        fixes = manifest.load()["fixes"]
+    except manifest.ManifestError as error:
+        raise DocsError(f"{str(error).partition(';')[0]}; run `make manifest`") from None
+    if fix.name not in fixes:
+        raise DocsError(f"the manifest lacks {fix.name}; run `make manifest`")
+    found: list[dict[str, Any]] = fixes[fix.name]
     return found
 
 
