@@ -15,19 +15,47 @@ from stock import ALL_RELEASES, release_root
 from table import PAIRS
 
 from vllm_graphfix import settings
+from vllm_graphfix.fix import Fix
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source import open_source
+from vllm_graphfix.source import Source, open_source
 from vllm_graphfix.verify.engine import extension, verify
-from vllm_graphfix.verify.engine.cases import MODES, Case, case_of
+from vllm_graphfix.verify.engine.cases import MODES, Case, case_of, further_cases
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.models import MODELS, VOCABULARY
 from vllm_graphfix.verify.engine.probes import probe_of
 from vllm_graphfix.verify.engine.worker import _engine
 
 FOLDER = Path("models")
-CASES = {fix.name: case for fix in BY_NAME.values() if (case := case_of(fix)) is not None}
+FIRST = {fix.name: case for fix in BY_NAME.values() if (case := case_of(fix)) is not None}
+FURTHER = {f"{fix.name} {case.name}": case for fix in BY_NAME.values() for case in further_cases(fix)}
+CASES = FIRST | FURTHER
+"""By name of the fix; a further one of the same fix by its own name too."""
 FIXES = pytest.mark.parametrize("name", CASES)
-ON_RELEASES = pytest.mark.parametrize(("name", "release"), [pair for pair in PAIRS if pair[0] in CASES])
+
+
+def fix_of(name: str) -> Fix:
+    return BY_NAME[name.partition(" ")[0]]
+
+
+@cache
+def stock_source(release: str) -> Source:
+    return open_source(release_root(release))
+
+
+def shown_on(name: str, release: str) -> bool:
+    shows_on = CASES[name].shows_on
+    return shows_on is None or shows_on(stock_source(release))
+
+
+ON_RELEASES = pytest.mark.parametrize(
+    ("name", "release"),
+    [
+        (name, release)
+        for name in CASES
+        for fix, release in PAIRS
+        if fix == fix_of(name).name and shown_on(name, release)
+    ],
+)
 
 
 def jobs_of(case: Case) -> dict[str, Job]:
@@ -35,7 +63,8 @@ def jobs_of(case: Case) -> dict[str, Job]:
 
 
 def test_every_fix_has_a_case_of_its_own() -> None:
-    assert list(CASES) == [fix.name for fix in BY_NAME.values() if fix.trial().case is not None]
+    assert list(FIRST) == [fix.name for fix in BY_NAME.values() if fix.trial().case is not None]
+    assert {fix_of(name).name for name in FURTHER} <= set(FIRST)
     assert len({case.name for case in CASES.values()}) == len(CASES)
 
 
@@ -106,7 +135,7 @@ def test_what_the_user_has_set_about_fixes_does_not_reach_the_engines(name: str)
 
 @FIXES
 def test_the_model_runner_is_the_one_that_the_fix_is_for(name: str) -> None:
-    runner = BY_NAME[name].runner or CASES[name].runner
+    runner = fix_of(name).runner or CASES[name].runner
     for job in jobs_of(CASES[name]).values():
         assert job.environment["VLLM_USE_V2_MODEL_RUNNER"] == {"V1": "0", "V2": "1"}[runner]
 
@@ -213,6 +242,16 @@ def test_a_release_on_which_a_case_is_right_on_stock_too_skips_it(name: str, rel
         assert "--device cpu" in skipped
     else:
         assert skipped is None
+
+
+def test_prompts_of_one_token_run_on_model_runner_v2_where_it_takes_recurrent_models_and_does_not_ask_for_their_phase() -> (
+    None
+):
+    """0.21.0 - 0.22.1 have the code and refuse such models, 0.28.0 has the remedy."""
+    (name,) = FURTHER
+    assert (fix_of(name).name, CASES[name].runner) == ("prefill-dispatch", "V2")
+    shown = [release for release in ALL_RELEASES if shown_on(name, release)]
+    assert shown == ["0.23.0", "0.24.0", "0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1"]
 
 
 def test_a_job_with_flags_and_text_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from vllm_graphfix.verify import VerifyError, run
 from vllm_graphfix.verify.double import run as double
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine import verify as engine
-from vllm_graphfix.verify.engine.cases import case_of
+from vllm_graphfix.verify.engine.cases import case_of, further_cases
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.report import Report
 
@@ -237,6 +237,7 @@ def test_a_torch_that_is_missing_is_an_error_where_a_gpu_would_be_used(
 
 
 CASES = {name: case for name, fix in BY_NAME.items() if (case := case_of(fix)) is not None}
+CASES |= {case.name: case for fix in BY_NAME.values() for case in further_cases(fix)}
 FLASHMLA_CASES = [name for name, case in CASES.items() if case.capability is not None]
 
 

@@ -15,17 +15,21 @@ from typing import Any
 import engine_double
 import pytest
 from edited import edited
-from engine_proofs import CASES
+from engine_proofs import CASES, RIGHT, RUNS, came_to_its_end, said, shown
+from rich.console import Console
 from stock import release_root
 from test_engine_device import H200
 from test_engine_processes import SOON, all_end, started
 from typer.testing import CliRunner
 
 from vllm_graphfix.cli import app
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.source import open_source
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine import verify as engine
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS
+from vllm_graphfix.verify.report import as_json
 
 
 @pytest.fixture
@@ -144,6 +148,34 @@ def test_what_lacks_a_gpu_of_its_kind_is_skipped_and_the_rest_is_run(
     assert {row["outcome"] for row in found["fixes"]} == {"skipped"}
     assert "Double of an A100 has 8.0" in found["fixes"][0]["skipped"]
     assert list(folders.iterdir()) == []
+
+
+@pytest.mark.parametrize(("root", "cases"), [("0.25.1", 2), ("0.22.1", 1)])
+def test_a_further_case_of_a_fix_is_judged_for_itself_where_this_vllm_shows_it(
+    root: str, cases: int, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model runner V2 of 0.25.1, which is right on stock here; that of 0.22.1 takes no recurrent model, and nothing is said of it."""
+    right_on_stock = RUNS | {"stock": came_to_its_end("stock", said(RIGHT, "off"))}
+
+    def ended(source: object, cases: Any, *rest: object) -> dict[str, Any]:
+        runs = {"mamba2-one-token": RUNS, "lfm2-one-token": right_on_stock}
+        return {f"{case.name} {mode}": end for case in cases for mode, end in runs[case.name].items()}
+
+    monkeypatch.setattr(engine, "_run_cases", ended)
+    fix = BY_NAME["prefill-dispatch"]
+    report = engine.run(open_source(release_root(root)), [fix], H200, Console(quiet=True))
+    rows = [
+        ("prefill-dispatch", "proven"),
+        ("prefill-dispatch (lfm2-one-token)", "defect not shown on stock"),
+    ][:cases]
+    assert [(proof.title, proof.outcome) for proof in report.proofs] == rows
+    assert report.holds == (cases == 1)
+    assert all(title in shown(*report.proofs) for title, _ in rows)
+    (entry,) = as_json(report)["fixes"]
+    assert (entry["name"], entry["outcome"]) == rows[0]
+    assert [(further["case"], further["outcome"]) for further in entry["further"]] == [
+        ("lfm2-one-token", "defect not shown on stock")
+    ][: cases - 1]
 
 
 def test_what_is_not_needed_is_looked_at_beside_and_keeps_its_place(

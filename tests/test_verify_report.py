@@ -117,6 +117,7 @@ def test_json_has_every_fix_and_no_number_that_json_has_not() -> None:
         True,
     )
     proven, nothing, crash = written["fixes"]
+    assert proven["further"] == []
     assert (proven["name"], proven["pr"], proven["outcome"]) == ("mamba-padding", 41873, "proven")
     assert (proven["eager"], proven["stock"], proven["patched"]) == ([1, 2, 3], [1, 2.5, None], [1, 2, 3])
     assert (nothing["outcome"], nothing["eager"], nothing["state"]) == ("nothing patched", None, "not-needed")

@@ -67,3 +67,5 @@ class Trial(NamedTuple):
     """At least one that it concerns, and one that it does not."""
     case: Case | None = None
     """An engine on a GPU in which the defect shows. Without one, `verify --device gpu` skips the fix and says so."""
+    further: tuple[Case, ...] = ()
+    """More of them, where the defect is in several places of vLLM: each is judged for itself."""

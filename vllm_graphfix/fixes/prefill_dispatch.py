@@ -22,6 +22,7 @@ _BATCH = "vllm/v1/worker/gpu_input_batch.py"
 _HYBRIDS_V2 = "vllm/v1/worker/gpu/model_states/mamba_hybrid.py"
 _GRAPHS_V2 = "vllm/v1/worker/gpu/cudagraph_utils.py"
 _UTILS = "vllm/v1/worker/utils.py"
+_CONFIG = "vllm/config/vllm.py"
 
 _SHAPE = "max_num_scheduled_tokens == uniform_decode_query_len and num_tokens == max_num_scheduled_tokens * num_reqs"
 _OVERRIDDEN = f"return ({_SHAPE}) if force_uniform_decode is None else force_uniform_decode"
@@ -409,7 +410,7 @@ FIX = Fix(
     "piecewise graphs or eager. Models without recurrent layers, captures and dummy runs are as before.",
     detect="At temperature 0 the same prompt of one token (or one token more than are drafted) gets a different answer each time, and always the same one with --enforce-eager.",
     concerns="Models with recurrent layers (Mamba, GDN, linear attention, short convolutions), cudagraph_mode FULL_DECODE_ONLY or FULL_AND_PIECEWISE. "
-    "Model runner V1 in all releases, V2 in 0.21.0 - 0.27.1.",
+    "Model runner V1 in all releases, V2 in 0.23.0 - 0.27.1: 0.21.0 - 0.22.1 have its defect too, and refuse such models on V2.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
     removable="not yet: no release up to 0.33.0 has the remedy for model runner V1",
     runner=None,
@@ -425,10 +426,18 @@ FIX = Fix(
 )
 
 
+def _v2_serves_them_wrong(source: Source) -> bool:
+    """Whether model runner V2 has the defect, and does not refuse recurrent models, as 0.21.0 - 0.22.1 do."""
+    refuses = b'"hybrid/mamba models"' in (source.read(_CONFIG) or b"")
+    return _of_v2(source).verdict is Verdict.AFFECTED and not refuses
+
+
 def trial() -> Trial:
+    from dataclasses import replace
+
     from vllm_graphfix.deployment import Concern
     from vllm_graphfix.trial import Edit, Served, Trial
-    from vllm_graphfix.verify.engine.cases import MAMBA2_ONE_TOKEN
+    from vllm_graphfix.verify.engine.cases import LFM2_ONE_TOKEN, MAMBA2_ONE_TOKEN
 
     # The predicate is told whether every row is past its prompt, as in PR 53059.
     told = r"^( *)force_uniform_decode: bool \| None = None,\n( *)\) -> bool:"
@@ -547,4 +556,5 @@ def trial() -> Trial:
             Served("0.20.0", "./llama", does_not, "no recurrent layers"),
         ),
         case=MAMBA2_ONE_TOKEN,
+        further=(replace(LFM2_ONE_TOKEN, shows_on=_v2_serves_them_wrong),),
     )

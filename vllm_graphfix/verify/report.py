@@ -36,6 +36,12 @@ class Proof:
     """Why it was not run."""
     watched: Mapping[str, Watch] = field(default_factory=dict)
     """What the shadow check made of an engine each, ``stock`` and ``patched``, where the defect is one that it has to see."""
+    further: str | None = None
+    """Name of the engines' case, if it is not the fix's first one: the fix has been judged before."""
+
+    @property
+    def title(self) -> str:
+        return self.fix.name if self.further is None else f"{self.fix.name} ({self.further})"
 
     @property
     def outcome(self) -> str:
@@ -79,7 +85,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class Report:
-    """All fixes on one vLLM."""
+    """All fixes on one vLLM; further cases of a fix follow it."""
 
     vllm: str | None
     source: str
@@ -128,27 +134,39 @@ def as_json(report: Report) -> dict[str, Any]:
         "complete": report.complete,
         "logs": report.logs,
         "fixes": [
-            {
-                "name": proof.fix.name,
-                "pr": proof.fix.pr,
-                "diagnosis": proof.diagnosis.verdict.value,
-                "outcome": proof.outcome,
-                "holds": proof.holds,
-                "failure": proof.failure,
-                "skipped": proof.skipped,
-                "numbers": proof.stock.numbers if proof.stock else None,
-                "eager": _numbers(proof.stock.eager) if proof.stock else None,
-                "stock": _numbers(proof.stock.graphed) if proof.stock else None,
-                "stock_error": proof.stock.error if proof.stock else None,
-                "patched": _numbers(proof.patched.graphed) if proof.patched else None,
-                "patched_error": proof.patched.error if proof.patched else None,
-                "details": [line for measured in (proof.stock, proof.patched) if measured for line in measured.details],
-                "shadow": {mode: asdict(watch) for mode, watch in proof.watched.items()} or None,
-                "state": proof.patched_state[0],
-                "state_reason": proof.patched_state[1],
+            _entry(proof)
+            | {
+                "further": [
+                    {"case": other.further} | _entry(other)
+                    for other in report.proofs
+                    if other.fix is proof.fix and other.further is not None
+                ]
             }
             for proof in report.proofs
+            if proof.further is None
         ],
+    }
+
+
+def _entry(proof: Proof) -> dict[str, Any]:
+    return {
+        "name": proof.fix.name,
+        "pr": proof.fix.pr,
+        "diagnosis": proof.diagnosis.verdict.value,
+        "outcome": proof.outcome,
+        "holds": proof.holds,
+        "failure": proof.failure,
+        "skipped": proof.skipped,
+        "numbers": proof.stock.numbers if proof.stock else None,
+        "eager": _numbers(proof.stock.eager) if proof.stock else None,
+        "stock": _numbers(proof.stock.graphed) if proof.stock else None,
+        "stock_error": proof.stock.error if proof.stock else None,
+        "patched": _numbers(proof.patched.graphed) if proof.patched else None,
+        "patched_error": proof.patched.error if proof.patched else None,
+        "details": [line for measured in (proof.stock, proof.patched) if measured for line in measured.details],
+        "shadow": {mode: asdict(watch) for mode, watch in proof.watched.items()} or None,
+        "state": proof.patched_state[0],
+        "state_reason": proof.patched_state[1],
     }
 
 
@@ -170,7 +188,7 @@ def show(report: Report, console: Console) -> None:
         colour = {"proven": "bold green", "nothing patched": "dim", "skipped": "yellow"}.get(proof.outcome, "bold red")
         first = _first_difference(proof.stock)
         table.add_row(
-            f"[bold]{proof.fix.name}[/]",
+            f"[bold]{proof.title}[/]",
             _sample(proof.stock.eager, first) if proof.stock else "",
             f"[red]{escape(_found(proof.stock, first))}[/]" if proof.stock else "",
             f"[green]{escape(_found(proof.patched, first))}[/]" if proof.patched else "",
@@ -182,11 +200,11 @@ def show(report: Report, console: Console) -> None:
     console.print(table)
     for proof in report.proofs:
         if proof.skipped:
-            console.print(f"[yellow]![/] {proof.fix.name}: skipped: {escape(proof.skipped)}", highlight=False)
+            console.print(f"[yellow]![/] {proof.title}: skipped: {escape(proof.skipped)}", highlight=False)
         elif proof.stock and proof.holds:
-            console.print(f"[dim]{proof.fix.name}: {escape(proof.stock.numbers)}[/]", highlight=False)
+            console.print(f"[dim]{proof.title}: {escape(proof.stock.numbers)}[/]", highlight=False)
         elif not proof.holds:
-            told = ": ".join(filter(None, [proof.fix.name, proof.outcome, proof.failure or proof.patched_state[1]]))
+            told = ": ".join(filter(None, [proof.title, proof.outcome, proof.failure or proof.patched_state[1]]))
             console.print(f"[red]![/] {escape(told)}", highlight=False)
         for measured in (proof.stock, proof.patched):
             for line in measured.details if measured else ():

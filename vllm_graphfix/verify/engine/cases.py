@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from vllm_graphfix import settings
 from vllm_graphfix.fix import Fix, variable
 from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.source import Source
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.models import VOCABULARY
 from vllm_graphfix.verify.engine.sign import Judge
@@ -52,6 +54,8 @@ class Case:
     """A package that its kernels come from, and that vLLM may be without."""
     shows_with: tuple[str, str, str] | None = None
     """A file of vLLM, and a word in it without which this case is right on stock too; and what is wrong there instead."""
+    shows_on: Callable[[Source], bool] | None = None
+    """Of a further case of a fix: whether this vLLM can run it and gets it wrong. On another one it is not spoken of."""
     seconds: float | None = None
     """For one engine, if its defect is a hang."""
     judge: Judge | None = None
@@ -266,6 +270,14 @@ MAMBA2_ONE_TOKEN = Case(
     ),
     watched=True,
 )
+# The same on model runner V2, which serves recurrent layers in hybrids alone.
+LFM2_ONE_TOKEN = Case(
+    name="lfm2-one-token",
+    model="lfm2",
+    runner="V2",
+    graphs=full_decodes([1, 2, 4, 8]),
+    workload=((1, 48),) * 8,
+)
 # Answers of different lengths, so that padded rows come and go: two tokens a request, one of them a draft.
 SPARSE_MTP = Case(
     name="sparse-mtp",
@@ -307,3 +319,10 @@ LLAMA_EAGLE_SCORED = Case(
 def case_of(fix: Fix) -> Case | None:
     """What is run for *fix*; None for one that no tiny model shows."""
     return fix.trial().case
+
+
+def further_cases(fix: Fix, source: Source | None = None) -> tuple[Case, ...]:
+    """What else is run for *fix*, which has a case then; with *source*, on that vLLM alone."""
+    return tuple(
+        case for case in fix.trial().further if source is None or case.shows_on is None or case.shows_on(source)
+    )

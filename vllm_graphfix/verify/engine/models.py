@@ -96,6 +96,26 @@ LLAMA: Config = _COMMON | {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
 }
+LFM2: Config = _COMMON | {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "layer_types": ["conv", "full_attention"],
+    "conv_dim": 512,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "block_dim": 512,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,  # vLLM ties them whatever is said here
+}
+"""A short convolution and an attention layer: the smallest hybrid. Model runner V2 takes recurrent models as hybrids alone."""
 MIXTRAL: Config = LLAMA | {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
@@ -211,6 +231,42 @@ def _mamba2(config: Config) -> Shapes:
     return shapes
 
 
+def _lfm2(config: Config) -> Shapes:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"], config["num_key_value_heads"], config["num_key_value_heads"]
+    head = hidden // heads[0]
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (VOCABULARY, hidden),
+        "model.embedding_norm.weight": (hidden,),
+    }
+    for layer, kind in enumerate(config["layer_types"]):
+        prefix = f"model.layers.{layer}"
+        shapes |= {
+            f"{prefix}.operator_norm.weight": (hidden,),
+            f"{prefix}.ffn_norm.weight": (hidden,),
+            f"{prefix}.feed_forward.w1.weight": (inner, hidden),
+            f"{prefix}.feed_forward.w2.weight": (hidden, inner),
+            f"{prefix}.feed_forward.w3.weight": (inner, hidden),
+        }
+        if kind == "conv":
+            shapes |= {
+                f"{prefix}.conv.in_proj.weight": (3 * hidden, hidden),
+                f"{prefix}.conv.conv.weight": (hidden, 1, config["conv_L_cache"]),
+                f"{prefix}.conv.out_proj.weight": (hidden, hidden),
+            }
+        else:
+            shapes |= {
+                f"{prefix}.self_attn.{name}_proj.weight": (count * head, hidden)
+                for name, count in zip("qkv", heads, strict=True)
+            }
+            shapes |= {
+                f"{prefix}.self_attn.out_proj.weight": (hidden, heads[0] * head),
+                f"{prefix}.self_attn.q_layernorm.weight": (head,),
+                f"{prefix}.self_attn.k_layernorm.weight": (head,),
+            }
+    return shapes
+
+
 def _mixture(prefix: str, config: Config) -> Shapes:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     shapes: Shapes = {
@@ -257,6 +313,7 @@ MODELS: dict[str, tuple[Config, Callable[[Config], Shapes]]] = {
     "mla-mtp": (MLA_MTP, _mla_mtp),
     "sparse-mtp": (SPARSE_MTP, _mla_mtp),
     "mamba2": (MAMBA2, _mamba2),
+    "lfm2": (LFM2, _lfm2),
     "llama": (LLAMA, _llama),
     "mixtral": (MIXTRAL, _mixtral),
     "eagle": (EAGLE, _eagle),
@@ -273,12 +330,13 @@ def write(name: str, folder: Path) -> Path:
     made = folder / name
     made.mkdir(parents=True, exist_ok=True)
     (made / "config.json").write_text(json.dumps(config, indent=2))
-    tensors = {tensor: _values(tensor, shape).to(torch.bfloat16) for tensor, shape in shapes(config).items()}
+    tied = config["tie_word_embeddings"]
+    tensors = {tensor: _values(tensor, shape, tied).to(torch.bfloat16) for tensor, shape in shapes(config).items()}
     save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
     return made
 
 
-def _values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _values(name: str, shape: tuple[int, ...], tied: bool) -> torch.Tensor:
     import torch
 
     if name.endswith("A_log"):  # decay rates of a state, from slow to fast
@@ -289,5 +347,6 @@ def _values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.ones(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(shape, generator=generator)
-    fan_in = 1 if "embed" in name else values[0].numel()
+    # Embeddings that are the output matrix too, and of size 1, would make every token its own successor.
+    fan_in = 1 if "embed" in name and not tied else values[0].numel()
     return values.mul_(fan_in**-0.5)

@@ -22,7 +22,7 @@ from vllm_graphfix.verify.comparison import Comparison, Kind, compare, noise_bet
 from vllm_graphfix.verify.double import run as double
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.bars import EngineBars
-from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES, WATCHED, Case, case_of
+from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES, WATCHED, Case, case_of, further_cases
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import Said
 from vllm_graphfix.verify.engine.processes import CRASH, HANG, Ended, Engines
@@ -55,12 +55,14 @@ def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) 
     others = [fix for fix in fixes if fix not in affected]
     if not affected:
         return double.run(source, fixes, console)  # nothing to run on a GPU
-    cases_of = {fix.name: case_of(fix) for fix in affected}
+    cases_of = {fix.name: (case_of(fix), *further_cases(fix, source)) for fix in affected}
     skipped = {
-        name: _NO_CASE if case is None else why_skipped(case, device) or _missing(case, source)
-        for name, case in cases_of.items()
+        case: why_skipped(case, device) or _missing(case, source)
+        for of_fix in cases_of.values()
+        for case in of_fix
+        if case is not None
     }
-    cases = dict.fromkeys(case for name, case in cases_of.items() if case is not None and skipped[name] is None)
+    cases = [case for case, why in skipped.items() if why is None]
     folder = Path(tempfile.mkdtemp(prefix="graphfix-verify-"))
     keep = False
     try:
@@ -69,17 +71,20 @@ def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) 
 
             # Fixes that are not needed are looked at without a GPU: nothing of what they concern may be touched.
             left_alone = beside.submit(double.run, source, others, Quiet(file=io.StringIO())) if others else None
-            ended = _run_cases(source, tuple(cases), device, folder, console)
-            proofs = _of_the_others(left_alone, others, diagnoses)
+            ended = _run_cases(source, cases, device, folder, console)
+            proofs = {name: [proof] for name, proof in _of_the_others(left_alone, others, diagnoses).items()}
         for fix in affected:
-            case = cases_of[fix.name]
-            runs = {mode: ended[f"{case.name} {mode}"] for mode in MODES} if case and not skipped[fix.name] else None
-            watched = {
-                mode: end for name, mode in WATCHED.items() if case and (end := ended.get(f"{case.name} {name}"))
-            }
-            proofs[fix.name] = prove(fix, diagnoses[fix.name], case, runs, skipped[fix.name], watched)
+            proofs[fix.name] = []
+            for number, case in enumerate(cases_of[fix.name]):
+                why = _NO_CASE if case is None else skipped[case]
+                runs = {mode: ended[f"{case.name} {mode}"] for mode in MODES} if case and not why else None
+                watched = {
+                    mode: end for name, mode in WATCHED.items() if case and (end := ended.get(f"{case.name} {name}"))
+                }
+                proof = prove(fix, diagnoses[fix.name], case, runs, why, watched)
+                proofs[fix.name].append(replace(proof, further=case.name) if case and number else proof)
         keep = any(end.error for end in ended.values()) or any(
-            proofs[fix.name].outcome not in ("proven", "skipped") for fix in affected
+            proof.outcome not in ("proven", "skipped") for fix in affected for proof in proofs[fix.name]
         )
     finally:
         for made in {folder / name for case in cases for name in case.models} if keep else {folder}:
@@ -88,7 +93,7 @@ def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) 
         source.version,
         source.label,
         device.name or "",
-        tuple(proofs[fix.name] for fix in fixes),
+        tuple(proof for fix in fixes for proof in proofs[fix.name]),
         environment={
             "compute capability": ".".join(map(str, device.capability)),
             "driver": device.driver,
