@@ -49,7 +49,7 @@ from vllm_graphfix.settings import PREFIX, SHADOW, SHADOW_ACTION
 from vllm_graphfix.source import open_source
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import models
-from vllm_graphfix.verify.engine.cases import MLA, Case, case_of
+from vllm_graphfix.verify.engine.cases import MLA, Case, case_of, further_cases
 from vllm_graphfix.verify.engine.job import Job
 from vllm_graphfix.verify.engine.processes import PACKAGE, Ended, Engines
 
@@ -116,7 +116,7 @@ def _false_alarm(found: dict[str, Any]) -> bool:
 
 def full_graph_cases() -> list[Case]:
     """Of `verify`, those with full graphs: of others nothing can be checked."""
-    cases = dict.fromkeys(case for fix in FIXES if (case := case_of(fix)) is not None)
+    cases = dict.fromkeys(case for fix in FIXES for case in (case_of(fix), *further_cases(fix)) if case is not None)
     return [*(case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode"))), *COMPILED]
 
 
@@ -146,8 +146,7 @@ class Measured:
         return [
             fix
             for fix in FIXES
-            if (own := case_of(fix)) is not None
-            and own.name == case.name
+            if case.name in {own.name for own in (case_of(fix), *further_cases(fix, self._source)) if own is not None}
             and manifest.diagnose(fix, self._source).verdict is Verdict.AFFECTED
         ]
 

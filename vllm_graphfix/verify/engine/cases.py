@@ -277,6 +277,7 @@ LFM2_ONE_TOKEN = Case(
     runner="V2",
     graphs=full_decodes([1, 2, 4, 8]),
     workload=((1, 48),) * 8,
+    watched=True,
 )
 # Answers of different lengths, so that padded rows come and go: two tokens a request, one of them a draft.
 SPARSE_MTP = Case(
