@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from shadow_v1 import BLOCK, CAPTURED, EVERY_STEP, WIDTH, MetadataStandIn, ModelStandIn
+from shadow_v1 import CAPTURED, EVERY_STEP, WIDTH, MetadataStandIn, ModelStandIn
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
@@ -53,7 +53,7 @@ class Served:
                 ir_enable_torch_wrap=False,
             ),
             parallel_config=SimpleNamespace(data_parallel_size=1, is_moe_model=False, use_sequence_parallel_moe=False),
-            cache_config=SimpleNamespace(block_size=BLOCK),
+            cache_config=SimpleNamespace(),
             kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(set_priority=contextlib.nullcontext)),
         )
         vars(self.config).update(config)

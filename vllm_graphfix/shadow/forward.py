@@ -65,7 +65,6 @@ class Pass(NamedTuple):
             raise UnsafeError(reason)
         backends = tuple(dict.fromkeys(type(each).__name__ for each in self.metadata.values()))
         states = recurrent_rows(self.layers, self.metadata)
-        block_size = int(self.config.cache_config.block_size)
         return Step(
             Graph(f"{model}, {descriptor}", descriptor.num_tokens, backends),
             eager,
@@ -73,7 +72,7 @@ class Pass(NamedTuple):
             self._inputs(),
             (self.metadata, self.own),
             states,
-            lambda: written(self.layers, self.slots, states, block_size),
+            lambda: written(self.layers, self.slots, states),
             getattr(getattr(self.config, "model_config", None), "max_model_len", None),
         )
 

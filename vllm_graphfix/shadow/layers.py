@@ -19,8 +19,10 @@ _BY_SLOT = ("Attention", "MLAAttention", "DeepseekV32IndexerCache")
 """Classes of vLLM whose cache has a slot for each token: what a step writes there a second time is the same."""
 _RECURRENT = "MambaBase"
 """The class of vLLM whose cache is a state for each request: Mamba, GDN, linear attention, short convolutions."""
-_LARGEST_BLOCKS = 256 << 20
-"""Bytes of a cache's blocks that are compared to find the first layer; a layer that has more is passed over."""
+_MOST_COPIED = 256 << 20
+"""Bytes of blocks that are copied in all to find the first layer; what is beyond is passed over."""
+_MANY_BLOCKS, _MANY_TOKENS = 1 << 30, 1 << 20
+"""Of a cache whose shape a backend is asked for: numbers that no other axis of it has."""
 
 
 def unknown_cache(layers: Mapping[str, Any]) -> str | None:
@@ -73,29 +75,52 @@ def recurrent_rows(layers: Mapping[str, Any], metadata: Mapping[str, Any]) -> li
 
 
 def written(
-    layers: Mapping[str, Any], slots: Mapping[str, Tensor], states: list[StateRows], block_size: int
+    layers: Mapping[str, Any], slots: Mapping[str, Tensor], states: list[StateRows]
 ) -> list[tuple[str, Tensor]]:
-    """Copies of what the layers hold for the tokens of a step: blocks of *slots*, (tokens,) and -1 for none, and rows of state."""
+    """Copies of what the layers hold for the tokens of a step: blocks of *slots*, (tokens,) and -1 for none, and rows of state.
+
+    Blocks, not tokens alone: in a quantised cache the scales of a block may be behind all its tokens.
+    """
     by_layer: dict[str, list[Tensor]] = {}
     for rows in states:
         by_layer.setdefault(rows.layer, []).append(rows.memory.index_select(0, rows.blocks))
+    left = _MOST_COPIED
+    named: dict[tuple[int, int], Tensor] = {}
     for name, layer in layers.items():
         given = slots.get(name)
         if given is None or name in by_layer or not hasattr(layer, "kv_cache"):
             continue
         for cache in _caches(layer):
-            axis = _block_axis(cache, block_size)
-            blocks = given[given >= 0].unique().div(block_size, rounding_mode="floor").unique()
-            if axis is None or blocks.numel() * cache.select(axis, 0).numel() * cache.element_size() > _LARGEST_BLOCKS:
+            if (axes := _block_and_token(layer, cache)) is None:
                 continue
+            axis, tokens = axes[0], cache.shape[axes[1]]
+            if (id(given), tokens) not in named:
+                named[id(given), tokens] = given[given >= 0].div(tokens, rounding_mode="floor").unique()
+            blocks = named[id(given), tokens]
+            nbytes = blocks.numel() * cache.select(axis, 0).numel() * cache.element_size()
+            # A block that there is not, in a cache that counts otherwise, would end the process.
+            if nbytes > left or (nbytes and int(blocks[-1]) >= cache.shape[axis]):
+                continue
+            left -= nbytes
             by_layer.setdefault(name, []).append(cache.index_select(axis, blocks))
     return [(name, tensor) for name in layers if name in by_layer for tensor in by_layer[name]]
 
 
-def _block_axis(cache: Tensor, block_size: int) -> int | None:
-    """Keys and values are apart in front of the blocks, (2, blocks, …), or behind, or one, (blocks, …); tokens of a block are behind."""
-    axis = 1 if cache.dim() > 3 and cache.shape[0] == 2 else 0
-    return axis if block_size in cache.shape[axis + 1 :] else None
+def _block_and_token(layer: Any, cache: Tensor) -> tuple[int, int] | None:
+    """The axes of blocks and of a block's tokens; None where that is not known.
+
+    A layer's blocks are those of its kernels: groups of layers differ in them, and the block size of the engine is often a multiple. Up to
+    0.28 the backend knows the shape of a cache; from 0.29 on each is (blocks, heads, tokens, width), without heads for MLA.
+    """
+    try:
+        backend = layer.get_attn_backend()
+        if not hasattr(backend, "get_kv_cache_shape"):
+            return (0, cache.dim() - 2) if cache.dim() in (3, 4) else None
+        shape = backend.get_kv_cache_shape(_MANY_BLOCKS, _MANY_TOKENS, 1, 128)
+        found = shape.index(_MANY_BLOCKS), shape.index(_MANY_TOKENS)
+    except Exception:  # of a backend that has no such axis, or that wants to know more
+        return None
+    return found if len(shape) == cache.dim() else None
 
 
 def first_difference(one: list[tuple[str, Tensor]], other: list[tuple[str, Tensor]]) -> str | None:
