@@ -2,21 +2,27 @@
 
     python benchmarks/shadow_count.py [--rounds N]
 
-Around calls that do nothing, so that the count alone is measured: of a `CUDAGraphWrapper` (V1), of `run_fullgraph` (V2). Target: 1 µs.
+Around calls that do nothing, so that the count alone is measured: of a `CUDAGraphWrapper` (V1), of `run_fullgraph` (V2), and of as many
+more of a drafter (V2). Target: 1 µs.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 from measuring import console, interleaved, machine, table, verdict
 
-from vllm_graphfix.shadow import process, runner_v1, runner_v2
+from vllm_graphfix.shadow import drafter_v2, process, runner_v1, runner_v2
 from vllm_graphfix.shadow.rate import NEVER, Action, parse
 
+Call = Callable[..., Any]
 TARGET = 1.0
 """Microseconds a step."""
 RATES = ("1/2000", "0.1%")
+DRAFTS = (1, 3, 5)
+"""Replays of a drafter in a step: one of all decodes, or one for each token."""
 CALLS = 200
 """Of a round."""
 
@@ -39,9 +45,26 @@ def _added(rate: str, rounds: int) -> dict[str, float]:
     shadow.schedule.due = NEVER
     stock, counted = Graphs(), runner_v1._checked_class(Graphs, shadow)()
     checked = runner_v2._checked(Graphs.run_fullgraph)
-    pairs = {
+    drafted = drafter_v2._counted(stock.run_fullgraph, drafter_v2._Drafter(None, stock, {}), shadow)
+
+    def step_of(target: Call, draft: Call, drafts: int) -> Callable[[], None]:
+        def step() -> None:
+            target(stock, None)
+            for _ in range(drafts):
+                draft(None)
+
+        return step
+
+    pairs: dict[str, dict[str, Callable[[], Any]]] = {
         "V1": {"stock": stock, "counted": counted},
         "V2": {"stock": lambda: Graphs.run_fullgraph(stock, None), "counted": lambda: checked(stock, None)},
+        **{
+            f"V2 and {drafts} of a drafter": {
+                "stock": step_of(Graphs.run_fullgraph, stock.run_fullgraph, drafts),
+                "counted": step_of(checked, drafted, drafts),
+            }
+            for drafts in DRAFTS
+        },
     }
     found = {}
     for runner, pair in pairs.items():

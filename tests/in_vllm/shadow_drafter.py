@@ -338,7 +338,7 @@ def _configuration(mode: CUDAGraphMode, method: str, layer: Any) -> Any:
             use_sequence_parallel_moe=False,
         ),
         compilation_config=compilation,
-        cache_config=SimpleNamespace(block_size=BLOCK),
+        cache_config=SimpleNamespace(),
         num_speculative_tokens=DRAFTS,
         use_cumem_cudagraph_pool=False,
         speculative_config=SimpleNamespace(
@@ -457,6 +457,15 @@ def test_dummy_batches_and_other_callers_are_not_checked() -> None:
     assert (served.shadow.results.checks, served.shadow.stopped) == (0, None)
     served.step([0, 1])
     assert served.shadow.results.checks > 0
+
+
+def test_drafts_count_for_a_budget_and_leave_the_clock_to_the_target_model() -> None:
+    served = Served(Rate(share=0.001))
+    with mock.patch("vllm_graphfix.shadow.schedule.perf_counter", side_effect=AssertionError):
+        served.step([0, 1])
+    assert served.shadow.schedule.count >= len(GRAPHS)
+    assert served.shadow.schedule.due > served.shadow.schedule.count
+    assert served.shadow.stopped is None
 
 
 def test_off_there_is_no_wrapper_at_all_and_no_reason_to_ask() -> None:

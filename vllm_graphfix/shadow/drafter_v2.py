@@ -258,14 +258,13 @@ class _Drafter(NamedTuple):
 
 def _counted(stock: Callable[[Any], Any], drafter: _Drafter, shadow: Shadow) -> Callable[[Any], Any]:
     """In place of a manager's method `run_fullgraph`; the class has it in common with the target model's."""
-    schedule, quarantined, timed, mark = shadow.schedule, shadow.quarantined, shadow.schedule.timed, id(drafter.manager)
+    schedule, quarantined, mark = shadow.schedule, shadow.quarantined, id(drafter.manager)
 
     @functools.wraps(stock)
     def run_fullgraph(desc: Any) -> Any:
-        # Every rank of a group counts the same replays.
+        # Every rank of a group counts the same replays. The time of the step is that between the target model's, whose replays alone read
+        # the clock; where it has none, a budget goes by what a check is taken to cost, as at the beginning.
         schedule.count += 1
-        if timed:
-            schedule.tick()
         if schedule.count < schedule.due and not (quarantined and (mark, desc) in quarantined):
             return stock(desc)
         return _maybe_check(shadow, stock, drafter, desc)

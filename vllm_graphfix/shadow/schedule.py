@@ -24,7 +24,7 @@ class Schedule:
     def __init__(self, rate: Rate) -> None:
         self._every, self._share = rate.every, rate.share
         self.timed = rate.share is not None
-        """Whether `tick` is to be called at every step."""
+        """Whether `tick` is to be called at every step of the target model."""
         self.count = 0
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._busy, self._last, self._since = 0.0, perf_counter(), 0
