@@ -224,6 +224,16 @@ def test_scored_prompts_are_as_long_as_graphs_are_large_and_each_is_alone() -> N
         assert (case.graphs["cudagraph_mode"], case.graphs["backend"]) == ("PIECEWISE", "eager")
 
 
+def test_prompts_are_scored_with_one_draft_token_where_more_of_them_change_the_targets_own_lengths() -> None:
+    """Up to 0.18.1 eager is not the same twice with more: what the drafter counts up is what the target's lengths are copied from."""
+    case = CASES["prompt-logprobs"]
+    for release in ALL_RELEASES:
+        runs = case.on(stock_source(release))
+        drafted = {job.arguments["speculative_config"]["num_speculative_tokens"] for job in runs.jobs(FOLDER)}
+        assert drafted == {1 if ALL_RELEASES.index(release) < ALL_RELEASES.index("0.19.0") else 3}
+        assert runs.arguments | {"speculative_config": 0} == case.arguments | {"speculative_config": 0}
+
+
 @FIXES
 def test_a_job_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
     for job in CASES[name].jobs(FOLDER):

@@ -38,6 +38,8 @@ class Case:
     """Further keywords of `vllm.LLM`."""
     where_known: dict[str, Any] = field(default_factory=dict)
     """More of them, for releases that know them."""
+    where_said: tuple[str, str, dict[str, Any]] | None = None
+    """A file of vLLM, a word in it, and what takes the place of *arguments* of that name where the word is."""
     draft: str | None = None
     probes: tuple[str, ...] = ()
     """What looks inside the engine: a name of `probes.PROBES`, or ``module:function`` of a function that makes a `Probe`."""
@@ -70,6 +72,12 @@ class Case:
     @property
     def models(self) -> tuple[str, ...]:
         return (self.model,) if self.draft is None else (self.model, self.draft)
+
+    def on(self, source: Source) -> Case:
+        """As it is run with the vLLM of *source*."""
+        if self.where_said is None or not source.says(*self.where_said[:2]):
+            return self
+        return replace(self, arguments=self.arguments | self.where_said[2], where_said=None)
 
     def jobs(self, models: Path) -> list[Job]:
         """Eager twice in one process, for its own noise; stock and patched once each. *models* holds the models' folders."""
@@ -312,6 +320,13 @@ LLAMA_EAGLE_SCORED = Case(
     },
     workload=((8, 8), (16, 8), (32, 8), (64, 8)),
     arguments={"max_num_seqs": 1, "speculative_config": {"method": "eagle", "num_speculative_tokens": 3}},
+    # There a drafter of more than one token counts up, on the host, the very lengths that are still to be copied to the GPU: where that
+    # is busy, the target attends to tokens that come later, without graphs too.
+    where_said=(
+        "vllm/v1/worker/gpu_model_runner.py",
+        "_seq_lens_cpu=self.seq_lens.cpu",
+        {"speculative_config": {"method": "eagle", "num_speculative_tokens": 1}},
+    ),
     environment={"VLLM_DISABLE_COMPILE_CACHE": "1"},
     prompt_logprobs=True,
 )

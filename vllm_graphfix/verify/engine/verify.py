@@ -55,7 +55,10 @@ def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) 
     others = [fix for fix in fixes if fix not in affected]
     if not affected:
         return double.run(source, fixes, console)  # nothing to run on a GPU
-    cases_of = {fix.name: (case_of(fix), *further_cases(fix, source)) for fix in affected}
+    cases_of = {
+        fix.name: tuple(case and case.on(source) for case in (case_of(fix), *further_cases(fix, source)))
+        for fix in affected
+    }
     skipped = {
         case: why_skipped(case, device) or _missing(case, source)
         for of_fix in cases_of.values()
