@@ -122,10 +122,6 @@ class Together(NamedTuple):
     """The user may switch the other one off by name and keep this one."""
 
 
-def _no_trial() -> "Trial":
-    raise LookupError("a fix is tried by the `trial` of its record, and this record has none")
-
-
 class Fix(NamedTuple):
     """One upstream correction, brought to stock wheels at run time."""
 
@@ -160,6 +156,8 @@ class Fix(NamedTuple):
     """Of the shape that the diagnosis named; they change nothing, and count `events`."""
     events: tuple[Event, ...]
     fallback: Fallback
+    trial: Callable[[], "Trial"]
+    """What `verify` and the tests try the fix with; no engine calls it."""
     together: tuple[Together, ...] = ()
     default: Mode = Mode.AUTO
     """The mode where the user sets none: `observe` as long as no GPU has shown the defect in an engine's answers."""
@@ -169,8 +167,6 @@ class Fix(NamedTuple):
     """Flags of `vllm serve` that `applies` asks for and the facts of a `Deployment` do not: ``--switch``, or ``--option=`` for one with a value."""
     absent: str = ""
     """Stock releases without the component, as in `releases`."""
-    trial: Callable[[], "Trial"] = _no_trial
-    """What `verify` and the tests try the fix with; no engine calls it. Every fix has one: only the shadow check's records go without."""
 
     @property
     def variable(self) -> str:

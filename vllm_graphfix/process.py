@@ -18,6 +18,7 @@ from vllm_graphfix.progress import FixState, Progress, Wanted
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from vllm_graphfix.shadow.runners import Graphs
     from vllm_graphfix.source import Source
 
 P = ParamSpec("P")
@@ -53,7 +54,7 @@ def _alone(method: Callable[Concatenate[Process, P], T]) -> Callable[Concatenate
 class Process:
     """All fixes in one process."""
 
-    def __init__(self, fixes: Iterable[Fix], wanted: Wanted) -> None:
+    def __init__(self, fixes: Iterable[Fix | Graphs], wanted: Wanted) -> None:
         self._fixes = tuple(fixes)
         self._started = False
         self._summed_up = False
@@ -230,7 +231,7 @@ class Process:
         except Exception as error:
             self._fail(progress, error)
 
-    def _refuse_other_files(self, fix: Fix) -> None:
+    def _refuse_other_files(self, fix: Fix | Graphs) -> None:
         """Raises ConflictError where Python has a module that the diagnosis read from a file elsewhere."""
         for module in map(_module, fix.reads):
             origin = getattr(getattr(sys.modules.get(module), "__spec__", None), "origin", None)

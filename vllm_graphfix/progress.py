@@ -4,11 +4,14 @@
 
 import sys
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix import patching
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, Patch, State, Verdict
 from vllm_graphfix.settings import Master
+
+if TYPE_CHECKING:
+    from vllm_graphfix.shadow.runners import Graphs
 
 
 class FixState(NamedTuple):
@@ -41,7 +44,7 @@ class Wanted(NamedTuple):
 class Progress:
     """One fix in this process."""
 
-    def __init__(self, fix: Fix, wanted: Wanted) -> None:
+    def __init__(self, fix: "Fix | Graphs", wanted: Wanted) -> None:
         self.fix = fix
         self.mode = wanted.modes[fix.name]
         self.diagnosis: Diagnosis | None = None

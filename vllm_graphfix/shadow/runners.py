@@ -1,76 +1,58 @@
 """Where the shadow check wraps vLLM, as records that `Process` applies like fixes: diagnosed, all of their targets or none, read back."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_graphfix.fix import Diagnosis, Fallback, Fix, Patch
+from vllm_graphfix.fix import Diagnosis, Fallback, Patch, Together
+from vllm_graphfix.settings import SHADOW
 from vllm_graphfix.shadow import drafter_v2, runner_v1, runner_v2
 from vllm_graphfix.shadow.process import DRAFTER
-from vllm_graphfix.source import Source
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source import Source
 
 
-def _record(
-    number: int,
-    runner: str,
-    model: str,
-    diagnose: Callable[[Source], Diagnosis],
-    patches: Callable[[str], Sequence[Patch]],
-    reads: tuple[str, ...],
-    modules: tuple[str, ...],
-    fallback: Fallback,
-) -> Fix:
-    """What a fix tells people is empty here: docs/shadow.md tells it."""
-    return Fix(
-        number=number,
-        name=f"shadow-{runner.lower()}" + (DRAFTER if model == "drafter" else ""),
-        pr=None,
-        references=(),
-        summary=f"now and then a replay of model runner {runner}, {model}, is compared with the same step run without its graph",
-        releases="0.18.0 - 0.33.0",
-        symptom="",
-        cause="",
-        remedy="",
-        detect="",
-        concerns="",
-        workaround="",
-        removable="",
-        runner=runner,
-        reads=reads,
-        modules=modules,
-        diagnose=diagnose,
-        patches=patches,
-        observers=lambda shape: (),
-        events=(),
-        fallback=fallback,
-    )
+class Graphs(NamedTuple):
+    """Graphs of a model runner, and what `Process` asks of a fix; docs/shadow.md tells people the rest."""
+
+    name: str
+    runner: str
+    diagnose: Callable[["Source"], Diagnosis]
+    patches: Callable[[str], Sequence[Patch]]
+    reads: tuple[str, ...]
+    modules: tuple[str, ...]
+    fallback: Fallback
+    variable: str = SHADOW
+    together: tuple[Together, ...] = ()
+
+    def observers(self, shape: str) -> tuple[Patch, ...]:
+        return ()
 
 
 RUNNERS = (
-    _record(
-        1,
+    Graphs(
+        "shadow-v1",
         "V1",
-        "target model",
         runner_v1.diagnose,
         runner_v1.patches,
         (runner_v1.GRAPHS, runner_v1.CONTEXT, runner_v1.RUNNER),
         (runner_v1.GRAPHS_MODULE,),
         runner_v1.FALLBACK,
     ),
-    _record(
-        2,
+    Graphs(
+        "shadow-v2",
         "V2",
-        "target model",
         runner_v2.diagnose,
         runner_v2.patches,
         (runner_v2.GRAPHS, runner_v2.CONTEXT, runner_v2.RUNNER),
         (runner_v2.GRAPHS_MODULE,),
         runner_v2.FALLBACK,
     ),
-    _record(
-        3,
+    Graphs(
+        f"shadow-v2{DRAFTER}",
         "V2",
-        "drafter",
         drafter_v2.diagnose,
         drafter_v2.patches,
         drafter_v2.READS,
