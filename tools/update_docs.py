@@ -40,7 +40,7 @@ PAGES = (
     *FIXES_PAGES.values(),
 )
 COLUMNS = {
-    "summary": {"name": "fix", "in short": "what you see without it", "concerned": "who is concerned"},
+    "summary": {"name": "fix", "in short": "what you see without it", "concerned": "who is affected"},
     "symptoms": {"seen": "what you see", "name": "look at", "first test": "first test"},
     "needs": {"name": "fix", "needs": "it needs all of this"},
     "engines": {"name": "fix", "engine": "model, engine", "shows in": "where the defect shows"},
