@@ -1,0 +1,185 @@
+"""What the shadow check calls a difference: of rows, tokens and bits, and of what the ranks of a group have found."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from typing import Any
+
+import pytest
+
+from vllm_graphfix.shadow.check import Shadow
+from vllm_graphfix.shadow.rate import Action, Rate
+from vllm_graphfix.shadow.verdict import Graph
+
+
+def test_an_error_is_relative_to_the_largest_value_of_its_row_and_padding_is_not_looked_at() -> None:
+    import torch
+
+    from vllm_graphfix.shadow.comparison import row_errors
+
+    expected = torch.tensor([[4.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    found = torch.tensor([[4.0, 2.0], [1.0, 0.0], [9.0, 9.0]])
+    assert row_errors([found], [expected], 2).tolist() == [0.25, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "error"),
+    [
+        (math.nan, math.nan, 0.0),
+        (math.inf, math.inf, 0.0),
+        (math.nan, 1.0, math.inf),
+        (1.0, math.nan, math.inf),
+        (math.inf, -math.inf, math.inf),
+        (-0.0, 0.0, 0.0),
+        (1e-30, 0.0, 1e-30 / 1.1754943508222875e-38),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nan_is_a_difference_where_it_is_on_one_side_alone(
+    found: float, expected: float, error: float, dtype: str
+) -> None:
+    import torch
+
+    from vllm_graphfix.shadow.comparison import row_errors
+
+    one, other = (torch.tensor([[value, 0.0]], dtype=getattr(torch, dtype)) for value in (found, expected))
+    assert row_errors([one], [other], 1).item() == pytest.approx(error, rel=0.01)
+
+
+def test_tuples_stages_of_a_pipeline_and_tokens_are_compared() -> None:
+    import torch
+
+    from vllm_graphfix.shadow.comparison import row_errors, tensors
+
+    class IntermediateTensors:
+        def __init__(self, **given: torch.Tensor) -> None:
+            self.tensors = given
+
+    hidden, tokens = torch.ones(2, 3), torch.tensor([5, 6])
+    given = (hidden, [IntermediateTensors(residual=hidden * 2, hidden=hidden)], tokens, None)
+    found = list(tensors(given))
+    assert [tuple(tensor.shape) for tensor in found] == [(2, 3)] * 3 + [(2,)]
+    assert row_errors(found, [*found[:3], torch.tensor([5, 7])], 2).tolist() == [0.0, 1 / 7]
+    assert row_errors(found, found[:3], 2).tolist() == [math.inf] * 2
+    assert row_errors([hidden], [hidden[:1]], 2).tolist() == [math.inf] * 2
+    with pytest.raises(TypeError, match="str"):
+        list(tensors("text"))
+
+
+def test_numbers_of_many_rows_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from vllm_graphfix.shadow import comparison
+
+    monkeypatch.setattr(comparison, "_AT_ONCE", 7)
+    expected = torch.arange(1.0, 41.0).view(10, 4)
+    found = expected.clone()
+    found[9, 3] = 0
+    assert comparison.row_errors([found], [expected], 10).tolist() == [0.0] * 9 + [1.0]
+    assert comparison.row_errors([found], [expected], 9).tolist() == [0.0] * 9
+
+
+def drafts_checked(runs: list[tuple[list[float], list[int]]], learned: float = 0.0) -> int:
+    """Mismatches of a replay, the first of *runs*, that two others are compared with: each of numbers and drawn tokens."""
+    import torch
+
+    from vllm_graphfix.shadow.check import Step
+
+    values, tokens = torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.int64)
+    left = iter(runs)
+
+    def run() -> None:
+        numbers, drawn = next(left)
+        values[:, 0], tokens[:, 0] = torch.tensor(numbers), torch.tensor(drawn)
+
+    step = Step(
+        Graph("draft decode", 2, ()),
+        run,
+        lambda: 2,
+        {"values": values, "tokens": tokens},
+        (),
+        (),
+        list,
+        results=lambda: [values, tokens],
+    )
+    shadow = Shadow(Rate(every=1), Action.REPORT)
+    shadow._noise = learned
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("vllm_graphfix.shadow.ranks.largest", lambda *given: given)
+        shadow.check("graph", lambda: step, run)
+    assert shadow.stopped is None
+    assert (values[:, 0].tolist(), tokens[:, 0].tolist()) == runs[0]
+    return shadow.results.mismatches
+
+
+@pytest.mark.parametrize(
+    ("replay", "eager", "again", "learned", "mismatches"),
+    [
+        (([1.0, 1.0], [5, 6]), ([1.0, 1.0], [5, 6]), ([1.0, 1.0], [5, 6]), 0.0, 0),
+        (([1.0, 1.0], [5, 7]), ([1.0, 1.0], [5, 6]), ([1.0, 1.0], [5, 6]), 0.0, 1),
+        (([1.0, 1.0], [5, 7]), ([1.0, 1.25], [5, 6]), ([1.0, 1.0], [5, 6]), 0.0, 0),
+        (([1.0, 9.0], [5, 7]), ([1.0, 1.0], [5, 6]), ([1.0, 1.0], [5, 6]), 0.001, 0),
+        (([1.0, 9.0], [5, 6]), ([1.0, 1.0], [5, 6]), ([1.0, 1.0], [5, 6]), 0.001, 1),
+        (([9.0, 1.0], [5, 6]), ([1.0, 9.0], [5, 7]), ([1.0, 1.0], [5, 6]), 0.0, 1),
+    ],
+    ids=[
+        "equal",
+        "another token",
+        "runs differ",
+        "a token by noise",
+        "wrong beyond noise",
+        "a row that is drawn alike",
+    ],
+)
+def test_another_token_is_a_difference_where_runs_without_graph_never_differ(
+    replay: Any, eager: Any, again: Any, learned: float, mismatches: int
+) -> None:
+    assert drafts_checked([replay, eager, again], learned) == mismatches
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int64", "bool"])
+def test_the_same_bits_are_the_same_however_they_lie_in_memory(dtype: str) -> None:
+    import torch
+
+    from vllm_graphfix.shadow.snapshot import same_bits
+
+    table = torch.arange(12).view(3, 4).to(getattr(torch, dtype))
+    for part in (table[:1, 1], table[:, 1], table[1, 2], table[:0], table.T):
+        assert same_bits(part, part.clone())
+    assert not same_bits(table[:, 1], table[:, 0])
+    nan = torch.tensor([math.nan])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+def _ask(rank: int, port: int, answers: Any) -> None:
+    import sys
+    from types import ModuleType, SimpleNamespace
+
+    import torch
+
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    state: Any = ModuleType("vllm.distributed.parallel_state")
+    state.get_tp_group = lambda: SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
+    sys.modules |= {"vllm": ModuleType("vllm"), "vllm.distributed": ModuleType("vllm.distributed")}
+    sys.modules["vllm.distributed.parallel_state"] = state
+    from vllm_graphfix.shadow.ranks import largest
+
+    answers.put(largest(float(rank), 3.0 - rank, math.inf * rank if rank else 0.0))
+
+
+def test_ranks_of_a_group_come_to_the_largest_that_one_of_them_found() -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    started = [context.Process(target=_ask, args=(rank, port, answers)) for rank in range(2)]
+    for each in started:
+        each.start()
+    assert [answers.get(timeout=300) for _ in started] == [(1.0, 3.0, math.inf)] * 2
+    for each in started:
+        each.join()

@@ -1,0 +1,125 @@
+"""What the shadow check tells: the records of ranks, `fleet`, `report`, and the states."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from records import record
+from typer.testing import CliRunner
+
+from vllm_graphfix.cli import app
+from vllm_graphfix.fix import Mode, State
+from vllm_graphfix.fleet import look
+from vllm_graphfix.process import FixState
+from vllm_graphfix.records import FixReport, Record, RecordError, Wrong, write
+from vllm_graphfix.records.record import SHORT
+from vllm_graphfix.shadow import process
+from vllm_graphfix.shadow.check import Shadow
+from vllm_graphfix.shadow.rate import Action, Rate
+from vllm_graphfix.shadow.report import markdown
+from vllm_graphfix.shadow.verdict import Graph, Mismatch
+
+WRONG = Wrong(
+    "target model, BatchDescriptor(num_tokens=4)", 4, 3, "FlashMLAMetadata", "0 0.31 inf", "0", "model.layers.1", 7
+)
+COUNTS = {"checks": 90, "mismatches": 4, "quarantined-graphs": 1, "steps-left-out": 0, "milliseconds": 1200}
+
+
+def rank_with(wrong: tuple[Wrong, ...]) -> Record:
+    """A rank that checks, with what it has found."""
+    shadow = FixReport("auto", "active", "shadow-v1: active")
+    return record(rank=0, fixes={"shadow": shadow}, events={"shadow": COUNTS}, wrong=wrong)
+
+
+def test_a_record_brings_what_was_found_wrong_and_older_ones_have_none() -> None:
+    told = rank_with((WRONG,) * 5)
+    written = told.as_json()
+    assert Record.from_json(written) == told
+    del written["wrong"]
+    assert Record.from_json(written).wrong == ()
+    longest = Wrong("g" * SHORT, 2**62, 2**62, "b" * SHORT, "e" * SHORT, "n" * SHORT, "l" * SHORT, 2**62)
+    assert len(json.dumps(rank_with((longest,) * 5).as_json())) < 8000
+
+
+@pytest.mark.parametrize("broken", [{"rows": -1}, {"graph": None}, {"errors": "x" * 2000}, {"check": "1"}])
+def test_a_record_that_somebody_has_forged_is_refused(broken: dict[str, Any]) -> None:
+    written = rank_with((WRONG,)).as_json()
+    written["wrong"]["0"] |= broken
+    with pytest.raises(RecordError, match=r"wrong\.0"):
+        Record.from_json(written)
+
+
+@pytest.mark.usefixtures("alone")
+def test_fleet_says_that_graphs_are_wrong_and_report_writes_it_down(tmp_path: Path) -> None:
+    write(tmp_path, rank_with((WRONG,)))
+    (engine,) = look(tmp_path).engines
+    assert [what for what in engine.wrong if "4 in 90 checks; graphs no longer replayed: 1" in what]
+    text = markdown(look(tmp_path)) or ""
+    for part in (
+        "vLLM 0.21.0",
+        "`some/model`",
+        "0 0.31 inf",
+        "BatchDescriptor(num_tokens=4)",
+        "`model.layers.1`",
+        "rank 0",
+    ):
+        assert part in text
+    reported = CliRunner().invoke(app, ["report", "--dir", str(tmp_path)])
+    assert (reported.exit_code, reported.stdout) == (0, text)
+    write(tmp_path, record(rank=0))
+    assert markdown(look(tmp_path)) is None
+    assert CliRunner().invoke(app, ["report", "--dir", str(tmp_path)]).exit_code == 3
+
+
+def test_a_rank_tells_its_first_mismatch_of_each_graph_with_the_layer_once_it_is_known(monkeypatch: Any) -> None:
+    shadow = Shadow(Rate(every=1), Action.REPORT)
+    monkeypatch.setattr(process, "SHADOW", shadow)
+    results = shadow.results
+    graphs = [Graph(f"target model, {number}", 4, ("Metadata",)) for number in range(7)]
+    for graph in graphs:
+        for layer in (None, "layer.1", None):
+            results.add(Mismatch(graph, 2, (0.0, math.inf), 0.0, layer, 1, 0.0, here=True))
+    results.add(Mismatch(graphs[0], 2, (), 0.0, None, 1, 0.0, here=False))
+    assert [(wrong.graph, wrong.layer) for wrong in process.wrong()] == [
+        (graph.name, "layer.1") for graph in graphs[:5]
+    ]
+    assert process.wrong()[0].errors == "0 inf"
+    assert process.counts()["shadow"]["mismatches"] == 22
+
+
+@pytest.mark.parametrize(
+    ("refused", "stopped", "state", "reason"),
+    [
+        (None, None, "active", "shadow-v1: active"),
+        ("a KV connector", None, "incompatible", "a KV connector"),
+        (None, "RuntimeError: x", "failed", "nothing is checked any more: RuntimeError: x"),
+    ],
+)
+def test_one_state_tells_of_both_runners_and_of_the_check(
+    monkeypatch: Any, refused: str | None, stopped: str | None, state: str, reason: str
+) -> None:
+    shadow = Shadow(Rate(every=1), Action.REPORT)
+    shadow.stopped = stopped
+    monkeypatch.setattr(process, "SHADOW", shadow)
+    monkeypatch.setattr(process, "REFUSED", refused)
+    runners = {
+        "shadow-v1": FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied"),
+        "shadow-v2": FixState("shadow-v2", Mode.AUTO, None, State.WAITING, "to be diagnosed"),
+    }
+    for order in (list(runners.items()), list(runners.items())[::-1]):
+        found = process.state(dict(order))
+        assert (found.name, found.state.value) == ("shadow", state)
+        assert reason in found.reason
+
+
+def test_an_engine_of_which_drafts_alone_could_be_checked_is_not_said_to_be_checked() -> None:
+    runners = {
+        "shadow-v2": FixState("shadow-v2", Mode.AUTO, None, State.INCOMPATIBLE, "unrecognised"),
+        "shadow-v2-drafter": FixState("shadow-v2-drafter", Mode.AUTO, None, State.ACTIVE, "applied"),
+    }
+    for order in (list(runners.items()), list(runners.items())[::-1]):
+        assert process.state(dict(order)).state is State.INCOMPATIBLE
