@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_observe import Hostile, shapes, stock_of
+from stock_stand_ins import Hostile, given_to, shapes, stock_of
 
 from vllm_graphfix.fix import Patch
 from vllm_graphfix.fixes import BY_NAME, FIXES, draft_decode_mode
-
-
-def _init(self: Any, vllm_config: Any, device: Any) -> Any:
-    return locals()
-
-
-def _set_forward_context(attn_metadata: Any, vllm_config: Any, num_tokens: Any) -> Any:
-    return locals()
-
-
-FURTHER = {"EagleCudaGraphManager.__init__": _init, "set_forward_context": _set_forward_context}
-
-
-def stand_in(patch: Patch) -> Callable[..., Any]:
-    """For vLLM's function; it returns what it was given."""
-    return FURTHER.get(patch.name) or stock_of(patch)
-
 
 LAYERS = [
     pytest.param(fix.name, patch, id=f"{fix.name}-{shape}-{patch.name}")
@@ -54,10 +36,8 @@ def test_a_layer_that_fails_lets_vllm_do_as_stock_does(name: str, patch: Patch, 
     fix = BY_NAME[name]
     fix.fallback.reason = None
     before = [event.count for event in fix.events]
-    code = stand_in(patch).__code__
-    names = code.co_varnames[: code.co_argcount]
-    given = {each: kind() for each in names}
-    returned = patch.wrap(stand_in(patch))(*given.values())
+    given = given_to(patch, kind)
+    returned = patch.wrap(stock_of(patch))(*given.values())
     assert [event.count for event in fix.events] == before
     if not patch.name.endswith(".__init__"):  # which returns nothing
         assert all(returned[key] is value for key, value in given.items() if key not in WRAPPED)
@@ -116,7 +96,7 @@ def test_draft_decodes_are_counted_where_the_fix_is_active_too(tokens: int, coun
     (patch,) = BY_NAME["draft-decode-mode"].observers("one-manager")
     manager = SimpleNamespace(graphfix_stock_tokens=lambda _: tokens)
     before = draft_decode_mode.DECODE_PADDED_IN_PIECEWISE.count
-    patch.wrap(stand_in(patch))(SimpleNamespace(cudagraph_manager=manager), 3, 8, {}, None, None, Mode.NONE)
+    patch.wrap(stock_of(patch))(SimpleNamespace(cudagraph_manager=manager), 3, 8, {}, None, None, Mode.NONE)
     assert draft_decode_mode.DECODE_PADDED_IN_PIECEWISE.count - before == counted
 
 
@@ -126,7 +106,7 @@ def test_draft_decodes_are_counted_by_the_third_argument_where_it_has_no_name(
 ) -> None:
     (patch,) = BY_NAME["draft-decode-mode"].observers("one-manager")
     before = draft_decode_mode.DECODE_PADDED_IN_PIECEWISE.count
-    patch.wrap(stand_in(patch))(SimpleNamespace(cudagraph_manager=object()), 3, 8, {}, *given)
+    patch.wrap(stock_of(patch))(SimpleNamespace(cudagraph_manager=object()), 3, 8, {}, *given)
     assert draft_decode_mode.DECODE_PADDED_IN_PIECEWISE.count - before == counted
 
 

@@ -52,6 +52,8 @@ class Suite(NamedTuple):
 
 _SHAPES = "0.14.1 or 0.15.0 or 0.16.0 or 0.17.1 or 0.18.1 or 0.19.1 or 0.20.0 or 0.21.0 or 0.22.1 or 0.25.0 or 0.33.0"
 """Releases: one of each shape."""
+_LAYERS = tuple(f"tests/test_{name}.py" for name in ("observers", "counted", "lazy_plans", "mutation_layers"))
+"""Each layer alone, without a vLLM."""
 
 
 def _of_fix(name: str, *releases: str, units: str = "nothing_else", more: str = "nothing_else") -> Suite:
@@ -61,12 +63,11 @@ def _of_fix(name: str, *releases: str, units: str = "nothing_else", more: str = 
     behaviours = (
         " or ".join(releases) if name in {"mamba-padding", "flashmla-fp8", "flashmla-padding"} else f"test_{module}.py"
     )
-    scenarios = f"test_observe.py and ((numbers_are or defects_condition) and ({pairs}) or {more})"
-    without = "not (numbers_are or defects_condition or nightlies_count or sparse_flashmla)"
+    scenarios = f"test_observe.py and ({pairs} or {more})"
     own = (f"tests/test_{module}.py",) if (ROOT / "tests" / f"test_{module}.py").exists() else ()
     return Suite(
         stages=(
-            ("tests/test_observe.py", "tests/test_mutation_layers.py", "-k", f"({name} or {units} or every_target) and {without}"),
+            (*_LAYERS, "-k", f"({name} or {units} or every_target) and not sparse_flashmla"),
             ("tests/test_observe.py", *own, "-k", f"{scenarios} or test_{module}.py and ({behaviours})"),
         ),
         diagnosis=("tests/test_mutation_shapes.py", "tests/test_diagnosis.py", "-k", f"structure_alone and ({_SHAPES}) or {name} or {more}"),
