@@ -1,0 +1,188 @@
+"""Runs tests on a copy of the tree, in forks of processes that have imported what takes long, for `mutate.py`."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gc
+import os
+import pickle
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mutation_suites import Stage
+
+_LIMIT = 600
+"""Seconds by the clock of a mutant; of CPU it gets five times what the tests take without one."""
+
+
+class _SyntaxTrees:
+    """Python's `ast.parse`, which takes most of a diagnosis, done once for each large text: forks find the tree."""
+
+    def __init__(self) -> None:
+        self._parse = ast.parse
+        self._known: dict[Any, ast.Module] = {}
+        self.missed: list[Any] = []
+        ast.parse = self
+
+    def __call__(self, source: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or len(source) < 4_000:
+            return self._parse(source, *args, **kwargs)
+        if source not in self._known:
+            self._known[source] = self._parse(source)
+            self.missed.append(source)
+        return self._known[source]
+
+
+_PYTEST = (
+    "-x -q --assert=plain --tb=short -W ignore::SyntaxWarning -p xdist.plugin -p _hypothesis_pytestplugin --hypothesis-profile=mutation -p no:cacheprovider -p no:unraisableexception "
+    "-p no:threadexception"
+)
+
+
+class Tests:
+    """Runs suites on the copy in forks of this process, which has nothing of the package, and of processes of stock releases."""
+
+    def __init__(self, copy: Path) -> None:
+        self.copy = copy
+        sys.path[:0] = [str(copy), str(copy / "tests"), str(copy / "tools")]
+        sys.dont_write_bytecode = True  # a mutant of the same size and second would be taken for the one before
+        os.environ["PYTHONDONTWRITEBYTECODE"] = os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        import hypothesis
+        import numpy as np
+        import pytest
+        import rich.console
+        import stock
+        import wrapt
+
+        hypothesis.settings.register_profile(
+            "mutation", max_examples=25, deadline=None, derandomize=True, database=None
+        )
+        stock.run_in_release = self._in_warm_release
+        self._pytest, self._heavy = pytest, (np, rich.console, wrapt)
+        self._warm: dict[Path, Any] = {}
+        self._held = contextlib.ExitStack()
+        self.trees = _SyntaxTrees()
+        self.cpu_limit = 300
+
+    def __enter__(self) -> Tests:  # noqa: PYI034 - nobody derives from it
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
+
+    def start(self, releases: Sequence[str]) -> None:
+        import stock
+        from warm_release import STAND_INS, WarmRelease, patched
+
+        left_out = (*patched(), *STAND_INS)  # FlashMLA's stand-ins come before what looks for it
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_graphfix"]:
+            del sys.modules[name]  # `patched` has imported it, and a fork would find it in place of the mutant
+        for release in releases:
+            root = stock.release_root(release).resolve()
+            if root not in self._warm:
+                warm = WarmRelease(root, left_out)
+                self._warm[root] = self._held.enter_context(warm)
+
+    def run(self, stages: Sequence[Stage], told: Path, releases: Sequence[str] = ()) -> str:
+        """``survived``, ``killed`` or ``timed out``; what pytest says is in *told*."""
+        outcome = self._run(stages, told)
+        if outcome == "timed out" and self._warm:  # a process of a release may be about to answer one who is not there
+            self._held.close()
+            self._warm.clear()
+            self.start(releases)
+        return outcome
+
+    def _run(self, stages: Sequence[Stage], told: Path) -> str:
+        child = os.fork()
+        if not child:
+            os.setpgid(0, 0)
+            code = 1
+            try:
+                resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_limit, self.cpu_limit))
+                output = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                os.chdir(self.copy)
+                self.trees.missed.clear()
+                code = _until_failure(stages, self._stage)
+                told.with_suffix(".texts").write_bytes(pickle.dumps(self.trees.missed))
+            finally:
+                os._exit(code)
+        return _ending(child)
+
+    def _stage(self, stage: Stage) -> int:
+        return int(self._pytest.main([*_PYTEST.split(), *stage]))
+
+    def remember_trees(self, told: Path) -> None:
+        """Parses what the last run had to parse."""
+        for text in pickle.loads(told.with_suffix(".texts").read_bytes()):  # noqa: S301 - this program's own
+            self.trees(text)
+        gc.collect()
+        gc.freeze()
+
+    def _in_warm_release(
+        self,
+        release: str | Path,
+        code: str,
+        env: Mapping[str, str] | None = None,
+        *,
+        check: bool = True,
+        timeout: float = 300,
+    ) -> subprocess.CompletedProcess[str]:
+        """In place of `run_in_release`. A folder of links to a release runs in a fork of that release's process."""
+        import stock
+
+        root = stock.release_root(release) if isinstance(release, str) else release
+        of = (root / "vllm" / "__init__.py").resolve().parent.parent
+        enter = _ENTER.format(copy=str(self.copy), stock=str(of), root=str(root))
+        with tempfile.TemporaryDirectory() as scratch:
+            environment = {"VLLM_GRAPHFIX_STATUS_DIR": scratch, **(env or {})}
+            body = re.sub(r"^from __future__ .*$", "", textwrap.dedent(code), flags=re.MULTILINE)
+            done: subprocess.CompletedProcess[str] = self._warm[of].run(enter + body, environment)
+        if check and done.returncode:
+            raise AssertionError(f"vLLM {release}: exit code {done.returncode}\n{done.stdout}")
+        return done
+
+
+_ENTER = """
+import sys
+sys.path.insert(0, {copy!r})
+if {root!r} != {stock!r}:
+    sys.path[sys.path.index({stock!r})] = {root!r}
+    for module in list(sys.modules.values()):
+        if module.__name__.partition(".")[0] == "vllm" and hasattr(module, "__path__"):
+            module.__path__ = [folder.replace({stock!r}, {root!r}) for folder in module.__path__]
+import vllm_graphfix
+assert vllm_graphfix.__file__.startswith({copy!r})
+"""
+
+
+def _until_failure(stages: Sequence[Stage], run: Callable[[Stage], int]) -> int:
+    return next((code for stage in stages if (code := run(stage))), 0)
+
+
+def _ending(child: int) -> str:
+    give_up = time.monotonic() + _LIMIT
+    try:
+        while time.monotonic() < give_up:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                return {0: "survived", -signal.SIGXCPU: "timed out", -signal.SIGKILL: "timed out"}.get(code, "killed")
+            time.sleep(0.005)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "timed out"
