@@ -16,7 +16,14 @@ import pytest
 
 from vllm_graphfix.verify.engine import processes
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
-from vllm_graphfix.verify.engine.processes import Ended, Engines, last_line, root_cause, terminated_like_interrupted
+from vllm_graphfix.verify.engine.processes import (
+    HANG,
+    Ended,
+    Engines,
+    last_line,
+    root_cause,
+    terminated_like_interrupted,
+)
 
 PROMPTS = ((1, 2), (30, 4, 5))
 SOON = 20.0
@@ -197,9 +204,18 @@ def test_an_engine_that_takes_too_long_ends_with_its_children(vllm: Path, logs: 
     assert all_end(started(logs, 1))
 
 
-def test_an_engine_may_be_given_less_time_than_the_others_and_never_more(vllm: Path, logs: Path) -> None:
-    assert ended(vllm, logs, "hangs with a child", seconds=2.0).error == "did not finish in 2 s"
-    assert ended(vllm, logs, "hangs with a child", timeout=2.0, seconds=60.0).error == "did not finish in 2 s"
+def test_an_engine_may_be_given_less_time_from_what_its_probes_saw_last_and_never_more(vllm: Path, logs: Path) -> None:
+    name = "engine that hangs"
+    seen, saw = logs / "engine-that-hangs.json", '{"observed": {"lengths": [-1.0]}, "error": ""}'
+    seen.write_text(saw)
+    end = ended(vllm, logs, "hangs with a child", name=name, seconds=2.0)
+    assert HANG.fullmatch(end.error or "")
+    assert (end.observed, end.seconds < 20) == ({"lengths": [-1.0]}, True)
+    assert (
+        ended(vllm, logs, "hangs with a child", timeout=2.0, name=name, seconds=60.0).error == "did not finish in 2 s"
+    )
+    seen.unlink()
+    assert ended(vllm, logs, "hangs with a child", timeout=2.0, name=name, seconds=0.1).error == "did not finish in 2 s"
 
 
 def test_a_watcher_that_fails_leaves_no_engine(vllm: Path, logs: Path) -> None:

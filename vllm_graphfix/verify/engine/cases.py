@@ -59,7 +59,7 @@ class Case:
     shows_on: Callable[[Source], bool] | None = None
     """Of a further case of a fix: whether this vLLM can run it and gets it wrong. On another one it is not spoken of."""
     seconds: float | None = None
-    """For one engine, if its defect is a hang."""
+    """From the last thing that a probe saw to the end of an engine with graphs, if its defect is a hang."""
     judge: Judge | None = None
     """What it makes of what its probes saw, if its defect shows in something else than tokens."""
     padded: bool = False
@@ -67,7 +67,7 @@ class Case:
     watched: bool = False
     """It shows in what a replay puts out: the shadow check has to see it in a fourth engine, and nothing in a fifth with the fixes."""
     compiles: bool = False
-    """Kernels of it are compiled for minutes the first time, FlashInfer's or Triton's: it begins first."""
+    """Kernels of it are compiled for minutes the first time, FlashInfer's, DeepGEMM's or Triton's: it begins first."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -105,7 +105,8 @@ class Case:
                 sampled=self.sampled,
                 again=int(mode == "eager"),
                 probes=self.probes,
-                seconds=self.seconds,
+                # Without graphs, kernels are compiled after a probe saw the first batch.
+                seconds=None if mode == "eager" else self.seconds,
             )
             for mode in MODES
         ]
@@ -301,8 +302,9 @@ SPARSE_MTP = Case(
     },
     probes=("indexer-lengths",),
     capability=9,
-    seconds=300.0,
+    seconds=100.0,
     padded=True,
+    compiles=True,
 )
 # One prompt a step, in one chunk, as long as a graph is large: eager computes in the same shapes. Cut into pieces, without which the
 # drafter has no graphs, and not compiled further, so that the same kernels run as in eager.

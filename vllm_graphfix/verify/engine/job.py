@@ -49,7 +49,7 @@ class Job:
     probes: tuple[str, ...] = ()
     """What to look at inside the engine; names that `probes.probe_of` takes. The engine must be in one process."""
     seconds: float | None = None
-    """From start to end, if it is given less than other engines: where a hang is what is expected."""
+    """From the last thing that its probes saw to its end, where a hang is what is expected: compiling kernels before does not count."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))

@@ -107,7 +107,7 @@ class Engines:
                     start_new_session=True,  # an engine starts processes; together they can be ended
                 )
                 self._running[job.name] = process
-            late = self._wait(job, process, log, started)
+            late = self._wait(job, process, result, log, started)
             _kill(process)
             process.wait()
         with self._lock:
@@ -116,11 +116,11 @@ class Engines:
         self._done(job, f"{ended.error or 'done'}, {ended.seconds:.0f} s")
         return ended
 
-    def _wait(self, job: Job, process: subprocess.Popen[bytes], log: Path, started: float) -> str | None:
-        timeout = min(self._timeout, job.seconds or self._timeout)
+    def _wait(self, job: Job, process: subprocess.Popen[bytes], result: Path, log: Path, started: float) -> str | None:
         while process.poll() is None:
-            if time.monotonic() - started > timeout:
-                return f"did not finish in {timeout:.0f} s"
+            took = time.monotonic() - started
+            if took > self._timeout or (job.seconds is not None and _age(result) > job.seconds):
+                return f"did not finish in {took:.0f} s"
             self._doing(job, last_line(log))
             time.sleep(0.5)
         return None
@@ -144,6 +144,13 @@ def _open_while_this_process_lives() -> Iterator[int]:
     finally:
         os.close(reading)
         os.close(writing)
+
+
+def _age(file: Path) -> float:
+    """Seconds since *file* was written; 0 for one that was not."""
+    with suppress(FileNotFoundError):
+        return time.time() - file.stat().st_mtime
+    return 0.0
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
