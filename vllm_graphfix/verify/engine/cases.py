@@ -145,6 +145,8 @@ _ENVIRONMENT: dict[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that probes see the engine
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    # From 0.21.0 on, an engine would compile FlashInfer's top-k and top-p for two minutes when it starts, and nothing here uses them.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "OMP_NUM_THREADS": "2",  # engines share the machine
     "TQDM_DISABLE": "1",
 }
