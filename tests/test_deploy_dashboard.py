@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 import record_dashboard
@@ -82,6 +84,20 @@ def test_a_prometheus_has_an_answer_for_every_panel(fleet: list[str]) -> None:
     assert told == TOLD_BY_FLEET
     drawn = record_dashboard.picture(answers, start, end, "doubles")
     assert all(panel.title in drawn for panel in panels)
+
+
+def test_a_long_cell_is_cut_and_no_column_runs_into_the_next() -> None:
+    (table,) = [panel for panel in record_dashboard.panels() if panel.kind == "table"]
+    labels = {"instance": "127.0.0.1:37285", "fix": "shadow", "state": "active", "reason": "x" * 400}
+    answer = record_dashboard.Answer(table, [("", record_dashboard.Series(labels, [(1.0, 2.0)]))])
+    drawn = ET.fromstring(record_dashboard.picture([answer], 0.0, 1.0, "doubles"))  # noqa: S314 - our own
+    texts = [
+        (float(each.attrib["x"]), each.text or "") for each in drawn.iter() if each.text and each.get("y") == "54.0"
+    ]
+    assert [text[:9] for _, text in texts] == ["127.0.0.1", "shadow", "active", "xxxxxxxxx", "2"]
+    assert texts[3][1].endswith("x…")
+    for (left, text), (right, _) in pairwise(texts):
+        assert left + 5.6 * len(text) < right
 
 
 TOLD_BY_FLEET = {

@@ -227,6 +227,8 @@ def _legend(template: str, labels: Mapping[str, str]) -> str:
 WIDTH, UNIT, GAP = 1200, 26, 6
 INK, FAINT, PAPER = "#24292f", "#8c959f", "#ffffff"
 SIDES = {"canary": "#e36209", "rest": "#0969da"}
+_WIDEST = 96
+"""Characters of a column: more would push the others into each other."""
 PALETTE = ("#1a7f37", "#8250df", "#bf3989", "#9a6700", "#0969da", "#cf222e", "#57606a", "#1b7c83")
 
 
@@ -285,6 +287,10 @@ def _number(answer: Answer, width: float, tall: float) -> list[str]:
     return [_text(width / 2, tall / 2 + 22, _shown(value, answer.panel.unit), size=28, anchor="middle")]
 
 
+def _cut(cell: str) -> str:
+    return cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…"
+
+
 def _table(answer: Answer, width: float, tall: float) -> list[str]:
     columns = [
         name
@@ -292,12 +298,12 @@ def _table(answer: Answer, width: float, tall: float) -> list[str]:
         if name not in answer.panel.left_out and any(name in series.labels for _, series in answer.series)
     ]
     rows = [
-        [*(series.labels.get(name, "") for name in columns), f"{series.points[-1][1]:.0f}"]
+        [*(_cut(series.labels.get(name, "")) for name in columns), f"{series.points[-1][1]:.0f}"]
         for _, series in answer.series
     ]
-    shares = [max(len(row[place]) for row in rows) + 3 for place in range(len(columns) + 1)]
-    edges = [8 + (width - 16) * sum(shares[:place]) / sum(shares) for place in range(len(shares))]
     heads = [*columns, answer.panel.renamed.get("Value", "Value")]
+    shares = [max(len(row[place]) for row in (heads, *rows)) + 2 for place in range(len(heads))]
+    edges = [8 + (width - 16) * sum(shares[:place]) / sum(shares) for place in range(len(shares))]
     drawn = [_text(edge, 36, head, fill=FAINT) for edge, head in zip(edges, heads, strict=True)]
     room = int((tall - 62) // 16)
     for place, row in enumerate(sorted(rows)[:room]):

@@ -37,6 +37,8 @@ from vllm_graphfix.rollout import BUCKETS, bucket  # noqa: E402
 PAGE = ROOT / "docs" / "rollout.md"
 COLUMNS = 110
 PERCENTAGE = 5
+SHADOW = "1/2000"
+"""A CPU has no graphs, so nothing comes to be checked; that it is switched on is real."""
 SERVE = f"vllm serve /models/{MODEL}"
 QUERY = "sum by (instance, fix, mode, state) (graphfix_fix_state)"
 METRICS = r"^graphfix_.*(observing|total|ranks)"
@@ -125,7 +127,7 @@ def canary(walk: Walk) -> dict[str, str]:
         inside: next(name for name in names if (bucket(name) < PERCENTAGE * BUCKETS // 100) is inside)
         for inside in (True, False)
     }
-    rollout = {"VLLM_GRAPHFIX": "on", "VLLM_GRAPHFIX_ROLLOUT": f"{PERCENTAGE}"}
+    rollout = {"VLLM_GRAPHFIX": "on", "VLLM_GRAPHFIX_ROLLOUT": f"{PERCENTAGE}", "VLLM_GRAPHFIX_SHADOW": SHADOW}
     with (
         walk.serve(**rollout, VLLM_GRAPHFIX_ROLLOUT_KEY=chosen[True]) as patched,
         walk.serve(**rollout, VLLM_GRAPHFIX_ROLLOUT_KEY=chosen[False]) as stock,
@@ -140,8 +142,13 @@ def canary(walk: Walk) -> dict[str, str]:
             with _load(patched), _load(stock):
                 _dashboard(walk, [patched, stock])
     started = "\n".join(
-        f"$ VLLM_GRAPHFIX_ROLLOUT={PERCENTAGE} VLLM_GRAPHFIX_ROLLOUT_KEY={name} {SERVE} --port {port} &"
-        for name, port in ((chosen[True], 8000), (chosen[False], 8001))
+        [
+            f"$ export VLLM_GRAPHFIX_ROLLOUT={PERCENTAGE} VLLM_GRAPHFIX_SHADOW={SHADOW}",
+            *(
+                f"$ VLLM_GRAPHFIX_ROLLOUT_KEY={name} {SERVE} --port {port} &"
+                for name, port in ((chosen[True], 8000), (chosen[False], 8001))
+            ),
+        ]
     )
     return {"canary": f"{started}\n{seen}\n{asked}"}
 
