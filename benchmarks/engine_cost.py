@@ -73,10 +73,10 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=65, metavar="N", help="of each answer (default: 65)")
     parser.add_argument("--batches", default="1,8,64", help="batch sizes (default: 1,8,64)")
     parser.add_argument(
-        "--limit", type=float, default=float("inf"), metavar="SECONDS", help="begin nothing that would end later"
+        "--limit", type=float, default=float("inf"), metavar="SECONDS", help="start nothing that would end later"
     )
-    parser.add_argument("--rehearse", action="store_true", help="all of this script on a CPU engine, without graphs")
-    parser.add_argument("--from", dest="read", type=Path, metavar="FILE", help="measure nothing, show this result")
+    parser.add_argument("--rehearse", action="store_true", help="run this whole script on a CPU engine, without graphs")
+    parser.add_argument("--from", dest="read", type=Path, metavar="FILE", help="measure nothing; show this result")
     parser.add_argument("--markdown", action="store_true", help="print the tables for a page")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the picture, as SVG")
     options = parser.parse_args()
@@ -150,7 +150,9 @@ class Benchmark:
             plans = [made for made in planned if made is not None]
             for case, made in zip(cases, planned, strict=True):
                 if made is None:
-                    self._say(f"{case.name}: not run, no release that was given is affected by {', '.join(case.fixes)}")
+                    self._say(
+                        f"{case.name}: not run; none of the given releases is affected by {', '.join(case.fixes)}"
+                    )
         self._result = {
             "schema": SCHEMA,
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -96,7 +96,7 @@ def test_a_rank_tells_its_first_mismatch_of_each_graph_with_the_layer_once_it_is
     [
         (None, None, "active", "shadow-v1: active"),
         ("a KV connector", None, "incompatible", "a KV connector"),
-        (None, "RuntimeError: x", "failed", "nothing is checked any more: RuntimeError: x"),
+        (None, "RuntimeError: x", "failed", "the check has stopped: RuntimeError: x"),
     ],
 )
 def test_one_state_tells_of_both_runners_and_of_the_check(

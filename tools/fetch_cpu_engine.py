@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     unknown = set(options.versions) - set(known)
     if unknown:
-        parser.error(f"no engine for CPUs is known of {', '.join(sorted(unknown))}")
+        parser.error(f"no CPU engine is known for vLLM {', '.join(sorted(unknown))}")
     try:
         for version in options.versions:
             print(engine(options.into.absolute() if options.into else None, version))

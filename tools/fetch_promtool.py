@@ -17,7 +17,7 @@ from pathlib import Path
 from fetch_vllm import FetchError, cache_folder, only_one_fetches
 
 PACKAGE = "prometheus"
-INSTEAD = "Install Prometheus (2.42 or later, its promtool is what the tests need) and put promtool and prometheus on the PATH."
+INSTEAD = "Install Prometheus (2.42 or later; the tests need its promtool) and put promtool and prometheus on the PATH."
 
 
 class NoDebianError(FetchError):

@@ -89,7 +89,7 @@ def status(
         bool,
         typer.Option(
             "--check",
-            help="Exit with code 3 if a fix is needed and would not be applied. What is observed by default does not count.",
+            help="Exit with code 3 if a fix is needed and would not be applied. Fixes that are observed by default do not count.",
         ),
     ] = False,
     flags: Annotated[
@@ -97,7 +97,7 @@ def status(
         typer.Option(
             "--for",
             metavar="FLAGS",
-            help="The arguments of your `vllm serve`, in quotes: which fixes concern it? Environment variables go in front, as NAME=value.",
+            help="The arguments of your `vllm serve`, in quotes: which fixes concern them? Environment variables go in front, as NAME=value.",
         ),
     ] = None,
     gpu: Annotated[
@@ -206,7 +206,9 @@ def compare(
             help="One prompt per line; in a .jsonl file: text, token ids, or objects with `prompt` or `prompt_token_ids`.",
         ),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="How many prompts to make up, without --prompts.")] = 16,
+    num_prompts: Annotated[
+        int, typer.Option(min=1, help="How many prompts to make up if --prompts is not given.")
+    ] = 16,
     max_tokens: Annotated[
         int, typer.Option(min=2, help="Tokens of the longest answer; the others are shorter, down to half of that.")
     ] = 128,

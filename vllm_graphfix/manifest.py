@@ -36,7 +36,7 @@ def load() -> dict[str, Any]:
         files = {path: dict(releases) for path, releases in manifest["files"].items()}
         fixes = {name: [_checked(entry) for entry in entries] for name, entries in manifest["fixes"].items()}
         if not all(isinstance(releases, str) for known in files.values() for releases in known.values()):
-            raise TypeError("releases that are no text")
+            raise TypeError("releases that are not text")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(
             f"{PATH.name} of vllm-graphfix cannot be read ({str(error)[:200]}); reinstall vllm-graphfix"
@@ -49,7 +49,7 @@ def _checked(entry: dict[str, Any]) -> dict[str, Any]:
     Verdict(entry["verdict"])
     texts = (entry["reason"], entry["shape"], "" if entry["where"] is None else entry["where"])
     if not all(isinstance(text, str) for text in texts):
-        raise TypeError("a text that is none")
+        raise TypeError("a field that is not text")
     return entry | {"releases": tuple(entry["releases"]), "evidence": dict(entry["evidence"])}
 
 

@@ -121,7 +121,7 @@ class Membership:
         elif self.gate.captures_here:
             logger.warning(
                 "graphfix: this process has already captured graphs; a second engine in it keeps the first engine's decision. "
-                "To decide anew, start it in a process of its own, or with VLLM_ENABLE_V1_MULTIPROCESSING=1."
+                "To make a new decision, start it in a process of its own, or with VLLM_ENABLE_V1_MULTIPROCESSING=1."
             )
             return
         for problem in problems:

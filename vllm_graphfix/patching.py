@@ -54,7 +54,7 @@ class Site:
         try:
             setattr(self.owner, self.attribute, function)
             if self.current() is not function:
-                raise RuntimeError(f"{self.attribute} is not what was set when it is read back")
+                raise RuntimeError(f"{self.attribute} reads back as something other than what was set")
         except BaseException:
             setattr(self.owner, self.attribute, self.installed)
             raise

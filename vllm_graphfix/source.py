@@ -237,7 +237,7 @@ def _wheel(path: Path) -> Source:
         if info.file_size > _LARGEST_FILE:
             raise SourceError(f"{name} in {path} is larger than any source file of vLLM; is it the right wheel?")
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise SourceError(f"{name} in {path} is compressed in a way that no vLLM wheel is; is it the right wheel?")
+            raise SourceError(f"{name} in {path} uses a compression that no vLLM wheel uses; is it the right wheel?")
         try:
             with archive.open(info) as file:
                 # The size in the directory of an archive is a claim; one byte more than it proves it false.

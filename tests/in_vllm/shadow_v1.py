@@ -324,7 +324,7 @@ def test_a_step_that_cannot_be_run_without_its_graph_is_a_mismatch_and_is_replay
     results = served.shadow.results
     assert (results.checks, results.mismatches, len(results.quarantined), served.shadow.stopped) == (2, 2, 1, None)
     assert results.kept[0].failure == "IndexError: index is out of bounds"
-    assert "two such runs end in IndexError: index is out of bounds" in results.kept[0].sentence()
+    assert "two such runs ended in IndexError: index is out of bounds" in results.kept[0].sentence()
     assert process.wrong()[0].errors == "IndexError: index is out of bounds"
 
 

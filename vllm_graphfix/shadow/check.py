@@ -98,9 +98,7 @@ class Shadow:
             process.refuse(str(error))
         else:
             self.stopped = reason
-            logger.warning(
-                "graphfix: the shadow check is off from here on, and serving goes on: %s", reason, exc_info=error
-            )
+            logger.warning("graphfix: the shadow check is now off; serving goes on: %s", reason, exc_info=error)
 
     def check(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
         """The result of *replay*, vLLM's own, compared with an eager run of the same step. Raises what *replay* raises, and nothing else.
@@ -119,7 +117,7 @@ class Shadow:
         _, failed = _tried(run.put_back)
         if failed is not None:
             failed = RuntimeError(
-                f"what the eager run changed could not be put back ({_told(failed)}): requests of this step may be wrong"
+                f"the changes of the eager run could not be undone ({_told(failed)}): requests in this step may be wrong"
             )
             if self._over:  # which has told of another failure, and will not tell of this one
                 logger.warning("graphfix: %s", failed)
@@ -142,7 +140,7 @@ class Shadow:
         if not self._replayed_in_quarantine:
             self._replayed_in_quarantine = True
             logger.warning(
-                "graphfix: a step whose graph is in quarantine cannot be run without it, and is replayed as stock does: %s",
+                "graphfix: a step whose graph is in quarantine cannot run without it, so it is replayed as on stock: %s",
                 _told(failed) if failed else "it failed on another rank of the same group",
             )
         return replay()
@@ -226,7 +224,7 @@ class Shadow:
         if not self._was_loud:
             self._was_loud = True
             logger.warning(
-                "graphfix: two runs of one step without its graph differ by %.3g of their largest value: such a step says nothing of its replay",
+                "graphfix: two runs of one step without its graph differ by %.3g of their largest value; such a step says nothing about its replay",
                 noise,
             )
 
@@ -249,12 +247,12 @@ class Shadow:
             logger.warning("graphfix: %s", mismatch.sentence())
         elif mismatch.first_layer and not known.layer:
             known.layer = mismatch.first_layer
-            logger.warning("graphfix: %s goes wrong first in %s or just before it", mismatch.graph.name, known.layer)
+            logger.warning("graphfix: %s first goes wrong in %s, or just before it", mismatch.graph.name, known.layer)
         if self.action is Action.QUARANTINE and known.mismatches == CONFIRMATIONS:
             self.quarantined.add(key)
             self.results.quarantined.append(mismatch.graph)
             logger.warning(
-                "graphfix: %s is replayed no more; its steps run without a graph from here on, slower",
+                "graphfix: %s is no longer replayed; its steps now run without a graph, more slowly",
                 mismatch.graph.name,
             )
 
@@ -280,7 +278,7 @@ class _Run:
     def __init__(self, step: Step) -> None:
         needed = _COPIES * sum(rows.nbytes for rows in step.states) * (1 if step.results is None else 2)
         if not fits(needed):
-            raise UnfitStep(f"{needed >> 20} MiB for the recurrent state of its rows are not free")
+            raise UnfitStep(f"the recurrent state of its rows needs {needed >> 20} MiB, which are not free")
         self.step = step
         self.python = PythonState(step.objects)
         self.random = RandomState()
@@ -351,7 +349,7 @@ class _Instead:
     def __init__(self, step: Step) -> None:
         needed = sum(rows.nbytes for rows in step.states)
         if not fits(needed):
-            raise UnfitStep(f"{needed >> 20} MiB for the recurrent state of its rows are not free")
+            raise UnfitStep(f"the recurrent state of its rows needs {needed >> 20} MiB, which are not free")
         self._step = step
         self._before, self._python = Snapshot(step.inputs, step.states), PythonState(step.objects)
 

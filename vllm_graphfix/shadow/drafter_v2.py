@@ -144,7 +144,7 @@ def diagnose(source: Source) -> Diagnosis:
     propose = source.function(path, f"{name}.propose")
     if propose and propose.only("return self.cudagraph_manager.run_fullgraph(batch_desc)[:num_reqs]"):
         return Diagnosis(
-            Verdict.ABSENT, "where drafts replay a graph nothing is made that a step without it needs", propose.where
+            Verdict.ABSENT, "when drafts replay a graph, nothing is built that a step without it needs", propose.where
         )
     return Diagnosis(Verdict.UNRECOGNISED, "drafts replay full graphs in a way that is not recognised")
 
@@ -245,7 +245,7 @@ def _watch(speculator: Any, graphs: tuple[_Graphs, ...], shadow: Shadow) -> None
 
 _STATEFUL = {
     "draft_watermarker": "sampling with a watermark keeps a history, which a second run would lengthen",
-    "acceptance_estimator": "each draft is graded for an estimate of what is accepted, and would be twice",
+    "acceptance_estimator": "each draft is graded to estimate what is accepted, and a second run would grade it twice",
 }
 
 
@@ -349,7 +349,7 @@ def _step(call: _Call, run_rows: int) -> Step:
         desc.num_tokens,
         call.rows,
     ):
-        raise UnfitStep("the target model's attention metadata are of another size than the draft's graph")
+        raise UnfitStep("the target model's attention metadata have another size than the draft's graph")
     metadata, slots = _given(call) if graphs.builds else ({}, {})
     own = speculator.draft_attn_layer_names
     found = Pass(

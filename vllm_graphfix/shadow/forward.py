@@ -26,13 +26,13 @@ def unsafe(config: Any) -> str | None:
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
         return "micro-batches overlap in a forward pass, on threads of their own"
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        return "ranks of prefill context parallelism are in no group that a check can ask"
+        return "ranks of prefill context parallelism belong to no group that a check can ask"
     if getattr(parallel, "enable_eplb", False):
         return "each forward pass counts the load of experts, which would be counted twice"
     if getattr(parallel, "enable_elastic_ep", False):
         return "ranks come and go"
     if getattr(config.cache_config, "use_replayssm", False):
-        return "ReplaySSM keeps recurrent state in a form that is not known here"
+        return "ReplaySSM keeps recurrent state in a form that this plugin does not know"
     return None
 
 
@@ -60,7 +60,7 @@ class Pass(NamedTuple):
     def step(self, model: str, descriptor: Any, eager: Callable[[], Any], real_rows: Callable[[], int]) -> Step:
         """Raises UnsafeError for a model with a cache that a step cannot write twice."""
         if not isinstance(self.metadata, dict) or not isinstance(self.slots, dict):
-            raise UnsafeError("the attention metadata are of micro-batches, or there are none")
+            raise UnsafeError("there are no attention metadata, or they belong to micro-batches")
         if reason := unknown_cache(self.layers):
             raise UnsafeError(reason)
         backends = tuple(dict.fromkeys(type(each).__name__ for each in self.metadata.values()))

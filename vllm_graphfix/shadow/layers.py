@@ -30,9 +30,7 @@ def unknown_cache(layers: Mapping[str, Any]) -> str | None:
     for name, layer in layers.items():
         kinds = {kind.__name__ for kind in type(layer).__mro__}
         if "AttentionLayerBase" in kinds and kinds.isdisjoint((*_BY_SLOT, _RECURRENT)):
-            return (
-                f"{name} is a {type(layer).__name__}, of whose cache it is not known whether a step can write it twice"
-            )
+            return f"{name} is a {type(layer).__name__}; it is not known whether a step can write its cache twice"
     return None
 
 

@@ -43,7 +43,7 @@ def refuse(reason: str) -> None:
         REFUSED = reason
         if SHADOW is not None:
             SHADOW.schedule.due = NEVER  # or each step from the first that is due on would ask again
-        logger.warning("graphfix: the shadow check is incompatible with this engine, and checks nothing: %s", reason)
+        logger.warning("graphfix: the shadow check is incompatible with this engine and checks nothing: %s", reason)
 
 
 def state(of_runners: Mapping[str, FixState]) -> FixState:
@@ -57,7 +57,7 @@ def state(of_runners: Mapping[str, FixState]) -> FixState:
     if REFUSED is not None:
         return found._replace(state=State.INCOMPATIBLE, reason=REFUSED)
     if SHADOW is not None and SHADOW.stopped is not None:
-        return found._replace(state=State.FAILED, reason=f"nothing is checked any more: {SHADOW.stopped}")
+        return found._replace(state=State.FAILED, reason=f"the check has stopped: {SHADOW.stopped}")
     return found
 
 

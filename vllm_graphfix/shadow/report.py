@@ -10,8 +10,9 @@ if TYPE_CHECKING:
 
 _HEAD = """# A replayed CUDA graph differs from the same step without it
 
-vLLM {vllm}, model `{model}`, vllm-graphfix {graphfix}. Of {checks} replays that were run once more without their graph, on the same inputs, {mismatches} differed
-from two such runs. Only rows that are no padding were compared; an error is the largest difference of a row by its largest value.
+vLLM {vllm}, model `{model}`, vllm-graphfix {graphfix}. Each checked step was run again
+without its graph, on the same inputs: {mismatches} of {checks} replays differed from two such runs. Only rows that are not padding were compared. A row's error is its
+largest difference divided by its largest value.
 """
 _GRAPH = """
 ## {graph}
@@ -19,7 +20,7 @@ _GRAPH = """
 - found by {rank}, in its check {check}
 - {rows} real rows of {padded_rows}, attention metadata: {backends}
 - error of each row: {errors}
-- runs without the graph differ among themselves by {noise} at most
+- runs without the graph differ from each other by at most {noise}
 - {layer}
 """
 
@@ -43,7 +44,7 @@ def _of_engine(engine: Engine) -> str | None:
     )
     for member, wrong in told:
         layer = (
-            f"the first layer whose cache was written differently is `{wrong.layer}`: there, or just before it"
+            f"the first layer whose cache was written differently is `{wrong.layer}`; the error is there, or just before it"
             if wrong.layer
             else ""
         )

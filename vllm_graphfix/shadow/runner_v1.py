@@ -36,7 +36,7 @@ def diagnose(source: Source) -> Diagnosis:
     context = source.function(CONTEXT, "ForwardContext")
     slots = source.function(RUNNER, "GPUModelRunner._get_slot_mappings")
     if init is None or call is None:
-        return Diagnosis(Verdict.ABSENT, "no CUDAGraphWrapper that model runner V1 replays full graphs with")
+        return Diagnosis(Verdict.ABSENT, "there is no CUDAGraphWrapper with which model runner V1 replays full graphs")
     replays = (
         init.takes == "self, runnable, vllm_config, runtime_mode, cudagraph_options"
         and init.only("self.runtime_mode = runtime_mode")
@@ -157,7 +157,7 @@ def _real_rows(context: Any, config: Any) -> int:
     else:
         found = [(slots >= 0).sum() for slots in context.slot_mapping.values()]
     if not found:
-        raise UnsafeError("which rows are padding cannot be told")
+        raise UnsafeError("it is not known which rows are padding")
     return int(found[0])
 
 

@@ -42,7 +42,9 @@ def diagnose(source: Source) -> Diagnosis:
     execute = source.function(RUNNER, "GPUModelRunner.execute_model")
     context = source.function(CONTEXT, "set_forward_context")
     if run is None:
-        return Diagnosis(Verdict.ABSENT, "no ModelCudaGraphManager that model runner V2 replays full graphs with")
+        return Diagnosis(
+            Verdict.ABSENT, "there is no ModelCudaGraphManager with which model runner V2 replays full graphs"
+        )
     if (
         run.takes == "self, desc"
         and run.only("super().run_fullgraph(desc)")

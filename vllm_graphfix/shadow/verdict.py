@@ -47,16 +47,16 @@ class Mismatch(NamedTuple):
 
     def sentence(self) -> str:
         if not self.here:
-            return f"another rank found a replay of {self.graph.name} to differ from the same step without a graph"
+            return f"another rank found that a replay of {self.graph.name} differs from the same step without a graph"
         if self.failure is not None:
             return (
-                f"a CUDA graph was replayed for a step that cannot be run without it: {self.graph.name}; two such runs end in {self.failure}. "
+                f"a CUDA graph was replayed for a step that cannot run without it: {self.graph.name}; two such runs ended in {self.failure}. "
                 f"Attention: {', '.join(self.graph.backends) or 'unknown'}"
             )
         wrong = sum(error > 0 for error in self.errors)
         return (
             f"a replayed CUDA graph was wrong: {self.graph.name}; {wrong} of {self.rows} rows differ from two runs of the same step without "
-            f"it, by up to {self.worst:.3g} of their largest value (runs without it differ by {self.noise:.3g} among themselves). Attention: "
+            f"it, by up to {self.worst:.3g} of their largest value (runs without it differ by {self.noise:.3g} from each other). Attention: "
             f"{', '.join(self.graph.backends) or 'unknown'}"
         )
 

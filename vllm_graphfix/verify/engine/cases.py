@@ -277,7 +277,7 @@ MAMBA2_ONE_TOKEN = Case(
     shows_with=(
         "vllm/v1/attention/backends/mamba_attn.py",
         "treat_short_extends_as_decodes",
-        "Mamba layers take each row of one token for a decode, also when eager; what is wrong are GDN layers with drafts",
+        "Mamba layers treat every one-token row as a decode, even without graphs; only GDN layers with drafts go wrong",
     ),
     watched=True,
 )
