@@ -45,11 +45,11 @@ def test_wrong_tokens_on_stock_and_eagers_with_the_fix_prove_it() -> None:
     )
 
 
-def checked(checks: int, mismatches: int = 0) -> Ended:
+def checked(checks: int, mismatches: int = 0, state: str = "active") -> Ended:
     """An engine in which every replay was checked."""
     counted = {"checks": checks, "mismatches": mismatches} | ({"first mismatch in check": 3} if mismatches else {})
     observed = {f"shadow: {name}": [float(count)] for name, count in counted.items()}
-    return came_to_its_end("stock", replace(said(WRONG, "off", observed=observed), states={"0": {"shadow": "active"}}))
+    return came_to_its_end("stock", replace(said(WRONG, "off", observed=observed), states={"0": {"shadow": state}}))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,16 @@ def checked(checks: int, mismatches: int = 0) -> Ended:
     [
         (checked(192, 190), checked(192), "proven", "190 of 192 replays were found wrong, the first one in check 3"),
         (failed("stock", ILLEGAL_ACCESS), checked(192), "proven", f"the engine ended in {ILLEGAL_ACCESS}"),
-        (checked(0), checked(0), "proven", "nothing was checked (active)"),
+        (
+            checked(0, state="incompatible"),
+            checked(0, state="not-needed"),
+            "proven",
+            "nothing was checked (incompatible)",
+        ),
+        (checked(0), checked(192), "nothing was checked by the shadow check", "nothing was checked (active)"),
+        (checked(192, 190), checked(0), "nothing was checked by the shadow check", "190 of 192"),
+        (checked(192, 190), checked(9, state="failed"), "the shadow check failed", "190 of 192"),
+        (checked(192, 190), failed("patched", ILLEGAL_ACCESS), "the shadow check failed", "190 of 192"),
         (checked(129), checked(192), "missed by the shadow check", "no replay of 129 was found wrong"),
         (checked(192, 190), checked(192, 1), "false alarm of the shadow check", "190 of 192"),
     ],

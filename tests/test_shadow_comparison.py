@@ -90,7 +90,7 @@ def drafts_checked(runs: list[tuple[list[float], list[int]]], learned: float = 0
     left = iter(runs)
 
     def run() -> None:
-        numbers, drawn = next(left)
+        numbers, drawn = next(left, runs[0])  # whatever comes after them is one more replay
         values[:, 0], tokens[:, 0] = torch.tensor(numbers), torch.tensor(drawn)
 
     step = Step(

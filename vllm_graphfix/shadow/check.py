@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -26,8 +28,6 @@ _LEARNING = 8
 """First checks that measure eager against eager, and look for inputs that a run changed, also where nothing differs."""
 
 
-_LONGEST = ("max_seq_len", "max_seqlen_k")
-"""Of attention metadata: the tokens of the longest request. FlashAttention 2 splits its work by it, which rounds otherwise."""
 _COPIES = 4
 """Of the recurrent state, at once: before the replay, after it, after each of two eager runs."""
 _LEAST_NOISE = 1e-30
@@ -37,6 +37,8 @@ _ROUNDING = 0.05
 """The largest error that a kernel which cuts its work otherwise can explain, of a row's largest value, behind all layers."""
 _SOUGHT = 2
 """Checks of a wrong graph in which its first wrong layer is sought."""
+_GIVEN_UP = 3
+"""Steps of a graph in quarantine, one after the other, that cannot be run without it, after which it is replayed again."""
 
 
 class Step(NamedTuple):
@@ -53,8 +55,8 @@ class Step(NamedTuple):
     states: Sequence[StateRows]
     caches: Callable[[], list[tuple[str, Tensor]]]
     """What the layers have in their caches for this step's tokens, in the model's order: copies."""
-    longest: int | None = None
-    """Tokens of the longest request that there can be, which a capture is told of; None if that is not known."""
+    launches: Sequence[Mapping[str, int]] = ()
+    """What the capture may have been told in place of what this step tells the kernels: numbers in *objects*, by attribute."""
     results: Callable[[], Any] | None = None
     """What a run has left, where that is not what it returns, in tensors whose first rows are the real ones; of *inputs* and *states*."""
 
@@ -81,7 +83,9 @@ class Shadow:
         self.quarantined: set[Hashable] = set()
         self._known: dict[Hashable, _Known] = {}
         self._noise = 0.0
-        """The largest error of eager runs among themselves so far; never above `_LOUD`, so that one step blinds no other."""
+        """The largest error among runs of one step so far, of any graph: a graph of its own would be known by too few. Never above `_LOUD`,
+        so that one step blinds no other.
+        """
         self._replayed_in_quarantine = self._was_loud = False
         self._over = False
         """Nothing is checked any more."""
@@ -113,7 +117,7 @@ class Shadow:
         output = replay()
         if run is None:  # the ranks could not agree, and this is not reached
             return output
-        self._compare(key, run, _tried(lambda: run.replayed(output))[1])
+        self._compare(key, run, replay, _tried(lambda: run.replayed(output))[1])
         _, failed = _tried(run.put_back)
         if failed is not None:
             failed = RuntimeError(
@@ -126,14 +130,16 @@ class Shadow:
         self._plan_next(cost, failed)
         return output
 
-    def without_graph(self, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
+    def without_graph(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
         """The result of a step whose graph is in quarantine; by its graph if it cannot be run without, which is what stock does."""
+        known = self._known.setdefault(key, _Known())
         begun, failed = _tried(lambda: _Instead(describe()))
         if not _anywhere(failed) and begun is not None:
             output, failed = _tried(begun.run)
             if failed is not None and _is_lost(failed):
                 raise failed
             if not _anywhere(failed):  # or some ranks would replay what others have run
+                known.failed = 0
                 return output
             _, worse = _tried(begun.put_back)
             failed = worse or failed
@@ -142,6 +148,15 @@ class Shadow:
             logger.warning(
                 "graphfix: a step whose graph is in quarantine cannot run without it, so it is replayed as on stock: %s",
                 _told(failed) if failed else "it failed on another rank of the same group",
+            )
+        known.failed += 1
+        if known.failed == _GIVEN_UP:
+            self.quarantined.discard(key)
+            self.results.given_up += 1
+            logger.warning(
+                "graphfix: %s is replayed again as on stock, although it was found wrong: %s steps in a row cannot run without it",
+                known.graph.name if known.graph else key,
+                _GIVEN_UP,
             )
         return replay()
 
@@ -178,17 +193,18 @@ class Shadow:
         if not self._over and (agreed := self._agree(failed, self.schedule.wanted(cost))):
             self.schedule.checked(int(agreed[0]))
 
-    def _compare(self, key: Hashable, run: _Run, failed: Exception | None) -> None:
+    def _compare(self, key: Hashable, run: _Run, replay: Callable[[], Any], failed: Exception | None) -> None:
         known = self._known.setdefault(key, _Known())
         locate = known.wants_layer
         first, error = _tried(lambda: _First(run, locate=locate))
-        learning = self.results.checks < _LEARNING
+        learning = self.results.checks < _LEARNING or not known.checks
         agreed = self._agree(failed or error, first.worst if first else 0.0)
         if agreed is None or first is None:
             return
+        of_first = agreed[0]
         known.sought += locate
-        self.results.checks += 1
-        if agreed[0] <= threshold(self._noise) and not learning:
+        if of_first <= threshold(self._noise) and not learning:
+            self._count(known)
             return
         second, error = _tried(lambda: _Second(run, first, self._noise))
         if second and (first.failure is None) != (second.failure is None):  # by chance, then, and not by the graph
@@ -198,10 +214,11 @@ class Shadow:
             return
         self.results.changed_inputs.update(second.changed_inputs)
         if not agreed[0] <= _LOUD:
-            self._tell_of_noise(agreed[0])
+            self._say_nothing(run, replay, agreed[0], of_first)
             return
-        self._noise = self.results.noise = max(self._noise, agreed[0])
-        if agreed[1] > threshold(self._noise) and not self._is_launched_otherwise(run, second.worst, agreed[1]):
+        self._count(known)
+        self._learn(agreed[0])
+        if agreed[1] > threshold(self._noise) and not self._is_explained(run, replay, second.worst, agreed[1]):
             here = second.worst > threshold(self._noise)
             self._take(
                 key,
@@ -218,29 +235,59 @@ class Shadow:
                 ),
             )
 
-    def _tell_of_noise(self, noise: float) -> None:
+    def _count(self, known: _Known) -> None:
+        known.checks += 1
+        self.results.checks += 1
+
+    def _learn(self, noise: float) -> None:
+        self._noise = self.results.noise = max(self._noise, noise)
+
+    def _say_nothing(self, run: _Run, replay: Callable[[], Any], noise: float, of_first: float) -> None:
         """Runs without the graph that differ that much say nothing of a replay; others of the same graph may."""
         self.results.skipped += 1
-        if not self._was_loud:
+        if not of_first:
+            reason = "a first run of a step without its graph equals the replay and a second one does not: the model consumes what it is given"
+            self.stop(reason, UnsafeError(reason))
+        elif not self._was_loud:
             self._was_loud = True
             logger.warning(
                 "graphfix: two runs of one step without its graph differ by %.3g of their largest value; such a step says nothing about its replay",
                 noise,
             )
+        # In the caches is then what the replay leaves, and not the last run.
+        self._tried_by_all(lambda: run.again(replay))
 
-    def _is_launched_otherwise(self, run: _Run, here: float, anywhere: float) -> bool:
-        """Whether the replay, as far apart as rounding may be, is a run whose kernels are launched as at the capture.
+    def _is_explained(self, run: _Run, replay: Callable[[], Any], here: float, anywhere: float) -> bool:
+        """Whether the replay, as far apart as rounding may be, differs from run to run, or is launched as at the capture.
 
-        *here*: its error on this rank.
+        *here*: its error on this rank. In the caches is then what the replay leaves, and otherwise what an eager run does.
         """
-        if run.step.longest is None or not anywhere <= _ROUNDING:
+        if not anywhere <= _ROUNDING:
             return False
-        third, error = _tried(lambda: _as_captured(run))
-        agreed = self._agree(error, min(here, third if third is not None else here))
-        return agreed is not None and agreed[0] <= threshold(self._noise)
+        again = self._tried_by_all(lambda: run.again(replay))
+        if again is None:
+            return True
+        if again <= _LOUD:
+            self._learn(again)
+        if anywhere <= threshold(self._noise):
+            return True
+        for launch in run.step.launches:
+            then = self._tried_by_all(functools.partial(_as_captured, run, launch, here))
+            if then is None or then <= threshold(self._noise):
+                self._tried_by_all(lambda: run.again(replay))
+                return True
+        self._tried_by_all(lambda: float(_run_again(run)[1] is not None))
+        return False
+
+    def _tried_by_all(self, error_of: Callable[[], float]) -> float | None:
+        """The largest of all ranks; None, and the check is off, where it fails on one."""
+        error, failed = _tried(error_of)
+        agreed = self._agree(failed, error if error is not None else 0.0)
+        return agreed[0] if agreed is not None else None
 
     def _take(self, key: Hashable, mismatch: Mismatch) -> None:
         known = self._known[key]
+        known.graph = mismatch.graph
         known.mismatches += 1
         self.results.add(mismatch)
         if known.mismatches == 1:
@@ -261,7 +308,11 @@ class _Known:
     """What is known of a graph."""
 
     def __init__(self) -> None:
-        self.mismatches = 0
+        self.checks = self.mismatches = 0
+        self.graph: Graph | None = None
+        """Where it was found wrong."""
+        self.failed = 0
+        """Steps in quarantine that could not be run without it, since one that could."""
         self.layer: str | None = None
         """Where it goes wrong first."""
         self.sought = 0
@@ -277,8 +328,9 @@ class _Run:
 
     def __init__(self, step: Step) -> None:
         needed = _COPIES * sum(rows.nbytes for rows in step.states) * (1 if step.results is None else 2)
+        needed += 2 * sum(tensor.numel() * tensor.element_size() for tensor in step.inputs.values())
         if not fits(needed):
-            raise UnfitStep(f"the recurrent state of its rows needs {needed >> 20} MiB, which are not free")
+            raise UnfitStep(f"copies of its inputs and recurrent state need {needed >> 20} MiB, which are not free")
         self.step = step
         self.python = PythonState(step.objects)
         self.random = RandomState()
@@ -295,17 +347,14 @@ class _Run:
         self._after = Snapshot(self.step.inputs, self.step.states)
         self._random_after = RandomState()
 
-    def eagerly(self, *, as_captured: bool = False) -> list[Tensor]:
+    def eagerly(self, launch: Mapping[str, int] | None = None) -> list[Tensor]:
         """The tensors of one eager run from where the replay began. Raises _StepError for an error of vLLM's own in it.
 
-        *as_captured*: told that its longest request is as long as can be, which a graph was told, and some kernels cut their work by it.
+        *launch*: told these numbers, which the capture was told, and by which some kernels cut their work.
         """
-        self.before.put_back()
+        self._begin_anew()
         self.before.make_readable()
-        self.python.put_back()
-        if as_captured and self.step.longest is not None:
-            self.python.set_numbers(_LONGEST, self.step.longest)
-        self.random.put_back()
+        self.python.set_numbers(launch or {})
         try:
             output = self.step.eager()
         except Exception as error:
@@ -313,6 +362,18 @@ class _Run:
                 raise
             raise _StepError(_told(error)) from error
         return self._results(output)
+
+    def again(self, replay: Callable[[], Any]) -> float:
+        """The error of one more replay from where the first one began, by the first."""
+        self._begin_anew()
+        output = self._results(replay())
+        rows = self.step.real_rows()
+        return max(_worst(row_errors(output, self.output, rows)), state_error(self.states_now(), self.states_of_replay))
+
+    def _begin_anew(self) -> None:
+        self.before.put_back()
+        self.python.put_back()
+        self.random.put_back()
 
     def _results(self, output: Any) -> list[Tensor]:
         return [tensor.clone() for tensor in tensors(output if self.step.results is None else self.step.results())]
@@ -401,22 +462,23 @@ class _Second:
         """Of the replay, by the run that it is nearer to."""
 
 
-def _as_captured(run: _Run) -> float:
-    """The error of the replay against a run that is told what the capture was told of the longest request."""
-    try:
-        output = run.eagerly(as_captured=True)
-    except _StepError:
-        return float("inf")
+def _as_captured(run: _Run, launch: Mapping[str, int], otherwise: float) -> float:
+    """The error of the replay against a run that is told what the capture was told, or *otherwise*, if that is less."""
+    output, failure = _run_again(run, launch)
+    if failure is not None:
+        return otherwise
     rows = run.step.real_rows()
-    return max(_worst(row_errors(run.output, output, rows)), state_error(run.states_of_replay, run.states_now()))
+    error = max(_worst(row_errors(run.output, output, rows)), state_error(run.states_of_replay, run.states_now()))
+    return min(otherwise, error)
 
 
-def _run_again(run: _Run) -> tuple[list[Tensor], _StepError | None]:
+def _run_again(run: _Run, launch: Mapping[str, int] | None = None) -> tuple[list[Tensor], _StepError | None]:
     """No tensors where the step cannot be run without its graph."""
     try:
-        return run.eagerly(), None
+        return run.eagerly(launch), None
     except _StepError as error:
-        return [], error
+        _let_go(error)
+        return [], _StepError(str(error))
 
 
 def _anywhere(failed: Exception | None) -> bool:
@@ -451,7 +513,15 @@ def _tried(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return function(), None
     except Exception as error:
+        _let_go(error)
         return None, error
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Of the tensors in the frames that an error has come through: on a GPU they would be held until Python looks for cycles."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _told(error: Exception) -> str:

@@ -304,7 +304,7 @@ def _maybe_check(shadow: Shadow, stock: Callable[[Any], Any], drafter: _Drafter,
         shadow.stop(f"{type(error).__name__}: {error}", error)
         return replay()
     if key in shadow.quarantined:  # with no row of padding, as a speculator drafts without graphs
-        return shadow.without_graph(lambda: _step(call, call.requests), replay)
+        return shadow.without_graph(key, lambda: _step(call, call.requests), replay)
     if shadow.schedule.count < shadow.schedule.due:
         return replay()
     return shadow.check(key, lambda: _step(call, call.rows), replay)

@@ -31,9 +31,21 @@ def unsafe(config: Any) -> str | None:
         return "each forward pass counts the load of experts, which would be counted twice"
     if getattr(parallel, "enable_elastic_ep", False):
         return "ranks come and go"
+    if _consumes_embeddings(config):
+        return "the model clears the embeddings of its images in a forward pass, and a second one would be without"
     if getattr(config.cache_config, "use_replayssm", False):
         return "ReplaySSM keeps recurrent state in a form that this plugin does not know"
     return None
+
+
+def _consumes_embeddings(config: Any) -> bool:
+    """Qwen3-VL and its like, in full graphs of prompts; decodes have no images."""
+    mode = getattr(getattr(config, "compilation_config", None), "cudagraph_mode", None)
+    if getattr(mode, "name", None) != "FULL":
+        return False
+    known = getattr(getattr(config, "model_config", None), "hf_config", None)
+    vision = getattr(getattr(known, "thinker_config", known), "vision_config", None)
+    return bool(getattr(vision, "deepstack_visual_indexes", None))
 
 
 class Pass(NamedTuple):
@@ -73,7 +85,7 @@ class Pass(NamedTuple):
             (self.metadata, self.own),
             states,
             lambda: written(self.layers, self.slots, states),
-            getattr(getattr(self.config, "model_config", None), "max_model_len", None),
+            _launches(self.config, descriptor),
         )
 
     def _inputs(self) -> dict[str, Tensor]:
@@ -87,6 +99,22 @@ class Pass(NamedTuple):
             if tensor.numel() * tensor.element_size() <= _LARGEST_INPUT:
                 found.setdefault(id(tensor), (name, tensor))
         return {f"{name} ({number})": tensor for number, (name, tensor) in enumerate(found.values())}
+
+
+def _launches(config: Any, descriptor: Any) -> tuple[dict[str, int], ...]:
+    """What a capture may have been told, by which kernels cut their work.
+
+    That its longest request is as long as can be (FlashAttention 2); and for batches of prompts and decodes, that it has one request, or
+    requests of one token (Triton's attention).
+    """
+    longest = getattr(getattr(config, "model_config", None), "max_model_len", None)
+    if longest is None:
+        return ()
+    told = {"max_seq_len": longest, "max_seqlen_k": longest}
+    if getattr(descriptor, "uniform", False) or getattr(descriptor, "uniform_token_count", None) is not None:
+        return (told,)
+    tokens = (descriptor.num_tokens, 1)
+    return (told, *(told | {"max_query_len": count, "max_seqlen_q": count} for count in tokens))
 
 
 def _named(name: str, value: object, deepest: int) -> Iterator[tuple[str, Tensor]]:

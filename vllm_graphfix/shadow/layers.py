@@ -15,7 +15,17 @@ from vllm_graphfix.shadow.snapshot import StateRows, same_bits
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BY_SLOT = ("Attention", "MLAAttention", "DeepseekV32IndexerCache")
+_BY_SLOT = (
+    "Attention",
+    "ChunkedLocalAttention",
+    "CrossAttention",
+    "EncoderOnlyAttention",
+    "MLAAttention",
+    "DeepseekV32IndexerCache",
+    "PrefillPrefixLMAttention",
+    "RSWAAttention",
+    "StaticSinkAttention",
+)
 """Classes of vLLM whose cache has a slot for each token: what a step writes there a second time is the same."""
 _RECURRENT = "MambaBase"
 """The class of vLLM whose cache is a state for each request: Mamba, GDN, linear attention, short convolutions."""
@@ -28,10 +38,16 @@ _MANY_BLOCKS, _MANY_TOKENS = 1 << 30, 1 << 20
 def unknown_cache(layers: Mapping[str, Any]) -> str | None:
     """The first layer with a cache of a kind of which it is not known whether a step may write it twice."""
     for name, layer in layers.items():
-        kinds = {kind.__name__ for kind in type(layer).__mro__}
-        if "AttentionLayerBase" in kinds and kinds.isdisjoint((*_BY_SLOT, _RECURRENT)):
+        kinds = [kind.__name__ for kind in type(layer).__mro__]
+        if "AttentionLayerBase" in kinds and _RECURRENT not in kinds and _kind_of_cache(layer) not in _BY_SLOT:
             return f"{name} is a {type(layer).__name__}; it is not known whether a step can write its cache twice"
     return None
+
+
+def _kind_of_cache(layer: Any) -> str | None:
+    """The class that says what the cache of *layer* is: a subclass that says it anew may use it otherwise than its base."""
+    kinds = type(layer).__mro__
+    return next((kind.__name__ for kind in kinds if "get_kv_cache_spec" in vars(kind)), None)
 
 
 def _caches(layer: Any) -> list[Tensor]:

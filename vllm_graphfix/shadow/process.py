@@ -71,6 +71,7 @@ def counts() -> dict[str, dict[str, int]]:
             "checks": found.checks,
             "mismatches": found.mismatches,
             "quarantined-graphs": len(found.quarantined),
+            "quarantines-given-up": found.given_up,
             "steps-left-out": found.skipped,
             "milliseconds": int(1000 * found.seconds),
         }

@@ -121,7 +121,7 @@ def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...],
     if key is None:
         return replay()
     if key in shadow.quarantined:
-        return shadow.without_graph(lambda: _step(wrapper, context, args, kwargs), replay)
+        return shadow.without_graph(key, lambda: _step(wrapper, context, args, kwargs), replay)
     if shadow.schedule.count < shadow.schedule.due:
         return replay()
     return shadow.check(key, lambda: _step(wrapper, context, args, kwargs), replay)

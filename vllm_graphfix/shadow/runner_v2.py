@@ -104,7 +104,7 @@ def _maybe_check(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) 
         shadow.stop(f"{type(error).__name__}: {error}", error)
         return replay()
     if key in shadow.quarantined:
-        return shadow.without_graph(lambda: _step(manager, desc, caller), replay)
+        return shadow.without_graph(key, lambda: _step(manager, desc, caller), replay)
     if shadow.schedule.count < shadow.schedule.due:
         return replay()
     return shadow.check(key, lambda: _step(manager, desc, caller), replay)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -123,10 +123,12 @@ class PythonState:
         self._kept[id(found)] = found
         return entries.values()
 
-    def set_numbers(self, names: Collection[str], value: int) -> None:
-        """Until it is put back, *value* in every attribute of one of *names* that is a number."""
+    def set_numbers(self, numbers: Mapping[str, int]) -> None:
+        """Until it is put back, each of *numbers* in every attribute of its name that is a number."""
         for attributes in self._attributes:
-            attributes.update({name: value for name in names if isinstance(attributes.get(name), int)})
+            attributes.update(
+                {name: number for name, number in numbers.items() if isinstance(attributes.get(name), int)}
+            )
 
     def put_back(self) -> None:
         for undo in self._undo:

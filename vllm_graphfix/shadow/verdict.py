@@ -74,6 +74,8 @@ class Results:
         self.noise = 0.0
         self.kept: list[Mismatch] = []
         self.quarantined: list[Graph] = []
+        self.given_up = 0
+        """Of them, those that are replayed again, since their steps cannot be run without."""
         self.changed_inputs: set[str] = set()
         """Input buffers that eager runs were seen to change; they were put back."""
 

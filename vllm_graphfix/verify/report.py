@@ -72,8 +72,13 @@ class Proof:
         return self._of_the_check() or "proven"
 
     def _of_the_check(self) -> str | None:
-        """What the shadow check did wrong. An engine that has ended, or in which nothing could be checked, says nothing of it."""
+        """What the shadow check did wrong. Stock may crash before it is checked, and the check may be for other engines, and says so."""
         stock, patched = self.watched.get("stock"), self.watched.get("patched")
+        for watch in (patched, None if stock and stock.error else stock):
+            if watch and (watch.error or watch.state == State.FAILED.value):
+                return "the shadow check failed"
+            if watch and watch.state == State.ACTIVE.value and not watch.checks:
+                return "nothing was checked by the shadow check"
         if stock and stock.checks and not stock.mismatches and not stock.error:
             return "missed by the shadow check"
         return "false alarm of the shadow check" if patched and patched.mismatches else None
