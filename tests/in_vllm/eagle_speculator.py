@@ -18,6 +18,7 @@ import torch
 from vllm.config import CompilationConfig, CUDAGraphMode, speculative
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.input_batch import InputBuffers
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -73,6 +74,8 @@ class BuilderStandIn:
 
 class LayerStandIn(Attention):  # type: ignore[misc]
     """Writes a token to its slot, and reads it and the one before."""
+
+    attn_backend = MLACommonBackend
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
