@@ -3,70 +3,104 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from stock import release_environment, release_root
+from deployed import CONFIGMAP, DEPLOYMENT, TARGET_LABELS, documents, labels_in, names_in
+from packaging.requirements import Requirement
+from promtool import ran
+from stock import release_environment, release_root, run_in_release
 from test_readme import PAGES
+from typer.testing import CliRunner
+
+from vllm_graphfix import metrics
+from vllm_graphfix.cli import app
+from vllm_graphfix.compare import CompareError
+from vllm_graphfix.compare import run as compare_run
 
 BLOCK = re.compile(r"(<!-- walked: [^\n]+ -->\n)?^```(?:bash|console|sh|shell)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
-TOOLS = Path(__file__).parent.parent / "tools"
+PROJECT = Path(__file__).parent.parent
 CHEAP = ("status", "explain", "fleet", "report", "doctor")
 """Commands of vllm-graphfix that take well below a second, and need neither a GPU nor an engine."""
 
-GPU = "needs a GPU, and a model that is there"
-CLUSTER = "needs a cluster, or a Prometheus"
-INDEX = "asks a package index, and changes what is installed"
-MINUTES = "takes minutes; that the target exists is tested in test_readme.py"
-PUBLISHED = "needs a release and its repository; that a build can be repeated is tested in test_security.py"
-ENDLESS = "runs until Ctrl-C; test_fleet_command.py has it"
+INDEX = "asks a package index, and changes what is installed; that the package has this name is tested below"
+PUBLISHED = "needs a release and its repository; test_security.py builds a commit twice and compares the bytes"
 
 NOT_RUN = {
-    "python benchmarks/shadow_check.py --out FOLDER [--only CASE] [--part PART]": "needs a GPU",
     "pip install vllm-graphfix": INDEX,
     "pip uninstall vllm-graphfix": INDEX,
-    "vllm-graphfix fleet --watch 5": ENDLESS,
-    "vllm-graphfix compare MODEL -tp 2": GPU,
-    "vllm-graphfix compare MODEL -tp 2 --kv-cache-dtype fp8": GPU,
-    "vllm-graphfix compare MODEL --prompts prompts.txt --max-tokens 256": GPU,
-    "vllm-graphfix compare MODEL --json > compared.json": GPU,
-    "vllm-graphfix verify --device gpu": GPU,
-    "vllm-graphfix compare mla $FLASHMLA": GPU,
-    """vllm-graphfix compare mla-mtp $FLASHMLA --speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'""": GPU,
-    "VLLM_USE_V2_MODEL_RUNNER=0 vllm-graphfix compare mamba2 --skip-tokenizer-init --max-model-len 2048 --max-num-batched-tokens 64 "
-    "--max-num-seqs 4 -tp 2 -cc.mode=0 -cc.cudagraph_mode=FULL_DECODE_ONLY": GPU,
-    'export VLLM_USE_V2_MODEL_RUNNER=1 FLASHMLA="--skip-tokenizer-init --max-model-len 2048 --block-size 64 --attention-backend FLASHMLA"': "the flags of the next line",
-    "python tools/make_manifest.py 0.34.0": "fetches a release, and writes the manifest",
-    "python tools/record_dashboard.py --seconds 120 http://127.0.0.1:8000/metrics": "needs a server",
-    "python tools/walk_rollout.py canary --record 90 --photograph": "minutes, and a browser",
-    """kubectl patch deployment vllm --patch '{"spec": {"template": {"metadata": {"labels": {"vllm-graphfix/rollout": "25"}}}}}'""": CLUSTER,
-    """kubectl patch configmap vllm-graphfix --patch '{"data": {"VLLM_GRAPHFIX": "off"}}'""": CLUSTER,
-    "kubectl rollout restart deployment/vllm": CLUSTER,
-    "kubectl delete pod POD...": CLUSTER,
-    """promtool query instant http://prometheus:9090 'graphfix_canary{namespace="llm"} == 1'""": CLUSTER,
-    "make demo": MINUTES,
-    "make test": MINUTES,
-    "make manifest": MINUTES,
-    "python tools/update_docs.py": "writes the pages; test_readme.py compares them with what it would write",
-    "make bench": MINUTES,
-    "make bench-engine PYTHON=python3": GPU,
-    "make venv": INDEX,
-    "make lint": "runs beside the tests, in .ci/run",
-    "make docs": "test_site.py builds the same",
-    ".ci/run": "runs these tests",
+    "kubectl delete pod POD...": "needs a cluster",
     "pip download --no-deps --only-binary :all: vllm-graphfix==VERSION && sha256sum vllm_graphfix-*.whl": PUBLISHED,
-    "unzip -p vllm_graphfix-*.whl '*/WHEEL'": PUBLISHED,
     "git clone --branch vVERSION REPOSITORY vllm-graphfix && cd vllm-graphfix": PUBLISHED,
     "python3 -m venv /tmp/build && /tmp/build/bin/pip install build": PUBLISHED,
-    "echo 'setuptools==84.2.1' > /tmp/build/constraint": PUBLISHED,
-    "PIP_CONSTRAINT=/tmp/build/constraint make --old-file .venv/installed packages BIN=/tmp/build/bin": PUBLISHED,
 }
 """By command: why it is not run here. Of a block that tools/walk_rollout.py has written, none is: it ran them on real servers."""
+
+ELSEWHERE = {
+    "vllm-graphfix fleet --watch 5": "test_fleet_command.py::test_watching_goes_on_until_it_is_interrupted_which_is_exit_0",
+    "unzip -p vllm_graphfix-*.whl '*/WHEEL'": "test_package.py::test_the_wheel_says_which_setuptools_made_it",
+}
+"""By command: the test that runs it."""
+
+MADE = {
+    "make demo",
+    "make test",
+    "make manifest",
+    "make bench",
+    "make bench-engine PYTHON=python3",
+    "make venv",
+    "make lint",
+    "make docs",
+    ".ci/run",
+    "PIP_CONSTRAINT=/tmp/build/constraint make --old-file .venv/installed packages BIN=/tmp/build/bin",
+}
+"""Dry runs here: they take minutes, or write into the tree. CI runs lint, test and build; test_site.py builds what `make docs` does."""
+
+PARSED = {
+    "python benchmarks/shadow_check.py --out FOLDER [--only CASE] [--part PART]",
+    "python tools/make_manifest.py 0.34.0",
+    "python tools/record_dashboard.py --seconds 120 http://127.0.0.1:8000/metrics",
+    "python tools/walk_rollout.py canary --record 90 --photograph",
+    "python tools/update_docs.py",
+}
+"""The script parses its arguments here, and does nothing: it needs a GPU, servers or a release to come, or writes the pages."""
+
+COMPARED = (
+    'export VLLM_USE_V2_MODEL_RUNNER=1 FLASHMLA="--skip-tokenizer-init --max-model-len 2048 --block-size 64 --attention-backend FLASHMLA"',
+    "vllm-graphfix compare MODEL -tp 2",
+    "vllm-graphfix compare MODEL -tp 2 --kv-cache-dtype fp8",
+    "vllm-graphfix compare MODEL --prompts prompts.txt --max-tokens 256",
+    "vllm-graphfix compare MODEL --json > compared.json",
+    "vllm-graphfix compare mla $FLASHMLA",
+    """vllm-graphfix compare mla-mtp $FLASHMLA --speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'""",
+    (
+        "VLLM_USE_V2_MODEL_RUNNER=0 vllm-graphfix compare mamba2 --skip-tokenizer-init --max-model-len 2048 --max-num-batched-tokens 64 "
+        "--max-num-seqs 4 -tp 2 -cc.mode=0 -cc.cudagraph_mode=FULL_DECODE_ONLY"
+    ),
+)
+"""In this order. Their engines need a GPU; here the command takes its options, and vLLM's parser the flags."""
+
+PATCHED = {
+    """kubectl patch deployment vllm --patch '{"spec": {"template": {"metadata": {"labels": {"vllm-graphfix/rollout": "25"}}}}}'""",
+    """kubectl patch configmap vllm-graphfix --patch '{"data": {"VLLM_GRAPHFIX": "off"}}'""",
+    "kubectl rollout restart deployment/vllm",
+}
+"""They need a cluster; here they are compared with `deploy/kubernetes`."""
+
+WITHOUT_GPU = "vllm-graphfix verify --device gpu"
+QUERIED = """promtool query instant http://prometheus:9090 'graphfix_canary{namespace="llm"} == 1'"""
+CONSTRAINED = "echo 'setuptools==84.2.1' > /tmp/build/constraint"
+TRIED = {*NOT_RUN, *ELSEWHERE, *MADE, *PARSED, *COMPARED, *PATCHED, WITHOUT_GPU, QUERIED, CONSTRAINED}
+"""What the tests below look at, or say why not."""
 
 SLOW = {
     "vllm-graphfix verify",
@@ -89,7 +123,7 @@ def commands(page: str) -> list[str]:
 
 
 SHOWN = sorted({command for page in PAGES for command in commands(page.read_text())})
-LEFT = [command for command in SHOWN if command not in NOT_RUN and command not in SLOW]
+LEFT = [command for command in SHOWN if command not in TRIED and command not in SLOW]
 RUN = [command for command in LEFT if re.match(rf"vllm-graphfix ({'|'.join(CHEAP)})\b", command)]
 """Never what nobody has looked at: a page may show how to delete something."""
 
@@ -99,7 +133,7 @@ def run(command: str, folder: Path) -> None:
     release = release_root("0.18.1")
     as_shown = re.sub(r"\bPATH\b", shlex.quote(str(release)), command).replace("/mnt/shared/graphfix", "records")
     (folder / "records").mkdir()
-    (folder / "tools").symlink_to(TOOLS)
+    (folder / "tools").symlink_to(PROJECT / "tools")
     bin_of_python = str(Path(sys.executable).parent)
     environment = release_environment(release, str(folder))
     environment |= {
@@ -127,11 +161,13 @@ def expected(command: str) -> set[int]:
 
 def test_a_command_that_is_new_is_run_or_listed_with_a_reason() -> None:
     unlisted = [command for command in LEFT if command not in RUN]
-    assert unlisted == [], "say in NOT_RUN why it cannot be run here, or let it be run: SLOW, CHEAP"
+    assert unlisted == [], (
+        "let it be run (CHEAP, SLOW), let a test below look at it, or say in NOT_RUN why that is not possible"
+    )
 
 
 def test_the_table_lists_only_what_a_page_shows() -> None:
-    assert (NOT_RUN.keys() | SLOW) - set(SHOWN) == set()
+    assert (TRIED | SLOW) - set(SHOWN) == set()
 
 
 def test_prompts_comments_and_continued_lines_are_understood() -> None:
@@ -148,3 +184,192 @@ def test_what_a_page_shows_can_be_run(command: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", sorted(SLOW))
 def test_what_a_page_shows_and_takes_longer_can_be_run(command: str, tmp_path: Path) -> None:
     run(command, tmp_path)
+
+
+# What cannot be run whole ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ELSEWHERE)
+def test_the_test_that_runs_a_command_is_there(command: str) -> None:
+    module, _, name = ELSEWHERE[command].partition("::")
+    assert re.search(rf"^def {name}\(", (PROJECT / "tests" / module).read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", sorted(MADE))
+def test_what_make_would_do_is_there(command: str) -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(
+        ["/bin/bash", "-euo", "pipefail", "-c", command],
+        cwd=PROJECT, env=clean | {"MAKEFLAGS": "n"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    named = set(re.findall(r"(?<![\w/*])(?:tools|tests|benchmarks)/[\w/]+\.\w+", done.stdout))
+    assert [path for path in sorted(named) if not (PROJECT / path).is_file()] == []
+    if command.startswith("make bench-engine"):  # one call of one script
+        parse(shlex.split(done.stdout)[1:])
+
+
+PARSES = """
+    import argparse, json, runpy, sys
+    from pathlib import Path
+
+    class Parsed(Exception):
+        pass
+
+    def parse_and_stop(self, *given):
+        parse(self, *given)
+        raise Parsed
+
+    parse, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, parse_and_stop
+    for sys.argv in json.load(sys.stdin):
+        sys.path[0] = str(Path(sys.argv[0]).parent.resolve())
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except Parsed:
+            pass
+        else:
+            raise AssertionError(f"{sys.argv}: no arguments are parsed")
+"""
+
+
+def parse(*calls: list[str]) -> None:
+    """Each script takes its arguments. It goes no further."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PARSES)],
+        cwd=PROJECT, input=json.dumps(calls), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_scripts_understand_the_arguments_that_are_shown() -> None:
+    values = {"FOLDER": "folder", "CASE": "mla", "PART": "silent"}
+    shown = [shlex.split(re.sub(r"[][]", "", command)) for command in sorted(PARSED)]
+    parse(*[[values.get(word, word) for word in words[1:]] for words in shown])
+    with pytest.raises(AssertionError, match="unrecognized arguments: --no-such-flag"):
+        parse(["tools/update_docs.py", "--no-such-flag"])
+
+
+ACCEPTED = """
+    import json, sys
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+    vllm.platforms._current_platform = CpuPlatform()  # there is none where neither a GPU nor vLLM's CPU kernels are
+    from vllm_graphfix.verify.engine import worker
+    from vllm_graphfix.verify.engine.job import GRAPHS, Job
+
+    for flags in json.loads({flags!r}):
+        args = worker._given(Job("", GRAPHS, flags=tuple(flags)))
+        speculative = (args.speculative_config or {{}}).get("method")
+        print("ACCEPTED", json.dumps([args.model, args.tensor_parallel_size, args.max_model_len, args.kv_cache_dtype, speculative]))
+"""
+
+
+def test_compare_takes_the_options_that_are_shown_and_vllm_the_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = tmp_path / "bin" / "vllm-graphfix"
+    stand_in.parent.mkdir()
+    stand_in.write_text(
+        f"#!{sys.executable}\nimport json, sys\nwith open('given', 'a') as file:\n    print(json.dumps(sys.argv[1:]), file=file)\n"
+    )
+    stand_in.chmod(0o700)
+    (tmp_path / "prompts.txt").write_text("a prompt\n")
+    path = f"{stand_in.parent}:{os.environ['PATH']}"
+    script = "\n".join(COMPARED)
+    subprocess.run(["/bin/bash", "-euc", script], cwd=tmp_path, env={"PATH": path}, check=True)
+    reached: list[tuple[str, list[str], int, int]] = []
+
+    def run(model: str, flags: list[str], prompts: tuple[str, ...], generated: int, tokens: int, *rest: object) -> None:
+        reached.append((model, flags, len(prompts), tokens))
+        raise CompareError("engines are not started here")
+
+    monkeypatch.setattr(compare_run, "run", run)
+    monkeypatch.chdir(tmp_path)
+    given = [json.loads(line) for line in (tmp_path / "given").read_text().splitlines()]
+    assert len(given) == len(COMPARED) - 1
+    assert [CliRunner().invoke(app, arguments).exit_code for arguments in given] == [2] * len(given)
+    assert [(model, prompts, tokens) for model, _, prompts, tokens in reached] == [
+        ("MODEL", 0, 128),
+        ("MODEL", 0, 128),
+        ("MODEL", 1, 256),
+        ("MODEL", 0, 128),
+        ("mla", 0, 128),
+        ("mla-mtp", 0, 128),
+        ("mamba2", 0, 128),
+    ]
+    flags = json.dumps([["--model", model, *flags] for model, flags, *_ in reached])
+    done = run_in_release(
+        "0.21.0", ACCEPTED.format(flags=flags), {"HF_HUB_OFFLINE": "0"}
+    )  # else the model has to be there
+    assert [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines() if line.startswith("ACCEPTED")] == [
+        ["MODEL", 2, None, "auto", None],
+        ["MODEL", 2, None, "fp8", None],
+        ["MODEL", 1, None, "auto", None],
+        ["MODEL", 1, None, "auto", None],
+        ["mla", 1, 2048, "auto", None],
+        ["mla-mtp", 1, 2048, "auto", "mtp"],
+        ["mamba2", 2, 2048, "auto", None],
+    ]
+
+
+def test_without_a_gpu_verify_says_so(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "vllm-graphfix"), *WITHOUT_GPU.split()[1:]],
+        env=release_environment("0.18.1", str(tmp_path)), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "cannot verify on a GPU: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", sorted(PATCHED))
+def test_what_kubectl_is_told_to_change_is_in_the_manifests(command: str) -> None:
+    kinds = {"deployment": documents(DEPLOYMENT), "configmap": documents(CONFIGMAP)}
+    kind, name = re.findall(r" (deployment|configmap)[ /](\S+)", command)[0]
+    (stands,) = [each for each in kinds[kind] if each["kind"].lower() == kind and each["metadata"]["name"] == name]
+    if "--patch" in command:
+        told = list(leaves(json.loads(shlex.split(command)[-1])))
+        assert told
+        for *path, value in told:
+            at = stands
+            for key in path:
+                at = at[key]
+            assert type(at) is type(value), path
+
+
+def leaves(tree: dict[str, Any], *path: str) -> Iterator[list[Any]]:
+    """Each value of *tree*, behind its path."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, *path, key)
+        else:
+            yield [*path, key, value]
+
+
+def test_what_prometheus_is_asked_is_a_query_of_our_metrics(promtool: Path, tmp_path: Path) -> None:
+    *call, url, query = shlex.split(QUERIED)
+    assert names_in(query) <= set(metrics.NAMES)
+    assert labels_in(query) <= TARGET_LABELS
+    rule = {"groups": [{"name": "shown", "rules": [{"record": "shown:query", "expr": query}]}]}
+    (tmp_path / "rules.yml").write_text(json.dumps(rule))
+    ran(promtool, "check", "rules", tmp_path / "rules.yml")
+    assert url == "http://prometheus:9090"
+    nobody = subprocess.run(
+        [promtool, *call[1:], "http://127.0.0.1:9", query], capture_output=True, text=True, check=False
+    )
+    assert "connection refused" in nobody.stderr  # the arguments were understood
+
+
+def test_the_setuptools_that_is_shown_may_build_the_package() -> None:
+    (told,) = re.findall(r"^echo '([^']+)' > \S+$", CONSTRAINED)
+    shown = Requirement(told)
+    (version,) = shown.specifier
+    text = (PROJECT / "pyproject.toml").read_text()
+    wanted = Requirement(re.findall(r'^requires = \["([^"]+)"\]', text, re.MULTILINE)[0])
+    assert (shown.name, version.operator) == (wanted.name, "==")
+    assert wanted.specifier.contains(version.version)
+
+
+def test_what_pip_is_told_to_install_is_this_package() -> None:
+    (name,) = re.findall(r'^name = "([^"]+)"$', (PROJECT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert {command.split()[2] for command, why in NOT_RUN.items() if why is INDEX} == {name}

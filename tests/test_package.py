@@ -61,6 +61,16 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.Path) -> None:
     assert [name for name in packed if name.startswith("vllm_graphfix/manifest") and name.endswith(".json")]
 
 
+def test_the_wheel_says_which_setuptools_made_it(built: Path) -> None:
+    """By the command that SECURITY.md shows."""
+    command = "unzip -p vllm_graphfix-*.whl '*/WHEEL'"
+    assert command in (PROJECT / "SECURITY.md").read_text()
+    if shutil.which("unzip") is None:
+        pytest.skip("unzip is not installed")
+    told = subprocess.run(["/bin/bash", "-c", command], cwd=built, capture_output=True, text=True, check=True).stdout
+    assert f"Generator: setuptools ({importlib.metadata.version('setuptools')})" in told
+
+
 def test_sdist_holds_what_a_developer_needs(built: Path) -> None:
     """Tests, docs, benchmarks and tools are in the sdist, with the files that build and describe the project."""
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
