@@ -32,13 +32,12 @@ releases: $(STAMP)  ## the stock releases that the tests need: 29, once, 1 GB ke
 	$(BIN)/python tools/fetch_cpu_engine.py > /dev/null
 	PYTHONPATH=tools $(BIN)/python tests/other_packages.py > /dev/null
 
-# The plugin knows no GRAPHFIX_RELEASES, which is for tools/fetch_vllm.py, and would report it.
 demo: $(STAMP)  ## status and verify on stock 0.18.1, 0.17.1, 0.21.0 and 0.22.1
 	@set -e; for version in $(DEMO_RELEASES); do \
 		release=$$($(BIN)/python tools/fetch_vllm.py $$version); \
 		printf '\n== vLLM %s ==\n' $$version; \
-		env -u GRAPHFIX_RELEASES $(BIN)/vllm-graphfix status --vllm "$$release"; \
-		env -u GRAPHFIX_RELEASES $(BIN)/vllm-graphfix verify --vllm "$$release"; \
+		$(BIN)/vllm-graphfix status --vllm "$$release"; \
+		$(BIN)/vllm-graphfix verify --vllm "$$release"; \
 	done
 
 test: releases  ## the tests, less the slow ones
