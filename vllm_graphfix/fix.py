@@ -13,6 +13,7 @@ from vllm_graphfix.log import logger
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Judge
     from vllm_graphfix.source import Source
+    from vllm_graphfix.syntax import Function
     from vllm_graphfix.trial import Trial
 
 
@@ -63,6 +64,12 @@ class Diagnosis(NamedTuple):
     """Name of the recognised shape of the code; a fix chooses its patches by it."""
     known: bool = False
     """The deciding functions are those of a stock release that was looked at."""
+
+    @classmethod
+    def unrecognised(cls, what: str, place: "Function | str") -> "Diagnosis":
+        """*what* is "… in a way" or the like; *place* is a function, or the path of a file where no function is known."""
+        where = f"{place}:1" if isinstance(place, str) else place.where
+        return cls(Verdict.UNRECOGNISED, f"{what} that this plugin does not recognise", where)
 
 
 class Event:

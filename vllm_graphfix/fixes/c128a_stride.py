@@ -79,11 +79,7 @@ def diagnose(source: Source) -> Diagnosis:
                 build.at(width),
                 "packed-by-length",
             )
-    return Diagnosis(
-        Verdict.UNRECOGNISED,
-        "entries for tokens are laid out in a way that this plugin does not recognise",
-        build.where if build else f"{path}:1",
-    )
+    return Diagnosis.unrecognised("entries for tokens are laid out in a way", build or path)
 
 
 def _at_the_buffers_stride(rows: Function) -> str | None:

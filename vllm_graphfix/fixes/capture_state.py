@@ -58,12 +58,7 @@ def diagnose(source: Source) -> Diagnosis:
         two_passes = graph and (len(built), len(entered), len(runs)) == (1, 2, 2) and not capture_graph.loops()
         if two_passes and _draft_has_two_passes(source, _EAGLE[shape]):
             return _affected(source, shape, capture_graph.at(*built))
-    place = capture or capture_graph
-    return Diagnosis(
-        Verdict.UNRECOGNISED,
-        "CudaGraphManager captures graphs in a way that this plugin does not recognise",
-        place.where if place else f"{_MANAGER}:1",
-    )
+    return Diagnosis.unrecognised("CudaGraphManager captures graphs in a way", capture or capture_graph or _MANAGER)
 
 
 def _draft_has_two_passes(source: Source, path: str) -> bool:

@@ -67,11 +67,7 @@ def diagnose(source: Source) -> Diagnosis:
                 build.at(assigned),
                 "new-lengths",
             )
-    return Diagnosis(
-        Verdict.UNRECOGNISED,
-        "a rank's context lengths are made in a way that this plugin does not recognise",
-        build.where if build else f"{_BACKEND}:1",
-    )
+    return Diagnosis.unrecognised("a rank's context lengths are made in a way", build or _BACKEND)
 
 
 def _gives_what_it_assigns(build: Function) -> bool:

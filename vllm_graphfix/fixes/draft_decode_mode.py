@@ -72,11 +72,7 @@ def diagnose(source: Source) -> Diagnosis:
         sizes = source.function(_UTILS, "get_cudagraph_sizes")
         if sizes is not None and sizes.find("if not cudagraph_mode.has_full_cudagraphs(): return {}"):
             return Diagnosis(Verdict.FIXED, "draft decodes have full graphs or none", sizes.where)
-        return Diagnosis(
-            Verdict.UNRECOGNISED,
-            "draft decodes choose their mode in a way that this plugin does not recognise",
-            f"{_FIRST_MANAGER}:1",
-        )
+        return Diagnosis.unrecognised("draft decodes choose their mode in a way", _FIRST_MANAGER)
     for path, name, kernel_name in _SPECULATORS:
         two_managers = source.function(path, f"{name}.init_cudagraph_manager")
         if two_managers is not None:
@@ -86,9 +82,7 @@ def diagnose(source: Source) -> Diagnosis:
     if init is None and manager is None:
         if source.function(_PACKAGE, "init_speculator") is None:
             return Diagnosis(Verdict.ABSENT, "no draft decodes on model runner V2")
-        return Diagnosis(
-            Verdict.UNRECOGNISED, "speculators are in a place that this plugin does not recognise", f"{_PACKAGE}:1"
-        )
+        return Diagnosis.unrecognised("speculators are in a place", _PACKAGE)
     if init is not None and (chosen := _mode_for_decodes(init, "self.cudagraph_manager = ...")):
         return Diagnosis(Verdict.FIXED, "draft decodes have full graphs or none", init.at(chosen))
     if manager is not None:
@@ -101,22 +95,14 @@ def diagnose(source: Source) -> Diagnosis:
                 manager.at(taken),
                 "one-manager",
             )
-    return Diagnosis(
-        Verdict.UNRECOGNISED,
-        "draft decodes choose their mode in a way that this plugin does not recognise",
-        manager.where if manager else f"{_SPECULATOR}:1",
-    )
+    return Diagnosis.unrecognised("draft decodes choose their mode in a way", manager or _SPECULATOR)
 
 
 def _two_managers(source: Source, init: Function, kernel: Function | None) -> Diagnosis:
     """0.20.0 and later, and the nightlies between PR 37588 and PR 39773."""
     chosen = _mode_for_decodes(init, "self.decode_cudagraph_manager = ...")
     if kernel is None or not kernel.find("tl.store(last_token_indices_ptr + req_idx, ...)"):
-        return Diagnosis(
-            Verdict.UNRECOGNISED,
-            "last_token_indices are written in a way that this plugin does not recognise",
-            init.where,
-        )
+        return Diagnosis.unrecognised("last_token_indices are written in a way", init)
     filled = _zero_filled(kernel)
     if chosen and filled:
         return Diagnosis(
@@ -126,28 +112,16 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
     if init.qualname != "EagleSpeculator.init_cudagraph_manager" or not init.find(
         "self.decode_cudagraph_manager.pool = ..."
     ):
-        return Diagnosis(
-            Verdict.UNRECOGNISED,
-            "draft decodes choose their mode in a way that this plugin does not recognise",
-            init.where,
-        )
+        return Diagnosis.unrecognised("draft decodes choose their mode in a way", init)
     if (not chosen and init.find("CUDAGraphMode.FULL_DECODE_ONLY")) or (
         not filled and not kernel.mentions(last_token_indices_ptr=1)
     ):
-        return Diagnosis(
-            Verdict.UNRECOGNISED, "draft decodes are handled in a way that this plugin does not recognise", init.where
-        )
+        return Diagnosis.unrecognised("draft decodes are handled in a way", init)
     prepare = source.function(init.path, "prepare_eagle_inputs")
     if not filled and (prepare is None or not {"input_batch", "last_token_indices"} <= set(prepare.parameters)):
-        return Diagnosis(
-            Verdict.UNRECOGNISED,
-            "last_token_indices are filled in a way that this plugin does not recognise",
-            init.where,
-        )
+        return Diagnosis.unrecognised("last_token_indices are filled in a way", init)
     if not chosen and not _drafts_as_known(source, init.path):
-        return Diagnosis(
-            Verdict.UNRECOGNISED, "draft decodes are generated in a way that this plugin does not recognise", init.where
-        )
+        return Diagnosis.unrecognised("draft decodes are generated in a way", init)
     missing = [
         *(() if chosen else ("draft decodes get the configured mode, PIECEWISE included",)),
         *(() if filled else ("last_token_indices keep old values beyond the batch",)),
@@ -357,12 +331,8 @@ def applies(deployment: Deployment, shape: str) -> Answer:
     from vllm_graphfix.deployment import all_of, any_of
 
     mode, indices = shape != "two-managers-indices", "-indices" in shape or not shape
-    concerned = any_of(
-        *([deployment.piecewise_decodes()] if mode else []),
-        *(
-            [deployment.graphs()] if indices else []
-        ),  # a draft's prefill gathers with old indices wherever it is captured
-    )
+    # A draft's prefill gathers with old indices wherever it is captured.
+    concerned = any_of(*([deployment.piecewise_decodes()] if mode else []), *([deployment.graphs()] if indices else []))
     # Decodes of a draft are its tokens after the first.
     drafts = deployment.speculator("eagle", "eagle3", "mtp", several=not indices)
     return all_of(deployment.runner("V2"), drafts, concerned)
@@ -409,6 +379,7 @@ def trial() -> Trial:
     zeros = r"^ {8}for i in range\(num_reqs, max_num_reqs, BLOCK_SIZE\):\n(?:.*\n){2}.*last_token_indices_ptr \+ block, 0.*\n"
     chosen = "".join(rf"\1{line}\n" for line in _CHOSEN.strip().splitlines())
     configured = r"\1cudagraph_mode = vllm_config.compilation_config.cudagraph_mode\n"
+    affected, unrecognised = Verdict.AFFECTED, Verdict.UNRECOGNISED
     affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
     v2, eagle = "VLLM_USE_V2_MODEL_RUNNER=1 ", '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}'
     mtp = '{"method": "mtp", "num_speculative_tokens": 1}'
@@ -423,41 +394,20 @@ def trial() -> Trial:
                 rf"{configured}{chosen}\g<0>",
                 Verdict.FIXED,
             ),
-            Edit(
-                "nightly without the mode",
-                "0.20.0",
-                _SPECULATOR,
-                mode,
-                "",
-                Verdict.AFFECTED,
-                shape="two-managers-mode",
-            ),
-            Edit(
-                "nightly without the zeros",
-                "0.20.0",
-                _SPECULATOR,
-                zeros,
-                "",
-                Verdict.AFFECTED,
-                shape="two-managers-indices",
-            ),
+            Edit("nightly without the mode", "0.20.0", _SPECULATOR, mode, "", affected, shape="two-managers-mode"),
+            Edit("nightly without the zeros", "0.20.0", _SPECULATOR, zeros, "", affected, shape="two-managers-indices"),
             Edit(
                 "nightly without both",
                 "0.20.0",
                 _SPECULATOR,
                 mode,
                 "",
-                Verdict.AFFECTED,
+                affected,
                 also=((_SPECULATOR, zeros, ""),),
                 shape="two-managers-mode-indices",
             ),
             Edit(
-                "another mode",
-                "0.17.1",
-                _MANAGER,
-                r"cudagraph_mode\.decode_mode\(\)",
-                "cudagraph_mode",
-                Verdict.UNRECOGNISED,
+                "another mode", "0.17.1", _MANAGER, r"cudagraph_mode\.decode_mode\(\)", "cudagraph_mode", unrecognised
             ),
         ),
         served=(

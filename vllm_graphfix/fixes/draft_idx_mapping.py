@@ -80,11 +80,7 @@ def diagnose(source: Source) -> Diagnosis:
                 copy.at(mapped[0]),
                 "eagle" if path == _EAGLE else "all-but-dflash" if not dflash else "all",
             )
-    return Diagnosis(
-        Verdict.UNRECOGNISED,
-        "drafts are sampled in a way that this plugin does not recognise",
-        copy.where if copy else f"{path}:1",
-    )
+    return Diagnosis.unrecognised("drafts are sampled in a way", copy or path)
 
 
 def _samples_every_row(kernel: Function) -> bool:

@@ -51,11 +51,7 @@ def diagnose(source: Source) -> Diagnosis:
                 capture.at(shared),
                 "target-states",
             )
-        return Diagnosis(
-            Verdict.UNRECOGNISED,
-            "the draft's prefill gets its attention states in a way that this plugin does not recognise",
-            capture.where,
-        )
+        return Diagnosis.unrecognised("the draft's prefill gets its attention states in a way", capture)
     for path in _LATER:
         pair = source.function(path, "PrefillSpeculatorCudaGraphManager.capture")
         if pair is not None:
@@ -66,26 +62,16 @@ def diagnose(source: Source) -> Diagnosis:
                 return Diagnosis(
                     Verdict.FIXED, "the draft's warm-up has an attention state of its own", pair.at(chosen)
                 )
-            return Diagnosis(
-                Verdict.UNRECOGNISED,
-                "the draft's prefill gets its attention states in a way that this plugin does not recognise",
-                pair.where,
-            )
+            return Diagnosis.unrecognised("the draft's prefill gets its attention states in a way", pair)
         own = source.function(path, "SpeculatorCudaGraphManager.capture")
         if own is not None:
             if own.find("prepare_inputs_to_capture(...)") and "attn_states" not in own.parameters:
                 return Diagnosis(Verdict.FIXED, "the draft's passes build attention states of their own", own.where)
-            return Diagnosis(
-                Verdict.UNRECOGNISED,
-                "the draft's prefill gets its attention states in a way that this plugin does not recognise",
-                own.where,
-            )
+            return Diagnosis.unrecognised("the draft's prefill gets its attention states in a way", own)
     eagle = source.function(_EAGLE, "EagleCudaGraphManager.capture")
     if eagle is not None or source.function(_PACKAGE, "init_speculator") is None or _older_layout(source):
         return Diagnosis(Verdict.ABSENT, "no capture of a draft's prefill on the target's attention states")
-    return Diagnosis(
-        Verdict.UNRECOGNISED, "speculators are in a place that this plugin does not recognise", f"{_PACKAGE}:1"
-    )
+    return Diagnosis.unrecognised("speculators are in a place", _PACKAGE)
 
 
 def _states_as_known(source: Source, capture: Function) -> bool:

@@ -51,9 +51,7 @@ def diagnose(source: Source) -> Diagnosis:
     if not any(source.says(path, "FlashMLASchedMeta") for path in (_BACKEND, _OPERATORS)):
         return Diagnosis(Verdict.ABSENT, "no dense fp8 FlashMLA")
     if build is None:
-        return Diagnosis(
-            Verdict.UNRECOGNISED, "dense fp8 is planned in a place that this plugin does not recognise", f"{_BACKEND}:1"
-        )
+        return Diagnosis.unrecognised("dense fp8 is planned in a place", _BACKEND)
     planned = build.only("get_mla_metadata_dense_fp8(...)")
     if planned and build.each(*_POINTED_AT):
         if _all_kept(build):
@@ -67,9 +65,7 @@ def diagnose(source: Source) -> Diagnosis:
                 build.at(planned),
                 "new-plan",
             )
-    return Diagnosis(
-        Verdict.UNRECOGNISED, "the plan of dense fp8 is kept in a way that this plugin does not recognise", build.where
-    )
+    return Diagnosis.unrecognised("the plan of dense fp8 is kept in a way", build)
 
 
 def _all_kept(build: Function) -> bool:

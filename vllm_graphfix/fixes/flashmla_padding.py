@@ -40,10 +40,8 @@ def diagnose(source: Source) -> Diagnosis:
     if source.read(_RUNNER) is None:
         return Diagnosis(Verdict.ABSENT, "no model runner V1")
     if build is None or build_decode is None:
-        where = f"{_RUNNER if build is None else _BACKEND}:1"
-        return Diagnosis(
-            Verdict.UNRECOGNISED, "block tables are padded in a place that this plugin does not recognise", where
-        )
+        path = _RUNNER if build is None else _BACKEND
+        return Diagnosis.unrecognised("block tables are padded in a place", path)
     # Made in one of two ways, padded, returned.
     padded = build.only("blk_table_tensor[num_reqs:num_reqs_padded].fill_(...)")
     returned = build.only("return blk_table_tensor")
@@ -59,9 +57,7 @@ def diagnose(source: Source) -> Diagnosis:
                 build.at(padded),
                 "minus-one",
             )
-    return Diagnosis(
-        Verdict.UNRECOGNISED, "block tables are padded in a way that this plugin does not recognise", build.where
-    )
+    return Diagnosis.unrecognised("block tables are padded in a way", build)
 
 
 def _knows_fp8(source: Source) -> bool:

@@ -21,10 +21,12 @@ _TARGET = "Worker.execute_dummy_batch"
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _TABLE = "vllm/v1/worker/block_table.py"
 _BATCH = "vllm/v1/worker/gpu_input_batch.py"
+_PROPOSER = "vllm/v1/spec_decode/llm_base_proposer.py"
+_EAGLE = "vllm/v1/spec_decode/eagle.py"
 _PROPOSERS = (
-    ("vllm/v1/spec_decode/llm_base_proposer.py", "SpecDecodeBaseProposer"),
-    ("vllm/v1/spec_decode/eagle.py", "SpecDecodeBaseProposer"),
-    ("vllm/v1/spec_decode/eagle.py", "EagleProposer"),
+    (_PROPOSER, "SpecDecodeBaseProposer"),
+    (_EAGLE, "SpecDecodeBaseProposer"),
+    (_EAGLE, "EagleProposer"),
 )
 _RUNNER_V2 = "vllm/v1/worker/gpu/model_runner.py"
 _TABLE_V2 = "vllm/v1/worker/gpu/block_table.py"
@@ -52,12 +54,7 @@ def diagnose(source: Source) -> Diagnosis:
     run = source.function(_RUNNER, "GPUModelRunner._dummy_run")
     first, second = _left_by_v1(source, run), _left_by_v2(source, idle)
     if idle is None or run is None or first is None or second is None or not _is_one_step(idle):
-        place = run or idle
-        return Diagnosis(
-            Verdict.UNRECOGNISED,
-            "an idle rank runs its step in a way that this plugin does not recognise",
-            place.where if place else f"{_WORKER}:1",
-        )
+        return Diagnosis.unrecognised("an idle rank runs its step in a way", run or idle or _WORKER)
     if not first and not second:
         return Diagnosis(Verdict.FIXED, "an idle rank's step names no cache block", run.where)
     left = [*(f"{what} (V1)" for what in first), *([f"{_STALE_V2[second]} (V2)"] if second else [])]
@@ -385,16 +382,7 @@ FIX = Fix(
     workaround="None in the engine; one engine per rank behind a router (no --data-parallel-size), where the model fits.",
     removable="not yet: no release has a remedy; later with one that `status` calls fixed",
     runner=None,
-    reads=(
-        _WORKER,
-        _RUNNER,
-        _TABLE,
-        _BATCH,
-        *dict.fromkeys(path for path, _ in _PROPOSERS),
-        _RUNNER_V2,
-        _TABLE_V2,
-        _SPECULATOR_V2,
-    ),
+    reads=(_WORKER, _RUNNER, _TABLE, _BATCH, _PROPOSER, _EAGLE, _RUNNER_V2, _TABLE_V2, _SPECULATOR_V2),
     modules=(_WORKER_MODULE,),
     diagnose=diagnose,
     patches=patches,
@@ -427,7 +415,7 @@ def trial() -> Trial:
                 Verdict.FIXED,
                 also=(
                     (
-                        "vllm/v1/spec_decode/llm_base_proposer.py",
+                        _PROPOSER,
                         rf"^( *)(slot_mapping_dict = {slots}\n)",
                         r"\1self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n\1\2",
                     ),
@@ -530,7 +518,7 @@ def trial() -> Trial:
             Edit(
                 "drafts' slots from elsewhere",
                 "0.33.0",
-                "vllm/v1/spec_decode/llm_base_proposer.py",
+                _PROPOSER,
                 slots,
                 "self._get_slot_mapping(num_input_tokens, self.slots)",
                 unknown,

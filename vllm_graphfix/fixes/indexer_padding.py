@@ -87,12 +87,7 @@ def diagnose(source: Source) -> Diagnosis:
                     prepare.at(prepare.find(_LENGTH)[0]),
                     shape,
                 )
-    place = prepare or build
-    return Diagnosis(
-        Verdict.UNRECOGNISED,
-        "the lengths of tokens are prepared in a way that this plugin does not recognise",
-        place.where if place else f"{_INDEXER}:1",
-    )
+    return Diagnosis.unrecognised("the lengths of tokens are prepared in a way", prepare or build or _INDEXER)
 
 
 def _only_of(function: Function, patterns: list[str]) -> ast.stmt | ast.expr | None:

@@ -66,11 +66,7 @@ def diagnose(source: Source) -> Diagnosis:
                 update.at(replaced),
                 "indices-of-the-first-group",
             )
-    return Diagnosis(
-        Verdict.UNRECOGNISED,
-        "block tables of further groups are updated in a way that this plugin does not recognise",
-        update.where if update else f"{_BUILDER}:1",
-    )
+    return Diagnosis.unrecognised("block tables of further groups are updated in a way", update or _BUILDER)
 
 
 def _copied_in(function: Function) -> str | None:

@@ -49,11 +49,7 @@ def diagnose(source: Source) -> Diagnosis:
                 )
             if compute.find(_SPLIT) and not source.says(_BUILDER, "treat_short_extends_as_decodes"):
                 return Diagnosis(Verdict.FIXED, "the Mamba builder does not split the batch by phase", compute.where)
-    return Diagnosis(
-        Verdict.UNRECOGNISED,
-        "rows are marked as prefilling in a way that this plugin does not recognise",
-        build.where if build else f"{_RUNNER}:1",
-    )
+    return Diagnosis.unrecognised("rows are marked as prefilling in a way", build or _RUNNER)
 
 
 def _split_without_padding(stock: StockFunction) -> StockFunction:

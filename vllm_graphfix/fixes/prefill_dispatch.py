@@ -6,7 +6,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict, Wrap
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
@@ -65,11 +65,7 @@ def diagnose(source: Source) -> Diagnosis:
 def _of_v1(source: Source) -> Diagnosis:
     if not source.says(_RUNNER, "_is_uniform_decode"):
         if source.says(_RUNNER, "uniform_decode"):
-            return Diagnosis(
-                Verdict.UNRECOGNISED,
-                "model runner V1 recognises decodes by a condition that this plugin does not know",
-                f"{_RUNNER}:1",
-            )
+            return Diagnosis.unrecognised("model runner V1 tells decodes from prefills by a condition", _RUNNER)
         return Diagnosis(Verdict.ABSENT, "no model runner V1 with graphs for decodes only")
     uniform = source.function(_RUNNER, "GPUModelRunner._is_uniform_decode")
     determine = source.function(_RUNNER, "GPUModelRunner._determine_batch_execution_and_padding")
@@ -98,11 +94,7 @@ def _of_v1(source: Source) -> Diagnosis:
             return Diagnosis(
                 Verdict.AFFECTED, "model runner V1 treats a step as a decode by its shape alone", uniform.where, _V1
             )
-    return Diagnosis(
-        Verdict.UNRECOGNISED,
-        "model runner V1 recognises decodes in a way that this plugin does not know",
-        uniform.where if uniform else f"{_RUNNER}:1",
-    )
+    return Diagnosis.unrecognised("model runner V1 tells decodes from prefills in a way", uniform or _RUNNER)
 
 
 def _asked_phase(place: Function, uniform: Function) -> str | None:
@@ -165,39 +157,21 @@ def _of_v2(source: Source) -> Diagnosis:
             return Diagnosis(
                 Verdict.AFFECTED, "model runner V2 treats a step as a decode by its shape alone", by_shape.where, _V2
             )
-    return Diagnosis(
-        Verdict.UNRECOGNISED,
-        "model runner V2 recognises decodes in a way that this plugin does not know",
-        execute.where if execute else f"{_RUNNER_V2}:1",
-    )
+    return Diagnosis.unrecognised("model runner V2 tells decodes from prefills in a way", execute or _RUNNER_V2)
 
 
 # -- model runner V1
 
 
-def _dispatch_by_phase(stock: StockFunction) -> StockFunction:
+def _around_dispatch(stock: StockFunction, *, put_right: bool) -> StockFunction:
     """Around `_determine_batch_execution_and_padding`, before ranks of data parallelism are asked what they want."""
 
     @functools.wraps(stock)
     def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             if _prefills_as_decode(self, args, kwargs):
-                kwargs["force_uniform_decode"] = False
-                PREFILL_AS_DECODE.count += 1
-        except Exception as error:
-            FALLBACK.take(error)
-        return stock(self, *args, **kwargs)
-
-    return _determine_batch_execution_and_padding
-
-
-def _watch_dispatch(stock: StockFunction) -> StockFunction:
-    """Around the same."""
-
-    @functools.wraps(stock)
-    def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if _prefills_as_decode(self, args, kwargs):
+                if put_right:
+                    kwargs["force_uniform_decode"] = False
                 PREFILL_AS_DECODE.count += 1
         except Exception as error:
             FALLBACK.take(error)
@@ -321,29 +295,15 @@ def _prefills_in_decode_shape(runner: Any, scheduled: Any) -> bool:
     return False
 
 
-def _dispatch_noted_phase(stock: StockFunction) -> StockFunction:
+def _around_noted_dispatch(stock: StockFunction, *, put_right: bool) -> StockFunction:
     """Around the name `dispatch_cg_and_sync_dp`; what ranks of data parallelism are told is corrected with it."""
 
     @functools.wraps(stock)
     def dispatch_cg_and_sync_dp(*args: Any, **kwargs: Any) -> Any:
         try:
             if _takes_for_decode(args, kwargs):
-                args = (*args[:3], None, *args[4:])
-                PREFILL_AS_DECODE.count += 1
-        except Exception as error:
-            FALLBACK.take(error)
-        return stock(*args, **kwargs)
-
-    return dispatch_cg_and_sync_dp
-
-
-def _watch_noted_phase(stock: StockFunction) -> StockFunction:
-    """Around the same."""
-
-    @functools.wraps(stock)
-    def dispatch_cg_and_sync_dp(*args: Any, **kwargs: Any) -> Any:
-        try:
-            if _takes_for_decode(args, kwargs):
+                if put_right:
+                    args = (*args[:3], None, *args[4:])
                 PREFILL_AS_DECODE.count += 1
         except Exception as error:
             FALLBACK.take(error)
@@ -373,14 +333,16 @@ _UPDATE_V2, _DISPATCH_V2 = "GPUModelRunner.update_requests", "dispatch_cg_and_sy
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
-    return _targets(shape, _dispatch_by_phase, _dispatch_noted_phase)
+    return _targets(shape, put_right=True)
 
 
 def observers(shape: str) -> tuple[Patch, ...]:
-    return _targets(shape, _watch_dispatch, _watch_noted_phase)
+    return _targets(shape, put_right=False)
 
 
-def _targets(shape: str, v1: Wrap, v2: Wrap) -> tuple[Patch, ...]:
+def _targets(shape: str, *, put_right: bool) -> tuple[Patch, ...]:
+    v1 = functools.partial(_around_dispatch, put_right=put_right)
+    v2 = functools.partial(_around_noted_dispatch, put_right=put_right)
     of_v1 = Patch(_RUNNER_MODULE, _TARGET, v1)
     of_v2 = (Patch(_RUNNER_V2_MODULE, _UPDATE_V2, _note_phase), Patch(_RUNNER_V2_MODULE, _DISPATCH_V2, v2))
     return {_V1: (of_v1,), _V2: of_v2, _BOTH: (of_v1, *of_v2)}[shape]
@@ -535,12 +497,7 @@ def trial() -> Trial:
                 unknown,
             ),
             Edit(
-                "V2: remedy cut out",
-                "0.28.0",
-                _UTILS,
-                r"if not has_prefill and is_uniform",
-                "if is_uniform",
-                unknown,
+                "V2: remedy cut out", "0.28.0", _UTILS, r"if not has_prefill and is_uniform", "if is_uniform", unknown
             ),
             Edit(
                 "V2: phases from elsewhere",

@@ -64,11 +64,7 @@ def diagnose(source: Source) -> Diagnosis:
                     sample.at(first),
                     "draft-first",
                 )
-    return Diagnosis(
-        Verdict.UNRECOGNISED,
-        "prompt log-probabilities and drafts follow each other in a way that this plugin does not recognise",
-        sample.where if sample else f"{_RUNNER}:1",
-    )
+    return Diagnosis.unrecognised("prompt log-probabilities and drafts follow each other in a way", sample or _RUNNER)
 
 
 def _drafts(sample: Function) -> list[ast.stmt | ast.expr]:

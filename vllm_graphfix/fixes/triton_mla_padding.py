@@ -53,9 +53,7 @@ def diagnose(source: Source) -> Diagnosis:
     decode = source.function(_KERNELS, "decode_attention_fwd")
     build = source.function(_COMMON, "MLACommonMetadataBuilder.build")
     if builder is None or forward is None or reduce is None or decode is None or build is None:
-        return Diagnosis(
-            Verdict.UNRECOGNISED, "Triton MLA decodes in a way that this plugin does not recognise", f"{_BACKEND}:1"
-        )
+        return Diagnosis.unrecognised("Triton MLA decodes in a way", _BACKEND)
     allowed = any(builder.find(f"AttentionCGSupport.{name}") for name in _FULL)
     if not allowed and builder.find("AttentionCGSupport.NEVER"):
         return Diagnosis(
@@ -89,9 +87,7 @@ def diagnose(source: Source) -> Diagnosis:
             reduce.at(division),
             "divides-by-nothing",
         )
-    return Diagnosis(
-        Verdict.UNRECOGNISED, "Triton MLA decodes in a way that this plugin does not recognise", forward.where
-    )
+    return Diagnosis.unrecognised("Triton MLA decodes in a way", forward)
 
 
 def _guard(reduce: Function) -> str | None:

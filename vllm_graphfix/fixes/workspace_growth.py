@@ -62,11 +62,7 @@ def diagnose(source: Source) -> Diagnosis:
                     ensure.at(cleared),
                     shape,
                 )
-    return Diagnosis(
-        Verdict.UNRECOGNISED,
-        "the workspace grows, or model runner V2 locks it, in a way that this plugin does not recognise",
-        ensure.where if ensure else f"{_WORKSPACE}:1",
-    )
+    return Diagnosis.unrecognised("the workspace grows, or model runner V2 locks it, in a way", ensure or _WORKSPACE)
 
 
 def _locked(source: Source, capture: Function) -> str | None:
@@ -75,18 +71,15 @@ def _locked(source: Source, capture: Function) -> str | None:
     if lock is None or not lock.only("self._locked = True"):
         return None
     if source.says(_RUNNER, "lock_workspace"):
-        return _locked_behind(capture, ("(...).capture(...)", "(...).capture_model(...)"), "if not profile_only: ...")
+        return _locked_behind(capture, "if not profile_only: ...", "(...).capture(...)", "(...).capture_model(...)")
     if source.says(_WORKER, "lock_workspace"):
         warm_up = source.function(_WORKER, "Worker.compile_or_warm_up_model")
-        captures, unless_eager = (
-            ("self.model_runner.capture_model(...)",),
-            "if not self.model_config.enforce_eager: ...",
-        )
-        return _locked_behind(warm_up, captures, unless_eager) if warm_up else None
+        unless_eager = "if not self.model_config.enforce_eager: ..."
+        return _locked_behind(warm_up, unless_eager, "self.model_runner.capture_model(...)") if warm_up else None
     return None
 
 
-def _locked_behind(function: Function, captures: Sequence[str], condition: str) -> str | None:
+def _locked_behind(function: Function, condition: str, *captures: str) -> str | None:
     """Where *function* locks the workspace behind all *captures*, always or under *condition*."""
     locked = function.only("lock_workspace()")
     captured = [found.lineno for pattern in captures for found in function.find(pattern)]
@@ -368,22 +361,8 @@ def trial() -> Trial:
                 r"\1self._outgrown[ubatch_id].append(current_workspace)\n\1\2",
                 fixed,
             ),
-            Edit(
-                "kept",
-                "0.19.1",
-                _WORKSPACE,
-                cleared,
-                r"\1self._outgrown.append(current_workspace)\n\1\2",
-                fixed,
-            ),
-            Edit(
-                "kept by nobody",
-                "0.20.0",
-                _WORKSPACE,
-                cleared,
-                r"\1kept.append(current_workspace)\n\1\2",
-                unknown,
-            ),
+            Edit("kept", "0.19.1", _WORKSPACE, cleared, r"\1self._outgrown.append(current_workspace)\n\1\2", fixed),
+            Edit("kept by nobody", "0.20.0", _WORKSPACE, cleared, r"\1kept.append(current_workspace)\n\1\2", unknown),
             Edit(
                 "kept now and then",
                 "0.19.1",
@@ -410,12 +389,7 @@ def trial() -> Trial:
                 unknown,
             ),
             Edit(
-                "graphs profiled",
-                "0.18.1",
-                _RUNNER,
-                r"^( {8})return 0\n\n",
-                r"\1return self._profiled()\n\n",
-                unknown,
+                "graphs profiled", "0.18.1", _RUNNER, r"^( {8})return 0\n\n", r"\1return self._profiled()\n\n", unknown
             ),
             Edit(
                 "locked before the captures",
