@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from shadow_double import affected, wrappers_on_the_double
 from vllm.compilation import cuda_graph
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, create_forward_context, get_forward_context, override_forward_context
@@ -20,27 +20,12 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 import vllm_graphfix
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.rate import Action, Rate
-from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
-
-
-def affected(fix: str) -> bool:
-    """What the diagnosis says, which the fix's own tests hold against the releases, where the fix is off."""
-    from vllm_graphfix.fixes import BY_NAME
-    from vllm_graphfix.source import open_source
-
-    found = BY_NAME[fix].diagnose(open_source()).verdict.value == "affected"
-    return found and vllm_graphfix.states()[fix].state.value != "active"
 
 
 @pytest.fixture(autouse=True)
 def _double() -> Iterator[None]:
     process.start(Rate(every=1), Action.REPORT)
-    with (
-        cpu_cuda_graphs(),
-        mock.patch.object(cuda_graph, "weak_ref_tensors", lambda output: output),
-        mock.patch.object(cuda_graph, "current_stream", CPUStream),
-        torch.inference_mode(),
-    ):
+    with wrappers_on_the_double():
         yield
     process.start(Rate(), Action.REPORT)
 

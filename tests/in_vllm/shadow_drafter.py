@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 import torch
 from eagle_speculator import Served
+from shadow_double import affected
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 import vllm_graphfix
-from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.shadow import drafter_v2, process
 from vllm_graphfix.shadow.rate import Action, Rate
 from vllm_graphfix.source import open_source
@@ -41,12 +41,6 @@ def _double() -> Iterator[None]:
             stack.enter_context(context)
         yield
     process.start(Rate(), Action.REPORT)
-
-
-def affected(fix: str) -> bool:
-    """Whether this release has the defect, and nothing mends it here."""
-    found = BY_NAME[fix].diagnose(open_source()).verdict.value == "affected"
-    return found and vllm_graphfix.states()[fix].state.value != "active"
 
 
 def refused() -> str:

@@ -1,6 +1,6 @@
 """The shadow check on vLLM's own `ModelCudaGraphManager` and forward context; graphs are the CPU double's.
 
-Stand-ins: the model, its metadata and the configuration, as in `shadow_v1`; and `execute_model`, with the variables that vLLM's has
+Stand-ins: the model, its metadata and the configuration, as in `wrapped_model`; and `execute_model`, with the variables that vLLM's has
 in every release (`tests/test_shadow.py` looks there).
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from shadow_v1 import CAPTURED, EVERY_STEP, WIDTH, MetadataStandIn, ModelStandIn
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+from wrapped_model import CAPTURED, EVERY_STEP, WIDTH, MetadataStandIn, ModelStandIn
 
 from vllm_graphfix.shadow import process, runner_v2
 from vllm_graphfix.shadow.check import Shadow
