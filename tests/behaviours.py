@@ -21,15 +21,17 @@ from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 install_flashmla_stand_ins()
 import pytest
 options = "-q --no-header --noconftest --strict-markers --tb=short --disable-warnings -p no:cacheprovider -p no:xdist -rfE".split()
-sys.exit(pytest.main([*options, "-c", os.devnull, "--rootdir", {folder!r}, "-k", {select!r}, {path!r}]))
+sys.exit(pytest.main([*options, "-c", os.devnull, "--rootdir", {folder!r}, "-k", {select!r}, *{paths!r}]))
 """
 
 
-def check_behaviours(release: str | Path, name: str, env: Mapping[str, str] | None = None, *, select: str = "") -> None:
-    """Runs the tests of ``in_vllm/<name>.py``, or those that pytest's ``-k`` *select* names.
+def check_behaviours(
+    release: str | Path, name: str, env: Mapping[str, str] | None = None, *, also: str | None = None, select: str = ""
+) -> None:
+    """Runs the tests of ``in_vllm/<name>.py``, and of ``<also>.py``, or those that pytest's ``-k`` *select* names.
 
     Raises AssertionError with pytest's report if one fails, or if there was none to run.
     """
-    path = _FOLDER / f"{name}.py"
+    paths = [str(_FOLDER / f"{each}.py") for each in (name, also) if each]
     run = run_in_fork if isinstance(release, str) else run_in_release
-    run(release, _CODE.format(folder=str(_FOLDER), path=str(path), select=select), env)
+    run(release, _CODE.format(folder=str(_FOLDER), paths=paths, select=select), env)

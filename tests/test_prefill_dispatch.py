@@ -11,7 +11,7 @@ from stock import run_in_release
 
 @pytest.mark.parametrize("release", ["0.14.1", "0.21.0", "0.27.1", "0.33.0"])
 def test_a_step_has_a_decode_graph_if_every_row_is_past_its_prefill(release: str) -> None:
-    check_behaviours(release, "prefill_dispatch")
+    check_behaviours(release, "prefill_dispatch", also="prefill_dispatch_v2")
 
 
 NAMES = ("mamba-padding", "prefill-dispatch")
