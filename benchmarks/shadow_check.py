@@ -68,6 +68,20 @@ COMPILED = tuple(
     for runner in ("V1", "V2")
 )
 """As vLLM is by default: compiled, and an ordinary attention. No defect is known to show in it."""
+_MIXED = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
+MIXED = tuple(
+    Case(
+        name=f"llama-full-{backend.split('_')[0].lower()}-{runner.lower()}",
+        model="llama",
+        runner=runner,
+        graphs=_MIXED,
+        workload=MLA.workload,
+        arguments={"attention_config": {"backend": backend}},
+    )
+    for backend in ("TRITON_ATTN", "FLASH_ATTN")
+    for runner in ("V1", "V2")
+)
+"""Full graphs of prompts and decodes together, which are captured for one request: Triton's attention cuts its work by that."""
 FEW_BLOCKS = 34
 """Of a cache: enough for one request of the greatest length, and for a third of those that an engine may run."""
 
@@ -117,7 +131,7 @@ def _false_alarm(found: dict[str, Any]) -> bool:
 def full_graph_cases() -> list[Case]:
     """Of `verify`, those with full graphs: of others nothing can be checked."""
     cases = dict.fromkeys(case for fix in FIXES for case in (case_of(fix), *further_cases(fix)) if case is not None)
-    return [*(case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode"))), *COMPILED]
+    return [*(case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode"))), *COMPILED, *MIXED]
 
 
 class Measured:

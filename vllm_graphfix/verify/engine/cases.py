@@ -206,7 +206,6 @@ MLA_MTP = Case(
     arguments=FLASHMLA | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     probes=("planners-in-draft-graphs", "drafts"),
     capability=9,
-    watched=True,
 )
 # The long prompt is prefilled in chunks in the last slot, the first request finishes meanwhile, and the decode batch that
 # follows is padded over the slot left behind.
@@ -234,7 +233,7 @@ MAMBA2_IDLE = Case(
 )
 # The batch shrinks through every size, and drafts are made in graphs with more rows than it has.
 MLA_MTP_SAMPLED = replace(
-    MLA_MTP, name="mla-mtp-sampled", workload=ONE_BY_ONE, probes=("drafts",), sampled=True, padded=True
+    MLA_MTP, name="mla-mtp-sampled", workload=ONE_BY_ONE, probes=("drafts",), sampled=True, padded=True, watched=True
 )
 LLAMA_EAGLE = Case(
     name="llama-eagle",
