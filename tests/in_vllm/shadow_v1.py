@@ -16,14 +16,6 @@ from shadow_double import wrappers_on_the_double
 from vllm.compilation import cuda_graph
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
-from vllm.model_executor.layers.attention.attention import Attention
-from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLACommonBackend
-from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
-from vllm.v1 import kv_cache_interface
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
-from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
-from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from wrapped_model import CAPTURED, LONGEST, Served, SlotsStandIn
 
 from vllm_graphfix.shadow import check, forward, layers, process, ranks, runner_v1
@@ -389,67 +381,6 @@ def test_a_cache_that_a_subclass_says_anew_is_of_an_unknown_kind() -> None:
 
     assert layers.unknown_cache({"layer.0": SlotsStandIn()}) is None
     assert "Pooling" in (layers.unknown_cache({"layer.0": Pooling()}) or "")
-
-
-KINDS = {
-    "flash": (Attention, FlashAttentionBackend, 16),
-    "triton": (Attention, TritonAttentionBackend, 48),
-    "flex": (Attention, FlexAttentionBackend, 32),
-    "mla": (MLAAttention, MLACommonBackend, 64),
-    "indexer": (DeepseekV32IndexerCache, DeepseekV32IndexerBackend, 80),
-}
-"""vLLM's own layers and backends, and tokens of a block, of groups that differ in them."""
-HEADS, HEAD, MANY = 3, 20, 7
-
-
-def layer_of(kind: type, backend: Any, tokens: int) -> Any:
-    """A layer of vLLM's own class with a cache of (MANY, …) blocks, in the shape that vLLM gives it; no other number of it is MANY."""
-    layer: Any = object.__new__(kind)
-    torch.nn.Module.__init__(layer)
-    layer._vllm_config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=False))
-    if kind is not DeepseekV32IndexerCache:
-        layer.attn_backend = backend
-    heads = HEADS if kind is Attention else 1
-    if hasattr(backend, "get_kv_cache_shape"):
-        layer.kv_cache = torch.zeros(backend.get_kv_cache_shape(MANY, tokens, heads, HEAD))
-    else:
-        spec: Any = kv_cache_interface.FullAttentionSpec(
-            block_size=3 * tokens, num_kv_heads=heads, head_size=HEAD, dtype=torch.float32
-        )
-        *shape, nbytes = kv_cache_interface.compute_layer_kv_cache_shape_bytes(spec, 1, tokens)
-        layer.bind_kv_cache(torch.zeros(MANY, *shape[1:], nbytes // 4))
-    return layer
-
-
-def cell(cache: torch.Tensor, tokens: int, block: int, offset: int) -> torch.Tensor:
-    """A view of what is kept of a token."""
-    at: list[Any] = [slice(None)] * cache.dim()
-    at[cache.shape.index(MANY)], at[cache.shape.index(tokens)] = block, offset
-    return cache[tuple(at)]
-
-
-def test_the_first_layer_is_found_whatever_the_blocks_of_its_group() -> None:
-    found = {name: layer_of(*kind) for name, kind in KINDS.items()}
-    slots = {name: torch.tensor([-1, 3 * tokens + 5, 5 * tokens]) for name, (*_, tokens) in KINDS.items()}
-    before = layers.written(found, slots, [])
-    assert [name for name, _ in before] == list(KINDS)
-    for name in reversed(KINDS):
-        cache, tokens = found[name].kv_cache, KINDS[name][2]
-        cell(cache, tokens, 4, 5).fill_(1)  # another request's
-        cell(cache, tokens, 0, 0).fill_(1)
-        assert layers.first_difference(before, layers.written(found, slots, [])) != name
-        cell(cache, tokens, 3, 5).fill_(1)
-        assert layers.first_difference(before, layers.written(found, slots, [])) == name
-
-
-def test_caches_are_copied_up_to_a_limit_of_all_layers_and_slots_that_there_are_not_never() -> None:
-    found = {name: layer_of(*kind) for name, kind in KINDS.items()}
-    slots = {name: torch.tensor([5]) for name in KINDS}
-    sizes = [tensor.numel() * tensor.element_size() for _, tensor in layers.written(found, slots, [])]
-    with mock.patch.object(layers, "_MOST_COPIED", sum(sizes[:2])):
-        assert [name for name, _ in layers.written(found, slots, [])] == list(KINDS)[:2]
-    slots["triton"] = torch.tensor([7 * 48])
-    assert "triton" not in dict(layers.written(found, slots, []))
 
 
 def test_the_record_says_what_is_wrapped() -> None:
