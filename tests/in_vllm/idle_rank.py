@@ -302,7 +302,7 @@ class RunnerStandIn:
 
 
 def idle(runner: RunnerStandIn, shape: str) -> None:
-    step = fix._name_no_block(shape)(lambda self: self.model_runner.run())
+    step = fix._name_no_block(lambda self: self.model_runner.run(), shape)
     assert step(SimpleNamespace(model_runner=runner)) == "what stock returns"
 
 

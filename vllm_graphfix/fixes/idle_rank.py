@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict, Wrap
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
@@ -96,7 +96,7 @@ def _left_by_v1(source: Source, run: Function | None) -> tuple[str, ...] | None:
     )
     taken, committed = run.find("self._get_slot_mappings(...)"), run.find("(...).commit_block_table(num_reqs_padded)")
     own = build.find("blk_table.slot_mapping.gpu[:num_tokens_padded]")
-    padded, drafts = _padded_in_a_loop(run, "slot_mappings_by_group.values()"), _drafts_left(source)
+    padded, drafts = _pads_slots(run), _drafts_left(source)
     if not known or drafts is None or len(taken) + len(own) != 1 or len(committed) > 1 or padded is None:
         return None
     since = max((call.lineno for call in committed), default=0)  # which copies the rows of the CPU
@@ -114,10 +114,10 @@ def _left_by_v1(source: Source, run: Function | None) -> tuple[str, ...] | None:
     )
 
 
-def _padded_in_a_loop(run: Function, iterated: str) -> bool | None:
-    """Whether *run* pads what it loops over; None if it is padded in another way than that."""
+def _pads_slots(run: Function) -> bool | None:
+    """Whether *run* pads the slots of each group; None if something is padded in another way than that."""
     found = [part for pattern in _PADDED for part in run.find(pattern)]
-    loops = run.loops_over(iterated)
+    loops = run.loops_over("slot_mappings_by_group.values()")
     if not found and not loops:
         return False
     inside = [part for part in found for loop in loops if loop.lineno < part.lineno <= (loop.end_lineno or 0)]
@@ -184,47 +184,40 @@ def _default(function: Function, parameter: str) -> object:
 Undo = list[Callable[[], object]]
 
 
-def _name_no_block(shape: str) -> Wrap:
+def _name_no_block(stock: StockFunction, shape: str) -> StockFunction:
     """Around `Worker.execute_dummy_batch()`, which runs the step of a rank without work, and nothing at start-up."""
+    from torch import inference_mode  # the target is imported by now, and torch with it
 
-    def wrap(stock: StockFunction) -> StockFunction:
-        from torch import inference_mode  # the target is imported by now, and torch with it
+    @functools.wraps(stock)
+    def execute_dummy_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        undo: Undo = []
+        try:
+            with inference_mode():  # some of the buffers may be made in it
+                _let_go(self.model_runner, shape, undo)
+            IDLE_STEP_ON_REAL_BLOCKS.count += _named(self.model_runner, shape)
+        except Exception as error:
+            FALLBACK.take(error)
+            _bring_back(undo)
+        try:
+            return stock(self, *args, **kwargs)
+        finally:
+            _bring_back(undo)
 
-        @functools.wraps(stock)
-        def execute_dummy_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-            undo: Undo = []
-            try:
-                with inference_mode():  # some of the buffers may be made in it
-                    _let_go(self.model_runner, shape, undo)
-                IDLE_STEP_ON_REAL_BLOCKS.count += _named(self.model_runner, shape)
-            except Exception as error:
-                FALLBACK.take(error)
-                _bring_back(undo)
-            try:
-                return stock(self, *args, **kwargs)
-            finally:
-                _bring_back(undo)
-
-        return execute_dummy_batch
-
-    return wrap
+    return execute_dummy_batch
 
 
-def _watch_blocks(shape: str) -> Wrap:
+def _watch_blocks(stock: StockFunction, shape: str) -> StockFunction:
     """Around the same."""
 
-    def wrap(stock: StockFunction) -> StockFunction:
-        @functools.wraps(stock)
-        def execute_dummy_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                IDLE_STEP_ON_REAL_BLOCKS.count += _named(self.model_runner, shape)
-            except Exception as error:
-                FALLBACK.take(error)
-            return stock(self, *args, **kwargs)
+    @functools.wraps(stock)
+    def execute_dummy_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            IDLE_STEP_ON_REAL_BLOCKS.count += _named(self.model_runner, shape)
+        except Exception as error:
+            FALLBACK.take(error)
+        return stock(self, *args, **kwargs)
 
-        return execute_dummy_batch
-
-    return wrap
+    return execute_dummy_batch
 
 
 def _bring_back(undo: Undo) -> None:
@@ -345,11 +338,11 @@ def _has_states(runner: Any) -> bool:
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_WORKER_MODULE, _TARGET, _name_no_block(shape)),)
+    return (Patch(_WORKER_MODULE, _TARGET, functools.partial(_name_no_block, shape=shape)),)
 
 
 def observers(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_WORKER_MODULE, _TARGET, _watch_blocks(shape)),)
+    return (Patch(_WORKER_MODULE, _TARGET, functools.partial(_watch_blocks, shape=shape)),)
 
 
 def applies(deployment: Deployment, shape: str) -> Answer:
