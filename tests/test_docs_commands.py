@@ -86,6 +86,10 @@ COMPARED = (
         "VLLM_USE_V2_MODEL_RUNNER=0 vllm-graphfix compare mamba2 --skip-tokenizer-init --max-model-len 2048 --max-num-batched-tokens 64 "
         "--max-num-seqs 4 -tp 2 -cc.mode=0 -cc.cudagraph_mode=FULL_DECODE_ONLY"
     ),
+    (
+        "vllm-graphfix compare llama --skip-tokenizer-init --max-model-len 2048 --kv-cache-memory-bytes 1073741824 --gpu-memory-utilization 0.1 "
+        "--attention-backend FLASH_ATTN -tp 2 -dcp 2 -cc.mode=0 -cc.cudagraph_mode=FULL_DECODE_ONLY"
+    ),
 )
 """In this order. Their engines need a GPU; here the command takes its options, and vLLM's parser the flags."""
 
@@ -296,6 +300,7 @@ def test_compare_takes_the_options_that_are_shown_and_vllm_the_flags(
         ("mla", 0, 128),
         ("mla-mtp", 0, 128),
         ("mamba2", 0, 128),
+        ("llama", 0, 128),
     ]
     flags = json.dumps([["--model", model, *flags] for model, flags, *_ in reached])
     done = run_in_release(
@@ -309,6 +314,7 @@ def test_compare_takes_the_options_that_are_shown_and_vllm_the_flags(
         ["mla", 1, 2048, "auto", None],
         ["mla-mtp", 1, 2048, "auto", "mtp"],
         ["mamba2", 2, 2048, "auto", None],
+        ["llama", 2, 2048, "auto", None],
     ]
 
 

@@ -6,7 +6,7 @@ import ast
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -221,7 +221,6 @@ FIX = Fix(
     observers=observers,
     events=(LENGTHS_OF_ANOTHER_BATCH,),
     fallback=FALLBACK,
-    default=Mode.OBSERVE,
     applies=applies,
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
