@@ -154,7 +154,7 @@ def _test(session: Any, name: str, tests: Tests, told: Path, limit: int | None) 
             continue
         try:
             path.write_text(changed)
-            outcome = tests.run(stages, told, suite.releases)
+            outcome = tests.run(stages, told)
         finally:
             path.write_text(code)
         killed = TestOutcome.SURVIVED if outcome == "survived" else TestOutcome.KILLED
@@ -270,7 +270,6 @@ def _prove(name: str, tests: Tests, told: Path) -> None:
     suite, module = SUITES[name], tests.copy / "vllm_graphfix" / name
     for cached in module.parent.glob(f"__pycache__/{module.stem}.*"):
         cached.unlink()
-    tests.start(suite.releases)
     stages = [stage for stage in (suite.diagnosis, *suite.stages) if stage]
     began = time.monotonic()
     tests.cpu_limit = 300

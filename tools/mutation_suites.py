@@ -16,8 +16,6 @@ class Suite(NamedTuple):
     stages: tuple[Stage, ...]
     diagnosis: Stage = ()
     """The first stage for a mutant in a function that reads vLLM's source, the last for any other."""
-    releases: tuple[str, ...] = ()
-    """On which the stages run vLLM."""
 
 
 _SHAPES = "0.14.1 or 0.15.0 or 0.16.0 or 0.17.1 or 0.18.1 or 0.19.1 or 0.20.0 or 0.21.0 or 0.22.1 or 0.25.0 or 0.33.0"
@@ -41,7 +39,6 @@ def _of_fix(name: str, *releases: str, units: str = "nothing_else", more: str = 
             ("tests/test_observe.py", *own, "-k", f"{scenarios} or test_{module}.py and ({behaviours})"),
         ),
         diagnosis=("tests/test_mutation_shapes.py", "tests/test_diagnosis.py", "-k", f"structure_alone and ({_SHAPES}) or {name} or {more}"),
-        releases=(*releases, *(("0.20.0",) if name == "draft-decode-mode" else ())),
     )  # fmt: skip
 
 

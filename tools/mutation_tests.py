@@ -15,7 +15,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,12 +63,13 @@ class Tests:
         import pytest
         import rich.console
         import stock
+        import warm_release
         import wrapt
 
         hypothesis.settings.register_profile(
             "mutation", max_examples=25, deadline=None, derandomize=True, database=None
         )
-        stock.run_in_release = self._in_warm_release
+        stock.run_in_release = warm_release.run_in_fork = self._in_warm_release
         self._pytest, self._heavy = pytest, (np, rich.console, wrapt)
         self._warm: dict[Path, Any] = {}
         self._held = contextlib.ExitStack()
@@ -81,29 +82,29 @@ class Tests:
     def __exit__(self, *error: object) -> None:
         self._held.close()
 
-    def start(self, releases: Sequence[str]) -> None:
-        import stock
+    def _start(self, releases: Iterable[Path]) -> None:
         from warm_release import STAND_INS, WarmRelease, patched
 
         left_out = (*patched(), *STAND_INS)  # FlashMLA's stand-ins come before what looks for it
         for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_graphfix"]:
             del sys.modules[name]  # `patched` has imported it, and a fork would find it in place of the mutant
-        for release in releases:
-            root = stock.release_root(release).resolve()
-            if root not in self._warm:
-                warm = WarmRelease(root, left_out)
-                self._warm[root] = self._held.enter_context(warm)
+        for root in releases:
+            self._warm[root] = self._held.enter_context(WarmRelease(root, left_out))
 
-    def run(self, stages: Sequence[Stage], told: Path, releases: Sequence[str] = ()) -> str:
+    def run(self, stages: Sequence[Stage], told: Path) -> str:
         """``survived``, ``killed`` or ``timed out``; what pytest says is in *told*."""
         outcome = self._run(stages, told)
+        while outcome == "killed" and self._wanted.exists():
+            self._start([Path(self._wanted.read_text())])
+            outcome = self._run(stages, told)
         if outcome == "timed out" and self._warm:  # a process of a release may be about to answer one who is not there
             self._held.close()
             self._warm.clear()
-            self.start(releases)
         return outcome
 
     def _run(self, stages: Sequence[Stage], told: Path) -> str:
+        self._wanted = told.with_suffix(".release")
+        self._wanted.unlink(missing_ok=True)
         child = os.fork()
         if not child:
             os.setpgid(0, 0)
@@ -140,16 +141,19 @@ class Tests:
         check: bool = True,
         timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
-        """In place of `run_in_release`. A folder of links to a release runs in a fork of that release's process."""
+        """In place of `run_in_release` and `run_in_fork`. A folder of links to a release runs in a fork of that release's process."""
         import stock
 
         root = stock.release_root(release) if isinstance(release, str) else release
         of = (root / "vllm" / "__init__.py").resolve().parent.parent
+        if of not in self._warm:  # who has forked this process starts it, and runs the tests again
+            self._wanted.write_text(str(of))
+            raise LookupError(f"no process of {of} yet")
         enter = _ENTER.format(copy=str(self.copy), stock=str(of), root=str(root))
         with tempfile.TemporaryDirectory() as scratch:
             environment = {"VLLM_GRAPHFIX_STATUS_DIR": scratch, **(env or {})}
             body = re.sub(r"^from __future__ .*$", "", textwrap.dedent(code), flags=re.MULTILINE)
-            done: subprocess.CompletedProcess[str] = self._warm[of].run(enter + body, environment)
+            done: subprocess.CompletedProcess[str] = self._warm[of].run(enter + body, environment, limit=timeout)
         if check and done.returncode:
             raise AssertionError(f"vLLM {release}: exit code {done.returncode}\n{done.stdout}")
         return done
