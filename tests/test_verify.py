@@ -51,6 +51,18 @@ def outcomes(report: Report) -> dict[str, str]:
     return {proof.fix.name: ": ".join(filter(None, [proof.outcome, proof.failure])) for proof in report.proofs}
 
 
+def watched_on(release: str) -> set[str]:
+    """The fixes that *release* needs and in whose scenarios the shadow check looks at every replay."""
+    first = {"shadow-v1": (0, 15), "shadow-v2": (0, 18), "shadow-v2-drafter": (0, 19)}
+    return {
+        fix.name
+        for fix in FIXES
+        if (watched := fix.trial().watched) is not None
+        and verdict(fix.name, release) == "affected"
+        and tuple(map(int, release.split("."))) >= first[watched.graphs]
+    }
+
+
 @pytest.mark.parametrize("release", slow_but_for(("0.17.1", "0.21.0", "0.33.0"), AFFECTED_RELEASES))
 def test_every_fix_that_a_release_needs_is_proven_and_nothing_else_is_patched(release: str) -> None:
     report = verified(release_root(release))
@@ -59,6 +71,13 @@ def test_every_fix_that_a_release_needs_is_proven_and_nothing_else_is_patched(re
     }
     assert report.holds
     assert (report.vllm, report.device) == (release, "CPU double")
+    assert {proof.fix.name for proof in report.proofs if proof.watched} == watched_on(release)
+    for proof in report.proofs:
+        if proof.watched:
+            found = [proof.watched[kind] for kind in ("stock", "patched")]
+            assert [(each.state, each.error) for each in found] == [("active", None)] * 2
+            assert [bool(each.mismatches) for each in found] == [True, False], proof.fix.name
+            assert all(each.checks for each in found)
 
 
 class Forked(NamedTuple):

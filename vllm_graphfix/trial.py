@@ -56,6 +56,15 @@ class Served(NamedTuple):
     """The config.json of ``./model``."""
 
 
+class Watched(NamedTuple):
+    """The replays of a scenario, made so that the shadow check looks at each of them."""
+
+    graphs: str
+    """What it has to be wrapped around: a name of `shadow.runners.RUNNERS`."""
+    scenario: str
+    """``module:function``, of no arguments."""
+
+
 class Trial(NamedTuple):
     """What shows that a fix is needed, that it works, and that its diagnosis can tell."""
 
@@ -69,3 +78,5 @@ class Trial(NamedTuple):
     """An engine on a GPU in which the defect shows. Without one, `verify --device gpu` skips the fix and says so."""
     further: tuple[Case, ...] = ()
     """More of them, where the defect is in several places of vLLM: each is judged for itself."""
+    watched: Watched | None = None
+    """Of a scenario whose defect shows in what a replay puts out."""

@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
+from defects import affected
 from eagle_speculator import Served
-from shadow_double import affected
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.sample import gumbel

@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from shadow_double import wrappers_on_the_double
 from vllm.compilation import cuda_graph
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
@@ -20,6 +19,7 @@ from wrapped_model import CAPTURED, LONGEST, Served, SlotsStandIn
 
 from vllm_graphfix.shadow import check, forward, layers, process, ranks, runner_v1
 from vllm_graphfix.shadow.rate import Action, Rate
+from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
 
 @pytest.fixture(autouse=True)

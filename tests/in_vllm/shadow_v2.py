@@ -18,15 +18,11 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from wrapped_model import CAPTURED, EVERY_STEP, WIDTH, MetadataStandIn, ModelStandIn
 
-from vllm_graphfix.shadow import process, runner_v2
+from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.rate import Action, Rate
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-
-_CALLER = """
-def execute_model(self, attn_metadata, slot_mappings_by_layer, input_batch, model_inputs, desc, dummy_run):
-    return self.cudagraph_manager.run_fullgraph(desc)
-"""
+from vllm_graphfix.verify.double.model_runners import RunnerV2StandIn
 
 
 @pytest.fixture(autouse=True)
@@ -95,13 +91,10 @@ class Served:
             self.scale = torch.full((1,), 1.0 + self.steps)
         else:
             self.scale.fill_(1.0 + self.steps)
-        module: dict[str, Any] = {"__name__": runner_v2.RUNNER_MODULE}
-        exec(_CALLER, module)  # noqa: S102 - a function of the module that the check looks for
         process.SHADOW = self.shadow
-        runner = SimpleNamespace(cudagraph_manager=self.manager, model=self.model)
-        batch = SimpleNamespace(num_tokens=requests)
-        output: torch.Tensor = module["execute_model"](
-            runner, self.metadata(), self.by_layer(), batch, {"hidden": self.hidden}, self.desc, dummy_run
+        runner, batch = RunnerV2StandIn(self.manager, self.model), SimpleNamespace(num_tokens=requests)
+        output: torch.Tensor = runner.execute_model(
+            self.metadata(), self.by_layer(), batch, {"hidden": self.hidden}, self.desc, dummy_run
         )
         return output[:requests].clone()
 

@@ -292,7 +292,7 @@ FIX = Fix(
 
 def trial() -> Trial:
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
+    from vllm_graphfix.trial import Edit, Served, Trial, Watched
     from vllm_graphfix.verify.engine.cases import MLA
 
     affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
@@ -300,6 +300,7 @@ def trial() -> Trial:
     dense, sparse = "./v3 --attention-backend FLASHMLA", "./v32 --attention-backend FLASHMLA_SPARSE"
     return Trial(
         scenario="vllm_graphfix.verify.double.scenarios.capture_state:run",
+        watched=Watched("shadow-v2", "vllm_graphfix.verify.double.scenarios.capture_state:watched"),
         edits=(
             Edit(
                 "second state cut out",

@@ -228,12 +228,13 @@ FIX = Fix(
 
 def trial() -> Trial:
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
+    from vllm_graphfix.trial import Edit, Served, Trial, Watched
 
     new = r"^( +)dcp_context_kv_lens = get_dcp_local_seq_lens\(\n((?:.+\n)+?)\1\)\n"
     kept = r"^( +)local_context_kv_lens = get_dcp_local_seq_lens\(\n((?:.+\n)+?)\1\)\n(?:.+_dcp_context_kv_lens.+\n){3}"
     return Trial(
         scenario="vllm_graphfix.verify.double.scenarios.dcp_context_lens:run",
+        watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.dcp_context_lens:watched"),
         edits=(
             Edit(
                 "lengths in a buffer of the builder",

@@ -215,7 +215,7 @@ def trial() -> Trial:
     from dataclasses import replace
 
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
+    from vllm_graphfix.trial import Edit, Served, Trial, Watched
     from vllm_graphfix.verify.engine.cases import MLA_MTP
 
     affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
@@ -225,6 +225,7 @@ def trial() -> Trial:
     deepseek = "--speculative-config.method deepseek_mtp"
     return Trial(
         scenario="vllm_graphfix.verify.double.scenarios.draft_prefill_state:run",
+        watched=Watched("shadow-v2-drafter", "vllm_graphfix.verify.double.scenarios.draft_prefill_state:watched"),
         edits=(
             Edit(
                 "states of its own, in a new file",

@@ -203,7 +203,7 @@ FIX = Fix(
 
 def trial() -> Trial:
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
+    from vllm_graphfix.trial import Edit, Served, Trial, Watched
     from vllm_graphfix.verify.engine.cases import MLA_FP8
 
     copied, taken, fits = (
@@ -219,6 +219,7 @@ def trial() -> Trial:
     fp8, hopper = "--kv-cache-dtype fp8", "NVIDIA H100 80GB HBM3"
     return Trial(
         scenario="vllm_graphfix.verify.double.scenarios.flashmla_fp8:run",
+        watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.flashmla_fp8:watched"),
         edits=(
             Edit("remedy cut out", "0.23.0", _BACKEND, copied, "", Verdict.AFFECTED, cut, runs=True),
             Edit("remedy cut out, 0.33.0", "0.33.0", _BACKEND, copied, "", Verdict.AFFECTED, cut),

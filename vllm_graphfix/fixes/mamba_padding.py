@@ -156,13 +156,14 @@ FIX = Fix(
 
 def trial() -> Trial:
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
+    from vllm_graphfix.trial import Edit, Served, Trial, Watched
     from vllm_graphfix.verify.engine.cases import MAMBA2
 
     marked, cleared = r"^( *)(is_prefilling = .* < .*)\n", r"is_prefilling[num_reqs:] = False\n"
     affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
     return Trial(
         scenario="vllm_graphfix.verify.double.scenarios.mamba_padding:run",
+        watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.mamba_padding:watched"),
         edits=(
             Edit(
                 "remedy cut out",

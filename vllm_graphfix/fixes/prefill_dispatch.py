@@ -398,7 +398,7 @@ def trial() -> Trial:
     from dataclasses import replace
 
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
+    from vllm_graphfix.trial import Edit, Served, Trial, Watched
     from vllm_graphfix.verify.engine.cases import LFM2_ONE_TOKEN, MAMBA2_ONE_TOKEN
 
     # The predicate is told whether every row is past its prompt, as in PR 53059.
@@ -419,6 +419,7 @@ def trial() -> Trial:
     affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
     return Trial(
         scenario="vllm_graphfix.verify.double.scenarios.prefill_dispatch:run",
+        watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.prefill_dispatch:watched"),
         edits=(
             Edit("the phase in the predicate", "0.20.0", _RUNNER, told, asks, Verdict.FIXED, remedy),
             Edit("the phase in the predicate, 0.33.0", "0.33.0", _RUNNER, told, asks, Verdict.FIXED, remedy),

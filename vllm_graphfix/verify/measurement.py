@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Watch:
-    """What the shadow check made of one engine in which every replay was checked."""
+    """What the shadow check made of one engine, or of one scenario on the CPU double, in which every replay was checked."""
 
     checks: int
     mismatches: int

@@ -215,12 +215,13 @@ class RunnerStandIn:
         self, model: ModelStandIn, num_tokens: int, metadata: Any, slot_mapping: Any, **model_inputs: torch.Tensor
     ) -> torch.Tensor:
         with set_forward_context(metadata, self.config, num_tokens=num_tokens, slot_mapping=slot_mapping):
-            output: torch.Tensor = model(
-                input_ids=self.input_buffers.input_ids[:num_tokens],
-                positions=self.input_buffers.positions[:num_tokens],
-                **model_inputs,
-            )
+            output: torch.Tensor = model(**self.model_inputs(num_tokens), **model_inputs)
         return output
+
+    def model_inputs(self, num_tokens: int) -> dict[str, torch.Tensor]:
+        """What the target model is called with."""
+        buffers = self.input_buffers
+        return {"input_ids": buffers.input_ids[:num_tokens], "positions": buffers.positions[:num_tokens]}
 
 
 def flashmla_builder(config: Any) -> Any:

@@ -21,7 +21,7 @@ from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings import PREFIX
 from vllm_graphfix.source import Source
 from vllm_graphfix.verify import VerifyError
-from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.measurement import Measurement, Watch
 from vllm_graphfix.verify.report import Proof, Report
 
 if TYPE_CHECKING:
@@ -75,6 +75,9 @@ def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
                 stock.failed.get(fix.name) or patched.failed.get(fix.name),
                 stock.states[fix.name],
                 patched.states[fix.name],
+                watched={
+                    worker.kind: worker.watched[fix.name] for worker in (stock, patched) if fix.name in worker.watched
+                },
             )
             for fix in fixes
         ),
@@ -99,6 +102,7 @@ class _Worker(threading.Thread):
         self.measured: dict[str, Measurement] = {}
         self.failed: dict[str, str] = {}
         self.states: dict[str, tuple[str, str]] = {}
+        self.watched: dict[str, Watch] = {}
         self.torch = "unknown"
         self._progress, self._task, self._names = progress, task, names
         self._log = tempfile.NamedTemporaryFile(prefix=f"graphfix-verify-{kind}-", suffix=".log", delete=False)  # noqa: SIM115 - kept for the user if the process fails
@@ -155,8 +159,11 @@ class _Worker(threading.Thread):
         elif event == "state":
             self.states[name] = (line["state"], line["reason"])
             return
+        elif event == "watched":
+            self.watched[name] = Watch(line["checks"], line["mismatches"], line["first"], line["state"], line["error"])
+            return
         done = len(self.measured) + len(self.failed)
-        following = self._names[done] if done < len(self._names) else "done"
+        following = self._names[done] if done < len(self._names) else "shadow check"
         self._progress.update(self._task, completed=done + 1, doing=following)
 
 

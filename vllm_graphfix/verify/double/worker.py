@@ -16,9 +16,12 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
+
+from vllm_graphfix.verify.measurement import Watch
 
 if TYPE_CHECKING:
     from vllm_graphfix.trial import Scenario
@@ -37,9 +40,14 @@ def scenario_of(fix: str) -> Scenario:
     from vllm_graphfix.fixes import BY_NAME
 
     list(_targets(fix))
-    module, _, name = BY_NAME[fix].trial().scenario.partition(":")
-    scenario: Scenario = getattr(importlib.import_module(module), name)
+    scenario: Scenario = _found(BY_NAME[fix].trial().scenario)
     return scenario
+
+
+def _found(place: str) -> Any:
+    """What is at ``module:function``."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _install_kernel_stand_ins() -> None:
@@ -87,8 +95,49 @@ def use(folder: str) -> None:
         raise ImportError(f"vllm was imported from {vllm.__file__}, not from {folder}")
 
 
-def main(names: list[str], others: Sequence[str] = ()) -> None:
-    """Runs the scenarios of the fixes *names*, and looks whether what *others* concern was left alone."""
+def watched(names: Sequence[str]) -> Iterator[tuple[str, Watch]]:
+    """Has the shadow check look at every replay in the scenarios of the fixes *names*, where these are made for it and it knows their graphs.
+
+    From here on it is wrapped around vLLM's functions, also where the environment has switched every fix off.
+    """
+    from vllm_graphfix.fix import Mode, State
+    from vllm_graphfix.fixes import BY_NAME
+    from vllm_graphfix.process import Process, Wanted
+    from vllm_graphfix.settings import Master
+    from vllm_graphfix.shadow import process
+    from vllm_graphfix.shadow.rate import Action, Rate
+    from vllm_graphfix.shadow.runners import RUNNERS
+    from vllm_graphfix.shadow.verdict import Results
+
+    scenarios = {name: found for name in names if (found := BY_NAME[name].trial().watched) is not None}
+    if not scenarios:
+        return
+    wanted = Wanted(Master.ON, {each.name: Mode.AUTO for each in RUNNERS})
+    wrapped = Process(RUNNERS, wanted)
+    wrapped.start(wanted)
+    for name, scenario in scenarios.items():
+        replay = _found(scenario.scenario)
+        if wrapped.states()[scenario.graphs].state is not State.ACTIVE:
+            continue
+        process.start(Rate(every=1), Action.REPORT)
+        error = None
+        try:
+            replay()
+        except Exception as raised:
+            traceback.print_exc()
+            error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+        state = process.state(wrapped.states()).state
+        results = process.SHADOW.results if process.SHADOW is not None else Results()
+        first = results.kept[0].check if results.kept else None
+        yield name, Watch(results.checks, results.mismatches, first, state.value, error)
+    process.start(Rate(), Action.REPORT)
+
+
+def main(names: list[str], others: Sequence[str] = (), *, watch: bool = False) -> None:
+    """Runs the scenarios of the fixes *names*, and looks whether what *others* concern was left alone.
+
+    *watch*: when all else has been told, the shadow check looks at their replays.
+    """
     results = _results()
 
     def say(**line: Any) -> None:
@@ -124,10 +173,13 @@ def main(names: list[str], others: Sequence[str] = ()) -> None:
             say(event="failed", fix=name, error=f"{type(error).__name__}: {error}")
     for state in vllm_graphfix.states().values():
         say(event="state", fix=state.name, state=state.state.value, reason=state.reason)
+    if watch:
+        for name, seen in watched(names):
+            say(event="watched", fix=name, **asdict(seen))
 
 
 if __name__ == "__main__":
     given = sys.argv[2:]
     split = given.index("--") if "--" in given else len(given)
     use(sys.argv[1])
-    main(given[:split], given[split + 1 :])
+    main(given[:split], given[split + 1 :], watch=True)

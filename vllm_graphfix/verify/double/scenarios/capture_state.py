@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,18 +63,25 @@ def _eager() -> list[torch.Tensor]:
     return [runner.run_eagerly(model, step) for step in STEPS for model in models]
 
 
+def watched() -> None:
+    """The target model's replays of `run`, as model runner V2 makes them, for the shadow check. A drafter's are of vLLM's speculators."""
+    from vllm_graphfix.verify.double.model_runners import RunnerV2StandIn, wrappers_on_the_double
+
+    with wrappers_on_the_double():
+        runner, (model, _) = _runner(), _models()
+        target = _captured(runner, model)
+        for step in STEPS:
+            descriptor = _descriptor(target, step)
+            metadata, slots = runner.prepare(step, padded_requests=descriptor.num_reqs)
+            batch = SimpleNamespace(num_tokens=step.num_tokens)
+            given = runner.model_inputs(descriptor.num_tokens)
+            RunnerV2StandIn(target, model).execute_model(metadata, slots, batch, given, descriptor)
+
+
 def _graphed() -> list[torch.Tensor]:
     with cpu_cuda_graphs():
         runner, (target_model, draft_model) = _runner(), _models()
-        target = _target_manager(runner.config)
-        arguments = runner.capture_inputs() | {
-            "model": target_model,
-            "mrope_positions": None,
-            "inputs_embeds": None,
-            "intermediate_tensors": None,
-        }
-        target.capture(**_accepted(target.capture, arguments))
-
+        target = _captured(runner, target_model)
         draft_states = torch.zeros(MAX_REQUESTS, HIDDEN)
         draft = _draft_manager(runner.config)
         draft.capture(_draft_forward(runner, draft_model, draft_states), **runner.capture_inputs())
@@ -86,6 +94,19 @@ def _graphed() -> list[torch.Tensor]:
             _replay(draft, step)
             outputs.append(draft_states[: step.num_tokens].clone())
         return outputs
+
+
+def _captured(runner: RunnerStandIn, model: ModelStandIn) -> Any:
+    """The manager of the target model's graphs."""
+    target = _target_manager(runner.config)
+    arguments = runner.capture_inputs() | {
+        "model": model,
+        "mrope_positions": None,
+        "inputs_embeds": None,
+        "intermediate_tensors": None,
+    }
+    target.capture(**_accepted(target.capture, arguments))
+    return target
 
 
 def _target_manager(config: Any) -> Any:

@@ -20,6 +20,7 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.model_runners import WrappedGraphs, wrappers_on_the_double
 from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURED = 4
@@ -43,8 +44,14 @@ def run(*, hit: bool = True) -> Measurement:
     )
 
 
-def _decode(ranks: int, *, captured: bool) -> list[float]:
-    """The attention of each step's tokens, by vLLM's own metadata builder and layer."""
+def watched() -> None:
+    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
+    with wrappers_on_the_double():
+        _decode(2, captured=True, wrapped=True)
+
+
+def _decode(ranks: int, *, captured: bool, wrapped: bool = False) -> list[float]:
+    """The attention of each step's tokens, by vLLM's own metadata builder and layer. *wrapped*: the graph is in vLLM's wrapper."""
     with ExitStack() as stack:
         _stand_in(ranks, stack)
         random = torch.Generator().manual_seed(0)
@@ -61,8 +68,12 @@ def _decode(ranks: int, *, captured: bool) -> list[float]:
             attention.forward(layer, query, key, value, cache, metadata, output)
             return output
 
+        graphs = WrappedGraphs(LAYER, layer, lambda metadata, padded: attend(metadata), BLOCK_SIZE) if wrapped else None
         if captured:
             metadata = builder.build(0, rows.batch([1] * CAPTURED, CAPTURED))
+        if graphs is not None:
+            graphs.capture(CAPTURED, metadata)
+        elif captured:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 output = attend(metadata)
@@ -72,7 +83,9 @@ def _decode(ranks: int, *, captured: bool) -> list[float]:
             for tensor in (query, key, value):
                 tensor[:requests] = torch.randn(requests, *tensor.shape[1:], generator=random)
             metadata = builder.build(0, rows.batch(lengths, CAPTURED if captured else requests))
-            if captured:
+            if graphs is not None:
+                output = graphs.replay(CAPTURED, metadata, requests)
+            elif captured:
                 graph.replay()
             else:
                 output = attend(metadata)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,6 +62,33 @@ def run(*, hit: bool = True) -> Measurement:
         return measure(numbers, _eager, _graphed, {"captured-state-reused": len(SIZES)})
 
 
+def watched() -> None:
+    """The replays of `run` that an Eagle speculator makes, for the shadow check."""
+    from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
+
+    drafting = Drafting()
+    with wrappers_on_the_double():
+        target = _captured(drafting)
+        for step in STEPS:
+            descriptor = target.dispatch(len(step.lengths), step.num_tokens, QUERY_TOKENS)
+            metadata, slots = drafting.prepare(step, descriptor.num_reqs)
+            batch = SimpleNamespace(
+                num_reqs=len(step.lengths),
+                num_reqs_after_padding=descriptor.num_reqs,
+                num_tokens_after_padding=descriptor.num_tokens,
+            )
+            propose(drafting.speculator, batch, metadata, slots, descriptor)
+
+
+def propose(
+    self: Any, input_batch: Any, attn_metadata: Any, slot_mappings: Any, desc: Any, *, dummy_run: bool = False
+) -> None:
+    """Stands in for the speculator's method that replays a draft prefill, with the variables that the shadow check looks for."""
+    num_reqs, num_tokens_across_dp, mm_inputs = input_batch.num_reqs, None, None
+    self.prefill_cudagraph_manager.run_fullgraph(desc)
+    del num_reqs, num_tokens_across_dp, mm_inputs
+
+
 class Drafting:
     """A target and a draft model as vLLM's model runner and Eagle speculator hold them."""
 
@@ -76,6 +104,8 @@ class Drafting:
             method="mtp",
             num_speculative_steps=DRAFT_TOKENS,
             max_num_reqs=MAX_REQUESTS,
+            max_num_tokens=MAX_TOKENS,
+            draft_attn_layer_names={DRAFT},
             supports_mm_inputs=False,
             model=self.draft,
             draft_logits=None,
@@ -121,15 +151,10 @@ def _eager() -> list[torch.Tensor]:
 
 def _graphed() -> list[torch.Tensor]:
     drafting = Drafting()
-    runner, speculator = drafting.runner, drafting.speculator
+    speculator = drafting.speculator
     warm_ups = _Executed(drafting.draft)
     with cpu_cuda_graphs():
-        target: Any = ModelCudaGraphManager(
-            runner.config, DEVICE, runner.config.compilation_config.cudagraph_mode, QUERY_TOKENS
-        )
-        speculator.init_cudagraph_manager(target.cudagraph_mode)
-        states = target.capture(model=drafting.target, intermediate_tensors=None, **runner.capture_inputs())
-        speculator.capture(states)
+        target = _captured(drafting)
         outputs = [warm_ups.outputs[0][:QUERY_TOKENS]]
         for step in STEPS:
             for target_replays in (False, True):
@@ -140,6 +165,17 @@ def _graphed() -> list[torch.Tensor]:
                 speculator.prefill_cudagraph_manager.run_fullgraph(descriptor)
                 outputs += drafting.outputs(step)
     return outputs
+
+
+def _captured(drafting: Drafting) -> Any:
+    """The manager of the target model's graphs; the speculator has captured its own after them."""
+    runner, speculator = drafting.runner, drafting.speculator
+    mode = runner.config.compilation_config.cudagraph_mode
+    target: Any = ModelCudaGraphManager(runner.config, DEVICE, mode, QUERY_TOKENS)
+    speculator.init_cudagraph_manager(target.cudagraph_mode)
+    states = target.capture(model=drafting.target, intermediate_tensors=None, **runner.capture_inputs())
+    speculator.capture(states)
+    return target
 
 
 class _Executed:

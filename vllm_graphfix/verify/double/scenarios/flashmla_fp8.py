@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,29 +12,43 @@ from vllm_graphfix.verify.double.flashmla import FP8_BLOCK_SIZE, PLAN_WIDTH, SM_
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
 
+if TYPE_CHECKING:
+    from vllm_graphfix.verify.double.model_runners import WrappedGraphs
+
 HEADS, LATENT, ROPE = 2, 512, 64
 """Heads of one rank, and the two parts of a cached token (the only widths that the compiled kernel takes)."""
 FP8, CPU = torch.float8_e4m3fn, torch.device("cpu")
 MAX_REQUESTS, MAX_BLOCKS = 4, 4
 LAYER = "model.layers.0.self_attn.attn"
+STEPS = [[60 + step, 127 + step, 200 + step] for step in range(4)]
+"""Lengths of the requests, step by step."""
 
 
 def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: without graphs."""
-    """Every captured row is a request."""
+    """Every captured row is a request. Not *hit*: without graphs."""
     install_flashmla_stand_ins()
-    steps = [[60 + step, 127 + step, 200 + step] for step in range(4)]
     eager = DenseFP8Decode()
-    expected = [eager.step(lengths) for lengths in steps]
+    expected = [eager.step(lengths) for lengths in STEPS]
     with cpu_cuda_graphs():
         graphed = DenseFP8Decode(captured_requests=3 if hit else None)
-        replayed = [graphed.step(lengths) for lengths in steps]
+        replayed = [graphed.step(lengths) for lengths in STEPS]
     return Measurement(
         numbers="attention output of 3 requests over 4 decode steps (every 64th of 512 values a head)",
         eager=tuple(chain.from_iterable(expected)),
         graphed=tuple(chain.from_iterable(replayed)),
-        counted={"plan-outside-buffers": 1 + len(steps)},  # with the capture's
+        counted={"plan-outside-buffers": 1 + len(STEPS)},  # with the capture's
     )
+
+
+def watched() -> None:
+    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
+    install_flashmla_stand_ins()
+    from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
+
+    with wrappers_on_the_double():
+        graphed = DenseFP8Decode(captured_requests=3, wrapped=True)
+        for lengths in STEPS:
+            graphed.step(lengths)
 
 
 class LengthsStandIn:
@@ -57,10 +71,10 @@ class LengthsStandIn:
 class DenseFP8Decode:
     """V1's GPUModelRunner from lengths and block tables to attention metadata, and a FlashMLA layer with an fp8 cache.
 
-    `captured_requests` is the size of its one decode graph, to which a step's batch is padded; None is eager.
+    `captured_requests` is the size of its one decode graph, to which a step's batch is padded; None is eager. *wrapped*: in vLLM's wrapper.
     """
 
-    def __init__(self, captured_requests: int | None = None) -> None:
+    def __init__(self, captured_requests: int | None = None, *, wrapped: bool = False) -> None:
         from vllm.v1.worker.block_table import BlockTable
 
         self._random = torch.Generator().manual_seed(0)
@@ -81,9 +95,10 @@ class DenseFP8Decode:
         )
         self._runner = self._model_runner(full_graphs=captured_requests is not None)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._wrapped: WrappedGraphs | None = None
         self._captured_requests = captured_requests
         if captured_requests is not None:
-            self._capture(captured_requests)
+            self._capture(captured_requests, wrapped)
         for row, ids in enumerate(torch.arange(1, blocks).view(MAX_REQUESTS, MAX_BLOCKS).tolist()):
             self._block_table.add_row(ids, row)
 
@@ -93,7 +108,9 @@ class DenseFP8Decode:
         self._query[:requests] = torch.randn(requests, HEADS, LATENT + ROPE, generator=self._random).to(FP8)
         self._block_table.commit_block_table(requests)
         metadata = self._metadata(lengths, self._captured_requests or requests)
-        if self._graph is None:
+        if self._wrapped is not None:
+            output = self._wrapped.replay(self._captured_requests or requests, metadata, requests)
+        elif self._graph is None:
             output = self._attention(metadata, requests)
         else:
             self._graph.replay()
@@ -101,9 +118,15 @@ class DenseFP8Decode:
         values: list[float] = output[:requests, :, ::64].flatten().tolist()
         return values
 
-    def _capture(self, requests: int) -> None:
+    def _capture(self, requests: int, wrapped: bool) -> None:
         """As the runner's dummy run does it: every request one token long, the metadata built outside of the graph."""
         metadata = self._metadata([1] * requests, requests, for_cudagraph_capture=True)
+        if wrapped:
+            from vllm_graphfix.verify.double.model_runners import WrappedGraphs
+
+            self._wrapped = WrappedGraphs(LAYER, SimpleNamespace(), self._attention, FP8_BLOCK_SIZE)
+            self._wrapped.capture(requests, metadata)
+            return
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._captured_output = self._attention(metadata, requests)

@@ -6,7 +6,7 @@ one moves down into its slot, and the batches of three decodes that follow are p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.model_runners import WrappedGraphs, recurrent, wrappers_on_the_double
 from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURED = 4
@@ -68,6 +69,13 @@ def run(*, hit: bool = True) -> Measurement:
     return Measurement(numbers, tuple(eager), tuple(graphed), counted={"padded-row-prefilling": 6})
 
 
+def watched() -> None:
+    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
+    for backend in (Mamba1AttentionBackend, Mamba2AttentionBackend):
+        with _unpinned(), wrappers_on_the_double():
+            _serve(backend, CUDAGraphMode.FULL, STEPS, wrapped=True)
+
+
 class SelectiveStateStandIn:
     """Stands in for a Mamba layer and its Triton kernels: a state per cache block, and an update of it per token."""
 
@@ -98,17 +106,14 @@ class SelectiveStateStandIn:
         return torch.cat(outputs) if outputs else self.hidden[:0]
 
 
-def _serve(backend: Any, mode: CUDAGraphMode, steps: Sequence[dict[str, int]]) -> list[float]:
-    """The decode outputs of every step that only decodes, a request after the other."""
-    runner, layer = _runner(backend, mode), SelectiveStateStandIn()
-    graph, output = None, torch.empty(0)
+def _serve(backend: Any, mode: CUDAGraphMode, steps: Sequence[dict[str, int]], *, wrapped: bool = False) -> list[float]:
+    """The decode outputs of every step that only decodes, a request after the other. *wrapped*: the graph is in vLLM's wrapper."""
+    runner, layer = _runner(backend, mode), recurrent(SelectiveStateStandIn) if wrapped else SelectiveStateStandIn()
+    replay: Callable[[Any, int], torch.Tensor] | None = None
     if mode == CUDAGraphMode.FULL:
         _set_lengths(runner, [1] * CAPTURED, [1] * CAPTURED)
         captured = _metadata(runner, CAPTURED, CAPTURED, 1, for_cudagraph_capture=True)
-        layer.decode(captured.state_indices_tensor_d)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = layer.decode(captured.state_indices_tensor_d)
+        replay = (_wrapped if wrapped else _bare)(layer, captured)
     numbers: list[float] = []
     random = torch.Generator().manual_seed(0)
     for scheduled in steps:
@@ -119,10 +124,8 @@ def _serve(backend: Any, mode: CUDAGraphMode, steps: Sequence[dict[str, int]]) -
         counts = [scheduled[name] for name in order]
         _set_lengths(runner, counts, runner.input_batch.num_computed_tokens_cpu[: len(order)] + counts)
         decode_only = max(counts) == 1
-        if graph is not None and decode_only and len(order) < CAPTURED:
-            _metadata(runner, len(order), CAPTURED, 1)
-            graph.replay()
-            outputs = output
+        if replay is not None and decode_only and len(order) < CAPTURED:
+            outputs = replay(_metadata(runner, len(order), CAPTURED, 1), len(order))
         else:
             outputs = layer.eager(_metadata(runner, len(order), len(order), max(counts), num_tokens=sum(counts)))
         if len(order) == 3 and decode_only:
@@ -130,6 +133,34 @@ def _serve(backend: Any, mode: CUDAGraphMode, steps: Sequence[dict[str, int]]) -
         for name, count in scheduled.items():
             runner.computed[name] += count
     return numbers
+
+
+def _bare(layer: Any, captured: Any) -> Callable[[Any, int], torch.Tensor]:
+    """Replays a graph of the layer's decode."""
+    layer.decode(captured.state_indices_tensor_d)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output: torch.Tensor = layer.decode(captured.state_indices_tensor_d)
+
+    def replay(metadata: Any, requests: int) -> torch.Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
+def _wrapped(layer: Any, captured: Any) -> Callable[[Any, int], torch.Tensor]:
+    """The same, where vLLM's wrapper has the graph."""
+
+    def forward(metadata: Any, padded: int) -> torch.Tensor:
+        output = torch.zeros(MAX_TOKENS, STATE_SIZE)
+        tokens = layer.eager(metadata)
+        output[: len(tokens)] = tokens
+        return output
+
+    graphs = WrappedGraphs(LAYER, layer, forward, MAX_MODEL_LEN)
+    graphs.capture(CAPTURED, captured)
+    return partial(graphs.replay, CAPTURED)
 
 
 def _unpinned() -> AbstractContextManager[object]:

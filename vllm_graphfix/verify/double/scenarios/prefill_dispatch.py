@@ -30,6 +30,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.model_runners import WrappedGraphs, recurrent, wrappers_on_the_double
 from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURED = 4
@@ -78,9 +79,17 @@ def run(*, hit: bool = True) -> Measurement:
     return Measurement(numbers, tuple(eager), tuple(graphed), counted=counted)
 
 
-def served(longer: int = 0) -> list[Callable[[CUDAGraphMode], list[float]]]:
+def watched() -> None:
+    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check; of model runner V1, whose wrapper it is."""
+    for serve in served():
+        if DispatchV1 in serve.args:
+            with _unpinned(), wrappers_on_the_double():
+                serve(CUDAGraphMode.FULL_DECODE_ONLY, wrapped=True)
+
+
+def served(longer: int = 0) -> list[partial[list[float]]]:
     """The layers and model runners that this vLLM has together, and that stock gets wrong with graphs."""
-    found: list[Callable[[CUDAGraphMode], list[float]]] = [partial(_serve, GatedDeltaStandIn, DispatchV1, longer)]
+    found = [partial(_serve, GatedDeltaStandIn, DispatchV1, longer)]
     if "is_prefilling" in CommonAttentionMetadata.__dataclass_fields__:
         # Before, the builder takes every row of one token for a decode, and eager is as wrong as the graph.
         found.append(partial(_serve, SelectiveStateStandIn, DispatchV1, longer))
@@ -309,9 +318,11 @@ def _scheduler_output(scheduled: dict[str, int], known: list[str], computed: dic
 # -- serving
 
 
-def _serve(layer_kind: Any, dispatch_kind: Any, longer: int, mode: CUDAGraphMode) -> list[float]:
-    """The outputs of every token, step by step, a request after the other."""
-    layer, length = layer_kind(), layer_kind.length
+def _serve(
+    layer_kind: Any, dispatch_kind: Any, longer: int, mode: CUDAGraphMode, *, wrapped: bool = False
+) -> list[float]:
+    """The outputs of every token, step by step, a request after the other. *wrapped*: the graphs are in vLLM's wrapper."""
+    layer, length = recurrent(layer_kind) if wrapped else layer_kind(), layer_kind.length
     config = _config(mode, length)
     spec = MambaSpec(
         block_size=MAX_MODEL_LEN,
@@ -321,16 +332,14 @@ def _serve(layer_kind: Any, dispatch_kind: Any, longer: int, mode: CUDAGraphMode
     )
     builder = layer.backend.get_builder_cls()(spec, [LAYER], config, CPU)
     groups = KVCacheConfig(num_blocks=16, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
-    graphs: dict[int, tuple[Any, torch.Tensor]] = {}
+    graphs: Any = WrappedGraphs(LAYER, layer, layer.eager, MAX_MODEL_LEN) if wrapped else _BareGraphs(layer.decode)
     dispatch = None
     if mode != CUDAGraphMode.NONE:
         dispatch = dispatch_kind(config, groups, longer)
         for rows in range(CAPTURED, 0, -1):
             captured = builder.build_for_cudagraph_capture(_common([length] * rows, [0] * rows, length))
             layer.decode(captured)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                graphs[rows] = graph, layer.decode(captured)
+            graphs.capture(rows * length, captured)
     computed, accepted = dict.fromkeys(REQUESTS, 0), dict.fromkeys(REQUESTS, 1)
     random = torch.Generator().manual_seed(0)
     numbers: list[float] = []
@@ -343,8 +352,7 @@ def _serve(layer_kind: Any, dispatch_kind: Any, longer: int, mode: CUDAGraphMode
         drafts = _of_drafts(prefilling, [accepted[name] for name in scheduled], length)
         metadata = builder.build(0, common, **drafts)
         if in_graph is not None:
-            graph, outputs = graphs[in_graph]
-            graph.replay()
+            outputs = graphs.replay(in_graph * length, metadata, tokens)
         else:
             outputs = layer.eager(metadata, tokens)
         numbers += outputs[:tokens].flatten().tolist()
@@ -353,6 +361,24 @@ def _serve(layer_kind: Any, dispatch_kind: Any, longer: int, mode: CUDAGraphMode
             accepted[name] = 1 if still or name == "second" else length
             computed[name] += count if still else accepted[name]
     return numbers
+
+
+class _BareGraphs:
+    """Graphs of a layer's decode, by their tokens."""
+
+    def __init__(self, decode: Callable[[Any], torch.Tensor]) -> None:
+        self._decode = decode
+        self._captured: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def capture(self, padded_tokens: int, metadata: Any) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._captured[padded_tokens] = graph, self._decode(metadata)
+
+    def replay(self, padded_tokens: int, metadata: Any, tokens: int) -> torch.Tensor:
+        graph, output = self._captured[padded_tokens]
+        graph.replay()
+        return output
 
 
 def _of_drafts(prefilling: list[bool], accepted: list[int], length: int) -> dict[str, torch.Tensor]:
