@@ -29,8 +29,8 @@ def _pass_on(stock: StockFunction) -> StockFunction:
     return unchanged
 
 
-def main(names: list[str]) -> None:
-    """A fork with nothing patched, one with all fixes, and one for each of *names* with that fix emptied and the others as they are.
+def main(names: list[str], ways: list[str]) -> None:
+    """A fork for each of *ways*: ``stock``, ``patched``, or the one of *names* that is emptied, with the others as they are.
 
     Each prints ``{"event": "forked", "as": …}``, which says ``stock``, ``patched`` or the name, and the lines of a worker after it.
     """
@@ -38,10 +38,8 @@ def main(names: list[str]) -> None:
     importlib.import_module("vllm.v1.worker.gpu_model_runner")
     for name in names:
         worker.scenario_of(name)
-    _fork("stock", names)
-    _fork("patched", names)
-    for name in names:
-        _fork(name, [name])
+    for way in ways:
+        _fork(way, [way] if way in names else names)
 
 
 def _fork(kind: str, scenarios: list[str]) -> None:

@@ -44,12 +44,12 @@ class Planned(NamedTuple):
     make: Callable[[], Case]
     release: str | None
     """That it is about; None for what needs no vLLM."""
-    calls: tuple[int, int] = (20_000, 1_000_000)
+    calls: tuple[int, int] = (10_000, 1_000_000)
     """In `make test`, and in `make test-all`."""
 
 
 _MAMBA, _FLASHMLA, _DRAFTS, _INDEXER, _TRITON_MLA = "0.21.0", "0.17.1", "0.17.1", "0.27.1", "0.25.1"
-_UNEVENTFUL = _SLOWER = (5_000, 1_000_000)
+_UNEVENTFUL = _SLOWER = (3_000, 1_000_000)
 _READ, _WRITTEN, _MADE = (20, 10_000), (500, 10_000), (1_000, 100_000)
 CASES: dict[str, Planned] = {
     "mamba-padding, active, a padded row that reads as prefilling": Planned(

@@ -76,6 +76,10 @@ SAMPLE = frozenset(
 """One release of each shape of the code, first and last ones among them: what `make test` runs where a release costs seconds."""
 
 
+FEW = frozenset({"0.15.0", "0.17.1", "0.19.1", "0.21.0", "0.27.1", "0.33.0"})
+"""Of the sample, as few as have each fix: what `make test` runs where a release costs half a minute."""
+
+
 def slow_but_for(some: Sequence[str], releases: Sequence[str]) -> list[Any]:
     """Parameters of a test; `make test` runs *some*."""
     return [pytest.param(release, marks=() if release in some else pytest.mark.slow) for release in releases]
@@ -84,3 +88,8 @@ def slow_but_for(some: Sequence[str], releases: Sequence[str]) -> list[Any]:
 def slow_but_for_the_sample(release: str) -> tuple[pytest.MarkDecorator, ...]:
     """`make test-all` runs all releases."""
     return () if release in SAMPLE else (pytest.mark.slow,)
+
+
+def slow_but_for_few(release: str) -> tuple[pytest.MarkDecorator, ...]:
+    """The same of fewer."""
+    return () if release in FEW else (pytest.mark.slow,)
