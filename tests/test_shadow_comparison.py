@@ -84,7 +84,7 @@ def drafts_checked(runs: list[tuple[list[float], list[int]]], learned: float = 0
     """Mismatches of a replay, the first of *runs*, that two others are compared with: each of numbers and drawn tokens."""
     import torch
 
-    from vllm_graphfix.shadow.check import Step
+    from vllm_graphfix.shadow.runs import Step
 
     values, tokens = torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.int64)
     left = iter(runs)

@@ -17,7 +17,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from wrapped_model import CAPTURED, LONGEST, Served, SlotsStandIn
 
-from vllm_graphfix.shadow import check, forward, layers, process, ranks, runner_v1
+from vllm_graphfix.shadow import check, failures, forward, layers, process, ranks, runner_v1, runs
 from vllm_graphfix.shadow.rate import Action, Rate
 from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
@@ -260,7 +260,7 @@ def test_a_model_that_is_right_once_and_not_twice_is_refused() -> None:
 
 def test_what_is_kept_of_a_wrong_graph_does_not_grow_and_its_layer_is_sought_twice() -> None:
     served = Served(stale=True)
-    with mock.patch.object(check, "first_difference", return_value=None) as sought:
+    with mock.patch.object(runs, "first_difference", return_value=None) as sought:
         for _ in range(70):
             served.step()
     (known,) = served.shadow._known.values()
@@ -290,7 +290,7 @@ def test_a_step_in_quarantine_is_replayed_by_all_ranks_if_one_cannot_run_it() ->
 
 def test_an_engine_that_is_refused_in_a_check_is_checked_no_more() -> None:
     served = Served()
-    with mock.patch.object(runner_v1, "_real_rows", side_effect=check.UnsafeError("rows cannot be told")):
+    with mock.patch.object(runner_v1, "_real_rows", side_effect=failures.UnsafeError("rows cannot be told")):
         for _ in range(3):
             served.step()
     assert served.model.eager_runs == 1
@@ -300,15 +300,15 @@ def test_an_engine_that_is_refused_in_a_check_is_checked_no_more() -> None:
 def test_every_call_into_torch_and_the_ranks_may_fail() -> None:
     """Whatever fails in a check, what is served is the replay's, and there is one warning."""
     for owner, name in (
-        (check, "_Run"),
-        (check, "_First"),
-        (check, "_Second"),
-        (check, "row_errors"),
+        (check, "CheckedStep"),
+        (check, "FirstRun"),
+        (check, "SecondRun"),
+        (runs, "row_errors"),
         (ranks, "largest"),
         (runner_v1, "_step"),
         (runner_v1, "_replays"),
-        (check._Run, "put_back"),
-        (check._Run, "replayed"),
+        (runs.CheckedStep, "put_back"),
+        (runs.CheckedStep, "replayed"),
     ):
         unwatched, served = Served(Rate(), stale=True), Served(stale=True)
         with mock.patch.object(owner, name, side_effect=ValueError("planted")):

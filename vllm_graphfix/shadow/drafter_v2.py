@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_graphfix.fix import Diagnosis, Fallback, Patch, StockFunction, Verdict
 from vllm_graphfix.log import logger
 from vllm_graphfix.shadow import process
-from vllm_graphfix.shadow.check import Shadow, Step, UnfitStep, UnsafeError
+from vllm_graphfix.shadow.check import Shadow
+from vllm_graphfix.shadow.failures import UnfitStep, UnsafeError
 from vllm_graphfix.shadow.forward import Pass, unsafe
+from vllm_graphfix.shadow.runs import Step
 from vllm_graphfix.shadow.snapshot import StateRows
 
 if TYPE_CHECKING:

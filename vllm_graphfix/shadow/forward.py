@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_graphfix.shadow.check import Step, UnsafeError
+from vllm_graphfix.shadow.failures import UnsafeError
 from vllm_graphfix.shadow.layers import recurrent_rows, unknown_cache, written
+from vllm_graphfix.shadow.runs import Step
 from vllm_graphfix.shadow.verdict import Graph
 
 if TYPE_CHECKING:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Diagnosis, Fallback, Patch, StockFunction, Verdict
 from vllm_graphfix.shadow import process
-from vllm_graphfix.shadow.check import Shadow, Step, UnsafeError
+from vllm_graphfix.shadow.check import Shadow
+from vllm_graphfix.shadow.failures import UnsafeError
 from vllm_graphfix.shadow.forward import Pass, unsafe
+from vllm_graphfix.shadow.runs import Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
