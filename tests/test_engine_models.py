@@ -16,7 +16,7 @@ from warm_release import run_in_fork
 from vllm_graphfix.verify.engine import models
 from vllm_graphfix.verify.engine.models import MODELS, write
 
-WHOLE_MODELS = [name for name in MODELS if name not in ("eagle", "mixtral")]
+WHOLE_MODELS = [name for name in MODELS if name not in ("eagle", "mixtral", "qwen3-next")]
 """That transformers knows; an Eagle head, which is a draft without embeddings, it does not. Experts it joins while it loads."""
 
 
@@ -46,9 +46,10 @@ def test_names_and_shapes_are_those_of_transformers_own_implementation(name: str
     assert any(key.startswith(behind) for key in found) == ("num_nextn_predict_layers" in config)
 
 
-def test_transformers_finds_every_weight_of_every_expert(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-next"])
+def test_transformers_finds_every_weight_of_every_expert(name: str, tmp_path: Path) -> None:
     made: Any = AutoModelForCausalLM
-    model, told = made.from_pretrained(write("mixtral", tmp_path), dtype=torch.float32, output_loading_info=True)
+    model, told = made.from_pretrained(write(name, tmp_path), dtype=torch.float32, output_loading_info=True)
     assert not any(told.values()), told
     with torch.inference_mode():
         (logits,) = model(torch.arange(5, 37).unsqueeze(0)).logits
@@ -178,8 +179,8 @@ LOADS_INTO_VLLM = """
                 init_distributed_environment(1, 0, f"file://{{folder}}/rendezvous", 0, "gloo")
                 initialize_model_parallel()
             print("loaded", name, type(get_model(vllm_config=config)).__name__)
-            if config.speculative_config is not None:
-                draft = config.speculative_config.draft_model_config
+            draft = config.speculative_config and config.speculative_config.draft_model_config
+            if draft and draft is not config.model_config:  # which n-grams have
                 print("loaded", name, type(get_model(vllm_config=config, model_config=draft)).__name__)
 """
 
@@ -202,7 +203,7 @@ LOADED = [
     ),
     # The first one decides whether there is a group of experts.
     ("0.17.1", ["mixtral MixtralForCausalLM", "llama-eagle LlamaForCausalLM", "llama-eagle EagleLlamaForCausalLM"]),
-    ("0.25.1", ["mixtral MixtralForCausalLM", "lfm2-one-token Lfm2ForCausalLM"]),
+    ("0.25.1", ["mixtral MixtralForCausalLM", "lfm2-one-token Lfm2ForCausalLM", "gdn-ngram Qwen3NextForCausalLM"]),
 ]
 
 

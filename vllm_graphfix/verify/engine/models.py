@@ -123,6 +123,32 @@ MIXTRAL: Config = LLAMA | {
     "num_experts_per_tok": 4,  # all of them: a tie in the choice of experts would look like corruption
     "sliding_window": None,
 }
+QWEN3_NEXT: Config = _COMMON | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "num_experts": 4,  # vLLM refuses this model without a layer of experts
+    "num_experts_per_tok": 4,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+}
+"""A gated delta net and an attention layer, each with experts."""
 EAGLE: Config = LLAMA | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
 """The draft head of a Llama; vLLM gives it the target's embeddings and output matrix."""
 
@@ -284,6 +310,45 @@ def _mixture(prefix: str, config: Config) -> Shapes:
     return shapes
 
 
+def _qwen3_next(config: Config) -> Shapes:
+    hidden, head, inner = config["hidden_size"], config["head_dim"], config["moe_intermediate_size"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    value_heads, value_head = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    of_keys, of_values = config["linear_num_key_heads"] * config["linear_key_head_dim"], value_heads * value_head
+    shapes = _embeddings(config)
+    for layer, kind in enumerate(config["layer_types"]):
+        prefix = f"model.layers.{layer}"
+        shapes |= {
+            f"{prefix}.input_layernorm.weight": (hidden,),
+            f"{prefix}.post_attention_layernorm.weight": (hidden,),
+            f"{prefix}.mlp.gate.weight": (config["num_experts"], hidden),
+            f"{prefix}.mlp.shared_expert_gate.weight": (1, hidden),
+        }
+        for expert in ("shared_expert", *(f"experts.{number}" for number in range(config["num_experts"]))):
+            shapes |= {
+                f"{prefix}.mlp.{expert}.gate_proj.weight": (inner, hidden),
+                f"{prefix}.mlp.{expert}.up_proj.weight": (inner, hidden),
+                f"{prefix}.mlp.{expert}.down_proj.weight": (hidden, inner),
+            }
+        if kind == "linear_attention":
+            shapes |= {
+                f"{prefix}.linear_attn.in_proj_qkvz.weight": (2 * of_keys + 2 * of_values, hidden),
+                f"{prefix}.linear_attn.in_proj_ba.weight": (2 * value_heads, hidden),
+                f"{prefix}.linear_attn.conv1d.weight": (2 * of_keys + of_values, 1, config["linear_conv_kernel_dim"]),
+                f"{prefix}.linear_attn.A_log": (value_heads,),
+                f"{prefix}.linear_attn.dt_bias": (value_heads,),
+                f"{prefix}.linear_attn.norm.weight": (value_head,),
+                f"{prefix}.linear_attn.out_proj.weight": (hidden, of_values),
+            }
+        else:
+            shapes |= _grouped_attention(prefix, config) | {
+                f"{prefix}.self_attn.q_proj.weight": (2 * queries, hidden),  # and a gate of the output
+                f"{prefix}.self_attn.q_norm.weight": (head,),
+                f"{prefix}.self_attn.k_norm.weight": (head,),
+            }
+    return shapes
+
+
 def _mixtral(config: Config) -> Shapes:
     shapes = _embeddings(config)
     for layer in range(config["num_hidden_layers"]):
@@ -316,6 +381,7 @@ MODELS: dict[str, tuple[Config, Callable[[Config], Shapes]]] = {
     "lfm2": (LFM2, _lfm2),
     "llama": (LLAMA, _llama),
     "mixtral": (MIXTRAL, _mixtral),
+    "qwen3-next": (QWEN3_NEXT, _qwen3_next),
     "eagle": (EAGLE, _eagle),
 }
 """Name of a model: its configuration, and the names and shapes of its tensors in a checkpoint."""
