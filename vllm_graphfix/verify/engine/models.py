@@ -312,7 +312,7 @@ def _mixture(prefix: str, config: Config) -> Shapes:
 
 def _qwen3_next(config: Config) -> Shapes:
     hidden, head, inner = config["hidden_size"], config["head_dim"], config["moe_intermediate_size"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    queries = config["num_attention_heads"] * head
     value_heads, value_head = config["linear_num_value_heads"], config["linear_value_head_dim"]
     of_keys, of_values = config["linear_num_key_heads"] * config["linear_key_head_dim"], value_heads * value_head
     shapes = _embeddings(config)
