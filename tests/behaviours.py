@@ -33,5 +33,8 @@ def check_behaviours(
     Raises AssertionError with pytest's report if one fails, or if there was none to run.
     """
     paths = [str(_FOLDER / f"{each}.py") for each in (name, also) if each]
-    run = run_in_fork if isinstance(release, str) else run_in_release
-    run(release, _CODE.format(folder=str(_FOLDER), paths=paths, select=select), env)
+    code = _CODE.format(folder=str(_FOLDER), paths=paths, select=select)
+    if isinstance(release, str):
+        run_in_fork(release, code, env)
+    else:
+        run_in_release(release, code, env, warm=True)

@@ -8,12 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import pytest
+import warm_python
+import warm_release
 from fleets import alone, serve, start, two  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, settings
 from promtool import promtool  # noqa: F401 - a fixture
 from served_models import among_models, served_models  # noqa: F401 - fixtures
 from stock import ALL_RELEASES, release_root
-from warm_release import end_kept
 from wheels import wheel_index  # noqa: F401 - a fixture
 
 # The same examples everywhere and each time. `make test-all` runs "whole" (--hypothesis-profile).
@@ -52,7 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session", autouse=True)
 def _end_of_warm_processes() -> Iterator[None]:
     yield
-    end_kept()
+    warm_release.end_kept()
+    warm_python.end_kept()
 
 
 @pytest.fixture(params=ALL_RELEASES)

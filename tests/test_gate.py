@@ -94,7 +94,7 @@ for world, ranks in WORLDS.items():
 @pytest.fixture(scope="module")
 def said() -> dict[str, list[str]]:
     """What each rank of each world of `WORLDS` said: real process groups of stock 0.21.0, around a double of a worker."""
-    done = run_in_release("0.21.0", f"WORLDS = {WORLDS!r}\n" + PROGRAM, {"VLLM_LOGGING_LEVEL": "WARNING"})
+    done = run_in_release("0.21.0", f"WORLDS = {WORLDS!r}\n" + PROGRAM, {"VLLM_LOGGING_LEVEL": "WARNING"}, warm=True)
     lines = [line.partition(": RANK ") for line in done.stdout.splitlines() if ": RANK " in line]
     return {world: sorted(told for name, _, told in lines if name == world) for world in WORLDS}
 
@@ -163,7 +163,7 @@ def test_a_fix_taken_back_for_want_of_a_companion_is_no_difference_between_pipel
     states = _this_process().process.states()
     print("SAID", first.states["capture-state"], last.states["capture-state"], states["capture-state"].state.value)
     """
-    said = run_in_release("0.21.0", code, {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "observe"}).stdout
+    said = run_in_release("0.21.0", code, {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "observe"}, warm=True).stdout
     assert "SAID active waiting incompatible" in said
 
 
@@ -186,7 +186,7 @@ def test_a_core_whose_ranks_stop_it_ends_its_executor(error: str, ended: bool) -
     except RuntimeError as raised:
         print("RAISED", raised)
     """
-    said = run_in_release("0.21.0", code).stdout
+    said = run_in_release("0.21.0", code, warm=True).stdout
     assert f"RAISED {error}" in said
     assert ("ENDED" in said) == ended
 

@@ -34,5 +34,5 @@ print(json.dumps(told))
 def test_it_and_mamba_padding_put_each_their_own_defect_right(active: tuple[str, ...]) -> None:
     """Both are about the phase of rows: one of rows that are none, one of steps."""
     modes = {f"VLLM_GRAPHFIX_{name.upper().replace('-', '_')}": "on" if name in active else "off" for name in NAMES}
-    told = json.loads(run_in_release("0.20.0", SCENARIOS, modes).stdout.splitlines()[-1])
+    told = json.loads(run_in_release("0.20.0", SCENARIOS, modes, warm=True).stdout.splitlines()[-1])
     assert told == {name: name in active for name in NAMES}

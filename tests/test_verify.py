@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import warm_python
 from edited import changes, edited
 from nightly import make_nightly
 from rich.console import Console
@@ -47,6 +48,12 @@ def verified(root: Path, fixes: Sequence[Fix] = FIXES) -> Report:
     return run(open_source(root), fixes, Console(file=io.StringIO()))
 
 
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both processes of `verified` are forks of one that has imported the libraries; those of other tests start as a user's."""
+    monkeypatch.setattr(sys, "executable", warm_python.executable())
+
+
 def outcomes(report: Report) -> dict[str, str]:
     """Of each fix; of a scenario that failed, with the reason."""
     return {proof.fix.name: ": ".join(filter(None, [proof.outcome, proof.failure])) for proof in report.proofs}
@@ -64,6 +71,7 @@ def watched_on(release: str) -> set[str]:
     }
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("release", slow_but_for(("0.17.1", "0.21.0", "0.33.0"), AFFECTED_RELEASES))
 def test_every_fix_that_a_release_needs_is_proven_and_nothing_else_is_patched(release: str) -> None:
     report = verified(release_root(release))
@@ -144,6 +152,7 @@ def test_the_defect_is_still_there_if_the_body_of_the_fix_is_emptied(name: str, 
     assert (emptied.outcome, emptied.failure) == ("defect still there", None)
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("without_mode", "without_zero_fill"), [(True, False), (False, True), (True, True)], ids=["mode", "indices", "both"]
 )
@@ -154,6 +163,7 @@ def test_nightlies_before_pr_39773_are_proven(tmp_path: Path, without_mode: bool
     assert outcomes(verified(root, [BY_NAME["draft-decode-mode"]])) == {"draft-decode-mode": "proven"}
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("fix", "edit"),
     [

@@ -2,7 +2,7 @@
 
 ``python warm_python.py SOCKET`` imports, prints a line, serves, and ends with its standard input; whatever it forked ends with it.
 ``python warm_python.py SOCKET program.py …`` then does what ``python program.py …`` does, with its own environment, folder, input and
-outputs. Nothing of vLLM and nothing of the plugin is imported before the fork.
+outputs; so do ``-c`` and ``-m``. Nothing of vLLM and nothing of the plugin is imported before the fork: it serves every release.
 """
 
 from __future__ import annotations
@@ -15,12 +15,61 @@ import selectors
 import signal
 import socket
 import sys
+from types import ModuleType
 from typing import Any
 
 _PRELOADED = (
     "torch torch._dynamo torch._inductor.compile_fx numba networkx transformers transformers.models.auto transformers.processing_utils "
     "mistral_common.protocol.instruct.request google.protobuf.descriptor_pb2 opentelemetry.sdk.trace openai fastapi aiohttp xgrammar"
 )
+
+
+_kept: list[tuple[str, int, contextlib.ExitStack]] = []
+"""The program, the process that has started its server, and what ends that."""
+
+
+def executable() -> str:
+    """A program that takes Python's arguments, and runs in a fork of the process that is kept for this one; see `end_kept`.
+
+    For what is not about how a process starts: what the libraries read of the environment when they are imported was read before.
+    """
+    import shlex
+    import subprocess
+    import tempfile
+    from pathlib import Path
+
+    from stock import without_settings
+
+    if not _kept:
+        with contextlib.ExitStack() as started:
+            # Not pytest's folder, whose name may be longer than a socket's can be.
+            scratch = started.enter_context(tempfile.TemporaryDirectory(prefix="vllm-graphfix-"))
+            address, program = f"{scratch}/socket", Path(scratch) / "python"
+            server = subprocess.Popen(
+                [sys.executable, __file__, address],
+                cwd=scratch,
+                env=without_settings(scratch) | {"PYTHONPATH": ""},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            started.callback(server.communicate)
+            assert server.stdout is not None
+            if server.stdout.readline() != "serving\n":
+                raise RuntimeError("the warm Python has ended")
+            command = shlex.join([sys.executable, "-S", __file__, address])
+            program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+            program.chmod(0o755)
+            _kept.append((str(program), os.getpid(), started.pop_all()))
+    return _kept[0][0]
+
+
+def end_kept() -> None:
+    """Ends the process that `executable` has started; in a fork of the one that did, nothing."""
+    while _kept:
+        _, starter, started = _kept.pop()
+        if starter == os.getpid():
+            started.close()
 
 
 def call(address: str, arguments: list[str]) -> int:
@@ -110,12 +159,23 @@ def run(job: dict[str, Any]) -> None:
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))  # Python reads it when it starts
     arguments = job["arguments"]
-    program = next(argument for argument in arguments if not argument.startswith("-"))
-    sys.argv = arguments[arguments.index(program) :]
     given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    sys.path[:1] = [os.path.dirname(os.path.abspath(program)), *given]  # noqa: PTH100, PTH120 - as Python does it
-    runpy.run_path(program, run_name="__main__")
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path[:1] = ["", *given]
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(arguments[1], "<string>", "exec"), vars(main))  # noqa: S102 - as Python does it
+    elif arguments[0] == "-m":
+        sys.argv = ["-m", *arguments[2:]]
+        sys.path[:1] = [os.getcwd(), *given]  # noqa: PTH109 - as Python does it
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        program = next(argument for argument in arguments if not argument.startswith("-"))
+        sys.argv = arguments[arguments.index(program) :]
+        sys.path[:1] = [os.path.dirname(os.path.abspath(program)), *given]  # noqa: PTH100, PTH120 - as Python does it
+        runpy.run_path(program, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -86,11 +86,12 @@ class WarmRelease:
 
     def __enter__(self) -> WarmRelease:  # noqa: PYI034 - nobody derives from it
         from stock import release_environment
+        from warm_python import executable
 
         self._scratch = tempfile.TemporaryDirectory(prefix="vllm-graphfix-")
         self._log = (Path(self._scratch.name) / "server.log").open("w+")
         self._server = subprocess.Popen(
-            [sys.executable, __file__, *self._without],
+            [executable(), __file__, *self._without],
             cwd=self._scratch.name,
             env=release_environment(self.release, self._scratch.name),
             stdin=subprocess.PIPE,

@@ -83,11 +83,13 @@ class Tests:
         self._held.close()
 
     def _start(self, releases: Iterable[Path]) -> None:
+        import warm_python
         from warm_release import STAND_INS, WarmRelease, patched
 
         left_out = (*patched(), *STAND_INS)  # FlashMLA's stand-ins come before what looks for it
         for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_graphfix"]:
             del sys.modules[name]  # `patched` has imported it, and a fork would find it in place of the mutant
+        self._held.callback(warm_python.end_kept)
         for root in releases:
             self._warm[root] = self._held.enter_context(WarmRelease(root, left_out))
 
@@ -140,6 +142,7 @@ class Tests:
         *,
         check: bool = True,
         timeout: float = 300,
+        warm: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         """In place of `run_in_release` and `run_in_fork`. A folder of links to a release runs in a fork of that release's process."""
         import stock
