@@ -14,7 +14,7 @@ silent      the fixes on, every replay checked: mismatches are false alarms. Fir
 budget      the fixes on, 0.1% and the same load for --seconds: what checks took of the time of all other steps
 
 ranks       on two GPUs, with tensor and with pipeline parallelism, under the same load for --seconds: every fix off and quarantine, the
-            fixes on, and a budget of 1 %; what each rank has counted, and which step it checks next
+            fixes on, and a budget of 1 %; what each rank has counted, and which steps it has checked: with either the same on both
 
 and models of 24 layers:
 

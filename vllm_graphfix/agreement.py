@@ -85,6 +85,13 @@ class Agreement(NamedTuple):
     """Whether every rank that spoke has the kill switch set: beside one that is silent they are stock as it is."""
 
 
+def common_store() -> Any:
+    """The store that torch.distributed has for all ranks, in a namespace of this package. Raises ValueError where there is none."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d.PrefixStore("vllm_graphfix", distributed_c10d._get_default_store())
+
+
 def leave(store: Any, stage: str, rank: int, word: Word) -> str:
     """Leaves *word* of *rank* in *store*, a `torch.distributed.Store`, and returns the stage to `compare` at.
 

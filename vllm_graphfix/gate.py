@@ -96,6 +96,7 @@ class Gate:
             result = stock(subject, *args, **kwargs)
             if method == "compile_or_warm_up_model":
                 guarded(self._membership.telling.keep)
+                guarded(self._membership.serve, subject)
             return result
 
         found = getattr(module, owner, None)
@@ -152,14 +153,12 @@ class Gate:
 
     def leave(self, stage: str) -> None:
         """Leaves this rank's word for the others."""
-        from torch.distributed import distributed_c10d
-
         from vllm_graphfix import agreement
 
         rank, world_size = _world()
         word = self.word() if world_size > 1 else None
         if word is not None:
-            store = distributed_c10d.PrefixStore("vllm_graphfix", distributed_c10d._get_default_store())
+            store = agreement.common_store()
             self._left = store, agreement.leave(store, stage, rank, word), word
 
     def _compare(

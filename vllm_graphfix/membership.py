@@ -143,6 +143,13 @@ class Membership:
 
         return found | {process.NAME: process.state(self.shadow.states(diagnose=diagnose))}
 
+    def serve(self, worker: Any) -> None:
+        """*worker* has captured its graphs, and what it runs from now on are the steps of requests."""
+        if self.shadow is not None:
+            from vllm_graphfix.shadow import process
+
+            process.serve(worker)
+
     def _engage_shadow(self, decision: Decision) -> None:
         rate = parse(decision.shadow if decision.canary and decision.master is not settings.Master.OFF else OFF)
         if self.shadow is None and not rate:

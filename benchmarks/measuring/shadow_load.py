@@ -110,8 +110,8 @@ def found_here(taken: float) -> dict[str, Any]:
         "changed inputs": sorted(results.changed_inputs),
         "milliseconds a check": round(1000 * results.seconds / max(1, results.checks), 2),
         "share of the other time": results.seconds / max(1e-9, taken - results.seconds),
-        "replays or calls": shadow.schedule.count,
-        "next check": shadow.schedule.due,
+        "steps": shadow.schedule.step,
+        "last steps checked": list(results.steps),
         "wrong": [f"{each.sentence()} First layer: {each.first_layer}" for each in results.told(5)],
     }
 

@@ -147,6 +147,18 @@ def test_drafts_count_for_a_budget_and_leave_the_clock_to_the_target_model() -> 
     assert served.shadow.stopped is None
 
 
+def test_in_a_pipeline_drafts_are_no_steps_and_belong_to_the_one_before_them() -> None:
+    served = Served()
+    schedule = served.shadow.schedule
+    schedule.begin_in_pipeline(drafts=True)
+    schedule.count = schedule.within + 1  # the target model's call
+    schedule.due = schedule.count + 1
+    served.step([0, 1])
+    assert (schedule.step, served.shadow.results.checks, served.shadow.stopped) == (1, 1, None)
+    assert schedule.due > schedule.count > schedule.within + 1
+    assert schedule.due == 2 * (schedule.within + 1)
+
+
 def test_off_there_is_no_wrapper_at_all_and_no_reason_to_ask() -> None:
     served = Served(Rate())
     assert not [

@@ -135,6 +135,15 @@ def test_dummy_batches_and_other_callers_are_not_checked() -> None:
     assert served.shadow.results.checks == 1
 
 
+def test_in_a_pipeline_each_replay_of_the_target_model_is_a_step() -> None:
+    served = Served()
+    assert served.shadow.schedule.begin_in_pipeline(drafts=True) == 1
+    for step in range(1, 4):
+        served.step(dummy_run=step == 2)
+        assert served.shadow.schedule.step == step
+    assert (served.shadow.results.checks, served.shadow.stopped) == (2, None)
+
+
 def test_an_engine_whose_steps_cannot_run_twice_is_refused_and_serves() -> None:
     unwatched = Served(Rate())
     served = Served(kv_transfer_config=SimpleNamespace())

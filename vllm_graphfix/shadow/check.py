@@ -8,12 +8,13 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from vllm_graphfix.log import logger
-from vllm_graphfix.shadow import process, ranks
+from vllm_graphfix.shadow import process, ranks, stages
 from vllm_graphfix.shadow.comparison import threshold
 from vllm_graphfix.shadow.failures import UnfitStep, UnsafeError, is_lost, told, tried
 from vllm_graphfix.shadow.rate import NEVER, Action, Rate
 from vllm_graphfix.shadow.runs import CheckedStep, FirstRun, QuarantinedStep, SecondRun, Step, as_captured, run_again
 from vllm_graphfix.shadow.schedule import Schedule
+from vllm_graphfix.shadow.stages import Stages
 from vllm_graphfix.shadow.verdict import Graph, Mismatch, Results
 
 CONFIRMATIONS = 2
@@ -48,18 +49,56 @@ class Shadow:
         """Nothing is checked any more."""
         self.stopped: str | None = None
         """The failure that it is over for."""
+        self._stages: Stages | None = None
+        """Of a pipeline that keeps a budget."""
+
+    def begin_in_pipeline(self, *, drafts: bool) -> None:
+        """All stages count their steps from here on. With a fraction they check the same ones, with a budget they have to agree."""
+        first = self.schedule.begin_in_pipeline(drafts=drafts)
+        if self.schedule.share is not None:
+            self._stages = stages.of_this_rank(self.schedule.share, first)
+        if self._over:
+            self.end()
 
     def stop(self, reason: str, error: Exception | None = None) -> None:
         """For good, with one warning. What is in quarantine stays there."""
         if self._over:
             return
         self._over = True
-        self.schedule.due = NEVER
+        self.end()
         if isinstance(error, UnsafeError):
             process.refuse(str(error))
         else:
             self.stopped = reason
             logger.warning("graphfix: the shadow check is now off; serving goes on: %s", reason, exc_info=error)
+
+    def end(self) -> None:
+        """No step is due any more, and no other stage of a pipeline has to wait for this one's."""
+        self.schedule.due = NEVER
+        if self._stages is not None:
+            tried(self._stages.end)
+
+    def plan(self) -> None:
+        """At the step for which the stages of a pipeline have agreed to: which one is due next. All ranks of the group are here at once."""
+        others, step = self._stages, self.schedule.step
+        if others is None or self.schedule.due >= NEVER or step < others.plan_at:
+            return
+        begun = time.perf_counter()
+        if not others.told:  # in the whole window nothing was replayed
+            others.leave(step + 1)
+        found, failed = tried(lambda: others.plan(step))
+        if (agreed := self._agree(failed, *(found or (0, 0)))) is None:
+            return
+        due, later = map(int, agreed)
+        if due:
+            others.move(due)
+            self.schedule.move(due)
+        else:
+            others.wait(later)
+            self.schedule.move(later, planned=True)
+        cost = time.perf_counter() - begun
+        self.results.seconds += cost
+        self.schedule.plan(cost)
 
     def check(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
         """The result of *replay*, vLLM's own, compared with an eager run of the same step. Raises what *replay* raises, and nothing else.
@@ -68,6 +107,7 @@ class Shadow:
         step, and each of them takes part in every agreement, whatever failed in it: one that did not would leave the others waiting.
         """
         begun = time.perf_counter()
+        self.results.steps.append(self.schedule.step)
         checked, failed = tried(lambda: CheckedStep(describe()))
         if not self._all_ready(failed, begun):
             return replay()
@@ -144,11 +184,19 @@ class Shadow:
         self.results.skipped += 1
         self.results.seconds += cost
         if not self._over and (agreed := self._agree(None, self.schedule.wanted_later(cost))):
-            self.schedule.checked(int(agreed[0]))
+            self._wait(int(agreed[0]))
 
     def _plan_next(self, cost: float, failed: Exception | None) -> None:
         if not self._over and (agreed := self._agree(failed, self.schedule.wanted(cost))):
-            self.schedule.checked(int(agreed[0]))
+            self._wait(int(agreed[0]))
+
+    def _wait(self, steps: int) -> None:
+        """*steps*, or as many as another stage of a pipeline wants."""
+        if self._stages is None:
+            self.schedule.checked(steps)
+        else:
+            self._stages.leave(self.schedule.step + steps)
+            self.schedule.wait(self._stages.plan_at)
 
     def _compare(
         self, key: Hashable, checked: CheckedStep, replay: Callable[[], Any], failed: Exception | None

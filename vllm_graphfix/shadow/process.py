@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import State
 from vllm_graphfix.log import logger
-from vllm_graphfix.shadow.rate import NEVER, Action, Rate
+from vllm_graphfix.shadow.rate import Action, Rate
 
 if TYPE_CHECKING:
     from vllm_graphfix.process import FixState
@@ -36,13 +36,24 @@ def start(rate: Rate, action: Action) -> None:
         SHADOW = Shadow(rate, action)
 
 
+def serve(worker: Any) -> None:
+    """*worker* has captured its graphs. All stages of a pipeline make the same steps from here on, and up to here they do not.
+
+    V1's last stage makes one more, and those that capture when they measure memory.
+    """
+    if SHADOW is not None and worker.vllm_config.parallel_config.pipeline_parallel_size > 1:
+        SHADOW.begin_in_pipeline(drafts=bool(getattr(worker, "use_v2_model_runner", False)))
+        if REFUSED is not None:
+            SHADOW.end()
+
+
 def refuse(reason: str) -> None:
     """Says once that the check is not compatible with this engine."""
     global REFUSED  # noqa: PLW0603 - one a process
     if REFUSED is None:
         REFUSED = reason
         if SHADOW is not None:
-            SHADOW.schedule.due = NEVER  # or each step from the first that is due on would ask again
+            SHADOW.end()  # or each step from the first that is due on would ask again
         logger.warning("graphfix: the shadow check is incompatible with this engine and checks nothing: %s", reason)
 
 

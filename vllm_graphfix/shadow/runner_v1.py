@@ -114,6 +114,7 @@ def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...],
     def replay() -> Any:
         return kind.__call__(wrapper, *args, **kwargs)
 
+    shadow.plan()
     try:
         context = sys.modules["vllm.forward_context"]._forward_context
         key = (id(wrapper), context.batch_descriptor) if _replays(wrapper, context) else None

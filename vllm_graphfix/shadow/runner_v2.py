@@ -79,12 +79,14 @@ def _checked(stock: StockFunction) -> StockFunction:
         if shadow is None:
             return stock(self, desc)
         schedule = shadow.schedule
-        schedule.count += 1
+        before = schedule.count
+        schedule.count = (before | schedule.within) + 1
         if schedule.timed:
             schedule.tick()
         # Other graphs than those in quarantine pay for a look into a set, not for one at the caller.
         if schedule.count < schedule.due and not (shadow.quarantined and (id(self), desc) in shadow.quarantined):
             return stock(self, desc)
+        schedule.drafts = before & schedule.within
         return _maybe_check(shadow, stock, self, desc)
 
     return run_fullgraph
@@ -94,6 +96,7 @@ def _maybe_check(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) 
     def replay() -> Any:
         return stock(manager, desc)
 
+    shadow.plan()
     try:
         if (reason := unsafe(manager.vllm_config)) is not None:
             process.refuse(reason)

@@ -1,4 +1,4 @@
-"""Which replays are checked: told by a count that all ranks of a tensor-parallel group share, since they run the same steps."""
+"""Which replays are checked: told by a count that all ranks share who run the same steps, of a tensor-parallel group or of a pipeline."""
 
 from __future__ import annotations
 
@@ -16,25 +16,56 @@ _MEMORY = 120.0
 """Seconds of steps after which what was spent counts half: a budget is kept over minutes."""
 _RECENT = 8
 """Checks whose median cost is expected of the next one."""
+_REPLAYS = 1 << 32
+"""More than a drafter makes in one step."""
 
 
 class Schedule:
-    """``count += 1`` at every call of a model that may replay; from ``due`` on the next replay is checked, and `checked` is called."""
+    """Counts every call of a model that may replay; from ``due`` on the next replay is checked, and `checked` is called.
+
+    Where a drafter's replays count too, a call of the target model is ``count = (count | within) + 1``, and a drafter's ``count += 1``. As long
+    as *within* is 0 that is the same, and each of them a step. In a pipeline, whose last stage alone has the drafter, `step` counts the target
+    model's calls alone, and a drafter's come between.
+    """
 
     def __init__(self, rate: Rate) -> None:
         self._every, self._share = rate.every, rate.share
         self.timed = rate.share is not None
         """Whether `tick` is to be called at every step of the target model."""
-        self.count = 0
+        self.count = self.within = 0
+        self.drafts = 0
+        """Replays of a drafter in the step before this one; 0 unless they come between steps."""
+        self._turns = 0
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._busy, self._last, self._since = 0.0, perf_counter(), 0
         self._spent = self._paid_for = self._steps = 0.0
+        self.due = self._first()
+
+    def _first(self) -> int:
         if self._every is not None:
-            self.due = 1 + place(0, self._every)
-        elif self._share is not None:
-            self.due = max(1, math.ceil(_FIRST_COST / self._share))
-        else:
-            self.due = NEVER
+            return 1 + place(0, self._every)
+        return max(1, math.ceil(_FIRST_COST / self._share)) if self._share is not None else NEVER
+
+    @property
+    def step(self) -> int:
+        return self.count // (self.within + 1)
+
+    @property
+    def share(self) -> float | None:
+        return self._share
+
+    def begin_in_pipeline(self, *, drafts: bool) -> int:
+        """At the same moment on all stages; the first step that is due, which is the same on all. *drafts*: a drafter's replays count too."""
+        self.count, self.within, self._since = 0, _REPLAYS - 1 if drafts else 0, 0
+        self.move(self._first())
+        return self._first()
+
+    def move(self, step: int, *, planned: bool = False) -> None:
+        """*step* is due. In a pipeline, the target model's replay of it or one of a drafter's, in turns; *planned*: whatever there is."""
+        self.due = step * (self.within + 1)
+        if not planned:
+            self._turns += 1
+            self.due += self._turns % (self.drafts + 1)
 
     def tick(self) -> None:
         """Adds the time since the step before, for a budget."""
@@ -46,14 +77,14 @@ class Schedule:
     def wanted(self, cost: float) -> int:
         """How many steps after this one, whose check took *cost* seconds, the next is to be checked. Ranks go by the largest."""
         if self._every is not None:
-            window = (self.count - 1) // self._every + 1
-            return window * self._every + place(window, self._every) + 1 - self.count
+            window = (self.step - 1) // self._every + 1
+            return window * self._every + place(window, self._every) + 1 - self.step
         self._costs.append(cost)
         self._spent += cost
         self._paid_for += self._busy
         if self._share is None or self._paid_for <= 0:
             return max(1, math.ceil(_FIRST_COST / (self._share or 1)))
-        self._steps += max(1, self.count - self._since)
+        self._steps += max(1, self.step - self._since)
         step_time = self._paid_for / self._steps
         typical = sorted(self._costs)[(len(self._costs) - 1) // 2]  # the lower median: the first check takes far longer
         # What was spent too much is waited for; what was spent too little is made up for, if not in a burst. Of the next check half is
@@ -70,13 +101,26 @@ class Schedule:
             return self.wanted(cost)
         self._spent += cost
         self._paid_for += self._busy
-        self._steps += max(1, self.count - self._since)
+        self._steps += max(1, self.step - self._since)
         return max(1, math.ceil(_FIRST_COST / self._share))
 
     def checked(self, steps: int) -> None:
         """The next check is *steps* from here, as all ranks have agreed. The time that this one took is no step's."""
-        self.due = self.count + steps
-        self._since, self._busy, self._last = self.count, 0.0, perf_counter()
+        self.move(self.step + steps)
+        self._pause()
+
+    def wait(self, step: int) -> None:
+        """The same, and only at *step* it is known when the next check is."""
+        self.move(step, planned=True)
+        self._pause()
+
+    def _pause(self) -> None:
+        self._since, self._busy, self._last = self.step, 0.0, perf_counter()
+
+    def plan(self, cost: float) -> None:
+        """*cost* seconds, which are no step's either, went into the agreement on what is due."""
+        self._spent += cost
+        self._last += cost
 
 
 def place(window: int, every: int) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 _KEPT = 50
 """Mismatches that are told one by one, the first ones; the others are counted."""
 _ROWS = 64
 """Rows of a mismatch whose errors are told."""
+_STEPS = 64
+"""Steps that are remembered."""
 
 
 class Graph(NamedTuple):
@@ -68,6 +71,8 @@ class Results:
         self.checks = 0
         self.skipped = 0
         """Steps that were due and of which nothing is said: for want of memory, or because two runs without the graph differ by much."""
+        self.steps: deque[int] = deque(maxlen=_STEPS)
+        """That were due last: in a pipeline the same on all stages."""
         self.mismatches = 0
         self.seconds = 0.0
         """That checks took, their replays included."""

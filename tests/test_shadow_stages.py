@@ -1,0 +1,393 @@
+"""Stages of a pipeline that keep a budget check the same steps, whatever a check costs each of them; and none waits for one that is behind it.
+
+The counting and checking is that of model runner V1; stand-ins are the step, which always comes to the same, and the calls of the stages.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import multiprocessing
+import queue
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from random import Random
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from vllm_graphfix.membership import Membership
+from vllm_graphfix.process import Process, Wanted
+from vllm_graphfix.settings import Master
+from vllm_graphfix.shadow import process, ranks, runner_v1, stages
+from vllm_graphfix.shadow.check import Shadow
+from vllm_graphfix.shadow.failures import UnfitStep, UnsafeError
+from vllm_graphfix.shadow.rate import NEVER, Action, Rate
+from vllm_graphfix.shadow.runs import Step
+from vllm_graphfix.shadow.schedule import Schedule
+from vllm_graphfix.shadow.stages import Place, Stages
+from vllm_graphfix.shadow.verdict import Graph
+
+
+class ModelStandIn:
+    def __call__(self) -> torch.Tensor:
+        return torch.zeros(1, 1)
+
+
+class StageStandIn:
+    """One stage: its check, and a model whose calls are counted."""
+
+    def __init__(self, share: float, wanted: Callable[[int], int]) -> None:
+        self.shadow: Any = Shadow(Rate(share=share), Action.REPORT)
+        self.calls = 0
+        self.replays = True
+        self.checked: list[int] = []
+        self.fails: Exception | None = None
+        self.model = runner_v1._checked_class(ModelStandIn, self.shadow)()
+        self.model.stage = self
+        vars(self.shadow.schedule)["wanted"] = lambda cost: wanted(self.calls)
+
+    def call(self) -> None:
+        self.calls += 1
+        self.model()
+
+    def describe(self) -> Step:
+        self.checked.append(self.calls)
+        if self.fails is not None:
+            raise self.fails
+        return Step(Graph("a graph", 1, ()), lambda: torch.zeros(1, 1), lambda: 1, {}, (), (), list)
+
+
+class PipelineStandIn:
+    """Stages that make the same calls one after the other, and up to *in_flight* batches at once."""
+
+    def __init__(self, *found: StageStandIn, in_flight: int = 3) -> None:
+        self.stages, self.in_flight = found, in_flight
+        self.store = HashStore()
+        for number, stage in enumerate(found):
+            place = Place(number, len(found), "0")
+            with pytest.MonkeyPatch.context() as patched:
+                made = functools.partial(Stages, place, store=self.in_store)
+                patched.setattr(stages, "of_this_rank", made)
+                stage.shadow.begin_in_pipeline(drafts=False)
+
+    def in_store(self) -> Any:
+        return self.store
+
+    def run(self, calls: int, seed: int = 0) -> None:
+        chance = Random(seed)  # noqa: S311 - the same order in every run
+        until = self.stages[-1].calls + calls
+        while self.stages[-1].calls < until:
+            stage = chance.choice(range(len(self.stages)))
+            mine = self.stages[stage].calls
+            before = self.stages[stage - 1].calls if stage else self.stages[-1].calls + self.in_flight
+            if mine < min(before, until):
+                self.stages[stage].call()
+
+
+def _stand_in_for_vllm(patched: pytest.MonkeyPatch) -> None:
+    context: Any = ModuleType("vllm.forward_context")
+    context._forward_context = SimpleNamespace(batch_descriptor="a descriptor")
+    patched.setitem(sys.modules, "vllm.forward_context", context)
+    patched.setattr(runner_v1, "_replays", lambda wrapper, _: wrapper.stage.replays)
+    patched.setattr(runner_v1, "_step", lambda wrapper, *_: wrapper.stage.describe())
+
+
+@pytest.fixture(autouse=True)
+def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    _stand_in_for_vllm(monkeypatch)
+    monkeypatch.setattr(ranks, "largest", lambda *values: values)
+    monkeypatch.setattr(stages, "_PATIENCE", 0.2)
+    yield
+    process.start(Rate(), Action.REPORT)
+
+
+@pytest.mark.parametrize("number", [2, 3, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_stages_with_costs_of_their_own_check_the_same_steps_and_as_seldom_as_the_dearest(
+    number: int, seed: int
+) -> None:
+    def wanted(stage: int) -> Callable[[int], int]:
+        return lambda calls: 150 + 40 * ((calls + stage) % number)
+
+    pipeline = PipelineStandIn(*(StageStandIn(0.05, wanted(stage)) for stage in range(number)), in_flight=number + 1)
+    pipeline.run(3000, seed)
+    first = pipeline.stages[0].checked
+    assert len(first) > 5
+    for stage in pipeline.stages:
+        assert stage.checked == first
+        assert stage.shadow.stopped is None
+    for step, later in itertools.pairwise(first):
+        assert later == step + max(wanted(stage)(step) for stage in range(number))
+    assert pipeline.store.num_keys() <= 2 * number  # what was read is gone
+
+
+def pair(*wanted: int) -> PipelineStandIn:
+    """Two stages, or more, each with a cost that stays."""
+
+    def always(steps: int) -> Callable[[int], int]:
+        return lambda calls: steps
+
+    return PipelineStandIn(*(StageStandIn(0.05, always(each)) for each in wanted or (150, 200)))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("error", [ValueError("planted"), UnsafeError("planted")])
+def test_a_stage_whose_check_fails_or_is_refused_lets_the_others_go_on(which: int, error: Exception) -> None:
+    pipeline = pair(300, 200, 210)
+    pipeline.run(500)
+    ended = pipeline.stages[which]
+    others = [stage for stage in pipeline.stages if stage is not ended]
+    ended.fails = error
+    pipeline.run(1500)
+    assert ended.shadow.schedule.due == NEVER
+    assert len(ended.checked) == 3
+    assert others[0].checked == others[1].checked
+    assert len(others[0].checked) > 6
+    assert [stage.shadow.stopped for stage in others] == [None, None]
+    # From then on they go by their own costs alone.
+    assert others[0].checked[-1] - others[0].checked[-2] == (300 if which else 210)
+
+
+def test_a_stage_that_was_refused_before_the_first_step_is_not_waited_for() -> None:
+    one, other = (StageStandIn(0.05, lambda _: 200) for _ in range(2))
+    one.shadow.stop("planted")
+    pipeline = PipelineStandIn(one, other)
+    pipeline.run(500)
+    assert (one.checked, other.checked) == ([], [100, 300, 500])
+
+
+def test_a_step_that_one_stage_cannot_check_is_followed_by_one_that_all_check() -> None:
+    pipeline = pair()
+    first, last = pipeline.stages
+    last.shadow.schedule.wanted_later = lambda cost: 400
+    last.fails = UnfitStep("planted")
+    pipeline.run(120)
+    last.fails = None
+    pipeline.run(700)
+    assert first.checked == last.checked == [100, 500, 700]
+    assert (first.shadow.results.checks, last.shadow.results.skipped) == (3, 1)
+
+
+def test_steps_that_replay_nothing_are_waited_out_by_all_alike() -> None:
+    pipeline = pair()
+    for stage in pipeline.stages:
+        stage.replays = False
+    pipeline.run(400)
+    for stage in pipeline.stages:
+        stage.replays = True
+    pipeline.run(600)
+    first, last = pipeline.stages
+    assert first.checked == last.checked
+    assert 400 < first.checked[0] <= 402
+    assert len(first.checked) > 2
+
+
+def test_where_one_stage_replays_nothing_the_other_is_checked_all_the_same() -> None:
+    pipeline = pair()
+    first, last = pipeline.stages
+    first.replays = False
+    pipeline.run(1000)
+    assert (first.checked, first.shadow.stopped) == ([], None)
+    assert last.checked == [100, 300, 500, 700, 900]
+
+
+def test_a_stage_that_never_tells_what_it_wants_ends_the_check_of_all() -> None:
+    pipeline = pair(150, 150, 150)
+    silent = pipeline.stages[1].shadow._stages
+    silent._place = silent._place._replace(tells=False)
+    pipeline.run(400)
+    assert [stage.checked for stage in (pipeline.stages[0], pipeline.stages[2])] == [[100]] * 2
+    for stage in (pipeline.stages[0], pipeline.stages[2]):
+        assert "nothing is known of the check of step 100 on stage 1 of the pipeline" in (stage.shadow.stopped or "")
+
+
+def test_a_stage_waits_for_the_first_one_so_long_and_no_longer() -> None:
+    pipeline = pair()
+    first, last = pipeline.stages
+    pipeline.run(100)
+    first.shadow.schedule.due = NEVER  # it ends, and cannot say so
+    pipeline.run(200)
+    assert "no earlier stage of the pipeline has planned" in (last.shadow.stopped or "")
+    assert last.checked == [100]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_store_that_fails_ends_the_check_and_serving_goes_on(which: int) -> None:
+    pipeline = pair()
+    pipeline.run(100)
+    stage = pipeline.stages[which]
+
+    def fail() -> Any:
+        raise ConnectionError("the store is gone")
+
+    stage.shadow._stages._store = fail
+    pipeline.run(400)
+    assert max(len(each.checked) for each in pipeline.stages) <= 2  # what was left before holds
+    assert stage.shadow.stopped == "ConnectionError: the store is gone"
+    assert all(each.shadow.stopped for each in pipeline.stages)
+
+
+# -- what is counted
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_stages_count_from_the_end_of_their_start_on(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """In which V1's last stage makes one call more than the others. An engine that is no pipeline counts on, and asks nobody."""
+    begun = Shadow(Rate(share=0.05), Action.REPORT)
+    monkeypatch.setattr(process, "SHADOW", begun)
+    monkeypatch.setattr(stages, "of_this_rank", lambda share, due: Stages(Place(0, size, "0"), share, due))
+
+    class WorkerStandIn:
+        vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(pipeline_parallel_size=size),
+            model_config=SimpleNamespace(enforce_eager=False),
+            compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
+        )
+        use_v2_model_runner = True
+
+        def compile_or_warm_up_model(self) -> str:
+            begun.schedule.count += 17
+            return "warm"
+
+    member = Membership((), {})
+    member.shadow = Process((), Wanted(Master.ON, {}))
+    worker: Any = SimpleNamespace(Worker=WorkerStandIn)
+    member.gate._watch_capture("Worker", "compile_or_warm_up_model", worker)
+    assert worker.Worker().compile_or_warm_up_model() == "warm"
+    assert (begun.schedule.count, begun.schedule.step, begun._stages is None) == (
+        (17, 17, True) if size == 1 else (0, 0, False)
+    )
+
+
+def steps_checked(rate: Rate, drafts: int, steps: int) -> list[tuple[int, int]]:
+    """Of a stage on model runner V2, the steps that are checked; and which replay of them, 0 for the target model's."""
+    schedule = Schedule(rate)
+    schedule.count = 12 + drafts  # of its start, which is another number on each stage
+    schedule.begin_in_pipeline(drafts=True)
+    found = []
+    for step in range(1, steps + 1):
+        before = schedule.count
+        for replay in range(drafts + 1):
+            if replay:
+                schedule.count += 1
+            else:
+                schedule.count = (before | schedule.within) + 1
+            if schedule.count >= schedule.due:
+                if not replay:
+                    schedule.drafts = before & schedule.within
+                found.append((step, replay))
+                schedule.checked(schedule.wanted(0.0))
+    return found
+
+
+def test_replays_of_a_drafter_that_one_stage_alone_has_do_not_count_as_steps() -> None:
+    first, last = (steps_checked(Rate(every=7), drafts, 700) for drafts in (0, 3))
+    assert [step for step, _ in first] == [step for step, _ in last]
+    assert len(first) == 100
+    assert {replay for _, replay in first} == {0}
+    assert {replay for _, replay in last} == {0, 1, 2, 3}
+
+
+# -- real ranks
+
+
+def _rank(rank: int, port: int, answers: Any) -> None:
+    """One of four: two stages of two tensor-parallel ranks, and then two pipelines of two stages of one."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
+    halves = [torch.distributed.new_group(members) for members in ([0, 1], [2, 3])]
+    state: Any = ModuleType("vllm.distributed.parallel_state")
+    patched = pytest.MonkeyPatch()
+    for name, module in (
+        ("vllm", ModuleType("vllm")),
+        ("vllm.distributed", ModuleType("vllm.distributed")),
+        (state.__name__, state),
+    ):
+        patched.setitem(sys.modules, name, module)
+    _stand_in_for_vllm(patched)
+    patched.setattr(stages, "_PATIENCE", 2.0)
+    stage = rank // 2
+
+    def served(what: str, calls: int, tensor_parallel: int = 2, fails: int = -1) -> StageStandIn:
+        state.get_tp_group = lambda: SimpleNamespace(
+            world_size=tensor_parallel, rank_in_group=rank % tensor_parallel, cpu_group=halves[stage]
+        )
+        state.get_pp_group = lambda: SimpleNamespace(
+            world_size=2, rank_in_group=stage, ranks=[f"{what} {rank % 2 if tensor_parallel == 1 else 0}"]
+        )
+        found = StageStandIn(0.05, lambda call: 40 + 13 * rank + call % 5)
+        found.shadow.begin_in_pipeline(drafts=False)
+        if what == "silent" and stage == 1:
+            found.shadow._stages._place = found.shadow._stages._place._replace(tells=False)
+        sent: list[Any] = []
+        for call in range(1, calls + 1):
+            if stage:
+                torch.distributed.recv(torch.zeros(1), rank - 2)
+            if rank == fails and call == calls // 2:
+                found.fails = ValueError("planted")
+            found.call()
+            if not stage:
+                sent.append(torch.distributed.isend(torch.zeros(1), rank + 2))
+                if len(sent) > 3:
+                    sent.pop(0).wait()
+        for each in sent:
+            each.wait()
+        return found
+
+    found = {
+        "agreed": served("agreed", 500),
+        "alone": served("alone", 500, tensor_parallel=1),
+        "failed": served("failed", 800, fails=3),
+    }
+    begun = time.monotonic()
+    found["silent"] = served("silent", 300)
+    told = {what: (each.checked, each.shadow.stopped) for what, each in found.items()}
+    answers.put((rank, told, time.monotonic() - begun))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_real_ranks_of_two_stages_check_the_same_steps_and_none_waits_for_one_that_is_over() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    answers = context.Queue()
+    started = [context.Process(target=_rank, args=(rank, port, answers), daemon=True) for rank in range(4)]
+    for each in started:
+        each.start()
+    told: dict[int, Any] = {}
+    try:
+        for _ in started:
+            rank, found, taken = answers.get(timeout=120)
+            told[rank] = found
+            assert taken < 20
+    except queue.Empty:
+        pytest.fail(f"only ranks {sorted(told)} have come to an end")
+    finally:
+        for each in started:
+            each.join(10)
+            each.kill()
+    checked = {what: [told[rank][what][0] for rank in range(4)] for what in told[0]}
+    stopped = {what: [told[rank][what][1] for rank in range(4)] for what in told[0]}
+    expected = [100]
+    while (later := expected[-1] + 40 + 13 * 3 + expected[-1] % 5) <= 500:
+        expected.append(later)
+    assert checked["agreed"] == [expected] * 4
+    # Two pipelines in one store: each goes by the dearest of its own ranks.
+    assert checked["alone"][0] == checked["alone"][2] != checked["alone"][1] == checked["alone"][3]
+    assert stopped["agreed"] == stopped["alone"] == [None] * 4
+    assert checked["failed"][0] == checked["failed"][1]
+    assert checked["failed"][2] == checked["failed"][3] == checked["failed"][0][: len(checked["failed"][2])]
+    assert len(checked["failed"][0]) > len(checked["failed"][2]) + 3
+    assert stopped["failed"][:2] == [None, None]
+    assert stopped["failed"][2:] == ["it failed on another rank of the same group", "ValueError: planted"]
+    assert [steps[0] for steps in checked["silent"]] == [100] * 4
+    assert all(stopped["silent"][:2])

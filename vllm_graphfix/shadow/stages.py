@@ -1,0 +1,152 @@
+"""Which step the stages of a pipeline check next, where they keep a budget and each of them has costs of its own.
+
+A collective of the stages would hang: one comes to a step only when the one before has sent what it made of it, so that none may wait for a
+later one. What an earlier one has left at a step in torch.distributed's store, a later one finds when it comes to it. So after a check each
+stage leaves its wish, the step from which on its budget allows the next. Some steps later the first stage takes the latest of these wishes, and
+leaves it for the others, who look for it at that very step. A stage whose check is over says so: the others do without its wish, and
+if all before it are over, a stage goes by its own decision.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from vllm_graphfix.agreement import common_store
+from vllm_graphfix.shadow import ranks
+
+_PATIENCE = 3.0
+"""Seconds that a stage waits for the word of an earlier one about a step which that one has made already: in practice it is there."""
+_PAUSE = 0.001
+_TRIES = 4
+"""Times that the first stage looks again later for a wish which is not there, before the check is over on all of them."""
+_LONGEST = 1024
+"""Steps of the longest window."""
+
+
+class Place(NamedTuple):
+    """Where this rank is."""
+
+    stage: int
+    stages: int
+    pipeline: str
+    """Names the stages that belong together, in a store that may serve several engines."""
+    tells: bool = True
+    """Of the ranks of a stage, which agree among themselves, one tells the others."""
+
+
+class Stages:
+    """What this stage has to know of the others, and they of it. Steps are counted alike on all stages.
+
+    One is *due*: the first replay from there on is checked. `plan_at` another is fixed, whether or not there was one: up to there is
+    the window of the step that is due.
+    """
+
+    def __init__(self, place: Place, share: float, due: int, store: Callable[[], Any] = common_store) -> None:
+        self._place, self._store = place, store
+        # More than there can be batches between the first stage and the last, so that what is left at one is there at the next.
+        self._apart = 16 + 2 * place.stages
+        # A budget of that share cannot afford a check sooner, and what is done to agree costs far less than one.
+        self._window = max(self._apart, min(_LONGEST, math.ceil(1 / share)))
+        self._wish, self._tries = 0, 0
+        self._failed: Exception | None = None
+        self._left: list[str] = []
+        self._planned: list[str] = []
+        self.move(due)
+
+    def move(self, due: int) -> None:
+        self.due, self.plan_at, self.told = due, due + self._window, False
+
+    def wait(self, plan_at: int) -> None:
+        self.plan_at = plan_at
+
+    def leave(self, wish: int) -> None:
+        """The step from which on this stage may check again. Raises nothing; `plan` does, if the store cannot be reached."""
+        self.told, self._wish = True, wish
+        if not self._place.tells:
+            return
+        try:
+            store, key = self._in_store(), self._key_of_wish(self._place.stage)
+            store.set(key, str(wish))
+            self._left = _forget(store, [*self._left, key], 1)
+        except Exception as error:
+            self._failed = error
+
+    def plan(self, step: int) -> tuple[int, int]:
+        """The step that is due next, and 0; or 0, and the step to `plan` at again. Both 0 from a rank that tells nobody.
+
+        Raises TimeoutError, a RuntimeError if the check is over for all stages, and what the store raises.
+        """
+        if not self._place.tells:
+            return 0, 0
+        if self._failed is not None:
+            raise self._failed
+        store, key = self._in_store(), f"plan/{step}"
+        found = self._of_an_earlier_stage(store, key, step)
+        if found is None:
+            found = self._decided(store, step)
+            store.set(key, found)
+            self._planned = _forget(store, [*self._planned, key], 2)
+        what, _, told = found.partition(" ")
+        if what == "check":
+            return int(told), 0
+        if what == "plan":
+            return 0, int(told)
+        raise RuntimeError(f"nothing is known of the check of step {self.due} on stage {told} of the pipeline")
+
+    def end(self) -> None:
+        """No check on this stage any more: nobody has to wait for it."""
+        if self._place.tells:
+            self._in_store().set(_over(self._place.stage), "1")
+
+    def _in_store(self) -> Any:
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        return PrefixStore(f"shadow/{self._place.pipeline}", self._store())
+
+    def _key_of_wish(self, stage: int) -> str:
+        return f"wish/{self.due}/{stage}"
+
+    def _of_an_earlier_stage(self, store: Any, key: str, step: int) -> str | None:
+        """What one has decided; None if all of them are over, and this stage has to."""
+        until = time.monotonic() + _PATIENCE
+        before = [_over(stage) for stage in range(self._place.stage)]
+        while True:
+            over = not before or store.check(before)
+            if store.check([key]):  # asked after the other: a stage may have decided, and been over then
+                return str(store.get(key).decode())
+            if over:
+                return None
+            if time.monotonic() > until:
+                raise TimeoutError(f"no earlier stage of the pipeline has planned a check at step {step}")
+            time.sleep(_PAUSE)
+
+    def _decided(self, store: Any, step: int) -> str:
+        latest, missing = max(self._wish, step + 1), []
+        for stage in range(self._place.stage + 1, self._place.stages):
+            if store.check([self._key_of_wish(stage)]):
+                latest = max(latest, int(store.get(self._key_of_wish(stage))))
+            elif not store.check([_over(stage)]):
+                missing.append(str(stage))
+        if not missing:
+            self._tries = 0
+            return f"check {latest}"
+        self._tries += 1
+        return f"plan {step + self._apart}" if self._tries <= _TRIES else f"over {', '.join(missing)}"
+
+
+def of_this_rank(share: float, due: int) -> Stages:
+    return Stages(Place(*ranks.place_in_pipeline()), share, due)
+
+
+def _over(stage: int) -> str:
+    return f"over/{stage}"
+
+
+def _forget(store: Any, keys: list[str], kept: int) -> list[str]:
+    """Deletes all but the last *kept*: whoever needed one has read it, or the next could not have been left."""
+    for key in keys[:-kept]:
+        store.delete_key(key)
+    return keys[-kept:]
