@@ -157,6 +157,19 @@ def test_steps_that_cannot_be_checked_are_not_tried_one_after_the_other() -> Non
     assert schedule._spent == pytest.approx(12 * 0.0001)
 
 
+def test_what_an_agreement_took_is_spent_and_no_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_graphfix.shadow import schedule as module
+
+    now = iter([0.0, 0.01, 0.04])
+    monkeypatch.setattr(module, "perf_counter", lambda: next(now))
+    schedule = Schedule(Rate(share=0.01))
+    schedule.tick()
+    schedule.plan(0.02)
+    schedule.tick()
+    assert schedule._busy == pytest.approx(0.02)
+    assert schedule._spent == 0.02
+
+
 def test_a_pause_of_the_engine_is_no_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_graphfix.shadow import schedule as module
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from vllm_graphfix.membership import Membership
 from vllm_graphfix.process import Process, Wanted
 from vllm_graphfix.settings import Master
-from vllm_graphfix.shadow import process, ranks, runner_v1, stages
+from vllm_graphfix.shadow import drafter_v2, process, ranks, runner_v1, runner_v2, stages
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.failures import UnfitStep, UnsafeError
 from vllm_graphfix.shadow.rate import NEVER, Action, Rate
@@ -63,6 +63,30 @@ class StageStandIn:
         return Step(Graph("a graph", 1, ()), lambda: torch.zeros(1, 1), lambda: 1, {}, (), (), list)
 
 
+class StageV2StandIn(StageStandIn):
+    """The same of model runner V2, with *drafts* replays of a drafter after each of the target model's."""
+
+    def __init__(self, share: float, wanted: Callable[[int], int], drafts: int) -> None:
+        super().__init__(share, wanted)
+        manager: Any = SimpleNamespace(vllm_config=None, stage=self)
+        drafter = drafter_v2._Drafter(None, manager, {})
+        replay = runner_v2._checked(lambda manager, desc: torch.zeros(1, 1))
+        self.in_turn = [
+            functools.partial(replay, manager, "target"),
+            *drafts
+            * [functools.partial(drafter_v2._counted(lambda desc: torch.zeros(1, 1), drafter, self.shadow), "draft")],
+        ]
+        self.within: list[int] = []
+
+    def call(self) -> None:
+        process.SHADOW = self.shadow
+        self.calls += 1
+        for place, replay in enumerate(self.in_turn):
+            before = len(self.checked)
+            replay()
+            self.within += [place] * (len(self.checked) - before)
+
+
 class PipelineStandIn:
     """Stages that make the same calls one after the other, and up to *in_flight* batches at once."""
 
@@ -74,7 +98,7 @@ class PipelineStandIn:
             with pytest.MonkeyPatch.context() as patched:
                 made = functools.partial(Stages, place, store=self.in_store)
                 patched.setattr(stages, "of_this_rank", made)
-                stage.shadow.begin_in_pipeline(drafts=False)
+                stage.shadow.begin_in_pipeline(drafts=isinstance(stage, StageV2StandIn))
 
     def in_store(self) -> Any:
         return self.store
@@ -96,6 +120,11 @@ def _stand_in_for_vllm(patched: pytest.MonkeyPatch) -> None:
     patched.setitem(sys.modules, "vllm.forward_context", context)
     patched.setattr(runner_v1, "_replays", lambda wrapper, _: wrapper.stage.replays)
     patched.setattr(runner_v1, "_step", lambda wrapper, *_: wrapper.stage.describe())
+    patched.setattr(runner_v2, "unsafe", lambda config: None)
+    patched.setattr(runner_v2, "_variables", lambda frame: {"dummy_run": False, "attn_metadata": True})
+    patched.setattr(runner_v2, "_step", lambda manager, *_: manager.stage.describe())
+    patched.setattr(drafter_v2, "_calling", lambda drafter, *_: SimpleNamespace(rows=1, stage=drafter.manager.stage))
+    patched.setattr(drafter_v2, "_step", lambda call, rows: call.stage.describe())
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +262,31 @@ def test_a_store_that_fails_ends_the_check_and_serving_goes_on(which: int) -> No
     assert all(each.shadow.stopped for each in pipeline.stages)
 
 
+@pytest.mark.parametrize(
+    "left", ["check 100", "check -1", "plan 1", "check 1e9", "over", "over 1\n", "", "check " + "9" * 19]
+)
+def test_what_no_stage_has_left_in_the_store_ends_the_check_and_does_nothing_else(left: str) -> None:
+    pipeline = pair()
+    pipeline.run(100)
+    first, last = pipeline.stages
+    first.shadow.schedule.due = NEVER
+    PrefixStore("shadow/0", pipeline.store).set("plan/120", left)
+    pipeline.run(100)
+    assert "has left at step 120 is not understood" in (last.shadow.stopped or "")
+    assert last.checked == [100]
+
+
 # -- what is counted
+
+
+def test_a_last_stage_with_a_drafter_checks_the_steps_of_the_others_and_its_drafts_in_turns() -> None:
+    first, last = (StageV2StandIn(0.05, lambda calls: 60 + calls % 3, drafts) for drafts in (0, 3))
+    PipelineStandIn(first, last).run(2000)
+    assert first.checked == last.checked
+    assert len(first.checked) > 25
+    assert set(first.within) == {0}
+    assert {place: last.within.count(place) >= 6 for place in range(4)} == dict.fromkeys(range(4), True)
+    assert (first.shadow.stopped, last.shadow.stopped) == (None, None)
 
 
 @pytest.mark.parametrize("size", [1, 2])

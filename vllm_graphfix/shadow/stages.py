@@ -10,6 +10,7 @@ if all before it are over, a stage goes by its own decision.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -89,12 +90,10 @@ class Stages:
             found = self._decided(store, step)
             store.set(key, found)
             self._planned = _forget(store, [*self._planned, key], 2)
-        what, _, told = found.partition(" ")
-        if what == "check":
-            return int(told), 0
-        if what == "plan":
-            return 0, int(told)
-        raise RuntimeError(f"nothing is known of the check of step {self.due} on stage {told} of the pipeline")
+        what, told = _read(found, step)
+        if what == "over":
+            raise RuntimeError(f"nothing is known of the check of step {self.due} on stage {told} of the pipeline")
+        return (told, 0) if what == "check" else (0, told)
 
     def end(self) -> None:
         """No check on this stage any more: nobody has to wait for it."""
@@ -124,21 +123,29 @@ class Stages:
             time.sleep(_PAUSE)
 
     def _decided(self, store: Any, step: int) -> str:
-        latest, missing = max(self._wish, step + 1), []
+        latest, missing = max(self._wish, step + 1), list[int]()
         for stage in range(self._place.stage + 1, self._place.stages):
             if store.check([self._key_of_wish(stage)]):
                 latest = max(latest, int(store.get(self._key_of_wish(stage))))
             elif not store.check([_over(stage)]):
-                missing.append(str(stage))
+                missing.append(stage)
         if not missing:
             self._tries = 0
             return f"check {latest}"
         self._tries += 1
-        return f"plan {step + self._apart}" if self._tries <= _TRIES else f"over {', '.join(missing)}"
+        return f"plan {step + self._apart}" if self._tries <= _TRIES else f"over {missing[0]}"
 
 
 def of_this_rank(share: float, due: int) -> Stages:
     return Stages(Place(*ranks.place_in_pipeline()), share, due)
+
+
+def _read(left: str, step: int) -> tuple[str, int]:
+    """What an earlier stage has left at *step*, ``check``, ``plan`` or ``over``, and its number. Raises ValueError for anything else."""
+    found = re.fullmatch(r"(check|plan|over) ([0-9]{1,18})", left)
+    if found is None or (found[1] != "over" and int(found[2]) <= step):
+        raise ValueError(f"what an earlier stage of the pipeline has left at step {step} is not understood")
+    return found[1], int(found[2])
 
 
 def _over(stage: int) -> str:
