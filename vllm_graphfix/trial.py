@@ -62,7 +62,7 @@ class Watched(NamedTuple):
     graphs: str
     """What it has to be wrapped around: a name of `shadow.runners.RUNNERS`."""
     scenario: str
-    """``module:function``, of no arguments."""
+    """``module:function``: takes *hit* as a `Scenario` does. False where this vLLM replays no such graphs in it."""
 
 
 class Trial(NamedTuple):
@@ -80,3 +80,7 @@ class Trial(NamedTuple):
     """More of them, where the defect is in several places of vLLM: each is judged for itself."""
     watched: Watched | None = None
     """Of a scenario whose defect shows in what a replay puts out."""
+    watched_further: tuple[Watched, ...] = ()
+    """The same on graphs of other kinds: each is judged for itself."""
+    unwatched: str = ""
+    """Of any other: a clause that says why the shadow check cannot see the defect in a replay."""

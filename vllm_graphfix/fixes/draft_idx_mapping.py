@@ -344,7 +344,7 @@ FIX = Fix(
 
 def trial() -> Trial:
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
+    from vllm_graphfix.trial import Edit, Served, Trial, Watched
     from vllm_graphfix.verify.engine.cases import MLA_MTP_SAMPLED
 
     left_out = (
@@ -403,4 +403,5 @@ def trial() -> Trial:
             Served("0.22.1", f"{v2}./llama", Concern.DOES_NOT, "no speculator"),
         ),
         case=MLA_MTP_SAMPLED,
+        watched=Watched("shadow-v2-drafter", "vllm_graphfix.verify.double.scenarios.draft_idx_mapping:watched"),
     )

@@ -217,7 +217,7 @@ FIX = Fix(
 
 def trial() -> Trial:
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
+    from vllm_graphfix.trial import Edit, Served, Trial, Watched
 
     replaced = r"^        new_metadata\.state_indices_tensor = state_indices_t$"
     copied = "        self.{0}[:num_reqs].copy_(metadata.{0}[:num_reqs])\n"
@@ -257,4 +257,5 @@ def trial() -> Trial:
             Served("0.16.0", "./mamba2 --enable-prefix-caching", does_not, "no several groups"),
             Served("0.16.0", "./new-hybrid --enable-prefix-caching", Concern.UNKNOWN, "does not know the model"),
         ),
+        watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.mamba_all_mode:watched"),
     )

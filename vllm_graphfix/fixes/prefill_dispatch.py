@@ -420,6 +420,7 @@ def trial() -> Trial:
     return Trial(
         scenario="vllm_graphfix.verify.double.scenarios.prefill_dispatch:run",
         watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.prefill_dispatch:watched"),
+        watched_further=(Watched("shadow-v2", "vllm_graphfix.verify.double.scenarios.prefill_dispatch:watched_v2"),),
         edits=(
             Edit("the phase in the predicate", "0.20.0", _RUNNER, told, asks, Verdict.FIXED, remedy),
             Edit("the phase in the predicate, 0.33.0", "0.33.0", _RUNNER, told, asks, Verdict.FIXED, remedy),

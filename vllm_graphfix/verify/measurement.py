@@ -17,6 +17,10 @@ class Watch:
     state: str | None = None
     """The check's, in that engine; None of one that has ended in an error."""
     error: str | None = None
+    graphs: str = ""
+    """Those that were checked on the CPU double, a name of `shadow.runners.RUNNERS`."""
+    further: tuple[Watch, ...] = ()
+    """The same of graphs of other kinds."""
 
     @property
     def sentence(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -72,16 +73,17 @@ class Proof:
         return self._of_the_check() or "proven"
 
     def _of_the_check(self) -> str | None:
-        """What the shadow check did wrong. Stock may crash before it is checked, and the check may be for other engines, and says so."""
-        stock, patched = self.watched.get("stock"), self.watched.get("patched")
-        for watch in (patched, None if stock and stock.error else stock):
-            if watch and (watch.error or watch.state == State.FAILED.value):
-                return "the shadow check failed"
-            if watch and watch.state == State.ACTIVE.value and not watch.checks:
-                return "nothing was checked by the shadow check"
-        if stock and stock.checks and not stock.mismatches and not stock.error:
-            return "missed by the shadow check"
-        return "false alarm of the shadow check" if patched and patched.mismatches else None
+        """What the shadow check did wrong."""
+        stock, patched = (
+            (watch, *watch.further) if watch else () for watch in map(self.watched.get, ("stock", "patched"))
+        )
+        return next(filter(None, itertools.starmap(_wrongly_checked, itertools.zip_longest(stock, patched))), None)
+
+    @property
+    def unwatched(self) -> str | None:
+        """Why the shadow check was not asked: it cannot see the defect in a replay."""
+        shown = self.diagnosis.verdict is Verdict.AFFECTED and self.further is None and not self.watched
+        return (self.fix.trial().unwatched or None) if shown else None
 
     @property
     def holds(self) -> bool:
@@ -109,6 +111,18 @@ class Report:
     @property
     def complete(self) -> bool:
         return all(proof.skipped is None for proof in self.proofs)
+
+
+def _wrongly_checked(stock: Watch | None, patched: Watch | None) -> str | None:
+    """What the check did wrong. Stock may crash before it is checked, and the check may be for other engines, and says so."""
+    for watch in (patched, None if stock and stock.error else stock):
+        if watch and (watch.error or watch.state == State.FAILED.value):
+            return "the shadow check failed"
+        if watch and watch.state == State.ACTIVE.value and not watch.checks:
+            return "nothing was checked by the shadow check"
+    if stock and stock.checks and not stock.mismatches and not stock.error:
+        return "missed by the shadow check"
+    return "false alarm of the shadow check" if patched and patched.mismatches else None
 
 
 def _shows_the_defect(stock: Measurement) -> bool:
@@ -170,6 +184,7 @@ def _entry(proof: Proof) -> dict[str, Any]:
         "patched_error": proof.patched.error if proof.patched else None,
         "details": [line for measured in (proof.stock, proof.patched) if measured for line in measured.details],
         "shadow": {mode: asdict(watch) for mode, watch in proof.watched.items()} or None,
+        "unwatched": proof.unwatched,
         "state": proof.patched_state[0],
         "state_reason": proof.patched_state[1],
     }
@@ -215,7 +230,11 @@ def show(report: Report, console: Console) -> None:
             for line in measured.details if measured else ():
                 console.print(f"[dim]  {escape(line)}[/]", highlight=False)
         for mode, watch in proof.watched.items():
-            console.print(f"[dim]  {mode}, shadow check: {escape(watch.sentence)}[/]", highlight=False)
+            for each in (watch, *watch.further):
+                told = f"{mode}, shadow check{f' ({each.graphs})' if each.graphs else ''}: {each.sentence}"
+                console.print(f"[dim]  {escape(told)}[/]", highlight=False)
+        if proof.unwatched:
+            console.print(f"[dim]  the shadow check cannot see it: {escape(proof.unwatched)}[/]", highlight=False)
     if report.logs:
         console.print(f"Engine logs: {escape(report.logs)}", highlight=False, soft_wrap=True)
 

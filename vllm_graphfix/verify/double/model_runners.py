@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 from unittest import mock
@@ -11,7 +11,13 @@ from unittest import mock
 import torch
 from vllm.compilation import cuda_graph
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor, create_forward_context, get_forward_context, override_forward_context
+from vllm.forward_context import (
+    BatchDescriptor,
+    create_forward_context,
+    get_forward_context,
+    override_forward_context,
+    set_forward_context,
+)
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_graphfix.shadow.runner_v2 import RUNNER_MODULE
@@ -33,44 +39,129 @@ def wrappers_on_the_double() -> Iterator[None]:
         yield
 
 
-class WrappedGraphs:
-    """Full graphs of a model of one layer in vLLM's own `CUDAGraphWrapper`, called as model runner V1 calls it."""
+class WrappedModel:
+    """Full graphs of a model in vLLM's own `CUDAGraphWrapper`, called as model runner V1 calls it."""
 
-    def __init__(self, name: str, layer: object, forward: Callable[[Any, int], torch.Tensor], block_size: int) -> None:
-        """*forward* takes the layer's attention metadata and the tokens of the batch, padding included; without a graph too."""
-        self._name = name
-        self._config = SimpleNamespace(
-            compilation_config=SimpleNamespace(
-                static_forward_context={name: layer}, fast_moe_cold_start=False, static_all_moe_layers=[]
-            ),
-            parallel_config=SimpleNamespace(data_parallel_size=1),
-            cache_config=SimpleNamespace(block_size=block_size),
-            use_cumem_cudagraph_pool=False,
-        )
+    def __init__(
+        self, layers: Mapping[str, object], forward: Callable[[Any, int], torch.Tensor], block_size: int
+    ) -> None:
+        """*forward* takes attention metadata by layer, and the tokens of the batch, padding included; without a graph too."""
+        self._layers = tuple(layers)
+        self._config = _config(dict(layers), block_size)
 
         def model() -> torch.Tensor:
             context = get_forward_context()
-            return forward(context.attn_metadata[name], context.batch_descriptor.num_tokens)
+            return forward(context.attn_metadata, context.batch_descriptor.num_tokens)
 
         self._model = cuda_graph.CUDAGraphWrapper(model, self._config, CUDAGraphMode.FULL)
 
-    def capture(self, padded_tokens: int, metadata: object) -> None:
+    def capture(self, padded_tokens: int, metadata: Any) -> None:
         self.replay(padded_tokens, metadata, padded_tokens)  # the wrapper captures the first step of each size
 
-    def replay(self, padded_tokens: int, metadata: object, tokens: int) -> torch.Tensor:
+    def replay(self, padded_tokens: int, metadata: Any, tokens: int) -> torch.Tensor:
         """The graph for *padded_tokens* in a step of *tokens*."""
         slots = torch.zeros(padded_tokens, dtype=torch.int64)
         slots[tokens:] = -1
         context = create_forward_context(
-            {self._name: metadata},
+            metadata,
             self._config,
             cudagraph_runtime_mode=CUDAGraphMode.FULL,
             batch_descriptor=BatchDescriptor(padded_tokens),
-            slot_mapping={self._name: slots},
+            slot_mapping=dict.fromkeys(self._layers, slots),
         )
         with override_forward_context(context):
             output: torch.Tensor = self._model()
         return output
+
+
+class WrappedGraphs(WrappedModel):
+    """The same of a model of one layer."""
+
+    def __init__(self, name: str, layer: object, forward: Callable[[Any, int], torch.Tensor], block_size: int) -> None:
+        """*forward* takes the attention metadata of that layer."""
+        self._name = name
+        super().__init__({name: layer}, lambda metadata, tokens: forward(metadata[name], tokens), block_size)
+
+    def replay(self, padded_tokens: int, metadata: Any, tokens: int) -> torch.Tensor:
+        return super().replay(padded_tokens, {self._name: metadata}, tokens)
+
+
+class ManagedGraphs:
+    """The same of a model of one layer under vLLM's own `ModelCudaGraphManager`, called as model runner V2 calls it (0.21.0 on)."""
+
+    def __init__(
+        self,
+        name: str,
+        layer: object,
+        forward: Callable[[Any, int], torch.Tensor],
+        block_size: int,
+        tokens_of_a_request: int,
+    ) -> None:
+        """*forward* as above."""
+        from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+        self._name, self._tokens_of_a_request = name, tokens_of_a_request
+        self._manager: Any = object.__new__(ModelCudaGraphManager)
+        vars(self._manager).update(
+            vllm_config=_config({name: layer}, block_size),
+            graphs={},
+            hidden_states=None,
+            is_last_pp_rank=True,
+            use_aux_hidden_state_outputs=False,
+        )
+
+        def model(padded_tokens: int) -> torch.Tensor:
+            return forward(get_forward_context().attn_metadata[name], padded_tokens)[:padded_tokens]
+
+        self._model = model
+
+    def capture(self, padded_tokens: int, metadata: object) -> None:
+        """As the manager does, less the metadata that it has made for it; the largest graph first."""
+        manager, descriptor = self._manager, self._descriptor(padded_tokens)
+        slots = {self._name: torch.zeros(padded_tokens, dtype=torch.int64)}
+        graph = manager.graphs[descriptor] = torch.cuda.CUDAGraph()
+        with set_forward_context(
+            {self._name: metadata}, manager.vllm_config, num_tokens=padded_tokens, slot_mapping=slots
+        ):
+            if manager.hidden_states is None:
+                manager.hidden_states = torch.empty_like(self._model(padded_tokens))
+            with torch.cuda.graph(graph):
+                manager.hidden_states[:padded_tokens] = self._model(padded_tokens)
+
+    def replay(self, padded_tokens: int, metadata: object, tokens: int) -> torch.Tensor:
+        """The graph for *padded_tokens* in a step of *tokens*."""
+        batch, descriptor = SimpleNamespace(num_tokens=tokens), self._descriptor(padded_tokens)
+        slots = {self._name: torch.zeros(padded_tokens, dtype=torch.int64)}
+        given: Any = {"padded_tokens": padded_tokens}
+        runner = RunnerV2StandIn(self._manager, self._model)
+        output: torch.Tensor = runner.execute_model({self._name: metadata}, slots, batch, given, descriptor)
+        return output
+
+    def _descriptor(self, padded_tokens: int) -> Any:
+        from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+        return BatchExecutionDescriptor(
+            cg_mode=CUDAGraphMode.FULL,
+            num_tokens=padded_tokens,
+            num_reqs=padded_tokens // self._tokens_of_a_request,
+            uniform_token_count=self._tokens_of_a_request,
+        )
+
+
+def _config(layers: dict[str, Any], block_size: int) -> Any:
+    """Of a `VllmConfig` what wrappers, managers and a forward context read."""
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            static_forward_context=layers,
+            fast_moe_cold_start=False,
+            static_all_moe_layers=[],
+            ir_enable_torch_wrap=False,
+        ),
+        parallel_config=SimpleNamespace(data_parallel_size=1, is_moe_model=False, use_sequence_parallel_moe=False),
+        cache_config=SimpleNamespace(block_size=block_size),
+        kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(set_priority=contextlib.nullcontext)),
+        use_cumem_cudagraph_pool=False,
+    )
 
 
 def recurrent(stand_in: type, states: str = "_states") -> Any:

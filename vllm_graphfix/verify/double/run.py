@@ -12,6 +12,7 @@ import threading
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,9 @@ def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
                 stock.states[fix.name],
                 patched.states[fix.name],
                 watched={
-                    worker.kind: worker.watched[fix.name] for worker in (stock, patched) if fix.name in worker.watched
+                    worker.kind: replace(found[0], further=tuple(found[1:]))
+                    for worker in (stock, patched)
+                    if (found := worker.watched.get(fix.name))
                 },
             )
             for fix in fixes
@@ -102,7 +105,7 @@ class _Worker(threading.Thread):
         self.measured: dict[str, Measurement] = {}
         self.failed: dict[str, str] = {}
         self.states: dict[str, tuple[str, str]] = {}
-        self.watched: dict[str, Watch] = {}
+        self.watched: dict[str, list[Watch]] = {}
         self.torch = "unknown"
         self._progress, self._task, self._names = progress, task, names
         self._log = tempfile.NamedTemporaryFile(prefix=f"graphfix-verify-{kind}-", suffix=".log", delete=False)  # noqa: SIM115 - kept for the user if the process fails
@@ -160,7 +163,8 @@ class _Worker(threading.Thread):
             self.states[name] = (line["state"], line["reason"])
             return
         elif event == "watched":
-            self.watched[name] = Watch(line["checks"], line["mismatches"], line["first"], line["state"], line["error"])
+            told = {each.name: line[each.name] for each in fields(Watch) if each.name != "further"}
+            self.watched.setdefault(name, []).append(Watch(**told))
             return
         done = len(self.measured) + len(self.failed)
         following = self._names[done] if done < len(self._names) else "shadow check"

@@ -95,10 +95,10 @@ def use(folder: str) -> None:
         raise ImportError(f"vllm was imported from {vllm.__file__}, not from {folder}")
 
 
-def watched(names: Sequence[str]) -> Iterator[tuple[str, Watch]]:
+def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Watch]]:
     """Has the shadow check look at every replay in the scenarios of the fixes *names*, where these are made for it and it knows their graphs.
 
-    From here on it is wrapped around vLLM's functions, also where the environment has switched every fix off.
+    Told for each kind of graphs. From here on the check is wrapped around vLLM's functions, also where the environment has switched every fix off.
     """
     from vllm_graphfix.fix import Mode, State
     from vllm_graphfix.fixes import BY_NAME
@@ -109,27 +109,31 @@ def watched(names: Sequence[str]) -> Iterator[tuple[str, Watch]]:
     from vllm_graphfix.shadow.runners import RUNNERS
     from vllm_graphfix.shadow.verdict import Results
 
-    scenarios = {name: found for name in names if (found := BY_NAME[name].trial().watched) is not None}
+    trials = {name: BY_NAME[name].trial() for name in names}
+    scenarios = [
+        (name, each) for name, trial in trials.items() for each in (trial.watched, *trial.watched_further) if each
+    ]
     if not scenarios:
         return
     wanted = Wanted(Master.ON, {each.name: Mode.AUTO for each in RUNNERS})
     wrapped = Process(RUNNERS, wanted)
     wrapped.start(wanted)
-    for name, scenario in scenarios.items():
+    for name, scenario in scenarios:
         replay = _found(scenario.scenario)
         if wrapped.states()[scenario.graphs].state is not State.ACTIVE:
             continue
         process.start(Rate(every=1), Action.REPORT)
         error = None
         try:
-            replay()
+            if replay(hit=hit) is False:
+                continue
         except Exception as raised:
             traceback.print_exc()
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
         state = process.state(wrapped.states()).state
         results = process.SHADOW.results if process.SHADOW is not None else Results()
         first = results.kept[0].check if results.kept else None
-        yield name, Watch(results.checks, results.mismatches, first, state.value, error)
+        yield name, Watch(results.checks, results.mismatches, first, state.value, error, scenario.graphs)
     process.start(Rate(), Action.REPORT)
 
 

@@ -63,11 +63,11 @@ def _eager() -> list[torch.Tensor]:
     return [runner.run_eagerly(model, step) for step in STEPS for model in models]
 
 
-def watched() -> None:
+def watched(*, hit: bool = True) -> None:
     """The target model's replays of `run`, as model runner V2 makes them, for the shadow check. A drafter's are of vLLM's speculators."""
     from vllm_graphfix.verify.double.model_runners import RunnerV2StandIn, wrappers_on_the_double
 
-    with wrappers_on_the_double():
+    with wrappers_on_the_double(), nullcontext() if hit else attention_without_a_plan():
         runner, (model, _) = _runner(), _models()
         target = _captured(runner, model)
         for step in STEPS:

@@ -46,6 +46,14 @@ def run(*, hit: bool = True) -> Measurement:
     )
 
 
+def watched(*, hit: bool = True) -> None:
+    """The replays of `run`, of draft prefills and draft decodes, for the shadow check."""
+    from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
+
+    with wrappers_on_the_double():
+        _draft(CUDAGraphMode.FULL_DECODE_ONLY, BATCHES if hit else BATCHES[:1] * len(BATCHES))
+
+
 def _draft(mode: Any, batches: list[list[int]]) -> list[float]:
     """What each step leaves for the rejection sampler: draft tokens of its requests, and the logits that they were sampled from."""
     numbers: list[float] = []
@@ -100,6 +108,7 @@ def _speculator(mode: Any, sampling: str | None = None) -> Any:
         parallel_config=SimpleNamespace(
             data_parallel_size=1, data_parallel_rank=0, tensor_parallel_size=1, is_moe_model=False
         ),
+        cache_config=SimpleNamespace(),
         compilation_config=compilation,
         speculative_config=SimpleNamespace(
             method="eagle",
@@ -115,7 +124,8 @@ def _speculator(mode: Any, sampling: str | None = None) -> Any:
     speculator.model_state = object.__new__(DefaultModelState)
     speculator.model_state.max_model_len = MAX_LENGTH
     speculator.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
-    speculator.attn_groups, speculator.draft_attn_layer_names = [], set()
+    # A layer in no group: there are metadata of a decode, and nothing in them.
+    speculator.attn_groups, speculator.draft_attn_layer_names = [], {"draft.layers.0"}
     slots = torch.zeros(1, max(SIZES), dtype=torch.int64)
     speculator.block_tables = SimpleNamespace(
         cp_size=1,
@@ -159,12 +169,20 @@ def _propose(speculator: Any, batch: list[int], computed: int, random: torch.Gen
     """Calls the speculator as the model runner does after a target step; each request has computed so many tokens before."""
     rows, width = len(batch), 1 + DRAFT_TOKENS
     tokens = rows * width
-    positions = computed + torch.arange(width).repeat(rows)
+    # The target model has run in a full graph, too.
+    padded = (
+        next(size for size in SIZES if size >= tokens)
+        if speculator.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        else tokens
+    )
+    hidden = torch.zeros(padded, HIDDEN_SIZE)
+    positions = torch.zeros(padded, dtype=torch.int64)
+    positions[:tokens] = computed + torch.arange(width).repeat(rows)
     given = SimpleNamespace(
         num_reqs=rows,
-        num_reqs_after_padding=rows,
+        num_reqs_after_padding=padded // width,
         num_tokens=tokens,
-        num_tokens_after_padding=tokens,
+        num_tokens_after_padding=padded,
         num_scheduled_tokens=np.full(rows, width),
         idx_mapping=torch.tensor(batch, dtype=torch.int32),
         input_ids=torch.randint(VOCABULARY, (tokens,), generator=random, dtype=torch.int32),
@@ -173,11 +191,12 @@ def _propose(speculator: Any, batch: list[int], computed: int, random: torch.Gen
         seq_lens=torch.full((rows,), computed + width, dtype=torch.int32),
         seq_lens_cpu_upper_bound=torch.full((rows,), computed + width),
     )
+    hidden[:tokens] = torch.randn(tokens, HIDDEN_SIZE, generator=random)
     drafted: torch.Tensor = speculator.propose(
         given,
         {},
         {},
-        torch.randn(tokens, HIDDEN_SIZE, generator=random),
+        hidden,
         None,
         num_sampled=torch.ones(rows, dtype=torch.int32),
         num_rejected=torch.zeros(rows, dtype=torch.int32),

@@ -62,12 +62,12 @@ def run(*, hit: bool = True) -> Measurement:
         return measure(numbers, _eager, _graphed, {"captured-state-reused": len(SIZES)})
 
 
-def watched() -> None:
+def watched(*, hit: bool = True) -> None:
     """The replays of `run` that an Eagle speculator makes, for the shadow check."""
     from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
     drafting = Drafting()
-    with wrappers_on_the_double():
+    with wrappers_on_the_double(), nullcontext() if hit else attention_without_a_plan():
         target = _captured(drafting)
         for step in STEPS:
             descriptor = target.dispatch(len(step.lengths), step.num_tokens, QUERY_TOKENS)

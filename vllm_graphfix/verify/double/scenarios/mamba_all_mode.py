@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.model_runners import WrappedModel, wrappers_on_the_double
 from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURED, MAX_MODEL_LEN, BLOCK = 4, 32, 4
@@ -43,7 +44,14 @@ def run(*, hit: bool = True) -> Measurement:
     return Measurement(told, tuple(eager), tuple(graphed))
 
 
-def _serve(mode: Any, caching: bool) -> list[float]:
+def watched(*, hit: bool = True) -> None:
+    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
+    with wrappers_on_the_double():
+        _serve(CUDAGraphMode.FULL, hit, wrapped=True)
+
+
+def _serve(mode: Any, caching: bool, *, wrapped: bool = False) -> list[float]:
+    """*wrapped*: the graph is in vLLM's wrapper."""
     runner = _runner(mode, caching)
     random = torch.Generator().manual_seed(0)
     mixers = [_mixer(runner.cache_config, name, random) for name in LAYERS]
@@ -51,16 +59,21 @@ def _serve(mode: Any, caching: bool) -> list[float]:
     hidden = torch.zeros(CAPTURED, 2 * width + 2 * STATE + HEADS)
     outputs = torch.zeros(len(mixers), CAPTURED, width)
 
-    def forward(metadata: Any, rows: int) -> None:
+    def forward(metadata: Any, rows: int) -> torch.Tensor:
         # The engine's own context, less what these layers do not look at.
         with override_forward_context(SimpleNamespace(attn_metadata=metadata, virtual_engine=0)), _cpu_kernels():
             for mixer, output in zip(mixers, outputs, strict=True):
                 mixer.conv_ssm_forward(hidden[:rows], output[:rows])
+        return outputs.transpose(0, 1)
 
     graph = None
+    graphs = WrappedModel(dict(zip(LAYERS, mixers, strict=True)), forward, BLOCK) if wrapped else None
     if mode.has_full_cudagraphs():
         captured = _metadata(runner, [1] * CAPTURED, CAPTURED, for_cudagraph_capture=True)
         forward(captured, CAPTURED)
+    if graphs is not None:
+        graphs.capture(CAPTURED, captured)
+    elif mode.has_full_cudagraphs():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             forward(captured, CAPTURED)
@@ -69,8 +82,10 @@ def _serve(mode: Any, caching: bool) -> list[float]:
     for step in range(STEPS):
         hidden[: len(COMPUTED)] = torch.randn(len(COMPUTED), hidden.shape[1], generator=random)
         lengths = [computed + step + 1 for computed in COMPUTED.values()]
-        metadata = _metadata(runner, lengths, len(lengths) if graph is None else CAPTURED)
-        if graph is None:
+        metadata = _metadata(runner, lengths, CAPTURED if mode.has_full_cudagraphs() else len(lengths))
+        if graphs is not None:
+            graphs.replay(CAPTURED, metadata, len(lengths))
+        elif graph is None:
             forward(metadata, len(lengths))
         else:
             graph.replay()

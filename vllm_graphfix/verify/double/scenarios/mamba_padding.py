@@ -69,11 +69,11 @@ def run(*, hit: bool = True) -> Measurement:
     return Measurement(numbers, tuple(eager), tuple(graphed), counted={"padded-row-prefilling": 6})
 
 
-def watched() -> None:
+def watched(*, hit: bool = True) -> None:
     """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
     for backend in (Mamba1AttentionBackend, Mamba2AttentionBackend):
         with _unpinned(), wrappers_on_the_double():
-            _serve(backend, CUDAGraphMode.FULL, STEPS, wrapped=True)
+            _serve(backend, CUDAGraphMode.FULL, STEPS if hit else PAST_THEIR_PROMPTS, wrapped=True)
 
 
 class SelectiveStateStandIn:

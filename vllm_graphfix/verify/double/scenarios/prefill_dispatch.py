@@ -30,7 +30,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.double.model_runners import WrappedGraphs, recurrent, wrappers_on_the_double
+from vllm_graphfix.verify.double.model_runners import ManagedGraphs, WrappedGraphs, recurrent, wrappers_on_the_double
 from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURED = 4
@@ -79,12 +79,22 @@ def run(*, hit: bool = True) -> Measurement:
     return Measurement(numbers, tuple(eager), tuple(graphed), counted=counted)
 
 
-def watched() -> None:
+def watched(*, hit: bool = True) -> None:
     """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check; of model runner V1, whose wrapper it is."""
-    for serve in served():
-        if DispatchV1 in serve.args:
-            with _unpinned(), wrappers_on_the_double():
-                serve(CUDAGraphMode.FULL_DECODE_ONLY, wrapped=True)
+    _watched(DispatchV1, hit)
+
+
+def watched_v2(*, hit: bool = True) -> bool:
+    """Those of model runner V2, by its manager of full graphs. False where it has none of this kind."""
+    return _watched(DispatchV2, hit)
+
+
+def _watched(dispatch: type, hit: bool) -> bool:
+    found = [serve for serve in served(longer=0 if hit else 1) if dispatch in serve.args]
+    for serve in found:
+        with _unpinned(), wrappers_on_the_double():
+            serve(CUDAGraphMode.FULL_DECODE_ONLY, wrapped=True)
+    return bool(found)
 
 
 def served(longer: int = 0) -> list[partial[list[float]]]:
@@ -321,7 +331,7 @@ def _scheduler_output(scheduled: dict[str, int], known: list[str], computed: dic
 def _serve(
     layer_kind: Any, dispatch_kind: Any, longer: int, mode: CUDAGraphMode, *, wrapped: bool = False
 ) -> list[float]:
-    """The outputs of every token, step by step, a request after the other. *wrapped*: the graphs are in vLLM's wrapper."""
+    """The outputs of every token, step by step, a request after the other. *wrapped*: the graphs are in vLLM's wrapper or manager."""
     layer, length = recurrent(layer_kind) if wrapped else layer_kind(), layer_kind.length
     config = _config(mode, length)
     spec = MambaSpec(
@@ -332,7 +342,11 @@ def _serve(
     )
     builder = layer.backend.get_builder_cls()(spec, [LAYER], config, CPU)
     groups = KVCacheConfig(num_blocks=16, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
-    graphs: Any = WrappedGraphs(LAYER, layer, layer.eager, MAX_MODEL_LEN) if wrapped else _BareGraphs(layer.decode)
+    graphs: Any = _BareGraphs(layer.decode)
+    if wrapped and dispatch_kind is DispatchV1:
+        graphs = WrappedGraphs(LAYER, layer, layer.eager, MAX_MODEL_LEN)
+    elif wrapped:
+        graphs = ManagedGraphs(LAYER, layer, layer.eager, MAX_MODEL_LEN, length)
     dispatch = None
     if mode != CUDAGraphMode.NONE:
         dispatch = dispatch_kind(config, groups, longer)
