@@ -71,6 +71,15 @@ def watched_on(release: str) -> set[str]:
     }
 
 
+@pytest.mark.parametrize("fix", FIXES, ids=lambda fix: fix.name)
+def test_each_fix_is_watched_or_says_why_the_shadow_check_cannot_see_the_defect(fix: Fix) -> None:
+    trial = fix.trial()
+    assert bool(trial.watched) != bool(trial.unwatched)
+    assert trial.watched or not trial.watched_further
+    cases = [case for case in (trial.case, *trial.further) if case is not None]
+    assert trial.watched or not any(case.watched for case in cases)
+
+
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("release", slow_but_for(("0.17.1", "0.21.0", "0.33.0"), AFFECTED_RELEASES))
 def test_every_fix_that_a_release_needs_is_proven_and_nothing_else_is_patched(release: str) -> None:
@@ -83,10 +92,13 @@ def test_every_fix_that_a_release_needs_is_proven_and_nothing_else_is_patched(re
     assert {proof.fix.name for proof in report.proofs if proof.watched} == watched_on(release)
     for proof in report.proofs:
         if proof.watched:
-            found = [proof.watched[kind] for kind in ("stock", "patched")]
-            assert [(each.state, each.error) for each in found] == [("active", None)] * 2
-            assert [bool(each.mismatches) for each in found] == [True, False], proof.fix.name
-            assert all(each.checks for each in found)
+            stock, patched = (
+                (watch, *watch.further) for watch in map(proof.watched.get, ("stock", "patched")) if watch
+            )
+            for found in zip(stock, patched, strict=True):
+                assert [(each.state, each.error) for each in found] == [("active", None)] * 2
+                assert [bool(each.mismatches) for each in found] == [True, False], proof.fix.name
+                assert all(each.checks for each in found)
 
 
 class Forked(NamedTuple):

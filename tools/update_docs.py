@@ -23,6 +23,8 @@ from fetch_vllm import ALL_RELEASES
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Mode, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.shadow.process import DRAFTER
+from vllm_graphfix.shadow.runners import RUNNERS
 
 T = TypeVar("T")
 
@@ -87,6 +89,7 @@ def updated(text: str) -> str:
             "verdicts": verdict_table,
             "variables": variables,
             "fixes": list_of_fixes,
+            "watched": watched,
         }
         if name in COLUMNS:
             made[name] = partial(of_heads, COLUMNS[name])
@@ -154,6 +157,21 @@ def verdict_table() -> Iterator[str]:
     for span, row in _rows(str):
         cells = " | ".join(f"**{cell}**" if cell == Verdict.AFFECTED.value else cell for cell in row)
         yield f"| {span} | {cells} |"
+
+
+def watched() -> Iterator[str]:
+    """Of each fix, which of its replays the shadow check looks at when it is verified, or why it cannot see the defect."""
+    runners = {each.name: each for each in RUNNERS}
+    yield "| fix | on the CPU double | on a GPU | not watched, because |"
+    yield "|---|---|---|---|"
+    for fix in FIXES:
+        trial = fix.trial()
+        found = [runners[each.graphs] for each in (trial.watched, *trial.watched_further) if each]
+        double = ", ".join(
+            f"drafter on {each.runner}" if each.name.endswith(DRAFTER) else each.runner for each in found
+        )
+        engine = any(case.watched for case in (trial.case, *trial.further) if case)
+        yield f"| `{fix.name}` | {double} | {'watched' if engine else ''} | {trial.unwatched} |"
 
 
 def variables() -> Iterator[str]:

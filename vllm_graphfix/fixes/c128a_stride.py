@@ -259,4 +259,5 @@ def trial() -> Trial:
             Served("0.27.0", "./llama", does_not, "no latent attention"),
             Served("0.27.0", "deepseek-ai/DeepSeek-V4", Concern.UNKNOWN, "config.json"),
         ),
+        unwatched="DeepSeek V4 is not checked, since it is not known whether a step can write its compressor's cache twice",
     )

@@ -421,6 +421,7 @@ def trial() -> Trial:
             Served("0.21.0", "./v3", Concern.DOES_NOT, "V1"),
         ),
         case=replace(MIXTRAL, judge=judge),
+        unwatched="what the graph puts out is right; on the way it overwrites memory that belongs to others",
     )
 
 
