@@ -244,6 +244,7 @@ if hasattr(envs, "validate_environ"):
         release,
         code,
         {"VLLM_GRAPHFIX": "on", "VLLM_GRAPHFIX_CAPTURE_STATE": "off", "VLLM_GRAPHFIX_STATUS_DIR": "/nowhere"},
+        warm=True,
     )
 
 
@@ -281,8 +282,8 @@ print("FACTORS", told.replace(os.getcwd(), "scratch"))  # another folder in each
         {"VLLM_GRAPHFIX_ROLLOUT": "50", "VLLM_GRAPHFIX_MAMBA_PADDING": "on", "VLLM_GRAPHFIX_STATUS_DIR": "/elsewhere"},
     ]
     found = {
-        next(line for line in run_in_release(release, code, env).stdout.splitlines() if line.startswith("FACTORS"))
-        for env in stages
+        next(line for line in run.stdout.splitlines() if line.startswith("FACTORS"))
+        for run in (run_in_release(release, code, env, warm=True) for env in stages)
     }
     assert len(found) == 1
     assert "VLLM_GRAPHFIX_DECISION" in found.pop()

@@ -130,7 +130,7 @@ print("STOCK", *[getattr(m, "prepare_inputs_to_capture").__code__.co_filename.en
 
 
 def test_a_fix_that_fails_on_a_later_module_leaves_nothing_in_the_names_that_it_imported() -> None:
-    done = run_in_release("0.17.1", COPIED + LOAD + imports("0.17.1") + NAMES + REPORT)
+    done = run_in_release("0.17.1", COPIED + LOAD + imports("0.17.1") + NAMES + REPORT, warm=True)
     assert reported(done.stdout)["capture-state"][1:3] == ["failed", "RuntimeError: late"]
     assert "STOCK True True" in done.stdout
 
@@ -143,6 +143,7 @@ def test_strict_ignores_a_fix_whose_targets_this_engine_never_imports() -> None:
         + LOAD
         + "from vllm_graphfix import _this_process\nassert _this_process().process.left_undone(v2=None) == ()\n",
         {"VLLM_GRAPHFIX": "strict"},
+        warm=True,
     )
     assert done.returncode == 0
 
@@ -154,14 +155,14 @@ def test_strict_leaves_help_alone() -> None:
         "import argparse\nfrom vllm.engine.arg_utils import EngineArgs\n"
         "parser = EngineArgs.add_cli_args(argparse.ArgumentParser())\nprint('HELP', len(parser.format_help()) > 1000)\n"
     )
-    assert "HELP True" in run_in_release("0.18.1", code, {"VLLM_GRAPHFIX": "strict"}).stdout
+    assert "HELP True" in run_in_release("0.18.1", code, {"VLLM_GRAPHFIX": "strict"}, warm=True).stdout
 
 
 def test_a_target_that_is_there_as_bytecode_only_is_failed_not_absent(tmp_path: Path) -> None:
     root = edited(release_root("0.18.1"), tmp_path / "site", {FLASHMLA: lambda text: text + "\n"})
     py_compile.compile(str(root / FLASHMLA), cfile=str((root / FLASHMLA).with_suffix(".pyc")), doraise=True)
     (root / FLASHMLA).unlink()
-    found = reported(run_in_release(root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT).stdout)
+    found = reported(run_in_release(root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT, warm=True).stdout)
     assert found["flashmla-fp8"][1] == "failed"
     assert "bytecode only" in found["flashmla-fp8"][2]
 
@@ -176,7 +177,7 @@ def test_an_unrecognised_shape_is_left_alone_and_said(tmp_path: Path) -> None:
     }
     root = edited(release_root("0.18.1"), tmp_path / "site", change)
     done = run_in_release(
-        root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT, {"VLLM_LOGGING_LEVEL": "WARNING"}
+        root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT, {"VLLM_LOGGING_LEVEL": "WARNING"}, warm=True
     )
     assert reported(done.stdout)["flashmla-fp8"][1] == "incompatible"
     assert any("WARNING" in line and "flashmla-fp8" in line for line in (done.stdout + done.stderr).splitlines())
@@ -339,7 +340,7 @@ import vllm_graphfix
 logging.getLogger("vllm.graphfix").addHandler(Asking())
 logging.getLogger("vllm.graphfix").setLevel(logging.DEBUG)
 {LOAD}{imports("0.18.1")}"""
-    told = [line for line in run_in_release("0.18.1", code).stdout.splitlines() if line.startswith("WAITED")]
+    told = [line for line in run_in_release("0.18.1", code, warm=True).stdout.splitlines() if line.startswith("WAITED")]
     assert any("graphfix: applied where vLLM imports them: " in line for line in told)
     assert all(line.startswith("WAITED False") for line in told), told
 

@@ -51,7 +51,7 @@ OTHERWISE = {
 def test_what_does_not_run_what_was_diagnosed_is_not_touched(tmp_path: Path, how: str) -> None:
     before, reason = OTHERWISE[how]
     root = edited(release_root("0.18.1"), tmp_path / "site", {FLASHMLA: lambda text: text + "\n"}, anonymous=False)
-    found = reported(run_in_release(root, before + IMPORT + REPORT).stdout)
+    found = reported(run_in_release(root, before + IMPORT + REPORT, warm=True).stdout)
     for name in ("flashmla-fp8", "flashmla-padding"):
         assert found[name][1] == "conflict"
         assert reason in found[name][2]

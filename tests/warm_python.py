@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 _PRELOADED = (
-    "torch torch._dynamo torch._inductor.compile_fx numba networkx transformers transformers.models.auto transformers.processing_utils "
-    "mistral_common.protocol.instruct.request google.protobuf.descriptor_pb2 opentelemetry.sdk.trace openai fastapi aiohttp xgrammar"
+    "torch torch._dynamo torch._inductor.compile_fx numba networkx transformers transformers.models.auto transformers.models.auto.modeling_auto "
+    "transformers.processing_utils mistral_common.protocol.instruct.request google.protobuf.descriptor_pb2 opentelemetry.sdk.trace openai fastapi aiohttp xgrammar"
 )
 
 
@@ -183,5 +183,6 @@ if __name__ == "__main__":
     if rest:
         sys.exit(call(address, rest))
     job = serve(address)
-    if job is not None:
-        run(job)
+    if job is None:
+        os._exit(0)  # nothing of what it has imported needs to be taken down
+    run(job)

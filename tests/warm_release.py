@@ -260,9 +260,9 @@ def _run(job: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     told = _serve(tuple(sys.argv[1:]))
+    code = 0
     if told is not None:
         del sys.path[0]  # this folder, which a process of a release does not have
-        code = 0
         try:
             _run(told)
         except SystemExit as error:
@@ -270,6 +270,6 @@ if __name__ == "__main__":
         except BaseException:
             traceback.print_exc()
             code = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # to take down torch and vLLM takes ten times as long as all the rest
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # to take down torch and vLLM takes ten times as long as all the rest
