@@ -248,7 +248,7 @@ def fingerprint(mutant: Mutant) -> str:
                 ]
             )
         )
-    return _hash(repr([(*tree, _wider(drafts(mutant)[tree[0]])) for tree in _trees(mutant.base, mutant.steps)]))
+    return _hash(repr(_trees(mutant.base, mutant.steps)))
 
 
 def _changed(one: str, other: str) -> list[list[str]]:
@@ -268,15 +268,15 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-@lru_cache(maxsize=8)
-def _trees(base: Base, steps: tuple[Step, ...]) -> tuple[tuple[Target, str], ...]:
-    """What each edited function has come to. LookupError, SyntaxError, ValueError where that is no Python."""
+@cache
+def _trees(base: Base, steps: tuple[Step, ...]) -> tuple[tuple[Target, str, tuple[int, list[str]]], ...]:
+    """What each edited function has come to, as a hash, and around it. LookupError, SyntaxError, ValueError where that is no Python."""
     found = []
     for target, draft in _drafts(base, steps, False).items():
         parts = [*draft.beside, draft.node, *draft.behind, *draft.appended]
         tree = ast.parse("\n".join(ast.unparse(ast.fix_missing_locations(part)) for part in parts))
         compile(tree, "mutant", "exec")
-        found.append((target, ast.dump(tree)))
+        found.append((target, _hash(ast.dump(tree)), _wider(draft)))
     return tuple(found)
 
 
@@ -286,14 +286,12 @@ def _sound(mutant: Mutant) -> bool:
         trees = _trees(mutant.base, mutant.steps)
     except (LookupError, SyntaxError, ValueError):
         return False
-    return any(
-        tree != _tree_of(mutant.base, *target) or _wider(drafts(mutant)[target]) != (0, []) for target, tree in trees
-    )
+    return any(tree != _tree_of(mutant.base, *target) or wider != (0, []) for target, tree, wider in trees)
 
 
 @cache
 def _tree_of(base: Base, path: str, qualname: str) -> str:
-    return ast.dump(ast.parse(ast.unparse(draft_of(base, path, qualname).node)))
+    return _hash(ast.dump(ast.parse(ast.unparse(draft_of(base, path, qualname).node))))
 
 
 TWO_AT_ONCE = 25
