@@ -196,6 +196,10 @@ def test_a_fixed_release_with_the_fix_cut_out_is_proven(tmp_path: Path, fix: Fix
     affected = {each for each in fixes if manifest.diagnose(each, open_source(root)).verdict is Verdict.AFFECTED}
     assert fix in affected
     assert outcomes(report) == {each.name: "proven" if each in affected else "nothing patched" for each in fixes}
+    # Also where no other scenario has imported what the check is wrapped around.
+    assert {proof.fix for proof in report.proofs if proof.watched} == {
+        each for each in affected if each.trial().watched
+    }
 
 
 def verify(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.measurement import Measurement, Watch
 from vllm_graphfix.verify.report import Proof, Report, as_json, differing, show
 
 RIGHT = Measurement("three numbers", (1.0, 2.0, 3.0), (1.0, 2.0, 3.0))
@@ -65,6 +65,53 @@ def test_every_outcome(proof: Proof, outcome: str) -> None:
     """Two outcomes hold; each of the others names what does not."""
     assert proof.outcome == outcome
     assert proof.holds == (outcome in ("proven", "nothing patched"))
+
+
+CAUGHT, SILENT = (
+    Watch(9, 4, 2, "active", graphs="shadow-v1"),
+    Watch(8, 0, None, "active", graphs="shadow-v1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("stock", "patched", "outcome"),
+    [
+        (CAUGHT, SILENT, "proven"),
+        (SILENT, SILENT, "missed by the shadow check"),
+        (CAUGHT, CAUGHT, "false alarm of the shadow check"),
+        (CAUGHT, replace(SILENT, checks=0), "nothing was checked by the shadow check"),
+        (CAUGHT, replace(SILENT, error="KeyError: 'x'"), "the shadow check failed"),
+    ],
+)
+def test_what_the_shadow_check_made_of_each_kind_of_graphs_is_judged_and_told(
+    stock: Watch, patched: Watch, outcome: str
+) -> None:
+    stock, patched = (replace(each, graphs="shadow-v2") for each in (stock, patched))
+    further = {"stock": replace(CAUGHT, further=(stock,)), "patched": replace(SILENT, further=(patched,))}
+    proof = replace(PROVEN, watched=further)
+    report = Report("0.21.0", "/somewhere", "CPU double", (proof,))
+    assert proof.outcome == outcome
+    assert f"  stock, shadow check (shadow-v2): {stock.sentence}\n" in shown(report)
+    assert f"  patched, shadow check (shadow-v2): {patched.sentence}\n" in shown(report)
+    told = as_json(report)["fixes"][0]["shadow"]["stock"]
+    assert (told["graphs"], told["further"][0]["graphs"]) == ("shadow-v1", "shadow-v2")
+
+
+@pytest.mark.parametrize(
+    ("proof", "told"),
+    [
+        (replace(PROVEN, fix=BY_NAME["idle-rank"]), True),
+        (replace(PROVEN, fix=BY_NAME["idle-rank"], watched={"stock": CAUGHT, "patched": SILENT}), False),
+        (replace(SKIPPED, fix=BY_NAME["idle-rank"]), False),
+        (PROVEN, False),
+    ],
+    ids=["not watched", "watched", "not tried", "to be watched"],
+)
+def test_a_proof_tells_why_the_shadow_check_cannot_see_the_defect(proof: Proof, told: bool) -> None:
+    report = Report("0.21.0", "/somewhere", "CPU double", (proof,))
+    reason = BY_NAME["idle-rank"].trial().unwatched
+    assert as_json(report)["fixes"][0]["unwatched"] == (reason if told else None)
+    assert ("the shadow check cannot see it: an idle rank's step" in shown(report)) == told
 
 
 def test_a_report_holds_only_if_every_proof_does() -> None:

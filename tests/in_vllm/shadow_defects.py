@@ -49,7 +49,7 @@ def test_a_defect_is_caught_at_once_where_there_is_one(fix: str) -> None:
 @pytest.mark.parametrize("fix", BACKENDS)
 def test_without_what_it_takes_for_the_defect_to_show_nothing_is_found(fix: str) -> None:
     for _, seen in worker.watched([fix], hit=False):
-        assert (seen.mismatches, seen.error, seen.state) == (0, None, "active")
+        assert (bool(seen.checks), seen.mismatches, seen.error, seen.state) == (True, 0, None, "active")
 
 
 def test_a_fix_that_no_scenario_shows_in_a_replay_says_nothing() -> None:

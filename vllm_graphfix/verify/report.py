@@ -81,9 +81,9 @@ class Proof:
 
     @property
     def unwatched(self) -> str | None:
-        """Why the shadow check was not asked: it cannot see the defect in a replay."""
-        shown = self.diagnosis.verdict is Verdict.AFFECTED and self.further is None and not self.watched
-        return (self.fix.trial().unwatched or None) if shown else None
+        """Of a fix that was tried without the shadow check: why that cannot see the defect in a replay."""
+        tried = self.stock is not None and self.further is None and not self.watched
+        return (self.fix.trial().unwatched or None) if tried else None
 
     @property
     def holds(self) -> bool:

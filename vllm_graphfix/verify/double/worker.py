@@ -64,7 +64,12 @@ def _targets(fix: str) -> Iterator[ModuleType]:
     """The modules that a patch of *fix* may touch, as far as this vLLM has them; imported."""
     from vllm_graphfix.fixes import BY_NAME
 
-    for name in BY_NAME[fix].modules:
+    yield from _imported(BY_NAME[fix].modules)
+
+
+def _imported(modules: Sequence[str]) -> Iterator[ModuleType]:
+    """Those that this vLLM has."""
+    for name in modules:
         try:
             yield importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -118,8 +123,10 @@ def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Wa
     wanted = Wanted(Master.ON, {each.name: Mode.AUTO for each in RUNNERS})
     wrapped = Process(RUNNERS, wanted)
     wrapped.start(wanted)
+    modules = {each.name: each.modules for each in RUNNERS}
     for name, scenario in scenarios:
         replay = _found(scenario.scenario)
+        list(_imported(modules[scenario.graphs]))  # a scenario may import them late, and until then the check waits
         if wrapped.states()[scenario.graphs].state is not State.ACTIVE:
             continue
         process.start(Rate(every=1), Action.REPORT)
