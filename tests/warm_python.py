@@ -86,9 +86,11 @@ def call(address: str, arguments: list[str]) -> int:
 
 def serve(address: str) -> dict[str, Any] | None:
     """Returns in each fork, with what it is to run, and in the server when there is nobody left to serve."""
+    gc.disable()  # modules stay
     for name in _PRELOADED.split():
         with contextlib.suppress(ImportError):  # only time would be lost
             __import__(name)
+    gc.enable()
     gc.collect()
     gc.freeze()  # or each fork's first collection goes through, and copies, all that was imported
     job: dict[str, Any] | None = None

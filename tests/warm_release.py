@@ -217,6 +217,7 @@ def _serve(without: tuple[str, ...]) -> dict[str, Any] | None:
     """Returns in each fork, with its job; in the server when its input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    gc.disable()  # modules stay
     importlib.import_module("torch")  # heavy, and no concern of the fork
     names = _in_fork(lambda: _all_but(without))
     sys.meta_path.insert(0, refusing := _Refusing(without))
@@ -224,6 +225,7 @@ def _serve(without: tuple[str, ...]) -> dict[str, Any] | None:
     sys.meta_path.remove(refusing)
     _drop_orphans()
     print(json.dumps([name for name in done if name in sys.modules]), file=answers, flush=True)
+    gc.enable()
     gc.collect()
     gc.freeze()  # or each fork's first collection goes through, and copies, all that was imported
     for line in sys.stdin:
