@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -66,9 +67,12 @@ class StageStandIn:
 class StageV2StandIn(StageStandIn):
     """The same of model runner V2, with *drafts* replays of a drafter after each of the target model's."""
 
+    now: StageV2StandIn
+    """The one whose call it is."""
+
     def __init__(self, share: float, wanted: Callable[[int], int], drafts: int) -> None:
         super().__init__(share, wanted)
-        manager: Any = SimpleNamespace(vllm_config=None, stage=self)
+        manager: Any = SimpleNamespace(vllm_config=None, rows=1, stage=self)
         drafter = drafter_v2._Drafter(None, manager, {})
         replay = runner_v2._checked(lambda manager, desc: torch.zeros(1, 1))
         self.in_turn = [
@@ -79,7 +83,7 @@ class StageV2StandIn(StageStandIn):
         self.within: list[int] = []
 
     def call(self) -> None:
-        process.SHADOW = self.shadow
+        process.SHADOW, StageV2StandIn.now = self.shadow, self
         self.calls += 1
         for place, replay in enumerate(self.in_turn):
             before = len(self.checked)
@@ -121,9 +125,11 @@ def _stand_in_for_vllm(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(runner_v1, "_replays", lambda wrapper, _: wrapper.stage.replays)
     patched.setattr(runner_v1, "_step", lambda wrapper, *_: wrapper.stage.describe())
     patched.setattr(runner_v2, "unsafe", lambda config: None)
-    patched.setattr(runner_v2, "_variables", lambda frame: {"dummy_run": False, "attn_metadata": True})
+    patched.setattr(
+        runner_v2, "_variables", lambda frame: {"dummy_run": not StageV2StandIn.now.replays, "attn_metadata": True}
+    )
     patched.setattr(runner_v2, "_step", lambda manager, *_: manager.stage.describe())
-    patched.setattr(drafter_v2, "_calling", lambda drafter, *_: SimpleNamespace(rows=1, stage=drafter.manager.stage))
+    patched.setattr(drafter_v2, "_calling", lambda drafter, *_: drafter.manager if StageV2StandIn.now.replays else None)
     patched.setattr(drafter_v2, "_step", lambda call, rows: call.stage.describe())
 
 
@@ -149,7 +155,7 @@ def test_stages_with_costs_of_their_own_check_the_same_steps_and_as_seldom_as_th
     first = pipeline.stages[0].checked
     assert len(first) > 5
     for stage in pipeline.stages:
-        assert stage.checked == first
+        assert stage.checked == list(stage.shadow.results.steps) == first
         assert stage.shadow.stopped is None
     for step, later in itertools.pairwise(first):
         assert later == step + max(wanted(stage)(step) for stage in range(number))
@@ -203,10 +209,15 @@ def test_a_step_that_one_stage_cannot_check_is_followed_by_one_that_all_check() 
     assert (first.shadow.results.checks, last.shadow.results.skipped) == (3, 1)
 
 
-def test_steps_that_replay_nothing_are_waited_out_by_all_alike() -> None:
+@pytest.mark.parametrize("runner", ["V1", "V1 with a graph in quarantine", "V2"])
+def test_steps_that_replay_nothing_are_waited_out_by_all_alike(runner: str) -> None:
     pipeline = pair()
+    if runner == "V2":
+        pipeline = PipelineStandIn(*(StageV2StandIn(0.05, lambda calls: 150, drafts) for drafts in (0, 3)))
     for stage in pipeline.stages:
         stage.replays = False
+        if "quarantine" in runner:
+            stage.shadow.quarantined.add("another graph")
     pipeline.run(400)
     for stage in pipeline.stages:
         stage.replays = True
@@ -215,6 +226,22 @@ def test_steps_that_replay_nothing_are_waited_out_by_all_alike() -> None:
     assert first.checked == last.checked
     assert 400 < first.checked[0] <= 402
     assert len(first.checked) > 2
+    assert (first.shadow.stopped, last.shadow.stopped) == (None, None)
+
+
+@pytest.mark.parametrize(("share", "window"), [(1.0, 20), (0.05, 20), (0.01, 100), (0.001, 1000), (0.00001, 1024)])
+def test_a_replay_is_sought_for_as_many_steps_as_the_budget_of_one(share: float, window: int) -> None:
+    assert Stages(Place(0, 2, "0"), share, due=500).plan_at == 500 + window
+
+
+def test_a_stage_that_checks_no_more_plans_no_more_though_a_graph_is_in_quarantine() -> None:
+    pipeline = pair()
+    _, last = pipeline.stages
+    last.shadow.quarantined.add("another graph")
+    pipeline.run(110)
+    last.shadow.end()
+    pipeline.run(500)
+    assert (last.shadow.schedule.due, last.checked) == (NEVER, [100])
 
 
 def test_where_one_stage_replays_nothing_the_other_is_checked_all_the_same() -> None:
@@ -260,6 +287,18 @@ def test_a_store_that_fails_ends_the_check_and_serving_goes_on(which: int) -> No
     assert max(len(each.checked) for each in pipeline.stages) <= 2  # what was left before holds
     assert stage.shadow.stopped == "ConnectionError: the store is gone"
     assert all(each.shadow.stopped for each in pipeline.stages)
+
+
+def test_a_stage_that_could_not_tell_what_it_wants_says_that_it_is_over() -> None:
+    pipeline = pair()
+    first, last = pipeline.stages
+    pipeline.run(90)
+    with mock.patch.object(last.shadow._stages, "_store", side_effect=ConnectionError("for a moment")):
+        pipeline.run(20)
+    pipeline.run(500)
+    assert (last.shadow.stopped, last.checked) == ("ConnectionError: for a moment", [100])
+    assert first.shadow.stopped is None
+    assert len(first.checked) > 3
 
 
 @pytest.mark.parametrize(
