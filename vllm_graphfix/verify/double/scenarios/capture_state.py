@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vllm_graphfix.verify.double.arguments import known_to
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
@@ -105,7 +105,7 @@ def _captured(runner: RunnerStandIn, model: ModelStandIn) -> Any:
         "inputs_embeds": None,
         "intermediate_tensors": None,
     }
-    target.capture(**_accepted(target.capture, arguments))
+    target.capture(**known_to(target.capture, arguments))
     return target
 
 
@@ -135,7 +135,7 @@ def _built(kind: Any, config: Any) -> Any:
         "use_aux_hidden_state_outputs": False,
         "draft_tokens": torch.zeros(MAX_REQUESTS, 1, dtype=torch.int64),
     }
-    return kind(**_accepted(kind, values))
+    return kind(**known_to(kind, values))
 
 
 def _draft_forward(runner: RunnerStandIn, model: ModelStandIn, output: torch.Tensor) -> Callable[..., None]:
@@ -154,7 +154,7 @@ def _descriptor(manager: Any, step: Step) -> Any:
     """What the model runner picks for the step: a descriptor from 0.18 on, a number of tokens before."""
     if hasattr(manager, "dispatch"):
         return manager.dispatch(len(step.lengths), step.num_tokens, step.query_tokens)
-    given = _accepted(
+    given = known_to(
         manager.get_cudagraph_size, {"num_tokens_per_request": [1] * len(step.lengths), "uniform_decode": True}
     )
     return manager.get_cudagraph_size(step.num_tokens, **given)
@@ -168,8 +168,3 @@ def _padded(manager: Any, step: Step) -> int:
 def _replay(manager: Any, step: Step) -> Any:
     replay = getattr(manager, "run_fullgraph", None) or manager.run
     return replay(_descriptor(manager, step))
-
-
-def _accepted(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Those of `values` that `function` has a parameter for."""
-    return {name: values[name] for name in inspect.signature(function).parameters if name in values}

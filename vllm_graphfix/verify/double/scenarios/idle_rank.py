@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +26,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker import gpu_model_runner, gpu_worker
-from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_graphfix.verify.double.arguments import input_batch, known_to
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
 
@@ -244,7 +245,7 @@ class _Rank:
             **capture,
         }
         with _cpu_step():
-            return build(**_accepted(build, given))[0]
+            return build(**known_to(build, given))[0]
 
     def slots(self, padded: int, rows: int | None = None) -> Any:
         """By group and by layer; 0.14.1 has them in the metadata alone."""
@@ -341,22 +342,7 @@ def _runner(cache: CacheStandIn, given: list[tuple[Any, list[str], Any]]) -> Any
     )
     runner: Any = object.__new__(gpu_model_runner.GPUModelRunner)
     sizes = [spec.block_size for _, _, spec in given]
-    runner.input_batch = InputBatch(
-        **_accepted(
-            InputBatch,
-            {
-                "max_num_reqs": REQUESTS,
-                "max_model_len": MAX_MODEL_LEN,
-                "max_num_batched_tokens": MAX_TOKENS,
-                "device": CPU,
-                "pin_memory": False,
-                "vocab_size": 8,
-                "block_sizes": sizes,
-                "kernel_block_sizes": sizes,
-                "max_num_blocks_per_req": [MAX_MODEL_LEN // size for size in sizes],
-            },
-        )
-    )
+    runner.input_batch = input_batch(REQUESTS, MAX_MODEL_LEN, MAX_TOKENS, sizes, CPU)
     runner.attn_groups = [
         [_group(backend, layers, spec, number, config)] for number, (backend, layers, spec) in enumerate(given)
     ]
@@ -429,7 +415,7 @@ def _drafter(cache: CacheStandIn, config: Any) -> Any:
 
 
 def _buffer(size: int, kind: torch.dtype) -> CpuGpuBuffer:
-    return CpuGpuBuffer(size, **_accepted(CpuGpuBuffer, {"dtype": kind, "device": CPU, "pin_memory": False}))
+    return CpuGpuBuffer(size, **known_to(CpuGpuBuffer, {"dtype": kind, "device": CPU, "pin_memory": False}))
 
 
 def _lengths_are_on_the_device() -> bool:
@@ -470,8 +456,3 @@ def _cpu_step() -> Iterator[None]:
             if hasattr(gpu_model_runner, name):
                 stack.enter_context(mock.patch.object(gpu_model_runner, name, value))
         yield
-
-
-def _accepted(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Those of *values* that *function* has a parameter for."""
-    return {name: values[name] for name in inspect.signature(function).parameters if name in values}

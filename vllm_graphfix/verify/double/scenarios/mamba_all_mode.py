@@ -17,10 +17,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.utils import CpuGpuBuffer
-from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_graphfix.verify.double.arguments import input_batch
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import WrappedModel, wrappers_on_the_double
 from vllm_graphfix.verify.measurement import Measurement
@@ -125,16 +126,7 @@ def _runner(mode: Any, caching: bool) -> Any:
     runner: Any = object.__new__(GPUModelRunner)
     runner.__dict__.update(
         {name: getattr(config, name) for name in ("model_config", "cache_config", "compilation_config")},
-        input_batch=InputBatch(
-            max_num_reqs=CAPTURED,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_batched_tokens=CAPTURED,
-            device=device,
-            pin_memory=False,
-            vocab_size=8,
-            block_sizes=[block] * len(LAYERS),
-            kernel_block_sizes=[block] * len(LAYERS),
-        ),
+        input_batch=input_batch(CAPTURED, MAX_MODEL_LEN, CAPTURED, [block] * len(LAYERS), device),
         kv_cache_config=KVCacheConfig(
             num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([name], spec) for name in LAYERS]
         ),

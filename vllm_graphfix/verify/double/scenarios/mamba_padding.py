@@ -23,10 +23,11 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.utils import CpuGpuBuffer
-from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_graphfix.verify.double.arguments import input_batch
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import WrappedGraphs, recurrent, wrappers_on_the_double
 from vllm_graphfix.verify.measurement import Measurement
@@ -185,16 +186,7 @@ def _runner(backend: Any, mode: CUDAGraphMode) -> Any:
     group = AttentionGroup(backend, [LAYER], spec, 0)
     group.create_metadata_builders(config, CPU)
     runner: Any = object.__new__(GPUModelRunner)
-    runner.input_batch = InputBatch(
-        max_num_reqs=CAPTURED,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_batched_tokens=MAX_TOKENS,
-        device=CPU,
-        pin_memory=False,
-        vocab_size=8,
-        block_sizes=[MAX_MODEL_LEN],
-        kernel_block_sizes=[MAX_MODEL_LEN],
-    )
+    runner.input_batch = input_batch(CAPTURED, MAX_MODEL_LEN, MAX_TOKENS, [MAX_MODEL_LEN], CPU)
     runner.computed = {}
     runner.device, runner.max_model_len = CPU, MAX_MODEL_LEN
     runner.cache_config, runner.compilation_config = config.cache_config, config.compilation_config

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -26,9 +25,10 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
-from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_graphfix.verify.double.arguments import input_batch, known_to
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import ManagedGraphs, WrappedGraphs, recurrent, wrappers_on_the_double
 from vllm_graphfix.verify.measurement import Measurement
@@ -114,15 +114,21 @@ def served(longer: int = 0) -> list[partial[list[float]]]:
 # -- layers
 
 
-class GatedDeltaStandIn:
-    """Stands in for a GDN layer and its kernels: a state for each token of a decode, which goes on from the last accepted one."""
+class _StatesStandIn:
+    """What both layers keep: a state for each request, and for each token of a decode."""
 
-    backend, length = GDNAttentionBackend, 2
+    length: int
 
     def __init__(self) -> None:
         self.hidden = torch.zeros(MAX_TOKENS, STATE_SIZE)
         self._states = torch.zeros(1 + len(REQUESTS) * self.length, STATE_SIZE)
         self._decay = torch.tensor([0.5, 0.8])
+
+
+class GatedDeltaStandIn(_StatesStandIn):
+    """Stands in for a GDN layer and its kernels: a state for each token of a decode, which goes on from the last accepted one."""
+
+    backend, length = GDNAttentionBackend, 2
 
     def decode(self, metadata: Any) -> torch.Tensor:
         """`length` tokens of each row, whatever number of them the batch really has; row r's block of token t is [r, t]."""
@@ -160,15 +166,10 @@ class GatedDeltaStandIn:
         return outputs
 
 
-class SelectiveStateStandIn:
+class SelectiveStateStandIn(_StatesStandIn):
     """Stands in for a Mamba-2 layer and its kernels: a state for each request."""
 
     backend, length = Mamba2AttentionBackend, 1
-
-    def __init__(self) -> None:
-        self.hidden = torch.zeros(MAX_TOKENS, STATE_SIZE)
-        self._states = torch.zeros(1 + len(REQUESTS) * self.length, STATE_SIZE)
-        self._decay = torch.tensor([0.5, 0.8])
 
     def decode(self, metadata: Any) -> torch.Tensor:
         blocks = metadata.state_indices_tensor_d[:, 0].clamp(min=0).long()
@@ -208,7 +209,7 @@ class DispatchV1:
             cudagraph_dispatcher=CudagraphDispatcher(config),
             uniform_decode_query_len=self._length,
             kv_cache_config=layers,
-            input_batch=_input_batch(),
+            input_batch=input_batch(CAPTURED, MAX_MODEL_LEN, MAX_TOKENS, [MAX_MODEL_LEN], CPU),
         )
         self.runner.cudagraph_dispatcher.initialize_cudagraph_keys(
             config.compilation_config.cudagraph_mode, self._length
@@ -249,7 +250,7 @@ class DispatchV2:
 
         length = 1 + config.num_speculative_tokens
         self._prompts = prompts(length, longer)
-        with _single_stage():
+        with cpu_cuda_graphs():  # it asks for its stage of the pipeline, also where there is none
             manager = CudaGraphManager(config, CPU, config.compilation_config.cudagraph_mode, length)
         manager._graphs_captured = True
         self._states = _RequestStatesStandIn()
@@ -265,7 +266,7 @@ class DispatchV2:
             lora_config=None,
             dp_size=1,
             dp_rank=0,
-            **dict.fromkeys(("update_pp_decode_requests",), lambda: None),
+            update_pp_decode_requests=lambda: None,
             **dict.fromkeys(("finish_requests", "free_states", "add_requests"), lambda scheduled: None),
             prepare_inputs=self._end,
         )
@@ -338,7 +339,7 @@ def _serve(
         block_size=MAX_MODEL_LEN,
         shapes=((STATE_SIZE,),),
         dtypes=(torch.float32,),
-        **_known(MambaSpec, num_speculative_blocks=length - 1),
+        **known_to(MambaSpec, {"num_speculative_blocks": length - 1}),
     )
     builder = layer.backend.get_builder_cls()(spec, [LAYER], config, CPU)
     groups = KVCacheConfig(num_blocks=16, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
@@ -426,7 +427,7 @@ def _common(counts: list[int], computed: list[int], length: int, prefilling: lis
         "is_prefilling": torch.tensor(prefilling or [False] * rows),
         "seq_lens_cpu_upper_bound": lengths.clone(),
     }
-    return CommonAttentionMetadata(**_known(CommonAttentionMetadata, **given))
+    return CommonAttentionMetadata(**known_to(CommonAttentionMetadata, given))
 
 
 def _config(mode: CUDAGraphMode, length: int) -> Any:
@@ -478,21 +479,6 @@ def _config(mode: CUDAGraphMode, length: int) -> Any:
     )
 
 
-def _input_batch() -> InputBatch:
-    given = {
-        "max_num_reqs": CAPTURED,
-        "max_model_len": MAX_MODEL_LEN,
-        "max_num_batched_tokens": MAX_TOKENS,
-        "device": CPU,
-        "pin_memory": False,
-        "vocab_size": 8,
-        "block_sizes": [MAX_MODEL_LEN],
-        "kernel_block_sizes": [MAX_MODEL_LEN],
-        "max_num_blocks_per_req": [1],
-    }
-    return InputBatch(**_known(InputBatch, **given))
-
-
 def _request(name: str, prompt: int) -> CachedRequestState:
     return CachedRequestState(
         req_id=name,
@@ -504,19 +490,6 @@ def _request(name: str, prompt: int) -> CachedRequestState:
         num_computed_tokens=0,
         output_token_ids=[],
     )
-
-
-def _known(made: Any, **given: Any) -> dict[str, Any]:
-    """Those of *given* that this vLLM knows."""
-    parameters = inspect.signature(made).parameters
-    return {name: value for name, value in given.items() if name in parameters}
-
-
-@contextlib.contextmanager
-def _single_stage() -> Iterator[None]:
-    """A manager of graphs asks for its stage of the pipeline, also where there is none."""
-    with cpu_cuda_graphs():
-        yield
 
 
 @contextlib.contextmanager

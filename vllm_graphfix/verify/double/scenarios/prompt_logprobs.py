@@ -6,7 +6,6 @@ step the target runs, vLLM samples, drafts and does its bookkeeping; target and 
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,10 +22,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker import gpu_model_runner
-from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
 from vllm_graphfix.verify.double import graph
+from vllm_graphfix.verify.double.arguments import input_batch, known_to
 from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
 
@@ -222,7 +222,7 @@ def make_runner(mode: CUDAGraphMode, asynchronous: bool = False, **speculation: 
     runner.model, runner.drafter = runner.target.model, DrafterStandIn(runner.draft)
     runner.get_model = lambda: runner.model
     runner.sampler = Sampler()
-    runner.input_batch = _input_batch()
+    runner.input_batch = input_batch(MAX_REQUESTS, MAX_MODEL_LEN, MAX_TOKENS, [MAX_MODEL_LEN], CPU, VOCABULARY)
     runner.requests, runner.num_prompt_logprobs = {}, {}
     runner.computed = dict.fromkeys(PROMPTS, 0)
     runner.speculative_config = Speculation(**speculation)
@@ -244,8 +244,9 @@ def make_runner(mode: CUDAGraphMode, asynchronous: bool = False, **speculation: 
     runner.draft_token_ids_cpu = torch.zeros(MAX_REQUESTS, DRAFT_TOKENS, dtype=torch.int32)
     runner.sampled_token_ids_pinned_cpu = torch.zeros(MAX_REQUESTS, 1, dtype=torch.int32)
     runner.transfer_event = CPUStream()
-    runner.discard_request_mask = CpuGpuBuffer(MAX_REQUESTS, dtype=torch.bool, **_unpinned(CpuGpuBuffer))
-    runner.query_start_loc = CpuGpuBuffer(MAX_REQUESTS + 1, dtype=torch.int32, **_unpinned(CpuGpuBuffer))
+    unpinned = known_to(CpuGpuBuffer, {"device": CPU, "pin_memory": False})
+    runner.discard_request_mask = CpuGpuBuffer(MAX_REQUESTS, dtype=torch.bool, **unpinned)
+    runner.query_start_loc = CpuGpuBuffer(MAX_REQUESTS + 1, dtype=torch.int32, **unpinned)
     runner.input_ids = SimpleNamespace(gpu=runner.model.input_ids)
     runner.positions = torch.zeros(MAX_TOKENS, dtype=torch.int64)
     runner._get_positions = lambda num_tokens: runner.positions[:num_tokens]
@@ -266,26 +267,6 @@ def make_runner(mode: CUDAGraphMode, asynchronous: bool = False, **speculation: 
         setattr(runner, nothing, None)
     runner.finalize_kv_connector = runner.clear_kv_connector_metadata = lambda: None
     return runner
-
-
-def _unpinned(kind: Any) -> dict[str, Any]:
-    given = {"device": CPU, "pin_memory": False}
-    return {name: value for name, value in given.items() if name in inspect.signature(kind).parameters}
-
-
-def _input_batch() -> Any:
-    given = {
-        "max_num_reqs": MAX_REQUESTS,
-        "max_model_len": MAX_MODEL_LEN,
-        "max_num_batched_tokens": MAX_TOKENS,
-        "vocab_size": VOCABULARY,
-        "block_sizes": [MAX_MODEL_LEN],
-        "kernel_block_sizes": [MAX_MODEL_LEN],
-        "max_num_blocks_per_req": [1],
-        **_unpinned(InputBatch),
-    }
-    known = inspect.signature(InputBatch).parameters
-    return InputBatch(**{name: value for name, value in given.items() if name in known})
 
 
 def tokens_of(name: str) -> list[int]:
