@@ -197,6 +197,21 @@ def test_a_stage_that_was_refused_before_the_first_step_is_not_waited_for() -> N
     assert (one.checked, other.checked) == ([], [100, 300, 500])
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_stage_whose_engine_is_refused_says_so(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+    store, begun = HashStore(), Shadow(Rate(share=0.05), Action.REPORT)
+    monkeypatch.setattr(process, "SHADOW", begun)
+    monkeypatch.setattr(process, "REFUSED", None)
+    monkeypatch.setattr(stages, "of_this_rank", functools.partial(Stages, Place(1, 2, "0"), store=lambda: store))
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)))
+    if before:
+        process.refuse("planted")
+    process.serve(worker)
+    process.refuse("planted")  # the first time that it is said counts
+    assert begun.schedule.due == NEVER
+    assert PrefixStore("shadow/0", store).check(["over/1"])
+
+
 def test_a_step_that_one_stage_cannot_check_is_followed_by_one_that_all_check() -> None:
     pipeline = pair()
     first, last = pipeline.stages
@@ -355,6 +370,7 @@ def test_stages_count_from_the_end_of_their_start_on(monkeypatch: pytest.MonkeyP
     assert (begun.schedule.count, begun.schedule.step, begun._stages is None) == (
         (17, 17, True) if size == 1 else (0, 0, False)
     )
+    assert (begun.schedule.within > 0) == (size > 1)
 
 
 def steps_checked(rate: Rate, drafts: int, steps: int) -> list[tuple[int, int]]:
