@@ -135,6 +135,15 @@ class Model(Flags):
             return Fact(True, f"{self.model} has sparse attention")
         return Fact(False, f"{self.model} has no sparse attention")
 
+    def compressed_by(self, ratio: int) -> Fact:
+        """Some layers of the model attend to entries that stand for *ratio* tokens each."""
+        found, missing = self.configured("compress_ratios")
+        if missing is not None:
+            return Fact(None, missing)
+        if not any(isinstance(ratios, list) and ratio in ratios for ratios in found):
+            return Fact(False, f"no layer of {self.model} has a compress_ratio of {ratio}")
+        return Fact(True, f"layers of {self.model} have a compress_ratio of {ratio}")
+
     def mamba(self) -> Fact:
         """The model has Mamba, Mamba-2 or short-convolution layers."""
         return self.with_layers(MAMBA, OTHER_RECURRENT, "Mamba or short-convolution layers")

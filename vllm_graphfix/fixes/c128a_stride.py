@@ -152,24 +152,21 @@ def observers(shape: str) -> tuple[Patch, ...]:
 def applies(deployment: Deployment, shape: str) -> Answer:
     from vllm_graphfix.deployment import all_of
 
-    return all_of(deployment.sparse_mla(), _compressed_by_128(deployment), deployment.full_graphs())
+    return all_of(
+        deployment.sparse_mla(), deployment.compressed_by(128), _rows_differ(deployment), deployment.full_graphs()
+    )
 
 
-def _compressed_by_128(deployment: Deployment) -> Fact:
-    """Some layers of the model attend to entries of 128 tokens, and requests may have more than 128 of them."""
+def _rows_differ(deployment: Deployment) -> Fact:
+    """Requests may have more than 128 entries of 128 tokens each."""
     from vllm_graphfix.deployment import Fact
 
-    found, missing = deployment.configured("compress_ratios")
-    if missing is not None:
-        return Fact(None, missing)
-    if not any(isinstance(ratios, list) and 128 in ratios for ratios in found):
-        return Fact(False, f"no layer of {deployment.model} has a compress_ratio of 128")
     length, missing = deployment.value("--max-model-len")
     if missing is not None:
         return Fact(None, missing)
     if length is not None and length.isdecimal() and int(length) <= _ALIGNMENT * 128:
         return Fact(False, f"--max-model-len {length[:20]}: all batches have rows of one width")
-    return Fact(True, f"layers of {deployment.model} have a compress_ratio of 128")
+    return Fact(True, "requests may be longer than 16384 tokens (--max-model-len)")
 
 
 FIX = Fix(

@@ -1,0 +1,469 @@
+"""compressor-skip: in graphs whose capture completed no group of 128 tokens, requests of DeepSeek V4 complete some.
+
+Model runner V2 (0.30.0 on) decodes in a full graph and prefills in a piecewise one; model runner V1 decodes in a full graph of two
+microbatches. The cache entries of the groups are what is compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, create_forward_context, override_forward_context, set_forward_context
+from vllm.models.deepseek_v4 import compressor
+from vllm.models.deepseek_v4.compressor import CompressorBackend, CompressorStateCache, DeepseekCompressor
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker import gpu_ubatch_wrapper, ubatching
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
+from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_graphfix.verify.double.graph import CPUGraph, CPUStream, Recorder, cpu_cuda_graphs
+from vllm_graphfix.verify.measurement import Measurement
+
+CPU = torch.device("cpu")
+RATIO, HEAD, COLUMNS = 128, 512, 4
+"""Tokens of a group; width of a cache entry, of which the stand-ins compute so many columns."""
+STATE_BLOCK, BLOCK = 8, 256
+"""Tokens of a block, in the compressor's states and in the cache of entries."""
+REQUESTS, MAX_MODEL_LEN, VOCABULARY = 4, 512, 32
+PROMPT, CAPTURED_TOKENS = 130, 136
+"""Tokens of the prompt, and of the piecewise graph that it runs in: a capture has 34 for each request."""
+LENGTHS, STEPS = (126, 300, 255), 3
+"""Of the decoding requests in the first step: the last completes a group in the second step, the first in the third."""
+LAYER = "model.layers.0.attn"
+STATES = f"{LAYER}.compressor.state_cache"
+OF_V2 = "seq_lens_cpu_upper_bound" in compressor._get_c128_boundary.__code__.co_names
+"""Before 0.30.0 the compressor asks for a number that model runner V2 does not have, and leaves nothing out there."""
+
+
+def run(*, hit: bool = True) -> Measurement:
+    """Not *hit*: with asynchronous scheduling and drafts nobody knows in time which step completes a group."""
+    served = (_decode_and_prefill, _decode_in_microbatches) if OF_V2 else (_decode_in_microbatches,)
+    eager: list[float] = []
+    graphed: list[float] = []
+    for serve in served:
+        with _cpu_kernels(), cpu_cuda_graphs(), torch.inference_mode():
+            eager += serve(in_graph=False, known_in_time=hit)
+            graphed += serve(in_graph=True, known_in_time=hit)
+    told = "cache entries of groups that are completed in a decode" + " and in a prompt" * OF_V2
+    # A pass of two microbatches; with model runner V2, two graphs.
+    return Measurement(told, tuple(eager), tuple(graphed), counted={"layer-left-out": 2 * len(served)})
+
+
+class LayerStandIn:
+    """Stands in for a model: a random state for each token, and vLLM's compressor on a random cache."""
+
+    def __init__(self) -> None:
+        random = torch.Generator().manual_seed(0)
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=random)
+
+        self._states = numbers(VOCABULARY, 2 * HEAD)
+        # Both have block 0 for nobody, and what is in the others is of requests that were there before.
+        self.cache = numbers(1 + REQUESTS * MAX_MODEL_LEN // BLOCK, BLOCK // RATIO, HEAD)
+        states = numbers(1 + REQUESTS * MAX_MODEL_LEN // STATE_BLOCK, STATE_BLOCK, 2 * HEAD)
+        self.compressor: Any = object.__new__(DeepseekCompressor)
+        vars(self.compressor).update(
+            compress_ratio=RATIO,
+            head_dim=HEAD,
+            rope_head_dim=64,
+            coff=1,
+            overlap=False,
+            use_fp4_cache=False,
+            ape=numbers(RATIO, HEAD),
+            norm=SimpleNamespace(weight=None),
+            rms_norm_eps=1e-6,
+            state_cache=SimpleNamespace(prefix=STATES, kv_cache=states),
+            k_cache_prefix=LAYER,
+            eager_scratch_pool=None,
+            _static_forward_context={LAYER: SimpleNamespace(kv_cache=self.cache)},
+            _use_two_stage_fused_compressor=False,
+            **dict.fromkeys(("_quant_block", "_token_stride", "_scale_dim")),
+        )
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, **_: None) -> torch.Tensor:
+        rotary = SimpleNamespace(cos_sin_cache=None)
+        with _recorded_in_this_thread(), mock.patch.object(type(current_platform), "is_cuda", return_value=True):
+            self.compressor.forward(self._states[input_ids.long()], positions, rotary)
+            return positions.unsqueeze(1) * 1.0
+
+    def modules(self) -> list[None]:
+        return []
+
+
+class EntryMetadataBuilderStandIn:
+    """Stands in for the builder of the layer that attends to the entries: of its metadata the compressor reads the slots."""
+
+    supports_update_block_table = False
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> Any:
+        return SimpleNamespace(slot_mapping=common_attn_metadata.slot_mapping)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        return self.build(0, common_attn_metadata)
+
+
+# -- model runner V2
+
+
+def _decode_and_prefill(*, in_graph: bool, known_in_time: bool) -> list[float]:
+    full = CUDAGraphMode.FULL_DECODE_ONLY if in_graph else CUDAGraphMode.NONE
+    decoded = _RunnerV2StandIn(full, known_in_time)
+    for step in range(STEPS):
+        decoded.step([1] * len(LENGTHS), [length - 1 + step for length in LENGTHS])
+    piecewise = CUDAGraphMode.PIECEWISE if in_graph else CUDAGraphMode.NONE
+    with mock.patch.object(cudagraph_utils, "is_breakable_cudagraph_enabled", return_value=True):
+        prompt = _RunnerV2StandIn(piecewise, known_in_time)
+        prompt.step([PROMPT], [0])
+    return _entries(decoded.model, {0: 0, 2: 1}) + _entries(prompt.model, {0: 0})
+
+
+class _RunnerV2StandIn:
+    """Model runner V2 with no more than its graphs and what it prepares for them."""
+
+    def __init__(self, mode: CUDAGraphMode, known_in_time: bool) -> None:
+        self.model, self._mode = LayerStandIn(), mode
+        tokens = CAPTURED_TOKENS if mode == CUDAGraphMode.PIECEWISE else REQUESTS
+        self._config = _config(mode, [tokens], known_in_time)
+        self._buffers = InputBuffers(max_num_reqs=REQUESTS, max_num_tokens=CAPTURED_TOKENS, device=CPU)
+        self._tables: Any = object.__new__(BlockTables)
+        self._tables.input_block_tables = [torch.zeros(table.shape, dtype=torch.int32) for table in _tables()]
+        self._tables.slot_mappings = torch.zeros(2, CAPTURED_TOKENS, dtype=torch.int64)
+        vars(self._tables).update(
+            num_kv_cache_groups=2, cp_size=1, cp_rank=0, cp_interleave=1, _num_dirty_rows=REQUESTS
+        )
+        spec, entries = _state_spec(self._config), SimpleNamespace(block_size=BLOCK)
+        states = AttentionGroup(CompressorBackend, [STATES], spec, 0)
+        states.metadata_builders = [_builder(spec, self._config)]
+        attention = AttentionGroup(CompressorBackend, [LAYER], entries, 1)
+        attention.metadata_builders = [EntryMetadataBuilderStandIn()]
+        self._groups = [[states], [attention]]
+        self._caches = SimpleNamespace(
+            kv_cache_groups=[
+                SimpleNamespace(layer_names=[STATES], kv_cache_spec=spec),
+                SimpleNamespace(layer_names=[LAYER], kv_cache_spec=entries),
+            ]
+        )
+        self._state: Any = object.__new__(DefaultModelState)
+        vars(self._state).update(
+            model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
+            max_model_len=MAX_MODEL_LEN,
+            supports_mm_inputs=False,
+            prompt_embeds_state=None,
+            rope_state=None,
+        )
+        self._manager = ModelCudaGraphManager(self._config, CPU, mode, decode_query_len=1)
+        if mode != CUDAGraphMode.NONE:
+            with _segments() if mode == CUDAGraphMode.PIECEWISE else contextlib.nullcontext():
+                self._manager.capture(
+                    self.model, self._state, self._buffers, None, self._tables, self._groups, self._caches
+                )
+
+    def step(self, counts: list[int], computed: list[int]) -> None:
+        """All requests have as many tokens."""
+        requests, tokens = len(counts), sum(counts)
+        descriptor = self._manager.dispatch(requests, tokens, counts[0], num_active_loras=0)
+        batch = InputBatch.make_dummy(requests, tokens, self._buffers)
+        lengths = torch.tensor(computed) + counts[0]
+        rows = torch.arange(requests).repeat_interleave(counts[0])
+        positions = torch.cat([torch.arange(start, start + counts[0]) for start in computed])
+        self._buffers.seq_lens[:requests] = lengths
+        self._buffers.positions[:tokens] = positions
+        self._buffers.input_ids[:tokens] = _tokens(rows, positions)
+        for group, (table, size) in enumerate(zip(_tables(), (STATE_BLOCK, BLOCK), strict=True)):
+            self._tables.input_block_tables[group].copy_(table)
+            self._tables.slot_mappings[group].fill_(-1)
+            self._tables.slot_mappings[group, :tokens] = _slots(table, rows, positions, size)
+        full = descriptor.cg_mode == CUDAGraphMode.FULL
+        batch.num_reqs_after_padding = descriptor.num_reqs if full else requests
+        batch.num_tokens_after_padding = descriptor.num_tokens
+        batch.query_start_loc = self._buffers.query_start_loc
+        batch.query_start_loc_np = self._buffers.query_start_loc.numpy().copy()
+        batch.is_prefilling_np = batch.is_prefilling_np.repeat(REQUESTS)[:REQUESTS]
+        batch.seq_lens = self._buffers.seq_lens
+        batch.seq_lens_cpu_upper_bound = self._buffers.seq_lens.clone()
+        slots = self._tables.slot_mappings[:, : descriptor.num_tokens]
+        metadata = self._state.prepare_attn(
+            batch, descriptor.cg_mode, tuple(self._tables.input_block_tables), slots, self._groups, self._caches
+        )
+        if full:
+            self._manager.run_fullgraph(descriptor)
+            return
+        inputs = {
+            "input_ids": self._buffers.input_ids[: descriptor.num_tokens],
+            "positions": self._buffers.positions[: descriptor.num_tokens],
+            "intermediate_tensors": None,
+        }
+        with set_forward_context(
+            metadata,
+            self._config,
+            num_tokens=descriptor.num_tokens,
+            cudagraph_runtime_mode=descriptor.cg_mode,
+            batch_descriptor=BatchDescriptor(descriptor.num_tokens),
+            slot_mapping=build_slot_mappings_by_layer(slots, self._caches),
+        ):
+            if descriptor.cg_mode == CUDAGraphMode.PIECEWISE:
+                self._manager.run_pw_graph(self.model, inputs)
+            else:
+                self.model(**inputs)
+
+
+# -- model runner V1
+
+
+def _decode_in_microbatches(*, in_graph: bool, known_in_time: bool) -> list[float]:
+    model, config = LayerStandIn(), _config(CUDAGraphMode.FULL, [REQUESTS], known_in_time)
+    spec = _state_spec(config)
+    wrapper = UBatchWrapper(model, config, CUDAGraphMode.FULL, CPU)
+    halves = [UBatchSlice(slice(first, first + 2), slice(first, first + 2)) for first in (0, 2)]
+    builders = [_builder(spec, config) for _ in halves]
+    entries = EntryMetadataBuilderStandIn()
+    starts = torch.arange(REQUESTS + 1, dtype=torch.int32)
+    tables = [torch.zeros(table.shape, dtype=torch.int32) for table in _tables()]
+    inputs, lengths = torch.zeros(2, REQUESTS, dtype=torch.int64), torch.zeros(REQUESTS, dtype=torch.int32)
+    slots = torch.full((2, REQUESTS), -1)
+
+    def step(found: list[int]) -> None:
+        """Of so many tokens of each request, this one's included."""
+        lengths.copy_(torch.tensor(found))
+        given: dict[str, Any] = {
+            "query_start_loc": starts,
+            "query_start_loc_cpu": starts.clone(),
+            "seq_lens": lengths,
+            "seq_lens_cpu_upper_bound": lengths.clone(),
+            "num_reqs": REQUESTS,
+            "num_actual_tokens": REQUESTS,
+            "max_query_len": 1,
+            "max_seq_len": MAX_MODEL_LEN,
+        }
+        if known_in_time and not OF_V2:
+            given["_num_computed_tokens_cpu"] = lengths - 1
+        of_states, of_entries = (
+            split_attn_metadata(
+                halves, CommonAttentionMetadata(**given, block_table_tensor=table, slot_mapping=slots[group])
+            )
+            for group, table in enumerate(tables)
+        )
+        metadata = [
+            {STATES: builder.build(0, common), LAYER: entries.build(0, other)}
+            for builder, common, other in zip(builders, of_states, of_entries, strict=True)
+        ]
+        context = create_forward_context(
+            metadata,
+            config,
+            dp_metadata=object(),
+            cudagraph_runtime_mode=CUDAGraphMode.FULL if in_graph else CUDAGraphMode.NONE,
+            batch_descriptor=BatchDescriptor(REQUESTS),
+            ubatch_slices=halves,
+        )
+        with override_forward_context(context):
+            wrapper(input_ids=inputs[0], positions=inputs[1], intermediate_tensors=None, inputs_embeds=None)
+
+    if in_graph:
+        step([1] * REQUESTS)  # the wrapper captures the first step of each size, a dummy run's
+    rows = torch.arange(REQUESTS)
+    for table, filled in zip(tables, _tables(), strict=True):
+        table.copy_(filled)
+    for number in range(STEPS):
+        found = [length + number for length in (*LENGTHS, 17)]
+        inputs[1] = torch.tensor(found) - 1
+        inputs[0] = _tokens(rows, inputs[1])
+        for group, (table, size) in enumerate(zip(tables, (STATE_BLOCK, BLOCK), strict=True)):
+            slots[group] = _slots(table, rows, inputs[1], size)
+        step(found)
+    return _entries(model, {0: 0, 2: 1})
+
+
+# -- what both have
+
+
+def _config(mode: CUDAGraphMode, sizes: list[int], known_in_time: bool) -> Any:
+    """A VllmConfig with what graphs and the compressor's builder read of it."""
+    drafts = SimpleNamespace(num_speculative_tokens=1, uses_dynamic_speculative_decoding=lambda: False)
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=mode,
+            cudagraph_capture_sizes=sizes,
+            max_cudagraph_capture_size=max(sizes),
+            static_forward_context={},
+            fast_moe_cold_start=False,
+            static_all_moe_layers=[],
+        ),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=REQUESTS, max_num_batched_tokens=CAPTURED_TOKENS, async_scheduling=not known_in_time
+        ),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=1,
+            data_parallel_rank=0,
+            tensor_parallel_size=1,
+            use_sequence_parallel_moe=True,
+            is_moe_model=True,
+            num_ubatches=2,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="fp8_ds_mla", use_kda_recoverssm=False),
+        kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(set_priority=contextlib.nullcontext)),
+        speculative_config=None if known_in_time else drafts,
+        num_speculative_tokens=0 if known_in_time else 1,
+        use_cumem_cudagraph_pool=False,
+    )
+
+
+def _state_spec(config: Any) -> Any:
+    """vLLM's own, of the compressor's states."""
+    cache: Any = object.__new__(CompressorStateCache)
+    vars(cache).update(block_size=STATE_BLOCK, state_dim=2 * HEAD, dtype=torch.float32, sliding_window=RATIO)
+    return cache.get_kv_cache_spec(config)
+
+
+def _builder(spec: Any, config: Any) -> Any:
+    """vLLM's own."""
+    return CompressorBackend.get_builder_cls()(spec, [STATES], config, CPU)
+
+
+def _tables() -> list[torch.Tensor]:
+    """The blocks of each request, in the compressor's states and in the cache of entries."""
+    widths = [MAX_MODEL_LEN // size for size in (STATE_BLOCK, BLOCK)]
+    return [torch.arange(1, 1 + REQUESTS * width, dtype=torch.int32).view(REQUESTS, width) for width in widths]
+
+
+def _slots(table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
+    return table[rows, positions // size].long() * size + positions % size
+
+
+def _tokens(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return (7 * positions + 3 * rows) % VOCABULARY
+
+
+def _entries(model: LayerStandIn, groups: dict[int, int]) -> list[float]:
+    """Of the requests in *groups*, the entry of that group."""
+    slots = [
+        int(_tables()[1][row, group * RATIO // BLOCK]) * (BLOCK // RATIO) + group % 2 for row, group in groups.items()
+    ]
+    found: list[float] = model.cache.flatten(0, 1)[slots, :COLUMNS].flatten().tolist()
+    return found
+
+
+# -- stand-ins for what needs a GPU
+
+
+class _SegmentStandIn(CPUGraph):
+    """A graph of the double that is captured from `capture_begin` to `capture_end`."""
+
+    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
+        super().capture_begin(pool, capture_error_mode)
+        self._recording = contextlib.ExitStack()
+        self._recording.enter_context(Recorder(self))
+
+    def capture_end(self) -> None:
+        self._recording.close()
+        super().capture_end()
+
+
+@contextlib.contextmanager
+def _segments() -> Iterator[None]:
+    """For the block, vLLM's breakable graphs are the double's."""
+    from vllm.compilation import breakable_cudagraph
+
+    with (
+        mock.patch.object(torch.cuda, "CUDAGraph", _SegmentStandIn),
+        mock.patch.object(breakable_cudagraph, "weak_ref_tensors", lambda output: output),
+        mock.patch.object(torch.accelerator, "empty_cache", return_value=None),
+    ):
+        yield
+
+
+def _recorded_in_this_thread() -> contextlib.AbstractContextManager[object]:
+    """Dispatch modes are of one thread each, a capture is of all of them: microbatches run in threads of their own."""
+    from vllm_graphfix.verify.double import graph
+
+    if graph._capturing and threading.current_thread() is not threading.main_thread():
+        return Recorder(graph._capturing[0])
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _cpu_kernels() -> Iterator[None]:
+    """The compressor's two kernels, and what else is CUDA's, have stand-ins."""
+    kernels = ModuleType("vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl")
+    vars(kernels).update(
+        compress_norm_rope_store_cutedsl=_compress_stand_in, _SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL=_compress_stand_in
+    )
+    saving = "save_partial_states" if hasattr(compressor, "save_partial_states") else "_SAVE_PARTIAL_STATES_KERNEL"
+    places: list[tuple[Any, str, Any]] = [
+        (compressor, saving, _save_stand_in),
+        (CommonAttentionMetadata, "token_to_req_indices", _rows_stand_in),
+        (torch.accelerator, "set_device_index", lambda device: None),
+        (torch.cuda, "current_blas_handle", lambda: None),
+        (torch.cuda, "set_stream", lambda stream: None),
+        *[
+            (module, "current_stream", CPUStream)
+            for module in (ubatching, cudagraph_utils)
+            if hasattr(module, "current_stream")
+        ],
+        (gpu_ubatch_wrapper.DPMetadata, "make", lambda *_: None),
+    ]
+    if hasattr(gpu_ubatch_wrapper, "create_sm_control_context"):
+        places.append((gpu_ubatch_wrapper, "create_sm_control_context", lambda parallel: contextlib.nullcontext()))
+    else:
+        places.append((UBatchWrapper, "_create_sm_control_context", lambda self, config: contextlib.nullcontext()))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(sys.modules, {kernels.__name__: kernels}))
+        for owner, name, value in places:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def _rows_stand_in(common: Any, buffer: torch.Tensor) -> torch.Tensor:
+    """The request of each token; of padding, the first."""
+    counts = common.query_start_loc_cpu.diff()
+    rows = torch.arange(len(counts)).repeat_interleave(counts)
+    buffer.zero_()
+    buffer[: len(rows)] = rows
+    return buffer[: common.num_actual_tokens]
+
+
+def _save_stand_in(
+    *, kv: Any, score: Any, ape: Any, positions: Any, state_cache: Any, slot_mapping: Any, **_: object
+) -> None:
+    """Saves kv and score, (tokens, width), in the slots of state_cache, (blocks, tokens, 2 x width); padding goes to block 0."""
+    states = torch.cat([kv, score + ape[positions % RATIO]], dim=-1)
+    state_cache.flatten(0, 1).index_copy_(0, slot_mapping.clamp(min=0), states)
+
+
+def _compress_stand_in(
+    *,
+    state_cache: Any,
+    num_actual: int,
+    token_to_req_indices: Any,
+    positions: Any,
+    block_table: Any,
+    block_size: int,
+    state_width: int,
+    kv_cache: Any,
+    k_cache_metadata: Any,
+    **_: object,
+) -> None:
+    """For the last token of each group, the group's states weighted by their scores; others go to block 0. No norm, no RoPE."""
+    positions, slots = positions[:num_actual], k_cache_metadata.slot_mapping[:num_actual]
+    group = (positions // RATIO * RATIO).unsqueeze(1) + torch.arange(RATIO)
+    blocks = block_table[token_to_req_indices[:num_actual].long()].gather(1, group // block_size).long()
+    scores = state_cache[..., state_width : state_width + COLUMNS][blocks, group % block_size]
+    entries = (state_cache[..., :COLUMNS][blocks, group % block_size] * scores.softmax(1)).sum(1)
+    last = (positions % RATIO == RATIO - 1) & (slots >= 0)
+    kv_cache.flatten(0, 1)[:, :COLUMNS].index_copy_(0, torch.where(last, slots // RATIO, 0), entries)
