@@ -2,9 +2,10 @@
 
     python benchmarks/idle_ranks.py --out FOLDER [--model mixtral]
 
-A tiny mixture of experts, one rank on each GPU. Rank 1 computes a prompt, which ends in its prefix cache; rank 0 then generates while
-rank 1 has nothing to do and runs steps of its own; then rank 1 is asked the same prompt with a few tokens more. Its answer has to be
-the one to a prompt that was not cached. Twice: with VLLM_GRAPHFIX off, and on. The plugin has to be installed.
+A tiny mixture of experts, one rank on each GPU. Rank 1 answers a prompt with as many tokens as fill a block, which ends in its prefix
+cache; rank 0 then generates while rank 1 has nothing to do and runs steps of its own; then rank 1 is asked prompt and answer with a few
+tokens more. What it says has to be what it says where nothing was cached. Twice: with VLLM_GRAPHFIX off, and on. The plugin has to be
+installed. From 0.20.0 on such a step writes to no slots of an attention layer, and both are right.
 
 Exit code 1 if an answer is wrong with the plugin, 2 if an engine does not come to its end.
 """
@@ -24,9 +25,11 @@ from typing import Any
 from vllm_graphfix.verify.engine import models
 from vllm_graphfix.verify.engine.models import VOCABULARY
 
-PROMPTS, CACHED, MORE, ANSWER, MEANWHILE = 6, 64, 8, 16, 48
-"""Prompts; tokens of each that are cached, tokens behind them, of the answer, and of rank 0's meanwhile."""
-NOISE = 0.1
+PROMPTS, CACHED, DECODED, MORE, ANSWER, MEANWHILE = 8, 64, 4, 8, 16, 48
+"""Prompts; tokens of each that are cached; how many of these are its answer's, so that the last slot is a decode's; tokens behind them; of
+the answer that counts, and of rank 0's meanwhile.
+"""
+NOISE = 0.01
 """Of a log-probability, between a prompt that was computed in one piece and in two: kernels round."""
 TIMEOUT = 400.0
 
@@ -129,11 +132,13 @@ async def answers(model: str) -> list[Any]:
     found = []
     try:
         for one in range(PROMPTS):
-            prompt = chance.choices(range(1, VOCABULARY), k=CACHED + MORE)
-            right = await ask(prompt, f"whole {one}", 1, ANSWER)
-            await ask(prompt[:CACHED], f"cached {one}", 1, 1)
+            prompt = chance.choices(range(1, VOCABULARY), k=CACHED - DECODED)
+            answer, *_ = await ask(prompt, f"first {one}", 1, DECODED + 1)  # the last token is not computed
+            whole = prompt + answer[:DECODED] + chance.choices(range(1, VOCABULARY), k=MORE)
+            right = await ask(whole, f"whole {one}", 1, ANSWER)
+            await ask(prompt, f"cached {one}", 1, DECODED + 1)
             await ask(prompt[::-1], f"meanwhile {one}", 0, MEANWHILE)
-            found.append((right, await ask(prompt, f"cached {one}", 1, ANSWER)))
+            found.append((right, await ask(whole, f"cached {one}", 1, ANSWER)))
     finally:
         engine.shutdown()
     return found

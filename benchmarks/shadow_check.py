@@ -49,7 +49,7 @@ from vllm_graphfix.settings import PREFIX, SHADOW, SHADOW_ACTION
 from vllm_graphfix.source import open_source
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import models
-from vllm_graphfix.verify.engine.cases import MLA, Case, case_of, further_cases
+from vllm_graphfix.verify.engine.cases import GDN_MTP, MLA, Case, case_of, further_cases
 from vllm_graphfix.verify.engine.job import Job
 from vllm_graphfix.verify.engine.processes import PACKAGE, Ended, Engines
 
@@ -82,6 +82,8 @@ MIXED = tuple(
     for runner in ("V1", "V2")
 )
 """Full graphs of prompts and decodes together, which are captured for one request: Triton's attention cuts its work by that."""
+OF_NO_VERIFY = {"prefill-dispatch": (GDN_MTP,)}
+"""By name of a fix: an engine in which its defect shows, and that takes too long to compile for `verify`."""
 FEW_BLOCKS = 34
 """Of a cache: enough for one request of the greatest length, and for a third of those that an engine may run."""
 
@@ -131,7 +133,7 @@ def _false_alarm(found: dict[str, Any]) -> bool:
 def full_graph_cases() -> list[Case]:
     """Of `verify`, those with full graphs: of others nothing can be checked."""
     cases = dict.fromkeys(case for fix in FIXES for case in (case_of(fix), *further_cases(fix)) if case is not None)
-    return [*(case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode"))), *COMPILED, *MIXED]
+    return [*(case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode"))), *COMPILED, *MIXED, GDN_MTP]
 
 
 class Measured:
@@ -160,7 +162,7 @@ class Measured:
         return [
             fix
             for fix in FIXES
-            if case.name in {own.name for own in (case_of(fix), *further_cases(fix, self._source)) if own is not None}
+            if case in (case_of(fix), *further_cases(fix, self._source), *OF_NO_VERIFY.get(fix.name, ()))
             and manifest.diagnose(fix, self._source).verdict is Verdict.AFFECTED
         ]
 

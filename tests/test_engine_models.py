@@ -160,14 +160,14 @@ LOADS_INTO_VLLM = """
     from vllm.model_executor.models import registry
     from vllm_graphfix.fixes import FIXES
     from vllm_graphfix.verify.engine import models
-    from vllm_graphfix.verify.engine.cases import case_of, further_cases
+    from vllm_graphfix.verify.engine.cases import GDN_MTP, case_of, further_cases
 
     mla.MLAAttention = AttentionStandIn
     registry._run_in_subprocess = lambda look: look()  # vLLM looks at each model in a process of its own, for ten seconds
     torch.set_default_dtype(torch.bfloat16)
     folder = Path.cwd()
     for name in {names!r}:
-        cases = [case for fix in FIXES for case in (case_of(fix), *further_cases(fix))]
+        cases = [GDN_MTP, *(case for fix in FIXES for case in (case_of(fix), *further_cases(fix)))]
         case = next(case for case in cases if case is not None and case.name == name)
         for model in filter(None, (case.model, case.draft)):
             models.write(model, folder)
@@ -179,8 +179,8 @@ LOADS_INTO_VLLM = """
                 init_distributed_environment(1, 0, f"file://{{folder}}/rendezvous", 0, "gloo")
                 initialize_model_parallel()
             print("loaded", name, type(get_model(vllm_config=config)).__name__)
-            draft = config.speculative_config and config.speculative_config.draft_model_config
-            if draft and draft is not config.model_config:  # which n-grams have
+            if config.speculative_config is not None:
+                draft = config.speculative_config.draft_model_config
                 print("loaded", name, type(get_model(vllm_config=config, model_config=draft)).__name__)
 """
 
@@ -203,7 +203,15 @@ LOADED = [
     ),
     # The first one decides whether there is a group of experts.
     ("0.17.1", ["mixtral MixtralForCausalLM", "llama-eagle LlamaForCausalLM", "llama-eagle EagleLlamaForCausalLM"]),
-    ("0.25.1", ["mixtral MixtralForCausalLM", "lfm2-one-token Lfm2ForCausalLM", "gdn-ngram Qwen3NextForCausalLM"]),
+    (
+        "0.25.1",
+        [
+            "mixtral MixtralForCausalLM",
+            "lfm2-one-token Lfm2ForCausalLM",
+            "gdn-mtp Qwen3NextForCausalLM",
+            "gdn-mtp Qwen3NextMTP",
+        ],
+    ),
 ]
 
 

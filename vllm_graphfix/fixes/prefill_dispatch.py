@@ -399,7 +399,7 @@ def trial() -> Trial:
 
     from vllm_graphfix.deployment import Concern
     from vllm_graphfix.trial import Edit, Served, Trial, Watched
-    from vllm_graphfix.verify.engine.cases import GDN_NGRAM, LFM2_ONE_TOKEN, MAMBA2_ONE_TOKEN
+    from vllm_graphfix.verify.engine.cases import LFM2_ONE_TOKEN, MAMBA2_ONE_TOKEN
 
     # The predicate is told whether every row is past its prompt, as in PR 53059.
     told = r"^( *)force_uniform_decode: bool \| None = None,\n( *)\) -> bool:"
@@ -515,5 +515,5 @@ def trial() -> Trial:
             Served("0.20.0", "./llama", does_not, "no recurrent layers"),
         ),
         case=MAMBA2_ONE_TOKEN,
-        further=(GDN_NGRAM, replace(LFM2_ONE_TOKEN, shows_on=_v2_serves_them_wrong)),
+        further=(replace(LFM2_ONE_TOKEN, shows_on=_v2_serves_them_wrong),),
     )

@@ -147,8 +147,9 @@ QWEN3_NEXT: Config = _COMMON | {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "partial_rotary_factor": 0.25,
+    "num_nextn_predict_layers": 1,
 }
-"""A gated delta net and an attention layer, each with experts."""
+"""A gated delta net and an attention layer, each with experts, and a draft layer."""
 EAGLE: Config = LLAMA | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
 """The draft head of a Llama; vLLM gives it the target's embeddings and output matrix."""
 
@@ -311,27 +312,17 @@ def _mixture(prefix: str, config: Config) -> Shapes:
 
 
 def _qwen3_next(config: Config) -> Shapes:
-    hidden, head, inner = config["hidden_size"], config["head_dim"], config["moe_intermediate_size"]
-    queries = config["num_attention_heads"] * head
-    value_heads, value_head = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    hidden, value_heads, value_head = (
+        config["hidden_size"],
+        config["linear_num_value_heads"],
+        config["linear_value_head_dim"],
+    )
     of_keys, of_values = config["linear_num_key_heads"] * config["linear_key_head_dim"], value_heads * value_head
     shapes = _embeddings(config)
     for layer, kind in enumerate(config["layer_types"]):
         prefix = f"model.layers.{layer}"
-        shapes |= {
-            f"{prefix}.input_layernorm.weight": (hidden,),
-            f"{prefix}.post_attention_layernorm.weight": (hidden,),
-            f"{prefix}.mlp.gate.weight": (config["num_experts"], hidden),
-            f"{prefix}.mlp.shared_expert_gate.weight": (1, hidden),
-        }
-        for expert in ("shared_expert", *(f"experts.{number}" for number in range(config["num_experts"]))):
-            shapes |= {
-                f"{prefix}.mlp.{expert}.gate_proj.weight": (inner, hidden),
-                f"{prefix}.mlp.{expert}.up_proj.weight": (inner, hidden),
-                f"{prefix}.mlp.{expert}.down_proj.weight": (hidden, inner),
-            }
         if kind == "linear_attention":
-            shapes |= {
+            shapes |= _shared_mixture(prefix, config) | {
                 f"{prefix}.linear_attn.in_proj_qkvz.weight": (2 * of_keys + 2 * of_values, hidden),
                 f"{prefix}.linear_attn.in_proj_ba.weight": (2 * value_heads, hidden),
                 f"{prefix}.linear_attn.conv1d.weight": (2 * of_keys + of_values, 1, config["linear_conv_kernel_dim"]),
@@ -341,11 +332,44 @@ def _qwen3_next(config: Config) -> Shapes:
                 f"{prefix}.linear_attn.out_proj.weight": (hidden, of_values),
             }
         else:
-            shapes |= _grouped_attention(prefix, config) | {
-                f"{prefix}.self_attn.q_proj.weight": (2 * queries, hidden),  # and a gate of the output
-                f"{prefix}.self_attn.q_norm.weight": (head,),
-                f"{prefix}.self_attn.k_norm.weight": (head,),
-            }
+            shapes |= _shared_mixture(prefix, config) | _gated_attention(prefix, config)
+    draft = "mtp.layers.0"
+    return (
+        shapes
+        | _shared_mixture(draft, config)
+        | _gated_attention(draft, config)
+        | {
+            "mtp.fc.weight": (hidden, 2 * hidden),
+            "mtp.norm.weight": (hidden,),
+            "mtp.pre_fc_norm_embedding.weight": (hidden,),
+            "mtp.pre_fc_norm_hidden.weight": (hidden,),
+        }
+    )
+
+
+def _gated_attention(prefix: str, config: Config) -> Shapes:
+    hidden, head = config["hidden_size"], config["head_dim"]
+    return _grouped_attention(prefix, config) | {
+        f"{prefix}.self_attn.q_proj.weight": (2 * config["num_attention_heads"] * head, hidden),  # and the gate
+        f"{prefix}.self_attn.q_norm.weight": (head,),
+        f"{prefix}.self_attn.k_norm.weight": (head,),
+    }
+
+
+def _shared_mixture(prefix: str, config: Config) -> Shapes:
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    shapes: Shapes = {
+        f"{prefix}.input_layernorm.weight": (hidden,),
+        f"{prefix}.post_attention_layernorm.weight": (hidden,),
+        f"{prefix}.mlp.gate.weight": (config["num_experts"], hidden),
+        f"{prefix}.mlp.shared_expert_gate.weight": (1, hidden),
+    }
+    for expert in ("shared_expert", *(f"experts.{number}" for number in range(config["num_experts"]))):
+        shapes |= {
+            f"{prefix}.mlp.{expert}.gate_proj.weight": (inner, hidden),
+            f"{prefix}.mlp.{expert}.up_proj.weight": (inner, hidden),
+            f"{prefix}.mlp.{expert}.down_proj.weight": (hidden, inner),
+        }
     return shapes
 
 
