@@ -72,10 +72,9 @@ def told(model: str, out: Path, mode: str) -> dict[str, Any]:
     return {
         "answers": len(pairs),
         "wrong answers": sum(not alike(*pair) for pair in pairs),
-        "largest difference of the first token's log-probability": max(
-            abs(one[1][0] - two[1][0]) for one, two in pairs
-        ),
-        "hits": [two[2] for _, two in pairs],
+        "with other tokens": sum(one[0] != two[0] for one, two in pairs),
+        "first token's log-probability apart by": max(abs(one[1][0] - two[1][0]) for one, two in pairs),
+        "cached tokens": sorted({two[2] for _, two in pairs}),
     }
 
 
