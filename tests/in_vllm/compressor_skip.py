@@ -114,3 +114,9 @@ def test_a_dummy_run_without_metadata_is_left_alone() -> None:
     step.capture_and_replay()
     assert not step.wrote()
     assert before == LAYER_LEFT_OUT.count
+
+
+def test_a_torch_without_cuda_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", torch.cuda.graphs.is_current_stream_capturing)
+    Step(NONE).run()
+    assert FALLBACK.reason is None

@@ -130,7 +130,7 @@ def _written_by_graphs(stock: StockFunction) -> StockFunction:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = None
         try:
-            if self.compress_ratio == _RATIO and torch.cuda.is_current_stream_capturing():
+            if self.compress_ratio == _RATIO and _is_recorded(torch):
                 metadata = _leaves_out(self)
                 if metadata is not None:
                     metadata.c128_boundary = None
@@ -153,17 +153,23 @@ def _watch_capture(stock: StockFunction) -> StockFunction:
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            if (
-                self.compress_ratio == _RATIO
-                and torch.cuda.is_current_stream_capturing()
-                and _leaves_out(self) is not None
-            ):
+            if self.compress_ratio == _RATIO and _is_recorded(torch) and _leaves_out(self) is not None:
                 LAYER_LEFT_OUT.count += 1
         except Exception as error:
             FALLBACK.take(error)
         return stock(self, *args, **kwargs)
 
     return forward
+
+
+def _is_recorded(torch: Any) -> bool:
+    """Whether a graph is being captured on the current stream."""
+    try:
+        return bool(torch.cuda.is_current_stream_capturing())
+    except RuntimeError as error:
+        if "dummy base class" in str(error):  # a torch without CUDA, for other platforms
+            return False
+        raise
 
 
 def _leaves_out(layer: Any) -> Any | None:
