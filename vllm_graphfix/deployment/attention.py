@@ -11,6 +11,9 @@ from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.model import Model
 from vllm_graphfix.settings import printable
 
+_FLASH_ATTENTION_FIRST = (8, 9, 12)
+"""Compute capabilities on which vLLM tries FlashAttention first."""
+
 
 class Attention(Model):
     def fp8_cache(self) -> Fact:
@@ -134,6 +137,34 @@ class Attention(Model):
                 "the attention backend and the KV cache dtype that vLLM logs when it starts, or the flags for them",
             )
         return dense
+
+    def flash_attention(self) -> Fact:
+        """Attention that is not latent runs on FlashAttention."""
+        logged = "the attention backend that vLLM logs when it starts, or --attention-backend"
+        mla = self.mla()
+        if mla.holds is not False:
+            return Fact(mla.holds and False, mla.told)
+        asked, missing = self.value("--attention-backend")
+        config, unsure = self.value("--attention-config")
+        if missing or unsure or config is not None:
+            return Fact(None, missing or unsure or logged)
+        if asked is not None and asked.lower() != "auto":
+            return Fact(asked.upper() == "FLASH_ATTN", f"--attention-backend is {asked.upper()[:40]!r}")
+        _, capability = self.gpu
+        # On datacenter Blackwell FlashInfer comes first, and FlashAttention 2 has no fp8.
+        if capability not in _FLASH_ATTENTION_FIRST or self.fp8_cache().holds is not False:
+            return Fact(None, logged)
+        return Fact(True, "vLLM chooses FlashAttention for it on this GPU")
+
+    def flash_attention_3(self) -> Fact:
+        """Attention that is not latent runs on FlashAttention, on a GPU for which that is FlashAttention 3."""
+        attention = self.flash_attention()
+        hopper = self._capability((9,), "FlashAttention 3 needs Hopper")
+        if attention.holds is False or hopper.holds is not True:
+            return attention if attention.holds is False else hopper
+        if self._environment.get("VLLM_FLASH_ATTN_VERSION", "3") != "3":
+            return Fact(None, "the version of FlashAttention that vLLM logs when it starts (VLLM_FLASH_ATTN_VERSION)")
+        return Fact(attention.holds, attention.told if attention.holds is None else f"{attention.told}: version 3")
 
     def triton_mla(self) -> Fact:
         """Latent attention runs on Triton."""

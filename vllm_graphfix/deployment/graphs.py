@@ -92,6 +92,11 @@ class Graphs(Flags):
         mode, told = self._graph_mode
         return Fact(None if mode is None else mode == "PIECEWISE", told)
 
+    def prompts_in_full_graphs(self) -> Fact:
+        """Steps with prefills run in full CUDA graphs, the same as decodes."""
+        mode, told = self._graph_mode
+        return Fact(None if mode is None else mode == "FULL", told)
+
     def prompts_in_graphs(self) -> Fact:
         """Steps with prefills run in CUDA graphs, full or piecewise."""
         mode, told = self._graph_mode

@@ -34,8 +34,6 @@ LENGTHS_OF_ANOTHER_BATCH = Event(
 FALLBACK = Fallback()
 
 _FLAG = "--decode-context-parallel-size"
-_FLASH_ATTENTION_FIRST = (8, 9, 12)
-"""Compute capabilities on which vLLM tries FlashAttention first."""
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -159,7 +157,7 @@ def observers(shape: str) -> tuple[Patch, ...]:
 def applies(deployment: Deployment, shape: str) -> Answer:
     from vllm_graphfix.deployment import all_of
 
-    return all_of(_shares_the_context(deployment), deployment.full_graphs(), _on_flash_attention(deployment))
+    return all_of(_shares_the_context(deployment), deployment.full_graphs(), deployment.flash_attention())
 
 
 def _shares_the_context(deployment: Deployment) -> Fact:
@@ -172,27 +170,6 @@ def _shares_the_context(deployment: Deployment) -> Fact:
     if value is None or not value.isdecimal():
         return Fact(None if value else False, f"a number for {_FLAG}" if value else f"{_FLAG} is not given")
     return Fact(int(value) > 1, f"{_FLAG} {int(value)}")
-
-
-def _on_flash_attention(deployment: Deployment) -> Fact:
-    """Attention that is not latent runs on FlashAttention."""
-    from vllm_graphfix.deployment import Fact
-
-    logged = "the attention backend that vLLM logs when it starts, or --attention-backend"
-    mla = deployment.mla()
-    if mla.holds is not False:
-        return Fact(mla.holds and False, mla.told)
-    asked, missing = deployment.value("--attention-backend")
-    config, unsure = deployment.value("--attention-config")
-    if missing or unsure or config is not None:
-        return Fact(None, missing or unsure or logged)
-    if asked is not None and asked.lower() != "auto":
-        return Fact(asked.upper() == "FLASH_ATTN", f"--attention-backend is {asked.upper()[:40]!r}")
-    _, capability = deployment.gpu
-    # On datacenter Blackwell FlashInfer comes first, and FlashAttention 2 has no fp8.
-    if capability not in _FLASH_ATTENTION_FIRST or deployment.fp8_cache().holds is not False:
-        return Fact(None, logged)
-    return Fact(True, "vLLM chooses FlashAttention for it on this GPU")
 
 
 FIX = Fix(
