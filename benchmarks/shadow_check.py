@@ -49,7 +49,7 @@ from vllm_graphfix.settings import PREFIX, SHADOW, SHADOW_ACTION
 from vllm_graphfix.source import open_source
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import models
-from vllm_graphfix.verify.engine.cases import GDN_MTP, MLA, Case, case_of, further_cases
+from vllm_graphfix.verify.engine.cases import GDN_MTP, MIXED_FULL, MLA, Case, case_of, further_cases
 from vllm_graphfix.verify.engine.job import Job
 from vllm_graphfix.verify.engine.processes import PACKAGE, Ended, Engines
 
@@ -68,17 +68,15 @@ COMPILED = tuple(
     for runner in ("V1", "V2")
 )
 """As vLLM is by default: compiled, and an ordinary attention. No defect is known to show in it."""
-_MIXED = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
 MIXED = tuple(
     Case(
-        name=f"llama-full-{backend.split('_')[0].lower()}-{runner.lower()}",
+        name=f"llama-full-triton-{runner.lower()}",
         model="llama",
         runner=runner,
-        graphs=_MIXED,
+        graphs=MIXED_FULL,
         workload=MLA.workload,
-        arguments={"attention_config": {"backend": backend}},
+        arguments={"attention_config": {"backend": "TRITON_ATTN"}},
     )
-    for backend in ("TRITON_ATTN", "FLASH_ATTN")
     for runner in ("V1", "V2")
 )
 """Full graphs of prompts and decodes together, which are captured for one request: Triton's attention cuts its work by that."""

@@ -157,6 +157,8 @@ def full_decodes(sizes: list[int]) -> dict[str, Any]:
     return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
 
 
+MIXED_FULL = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
+"""Full graphs of prompts and decodes together; nothing is compiled."""
 FLASHMLA: dict[str, Any] = {"block_size": 64, "attention_config": {"backend": "FLASHMLA"}}
 _LENGTHS = (5, 33, 64, 65, 130, 257, 400, 511)
 TOGETHER = tuple((length, 65) for length in _LENGTHS)
@@ -349,6 +351,24 @@ LLAMA_EAGLE_SCORED = Case(
     ),
     environment={"VLLM_DISABLE_COMPILE_CACHE": "1"},
     prompt_logprobs=True,
+)
+# Full graphs of prompts and decodes together, and FlashAttention 3: each decode is in a graph that was captured for a prompt.
+LLAMA_FULL_FLASH_V1 = Case(
+    name="llama-full-flash-v1",
+    model="llama",
+    runner="V1",
+    graphs=MIXED_FULL,
+    workload=TOGETHER,
+    arguments={"attention_config": {"backend": "FLASH_ATTN"}},
+    capability=9,
+    watched=True,
+)
+# Model runner V2 captures short queries: it takes prompts in a graph, some of them next to decodes.
+LLAMA_FULL_FLASH_V2 = replace(
+    LLAMA_FULL_FLASH_V1,
+    name="llama-full-flash-v2",
+    runner="V2",
+    arguments=LLAMA_FULL_FLASH_V1.arguments | {"max_num_batched_tokens": 256, "enable_chunked_prefill": True},
 )
 
 

@@ -1,0 +1,326 @@
+"""`flash-mixed-schedule`: the schedule of FlashAttention 3 is made for the kernel that a full graph of prompts and decodes launches."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
+
+if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.source import Source
+    from vllm_graphfix.syntax import Function
+    from vllm_graphfix.trial import Trial
+
+_BACKEND = "vllm/v1/attention/backends/flash_attn.py"
+_BACKEND_MODULE = "vllm.v1.attention.backends.flash_attn"
+_BUILDER = "FlashAttentionMetadataBuilder"
+_TARGET = f"{_BUILDER}.build"
+_FULL_GRAPHS = "self.use_full_cuda_graph = self.compilation_config.cudagraph_mode.has_full_cudagraphs()"
+
+SCHEDULES_MADE_FOR_THE_GRAPH = Event(
+    "schedules-made-for-the-graph",
+    "FlashAttention 3 made a schedule for a batch whose longest query is not as long as the graph for it: on stock the kernel in the graph "
+    "was launched for another length.",
+)
+FALLBACK = Fallback()
+
+
+def diagnose(source: Source) -> Diagnosis:
+    if not source.says(_BACKEND, "get_scheduler_metadata"):
+        return Diagnosis(Verdict.ABSENT, "FlashAttention makes no schedule before a step")
+    builder = source.function(_BACKEND, _BUILDER)
+    build, init = source.function(_BACKEND, _TARGET), source.function(_BACKEND, f"{_BUILDER}.__init__")
+    if builder is not None and build is not None and init is not None:
+        support = builder.assignments("_cudagraph_support", "AttentionCGSupport.UNIFORM_BATCH")
+        if support and not builder.find("AttentionCGSupport.ALWAYS"):
+            return Diagnosis(Verdict.FIXED, "no full graph of FlashAttention holds prompts", builder.at(support[0]))
+        longest = build.assignments("max_query_len", "...")
+        if _is_as_published(build, init) and _schedules_by_it(build, builder):
+            if len(longest) == 1 and builder.find("AttentionCGSupport.ALWAYS") and _launches_by_it(source):
+                return Diagnosis(
+                    Verdict.AFFECTED,
+                    "a schedule is made for the longest query of its step, and a graph launches a kernel for that of its capture",
+                    build.at(longest[0]),
+                    "longest-of-the-step",
+                )
+            if len(longest) == 2 and _is_for_graphs(build, longest[1]):
+                return Diagnosis(
+                    Verdict.FIXED, "with full graphs a schedule is made for all tokens of a step", build.at(longest[1])
+                )
+    return Diagnosis.unrecognised("FlashAttention's schedule is made in a way", build or _BACKEND)
+
+
+def _is_as_published(build: Function, init: Function) -> bool:
+    """Whether the builder reads the lengths where the layer puts them, and knows when there is a schedule and when there are full graphs."""
+    return (
+        build.takes == "self, common_prefix_len, common_attn_metadata, fast_build"
+        and len(
+            build.each(
+                "num_actual_tokens = common_attn_metadata.num_actual_tokens",
+                "max_query_len = common_attn_metadata.max_query_len",
+            )
+        )
+        == 2
+        and build.gives("FlashAttentionMetadata(...)", "max_query_len=max_query_len")
+        and build.gives("FlashAttentionMetadata(...)", "scheduler_metadata=scheduler_metadata")
+        and init.only("self.aot_schedule = get_flash_attn_version() == 3") is not None
+        and init.only(_FULL_GRAPHS) is not None
+    )
+
+
+def _schedules_by_it(build: Function, builder: Function) -> bool:
+    """Whether every schedule but that of a common prefix, which no graph has, is made for the longest query, and goes into the builder's buffer."""
+    made = [*build.find("schedule(...)"), *build.find("self._get_scheduler_metadata(...)")]
+    lengths = [
+        ast.unparse(keyword.value)
+        for call in made
+        for keyword in getattr(call, "keywords", ())
+        if keyword.arg == "max_query_len"
+    ]
+    prefixes = len(build.assignments("prefix_scheduler_metadata", "..."))
+    return (
+        len(made) == len(lengths)
+        and lengths.count("max_query_len") >= 2
+        and lengths.count("num_actual_tokens") == len(lengths) - lengths.count("max_query_len") == prefixes // 2
+        and builder.gives("get_scheduler_metadata(...)", "max_seqlen_q=max_query_len")
+        and builder.only("self.scheduler_metadata[:n] = scheduler_metadata") is not None
+    )
+
+
+def _launches_by_it(source: Source) -> bool:
+    """Whether the layer launches its kernel for the longest query that the metadata have, with their schedule."""
+    forward = source.function(_BACKEND, "FlashAttentionImpl.forward")
+    return (
+        forward is not None
+        and forward.only("max_seqlen_q = attn_metadata.max_query_len") is not None
+        and forward.only("scheduler_metadata = attn_metadata.scheduler_metadata") is not None
+    )
+
+
+def _is_for_graphs(build: Function, assigned: ast.Assign) -> bool:
+    """Whether *assigned* makes the longest query as long as the batch wherever there are full graphs."""
+    if ast.unparse(assigned.value) != "num_actual_tokens":
+        return False
+    splits = build.find("max_num_splits = self.max_num_splits")  # stock's own branch for batches of graphs
+    return any(build.in_one_block(split, assigned) for split in splits) or any(
+        assigned in getattr(found, "body", ()) for found in build.find("if self.use_full_cuda_graph:\n    ...")
+    )
+
+
+def _tokens_of_graph(builder: Any, common_attn_metadata: Any) -> int | None:
+    """How many tokens the graph for a batch has, if its longest query is not as long; None also where no graph holds prompts and decodes.
+
+    The same for a graph's capture and all its replays, whether or not the batch is padded by now: model runner V2 of up to 0.17.1 pads later.
+    """
+    config = builder.compilation_config
+    if not (builder.aot_schedule and builder.use_full_cuda_graph and config.cudagraph_mode.name == "FULL"):
+        return None
+    sizes: list[int] = config.cudagraph_capture_sizes  # in ascending order
+    place = bisect_left(sizes, common_attn_metadata.num_actual_tokens)
+    if place == len(sizes) or sizes[place] == common_attn_metadata.max_query_len:
+        return None
+    return sizes[place]
+
+
+def _for_the_graph(stock: StockFunction) -> StockFunction:
+    """Around `build(common_prefix_len, common_attn_metadata, …)`: it sees a batch whose longest query is as long as the graph for it.
+
+    The metadata have this length too, so that a kernel that is launched without a graph agrees with its schedule. It is an upper bound to any.
+    """
+
+    @functools.wraps(stock)
+    def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        given = common_attn_metadata
+        try:
+            tokens = _tokens_of_graph(self, common_attn_metadata)
+            if tokens is not None:
+                # A copy: the same metadata go to the builders of other layers.
+                lengthened = object.__new__(type(common_attn_metadata))
+                lengthened.__dict__.update(common_attn_metadata.__dict__, max_query_len=tokens)
+                given = lengthened
+        except Exception as error:
+            FALLBACK.take(error)
+        metadata = stock(self, common_prefix_len, given, *args, **kwargs)
+        if given is not common_attn_metadata:
+            try:
+                if metadata.scheduler_metadata is not None:
+                    SCHEDULES_MADE_FOR_THE_GRAPH.count += 1
+                else:  # a draft, a layer with another window, batch invariance: the kernel makes its own
+                    metadata.max_query_len = common_attn_metadata.max_query_len
+            except Exception as error:
+                FALLBACK.take(error)
+        return metadata
+
+    return build
+
+
+def _watch_schedules(stock: StockFunction) -> StockFunction:
+    """Around the same."""
+
+    @functools.wraps(stock)
+    def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = stock(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
+        try:
+            if metadata.scheduler_metadata is not None and _tokens_of_graph(self, common_attn_metadata) is not None:
+                SCHEDULES_MADE_FOR_THE_GRAPH.count += 1
+        except Exception as error:
+            FALLBACK.take(error)
+        return metadata
+
+    return build
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    return (Patch(_BACKEND_MODULE, _TARGET, _for_the_graph),)
+
+
+def observers(shape: str) -> tuple[Patch, ...]:
+    return (Patch(_BACKEND_MODULE, _TARGET, _watch_schedules),)
+
+
+def applies(deployment: Deployment, shape: str) -> Answer:
+    from vllm_graphfix.deployment import all_of
+
+    return all_of(deployment.prompts_in_full_graphs(), deployment.flash_attention_3())
+
+
+FIX = Fix(
+    number=17,
+    name="flash-mixed-schedule",
+    pr=None,
+    references=("https://github.com/pytorch/torchtitan/issues/3668",),
+    summary="with cudagraph_mode FULL, the schedule of FlashAttention 3 is made for the kernel in the graph",
+    releases="0.14.1 - 0.33.0; no stock release up to 0.33.0 has a remedy",
+    symptom="With cudagraph_mode FULL, which is no default, models on FlashAttention 3 (Hopper) answer with garbage: on model runner V1 almost always, on V2 "
+    "where prompts and decodes are in one batch.",
+    cause="Before each step FlashAttention's builder makes a schedule for the longest query of that step, in the buffer that graphs read. The kernel in "
+    "the graph was launched for the longest query of the capture: all tokens of the graph in one request (V1), or a few each (V2, some releases). "
+    "It cuts its work otherwise than the schedule says.",
+    remedy="With cudagraph_mode FULL, the builder sees a batch whose longest query is as long as the graph for it, at the capture and in each step.",
+    detect="Answers are wrong with cudagraph_mode FULL, and right with FULL_AND_PIECEWISE, FULL_DECODE_ONLY or --enforce-eager.",
+    concerns="Models without latent attention (MLA) on FlashAttention 3, which is Hopper's, and cudagraph_mode FULL, where every layer can take it. Both "
+    "model runners.",
+    workaround='--compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE"}\', which is the default, or FULL_DECODE_ONLY.',
+    removable="not yet: no release up to 0.33.0 has a remedy",
+    runner=None,
+    reads=(_BACKEND,),
+    modules=(_BACKEND_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    observers=observers,
+    events=(SCHEDULES_MADE_FOR_THE_GRAPH,),
+    fallback=FALLBACK,
+    applies=applies,
+    trial=lambda: trial(),  # noqa: PLW0108 - it stands below
+)
+
+
+def trial() -> Trial:
+    from vllm_graphfix.deployment import Concern
+    from vllm_graphfix.trial import Edit, Served, Trial, Watched
+    from vllm_graphfix.verify.engine.cases import LLAMA_FULL_FLASH_V1, LLAMA_FULL_FLASH_V2
+
+    graphs = r"^( +)max_num_splits = self\.max_num_splits\n"
+    support = r"_cudagraph_support = \(\n +AttentionCGSupport\.ALWAYS\n(?: +.+\n)+? +\)\n"
+    affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
+    full = '--compilation-config \'{"cudagraph_mode":"FULL"}\''
+    return Trial(
+        scenario="vllm_graphfix.verify.double.scenarios.flash_mixed_schedule:run",
+        watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.flash_mixed_schedule:watched"),
+        edits=(
+            Edit(
+                "schedules for as many tokens as a graph has",
+                "0.21.0",
+                _BACKEND,
+                graphs,
+                r"\g<0>\1max_query_len = num_actual_tokens\n",
+                Verdict.FIXED,
+            ),
+            Edit(
+                "the same wherever there are full graphs",
+                "0.33.0",
+                _BACKEND,
+                r"^( +)max_query_len = common_attn_metadata\.max_query_len\n( +max_seq_len = )",
+                r"\1max_query_len = common_attn_metadata.max_query_len\n\1if self.use_full_cuda_graph:\n"
+                r"\1    max_query_len = num_actual_tokens\n\2",
+                Verdict.FIXED,
+            ),
+            Edit(
+                "no full graphs of prompts",
+                "0.25.1",
+                _BACKEND,
+                support,
+                "_cudagraph_support = AttentionCGSupport.UNIFORM_BATCH\n",
+                Verdict.FIXED,
+            ),
+            Edit(
+                "no schedule before a step", "0.14.1", _BACKEND, "get_scheduler_metadata", "plan_ahead", Verdict.ABSENT
+            ),
+            Edit(
+                "as many tokens now and then",
+                "0.21.0",
+                _BACKEND,
+                r"^( +)max_query_len = common_attn_metadata\.max_query_len\n",
+                r"\g<0>\1if self.odd:\n\1    max_query_len = num_actual_tokens\n",
+                Verdict.UNRECOGNISED,
+            ),
+            Edit(
+                "with full graphs another length",
+                "0.33.0",
+                _BACKEND,
+                graphs,
+                r"\g<0>\1max_query_len = self.max_num_splits\n",
+                Verdict.UNRECOGNISED,
+            ),
+            Edit(
+                "a schedule for a length of its own",
+                "0.28.0",
+                _BACKEND,
+                r"max_seqlen_q=max_query_len",
+                "max_seqlen_q=self.longest",
+                Verdict.UNRECOGNISED,
+            ),
+            Edit(
+                "a schedule with other kernels too",
+                "0.25.1",
+                _BACKEND,
+                r"self\.aot_schedule = get_flash_attn_version\(\) == 3",
+                "self.aot_schedule = get_flash_attn_version() >= 3",
+                Verdict.UNRECOGNISED,
+            ),
+            Edit(
+                "a kernel launched for another length",
+                "0.33.0",
+                _BACKEND,
+                r"^( +)max_seqlen_q = attn_metadata\.max_query_len\n( +max_seqlen_k = attn_metadata\.max_seq_len)",
+                r"\1max_seqlen_q = self.longest\n\2",
+                Verdict.UNRECOGNISED,
+            ),
+        ),
+        served=(
+            Served("0.21.0", f"./llama {full}", affects, "cudagraph_mode is FULL", "NVIDIA H100"),
+            Served("0.33.0", "./llama -cc.cudagraph_mode=FULL", affects, "version 3", "NVIDIA H200"),
+            Served(
+                "0.14.1",
+                "./llama -cc.cudagraph_mode=FULL --attention-backend FLASH_ATTN",
+                affects,
+                "FLASH_ATTN",
+                "NVIDIA H100",
+            ),
+            Served("0.21.0", "./llama", does_not, "FULL_AND_PIECEWISE", "NVIDIA H100"),
+            Served(
+                "0.21.0", "./llama -cc.cudagraph_mode=FULL_DECODE_ONLY", does_not, "FULL_DECODE_ONLY", "NVIDIA H100"
+            ),
+            Served("0.21.0", f"./llama {full}", does_not, "NVIDIA A100", "NVIDIA A100"),
+            Served("0.21.0", f"./v3 {full}", does_not, "latent attention", "NVIDIA H100"),
+            Served("0.21.0", f"./llama {full} --attention-backend FLASHINFER", does_not, "FLASHINFER", "NVIDIA H100"),
+            Served("0.21.0", f"./llama {full}", unknown, "GPU"),
+            Served("0.21.0", f"./llama {full} -ac.flash_attn_version=2", unknown, "attention backend", "NVIDIA H100"),
+        ),
+        case=LLAMA_FULL_FLASH_V1,
+        further=(LLAMA_FULL_FLASH_V2,),
+    )

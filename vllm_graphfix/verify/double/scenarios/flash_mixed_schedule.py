@@ -1,0 +1,46 @@
+"""flash-mixed-schedule: full graphs of prompts and decodes together, on FlashAttention 3.
+
+vLLM's own metadata builder and FlashAttention layer; the kernel and its scheduler are stand-ins.
+"""
+
+from __future__ import annotations
+
+from vllm.config import CUDAGraphMode
+
+from vllm_graphfix.verify.double.flash_attention import Batch, attend, flash_attention_stand_ins, metadata_builder
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
+from vllm_graphfix.verify.measurement import Measurement
+
+REQUESTS, TOKENS = 4, 8
+STEPS: list[Batch] = [([1, 1, 1], [9, 23, 14]), ([1, 5, 1], [10, 9, 15]), ([1, 1, 4, 1], [11, 10, 4, 16])]
+"""Query tokens and lengths of the requests, step by step: decodes, and prompts among them."""
+ALONE: list[Batch] = [([TOKENS], [TOKENS + length]) for length in (0, 6, 13)]
+"""As at the capture: one request of as many tokens as the graph has."""
+
+
+def run(*, hit: bool = True) -> Measurement:
+    """Steps of at most five tokens in a graph for eight. Not *hit*: of one request with eight tokens."""
+    steps = STEPS if hit else ALONE
+    eager = _serve(steps, captured=False)
+    with cpu_cuda_graphs():
+        graphed = _serve(steps, captured=True)
+    return Measurement(
+        f"attention of {sum(len(queries) for queries, _ in steps)} requests in {len(steps)} steps of a graph for {TOKENS} tokens",
+        tuple(eager),
+        tuple(graphed),
+        counted={"schedules-made-for-the-graph": len(steps) if hit else 0},
+    )
+
+
+def watched() -> None:
+    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
+    with wrappers_on_the_double():
+        _serve(STEPS, captured=True, wrapped=True)
+
+
+def _serve(steps: list[Batch], *, captured: bool, wrapped: bool = False) -> list[float]:
+    with flash_attention_stand_ins(3):
+        builder = metadata_builder(CUDAGraphMode.FULL if captured else CUDAGraphMode.NONE, REQUESTS, [TOKENS])
+        # Model runner V1 captures one request of all tokens.
+        return attend(builder, ([TOKENS], [TOKENS]), steps, REQUESTS, TOKENS, wrapped=wrapped)
