@@ -79,6 +79,11 @@ CASES: dict[str, Planned] = {
         lambda: layers.flashmla(active=True, padded=False), _FLASHMLA, _UNEVENTFUL
     ),
     "FlashMLA, both fixes observed, padding": Planned(lambda: layers.flashmla(active=False, padded=True), _FLASHMLA),
+    "flash-mixed-schedule, active, decodes": Planned(lambda: layers.flash(active=True), _MAMBA, _SLOWER),
+    "flash-mixed-schedule, active, a prompt as long as the graph": Planned(
+        lambda: layers.flash(active=True, decodes=False), _MAMBA, _UNEVENTFUL
+    ),
+    "flash-mixed-schedule, observed, decodes": Planned(lambda: layers.flash(active=False), _MAMBA, _SLOWER),
     "indexer-padding, active, padding": Planned(lambda: layers.indexer(active=True, padded=True), _INDEXER, _SLOWER),
     "indexer-padding, active, no padding": Planned(
         lambda: layers.indexer(active=True, padded=False), _INDEXER, _UNEVENTFUL

@@ -119,6 +119,29 @@ def flashmla(*, active: bool, padded: bool) -> Case:
     return Case(lambda: around(builder, **given), counted)
 
 
+# -- FlashAttention 3 -----------------------------------------------------------------------------------------------------
+
+
+def flash(*, active: bool, decodes: bool = True) -> Case:
+    """The builder of FlashAttention's metadata with a graph for prompts and decodes; not *decodes*: a prompt as long as the graph."""
+    import torch
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.attention.backends import flash_attn
+
+    from vllm_graphfix.verify.double.flash_attention import Rows, flash_attention_stand_ins, metadata_builder
+
+    with flash_attention_stand_ins(3):
+        builder = metadata_builder(CUDAGraphMode.FULL, ROWS, [ROWS])
+    schedule = torch.zeros(1, dtype=torch.int32)
+    flash_attn.get_scheduler_metadata = lambda **_: schedule  # a kernel; here it costs nothing
+    target = f"{flash_attn.FlashAttentionMetadataBuilder.__name__}.build"
+    layer = _layer("flash-mixed-schedule", "longest-of-the-step", target, active=active)
+    around = layer.wrap(flash_attn.FlashAttentionMetadataBuilder.build)
+    queries = [1] * REQUESTS if decodes else [ROWS]
+    batch = Rows(ROWS).batch(queries, queries, ROWS, ROWS)
+    return Case(lambda: around(builder, 0, batch), ("schedules-made-for-the-graph",) if decodes else ())
+
+
 # -- the sparse indexer ----------------------------------------------------------------------------------------------------
 
 
