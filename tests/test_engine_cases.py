@@ -263,6 +263,15 @@ def test_prompts_of_one_token_run_on_model_runner_v2_where_it_takes_recurrent_mo
     assert shown == ["0.23.0", "0.24.0", "0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1"]
 
 
+def test_mixed_graphs_of_flash_attention_run_on_model_runner_v2_where_it_pads_a_batch_before_its_schedule_is_made() -> (
+    None
+):
+    (name,) = (each for each in FURTHER if fix_of(each).name == "flash-mixed-schedule")
+    assert CASES[name].runner == "V2"
+    shown = [release for release in ALL_RELEASES if shown_on(name, release)]
+    assert shown == list(ALL_RELEASES[ALL_RELEASES.index("0.18.0") :])
+
+
 def test_a_job_with_flags_and_text_is_read_as_it_was_written(tmp_path: Path) -> None:
     job = Job(
         "one", GRAPHS, flags=("--model", "ünï"), prompts=("text", (1, 2)), generated=3, max_tokens=(4,), again=True

@@ -238,7 +238,9 @@ def test_a_torch_that_is_missing_is_an_error_where_a_gpu_would_be_used(
 
 CASES = {name: case for name, fix in BY_NAME.items() if (case := case_of(fix)) is not None}
 CASES |= {case.name: case for fix in BY_NAME.values() for case in further_cases(fix)}
-FLASHMLA_CASES = [name for name, case in CASES.items() if case.capability is not None]
+HOPPER_CASES = [name for name, case in CASES.items() if case.capability is not None]
+HOPPER_BACKENDS = ("FLASHMLA", "FLASHMLA_SPARSE", "FLASH_ATTN")
+"""FlashAttention 3 is what a case on the last one is about."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -248,10 +250,12 @@ def test_nothing_is_skipped_on_a_gpu_that_has_what_is_needed(name: str) -> None:
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_flashmla_alone_is_skipped_on_another_compute_capability(name: str, capability: tuple[int, int]) -> None:
+def test_cases_of_hoppers_kernels_alone_are_skipped_on_another_compute_capability(
+    name: str, capability: tuple[int, int]
+) -> None:
     why = engine.why_skipped(CASES[name], replace(H200, name="Double of another", capability=capability))
-    if name in FLASHMLA_CASES:
-        backend = "FLASHMLA_SPARSE" if name == "indexer-padding" else "FLASHMLA"
+    if name in HOPPER_CASES:
+        backend = CASES[name].arguments["attention_config"]["backend"]
         assert why == (
             f"attention backend {backend} needs compute capability 9.0, Double of another has {capability[0]}.{capability[1]}; "
             "`verify --device cpu` proves the fix on the CPU double"
@@ -267,9 +271,9 @@ def test_a_case_that_names_no_backend_is_skipped_without_naming_one() -> None:
     assert why.startswith("the kernels of this case need compute capability 10.0, ")
 
 
-def test_cases_whose_attention_is_flashmla_need_its_gpu_and_no_others() -> None:
+def test_cases_whose_attention_is_hoppers_need_its_gpu_and_no_others() -> None:
     backends = {name: case.arguments.get("attention_config", {}).get("backend", "") for name, case in CASES.items()}
-    assert [name for name, backend in backends.items() if backend.startswith("FLASHMLA")] == FLASHMLA_CASES
+    assert [name for name, backend in backends.items() if backend in HOPPER_BACKENDS] == HOPPER_CASES
 
 
 @pytest.mark.parametrize("name", CASES)
