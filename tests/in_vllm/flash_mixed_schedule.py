@@ -93,7 +93,7 @@ def test_a_draft_without_a_schedule_keeps_its_length() -> None:
 
 
 def test_a_builder_that_is_derived_from_it_has_the_length_of_its_own_batch() -> None:
-    class Halved(FlashAttentionMetadataBuilder):
+    class Halved(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         """As those of vLLM that hand on a batch of their own."""
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
