@@ -149,7 +149,7 @@ def _for_the_graph(stock: StockFunction) -> StockFunction:
             try:
                 if metadata.scheduler_metadata is not None:
                     SCHEDULES_MADE_FOR_THE_GRAPH.count += 1
-                else:  # a draft, a layer with another window, batch invariance: the kernel makes its own
+                else:  # a draft, layers with several windows, batch invariance: the kernel makes its own
                     metadata.max_query_len = common_attn_metadata.max_query_len
             except Exception as error:
                 FALLBACK.take(error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -18,6 +17,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_graphfix.verify.double.arguments import known_to
 from vllm_graphfix.verify.double.model_runners import WrappedGraphs
 
 if TYPE_CHECKING:
@@ -159,8 +159,7 @@ class Rows:
             "block_table_tensor": self._table[:rows],
             "slot_mapping": torch.zeros(tokens, dtype=torch.int64),
         }
-        known = {field.name for field in fields(CommonAttentionMetadata)}
-        return CommonAttentionMetadata(**{name: value for name, value in given.items() if name in known})
+        return CommonAttentionMetadata(**known_to(CommonAttentionMetadata, given))
 
 
 Batch = tuple[Sequence[int], Sequence[int]]
