@@ -316,6 +316,75 @@ def test_a_stage_that_could_not_tell_what_it_wants_says_that_it_is_over() -> Non
     assert len(first.checked) > 3
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_nobody_waits_for_a_word_that_goes_between_two_looks_at_the_store(which: int) -> None:
+    """`Store.get` of a key that is not there waits as long as vLLM gives a collective: half an hour."""
+
+    class ForgetfulStoreStandIn:
+        def __init__(self, store: Any) -> None:
+            self._store = store
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._store, name)
+
+        def check(self, keys: list[str]) -> bool:
+            found = self._store.check(keys)
+            for key in keys:
+                if not key.startswith("over"):
+                    self._store.delete_key(key)
+            return bool(found)
+
+        def get(self, key: str) -> bytes:
+            assert self._store.check([key]), f"waits for {key}"
+            return bytes(self._store.get(key))
+
+    pipeline = pair()
+    others = pipeline.stages[which].shadow._stages
+    store = ForgetfulStoreStandIn(others._in_store())
+    with mock.patch.object(others, "_in_store", return_value=store):
+        pipeline.run(500)
+    assert [stage.shadow.stopped for stage in pipeline.stages] == [None, None]
+    assert [stage.checked for stage in pipeline.stages] == [[100, 300, 500]] * 2
+
+
+def test_stages_that_wait_for_the_first_one_in_vain_do_so_once_and_not_one_after_the_other() -> None:
+    pipeline = pair(150, 150, 150, 150)
+    pipeline.run(100)
+    pipeline.stages[0].shadow.schedule.due = NEVER  # it ends, and cannot say so
+    pipeline.run(200)
+    reasons = [str(stage.shadow.stopped) for stage in pipeline.stages[1:]]
+    assert ["TimeoutError" in reason for reason in reasons] == [True, False, False]
+    assert ["on stage 1 of the pipeline" in reason for reason in reasons] == [False, True, True]
+
+
+def test_an_engine_finds_nothing_of_one_before_it_in_the_same_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process may make one engine after the other, in process groups that somebody else has made."""
+    store = HashStore()
+    monkeypatch.setattr(ranks, "place_in_pipeline", lambda: (1, 2, "0", True))
+    first, second = (stages.of_this_rank(0.05, 100) for _ in range(2))
+    for each in (first, second):
+        monkeypatch.setattr(each, "_store", lambda: store)
+    first.end()
+    assert first._in_store().check(["over/1"])
+    assert not second._in_store().check(["over/1"])
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_an_engine_that_serves_for_years_is_not_checked_at_every_step(over: bool) -> None:
+    pipeline = PipelineStandIn(*(StageV2StandIn(0.05, lambda calls: 150, drafts) for drafts in (0, 3)))
+    for stage in pipeline.stages:
+        schedule, steps = stage.shadow.schedule, 10**11  # of 1 ms, three years of them
+        schedule.count = steps * (schedule.within + 1)
+        if over:
+            stage.shadow.stop("planted")
+        else:
+            schedule.move(steps + 10)
+            stage.shadow._stages.move(steps + 10)
+    pipeline.run(60)
+    first, last = pipeline.stages
+    assert first.checked == last.checked == ([] if over else [10])
+
+
 @pytest.mark.parametrize(
     "left", ["check 100", "check -1", "plan 1", "check 1e9", "over", "over 1\n", "", "check " + "9" * 19]
 )

@@ -16,8 +16,8 @@ _MEMORY = 120.0
 """Seconds of steps after which what was spent counts half: a budget is kept over minutes."""
 _RECENT = 8
 """Checks whose median cost is expected of the next one."""
-_REPLAYS = 1 << 32
-"""More than a drafter makes in one step."""
+_REPLAYS = 1 << 16
+"""More than a drafter makes in one step; and so few that no process comes to `NEVER`."""
 
 
 class Schedule:

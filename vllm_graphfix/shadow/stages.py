@@ -9,6 +9,7 @@ if all before it are over, a stage goes by its own decision.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import time
@@ -25,6 +26,9 @@ _TRIES = 4
 """Times that the first stage looks again later for a wish which is not there, before the check is over on all of them."""
 _LONGEST = 1024
 """Steps of the longest window."""
+_NOTHING = "nothing"
+_ENGINES = itertools.count(1)
+"""Of this process: the next one may find the store of the one before, and the words in it."""
 
 
 class Place(NamedTuple):
@@ -109,24 +113,27 @@ class Stages:
         return f"wish/{self.due}/{stage}"
 
     def _of_an_earlier_stage(self, store: Any, key: str, step: int) -> str | None:
-        """What one has decided; None if all of them are over, and this stage has to."""
-        until = time.monotonic() + _PATIENCE
+        """What one has decided; None if there is none, or all of them are over, and this stage has to."""
         before = [_over(stage) for stage in range(self._place.stage)]
+        if not before:
+            return None
+        until = time.monotonic() + _PATIENCE
         while True:
-            over = not before or store.check(before)
-            if store.check([key]):  # asked after the other: a stage may have decided, and been over then
-                return str(store.get(key).decode())
-            if over:
-                return None
+            over = store.check(before)
+            found = _left_in(store, key)  # asked after the other: a stage may have decided, and been over then
+            if found is not None or over:
+                return found
             if time.monotonic() > until:
+                # Or each stage behind this one would wait as long, after it.
+                store.set(key, f"over {self._place.stage}")
                 raise TimeoutError(f"no earlier stage of the pipeline has planned a check at step {step}")
             time.sleep(_PAUSE)
 
     def _decided(self, store: Any, step: int) -> str:
         latest, missing = max(self._wish, step + 1), list[int]()
         for stage in range(self._place.stage + 1, self._place.stages):
-            if store.check([self._key_of_wish(stage)]):
-                latest = max(latest, int(store.get(self._key_of_wish(stage))))
+            if (wish := _left_in(store, self._key_of_wish(stage))) is not None:
+                latest = max(latest, int(wish))
             elif not store.check([_over(stage)]):
                 missing.append(stage)
         if not missing:
@@ -137,7 +144,17 @@ class Stages:
 
 
 def of_this_rank(share: float, due: int) -> Stages:
-    return Stages(Place(*ranks.place_in_pipeline()), share, due)
+    place = Place(*ranks.place_in_pipeline())
+    return Stages(place._replace(pipeline=f"{next(_ENGINES)}/{place.pipeline}"), share, due)
+
+
+def _left_in(store: Any, key: str) -> str | None:
+    """Without waiting for it, as `get` does, for half an hour, where the key has gone since somebody saw it.
+
+    Compared with what nobody leaves, nothing is set, and where there is no key the store returns what it was to compare.
+    """
+    found = str(store.compare_set(key, _NOTHING, _NOTHING).decode())
+    return None if found == _NOTHING else found
 
 
 def _read(left: str, step: int) -> tuple[str, int]:
