@@ -203,8 +203,10 @@ FIX = Fix(
     remedy="With cudagraph_mode FULL, the builder sees a batch whose longest query is as long as the graph for it, at the capture and in each step.",
     detect="Answers are wrong with cudagraph_mode FULL, and right with FULL_AND_PIECEWISE, FULL_DECODE_ONLY or --enforce-eager.",
     concerns="Models without latent attention (MLA) on FlashAttention 3, which is Hopper's, and cudagraph_mode FULL, where every layer can take it. Both "
-    "model runners.",
-    workaround='--compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE"}\', which is the default, or FULL_DECODE_ONLY.',
+    "model runners. vLLM itself makes FULL of the default, and logs it, with fuse_attn_quant in pass_config, with enable_sp or fuse_gemm_comms there "
+    "(0.20.0 - 0.31.0), and with empty splitting_ops.",
+    workaround='--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\'; or FULL_AND_PIECEWISE, which is the default, where vLLM does not make '
+    "FULL of it.",
     removable="not yet: no release up to 0.33.0 has a remedy",
     runner=None,
     reads=(_BACKEND,),
@@ -326,6 +328,7 @@ def trial() -> Trial:
             Served("0.21.0", f"./v3 {full}", does_not, "latent attention", "NVIDIA H100"),
             Served("0.21.0", f"./llama {full} --attention-backend FLASHINFER", does_not, "FLASHINFER", "NVIDIA H100"),
             Served("0.21.0", f"./llama {full}", unknown, "GPU"),
+            Served("0.21.0", "./llama -cc.pass_config.fuse_attn_quant=true", unknown, "pass_config", "NVIDIA H100"),
             Served("0.21.0", f"./llama {full} -ac.flash_attn_version=2", unknown, "attention backend", "NVIDIA H100"),
         ),
         case=LLAMA_FULL_FLASH_V1,
