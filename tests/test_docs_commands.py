@@ -32,17 +32,7 @@ PROJECT = Path(__file__).parent.parent
 CHEAP = ("status", "explain", "fleet", "report", "doctor")
 """Commands of vllm-graphfix that take well below a second, and need neither a GPU nor an engine."""
 
-INDEX = "asks a package index, and changes what is installed; that the package has this name is tested below"
-PUBLISHED = "needs a release and its repository; test_security.py builds a commit twice and compares the bytes"
-
-NOT_RUN = {
-    "pip install vllm-graphfix": INDEX,
-    "pip uninstall vllm-graphfix": INDEX,
-    "kubectl delete pod POD...": "needs a cluster",
-    "pip download --no-deps --only-binary :all: vllm-graphfix==VERSION && sha256sum vllm_graphfix-*.whl": PUBLISHED,
-    "git clone --branch vVERSION REPOSITORY vllm-graphfix && cd vllm-graphfix": PUBLISHED,
-    "python3 -m venv /tmp/build && /tmp/build/bin/pip install build": PUBLISHED,
-}
+NOT_RUN = {"kubectl delete pod POD...": "needs a cluster"}
 """By command: why it is not run here. Of a block that tools/walk_rollout.py has written, none is: it ran them on real servers."""
 
 ELSEWHERE = {
@@ -50,6 +40,13 @@ ELSEWHERE = {
     "unzip -p vllm_graphfix-*.whl '*/WHEEL'": "test_package.py::test_the_wheel_says_which_setuptools_made_it",
 }
 """By command: the test that runs it."""
+
+INSTALL, UNINSTALL = "pip install vllm-graphfix", "pip uninstall vllm-graphfix"
+DOWNLOAD = "pip download --no-deps --only-binary :all: vllm-graphfix==VERSION && sha256sum vllm_graphfix-*.whl"
+CLONE = "git clone --branch vVERSION REPOSITORY vllm-graphfix && cd vllm-graphfix"
+BUILDER = "python3 -m venv /tmp/build && /tmp/build/bin/pip install build"
+PUBLISHED = {INSTALL, UNINSTALL, DOWNLOAD, CLONE, BUILDER}
+"""test_package.py runs them: a folder takes the index's place, and a tag in a clone of this tree that of a release."""
 
 MADE = {
     "make demo",
@@ -103,7 +100,7 @@ PATCHED = {
 WITHOUT_GPU = "vllm-graphfix verify --device gpu"
 QUERIED = """promtool query instant http://prometheus:9090 'graphfix_canary{namespace="llm"} == 1'"""
 CONSTRAINED = "echo 'setuptools==84.2.1' > /tmp/build/constraint"
-TRIED = {*NOT_RUN, *ELSEWHERE, *MADE, *PARSED, *COMPARED, *PATCHED, WITHOUT_GPU, QUERIED, CONSTRAINED}
+TRIED = {*NOT_RUN, *ELSEWHERE, *PUBLISHED, *MADE, *PARSED, *COMPARED, *PATCHED, WITHOUT_GPU, QUERIED, CONSTRAINED}
 """What the tests below look at, or say why not."""
 
 SLOW = {
@@ -374,8 +371,3 @@ def test_the_setuptools_that_is_shown_may_build_the_package() -> None:
     wanted = Requirement(re.findall(r'^requires = \["([^"]+)"\]', text, re.MULTILINE)[0])
     assert (shown.name, version.operator) == (wanted.name, "==")
     assert wanted.specifier.contains(version.version)
-
-
-def test_what_pip_is_told_to_install_is_this_package() -> None:
-    (name,) = re.findall(r'^name = "([^"]+)"$', (PROJECT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert {command.split()[2] for command, why in NOT_RUN.items() if why is INDEX} == {name}

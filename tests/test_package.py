@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from stock import release_root
 from table import verdict
+from test_docs_commands import BUILDER, CLONE, DOWNLOAD, INSTALL, UNINSTALL
 from test_source import wheel_of
+from wheels import write_wheel
 
 import vllm_graphfix
 from vllm_graphfix.fixes import BY_NAME
@@ -129,3 +134,60 @@ def test_an_empty_environment_judges_a_wheel_of_vllm(built: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
     found = {row["name"]: row["diagnosis"] for row in json.loads(done.stdout)["fixes"]}
     assert found == {name: verdict(name, "0.18.1") for name in BY_NAME}
+
+
+@pytest.fixture
+def shown(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Runs a command of a page in a folder of its own, with another folder for an index, and returns what it prints."""
+    index = tmp_path / "index"
+    index.mkdir()
+    shutil.copy(next(built.glob("*.whl")), index)
+    write_wheel(index, {"build_double.py": b"", "build-1.2.2.dist-info/RECORD": b""}, "build", "1.2.2")
+    for name, value in {
+        "PIP_CONFIG_FILE": "/dev/null",
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(index),
+        "PIP_NO_DEPS": "1",  # the libraries are no subject here, and in no folder
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+    def run(command: str) -> str:
+        here = {"VERSION": vllm_graphfix.__version__, "/tmp": str(tmp_path), "REPOSITORY": str(tmp_path / "repository")}  # noqa: S108 - none
+        for word, instead in here.items():
+            command = command.replace(word, instead)
+        done = subprocess.run(
+            ["/bin/bash", "-euo", "pipefail", "-c", command], cwd=tmp_path, input="y\n", capture_output=True, text=True, check=False
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_the_commands_that_install_and_remove_it_do(
+    shown: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into an environment of their own: pip's variable for its `--python` says which."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "empty")], check=True)
+    python = tmp_path / "empty" / "bin" / "python"
+    monkeypatch.setenv("PIP_PYTHON", str(python))
+    version = [str(python), "-c", "import vllm_graphfix; print(vllm_graphfix.__version__)"]
+    shown(INSTALL)
+    there = subprocess.run(version, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert there.stdout == f"{vllm_graphfix.__version__}\n"
+    shown(UNINSTALL)
+    assert subprocess.run(version, cwd=tmp_path, capture_output=True, check=False).returncode == 1
+    assert list((tmp_path / "empty").rglob("*graphfix*")) == []
+
+
+def test_the_commands_that_fetch_a_release_to_compare_it_do(
+    built: Path, shown: Callable[[str], str], tmp_path: Path
+) -> None:
+    (wheel,) = built.glob("*.whl")
+    assert hashlib.sha256(wheel.read_bytes()).hexdigest() in shown(DOWNLOAD)
+    shown(f"git clone --quiet {PROJECT} REPOSITORY && git -C REPOSITORY tag vVERSION")
+    assert shown(f"{CLONE} && ls").split().count("Makefile") == 1
+    shown(BUILDER)
+    assert (tmp_path / "build" / "bin" / "python").exists()
+    assert list((tmp_path / "build").rglob("build_double.py"))
