@@ -53,7 +53,7 @@ def test_names_of_fixes_are_offered(command: str, shell: str) -> None:
     assert [name for name in BY_NAME if name not in found] == []
 
 
-@pytest.mark.parametrize(("typed", "left"), [("flash", "flashmla-"), ("xyzzy", "")])
+@pytest.mark.parametrize(("typed", "left"), [("flash", "flash"), ("flashmla", "flashmla-"), ("xyzzy", "")])
 def test_only_names_that_begin_so_are_offered(typed: str, left: str) -> None:
     found = offered(f"vllm-graphfix explain {typed}", "bash").split()
     assert found == [name for name in BY_NAME if left and name.startswith(left)]
