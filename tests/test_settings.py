@@ -65,6 +65,7 @@ MEANINGLESS = [
     ("VLLM_GRAPHFIX_FLASHMLA_FP8", "of", "did you mean off?"),
     ("VLLM_GRAPHFIX_FLASHMLA_PF8", "on", "did you mean VLLM_GRAPHFIX_FLASHMLA_FP8?"),
     ("VLLM_GRAPHFIXX", "on", "did you mean VLLM_GRAPHFIX?"),
+    ("VLLM_GRAPHFIX_" + 30 * "Q", "on", "x-y has the variable VLLM_GRAPHFIX_X_Y."),
     ("vllm_graphfix_capture_state", "on", "did you mean VLLM_GRAPHFIX_CAPTURE_STATE?"),
     ("VLLM_GRAPHFIX", "\x1b[31m" + "x" * 10_000, "valid: observe, off, on, strict."),
 ]

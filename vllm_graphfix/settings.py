@@ -20,7 +20,7 @@ SHADOW_ACTION = "VLLM_GRAPHFIX_SHADOW_ACTION"
 DECISION = "VLLM_GRAPHFIX_DECISION"
 STATUS_DIR = "VLLM_GRAPHFIX_STATUS_DIR"
 
-_NAMED, _LONGEST_NAME = 20, 80
+_NAMED, _LISTED, _LONGEST_NAME = 20, 8, 80
 """Unknown names that are told one by one, and their characters: an environment may hold a hundred thousand, or one of a hundred thousand characters."""
 _SAME = {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}
 
@@ -114,7 +114,11 @@ def _nearest(word: str, candidates: Iterable[str]) -> str:
 
     ordered = sorted(candidates)
     close = get_close_matches(word[:100], ordered, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; valid: {', '.join(ordered)}."
+    if close:
+        return f"; did you mean {close[0]}?"
+    if len(ordered) > _LISTED:  # of variables there are more than a line of a log should hold
+        return "; `vllm-graphfix status` lists the fixes, and x-y has the variable VLLM_GRAPHFIX_X_Y."
+    return f"; valid: {', '.join(ordered)}."
 
 
 def shown(value: str) -> str:
