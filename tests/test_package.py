@@ -153,7 +153,11 @@ def shown(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
         monkeypatch.setenv(name, value)
 
     def run(command: str) -> str:
-        here = {"VERSION": vllm_graphfix.__version__, "/tmp": str(tmp_path), "REPOSITORY": str(tmp_path / "repository")}  # noqa: S108 - none
+        here = {
+            "VERSION": vllm_graphfix.__version__,
+            "/tmp/build": str(tmp_path / "build"),
+            "REPOSITORY": str(tmp_path / "repository"),
+        }  # noqa: S108 - none
         for word, instead in here.items():
             command = command.replace(word, instead)
         done = subprocess.run(
