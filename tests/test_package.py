@@ -155,9 +155,9 @@ def shown(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     def run(command: str) -> str:
         here = {
             "VERSION": vllm_graphfix.__version__,
-            "/tmp/build": str(tmp_path / "build"),
+            "/tmp/build": str(tmp_path / "build"),  # noqa: S108 - it is what is not used
             "REPOSITORY": str(tmp_path / "repository"),
-        }  # noqa: S108 - none
+        }
         for word, instead in here.items():
             command = command.replace(word, instead)
         done = subprocess.run(
