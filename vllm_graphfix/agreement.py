@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -26,7 +26,10 @@ TIMEOUT_FOR_A_WARNING = 10.0
 """Seconds where a silent rank does not stop the engine."""
 _MOST, _LONGEST = 64, 255
 """Fixes, and characters of a text, in another rank's word."""
+MOST_GRAPHS = 4096
+"""Graphs in another rank's word: more than vLLM captures, for all fixes."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_GRAPH = re.compile(r"[A-Za-z0-9_.]{1,80} (FULL|PIECEWISE) [0-9]{1,9}")
 _MADE_UP = re.compile(r"[0-9a-f]{16}")
 """Engines and tokens."""
 _LAST_READERS = 5.0
@@ -52,6 +55,12 @@ class Word(NamedTuple):
     """Why fixes are not applied that should be, by name: shown where states differ, and not compared."""
     fault: str = ""
     """What failed, on a rank that cannot tell its states: it is a difference even where all ranks say the same."""
+    failed: Mapping[str, str] = {}
+    """Fixes that failed while graphs were captured, each with its first error: no difference, but all ranks have to go by it."""
+    graphs: Sequence[tuple[str, str]] = ()
+    """Each fix of `failed` and the name of a graph that it failed in; an empty name for one that cannot be taken out of dispatch."""
+    ended: bool = False
+    """The capture on this rank has ended in an error of vLLM's own, which vLLM will tell of."""
 
     def compared(self) -> dict[str, str]:
         """What must be the same on all ranks, in the order in which a person would look at it.
@@ -83,6 +92,8 @@ class Agreement(NamedTuple):
     """One or more sentences that name ranks, hosts and what differs."""
     all_off: bool
     """Whether every rank that spoke has the kill switch set: beside one that is silent they are stock as it is."""
+    failing: Mapping[int, Word] = {}
+    """The words of ranks in which a fix failed during the capture, or the capture itself did."""
 
 
 def common_store() -> Any:
@@ -135,7 +146,7 @@ def compare(
     silent = _wait_for(store, stage, [other for other in range(world_size) if other != rank], timeout, warn)
     heard = [other for other in range(world_size) if other not in silent]
     digests = store.multi_get([f"{stage}/{other}" for other in heard])
-    if len(set(digests)) == 1 and not silent and not word.fault:
+    if len(set(digests)) == 1 and not silent and not (word.fault or word.failed or word.ended):
         first = _read(store, f"{stage}/word/0") or word
         return Agreement(first.token, first.engine, world_size, world_size, None, first.master == "off")
     words = {other: word if other == rank else _read(store, f"{stage}/word/{other}") for other in heard}
@@ -151,11 +162,13 @@ def compare(
         agreeing=len(spoke) - len(_outvoted(spoke) | {other for other, said in spoke.items() if said.fault}),
         difference=difference,
         all_off=all(said.master == "off" for said in spoke.values()),
+        failing={other: said for other, said in spoke.items() if said.failed or said.ended},
     )
 
 
 def _digest(word: Word) -> str:
-    return hashlib.sha256((json.dumps(word.compared()) + word.fault).encode()).hexdigest()[:16]
+    told = [word.compared(), word.fault, dict(word.failed), list(word.graphs), word.ended]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
 def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Callable[[str], None]) -> list[int]:
@@ -189,10 +202,11 @@ def _read(store: Any, key: str) -> Word | None:
 
 def _sound(word: Word) -> bool:
     """Whether all of *word* is of the kind that ranks leave: it is shown to people, and kept in records."""
-    tables = (word.modes, word.states, word.reasons)
+    tables = (word.modes, word.states, word.reasons, word.failed)
     if not all(isinstance(table, dict) and len(table) <= _MOST for table in tables):
         return False
     made_up: tuple[object, ...] = (word.engine, word.token)
+    kinds: tuple[tuple[object, type], ...] = ((word.pid, int), (word.canary, bool), (word.ended, bool))
     texts: list[object] = [
         word.host,
         word.graphfix,
@@ -205,9 +219,20 @@ def _sound(word: Word) -> bool:
         all(isinstance(text, str) and len(text) <= _LONGEST and text.isprintable() for text in texts)
         and all(_NAME.fullmatch(name) for table in tables for name in table)
         and all(isinstance(name, str) and _MADE_UP.fullmatch(name) for name in made_up)
-        and type(word.pid) is int
-        and type(word.canary) is bool
+        and all(type(value) is kind for value, kind in kinds)
+        and _sound_graphs(word.graphs)
     )
+
+
+def _sound_graphs(graphs: object) -> bool:
+    return isinstance(graphs, (list, tuple)) and len(graphs) <= MOST_GRAPHS and all(map(_sound_graph, graphs))
+
+
+def _sound_graph(graph: object) -> bool:
+    if not isinstance(graph, (list, tuple)) or len(graph) != 2 or not all(isinstance(part, str) for part in graph):
+        return False
+    fix, name = graph
+    return _NAME.fullmatch(fix) is not None and (not name or _GRAPH.fullmatch(name) is not None)
 
 
 def _let_others_read(store: Any, stage: str, rank: int, heard: list[int]) -> None:
@@ -253,7 +278,7 @@ def _told(
     sentences = []
     differing = _differing(spoke)
     for subject, values in differing.items():
-        said = "; ".join(f"{value!r} on {_with_hosts(ranks, spoke)}" for value, ranks in values.items())
+        said = "; ".join(f"{value!r} on {with_hosts(ranks, spoke)}" for value, ranks in values.items())
         sentences.append(f"{subject} is {said}.")
     whys: dict[str, dict[int, list[str]]] = {}
     for rank, word in spoke.items():
@@ -261,10 +286,10 @@ def _told(
             whys.setdefault(word.reasons[name], {}).setdefault(rank, []).append(name)
     for why, names in whys.items():
         told = ", ".join(dict.fromkeys(name for each in names.values() for name in each))
-        sentences.append(f"The reason on {_with_hosts(list(names), spoke)} for {told}: {why.rstrip('.')}.")
+        sentences.append(f"The reason on {with_hosts(list(names), spoke)} for {told}: {why.rstrip('.')}.")
     for fault in dict.fromkeys(word.fault for word in spoke.values() if word.fault):
         ranks = [rank for rank, word in spoke.items() if word.fault == fault]
-        sentences.append(f"Which fixes are active is not known on {_with_hosts(ranks, spoke)}: {fault.rstrip('.')}.")
+        sentences.append(f"Which fixes are active is not known on {with_hosts(ranks, spoke)}: {fault.rstrip('.')}.")
     if silent:
         where = {rank: silent_host(rank) or "an unknown host" for rank in silent}
         by_host = {host: [rank for rank in silent if where[rank] == host] for host in dict.fromkeys(where.values())}
@@ -278,7 +303,7 @@ def _told(
     return " ".join(sentences) or None
 
 
-def _with_hosts(ranks: list[int], spoke: Mapping[int, Word]) -> str:
+def with_hosts(ranks: list[int], spoke: Mapping[int, Word]) -> str:
     hosts = dict.fromkeys(spoke[rank].host for rank in ranks)
     return ", ".join(f"{_ranks([rank for rank in ranks if spoke[rank].host == host])} ({host})" for host in hosts)
 

@@ -7,6 +7,7 @@ own, built by vLLM's code, outside the graph, after the warm-up has returned; or
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -118,10 +119,12 @@ class FactoryPerPass:
         """*create* itself if it is one already: two fixes may ask for the same."""
         return create if isinstance(create, cls) else cls(create, fallback)
 
-    def __call__(self, descriptor: Any) -> Any:
+    def __call__(self, *asked: Any, **asked_by_name: Any) -> Any:
+        descriptor = _descriptor(asked, asked_by_name)
         if descriptor in self._recorded:
             return self._recorded.pop(descriptor)  # this capture asks for each pass by itself, as from 0.22.0 on
-        made = self._create(descriptor)
+        create = functools.partial(self._create, *asked, **asked_by_name)
+        made = create()
         try:
             full = descriptor.cg_mode.name == "FULL"
         except Exception as error:
@@ -134,24 +137,29 @@ class FactoryPerPass:
         def forward_fn(*args: Any, **kwargs: Any) -> Any:
             if descriptor in self._recorded:
                 return _forward_of(self._recorded.pop(descriptor))(*args, **kwargs)
-            warmed_up = kept.pop() if kept else self._create(descriptor)
+            warmed_up = kept.pop() if kept else create()
             result = _forward_of(warmed_up)(*args, **kwargs)
-            self._prepare_recorded_pass(descriptor, warmed_up)
+            self._prepare_recorded_pass(descriptor, warmed_up, create)
             return result
 
         return forward_fn if callable(made) else (forward_fn, *made[1:])
 
-    def _prepare_recorded_pass(self, descriptor: Any, warmed_up: Any) -> None:
+    def _prepare_recorded_pass(self, descriptor: Any, warmed_up: Any, create: Callable[[], Any]) -> None:
         """After the warm-up: built before it, the state's views of builder-owned buffers could be overwritten (PR 48261)."""
         self.consumed += has_consumed_plan(warmed_up)
         try:
-            made = self._create(descriptor)
+            made = create()
         except Exception as error:
             self._fallback.take(error)
             made = warmed_up
         self._recorded[descriptor] = made
         if not callable(made):
             self.recorded_states[descriptor] = made[1]
+
+
+def _descriptor(asked: tuple[Any, ...], asked_by_name: dict[str, Any]) -> Any:
+    """What a factory was asked for: its first argument."""
+    return asked[0] if asked else next(iter(asked_by_name.values()), None)
 
 
 def _forward_of(made: Any) -> ForwardFn:
@@ -168,10 +176,10 @@ class WatchedFactory:
         self.consumed = 0
         """As in `FactoryPerPass`. Both passes have run on the one state; the plan went to the first."""
 
-    def __call__(self, descriptor: Any) -> Any:
+    def __call__(self, *asked: Any, **asked_by_name: Any) -> Any:
         self.look()
-        made = self._create(descriptor)
-        if is_full(descriptor):
+        made = self._create(*asked, **asked_by_name)
+        if is_full(_descriptor(asked, asked_by_name)):
             self._made = made
         return made
 
@@ -240,8 +248,20 @@ class CaptureSession:
         """*build* made *state* (attention metadata, slot mappings) and can make one like it."""
         self._build, self._state, self._handed_over = build, state, False
 
-    def concerns(self, attn_metadata: object) -> bool:
-        return attn_metadata is not None and attn_metadata is self._state[0]
+    def concerns(self, *given: object) -> bool:
+        """Whether the attention metadata that were built are among *given*."""
+        return self._state[0] is not None and any(each is self._state[0] for each in given)
+
+    def with_state(
+        self, state: tuple[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a call, by place or by name, with *state* where the one that was built stands."""
+        pairs = [(built, given) for built, given in zip(self._state, state, strict=True) if built is not None]
+
+        def exchanged(argument: object) -> Any:
+            return next((given for built, given in pairs if argument is built), argument)
+
+        return tuple(map(exchanged, args)), {name: exchanged(argument) for name, argument in kwargs.items()}
 
     def state_for_next_pass(self) -> tuple[Any, Any]:
         """The state that was built, for the first pass; a new one after that. Not to be called inside a graph."""

@@ -6,12 +6,13 @@ Named tuples, since this is imported in every process of an engine and dataclass
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from vllm_graphfix.log import logger
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Judge
+    from vllm_graphfix.graph_dispatch import Graph
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
     from vllm_graphfix.trial import Trial
@@ -91,16 +92,28 @@ class Event:
 class Fallback:
     """Whether a layer of a fix has met an error of its own while vLLM ran. It then lets vLLM do as stock does, for that call."""
 
-    __slots__ = ("reason",)
+    __slots__ = ("graphs", "reason")
+    capturing: ClassVar[bool] = False
+    """This process captures graphs: what fails now stays in a graph for as long as that is replayed."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
         """Of the first such error."""
+        self.graphs: dict[Graph | None, str] = {}
+        """Graphs whose capture it failed in, each with its first error; None stands for an error that belongs to no graph that is known."""
 
     def take(self, error: Exception) -> None:
         """Never raises. The first is in the log; what goes wrong once on the decode path may go wrong at every step."""
-        if self.reason is None:
-            self.reason = f"{type(error).__name__}: {error}"
+        first = self.reason is None and not self.graphs
+        reason = f"{type(error).__name__}: {error}"
+        if Fallback.capturing:
+            # What becomes of these graphs is decided after the capture, by all ranks together: see `Gate`.
+            from vllm_graphfix.graph_dispatch import graph_being_captured
+
+            self.graphs.setdefault(graph_being_captured(), reason)
+        elif self.reason is None:
+            self.reason = reason
+        if first:
             logger.warning("graphfix: a fix failed in use; vLLM runs its own code there", exc_info=error)
 
 

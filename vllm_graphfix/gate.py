@@ -1,14 +1,18 @@
-"""The gate before a capture: a rank goes on if all ranks will do the same, and if every fix that the user insists on is there.
+"""The gate around a capture: a rank goes on if all ranks will do the same, and if every fix that the user insists on is there.
 
 Wrapped are the functions in which ranks leave their words for each other, in which they capture, and in which an engine core ends what the
-gate has stopped. These wrappers change nothing that vLLM does, but that the gate may raise; what goes wrong in them stays in them.
+gate has stopped. These wrappers change nothing that vLLM does, but that the gate may raise, and that graphs in which a fix failed are not
+dispatched to; what goes wrong in them stays in them.
+
+A graph cannot be mended: where a fix fails while it is captured, it holds stock's defect. A rank that left the capture then would leave the others
+waiting in what they exchange there. So every rank captures on as stock does, and afterwards all of them do the same about what failed on any.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix import settings
@@ -21,12 +25,24 @@ if TYPE_CHECKING:
     from vllm_graphfix.membership import Membership
     from vllm_graphfix.progress import FixState
 
-STOPS = "vllm-graphfix stops this engine before it captures its CUDA graphs"
+STOPS = "vllm-graphfix stops this engine"
 """How every message begins that stops an engine."""
+_BEFORE, _AFTER = f"{STOPS} before it captures its CUDA graphs", f"{STOPS} before it serves"
 _WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+_CAPTURE, _CAPTURED = "compile_or_warm_up_model", "captured"
+"""The method of a worker that captures the graphs which serve, and the stage at which ranks are compared when it has."""
 _TELL_WHY = (State.FAILED, State.CONFLICT, State.INCOMPATIBLE)
 """States that nobody chose."""
+
+
+_STOCK = "To serve stock vLLM, set VLLM_GRAPHFIX=off on all nodes."
+_WHAT_TO_DO = (
+    f"Give all its nodes the same vllm-graphfix, the same VLLM_GRAPHFIX variables and, with {settings.ROLLOUT}, the same {settings.ROLLOUT_KEY}; "
+    f"where something failed, repair it. {_STOCK} Ranks that run different code could hang or answer wrongly, and a fix that has already taken "
+    "effect on the other ranks cannot be undone there."
+)
+_MOST_LISTED = 8
 
 
 class GraphfixError(RuntimeError):
@@ -42,13 +58,19 @@ class Gate:
         """Store, stage and word that this rank has left there and not compared yet."""
         self.captures_here = False
         """This process has come to a capture."""
+        self._captures = False
+        """The engine of this process uses graphs."""
+        self._has_captured = False
+        """It has been through one whose graphs serve. Elastic expert parallelism captures again."""
+        self._compared: tuple[Any, int, int] | None = None
+        """Store, rank and number of the ranks that were compared before this capture, and are compared again after it."""
 
     def watch(self) -> None:
         """Hooks the imports of the modules whose functions are wrapped."""
         when_imported("vllm.v1.engine.core", self._watch_start)
         for worker, owner in _WORKERS.items():
             when_imported(worker, functools.partial(self._watch_profiling, owner))
-            when_imported(worker, functools.partial(self._watch_capture, owner, "compile_or_warm_up_model"))
+            when_imported(worker, functools.partial(self._watch_capture, owner, _CAPTURE))
         for runner in _RUNNERS:
             # V1 captures and discards graphs to learn their size (0.18.0 and later), before the worker captures those that it keeps.
             when_imported(runner, functools.partial(self._watch_capture, "GPUModelRunner", "profile_cudagraph_memory"))
@@ -93,8 +115,20 @@ class Gate:
 
         def around(stock: Callable[..., Any], subject: Any, *args: Any, **kwargs: Any) -> Any:
             self.before_capture(subject, method)
-            result = stock(subject, *args, **kwargs)
-            if method == "compile_or_warm_up_model":
+            if self._captures:
+                guarded(self._membership.begin_capture)
+            try:
+                result = stock(subject, *args, **kwargs)
+                if self._captures and method == _CAPTURE:
+                    self.after_capture(subject)
+            except GraphfixError:
+                raise
+            except BaseException:  # vLLM tells of it; but ranks that wait for this one's word need not
+                guarded(self._leave_an_end)
+                raise
+            finally:
+                guarded(self._membership.forget_capture)
+            if method == _CAPTURE:
                 guarded(self._membership.telling.keep)
                 guarded(self._membership.serve, subject)
             return result
@@ -107,10 +141,11 @@ class Gate:
         """Raises GraphfixError if the ranks do not agree, or if a fix that the user insists on is needed and not applied."""
         problem = None
         try:
-            self.captures_here = True
+            self.captures_here, self._captures, self._compared = True, False, None
             early = self._left
-            if stage == "compile_or_warm_up_model":
+            if stage == _CAPTURE:
                 self.leave("warm-up")  # before anything else may fail: others wait for it
+            self._captures = _uses_graphs(subject)
             config = getattr(subject, "vllm_config", None)
             # A worker knows its local rank, a runner its device.
             local_rank = getattr(subject, "local_rank", getattr(getattr(subject, "device", None), "index", None))
@@ -133,7 +168,7 @@ class Gate:
             logger.exception("graphfix: could not determine the states of the fixes")
             if not self._membership.process.insisted():
                 return None
-            return f"{STOPS}: the states of the fixes are not known ({type(error).__name__}: {error}). Set VLLM_GRAPHFIX=off to serve without the fixes."
+            return f"{_BEFORE}: the states of the fixes are not known ({type(error).__name__}: {error}). Set VLLM_GRAPHFIX=off to serve without the fixes."
 
     def _undone(self, subject: Any) -> str | None:
         config = getattr(subject, "vllm_config", None)
@@ -143,11 +178,11 @@ class Gate:
         v2 = getattr(subject, "use_v2_model_runner", None)
         if v2 is None and type(subject).__module__ in _RUNNERS:
             v2 = type(subject).__module__ == _RUNNERS[1]
-        undone = self._membership.process.left_undone(v2=v2)
+        undone = self._membership.process.left_undone(v2=v2, again=self._has_captured)
         if not undone:
             return None
         return (
-            f"{STOPS}: {'; '.join(undone)}. To serve without the fix, set its variable to off, "
+            f"{_BEFORE}: {'; '.join(undone)}. To serve without the fix, set its variable to off, "
             "or set VLLM_GRAPHFIX=on; `vllm-graphfix status` says more."
         )
 
@@ -180,9 +215,8 @@ class Gate:
                 "graphfix: with --enable-elastic-ep ranks come and go, so they are not compared with each other"
             )
             return None
-        captures = config.compilation_config.cudagraph_mode.name != "NONE" and not config.model_config.enforce_eager
-        stops = captures and decision is not None and decision.master is not settings.Master.OFF
-        if stage == "compile_or_warm_up_model" and not stops and telling.agreement is not None:
+        stops = self._captures and decision is not None and decision.master is not settings.Master.OFF
+        if stage == _CAPTURE and not stops and telling.agreement is not None:
             return None
         # Between profiling and here hosts may go apart by minutes. Where a difference is a warning at most, nobody waits: what was said
         # before is there already.
@@ -203,19 +237,122 @@ class Gate:
             timeout=agreement.TIMEOUT if stops else agreement.TIMEOUT_FOR_A_WARNING,
         )
         if found.difference is None:
+            if stops and stage == _CAPTURE:
+                self._compared = store, rank, world_size
             return None
         message = f"the ranks of this engine do not agree. {found.difference}"
-        if not captures or found.all_off:
+        if not self._captures or found.all_off:
             logger.warning(
                 "graphfix: %s The engine starts all the same, because it uses no CUDA graphs or because every fix is off.",
                 message,
             )
             return None
+        return f"{_BEFORE}: {message} {_WHAT_TO_DO}"
+
+    # -- after the capture -------------------------------------------------------------------------------------------
+
+    def after_capture(self, subject: Any) -> None:
+        """Raises GraphfixError if a fix that the user insists on failed in the capture, or if the ranks no longer agree."""
+        problem = None
+        try:
+            problem = self._settle_capture(subject)
+        except Exception as error:
+            logger.exception("graphfix: could not find out what failed in the capture")
+            # Others may take graphs out of dispatch that this rank does not know of, and then wait for it in a collective.
+            if self._compared is not None or self._membership.process.insisted():
+                problem = f"{_AFTER}: what failed while CUDA graphs were captured is not known ({type(error).__name__}: {error}). {_STOCK}"
+        self._has_captured = True
+        if problem is not None:
+            telling = self._membership.telling
+            telling.problem = problem
+            guarded(telling.tell)
+            guarded(telling.finish)
+            raise GraphfixError(problem)
+
+    def _settle_capture(self, subject: Any) -> str | None:
+        from vllm_graphfix import agreement
+        from vllm_graphfix.graph_dispatch import Dispatch
+
+        dispatch = Dispatch(getattr(subject, "model_runner", None))
+        failed = self._membership.failed_in_capture()
+        # Where ranks cannot tell each other, none may dispatch otherwise than the rest.
+        together = self._compared is not None or (_world()[1] == 1 and not _comes_and_goes(subject))
+        graphs = [
+            (fix, (together and graph is not None and dispatch.name_of(graph)) or "")
+            for fix, reasons in failed.items()
+            for graph in reasons
+        ]
+        word = self._word_after_capture({fix: next(iter(why.values())) for fix, why in failed.items()}, graphs)
+        if self._compared is None or word is None:
+            return self._go_by({_world()[0]: word} if word and failed else {}, dispatch)
+        store, rank, world_size = self._compared
+        found = self._membership.telling.agreement = agreement.compare(
+            store,
+            agreement.leave(store, _CAPTURED, rank, word),
+            rank,
+            world_size,
+            word,
+            lambda text: logger.warning("graphfix: %s", text),
+            silent_host=lambda silent: agreement.host_in(store, silent, world_size),
+            timeout=agreement.TIMEOUT,
+        )
+        if any(said.ended for said in found.failing.values()):
+            return None  # an error of vLLM's own has ended the capture there, and will end the engine
+        if found.difference is not None:
+            return f"{_AFTER}: the ranks of this engine no longer agree. {found.difference} {_WHAT_TO_DO}"
+        return self._go_by(found.failing, dispatch)
+
+    def _word_after_capture(self, failed: Mapping[str, str], graphs: Sequence[tuple[str, str]]) -> Any:
+        from vllm_graphfix import agreement
+
+        word, named = self.word(), list(dict.fromkeys(graphs))
+        if len(named) > agreement.MOST_GRAPHS:
+            named = [(fix, "") for fix in failed]
+        return word and word._replace(failed={fix: agreement.shown(why) for fix, why in failed.items()}, graphs=named)
+
+    def _leave_an_end(self) -> None:
+        """Tells the ranks that wait for this one's word that its capture has ended in an error."""
+        from vllm_graphfix import agreement
+
+        word = self.word()
+        if self._compared is not None and word is not None:
+            store, rank, _ = self._compared
+            agreement.leave(store, _CAPTURED, rank, word._replace(ended=True))
+
+    def _go_by(self, failing: Mapping[int, Any], dispatch: Any) -> str | None:
+        """The same on all ranks: what failed on some of them stops the engine, or these graphs are left out of dispatch, or all say failed."""
+        from vllm_graphfix import agreement
+
+        process, stopped = self._membership.process, []
+        for fix in dict.fromkeys(fix for word in failing.values() for fix in word.failed):
+            ranks = [rank for rank, word in failing.items() if fix in word.failed]
+            graphs = sorted({name for rank in ranks for of, name in failing[rank].graphs if of == fix}, key=_by_size)
+            where = f" on {agreement.with_hosts(ranks, failing)}" if _world()[1] > 1 else ""
+            why = f"{failing[ranks[0]].failed[fix].rstrip('.')}{where} while CUDA graphs were captured"
+            if process.loud(fix):
+                stopped.append(
+                    f"{fix} failed{where} while CUDA graphs were captured ({_listed(graphs)}): {failing[ranks[0]].failed[fix]}"
+                )
+            elif "" in graphs:
+                logger.warning(
+                    "graphfix: %s failed: %s. The graphs that stock vLLM captures are served, with its defect", fix, why
+                )
+                process.settle_capture(fix, f"{why}; the graphs that stock captures are served", failed=True)
+            else:
+                dispatch.leave_out(graphs)
+                what = f"not used, for it failed in them: {_listed(graphs)}; {why}"
+                logger.warning(
+                    "graphfix: %s failed: %s. Graphs that are not used for that, on any rank: %s",
+                    fix,
+                    why,
+                    _listed(graphs),
+                )
+                process.settle_capture(fix, what, failed=False)
+        if not stopped:
+            return None
         return (
-            f"{STOPS}: {message} Give all its nodes the same vllm-graphfix, the "
-            f"same VLLM_GRAPHFIX variables and, with {settings.ROLLOUT}, the same {settings.ROLLOUT_KEY}; where something failed, repair "
-            "it. To serve stock vLLM, set VLLM_GRAPHFIX=off on all nodes. Ranks that run different code could hang or answer wrongly, "
-            "and a fix that has already taken effect on the other ranks cannot be undone there."
+            f"{_AFTER}: {'; '.join(stopped)}. These graphs hold stock vLLM's defect for good. Start it again; if that happens again, set the "
+            f"variable of the fix to auto, which serves without these graphs, or to off, which serves them as stock does."
         )
 
     def word(self) -> Any:
@@ -249,6 +386,17 @@ class Gate:
         )
 
 
+def _uses_graphs(subject: Any) -> bool:
+    config = subject.vllm_config
+    return config.compilation_config.cudagraph_mode.name != "NONE" and not config.model_config.enforce_eager
+
+
+def _comes_and_goes(subject: Any) -> bool:
+    """Whether this rank is one of those that elastic expert parallelism adds and takes away."""
+    parallel = getattr(getattr(subject, "vllm_config", None), "parallel_config", None)
+    return bool(getattr(parallel, "enable_elastic_ep", False))
+
+
 def _compared(told: FixState) -> State:
     """The state that the ranks are compared by.
 
@@ -259,6 +407,18 @@ def _compared(told: FixState) -> State:
         told.state is State.INCOMPATIBLE and told.diagnosis is not None and told.diagnosis.verdict is Verdict.AFFECTED
     )
     return State.WAITING if taken_back else told.state
+
+
+def _by_size(graph: str) -> tuple[str, int]:
+    manager_and_mode, _, tokens = graph.rpartition(" ")
+    return manager_and_mode, int(tokens or 0)
+
+
+def _listed(graphs: Sequence[str]) -> str:
+    """Names of graphs for people, not all of many."""
+    named = [name or "one or more that cannot be told" for name in graphs]
+    more = len(named) - _MOST_LISTED
+    return ", ".join(named[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _or_else(otherwise: str, make: Callable[[], str]) -> str:

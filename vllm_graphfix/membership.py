@@ -12,10 +12,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, MutableMapping
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix import rollout, settings
-from vllm_graphfix.fix import Fix, Mode
+from vllm_graphfix.fix import Fallback, Fix, Mode
 from vllm_graphfix.gate import Gate
 from vllm_graphfix.hooks import guarded, when_imported, wrap
 from vllm_graphfix.log import logger
@@ -25,6 +25,9 @@ from vllm_graphfix.role import Role, is_api_server_of, only_asks, place, served_
 from vllm_graphfix.rollout import Decision
 from vllm_graphfix.shadow.rate import OFF, parse
 from vllm_graphfix.telling import Telling
+
+if TYPE_CHECKING:
+    from vllm_graphfix.graph_dispatch import Graph
 
 _configuring: ContextVar[bool] = ContextVar("graphfix_configuring", default=False)
 """An engine is being configured: of its functions that are wrapped, one may call another."""
@@ -150,6 +153,23 @@ class Membership:
 
             process.serve(worker)
 
+    def begin_capture(self) -> None:
+        """The next that fails, fails in a graph."""
+        for process in filter(None, (self.process, self.shadow)):
+            process.begin_capture()
+
+    def failed_in_capture(self) -> dict[str, dict[Graph | None, str]]:
+        """The graphs in which a fix failed since, by its name. What the shadow check has put around a capture changes no graph."""
+        if self.shadow is not None:
+            for name, graphs in self.shadow.failed_in_capture().items():
+                self.shadow.settle_capture(name, next(iter(graphs.values())), failed=True)
+        return self.process.failed_in_capture()
+
+    def forget_capture(self) -> None:
+        """What failed has been dealt with, or was in graphs that are not kept."""
+        for process in filter(None, (self.process, self.shadow)):
+            process.forget_capture()
+
     def _engage_shadow(self, decision: Decision) -> None:
         rate = parse(decision.shadow if decision.canary and decision.master is not settings.Master.OFF else OFF)
         if self.shadow is None and not rate:
@@ -230,7 +250,8 @@ class Membership:
         for fix in self.fixes:
             for event in fix.events:
                 event.count = 0
-            fix.fallback.reason = None
+            fix.fallback.reason, fix.fallback.graphs = None, {}
+        Fallback.capturing = False
         self.telling = Telling(self, forked=True)
 
     def _settle_in_fork(self) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from vllm_graphfix import patching
-from vllm_graphfix.fix import Fix, Patch, State, Verdict
+from vllm_graphfix.fix import Fallback, Fix, Patch, State, Verdict
 from vllm_graphfix.hooks import when_imported
 from vllm_graphfix.log import HeldLog
 from vllm_graphfix.progress import FixState, Progress, Wanted
@@ -18,6 +18,7 @@ from vllm_graphfix.progress import FixState, Progress, Wanted
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from vllm_graphfix.graph_dispatch import Graph
     from vllm_graphfix.shadow.runners import Graphs
     from vllm_graphfix.source import Source
 
@@ -290,18 +291,62 @@ class Process:
         """In a forked child: a thread that held the lock is not there."""
         self._lock, self._depth, self._log = threading.RLock(), 0, HeldLog()
 
-    def left_undone(self, *, v2: bool | None) -> tuple[str, ...]:
+    def left_undone(self, *, v2: bool | None, again: bool = False) -> tuple[str, ...]:
         """The fixes that the user insists on, that this process needs and that are not applied, each with state and reason.
 
-        *v2*: whether the engine is on model runner V2; None if that is not known.
+        *v2*: whether the engine is on model runner V2; None if that is not known. *again*: whether it has served, and captures once more;
+        a fix that failed in a step then, and stands where it was put, may do well in this capture, which will tell.
         """
         states = self.states().values()
         self._may_capture = True
         return tuple(
             f"{state.name} is {state.state.value}: {state.reason}"
             for state in states
-            if self._wanted.loud(state.name) and self._progress[state.name].left_undone(v2=v2)
+            if self._wanted.loud(state.name)
+            and self._progress[state.name].left_undone(v2=v2)
+            and not (again and self._progress[state.name].failed_in_use)
         )
+
+    @_alone
+    def begin_capture(self) -> None:
+        """From now on a fix that fails does so in a graph, which holds what stock's code does there."""
+        self.forget_capture()
+        Fallback.capturing = True
+
+    def forget_capture(self) -> None:
+        """The capture is over, and what failed in it has been dealt with, or was in no graph that is kept."""
+        Fallback.capturing = False
+        for progress in self._progress.values():
+            progress.fix.fallback.graphs = {}
+
+    @_alone
+    def failed_in_capture(self) -> dict[str, dict[Graph | None, str]]:
+        """The graphs that a fix which puts right has failed in since `begin_capture`, each with its first error, by fix."""
+        Fallback.capturing = False
+        found: dict[str, dict[Graph | None, str]] = {}
+        for name, progress in self._progress.items():
+            graphs = {g: why for g, why in progress.fix.fallback.graphs.items() if g is None or g.kept}
+            if (
+                graphs and progress.observes
+            ):  # it has changed nothing in them; what it counts from here on may be too little
+                progress.fix.fallback.reason = progress.fix.fallback.reason or next(iter(graphs.values()))
+            elif graphs:
+                found[name] = graphs
+        return found
+
+    @_alone
+    def settle_capture(self, name: str, what: str, *, failed: bool) -> None:
+        """Says *what* came of the graphs in which the fix *name* failed, on this rank or on another: of a fix that is applied here."""
+        progress = self._progress[name]
+        if progress.state is not State.ACTIVE:
+            return
+        if failed:
+            progress.fix.fallback.reason = what
+        progress.settle(State.FAILED if failed else State.ACTIVE, f"{progress.reason}; {what}" if not failed else what)
+
+    def loud(self, name: str) -> bool:
+        """Whether the user insists on the fix *name*."""
+        return self._wanted.loud(name)
 
     def _warn(self, progress: Progress, what: str) -> None:
         self._log.warning("graphfix: %s %s (%s: %s)", progress.fix.name, what, progress.state.value, progress.reason)

@@ -52,7 +52,7 @@ class Progress:
         self.sites: list[patching.Site] = []
         self.state = State.WAITING
         self.reason = "waits for vLLM to import the code that it concerns"
-        fix.fallback.reason = None
+        fix.fallback.reason, fix.fallback.graphs = None, {}
         if wanted.master is Master.OFF:
             self.settle(State.OFF, "VLLM_GRAPHFIX=off")
         elif self.mode is Mode.OFF:
@@ -100,6 +100,12 @@ class Progress:
             return
         self.sites = []
         self.settle(state, reason)
+
+    @property
+    def failed_in_use(self) -> bool:
+        """Whether it failed while vLLM ran, and stands where it was put."""
+        applied = bool(self.sites) and not any(site.lost() for site in self.sites)
+        return self.state is State.FAILED and self.fix.fallback.reason is not None and applied
 
     def left_undone(self, *, v2: bool | None) -> bool:
         """Whether this engine, on model runner V2 or not, has imported what the fix is for, and the fix is not on all of it."""

@@ -138,11 +138,11 @@ def _hand_each_pass_its_state(stock: StockFunction) -> StockFunction:
     """Around the name `set_forward_context`, which `capture_graph` enters before the graph: still outside of it."""
 
     @functools.wraps(stock)
-    def set_forward_context(attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    def set_forward_context(*args: Any, **kwargs: Any) -> Any:
         session = current_session()
-        if session is not None and session.concerns(attn_metadata):
-            attn_metadata, kwargs["slot_mapping"] = session.state_for_next_pass()
-        return stock(attn_metadata, *args, **kwargs)
+        if session is not None and session.concerns(*args, *kwargs.values()):
+            args, kwargs = session.with_state(session.state_for_next_pass(), args, kwargs)
+        return stock(*args, **kwargs)
 
     return set_forward_context
 
@@ -204,16 +204,15 @@ def _generate_with_a_state_per_pass(generate_fn: Any) -> Any:
     """`generate_fn` of an Eagle manager. It is called inside the graph: the recorded pass's state must be there before."""
     prepared: list[tuple[Any, Any]] = []
 
-    def generate(*args: Any) -> Any:
+    def generate(*args: Any, **kwargs: Any) -> Any:
         session = current_session()
-        position = next((i for i, argument in enumerate(args) if session and session.concerns(argument)), None)
-        if session is None or position is None:
-            return generate_fn(*args)
-        before, after = args[:position], args[position + 2 :]
-        if prepared:
-            return generate_fn(*before, *prepared.pop(), *after)
-        result = generate_fn(*before, *session.state_for_next_pass(), *after)
-        prepared.append(session.state_for_next_pass())
+        if session is None or not session.concerns(*args, *kwargs.values()):
+            return generate_fn(*args, **kwargs)
+        state = prepared.pop() if prepared else None
+        args, kwargs = session.with_state(state or session.state_for_next_pass(), args, kwargs)
+        result = generate_fn(*args, **kwargs)
+        if state is None:
+            prepared.append(session.state_for_next_pass())
         return result
 
     return generate

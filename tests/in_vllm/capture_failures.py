@@ -1,0 +1,215 @@
+"""A fix that fails while vLLM's own managers capture: what becomes of the graph, of the fix and of the engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from capture_state import Capturing, by_factory
+from vllm.config.compilation import CUDAGraphMode
+
+import vllm_graphfix
+from vllm_graphfix import _this_process
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.gate import GraphfixError
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+
+FIX = "capture-state"
+FALLBACK = BY_NAME[FIX].fallback
+STRICT = os.environ.get("VLLM_GRAPHFIX") == "strict"
+quietly = pytest.mark.skipif(STRICT, reason="strict stops the engine")
+strictly = pytest.mark.skipif(not STRICT, reason="of strict")
+
+
+@pytest.fixture(autouse=True)
+def _graphs() -> Iterator[None]:
+    progress = _this_process().process._progress[FIX]
+    before = progress.state, progress.reason
+    with cpu_cuda_graphs():
+        yield
+    FALLBACK.reason = None
+    progress.settle(*before)
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("vllm.graphfix")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.WARNING)
+    yield told
+    log.setLevel(level)
+    log.removeHandler(handler)
+
+
+class WorkerDouble:
+    """A worker of which the gate sees the capture alone."""
+
+    def __init__(self, runner: Any, capture: Any, mode: str = "FULL") -> None:
+        self.model_runner, self._capture = runner, capture
+        self.local_rank, self.use_v2_model_runner = 0, True
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_rank=0),
+            model_config=SimpleNamespace(enforce_eager=mode == "NONE"),
+            compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=mode)),
+        )
+
+    def compile_or_warm_up_model(self) -> Any:
+        return self._capture()
+
+
+GATE = _this_process().gate
+GATE._watch_capture("WorkerDouble", "compile_or_warm_up_model", SimpleNamespace(WorkerDouble=WorkerDouble))
+
+
+def started(captured: Capturing, *, failing: int | None = None, found: bool = True) -> WorkerDouble:
+    """An engine whose graphs have been captured; the attention state that is built as number *failing*, from 0, cannot be."""
+    runner = SimpleNamespace(cudagraph_manager=None, speculator=SimpleNamespace(cudagraph_manager=None))
+    if found:
+        (runner if captured.kind == "target" else runner.speculator).cudagraph_manager = captured.manager
+    worker = WorkerDouble(runner, captured.capture)
+    fail_at(captured, failing)
+    worker.compile_or_warm_up_model()
+    return worker
+
+
+def fail_at(captured: Capturing, failing: int | None) -> None:
+    build, built = captured.runner.builder.build, iter(range(100))
+
+    def build_or_fail(*args: Any, **kwargs: Any) -> Any:
+        if next(built) == failing:
+            raise MemoryError("no room for a second state")
+        return build(*args, **kwargs)
+
+    captured.runner.builder.build = build_or_fail
+
+
+def state() -> Any:
+    return vllm_graphfix.states()[FIX]
+
+
+def graph_of(manager: Any, requests: int) -> int | None:
+    """The tokens of the full graph that a decode of so many requests is dispatched to; None for none."""
+    if hasattr(manager, "dispatch"):
+        found = manager.dispatch(requests, requests, 1)
+        if found.cg_mode is not CUDAGraphMode.FULL:
+            return None
+        assert found in manager.graphs
+        return int(found.num_tokens)
+    if hasattr(manager, "get_cudagraph_runtime_mode"):
+        draft = "Eagle" in type(manager).__name__
+        mode, tokens = manager.get_cudagraph_runtime_mode(*([requests] if draft else [requests, requests, 1]))
+        return int(tokens) if mode is CUDAGraphMode.FULL else None
+    more = [] if "Eagle" in type(manager).__name__ else [[1] * requests]
+    size: int | None = manager.get_cudagraph_size(requests, *more)
+    assert size is None or size in manager.graphs
+    return size
+
+
+@pytest.mark.parametrize("kind", ["target", "draft"])
+@quietly
+def test_no_batch_is_dispatched_to_the_graph_that_it_failed_in(kind: str, warnings: list[str]) -> None:
+    captured = Capturing(kind)
+    started(captured, failing=1)  # the second state of the larger graph, which is captured first
+    assert len(captured.manager.graphs) >= 1
+    assert [graph_of(captured.manager, requests) for requests in (1, 2, 3, 4)] == [2, 2, None, None]
+    assert state().state == "active"
+    assert "cudagraph_manager FULL 4" in state().reason
+    assert "MemoryError: no room for a second state" in state().reason
+    assert any("FULL 4" in text and FIX in text for text in warnings)
+
+
+@quietly
+def test_a_capture_without_a_failure_changes_nothing(warnings: list[str]) -> None:
+    captured = Capturing("target")
+    before = state().reason
+    started(captured)
+    assert [graph_of(captured.manager, requests) for requests in (1, 2, 3, 4)] == [2, 2, 4, 4]
+    assert (state().state, state().reason, warnings) == ("active", before, [])
+
+
+@quietly
+def test_where_vllm_has_no_way_to_leave_it_out_the_fix_has_failed_and_says_that_the_graph_is_served(
+    warnings: list[str],
+) -> None:
+    captured = Capturing("target")
+    started(captured, failing=1, found=False)
+    assert [graph_of(captured.manager, requests) for requests in (1, 4)] == [2, 4]
+    assert state().state == "failed"
+    assert "the graphs that stock captures are served" in state().reason
+    assert any("are served, with its defect" in text for text in warnings)
+
+
+@strictly
+def test_strict_stops_the_engine_with_the_fix_and_the_cause() -> None:
+    captured = Capturing("target")
+    with pytest.raises(GraphfixError) as raised:
+        started(captured, failing=1)
+    said = str(raised.value)
+    assert said.startswith("vllm-graphfix stops this engine before it serves: ")
+    assert (
+        "capture-state failed while CUDA graphs were captured (cudagraph_manager FULL 4): MemoryError: no room" in said
+    )
+    assert "set the variable of the fix to auto" in said
+
+
+@strictly
+def test_strict_starts_an_engine_in_whose_capture_nothing_fails() -> None:
+    started(Capturing("target"))
+
+
+@strictly
+def test_one_that_failed_in_a_step_does_not_stop_a_later_capture_in_which_it_does_not() -> None:
+    """Elastic expert parallelism captures again in an engine that serves."""
+    captured = Capturing("target")
+    worker = started(captured)
+    FALLBACK.take(RuntimeError("once, in a step"))
+    assert state().state == "failed"
+    captured.manager.graphs.clear()
+    worker.compile_or_warm_up_model()
+    captured.manager.graphs.clear()
+    fail_at(captured, 1)
+    with pytest.raises(GraphfixError, match="no room for a second state"):
+        worker.compile_or_warm_up_model()
+
+
+@strictly
+def test_without_graphs_nothing_is_captured_and_nothing_stops() -> None:
+    WorkerDouble(None, lambda: FALLBACK.take(RuntimeError("in a warm-up")), "NONE").compile_or_warm_up_model()
+
+
+@quietly
+def test_an_error_of_vllms_own_comes_out_as_it_is_and_the_next_failure_is_of_a_step() -> None:
+    captured = Capturing("target")
+    error = captured.stop(recording=True)
+    with pytest.raises(type(error)) as raised:
+        started(captured, failing=1)
+    assert raised.value is error
+    assert not FALLBACK.graphs
+    FALLBACK.take(RuntimeError("in a step"))
+    assert FALLBACK.reason == "RuntimeError: in a step"
+
+
+@by_factory
+@quietly
+def test_an_observer_that_fails_takes_no_graph_out_of_dispatch() -> None:
+    captured = Capturing("target")
+    process = _this_process().process
+    progress = process._progress[FIX]
+    try:
+        progress.mode = vllm_graphfix.fix.Mode.OBSERVE
+        process.begin_capture()
+        FALLBACK.graphs = {None: "RuntimeError: seen"}
+        assert not process.failed_in_capture()
+        assert FALLBACK.reason == "RuntimeError: seen"
+    finally:
+        progress.mode = vllm_graphfix.fix.Mode.AUTO
+        process.forget_capture()
+    assert captured.manager is not None
