@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import socket
+from pathlib import Path
+
 import pytest
 from behaviours import check_behaviours
+from stock import run_in_release
 from table import slow_but_for
 
+FOLDER = Path(__file__).parent / "in_vllm"
 SHAPES = ("0.16.0", "0.17.1", "0.18.1", "0.20.0", "0.21.0")
 """A release of each way in which model runner V2 captures, of those that need the fix."""
 
@@ -28,3 +34,150 @@ def test_strict_stops_the_engine_before_it_serves_them(release: str) -> None:
 )
 def test_each_release_has_a_way_to_leave_a_graph_out_of_dispatch(release: str) -> None:
     check_behaviours(release, "capture_failures_dispatch")
+
+
+WORLDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "nothing fails": ({}, {}),
+    "one fails": ({}, {"FAILS": "1"}),
+    "both fail, in other graphs": ({"FAILS": "3"}, {"FAILS": "1"}),
+    "one fails, the other has no way": ({"NO_WAY": "1"}, {"FAILS": "1"}),
+    "one fails, under strict": ({"VLLM_GRAPHFIX": "strict"}, {"VLLM_GRAPHFIX": "strict", "FAILS": "1"}),
+    "one fails, and it is on": (
+        {"VLLM_GRAPHFIX_CAPTURE_STATE": "on"},
+        {"VLLM_GRAPHFIX_CAPTURE_STATE": "on", "FAILS": "1"},
+    ),
+    "vLLM fails on one": ({}, {"ENDS": "1"}),
+    "one is patched by somebody else meanwhile": ({}, {"PATCHED": "1"}),
+}
+"""Each rank's environment: which attention state, from 0, cannot be built, and what else happens while it captures."""
+
+PROGRAM = """
+import multiprocessing, os, socket, sys, time
+from types import SimpleNamespace
+from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
+install_flashmla_stand_ins()
+sys.path.insert(0, IN_VLLM)
+import torch
+from torch import distributed
+import vllm.v1.attention.backends.mamba_attn
+
+def rank(world, number, size, port, env):
+    os.environ.update(env)
+    from vllm.plugins import load_general_plugins
+    load_general_plugins()
+    import capture_failures as planted
+    from vllm_graphfix import _this_process, agreement
+    from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=size)
+    agreement.TIMEOUT = 60.0
+    with cpu_cuda_graphs():
+        captured = planted.Capturing("target")
+        planted.fail_at(captured, int(os.environ.get("FAILS", "-1")))
+        runner = SimpleNamespace(cudagraph_manager=captured.manager)
+        if "NO_WAY" in os.environ:
+            runner.drafter = SimpleNamespace(use_cuda_graph=True)
+
+        def capture():
+            captured.capture()
+            if "ENDS" in os.environ:
+                raise ValueError("out of something")
+            if "PATCHED" in os.environ:
+                from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+                CudaGraphManager.capture = lambda self: None
+
+        began = time.monotonic()
+        try:
+            planted.WorkerDouble(runner, capture).compile_or_warm_up_model()
+            state = planted.state()
+            graphs = [planted.graph_of(captured.manager, requests) for requests in (2, 4)]
+            said = f"serves {graphs} {state.state.value} {state.reason}"
+        except Exception as error:
+            said = f"{type(error).__name__} {error}"
+    os.write(1, f"{world}: RANK {number} {time.monotonic() - began < 30} {said}\\n".encode())
+    os._exit(0)
+
+def run(world, ranks):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=rank, args=(world, n, len(ranks), port, each)) for n, each in enumerate(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+
+for world, ranks in WORLDS.items():
+    run(world, ranks)
+"""
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[str]]:
+    """What each rank of each world said at the end: real process groups, and vLLM's own manager on the CPU double."""
+    code = f"WORLDS = {WORLDS!r}\nIN_VLLM = {str(FOLDER)!r}\n" + PROGRAM
+    done = run_in_release("0.21.0", code, {"VLLM_LOGGING_LEVEL": "ERROR"}, warm=True)
+    lines = re.findall(r"^(.+): RANK (\d) True (.*)$", done.stdout, re.MULTILINE)
+    return {world: [told for name, _, told in sorted(lines) if name == world] for world in WORLDS}
+
+
+HOST = socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("world", "graphs", "left_out"),
+    [
+        ("nothing fails", "[2, 4]", ""),
+        (
+            "one fails",
+            "[2, None]",
+            f"cudagraph_manager FULL 4; MemoryError: no room for a second state on rank 1 ({HOST})",
+        ),
+        (
+            "both fail, in other graphs",
+            "[None, None]",
+            "cudagraph_manager FULL 2, cudagraph_manager FULL 4; MemoryError",
+        ),
+    ],
+)
+def test_all_ranks_leave_out_the_graphs_that_it_failed_in_on_any(
+    world: str, graphs: str, left_out: str, said: dict[str, list[str]]
+) -> None:
+    assert len(said[world]) == 2
+    for told in said[world]:
+        assert told.startswith(f"serves {graphs} active ")
+        assert left_out in told
+
+
+def test_where_one_rank_has_no_way_to_leave_it_out_none_does_and_all_say_failed(said: dict[str, list[str]]) -> None:
+    told = said["one fails, the other has no way"]
+    assert len(told) == 2
+    for each in told:
+        assert each.startswith("serves [2, 4] failed MemoryError: no room for a second state")
+        assert f"on rank 1 ({HOST})" in each
+        assert "the graphs that stock captures are served" in each
+
+
+@pytest.mark.parametrize("world", ["one fails, under strict", "one fails, and it is on"])
+def test_where_the_user_insists_on_it_every_rank_stops_with_the_rank_that_it_failed_on(
+    world: str, said: dict[str, list[str]]
+) -> None:
+    assert len(said[world]) == 2
+    for told in said[world]:
+        assert told.startswith("GraphfixError vllm-graphfix stops this engine before it serves: capture-state failed")
+        assert f"on rank 1 ({HOST}) while CUDA graphs were captured (cudagraph_manager FULL 4): MemoryError" in told
+
+
+def test_a_rank_whose_capture_ends_in_vllms_own_error_keeps_no_other_waiting(said: dict[str, list[str]]) -> None:
+    first, second = said["vLLM fails on one"]
+    assert first.startswith("serves [2, 4] active")  # vLLM ends the engine
+    assert second == "ValueError out of something"
+
+
+def test_ranks_that_no_longer_agree_after_the_capture_stop(said: dict[str, list[str]]) -> None:
+    told = said["one is patched by somebody else meanwhile"]
+    assert len(told) == 2
+    for each in told:
+        assert "stops this engine before it serves: the ranks of this engine no longer agree." in each
+        assert f"capture-state is 'active' on rank 0 ({HOST}); 'conflict' on rank 1 ({HOST})" in each

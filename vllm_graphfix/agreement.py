@@ -59,6 +59,8 @@ class Word(NamedTuple):
     """Fixes that failed while graphs were captured, each with its first error: no difference, but all ranks have to go by it."""
     graphs: Sequence[tuple[str, str]] = ()
     """Each fix of `failed` and the name of a graph that it failed in; an empty name for one that cannot be taken out of dispatch."""
+    can_leave_out: bool = True
+    """Whether vLLM's dispatch on this rank is known well enough to take a graph out of it."""
     ended: bool = False
     """The capture on this rank has ended in an error of vLLM's own, which vLLM will tell of."""
 
@@ -93,7 +95,7 @@ class Agreement(NamedTuple):
     all_off: bool
     """Whether every rank that spoke has the kill switch set: beside one that is silent they are stock as it is."""
     failing: Mapping[int, Word] = {}
-    """The words of ranks in which a fix failed during the capture, or the capture itself did."""
+    """The words of ranks in which a fix failed during the capture, or the capture itself, or which can leave no graph out."""
 
 
 def common_store() -> Any:
@@ -146,14 +148,15 @@ def compare(
     silent = _wait_for(store, stage, [other for other in range(world_size) if other != rank], timeout, warn)
     heard = [other for other in range(world_size) if other not in silent]
     digests = store.multi_get([f"{stage}/{other}" for other in heard])
-    if len(set(digests)) == 1 and not silent and not (word.fault or word.failed or word.ended):
+    if len(set(digests)) == 1 and not silent and not (word.fault or _matters(word)):
         first = _read(store, f"{stage}/word/0") or word
         return Agreement(first.token, first.engine, world_size, world_size, None, first.master == "off")
     words = {other: word if other == rank else _read(store, f"{stage}/word/{other}") for other in heard}
     spoke = {other: said for other, said in words.items() if said is not None}
     foreign = [other for other, said in words.items() if said is None]
     difference = _told(spoke, silent, foreign, timeout, silent_host)
-    if difference is not None:
+    failing = {other: said for other, said in spoke.items() if _matters(said)}
+    if difference is not None or failing:
         _let_others_read(store, stage, rank, heard)
     return Agreement(
         group=spoke[min(spoke)].token,
@@ -162,12 +165,17 @@ def compare(
         agreeing=len(spoke) - len(_outvoted(spoke) | {other for other, said in spoke.items() if said.fault}),
         difference=difference,
         all_off=all(said.master == "off" for said in spoke.values()),
-        failing={other: said for other, said in spoke.items() if said.failed or said.ended},
+        failing=failing,
     )
 
 
+def _matters(word: Word) -> bool:
+    """Whether the ranks may have to do something about what *word* says of a capture, though all of them say the same."""
+    return bool(word.failed) or word.ended or not word.can_leave_out
+
+
 def _digest(word: Word) -> str:
-    told = [word.compared(), word.fault, dict(word.failed), list(word.graphs), word.ended]
+    told = [word.compared(), word.fault, dict(word.failed), list(word.graphs), word.can_leave_out, word.ended]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
@@ -206,7 +214,12 @@ def _sound(word: Word) -> bool:
     if not all(isinstance(table, dict) and len(table) <= _MOST for table in tables):
         return False
     made_up: tuple[object, ...] = (word.engine, word.token)
-    kinds: tuple[tuple[object, type], ...] = ((word.pid, int), (word.canary, bool), (word.ended, bool))
+    kinds: tuple[tuple[object, type], ...] = (
+        (word.pid, int),
+        (word.canary, bool),
+        (word.can_leave_out, bool),
+        (word.ended, bool),
+    )
     texts: list[object] = [
         word.host,
         word.graphfix,

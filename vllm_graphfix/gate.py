@@ -283,6 +283,7 @@ class Gate:
             for graph in reasons
         ]
         word = self._word_after_capture({fix: next(iter(why.values())) for fix, why in failed.items()}, graphs)
+        word = word and word._replace(can_leave_out=dispatch.can_leave_out)
         if self._compared is None or word is None:
             return self._go_by({_world()[0]: word} if word and failed else {}, dispatch)
         store, rank, world_size = self._compared
@@ -333,7 +334,7 @@ class Gate:
                 stopped.append(
                     f"{fix} failed{where} while CUDA graphs were captured ({_listed(graphs)}): {failing[ranks[0]].failed[fix]}"
                 )
-            elif "" in graphs:
+            elif "" in graphs or not all(word.can_leave_out for word in failing.values()):
                 logger.warning(
                     "graphfix: %s failed: %s. The graphs that stock vLLM captures are served, with its defect", fix, why
                 )

@@ -69,20 +69,19 @@ class Dispatch:
         self._managers = dict(_managers(runner))
 
     def name_of(self, graph: Graph) -> str | None:
-        """What all ranks call *graph*, such as ``cudagraph_manager FULL 8``; None if it cannot be taken out of dispatch.
-
-        Where one cannot, the others must not: ranks that dispatch one batch differently wait for each other.
-        """
+        """What all ranks call *graph*, such as ``cudagraph_manager FULL 8``; None if it is not known whose it is."""
         for name, manager in self._managers.items():
             if graph.owner is (self._runner if _is_v1(manager) else manager):
-                return f"{name} {graph.mode} {graph.tokens}" if self._can_leave_out else None
+                return f"{name} {graph.mode} {graph.tokens}"
         return None
 
     @property
-    def _can_leave_out(self) -> bool:
+    def can_leave_out(self) -> bool:
+        """Whether graphs can be taken out. Where one rank cannot, the others must not: who dispatches otherwise waits for the rest for ever."""
         drafter = getattr(self._runner, "drafter", None)
         # In 0.14.1 V1's drafter chooses its graphs by a list of sizes that it shares with the compiler.
-        return not getattr(drafter, "use_cuda_graph", False) or hasattr(drafter, "cudagraph_dispatcher")
+        drafts_known = not getattr(drafter, "use_cuda_graph", False) or hasattr(drafter, "cudagraph_dispatcher")
+        return bool(self._managers) and drafts_known
 
     def leave_out(self, names: Iterable[str]) -> None:
         """Takes the graphs with these names out of dispatch, for good; what this rank does not have, it need not take out.
