@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ from capture_state import Capturing, by_factory
 from vllm.config.compilation import CUDAGraphMode
 
 import vllm_graphfix
-from vllm_graphfix import _this_process
+from vllm_graphfix import _this_process, capturing
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.gate import GraphfixError
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
@@ -124,6 +126,21 @@ def test_no_batch_is_dispatched_to_the_graph_that_it_failed_in(kind: str, warnin
     assert "cudagraph_manager FULL 4" in state().reason
     assert "MemoryError: no room for a second state" in state().reason
     assert any("FULL 4" in text and FIX in text for text in warnings)
+
+
+@quietly
+@by_factory
+def test_what_the_benchmark_plants_fails_in_the_graph_of_the_most_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    planted = importlib.import_module("capture_faults")
+    monkeypatch.setattr(
+        capturing.FactoryPerPass, "_prepare_recorded_pass", capturing.FactoryPerPass._prepare_recorded_pass
+    )
+    planted.plant(FIX, "most", "fails once")
+    captured = Capturing("target")
+    started(captured)
+    assert [graph_of(captured.manager, requests) for requests in (2, 4)] == [2, None]
+    assert "MemoryError: planted" in state().reason
 
 
 @quietly
