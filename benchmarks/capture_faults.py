@@ -160,17 +160,20 @@ def plant(fix: str, which: str, way: str) -> None:
         return which == "all" or graph.tokens == most
 
     if fix == "capture-state":
-        stock_pass = capturing.FactoryPerPass._prepare_recorded_pass
+        stock_pass = capturing._Passes._prepare_recorded_pass
 
-        def prepare(self: Any, descriptor: Any, warmed_up: Any, create: Any) -> None:
+        def prepare(self: Any, warmed_up: Any) -> None:
+            create = self._create
+
             def create_or_fail() -> Any:
                 if fails():
                     raise MemoryError("planted")
                 return create()
 
-            stock_pass(self, descriptor, warmed_up, create_or_fail)
+            self._create = create_or_fail
+            stock_pass(self, warmed_up)
 
-        capturing.FactoryPerPass._prepare_recorded_pass = prepare  # type: ignore[method-assign]
+        capturing._Passes._prepare_recorded_pass = prepare  # type: ignore[method-assign]
     else:
         stock_marks = mamba_padding._marks_without_padding
 

@@ -243,13 +243,13 @@ def patched() -> dict[str, list[tuple[str, str]]]:
     }
 
 
-def plan(counted: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def plan(counted: dict[str, Any], modes: tuple[str, ...] = MODES) -> Iterator[dict[str, Any]]:
     """The first and the last call of each place; what is called decides which errors are likely.
 
     What runs while a module of the plugin is imported has one way to fail: one fault in `auto`, and one for who insists.
     """
     seen = set()
-    for mode in MODES:
+    for mode in modes:
         for place, last, module in counted[mode]["calls"]:
             callee = place.rsplit(":", 1)[1]
             if callee in LEFT_OUT or f"{module}.{callee}" in LEFT_OUT:

@@ -102,69 +102,89 @@ def forward_functions(capture: Function) -> list[ast.Assign]:
 class FactoryPerPass:
     """``create_forward_fn`` of `CudaGraphManager.capture` (0.18.0-0.22.1), asked for each pass of a FULL descriptor.
 
-    Takes a descriptor; returns what the stock factory returns: a forward function, or (0.21.0+) that and the attention state.
+    Takes a descriptor, and what else the stock factory takes; returns what that returns: a forward function, or (0.21.0+) that and the
+    attention state. What goes wrong in it is taken by *fallback*, and stock's factory decides; an error of stock's own comes out as it is.
     """
 
     def __init__(self, create: CreateForwardFn, fallback: Fallback) -> None:
         self._create = create
-        self._fallback = fallback
-        self._recorded: dict[Any, Any] = {}
+        self.fallback = fallback
+        self._passes: dict[Any, _Passes] = {}
         self.consumed = 0
         """FULL descriptors so far, of whose first state the warm-up has consumed the plan: stock would have recorded with it."""
         self.recorded_states: dict[Any, Any] = {}
         """The state of the recorded pass by FULL descriptor, where the factory returns states."""
 
     @classmethod
-    def around(cls, create: CreateForwardFn, fallback: Fallback) -> FactoryPerPass:
+    def around(cls, create: CreateForwardFn, fallback: Fallback) -> CreateForwardFn:
         """*create* itself if it is one already: two fixes may ask for the same."""
-        return create if isinstance(create, cls) else cls(create, fallback)
+        try:
+            return create if isinstance(create, cls) else cls(create, fallback)
+        except Exception as error:
+            fallback.take(error)
+            return create
 
     def __call__(self, *asked: Any, **asked_by_name: Any) -> Any:
-        descriptor = _descriptor(asked, asked_by_name)
-        if descriptor in self._recorded:
-            return self._recorded.pop(descriptor)  # this capture asks for each pass by itself, as from 0.22.0 on
-        create = functools.partial(self._create, *asked, **asked_by_name)
+        try:
+            descriptor = _descriptor(asked, asked_by_name)
+            passes = self._passes.pop(descriptor, None)
+            if passes is not None and passes.next is not None:
+                return passes.next  # this capture asks for each pass by itself, as from 0.22.0 on
+            create = functools.partial(self._create, *asked, **asked_by_name)
+        except Exception as error:
+            self.fallback.take(error)
+            return self._create(*asked, **asked_by_name)
         made = create()
         try:
-            full = descriptor.cg_mode.name == "FULL"
+            if descriptor.cg_mode.name != "FULL":
+                return made
+            passes = _Passes(self, descriptor, made, create)
+            returned = passes if passes.alone else (passes, *made[1:])
+            self._passes[descriptor] = passes
         except Exception as error:
-            self._fallback.take(error)
-            full = False
-        if not full:
+            self.fallback.take(error)
             return made
-        kept = [made]  # until its pass is over: two states at a time take twice the memory
+        return returned
 
-        def forward_fn(*args: Any, **kwargs: Any) -> Any:
-            if descriptor in self._recorded:
-                return _forward_of(self._recorded.pop(descriptor))(*args, **kwargs)
-            warmed_up = kept.pop() if kept else create()
-            result = _forward_of(warmed_up)(*args, **kwargs)
-            self._prepare_recorded_pass(descriptor, warmed_up, create)
-            return result
 
-        return forward_fn if callable(made) else (forward_fn, *made[1:])
+class _Passes:
+    """The forward function of one FULL descriptor: a warm-up on the state that was built first, and a pass on a state of its own."""
 
-    def _prepare_recorded_pass(self, descriptor: Any, warmed_up: Any, create: Callable[[], Any]) -> None:
+    def __init__(self, factory: FactoryPerPass, descriptor: Any, made: Any, create: Callable[[], Any]) -> None:
+        self._factory, self._descriptor, self._create = factory, descriptor, create
+        self.alone = callable(made)
+        """The factory makes a forward function, and hands no state on beside it."""
+        self._first = made  # until its pass is over: two states at a time take twice the memory
+        self.next: Any = None
+        """What the factory has made for the recorded pass."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # No call of our own until the pass has run: what fails before it would leave the graph without one.
+        made, warms_up = self.next, self.next is None
+        if warms_up:
+            made = self._first if self._first is not None else self._create()
+        self._first = self.next = None
+        result = (made if self.alone else made[0])(*args, **kwargs)
+        if warms_up:
+            self._prepare_recorded_pass(made)
+        return result
+
+    def _prepare_recorded_pass(self, warmed_up: Any) -> None:
         """After the warm-up: built before it, the state's views of builder-owned buffers could be overwritten (PR 48261)."""
-        self.consumed += has_consumed_plan(warmed_up)
         try:
-            made = create()
+            self._factory.consumed += has_consumed_plan(warmed_up)
+            made = self._create()
+            if not self.alone:
+                self._factory.recorded_states[self._descriptor] = made[1]
+            self.next = made
         except Exception as error:
-            self._fallback.take(error)
-            made = warmed_up
-        self._recorded[descriptor] = made
-        if not callable(made):
-            self.recorded_states[descriptor] = made[1]
+            self._factory.fallback.take(error)
+            self.next = warmed_up
 
 
 def _descriptor(asked: tuple[Any, ...], asked_by_name: dict[str, Any]) -> Any:
     """What a factory was asked for: its first argument."""
     return asked[0] if asked else next(iter(asked_by_name.values()), None)
-
-
-def _forward_of(made: Any) -> ForwardFn:
-    forward: ForwardFn = made if callable(made) else made[0]
-    return forward
 
 
 class WatchedFactory:
@@ -252,10 +272,21 @@ class CaptureSession:
         """Whether the attention metadata that were built are among *given*."""
         return self._state[0] is not None and any(each is self._state[0] for each in given)
 
-    def with_state(
+    def for_next_pass(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: tuple[Any, Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a call, by place or by name, with *state*, or that of the next pass, where the one that was built stands."""
+        try:
+            if not self.concerns(*args, *kwargs.values()):
+                return args, kwargs
+            return self._with_state(self.state_for_next_pass() if state is None else state, args, kwargs)
+        except Exception as error:
+            self._fallback.take(error)
+            return args, kwargs
+
+    def _with_state(
         self, state: tuple[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of a call, by place or by name, with *state* where the one that was built stands."""
         pairs = [(built, given) for built, given in zip(self._state, state, strict=True) if built is not None]
 
         def exchanged(argument: object) -> Any:

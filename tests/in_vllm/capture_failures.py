@@ -133,9 +133,7 @@ def test_no_batch_is_dispatched_to_the_graph_that_it_failed_in(kind: str, warnin
 def test_what_the_benchmark_plants_fails_in_the_graph_of_the_most_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     planted = importlib.import_module("capture_faults")
-    monkeypatch.setattr(
-        capturing.FactoryPerPass, "_prepare_recorded_pass", capturing.FactoryPerPass._prepare_recorded_pass
-    )
+    monkeypatch.setattr(capturing._Passes, "_prepare_recorded_pass", capturing._Passes._prepare_recorded_pass)
     planted.plant(FIX, "most", "fails once")
     captured = Capturing("target")
     started(captured)

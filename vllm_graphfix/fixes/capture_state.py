@@ -96,9 +96,13 @@ def _capture_with_a_state_per_pass(stock: StockFunction) -> StockFunction:
     def capture(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
         factory = FactoryPerPass.around(create_forward_fn, FALLBACK)
         returned = stock(self, factory, *args, **kwargs)
-        STATE_CONSUMED.count += factory.consumed
-        if isinstance(returned, dict):
-            returned.update(factory.recorded_states)
+        try:
+            if isinstance(factory, FactoryPerPass):
+                STATE_CONSUMED.count += factory.consumed
+                if isinstance(returned, dict):
+                    returned.update(factory.recorded_states)
+        except Exception as error:
+            FALLBACK.take(error)
         return returned
 
     return capture
@@ -140,8 +144,8 @@ def _hand_each_pass_its_state(stock: StockFunction) -> StockFunction:
     @functools.wraps(stock)
     def set_forward_context(*args: Any, **kwargs: Any) -> Any:
         session = current_session()
-        if session is not None and session.concerns(*args, *kwargs.values()):
-            args, kwargs = session.with_state(session.state_for_next_pass(), args, kwargs)
+        if session is not None:
+            args, kwargs = session.for_next_pass(args, kwargs)
         return stock(*args, **kwargs)
 
     return set_forward_context
@@ -209,7 +213,7 @@ def _generate_with_a_state_per_pass(generate_fn: Any) -> Any:
         if session is None or not session.concerns(*args, *kwargs.values()):
             return generate_fn(*args, **kwargs)
         state = prepared.pop() if prepared else None
-        args, kwargs = session.with_state(state or session.state_for_next_pass(), args, kwargs)
+        args, kwargs = session.for_next_pass(args, kwargs, state)
         result = generate_fn(*args, **kwargs)
         if state is None:
             prepared.append(session.state_for_next_pass())

@@ -1,0 +1,95 @@
+"""Faults in each call that the plugin makes while vLLM acts, after its start: in a capture, in a check of a step.
+
+Runs in forks of one process of a stock release, as `fault_engine` does; what vLLM does there is an act of a module of ``in_vllm/``, a class with
+
+- ``prepare``: everything up to the act, without faults;
+- ``act``: with one call failing, whatever that makes of it;
+- ``right``: whether what vLLM would answer now is right, without faults.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import signal
+from typing import Any
+
+from fault_engine import Kept, Profiler, error_of, plan
+
+_LIMIT = 30
+"""Seconds for one process."""
+
+
+def main(act: str, environments: dict[str, dict[str, str]], results: str, every: int) -> None:
+    """Counts the calls of *act*, ``module:class``, in each of *environments*, by mode; then a fork and a line for every so-manieth fault."""
+    counted: dict[str, Any] = {}
+    for mode, environment in environments.items():
+        counted[mode] = _in_fork(act, {"environment": environment, "refusing": mode == "refusing"})
+        assert counted[mode] is not None, mode
+    faults = [fault for fault in plan(counted, tuple(environments)) if _is_ours(fault["place"])]
+    with open(results, "w") as file:  # noqa: PTH123
+        print(json.dumps({"counted": counted, "planned": len(faults)}), file=file, flush=True)
+        for fault in faults[::every]:
+            job = fault | {"environment": environments[fault["mode"]], "refusing": fault["mode"] == "refusing"}
+            print(json.dumps([fault, _in_fork(act, job)]), file=file, flush=True)
+
+
+def _is_ours(place: str) -> bool:
+    """Whether the plugin calls there in an engine, too: neither from the CPU double, nor when a module of its own is imported."""
+    _, file, function, *_ = place.split(":")
+    return function != "<module>" and not file.startswith("verify")
+
+
+def _in_fork(act: str, job: dict[str, Any]) -> dict[str, Any] | None:
+    """What became of *job*, as in `fault_engine`; None if the process died, or hung."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(_LIMIT)
+        os.environ.update(job["environment"])
+        told = json.dumps(_run(act, job)).encode()
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(told)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        word = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(word) if word else None
+
+
+def _run(act: str, job: dict[str, Any]) -> dict[str, Any]:
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    module, _, name = act.partition(":")
+    acting = getattr(importlib.import_module(module), name)()
+    log = logging.getLogger("vllm.graphfix")
+    kept = Kept(refusing=job["refusing"])
+    log.handlers, log.propagate = [kept], False
+    log.setLevel(logging.DEBUG)
+    acting.prepare()
+    fault = (job["place"], job["number"]) if "place" in job else None
+    profiler = Profiler(fault, error_of(job["error"]) if fault else None)
+    end = None
+    profiler.start()
+    try:
+        acting.act()
+    except BaseException as error:
+        profiler.stop()
+        end = f"{type(error).__name__}: {error}"
+    profiler.stop()
+    import vllm_graphfix
+
+    told = {
+        "fired": profiler.fired,
+        "end": end,
+        "right": acting.right() if end is None else None,
+        "states": {name: state.state.value for name, state in vllm_graphfix.states().items()},
+        "log": kept.lines,
+    }
+    if fault is None:
+        told["calls"] = [[place, number, profiler.modules[place]] for place, number in profiler.calls.items()]
+    return told

@@ -1,0 +1,50 @@
+"""What vLLM does while a call of the plugin fails: see `fault_acts`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from capture_failures import WorkerDouble, graph_of
+
+from vllm_graphfix.verify.double.arguments import known_to
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.scenarios import capture_state
+
+
+class Capture:
+    """vLLM's own manager captures the graphs of a model on lazy attention metadata, between the two sides of the gate."""
+
+    def prepare(self) -> None:
+        self._double = cpu_cuda_graphs()
+        self._double.__enter__()
+        self._runner, (self._model, _) = capture_state._runner(), capture_state._models()
+        self._manager: Any = None
+        self._worker = WorkerDouble(SimpleNamespace(cudagraph_manager=None), self._capture)
+        self._manager = capture_state._target_manager(self._runner.config)
+        self._worker.model_runner.cudagraph_manager = self._manager
+
+    def _capture(self) -> None:
+        given = self._runner.capture_inputs() | {
+            "model": self._model,
+            "mrope_positions": None,
+            "inputs_embeds": None,
+            "intermediate_tensors": None,
+        }
+        self._manager.capture(**known_to(self._manager.capture, given))
+
+    def act(self) -> None:
+        self._worker.compile_or_warm_up_model()
+
+    def right(self) -> bool:
+        """Every batch that is dispatched to a graph comes out as without one, at lengths other than the capture's."""
+        for step in capture_state.STEPS:
+            tokens = graph_of(self._manager, step.num_tokens)
+            if tokens is None:
+                continue
+            self._runner.prepare(step, padded_requests=tokens)
+            replayed = capture_state._replay(self._manager, step)[: step.num_tokens].clone()
+            if not torch.allclose(replayed, self._runner.run_eagerly(self._model, step), atol=1e-5):
+                return False
+        return True
