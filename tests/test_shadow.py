@@ -32,6 +32,11 @@ def test_model_runner(release: str, runner: str) -> None:
     check_behaviours(release, f"shadow_{runner}", {SHADOW: "1/1"}, also=also)
 
 
+@pytest.mark.parametrize("release", ["0.21.0", pytest.param("0.33.0", marks=pytest.mark.slow)])
+def test_faults_of_one_of_two_ranks(release: str) -> None:
+    check_behaviours(release, "shadow_ranks", {SHADOW: "1/1"})
+
+
 CAPTURES_OFF = {"capture-state": "off", "draft-prefill-state": "off"}
 
 

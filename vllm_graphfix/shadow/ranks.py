@@ -88,17 +88,21 @@ def paired(prepare: Callable[[], object], run: Callable[[], T]) -> T:
 
 def _wait_for_collectives(failed: Exception | None) -> None:
     """Returns if all that the ranks have queued has come to its end. On a CPU a collective has when it returns."""
-    import torch
-
     where = f"here: {told(failed)}" if failed is not None else "on another rank of the group, whose log says more"
     what = f"a run of a step without its graph failed {where}. The collectives of the other ranks have found no partner"
     with watchdog.limit(what, watchdog.DRAIN):
         try:
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                torch.cuda.synchronize()
+            _synchronize()
         except Exception as error:
             watchdog.end(f"{what}: {told(error)}")
     largest(0.0)
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def place_in_pipeline() -> tuple[int, int, str, bool]:

@@ -83,9 +83,9 @@ class _Watchdog:
 _watchdog = _Watchdog()
 
 
-def limit(what: str, seconds: float = LIMIT) -> AbstractContextManager[None]:
-    """A context manager: the process ends, saying that it *what*, if the block takes longer than so many seconds."""
-    return _watchdog.limit(what, seconds)
+def limit(what: str, seconds: float | None = None) -> AbstractContextManager[None]:
+    """A context manager: the process ends, saying that it *what*, if the block takes longer than so many seconds, or than `LIMIT`."""
+    return _watchdog.limit(what, LIMIT if seconds is None else seconds)
 
 
 def end(reason: str) -> NoReturn:
