@@ -24,7 +24,8 @@ class Memory:
     def __init__(self) -> None:
         self.measuring = True
         """Graphs may still be captured."""
-        self._needs: dict[tuple[object, object], int] = {}
+        self.needs: dict[tuple[object, object], int] = {}
+        """Bytes, by what keeps the graphs, an id, and the number of tokens."""
         self._in_graphs: int | None = None
 
     def measured(self, owner: object, tokens: object, run: Callable[[], T]) -> T:
@@ -42,7 +43,7 @@ class Memory:
         peak = tried(_peak)[0] if begun is not None else None
         if begun is not None and peak is not None:
             key = owner, tokens
-            self._needs[key] = max(self._needs.get(key, 0), peak - begun)
+            self.needs[key] = max(self.needs.get(key, 0), peak - begun)
 
     def lacks(self, copies: int, owner: object, tokens: object, *, must_know: bool) -> str | None:
         """Why there is no room for *copies* bytes and a run without the graph of *tokens* tokens of *owner*; None if there is.
@@ -54,7 +55,7 @@ class Memory:
             return None
         if copies > free // 4:
             return f"copies of its inputs and recurrent state need {copies >> 20} MiB, which are not free"
-        need = self._needs.get((owner, tokens))
+        need = self.needs.get((owner, tokens))
         if need is None:
             return "what a run without its graph takes was not measured when it was captured" if must_know else None
         if copies + need + RESERVE <= free:
