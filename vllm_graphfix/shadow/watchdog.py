@@ -40,6 +40,10 @@ class _Watchdog:
     """One thread, which sleeps as long as nothing is watched; it begins with the first thing that is."""
 
     def __init__(self) -> None:
+        self.begin()
+        os.register_at_fork(after_in_child=self.begin)  # the thread is not in the child, and may have held the lock
+
+    def begin(self) -> None:
         self._changed = threading.Condition()
         self._watched: _Watched | None = None
         self._thread: threading.Thread | None = None
@@ -59,7 +63,7 @@ class _Watchdog:
             self._watched = watched
             if watched is None:
                 return
-            if self._thread is None or not self._thread.is_alive():  # as in a child of a fork
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="graphfix-shadow-watchdog", daemon=True)
                 self._thread.start()
             self._changed.notify()
