@@ -37,7 +37,7 @@ from vllm_graphfix.shadow.runs import Step
 from vllm_graphfix.shadow.verdict import Graph
 from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
-LIMIT, DRAIN, SLOW = 4.0, 1.0, 1.5
+LIMIT, DRAIN, SLOW = 3.0, 1.0, 1.0
 STEPS = 6
 FAULTY = 1
 """The rank that has the fault."""
@@ -242,7 +242,7 @@ def test_a_slow_rank_is_waited_for_and_the_check_goes_on(quarantined: bool) -> N
 @pytest.mark.parametrize("fault", [be_stopped, be_killed], ids=lambda fault: fault.__name__)
 def test_a_rank_that_is_stopped_or_gone_ends_the_other_one(fault: Callable[[], None], quarantined: bool) -> None:
     told = {
-        be_stopped: "another rank of the group may have failed, and 4 s were not enough",
+        be_stopped: "another rank of the group may have failed, and 3 s were not enough",
         be_killed: "the ranks of its tensor-parallel group cannot agree any more",
     }
     clean_stop(two_ranks(with_fault(fault, 1, quarantined=quarantined)), told[fault])
