@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import queue
@@ -91,9 +92,11 @@ def two_ranks(scenario: Callable[[int, Say], None], patience: float = 40.0, *, m
 
 
 def _rank(rank: int, port: int, folder: Path, scenario: Callable[[int, Say], None]) -> None:
-    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
+    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(log, standard)
+    # pytest may have taken the stream that vLLM's handler writes to.
+    logging.getLogger("vllm.graphfix").addHandler(logging.FileHandler(folder / f"log-{rank}"))
     os.environ["FAULT_FOLDER"] = str(folder)
     torch.set_num_threads(1)
     watchdog.LIMIT, watchdog.DRAIN = LIMIT, DRAIN
