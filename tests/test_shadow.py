@@ -32,6 +32,17 @@ def test_model_runner(release: str, runner: str) -> None:
     check_behaviours(release, f"shadow_{runner}", {SHADOW: "1/1"}, also=also)
 
 
+def test_faults_of_one_of_two_ranks_whose_graphs_are_in_quarantine() -> None:
+    """And what would be served without the wait that keeps their collectives paired. Checks take as long again, nearly all of it asleep."""
+    check_behaviours("0.21.0", "shadow_ranks", {SHADOW: "1/1"}, select="quarantine or sums")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["0.18.0", "0.21.0", "0.33.0"])
+def test_faults_of_one_of_two_ranks(release: str) -> None:
+    check_behaviours(release, "shadow_ranks", {SHADOW: "1/1"})
+
+
 CAPTURES_OFF = {"capture-state": "off", "draft-prefill-state": "off"}
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import functools
 import itertools
 import multiprocessing
+import os
 import queue
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +23,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from vllm_graphfix.membership import Membership
 from vllm_graphfix.process import Process, Wanted
@@ -397,6 +400,39 @@ def test_what_no_stage_has_left_in_the_store_ends_the_check_and_does_nothing_els
     pipeline.run(100)
     assert "has left at step 120 is not understood" in (last.shadow.stopped or "")
     assert last.checked == [100]
+
+
+def _keep_a_store(port: Any) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.put(store.port)
+    time.sleep(120)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_store_whose_process_is_stopped_ends_the_check_of_a_stage_and_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    """A real store, in a process of its own; its clients wait without a limit."""
+    monkeypatch.setattr(stages, "_STORE", 0.5)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    ports = context.Queue()
+    keeper = context.Process(target=_keep_a_store, args=(ports,), daemon=True)
+    keeper.start()
+    try:
+        store = TCPStore("127.0.0.1", ports.get(timeout=60), is_master=False, timeout=timedelta(seconds=60))
+        pipeline = pair()
+        stage = pipeline.stages[which]
+        monkeypatch.setattr(stage.shadow._stages, "_store", lambda: store)
+        pipeline.run(90)
+        os.kill(keeper.pid or 0, signal.SIGSTOP)
+        begun = time.monotonic()
+        pipeline.run(200)
+        assert time.monotonic() - begun < 10
+        assert stage.calls >= 290
+        assert "TimeoutError: no answer for" in (stage.shadow.stopped or "")
+    finally:
+        keeper.kill()
 
 
 # -- what is counted

@@ -24,6 +24,9 @@ class _Log:
     def warning(self, message: str, *values: object, exc_info: BaseException | None = None) -> None:
         self._say(logging.WARNING, message, values, exc_info)
 
+    def error(self, message: str, *values: object) -> None:
+        self._say(logging.ERROR, message, values, None)
+
     def exception(self, message: str, *values: object) -> None:
         """With the traceback of the error that is being handled."""
         self._say(logging.ERROR, message, values, True)

@@ -87,6 +87,10 @@ class EngineProcess:
         self._tell(asked)
         return self._hear(time.monotonic() + timeout)
 
+    def wait_for_answer(self, timeout: float) -> Any:
+        """One more answer to what was asked last. Raises DiedError."""
+        return self._hear(time.monotonic() + timeout)
+
     def end(self) -> None:
         """The process and all that it started: an engine's workers hold the GPU's memory."""
         self._pipe.close()

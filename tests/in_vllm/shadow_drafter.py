@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 import vllm_graphfix
-from vllm_graphfix.shadow import drafter_v2, process
+from vllm_graphfix.shadow import drafter_v2, memory, process
 from vllm_graphfix.shadow.rate import Action, Rate
 from vllm_graphfix.source import open_source
 from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
@@ -74,6 +74,23 @@ def test_right_graphs_are_equal_to_the_last_bit_and_all_is_as_without_the_check(
     results = served.shadow.results
     assert (results.mismatches, results.noise, served.shadow.stopped, refused()) == (0, 0.0, None, "")
     assert results.checks == served.shadow.schedule.count >= len(BATCHES)
+
+
+def test_what_each_batch_takes_without_a_graph_is_measured_while_graphs_are_captured() -> None:
+    with mock.patch.object(memory, "_peak_from_here", return_value=100), mock.patch.object(memory, "_peak") as peak:
+        peak.return_value = 107
+        served = Served()
+        captured = {
+            (id(manager), desc.num_tokens)
+            for manager in vars(served.speculator).values()
+            if isinstance(manager, cudagraph_utils.CudaGraphManager)
+            for desc in manager.graphs
+        }
+        assert served.shadow.memory.needs == dict.fromkeys(captured, 7)
+        assert captured
+        peak.return_value = 1000
+        served.step([0, 1, 2])
+        assert set(served.shadow.memory.needs.values()) == {7}  # what steps take is not measured
 
 
 @pytest.mark.skipif(hasattr(gumbel, "murmur3_hash32"), reason="the double runs no such kernel")

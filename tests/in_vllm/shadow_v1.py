@@ -14,10 +14,10 @@ import pytest
 import torch
 from vllm.compilation import cuda_graph
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor
+from vllm.forward_context import BatchDescriptor, override_forward_context
 from wrapped_model import CAPTURED, LONGEST, Served, SlotsStandIn
 
-from vllm_graphfix.shadow import check, failures, forward, layers, process, ranks, runner_v1, runs
+from vllm_graphfix.shadow import check, failures, forward, layers, memory, process, ranks, runner_v1, runs
 from vllm_graphfix.shadow.rate import Action, Rate
 from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
@@ -282,10 +282,42 @@ def test_a_step_in_quarantine_that_finds_no_memory_is_replayed() -> None:
 def test_a_step_in_quarantine_is_replayed_by_all_ranks_if_one_cannot_run_it() -> None:
     unwatched, served = Served(Rate()), Served(action=Action.QUARANTINE)
     served.shadow.quarantined.add((id(served.run), BatchDescriptor(CAPTURED)))
-    answers = [(0.0,), (1.0,)]  # all are ready; another rank's run fails
-    with mock.patch.object(ranks, "largest", side_effect=answers):
+    answers = [(0.0,), (2.0,), (0.0,)]  # all are ready; another rank's run fails; nothing is left on any GPU
+    with (
+        mock.patch.object(ranks, "alone", return_value=False),
+        mock.patch.object(ranks, "largest", side_effect=answers) as asked,
+    ):
         assert torch.equal(served.step(), unwatched.step())
+    assert (asked.call_count, served.model.eager_runs) == (3, 1)
+    (known,) = served.shadow._known.values()
+    assert known.failed == 1
     assert all(map(torch.equal, served.caches(), unwatched.caches()))
+
+
+def test_what_a_batch_takes_without_a_graph_is_measured_in_its_warm_up_and_not_in_a_step() -> None:
+    with mock.patch.object(memory, "_peak_from_here", return_value=100), mock.patch.object(memory, "_peak") as peak:
+        peak.return_value = 107
+        served = Served()
+        expected = {(id(served.run), CAPTURED): 7}
+        assert served.shadow.memory.needs == expected
+        assert served.shadow.memory.measuring
+        peak.return_value = 1000
+        served.step()
+        served.step(mode=CUDAGraphMode.NONE)
+        assert served.shadow.memory.needs == expected
+    assert not served.shadow.memory.measuring
+
+
+def test_a_run_of_which_vllm_measures_the_peak_itself_is_not_measured() -> None:
+    """As when it sees how large its cache may be: without attention metadata."""
+    with mock.patch.object(memory, "_peak_from_here") as begun:
+        served = Served()
+        begun.reset_mock()
+        served.context.attn_metadata = None
+        served.context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+        with override_forward_context(served.context), contextlib.suppress(TypeError):
+            served.run(served.hidden)
+    assert not begun.called
 
 
 def test_an_engine_that_is_refused_in_a_check_is_checked_no_more() -> None:

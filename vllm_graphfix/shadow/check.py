@@ -10,9 +10,19 @@ from typing import Any
 from vllm_graphfix.log import logger
 from vllm_graphfix.shadow import process, ranks, stages
 from vllm_graphfix.shadow.comparison import threshold
-from vllm_graphfix.shadow.failures import UnfitStep, UnsafeError, is_lost, told, tried
+from vllm_graphfix.shadow.failures import FailedElsewhereError, UnfitStep, UnsafeError, is_lost, told, tried
+from vllm_graphfix.shadow.memory import Memory
 from vllm_graphfix.shadow.rate import NEVER, Action, Rate
-from vllm_graphfix.shadow.runs import CheckedStep, FirstRun, QuarantinedStep, SecondRun, Step, as_captured, run_again
+from vllm_graphfix.shadow.runs import (
+    CheckedStep,
+    FirstRun,
+    Lacks,
+    QuarantinedStep,
+    SecondRun,
+    Step,
+    as_captured,
+    run_again,
+)
 from vllm_graphfix.shadow.schedule import Schedule
 from vllm_graphfix.shadow.stages import Stages
 from vllm_graphfix.shadow.verdict import Graph, Mismatch, Results
@@ -39,12 +49,13 @@ class Shadow:
         self.action = action
         self.results = Results()
         self.quarantined: set[Hashable] = set()
+        self.memory = Memory()
         self._known: dict[Hashable, _Known] = {}
         self._noise = 0.0
         """The largest error among runs of one step so far, of any graph: a graph of its own would be known by too few. Never above `_LOUD`,
         so that one step blinds no other.
         """
-        self._replayed_in_quarantine = self._was_loud = False
+        self._replayed_in_quarantine = self._was_loud = self._was_unfit = False
         self._over = False
         """Nothing is checked any more."""
         self.stopped: str | None = None
@@ -86,8 +97,10 @@ class Shadow:
         begun = time.perf_counter()
         if not others.told:  # in the whole window nothing was replayed
             others.leave(step + 1)
-        found, failed = tried(lambda: others.plan(step))
-        if (agreed := self._agree(failed, *(found or (0, 0)))) is None:
+        with ranks.limited():
+            found, failed = tried(lambda: others.plan(step))
+            agreed = self._agree(failed, *(found or (0, 0)))
+        if agreed is None:
             return
         due, later = map(int, agreed)
         if due:
@@ -104,11 +117,16 @@ class Shadow:
         """The result of *replay*, vLLM's own, compared with an eager run of the same step. Raises what *replay* raises, and nothing else.
 
         *describe* tells the step of the graph *key*; what it raises turns the check off. All ranks of the group are here at the same
-        step, and each of them takes part in every agreement, whatever failed in it: one that did not would leave the others waiting.
+        step, and each of them takes part in every agreement, whatever failed in it: one that did not would leave the others waiting, until
+        they end.
         """
+        with ranks.limited():
+            return self._check(key, describe, replay)
+
+    def _check(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
         begun = time.perf_counter()
         self.results.steps.append(self.schedule.step)
-        checked, failed = tried(lambda: CheckedStep(describe()))
+        checked, failed = tried(lambda: CheckedStep(describe(), self._lacks(key)))
         if not self._all_ready(failed, begun):
             return replay()
         output = replay()
@@ -130,21 +148,18 @@ class Shadow:
     def without_graph(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
         """The result of a step whose graph is in quarantine; by its graph if it cannot be run without, which is what stock does."""
         known = self._known.setdefault(key, _Known())
-        begun, failed = tried(lambda: QuarantinedStep(describe()))
-        if not _anywhere(failed) and begun is not None:
-            output, failed = tried(begun.run)
-            if failed is not None and is_lost(failed):
-                raise failed
-            if not _anywhere(failed):  # or some ranks would replay what others have run
-                known.failed = 0
-                return output
-            _, worse = tried(begun.put_back)
-            failed = worse or failed
+        with ranks.limited():
+            output, failed = tried(lambda: self._quarantined(key, describe))
+        if failed is None:
+            known.failed = 0
+            return output
+        if is_lost(failed):
+            raise failed
         if not self._replayed_in_quarantine:
             self._replayed_in_quarantine = True
             logger.warning(
                 "graphfix: a step whose graph is in quarantine cannot run without it, so it is replayed as on stock: %s",
-                told(failed) if failed else "it failed on another rank of the same group",
+                told(failed),
             )
         known.failed += 1
         if known.failed == _GIVEN_UP:
@@ -157,6 +172,28 @@ class Shadow:
             )
         return replay()
 
+    def _quarantined(self, key: Hashable, describe: Callable[[], Step]) -> Any:
+        """What a run without the graph returns on all ranks; what it raises leaves the step as its graph would have found it."""
+        begun: QuarantinedStep | None = None
+
+        def prepare() -> None:
+            nonlocal begun
+            begun = QuarantinedStep(describe(), self._lacks(key))
+            begun.prepare()
+
+        try:
+            return ranks.paired(prepare, lambda: begun.run() if begun is not None else None)
+        except Exception as error:
+            if begun is not None and not is_lost(error):
+                begun.put_back()
+            raise
+
+    def _lacks(self, key: Hashable) -> Lacks:
+        self.memory.measuring = False  # steps of requests replay graphs, so that all were captured
+        owner, descriptor = key if isinstance(key, tuple) else (key, None)
+        tokens, must_know = getattr(descriptor, "num_tokens", None), not ranks.alone()
+        return lambda copies: self.memory.lacks(copies, owner, tokens, must_know=must_know)
+
     def _agree(self, failed: Exception | None, *values: float) -> tuple[float, ...] | None:
         """Of each value the largest of all ranks; None, and the check is off, if a step before failed on one of them."""
         try:
@@ -164,7 +201,7 @@ class Shadow:
         except Exception as error:
             anywhere, agreed, failed = 1.0, [], failed or error
         if anywhere:
-            self.stop(told(failed) if failed else "it failed on another rank of the same group", failed)
+            self.stop(told(failed or FailedElsewhereError()), failed)
             return None
         return tuple(agreed)
 
@@ -175,6 +212,11 @@ class Shadow:
         if agreed is None:
             return False
         if agreed[0]:
+            if failed is not None and not self._was_unfit:
+                self._was_unfit = True
+                logger.info(
+                    "graphfix: a step is not checked: %s; of others like it, steps-left-out has the number", failed
+                )
             self._leave_out(begun)
             return False
         return True
@@ -328,11 +370,3 @@ class _Known:
     @property
     def wants_layer(self) -> bool:
         return bool(self.mismatches) and self.layer is None and self.sought < _SOUGHT
-
-
-def _anywhere(failed: Exception | None) -> bool:
-    """Whether something failed on any rank of the group, or they could not agree."""
-    try:
-        return bool(ranks.largest(failed is not None)[0])
-    except Exception:
-        return True

@@ -21,6 +21,13 @@ class StepError(Exception):
     """vLLM's own error in a run of a step that its graph has gone through: graph and attention metadata are of two kinds."""
 
 
+class FailedElsewhereError(Exception):
+    """Nothing failed here."""
+
+    def __str__(self) -> str:
+        return "it failed on another rank of the same group"
+
+
 def is_of_the_device(error: Exception) -> bool:
     """Whether an error is of the GPU or of its memory: of the machine, and not of the step."""
     import torch
@@ -54,4 +61,6 @@ def let_go(error: BaseException | None) -> None:
 
 def told(error: Exception) -> str:
     text = " ".join(str(error).split())[:300]
-    return text if isinstance(error, (UnfitStep, StepError)) else f"{type(error).__name__}: {text}"
+    return (
+        text if isinstance(error, (UnfitStep, StepError, FailedElsewhereError)) else f"{type(error).__name__}: {text}"
+    )

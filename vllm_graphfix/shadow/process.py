@@ -41,10 +41,24 @@ def serve(worker: Any) -> None:
 
     V1's last stage makes one more, and those that capture when they measure memory.
     """
+    if SHADOW is not None:
+        SHADOW.memory.measuring = False
     if SHADOW is not None and worker.vllm_config.parallel_config.pipeline_parallel_size > 1:
         SHADOW.begin_in_pipeline(drafts=bool(getattr(worker, "use_v2_model_runner", False)))
         if REFUSED is not None:
             SHADOW.end()
+
+
+def end(reason: str) -> None:
+    """Writes down why this process ends, which it does now: other ranks may have run something else than this one."""
+    from vllm_graphfix import _this_process
+
+    if SHADOW is not None:
+        SHADOW.stopped = reason
+    telling = _this_process().telling
+    telling.problem = f"the shadow check ended this process: {reason}"
+    telling.tell()
+    telling.finish()
 
 
 def refuse(reason: str) -> None:

@@ -1,16 +1,53 @@
-"""What the ranks of a tensor-parallel group agree about, through vLLM's own CPU group: a check runs their collectives once more.
+"""What the ranks of a tensor-parallel group agree about, through vLLM's own CPU group, and how the collectives of a further run stay paired.
 
-No more than that group: the stages of a pipeline are at different steps, and the forward pass of one has no collective with another. What
-they tell each other goes through a store (`stages`).
+No more than that group: in the engines that are checked, each group with collectives in a forward pass (decode context parallelism, expert
+parallelism without data parallelism) is a part of it. The stages of a pipeline are at different steps, and the forward pass of one has no
+collective with another. What they tell each other goes through a store (`stages`).
+
+A rank that fails in the middle of a run has queued fewer collectives than the others. It must queue no other one: a later one would pair
+with those, and every sum from there on would be of two different things. So a run begins when all ranks are ready, and where it has failed
+on one of them, every rank waits until its GPU is idle before it goes on. If one does not come to that, its process ends (`watchdog`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+from vllm_graphfix.log import logger
+from vllm_graphfix.shadow import watchdog
+from vllm_graphfix.shadow.failures import FailedElsewhereError, StepError, told, tried
+
+T = TypeVar("T")
+_STEP, _OTHER = 1.0, 2.0
+"""Kinds of failures; of several the largest is what the group goes by."""
+
+
+def alone() -> bool:
+    """Whether this rank's group has no other one: it waits for nobody, and whatever fails in it concerns nobody else."""
+    try:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return bool(get_tp_group().world_size == 1)
+    except Exception:  # there is no group
+        return True
+
+
+def limited() -> Any:
+    """A context manager for what ranks do together: from one agreement to the next no longer than `watchdog.LIMIT`."""
+    if alone():
+        return nullcontext()
+    return watchdog.limit(
+        "it waits for its GPU, or for a run of a step without its graph; another rank of the group may have failed"
+    )
 
 
 def largest(*values: float) -> tuple[float, ...]:
-    """Of each of *values* the largest that a rank gave. Every rank of the group has to call it; a rank alone gets its own."""
+    """Of each of *values* the largest that a rank gave. Every rank of the group has to call it; a rank alone gets its own.
+
+    Where a rank does not come, or is gone, this process ends: it cannot know what the other one does instead.
+    """
     from vllm.distributed.parallel_state import get_tp_group
 
     group: Any = get_tp_group()
@@ -18,9 +55,54 @@ def largest(*values: float) -> tuple[float, ...]:
         return values
     import torch
 
-    told = torch.tensor(values, dtype=torch.float64)
-    torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-    return tuple(told.tolist())
+    given = torch.tensor(values, dtype=torch.float64)
+    with watchdog.limit("it waits for another rank of its tensor-parallel group"):
+        try:
+            torch.distributed.all_reduce(given, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+        except Exception as error:
+            watchdog.end(f"the ranks of its tensor-parallel group cannot agree any more: {told(error)}")
+    return tuple(given.tolist())
+
+
+def paired(prepare: Callable[[], object], run: Callable[[], T]) -> T:
+    """What *run* returns, a forward pass with its collectives: every rank of the group begins it, or none does.
+
+    *prepare* may fail on any rank, and queues no collective. Raises what failed here, or FailedElsewhereError; StepError if nothing worse has
+    failed on another rank. Then as many collectives were queued on every rank, or this process has ended.
+    """
+    if alone():
+        prepare()
+        return run()
+    _, failed = tried(prepare)
+    if largest(failed is not None)[0]:
+        raise failed or FailedElsewhereError
+    output, failed = tried(run)
+    if failed is not None:
+        logger.warning("graphfix: a run of a step without its graph has failed on this rank: %s", told(failed))
+    (worst,) = largest(0.0 if failed is None else _STEP if isinstance(failed, StepError) else _OTHER)
+    if worst:
+        _wait_for_collectives(failed)
+        raise failed or (StepError(str(FailedElsewhereError())) if worst == _STEP else FailedElsewhereError())
+    return output  # type: ignore[return-value]
+
+
+def _wait_for_collectives(failed: Exception | None) -> None:
+    """Returns if all that the ranks have queued has come to its end. On a CPU a collective has when it returns."""
+    where = f"here: {told(failed)}" if failed is not None else "on another rank of the group, whose log says more"
+    what = f"a run of a step without its graph failed {where}. The collectives of the other ranks have found no partner"
+    with watchdog.limit(what, watchdog.DRAIN):
+        try:
+            _synchronize()
+        except Exception as error:
+            watchdog.end(f"{what}: {told(error)}")
+    largest(0.0)
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def place_in_pipeline() -> tuple[int, int, str, bool]:

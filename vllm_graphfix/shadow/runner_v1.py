@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Diagnosis, Fallback, Patch, StockFunction, Verdict
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
-from vllm_graphfix.shadow.failures import UnsafeError
+from vllm_graphfix.shadow.failures import UnsafeError, tried
 from vllm_graphfix.shadow.forward import Pass, unsafe
 from vllm_graphfix.shadow.runs import Step
 
@@ -87,11 +87,36 @@ def _make_checked(stock: StockFunction) -> StockFunction:
                 if reason := unsafe(self.vllm_config):
                     process.refuse(reason)
                 else:
-                    self.__class__ = _checked_class(type(self), shadow)
+                    self.__class__ = _measured_class(type(self), shadow)
         except Exception as error:
             FALLBACK.take(error)
 
     return initialise
+
+
+def _measured_class(kind: Any, shadow: Shadow) -> Any:
+    """Until all graphs are captured: what is run without one beforehand is measured (`memory`)."""
+    checked = _checked_class(kind, shadow)
+    call, memory = checked.__call__, shadow.memory
+
+    def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not memory.measuring:
+            self.__class__ = checked
+        elif (tokens := tried(_warm_up)[0]) is not None:
+            return memory.measured(id(self), tokens, lambda: call(self, *args, **kwargs))
+        return call(self, *args, **kwargs)
+
+    names = {"__call__": measured, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), names)
+
+
+def _warm_up() -> int | None:
+    """Its tokens, if that is what the call is: a run with attention and without a graph."""
+    context = sys.modules["vllm.forward_context"]._forward_context
+    if getattr(getattr(context, "cudagraph_runtime_mode", None), "name", None) != "NONE" or not context.attn_metadata:
+        return None
+    tokens: int | None = getattr(context.batch_descriptor, "num_tokens", None)
+    return tokens
 
 
 def _checked_class(kind: Any, shadow: Shadow) -> Any:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm_graphfix.capturing import forward_functions
 from vllm_graphfix.fix import Diagnosis, Fallback, Patch, StockFunction, Verdict
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
@@ -33,6 +34,8 @@ CONTEXT = "vllm/forward_context.py"
 FALLBACK = Fallback()
 
 _SHAPE = "run-fullgraph"
+_UNMEASURED = "run-fullgraph-unmeasured"
+"""Of code of which it is not known that it asks for the function of each batch size before it warms up."""
 _VARIABLES = ("attn_metadata", "slot_mappings_by_layer", "input_batch", "model_inputs", "dummy_run")
 _CALLERS = 4
 """Functions between: a decorator or two."""
@@ -60,14 +63,56 @@ def diagnose(source: Source) -> Diagnosis:
         and {"attn_metadata", "vllm_config", "num_tokens", "cudagraph_runtime_mode", "batch_descriptor", "slot_mapping"}
         <= set(context.parameters)
     ):
-        return Diagnosis(Verdict.AFFECTED, "full graphs of model runner V2 replay in run_fullgraph", run.where, _SHAPE)
+        capture = source.function(GRAPHS, "CudaGraphManager.capture")
+        measured = capture and capture.takes.startswith("self, create_forward_fn, ") and forward_functions(capture)
+        return Diagnosis(
+            Verdict.AFFECTED,
+            "full graphs of model runner V2 replay in run_fullgraph",
+            run.where,
+            _SHAPE if measured else _UNMEASURED,
+        )
     return Diagnosis(
         Verdict.UNRECOGNISED, "full graphs of model runner V2 replay in a way that is not recognised", run.where
     )
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(GRAPHS_MODULE, "ModelCudaGraphManager.run_fullgraph", _checked),)
+    checked = Patch(GRAPHS_MODULE, "ModelCudaGraphManager.run_fullgraph", _checked)
+    measured = Patch(GRAPHS_MODULE, "CudaGraphManager.capture", _measured)
+    return (checked,) if shape == _UNMEASURED else (checked, measured)
+
+
+def _measured(stock: StockFunction) -> StockFunction:
+    """Around `CudaGraphManager.capture(create_forward_fn, …)`, which a drafter's managers have in common with the target model's.
+
+    It asks *create_forward_fn* for each batch size before it warms up, and for the next one, or again before the capture, after that: what is
+    allocated in between is measured. Not around the functions that it gets: fixes look into those.
+    """
+
+    @functools.wraps(stock)
+    def capture(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        shadow = process.SHADOW
+        if shadow is None or not shadow.memory.measuring:
+            return stock(self, create_forward_fn, *args, **kwargs)
+        memory, tokens, begun = shadow.memory, None, None
+        over = False
+
+        def create(desc: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal tokens, begun
+            if not over:
+                memory.finish(id(self), tokens, begun)
+            made = create_forward_fn(desc, *args, **kwargs)
+            if not over:
+                tokens = getattr(desc, "num_tokens", None)
+                begun = memory.begin()
+            return made
+
+        result = stock(self, create, *args, **kwargs)
+        over = True  # what comes later asks for a state alone
+        memory.finish(id(self), tokens, begun)
+        return result
+
+    return capture
 
 
 def _checked(stock: StockFunction) -> StockFunction:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_graphfix.shadow import ranks
 from vllm_graphfix.shadow.comparison import drawn_alike, row_errors, state_error, tensors
 from vllm_graphfix.shadow.failures import StepError, UnfitStep, is_of_the_device, let_go, told, tried
 from vllm_graphfix.shadow.layers import first_difference
-from vllm_graphfix.shadow.snapshot import PythonState, RandomState, Rows, Snapshot, StateRows, fits, kept_rows
+from vllm_graphfix.shadow.snapshot import PythonState, RandomState, Rows, Snapshot, StateRows, kept_rows
 from vllm_graphfix.shadow.verdict import Graph
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 _COPIES = 4
 """Of the recurrent state, at once: before the replay, after it, after each of two eager runs."""
 _LEAST_NOISE = 1e-30
+Lacks = Callable[[int], "str | None"]
+"""Why there is no room for copies of so many bytes and for a run without the graph; None if there is."""
 
 
 class Step(NamedTuple):
@@ -42,11 +45,11 @@ class Step(NamedTuple):
 class CheckedStep:
     """A step, what it found, and what came of it."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, lacks: Lacks) -> None:
         needed = _COPIES * sum(rows.nbytes for rows in step.states) * (1 if step.results is None else 2)
         needed += 2 * sum(tensor.numel() * tensor.element_size() for tensor in step.inputs.values())
-        if not fits(needed):
-            raise UnfitStep(f"copies of its inputs and recurrent state need {needed >> 20} MiB, which are not free")
+        if (reason := lacks(needed)) is not None:
+            raise UnfitStep(reason)
         self.step = step
         self.python = PythonState(step.objects)
         self.random = RandomState()
@@ -68,21 +71,25 @@ class CheckedStep:
 
         *launch*: told these numbers, which the capture was told, and by which some kernels cut their work.
         """
-        self._begin_anew()
-        self.before.make_readable()
-        self.python.set_numbers(launch or {})
+
+        def prepare() -> None:
+            self._begin_anew()
+            self.before.make_readable()
+            self.python.set_numbers(launch or {})
+
+        return self._results(ranks.paired(prepare, self._run))
+
+    def _run(self) -> Any:
         try:
-            output = self.step.eager()
+            return self.step.eager()
         except Exception as error:
             if is_of_the_device(error):
                 raise
             raise StepError(told(error)) from error
-        return self._results(output)
 
     def again(self, replay: Callable[[], Any]) -> float:
         """The error of one more replay from where the first one began, by the first."""
-        self._begin_anew()
-        output = self._results(replay())
+        output = self._results(ranks.paired(self._begin_anew, replay))
         rows = self.step.real_rows()
         return max(_worst(row_errors(output, self.output, rows)), state_error(self.states_now(), self.states_of_replay))
 
@@ -123,15 +130,18 @@ class CheckedStep:
 class QuarantinedStep:
     """A step that is run without its graph, and not twice; until it has come to its end, as the graph would have found it."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, lacks: Lacks) -> None:
         needed = sum(rows.nbytes for rows in step.states)
-        if not fits(needed):
-            raise UnfitStep(f"the recurrent state of its rows needs {needed >> 20} MiB, which are not free")
+        needed += sum(tensor.numel() * tensor.element_size() for tensor in step.inputs.values())
+        if (reason := lacks(needed)) is not None:
+            raise UnfitStep(reason)
         self._step = step
         self._before, self._python = Snapshot(step.inputs, step.states), PythonState(step.objects)
 
-    def run(self) -> Any:
+    def prepare(self) -> None:
         self._before.make_readable()
+
+    def run(self) -> Any:
         output = self._step.eager()
         self._before.put_block_tables_back()
         return output

@@ -156,14 +156,3 @@ class RandomState:
         torch.set_rng_state(self._cpu)
         if self._gpu is not None:
             torch.cuda.set_rng_state(self._gpu)
-
-
-def fits(nbytes: int) -> bool:
-    """Whether *nbytes* more can be taken for a moment: a quarter of what the device and the allocator have free."""
-    import torch
-
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return True
-    free, _ = torch.cuda.mem_get_info()
-    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return nbytes <= (free + unused) // 4

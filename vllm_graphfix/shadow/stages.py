@@ -4,7 +4,8 @@ A collective of the stages would hang: one comes to a step only when the one bef
 later one. What an earlier one has left at a step in torch.distributed's store, a later one finds when it comes to it. So after a check each
 stage leaves its wish, the step from which on its budget allows the next. Some steps later the first stage takes the latest of these wishes, and
 leaves it for the others, who look for it at that very step. A stage whose check is over says so: the others do without its wish, and
-if all before it are over, a stage goes by its own decision.
+if all before it are over, a stage goes by its own decision. A store that does not answer, because the process that has it is stopped, is waited
+for as long as a silent stage: nothing on the GPU depends on it, so that the check is over and serving goes on.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from typing import Any, NamedTuple
 
 from vllm_graphfix.agreement import common_store
 from vllm_graphfix.shadow import ranks
+from vllm_graphfix.shadow.watchdog import within
 
 _PATIENCE = 3.0
 """Seconds that a stage waits for the word of an earlier one about a step which that one has made already: in practice it is there."""
+_STORE = 5.0
+"""Seconds for all that is done in the store at one time, that patience included."""
 _PAUSE = 0.001
 _TRIES = 4
 """Times that the first stage looks again later for a wish which is not there, before the check is over on all of them."""
@@ -73,11 +77,14 @@ class Stages:
         if not self._place.tells:
             return
         try:
-            store, key = self._in_store(), self._key_of_wish(self._place.stage)
-            store.set(key, str(wish))
-            self._left = _forget(store, [*self._left, key], 1)
+            within(_STORE, self._leave)
         except Exception as error:
             self._failed = error
+
+    def _leave(self) -> None:
+        store, key = self._in_store(), self._key_of_wish(self._place.stage)
+        store.set(key, str(self._wish))
+        self._left = _forget(store, [*self._left, key], 1)
 
     def plan(self, step: int) -> tuple[int, int]:
         """The step that is due next, and 0; or 0, and the step to `plan` at again. Both 0 from a rank that tells nobody.
@@ -88,6 +95,9 @@ class Stages:
             return 0, 0
         if self._failed is not None:
             raise self._failed
+        return within(_STORE, lambda: self._plan(step))
+
+    def _plan(self, step: int) -> tuple[int, int]:
         store, key = self._in_store(), f"plan/{step}"
         found = self._of_an_earlier_stage(store, key, step)
         if found is None:
@@ -102,7 +112,7 @@ class Stages:
     def end(self) -> None:
         """No check on this stage any more: nobody has to wait for it."""
         if self._place.tells:
-            self._in_store().set(_over(self._place.stage), "1")
+            within(_STORE, lambda: self._in_store().set(_over(self._place.stage), "1"))
 
     def _in_store(self) -> Any:
         from torch.distributed.distributed_c10d import PrefixStore

@@ -1,0 +1,156 @@
+"""One engine of two ranks in a process of its own, in one of which a fault is planted, for `shadow_faults.py`.
+
+    python shadow_faults_engine.py DESCRIPTOR
+
+As `shadow_load.py`, but for what is asked: ``{"prompts": …, "tokens": …, "plant": null}`` is answered with ``{"answers": …, "found": …}``, what each rank
+has found; ``"plant": {…}`` are first the arguments of `_plant`, and the ids of the ranks' processes are an answer of their own. An engine that has ended
+after that answers ``{"died": …}``, and its process waits: whoever asks looks what is left of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def main(parent: Any) -> int:
+    planted = False
+    try:
+        order = parent.recv()
+        import vllm_graphfix
+
+        vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
+        from vllm import LLM, SamplingParams
+
+        llm = LLM(**order["arguments"])
+        parent.send(time.monotonic())
+        parent.send({name: state.state.value for name, state in vllm_graphfix.states().items()})
+        while True:
+            asked = parent.recv()
+            if asked["plant"] is not None:
+                parent.send(llm.collective_rpc(_plant, args=(asked["plant"],)))
+                planted = True
+            sampling = SamplingParams(temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
+            prompts: Any = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
+            answers = [list(each.outputs[0].token_ids) for each in llm.generate(prompts, sampling, use_tqdm=False)]
+            parent.send({"answers": answers, "found": llm.collective_rpc(_found) if order["plugin"] else []})
+    except EOFError:  # nobody asks any more
+        return 0
+    except BaseException as error:  # an engine may end in SystemExit
+        traceback.print_exc()
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        parent.send({"died" if planted else "error": f"{type(error).__name__}: {first}"})
+        parent.poll(60.0 if planted else 0.0)
+        return 1
+
+
+def _plant(worker: Any, wanted: dict[str, Any]) -> int:
+    """In each rank: the graphs of all batches into quarantine, if that is wanted; and in one, the fault, half-way through a run without its graph.
+
+    Half-way is before its last layer: on two ranks of one group, behind the sums of those before.
+    """
+    import itertools
+    import os
+    import pathlib
+    import signal
+    import subprocess
+    import time
+
+    import torch
+
+    from vllm_graphfix.shadow import process, ranks
+
+    shadow = process.SHADOW
+    runner = worker.model_runner
+    if wanted["quarantine"] and shadow is not None:
+        manager, wrapper = getattr(runner, "cudagraph_manager", None), runner.model
+        found = getattr(manager, "graphs", None) or getattr(wrapper, "concrete_cudagraph_entries", {})
+        owner = manager if getattr(manager, "graphs", None) else wrapper
+        shadow.quarantined.update((id(owner), descriptor) for descriptor in found)
+    if worker.rank != wanted["rank"]:
+        return os.getpid()
+    fault, folder, seconds = wanted["fault"], pathlib.Path(wanted["folder"]), wanted["seconds"]
+    inside, runs, held = [False], itertools.count(1), []
+
+    def act() -> None:
+        (folder / "fault-at").write_text(str(time.time()))
+        if fault == "out-of-memory":
+            torch.empty(1 << 50, dtype=torch.uint8, device=worker.device)
+        elif fault == "exception":
+            raise ValueError("planted")
+        elif fault == "slow":
+            time.sleep(seconds)
+        elif fault == "stopped":
+            again = f"sleep {seconds}; kill -CONT {os.getpid()}"
+            subprocess.Popen(["/bin/sh", "-c", again], start_new_session=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    stock = ranks.paired
+
+    def paired(prepare: Any, run: Any) -> Any:
+        def counted() -> Any:
+            inside[0] = next(runs) == wanted["at"]
+            try:
+                return run()
+            finally:
+                inside[0] = False
+
+        return stock(prepare, counted)
+
+    def before_the_layer(*_: Any) -> None:
+        if inside[0]:
+            inside[0] = False
+            act()
+
+    if fault == "no-room":
+        (folder / "fault-at").write_text(str(time.time()))
+        torch.cuda.empty_cache()
+        held.append(torch.empty(torch.cuda.mem_get_info()[0] - (200 << 20), dtype=torch.uint8, device=worker.device))
+        worker.graphfix_held = held
+    elif fault != "none":
+        model = runner.get_model()
+        layers = [module for name, module in model.named_modules() if name.rpartition(".")[0].endswith("layers")]
+        own = [module for module in layers if type(module).__name__ != "PPMissingLayer"]
+        own[-1].register_forward_pre_hook(before_the_layer)
+        ranks.paired = paired
+    return os.getpid()
+
+
+def _found(_: Any) -> dict[str, Any]:
+    from vllm_graphfix.shadow import process
+
+    shadow = process.SHADOW
+    if shadow is None:
+        return {}
+    results = shadow.results
+    return {
+        "checks": results.checks,
+        "left out": results.skipped,
+        "mismatches": results.mismatches,
+        "stopped": shadow.stopped,
+        "refused": process.REFUSED,
+        "quarantined": len(shadow.quarantined),
+        "MiB measured": {
+            f"{tokens} tokens": round(need / 2**20, 2) for (_, tokens), need in shadow.memory.needs.items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    here = os.path.realpath(os.path.dirname(__file__))  # noqa: PTH120 - as in engine_worker.py
+    sys.path[:] = [
+        folder for folder in sys.path if os.path.realpath(folder) != here
+    ]  # an engine must not find this folder
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # its end is this process's end, whatever it has started
+    code = main(Connection(descriptor))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What is torn down at the end of an interpreter hangs now and then when a rank is gone.
+    os._exit(code)
