@@ -109,8 +109,13 @@ class Function(NamedTuple):
         return any(_named(statement, name) for statement in self.node.body)
 
     def sets(self, name: str) -> bool:
-        """Whether *name*, a parameter, is given another value: assigned, counted up, deleted, bound by a loop or ``as``."""
-        return any(isinstance(node.ctx, (ast.Store, ast.Del)) for node in _named(self.node, name))
+        """Whether the variable *name*, a parameter, is given another value: assigned, counted up, deleted, bound by a loop or ``as``."""
+        return self.assigned(name) > 0
+
+    def assigned(self, name: str) -> int:
+        """How often the variable *name* is."""
+        named = (node for node in ast.walk(self.node) if isinstance(node, ast.Name) and node.id == name)
+        return sum(isinstance(node.ctx, (ast.Store, ast.Del)) for node in named)
 
     def calls(self, first: ast.AST | None = None, last: ast.AST | None = None) -> frozenset[str]:
         """The names of what the function calls from the line of *first* to that of *last*; of ``a.b(...)``, ``b``; of what has no name, ``""``."""
