@@ -124,6 +124,15 @@ class Function(NamedTuple):
         called = (node.func for node in nodes if isinstance(node, ast.Call) and node.lineno in lines)
         return frozenset(getattr(each, "attr", None) or getattr(each, "id", "") for each in called)
 
+    def own_calls(self) -> frozenset[str]:
+        """The methods of ``self`` that the function calls."""
+        called = (node.func for node in ast.walk(self.node) if isinstance(node, ast.Call))
+        return frozenset(
+            func.attr
+            for func in called
+            if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) and func.value.id == "self"
+        )
+
     def inner(self, name: str) -> Function | None:
         """The function *name* that is defined in this one, if there is one and no other."""
         found = [node for node in ast.walk(self.node) if isinstance(node, DEFINITIONS) and node.name == name]
