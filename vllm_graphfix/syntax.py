@@ -6,7 +6,7 @@ import ast
 import functools
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _LONGEST_INTEGER = 10_000
@@ -29,6 +29,15 @@ class Function(NamedTuple):
     @property
     def where(self) -> str:
         return f"{self.path}:{self.node.lineno}"
+
+    @property
+    def _nodes(self) -> list[ast.AST]:
+        """All nodes, kept with the first of them: to walk them again for each pattern takes longer than to compare them."""
+        kept: list[ast.AST] | None = getattr(self.node, "graphfix_nodes", None)
+        if kept is None:
+            kept = list(ast.walk(self.node))
+            self.node.graphfix_nodes = kept  # type: ignore[union-attr]
+        return kept
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -59,9 +68,7 @@ class Function(NamedTuple):
         ``f(...)`` is a call of ``f`` with any arguments, ``f(a, *..., b=c)`` one with these among them.
         """
         wanted = _pattern(pattern)
-        found = [
-            node for node in ast.walk(self.node) if isinstance(node, (ast.stmt, ast.expr)) and _matches(node, wanted)
-        ]
+        found = [node for node in self._nodes if isinstance(node, (ast.stmt, ast.expr)) and _matches(node, wanted)]
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
 
     def only(self, pattern: str) -> ast.stmt | ast.expr | None:
@@ -83,7 +90,7 @@ class Function(NamedTuple):
 
     def mentions(self, /, **times: int) -> bool:
         """Whether these variables are read or assigned so many times: another time says that there is more to it than what was found."""
-        counted = Counter(node.id for node in ast.walk(self.node) if isinstance(node, ast.Name))
+        counted = Counter(node.id for node in self._nodes if isinstance(node, ast.Name))
         return all(counted[name] == number for name, number in times.items())
 
     def confines(self, name: str, *patterns: str) -> bool:
@@ -98,7 +105,7 @@ class Function(NamedTuple):
                 here = _named(part, name)
                 if len(here) == times:
                     known.update(map(id, here))
-        return all(id(node) in known for node in _named(self.node, name))
+        return all(id(node) in known for node in _those_named(self._nodes, name))
 
     def always(self, pattern: str) -> bool:
         """Whether the one part that equals *pattern*, a statement, is carried out whenever the function runs to its end."""
@@ -114,7 +121,7 @@ class Function(NamedTuple):
 
     def assigned(self, name: str) -> int:
         """How often the variable *name* is."""
-        named = (node for node in ast.walk(self.node) if isinstance(node, ast.Name) and node.id == name)
+        named = (node for node in self._nodes if isinstance(node, ast.Name) and node.id == name)
         return sum(isinstance(node.ctx, (ast.Store, ast.Del)) for node in named)
 
     def calls(self, first: ast.AST | None = None, last: ast.AST | None = None) -> frozenset[str]:
@@ -126,7 +133,7 @@ class Function(NamedTuple):
 
     def own_calls(self) -> frozenset[str]:
         """The methods of ``self`` that the function calls."""
-        called = (node.func for node in ast.walk(self.node) if isinstance(node, ast.Call))
+        called = (node.func for node in self._nodes if isinstance(node, ast.Call))
         return frozenset(
             func.attr
             for func in called
@@ -135,7 +142,7 @@ class Function(NamedTuple):
 
     def inner(self, name: str) -> Function | None:
         """The function *name* that is defined in this one, if there is one and no other."""
-        found = [node for node in ast.walk(self.node) if isinstance(node, DEFINITIONS) and node.name == name]
+        found = [node for node in self._nodes if isinstance(node, DEFINITIONS) and node.name == name]
         return Function(self.path, f"{self.qualname}.{name}", found[0]) if len(found) == 1 else None
 
     def assignments(self, name: str | None, value: str) -> list[ast.Assign]:
@@ -152,13 +159,13 @@ class Function(NamedTuple):
         wanted = _pattern(context)
         return [
             node
-            for node in ast.walk(self.node)
+            for node in self._nodes
             if isinstance(node, ast.With) and any(_matches(item.context_expr, wanted) for item in node.items)
         ]
 
     def in_one_block(self, *parts: ast.stmt | ast.expr, at_once: bool = False) -> bool:
         """Whether these, statements or expressions that are one, follow each other in one block; *at_once*: with nothing between."""
-        for node in ast.walk(self.node):
+        for node in self._nodes:
             for field in ("body", "orelse", "finalbody"):
                 block = getattr(node, field, None)
                 places = _places(block, parts) if isinstance(block, list) else []
@@ -170,17 +177,17 @@ class Function(NamedTuple):
     def loops_over(self, iterated: str) -> list[ast.For]:
         """The ``for`` loops over *iterated*, a pattern."""
         wanted = _pattern(iterated)
-        return [node for node in ast.walk(self.node) if isinstance(node, ast.For) and _matches(node.iter, wanted)]
+        return [node for node in self._nodes if isinstance(node, ast.For) and _matches(node.iter, wanted)]
 
     def repeats(self, pattern: str) -> bool:
         """Whether a part that equals *pattern* is in a loop."""
         wanted = _pattern(pattern)
-        loops = (node for node in ast.walk(self.node) if isinstance(node, _LOOPS))
+        loops = (node for node in self._nodes if isinstance(node, _LOOPS))
         return any(_matches(node, wanted) for loop in loops for node in ast.walk(loop))
 
     def loops(self) -> int:
         """How many loops the function has."""
-        return sum(isinstance(node, _LOOPS) for node in ast.walk(self.node))
+        return sum(isinstance(node, _LOOPS) for node in self._nodes)
 
     def at(self, node: ast.stmt | ast.expr) -> str:
         return f"{self.path}:{node.lineno}"
@@ -226,9 +233,13 @@ def _goes_on(pattern: ast.Call) -> bool:
 
 def _named(tree: ast.AST, name: str) -> list[ast.Name | ast.Attribute]:
     """Variables and attributes of this name."""
+    return _those_named(ast.walk(tree), name)
+
+
+def _those_named(nodes: Iterable[ast.AST], name: str) -> list[ast.Name | ast.Attribute]:
     return [
         node
-        for node in ast.walk(tree)
+        for node in nodes
         if (isinstance(node, ast.Name) and node.id == name) or (isinstance(node, ast.Attribute) and node.attr == name)
     ]
 
