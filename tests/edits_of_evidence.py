@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
+from typing import NamedTuple
 
 from edited import Change, after, before, both, cut, swap
-from mutants_by_hand import SPEC_DECODE, SPECULATOR
+from mutants_by_hand import SPECULATOR
 from mutants_families import Base, Mutant
 from mutants_of_capture_state import GRAPH, V17, V18, V21, V22
 from mutants_of_draft_decode_mode import DECODE_17, DECODE_20, NIGHTLY
@@ -20,7 +21,7 @@ from mutants_of_flashmla_fp8 import COPIED, FP8_18, FP8_19, POINTED_AT
 from mutants_of_flashmla_padding import PADDING_17, PADDING_20
 from mutants_of_mamba_padding import CLEARED, MAMBA_21, MAMBA_22, MARKED
 from stock import release_root
-from vllm_files import CUDAGRAPHS, EAGLE_CUDAGRAPHS, FLASHMLA, MAMBA, PREFILL, RUNNER, RUNNER_V2
+from vllm_files import CUDAGRAPHS, FLASHMLA, RUNNER
 
 from vllm_graphfix.fix import Verdict
 
@@ -56,8 +57,7 @@ KEPT_BY_A_DECORATOR = both(
     swap(
         r"\A(#.*\n)+",
         lambda found: (
-            found[0]
-            + "def once_for_each_size(build):\n    built = {}\n\n    def once(*args, **kwargs):\n"
+            found[0] + "def once_for_each_size(build):\n    built = {}\n\n    def once(*args, **kwargs):\n"
             "        if args[:2] not in built:\n            built[args[:2]] = build(*args, **kwargs)\n"
             "        return built[args[:2]]\n\n    return once\n\n\n"
         ),
@@ -86,16 +86,21 @@ def from_release(release: str, path: str, pattern: str) -> Change:
     return change
 
 
-class Case(tuple[Mutant, set[Verdict]]):
+class Case(NamedTuple):
     """An edited vLLM and the verdicts that are right."""
 
-    __slots__ = ()
+    mutant: Mutant
+    right: set[Verdict]
 
 
 def edit(fix: str, base: Base, right: set[Verdict], name: str, **changes: Change) -> Case:
     """*changes* by the name of the file's constant here."""
-    by_hand = tuple((globals()[path], change) for path, change in changes.items())
-    return Case((Mutant(fix, base, (), (), by_hand, name=name, kind="evidence"), right))
+    return _case(fix, base, right, name, {globals()[path]: change for path, change in changes.items()})
+
+
+def _case(fix: str, base: Base, right: set[Verdict], name: str, changes: dict[str, Change]) -> Case:
+    paths = tuple(dict.fromkeys([*changes, *(path for path, _ in base.remedy)]))
+    return Case(Mutant(fix, base, paths, (), tuple(changes.items()), name=name, kind="evidence"), right)
 
 
 def capture_state() -> Iterator[Case]:
@@ -137,12 +142,9 @@ def capture_state() -> Iterator[Case]:
         ),
     )
     renamed = swap(r"\bFlashMLASchedMeta\b", "FlashMLASchedulerMetadata")
-    sparse = {
-        path: renamed
-        for path in ("vllm/v1/attention/backends/mla/flashmla_sparse.py", "vllm/v1/attention/backends/mla/sparse_swa.py")
-    }  # fmt: skip
-    by_hand = {FLASHMLA: renamed, OPERATORS: renamed, FLASHMLA_INTERFACE: renamed, **sparse}
-    yield Case((Mutant(fix, V21, (), (), tuple(by_hand.items()), name="the lazy plan's class renamed"), LEFT_ALONE))
+    sparse = dict.fromkeys(("vllm/v1/attention/backends/mla/flashmla_sparse.py", "vllm/v1/attention/backends/mla/sparse_swa.py"), renamed)  # fmt: skip
+    everywhere = {FLASHMLA: renamed, OPERATORS: renamed, FLASHMLA_INTERFACE: renamed, **sparse}
+    yield _case(fix, V21, LEFT_ALONE, "the lazy plan's class renamed", everywhere)
     for how, lines in {
         "by a method": ("self._reset_plans(attn_state)",),
         "of the state": ("reset_plans(attn_state.attn_metadata)",),
@@ -360,9 +362,7 @@ def draft_decode_mode() -> Iterator[Case]:
     fix = "draft-decode-mode"
     given = r"(self\.decode_cudagraph_manager = EagleCudaGraphManager\(\n +self\.vllm_config,\n +self\.device,\n +)cudagraph_mode,"
     configured = r"\1self.vllm_config.compilation_config.cudagraph_mode,"
-    yield edit(
-        fix, DECODE_20, CURED, "a mode chosen, and the configured one given", SPECULATOR=swap(given, configured)
-    )
+    yield edit(fix, DECODE_20, CURED, "a mode chosen, and the configured one given", SPECULATOR=swap(given, configured))
     yield edit(
         fix,
         DECODE_20,
@@ -635,16 +635,73 @@ def flashmla_padding() -> Iterator[Case]:
     )
 
 
-FAMILIES = (
-    capture_state,
-    draft_prefill_state,
-    draft_decode_mode,
-    mamba_padding,
-    flashmla_fp8,
-    flashmla_padding,
+CAPTURE = r"^    @torch\.inference_mode\(\)\n    def capture\(\n        self,\n        create_forward_fn(?:.*\n)+?(?=    def dispatch)"
+PLANNED_FP8 = r"^        if self\.is_fp8_kvcache:\n(?:(?: {12}.*)?\n)+(?=        return FlashMLADecodeMetadata)"
+PAIR_CHOSEN = both(
+    swap(r"\bCapturedAttentionState\b", "AttentionState"),
+    swap(r"^    AttentionState,\n", "    AttentionState,\n    AttentionStatePair,\n"),
+    swap(
+        r"full_cg_attn_states: dict\[BatchExecutionDescriptor, AttentionState\]",
+        "attn_states: dict[BatchExecutionDescriptor, AttentionStatePair]",
+    ),
+    swap(
+        r"attn_state = full_cg_attn_states\[desc\]\n",
+        "attn_state_pair = attn_states[desc]\n            attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured\n",
+    ),
+    swap(r"(def create_forward_fn\(\n +desc: BatchExecutionDescriptor,\n)", r"\1            warmup: bool,\n"),
 )
+"""What PR 44253 did to `eagle/cudagraph.py`, as it is described."""
+PAIRS_HANDED_ON = swap(r"\bCapturedAttentionState\b", "AttentionStatePair")
 
 
-@cache
-def cases() -> tuple[Case, ...]:
-    return tuple(case for family in FAMILIES for case in family())
+def nightlies() -> Iterator[Case]:
+    """Upstream's main just before and just after each of the five merges, from the releases next to it."""
+
+    def nightly(fix: str, base: Base, right: set[Verdict], name: str, **changes: Change) -> Case:
+        return edit(fix, base, right, f"main {name}", **changes)
+
+    before_42444 = Base("0.22.0", "stock", remedy=((CUDAGRAPHS, from_release("0.22.0", CUDAGRAPHS, CAPTURE)),))
+    older = from_release("0.21.0", CUDAGRAPHS, CAPTURE)
+    yield nightly("capture-state", before_42444, CURED, "before PR 42444", CUDAGRAPHS=older)
+    newer = from_release("0.22.0", CUDAGRAPHS, CAPTURE)
+    yield nightly("capture-state", V21, REMEDIED, "after PR 42444", CUDAGRAPHS=newer)
+    yield nightly("draft-prefill-state", DRAFT_21, CURED, "after PR 42444", CUDAGRAPHS=newer)
+
+    builders = {
+        "ATTN_UTILS": lambda _: of("0.23.0", ATTN_UTILS),
+        "MODEL_STATE": lambda _: of("0.23.0", MODEL_STATE),
+    }
+    yield nightly("draft-prefill-state", DRAFT_22, CURED, "before PR 44253", **builders)
+    for fix in ("capture-state", "draft-prefill-state"):
+        yield nightly(
+            fix,
+            DRAFT_22,
+            REMEDIED,
+            "after PR 44253",
+            CUDAGRAPHS=lambda _: of("0.23.0", CUDAGRAPHS),
+            EAGLE_CUDAGRAPHS=PAIR_CHOSEN,
+            SPECULATOR=PAIRS_HANDED_ON,
+            RUNNER_V2=swap(r"\bcaptured_attn_states\b", "attn_states"),
+        )
+
+    yield edit("draft-decode-mode", NIGHTLY, CURED, "main before PR 39773", SPECULATOR=lambda text: text)
+    yield edit(
+        "draft-decode-mode", NIGHTLY, REMEDIED, "main after PR 39773", SPECULATOR=lambda _: of("0.20.0", SPECULATOR)
+    )
+
+    before_41873 = Base("0.22.0", "stock", remedy=((RUNNER, after(MARKED, CLEARED)),))
+    yield nightly(
+        "mamba-padding", before_41873, CURED, "before PR 41873", RUNNER=cut(r"^ *is_prefilling\[num_reqs:\] = False\n")
+    )
+    yield nightly("mamba-padding", MAMBA_21, REMEDIED, "after PR 41873", RUNNER=after(MARKED, CLEARED))
+
+    before_35175 = Base("0.19.0", "stock", remedy=((FLASHMLA, from_release("0.19.0", FLASHMLA, PLANNED_FP8)),))
+    yield nightly(
+        "flashmla-fp8", before_35175, CURED, "before PR 35175", FLASHMLA=from_release("0.18.1", FLASHMLA, PLANNED_FP8)
+    )
+    yield nightly(
+        "flashmla-fp8", FP8_18, REMEDIED, "after PR 35175", FLASHMLA=from_release("0.19.0", FLASHMLA, PLANNED_FP8)
+    )
+
+
+EDITED = (capture_state, draft_prefill_state, draft_decode_mode, mamba_padding, flashmla_fp8, flashmla_padding)

@@ -124,7 +124,11 @@ def forward_functions(capture: Function) -> list[ast.Assign]:
 
     asked = capture.assignments(None, "create_forward_fn(desc, *...)")
     graphs = capture.entering("torch.cuda.graph(...)")
-    if len(asked) not in {1, 2} or (len(graphs), len(capture.find("torch.cuda.graph(...)")), capture.loops()) != (1, 1, 2):
+    if len(asked) not in {1, 2} or (len(graphs), len(capture.find("torch.cuda.graph(...)")), capture.loops()) != (
+        1,
+        1,
+        2,
+    ):
         return []
     names = [first_target(ask) or "" for ask in asked]
     passes = {name: capture.find(f"{name}(CUDAGraphMode.NONE)") for name in names if name}
@@ -183,7 +187,10 @@ def builds_each_state(source: Source) -> bool:
         and factory.always(_BUILT)
         and factory.confines("attn_metadata", _BUILT, *_GIVEN, *_STATE_HANDED_ON)
         and sum(len(forward.find(given)) for given in _GIVEN) == 1
-        and (factory.always("return forward_fn") or factory.always("return forward_fn, ...(attn_metadata, slot_mappings)"))
+        and (
+            factory.always("return forward_fn")
+            or factory.always("return forward_fn, ...(attn_metadata, slot_mappings)")
+        )
         and prepares_each_state(source)
     )
 
@@ -250,16 +257,19 @@ def plans_each_batch(build: Function) -> bool:
 
 def hands_both_passes_one_state(captures: list[Function], run: str, *given: str) -> bool:
     """Whether these, `capture_graph` and what it calls (0.15.0-0.17.1), build one state and *run* twice, *given* that state."""
-    (built,) = [found for each in captures for found in each.find(_BUILT)] or [None]
+    found = [part for each in captures for part in each.find(_BUILT)]
+    if len(found) != 1:
+        return False
+    (built,) = found
     return (
-        built is not None
-        and built in captures[0].node.body
+        built in captures[0].node.body
         and sum(len(each.find(f"{run}(...)")) for each in captures) == 2
         and sum(len(each.find(pattern)) for each in captures for pattern in given or _GIVEN) == 2
         and all(each.confines("attn_metadata", _BUILT, *(given or _GIVEN), *_STATE_HANDED_ON) for each in captures)
         and not any(each.repeats(f"{run}(...)") for each in captures)
         and all(
-            each.calls(built if each is captures[0] else None, each.only("torch.cuda.graph(...)")) <= _CALLS_BETWEEN_PASSES
+            each.calls(built if each is captures[0] else None, each.only("torch.cuda.graph(...)"))
+            <= _CALLS_BETWEEN_PASSES
             for each in captures
         )
     )

@@ -88,16 +88,18 @@ class Source:
 
     def function(self, path: str, qualname: str) -> Function | None:
         """The function, method (``Class.method``) or class, or None."""
-        tree = scope = self._tree(path)
-        replaced = False
+        tree = self._tree(path)
+        body, scope, replaced = tree.body if tree else [], None, False
         for name in qualname.split("."):
-            body = getattr(scope, "body", [])
             # The last definition is the one that counts.
             scope = next((node for node in reversed(body) if isinstance(node, DEFINITIONS) and node.name == name), None)
             if scope is None:
                 return None
             later = body[body.index(scope) + 1 :]
             replaced = replaced or is_decorated(scope) or any(binds(statement, name) for statement in later)
+            body = scope.body
+        if scope is None:
+            return None
         found = Function(path, qualname, scope)
         self.consulted[f"{path}::{qualname}"] = found
         if replaced or (tree and "." in qualname and any(sets(statement, qualname) for statement in tree.body)):

@@ -11,10 +11,21 @@ from typing import NamedTuple
 
 _LONGEST_INTEGER = 10_000
 """Bits; of more than 4,300 decimal digits Python writes none."""
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _KNOWN_DECORATORS = frozenset(
-    {"abstractmethod", "classmethod", "dataclass", "instrument", "property", "staticmethod", "step_eplb_after", "torch", "triton"}
+    {
+        "abstractmethod",
+        "classmethod",
+        "dataclass",
+        "instrument",
+        "property",
+        "staticmethod",
+        "step_eplb_after",
+        "torch",
+        "triton",
+    }
 )
 """First words of those that call what stands below them each time, with what they are given."""
 
@@ -24,7 +35,7 @@ class Function(NamedTuple):
 
     path: str
     qualname: str
-    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    node: Definition
 
     @property
     def where(self) -> str:
@@ -129,7 +140,7 @@ class Function(NamedTuple):
         lines = range(getattr(first, "lineno", 0), getattr(last, "lineno", sys.maxsize))
         nodes = (node for statement in self.node.body for node in ast.walk(statement))
         called = (node.func for node in nodes if isinstance(node, ast.Call) and node.lineno in lines)
-        return frozenset(getattr(each, "attr", None) or getattr(each, "id", "") for each in called)
+        return frozenset(str(getattr(each, "attr", None) or getattr(each, "id", "")) for each in called)
 
     def own_calls(self) -> frozenset[str]:
         """The methods of ``self`` that the function calls."""
@@ -244,7 +255,7 @@ def _those_named(nodes: Iterable[ast.AST], name: str) -> list[ast.Name | ast.Att
     ]
 
 
-def is_decorated(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+def is_decorated(node: Definition) -> bool:
     """Whether by something of which it is not known that it runs the function each time."""
     return any(_first_word(decorator) not in _KNOWN_DECORATORS for decorator in node.decorator_list)
 
@@ -275,7 +286,12 @@ def sets(statement: ast.stmt, qualname: str) -> bool:
         return False
     cls, _, method = qualname.rpartition(".")
     return any(
-        (isinstance(node, ast.Attribute) and node.attr == method and isinstance(node.ctx, ast.Store) and _first_word(node) == cls)
+        (
+            isinstance(node, ast.Attribute)
+            and node.attr == method
+            and isinstance(node.ctx, ast.Store)
+            and _first_word(node) == cls
+        )
         or _matches(node, _pattern(f"setattr({cls}, {method!r}, ...)"))
         for node in ast.walk(statement)
     )

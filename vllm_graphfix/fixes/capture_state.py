@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.capturing import (
     BUILDS_STATES,
-    MANAGER as _MANAGER,
+    MANAGER,
     FactoryPerPass,
     WatchedFactory,
     builds_each_state,
@@ -24,7 +24,6 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunct
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
     from vllm_graphfix.trial import Trial
 
 _FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
@@ -51,15 +50,15 @@ FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
-    if not any(map(source.read, (_MANAGER, _RUNNER))):
+    if not any(map(source.read, (MANAGER, _RUNNER))):
         return Diagnosis(Verdict.ABSENT, "no CudaGraphManager: this vLLM has no model runner V2 that captures graphs")
     if not any(source.says(path, "FlashMLASchedMeta") for path in (_FLASHMLA, _OPERATORS)):
         planner = source.function(_OPERATORS, "get_mla_metadata")
         if planner and planner.find(_PLANS_AT_ONCE):
             return Diagnosis(Verdict.FIXED, "no attention metadata is lazy", planner.where)
         return Diagnosis.unrecognised("FlashMLA plans in a way", planner or _OPERATORS)
-    capture = source.function(_MANAGER, "CudaGraphManager.capture")
-    capture_graph = source.function(_MANAGER, "CudaGraphManager.capture_graph")
+    capture = source.function(MANAGER, "CudaGraphManager.capture")
+    capture_graph = source.function(MANAGER, "CudaGraphManager.capture_graph")
     if capture is not None and "create_forward_fn" in capture.parameters:
         asked = forward_functions(capture) if capture.takes.startswith("self, create_forward_fn, ") else []
         if asked and not builds_each_state(source):
@@ -71,7 +70,7 @@ def diagnose(source: Source) -> Diagnosis:
             shape = "factory-with-state" if isinstance(made, ast.Tuple) else "factory"
             return _affected(shape, capture.at(once))
     elif capture_graph is not None:
-        split = source.function(_MANAGER, "CudaGraphManager._capture_full_graph")
+        split = source.function(MANAGER, "CudaGraphManager._capture_full_graph")
         whole = [function for function in (capture_graph, split) if function is not None]
         shape = "capture-graph-split" if split else "capture-graph-inline"
         if (
@@ -81,7 +80,7 @@ def diagnose(source: Source) -> Diagnosis:
             and prepares_each_state(source)
         ):
             return _affected(shape, capture_graph.at(*capture_graph.find("prepare_inputs_to_capture(...)")))
-    return Diagnosis.unrecognised("CudaGraphManager captures graphs in a way", capture or capture_graph or _MANAGER)
+    return Diagnosis.unrecognised("CudaGraphManager captures graphs in a way", capture or capture_graph or MANAGER)
 
 
 def _draft_has_two_passes(source: Source, path: str) -> bool:
@@ -318,7 +317,7 @@ def trial() -> Trial:
             Edit(
                 "second state cut out",
                 "0.22.0",
-                _MANAGER,
+                MANAGER,
                 r"^ {24}forward_fn, attn_state = create_forward_fn\(desc\)\n",
                 "",
                 Verdict.AFFECTED,
@@ -327,7 +326,7 @@ def trial() -> Trial:
             Edit(
                 "a state for the recorded pass",
                 "0.21.0",
-                _MANAGER,
+                MANAGER,
                 r"^( {24})(graph = torch\.cuda\.CUDAGraph\(\)\n)",
                 r"\1forward_fn, attn_state = create_forward_fn(desc)\n\1\2",
                 Verdict.FIXED,
@@ -335,7 +334,7 @@ def trial() -> Trial:
             Edit(
                 "a forward function from elsewhere",
                 "0.18.1",
-                _MANAGER,
+                MANAGER,
                 r"forward_fn = create_forward_fn\(desc\)",
                 "forward_fn = self.forward_of(create_forward_fn, desc)",
                 Verdict.UNRECOGNISED,
@@ -343,7 +342,7 @@ def trial() -> Trial:
             Edit(
                 "inputs from elsewhere",
                 "0.17.1",
-                _MANAGER,
+                MANAGER,
                 r"= prepare_inputs_to_capture\(",
                 "= self.prepare(",
                 Verdict.UNRECOGNISED,
@@ -351,7 +350,7 @@ def trial() -> Trial:
             Edit(
                 "two warm-ups",
                 "0.18.1",
-                _MANAGER,
+                MANAGER,
                 r"^( {20})forward_fn\(CUDAGraphMode\.NONE\)\n",
                 r"\1for _ in range(2):\n\1    forward_fn(CUDAGraphMode.NONE)\n",
                 Verdict.UNRECOGNISED,
@@ -359,7 +358,7 @@ def trial() -> Trial:
             Edit(
                 "one of two states",
                 "0.21.0",
-                _MANAGER,
+                MANAGER,
                 r"^( {20})(forward_fn, attn_state = create_forward_fn\(desc\))\n",
                 r"\1if self.pool:\n\1    \2\n\1else:\n\1    \2\n",
                 Verdict.UNRECOGNISED,

@@ -144,7 +144,8 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
     if init.qualname != "EagleSpeculator.init_cudagraph_manager" or not init.find(_POOL_GIVEN):
         return Diagnosis.unrecognised("draft decodes choose their mode in a way", init)
     as_configured = _mode_given(init, "decode_cudagraph_manager") in _CONFIGURED or (
-        _mode_given(init, "decode_cudagraph_manager") == "cudagraph_mode" and not init.find("CUDAGraphMode.FULL_DECODE_ONLY")
+        _mode_given(init, "decode_cudagraph_manager") == "cudagraph_mode"
+        and not init.find("CUDAGraphMode.FULL_DECODE_ONLY")
     )
     if (not chosen and not as_configured) or (not filled and not kernel.mentions(last_token_indices_ptr=1)):
         return Diagnosis.unrecognised("draft decodes are handled in a way", init)
@@ -248,7 +249,7 @@ def _drafts_as_known(source: Source, path: str, dispatched: tuple[str, ...]) -> 
 def _indices_as_known(source: Source, path: str) -> bool:
     """Whether a draft hands its indices to `prepare_eagle_inputs`, and does nothing else with them."""
     propose = source.function(path, "EagleSpeculator.propose")
-    (call,) = (propose.find("prepare_eagle_inputs(*...)") if propose else []) or [None]
+    call = propose and propose.only("prepare_eagle_inputs(*...)")
     return propose is not None and call is not None and propose.confines("last_token_indices", ast.unparse(call))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.capturing import (
     BUILDS_STATES,
-    MANAGER as _MANAGER,
+    MANAGER,
     FactoryPerPass,
     RebuildableStates,
     UntouchedStates,
@@ -87,7 +87,7 @@ def diagnose(source: Source) -> Diagnosis:
 def _state_of_a_pair(source: Source, capture: Function) -> ast.stmt | ast.expr | None:
     """Where the draft takes the target's state of its warm-up for its own, and the captured one for its graph; None if that is not known."""
     chosen = capture.only("attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured")
-    manager = source.function(_MANAGER, "CudaGraphManager.capture")
+    manager = source.function(MANAGER, "CudaGraphManager.capture")
     if manager is None or chosen is None or len(forward_functions(manager)) != 2:
         return None
     parts = (
@@ -119,8 +119,8 @@ def _used_as_known(capture: Function) -> bool:
 
 def _states_as_known(source: Source) -> bool:
     """Whether the target's passes are a warm-up and a graph, and its states are built whenever they are asked for, and returned as they are."""
-    manager = source.function(_MANAGER, "CudaGraphManager.capture")
-    target = source.function(_MANAGER, "ModelCudaGraphManager.capture")
+    manager = source.function(MANAGER, "CudaGraphManager.capture")
+    target = source.function(MANAGER, "ModelCudaGraphManager.capture")
     if manager is None or target is None or not manager.takes.startswith("self, create_forward_fn, "):
         return False
     parts = (
@@ -137,7 +137,10 @@ def _handed_on_as_known(source: Source) -> bool:
     """Whether the target's states go as they are through the model runner and the speculator."""
     runner = source.function(_RUNNER, "GPUModelRunner.capture_model")
     speculator = source.function(_SPECULATOR, "EagleSpeculator.capture")
-    returned, taken = "captured_attn_states = self.cudagraph_manager.capture(*...)", "self.speculator.capture(captured_attn_states)"
+    returned, taken = (
+        "captured_attn_states = self.cudagraph_manager.capture(*...)",
+        "self.speculator.capture(captured_attn_states)",
+    )
     given = "self.prefill_cudagraph_manager.capture(self.prefill, attn_states, *...)"
     return (
         runner is not None

@@ -84,11 +84,21 @@ def _followed_as_known(source: Source, build: Function, build_decode: Function) 
         attention is not None
         and operator is not None
         and build.confines("_get_block_table", *_TABLES)
-        and build.confines("block_table_gid_0", _TABLES[0], "CommonAttentionMetadata(*..., block_table_tensor=block_table_gid_0)")
-        and build_decode.confines("block_table_tensor", "return FlashMLADecodeMetadata(*..., block_table=block_table_tensor)")
+        and build.confines(
+            "block_table_gid_0", _TABLES[0], "CommonAttentionMetadata(*..., block_table_tensor=block_table_gid_0)"
+        )
+        and build_decode.confines(
+            "block_table_tensor", "return FlashMLADecodeMetadata(*..., block_table=block_table_tensor)"
+        )
         and attention.find("flash_mla_with_kvcache_fp8(*..., block_table=attn_metadata.decode.block_table)") != []
-        and attention.confines("block_table", *(f"{kernel}(*..., block_table=attn_metadata.decode.block_table)" for kernel in _KERNELS), _WIDTH)
-        and operator.confines("block_table", "torch.ops._flashmla_extension_C.fwd_kvcache_mla_fp8(..., ..., ..., ..., block_table, *...)")
+        and attention.confines(
+            "block_table",
+            *(f"{kernel}(*..., block_table=attn_metadata.decode.block_table)" for kernel in _KERNELS),
+            _WIDTH,
+        )
+        and operator.confines(
+            "block_table", "torch.ops._flashmla_extension_C.fwd_kvcache_mla_fp8(..., ..., ..., ..., block_table, *...)"
+        )
     )
 
 

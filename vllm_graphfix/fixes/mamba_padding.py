@@ -63,7 +63,7 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis(Verdict.ABSENT, "the model runner does not tell the builders which rows are prefilling")
     marked = build and build.only(_MARKED)
     if build is not None and marked and build.gives("CommonAttentionMetadata(...)", "is_prefilling=is_prefilling"):
-        cleared = next(filter(None, map(build.only, _CLEARED)), None)
+        cleared = next((found for found in map(build.only, _CLEARED) if found is not None), None)
         ineffective = False
         # One after the other, and nothing else done to the marks.
         if cleared and build.in_one_block(marked, cleared, at_once=True) and _confined(build, *_CLEARED):
@@ -93,7 +93,9 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _confined(build: Function, *cleared: str) -> bool:
     """Whether nothing is done to the marks but that they are made, cleared so, and given to the builders."""
-    return build.confines("is_prefilling", _MARKED, *cleared, "CommonAttentionMetadata(*..., is_prefilling=is_prefilling)")
+    return build.confines(
+        "is_prefilling", _MARKED, *cleared, "CommonAttentionMetadata(*..., is_prefilling=is_prefilling)"
+    )
 
 
 def _stale_and_split_as_known(source: Source, build: Function) -> bool:
@@ -114,15 +116,20 @@ def _stale_and_split_as_known(source: Source, build: Function) -> bool:
         )
         and batch is not None
         and condense is not None
-        and condense.confines("num_prompt_tokens", "self.num_prompt_tokens[empty_index] = self.num_prompt_tokens[last_req_index]")
+        and condense.confines(
+            "num_prompt_tokens", "self.num_prompt_tokens[empty_index] = self.num_prompt_tokens[last_req_index]"
+        )
         and not any(removed.names("num_prompt_tokens") for removed in [batch.inner("remove_request")] if removed)
         and split is not None
         and split.only(_SPLIT_BY_MARKS) is not None
         and split.confines("is_prefill", *_PREFILLS)
         and all(
             each is None
-            or not each.sets("common_attn_metadata")
-            and each.find("self._compute_common_metadata(...)") == each.find("self._compute_common_metadata(common_attn_metadata, *...)")
+            or (
+                not each.sets("common_attn_metadata")
+                and each.find("self._compute_common_metadata(...)")
+                == each.find("self._compute_common_metadata(common_attn_metadata, *...)")
+            )
             for each in builds
         )
     )
