@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
+import vllm_files
 from edited import Change, after, before, both, cut, swap
 from mutants_by_hand import SPECULATOR
 from mutants_families import Base, Mutant
@@ -26,12 +27,24 @@ from vllm_files import CUDAGRAPHS, FLASHMLA, RUNNER
 from vllm_graphfix.fix import Verdict
 
 OPERATORS = "vllm/v1/attention/ops/flashmla.py"
-FLASHMLA_INTERFACE = "vllm/third_party/flashmla/flash_mla_interface.py"
 ATTN_UTILS = "vllm/v1/worker/gpu/attn_utils.py"
 MODEL_STATE = "vllm/v1/worker/gpu/model_states/default.py"
-INPUT_BATCH = "vllm/v1/worker/gpu_input_batch.py"
-SPLIT = "vllm/v1/attention/backends/utils.py"
-MLA = "vllm/model_executor/layers/attention/mla_attention.py"
+PATHS = {
+    "ATTN_UTILS": ATTN_UTILS,
+    "INPUT_BATCH": "vllm/v1/worker/gpu_input_batch.py",
+    "MLA": "vllm/model_executor/layers/attention/mla_attention.py",
+    "MODEL_STATE": MODEL_STATE,
+    "OPERATORS": OPERATORS,
+    "SPECULATOR": SPECULATOR,
+    "SPLIT": "vllm/v1/attention/backends/utils.py",
+}
+LAZY_PLANS = (
+    FLASHMLA,
+    OPERATORS,
+    "vllm/third_party/flashmla/flash_mla_interface.py",
+    "vllm/v1/attention/backends/mla/flashmla_sparse.py",
+    "vllm/v1/attention/backends/mla/sparse_swa.py",
+)
 
 AFFECTED, FIXED, UNRECOGNISED = Verdict.AFFECTED, Verdict.FIXED, Verdict.UNRECOGNISED
 LEFT_ALONE = {UNRECOGNISED}
@@ -94,8 +107,9 @@ class Case(NamedTuple):
 
 
 def edit(fix: str, base: Base, right: set[Verdict], name: str, **changes: Change) -> Case:
-    """*changes* by the name of the file's constant here."""
-    return _case(fix, base, right, name, {globals()[path]: change for path, change in changes.items()})
+    """*changes* by the name of the file, here or in `vllm_files`."""
+    files = {path: PATHS.get(path) or getattr(vllm_files, path) for path in changes}
+    return _case(fix, base, right, name, {files[path]: change for path, change in changes.items()})
 
 
 def _case(fix: str, base: Base, right: set[Verdict], name: str, changes: dict[str, Change]) -> Case:
@@ -142,9 +156,7 @@ def capture_state() -> Iterator[Case]:
         ),
     )
     renamed = swap(r"\bFlashMLASchedMeta\b", "FlashMLASchedulerMetadata")
-    sparse = dict.fromkeys(("vllm/v1/attention/backends/mla/flashmla_sparse.py", "vllm/v1/attention/backends/mla/sparse_swa.py"), renamed)  # fmt: skip
-    everywhere = {FLASHMLA: renamed, OPERATORS: renamed, FLASHMLA_INTERFACE: renamed, **sparse}
-    yield _case(fix, V21, LEFT_ALONE, "the lazy plan's class renamed", everywhere)
+    yield _case(fix, V21, LEFT_ALONE, "the lazy plan's class renamed", dict.fromkeys(LAZY_PLANS, renamed))
     for how, lines in {
         "by a method": ("self._reset_plans(attn_state)",),
         "of the state": ("reset_plans(attn_state.attn_metadata)",),
