@@ -281,6 +281,32 @@ def capture_state() -> Iterator[Case]:
         ),
     )
 
+    yield edit(
+        fix,
+        V22,
+        LEFT_ALONE,
+        "one state for each size of a draft",
+        EAGLE_CUDAGRAPHS=both(
+            swap(
+                r"attn_state = prepare_inputs_to_capture\(((?:\n {16}.*)+)\n {12}\)",
+                r"if num_tokens not in built:\n                built[num_tokens] = prepare_inputs_to_capture(\1\n                )\n            attn_state = built[num_tokens]",
+            ),
+            swap(r"( +)(def create_forward_fn\((?:.*\n)+?.*prepare_inputs)", r"\1built = {}\n\n\1\2"),
+        ),
+    )
+    yield _case(
+        fix,
+        V22,
+        LEFT_ALONE,
+        "one sparse plan for all",
+        {
+            LAZY_PLANS[4]: swap(
+                r"out\[layer_type\] = get_mla_metadata\(\)\[0\]",
+                "out[layer_type] = _PLANS.setdefault(layer_type, get_mla_metadata()[0])",
+            )
+        },
+    )
+
 
 def draft_prefill_state() -> Iterator[Case]:
     fix = "draft-prefill-state"

@@ -81,7 +81,20 @@ MANAGER = "vllm/v1/worker/gpu/cudagraph_utils.py"
 _MODEL_STATE = "vllm/v1/worker/gpu/model_states/default.py"
 _ATTENTION = "vllm/v1/worker/gpu/attn_utils.py"
 _FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
-BUILDS_STATES = (MANAGER, _MODEL_STATE, _ATTENTION, _FLASHMLA)
+_SPARSE = (
+    ("vllm/v1/attention/backends/mla/flashmla_sparse.py", "FlashMLASparseMetadataBuilder"),
+    ("vllm/v1/attention/backends/mla/sparse_swa.py", "DeepseekSparseSWAMetadataBuilder"),
+)
+_SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
+_DRAFTS = (
+    (f"{_SPEC_DECODE}/eagle/cudagraph.py", "EagleCudaGraphManager"),
+    (f"{_SPEC_DECODE}/eagle/cudagraph.py", "DecodeEagleCudaGraphManager"),
+    (f"{_SPEC_DECODE}/autoregressive/cudagraph_utils.py", "DecodeSpeculatorCudaGraphManager"),
+    (f"{_SPEC_DECODE}/autoregressive/cudagraph_utils.py", "SpeculatorCudaGraphManager"),
+    (f"{_SPEC_DECODE}/target_dependent_ar/cudagraph_utils.py", "SpeculatorCudaGraphManager"),
+)
+"""Managers of drafts that build states of their own."""
+BUILDS_STATES = (MANAGER, _MODEL_STATE, _ATTENTION, _FLASHMLA, *dict(_SPARSE), *dict(_DRAFTS))
 """The files that `builds_each_state` reads."""
 
 _BUILT = "attn_metadata, slot_mappings = prepare_inputs_to_capture(...)"
@@ -107,6 +120,8 @@ _METADATA = tuple(
         "attn_group.build_metadata_for_cudagraph_capture",
     )
 )
+_PLANNED = "scheduler_metadata, _ = get_mla_metadata(...)"
+_PLANNED_SPARSE = (_PLANNED, "out[layer_type] = get_mla_metadata()[0]")
 # A call that is none of these may do something about the state.
 _CALLS_BETWEEN_PASSES = frozenset(
     "CUDAGraph capture_fn cdiv copy_ create_forward_fn debug empty empty_like forward_fn generate_fn get_offloader getattr "
@@ -191,8 +206,25 @@ def builds_each_state(source: Source) -> bool:
             factory.always("return forward_fn")
             or factory.always("return forward_fn, ...(attn_metadata, slot_mappings)")
         )
+        and drafts_build_each_state(source)
         and prepares_each_state(source)
     )
+
+
+def drafts_build_each_state(source: Source) -> bool:
+    """The same of the drafts that have states of their own."""
+    for path, name in _DRAFTS:
+        capture = source.function(path, f"{name}.capture")
+        factory = capture and capture.inner("create_forward_fn")
+        if capture is not None and not (
+            factory
+            and not any(map(factory.names, factory.parameters[1:]))
+            and (factory.always(_BUILT) or factory.always("attn_state = prepare_inputs_to_capture(...)"))
+            and len(factory.find("prepare_inputs_to_capture(...)")) == 1
+            and factory.assigned("attn_metadata") == 1
+        ):
+            return False
+    return True
 
 
 def prepares_each_state(source: Source) -> bool:
@@ -240,15 +272,18 @@ def prepares_each_state(source: Source) -> bool:
         )
         and attention.only("return ...") is attention.node.body[-1]
         and (builder is None or plans_each_batch(builder))
+        and all(
+            sparse is None or sparse.confines("get_mla_metadata", *_PLANNED_SPARSE)
+            for sparse in (source.function(path, name) for path, name in _SPARSE)
+        )
     )
 
 
 def plans_each_batch(build: Function) -> bool:
     """Whether `FlashMLAMetadataBuilder._build_decode` hands on a plan of FlashMLA's made in this call, and does nothing else with it."""
-    planned = "scheduler_metadata, _ = get_mla_metadata(...)"
-    return build.always(planned) and build.confines(
+    return build.always(_PLANNED) and build.confines(
         "scheduler_metadata",
-        planned,
+        _PLANNED,
         "scheduler_metadata.tile_scheduler_metadata = tile_scheduler_metadata",
         "scheduler_metadata.num_splits = num_splits",
         "return FlashMLADecodeMetadata(*..., scheduler_metadata=scheduler_metadata)",
