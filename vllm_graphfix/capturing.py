@@ -290,17 +290,23 @@ def plans_each_batch(build: Function) -> bool:
     )
 
 
+_ONCE_AND_TWICE = {"prepare_inputs_to_capture": 1, "set_forward_context": 2}
+
+
 def hands_both_passes_one_state(captures: list[Function], run: str, *given: str) -> bool:
     """Whether these, `capture_graph` and what it calls (0.15.0-0.17.1), build one state and *run* twice, *given* that state."""
     found = [part for each in captures for part in each.find(_BUILT)]
     if len(found) != 1:
         return False
     (built,) = found
+    given_to = {name: sum(len(each.find(f"{name}(...)")) for each in captures) for name in _ONCE_AND_TWICE}
     return (
         built in captures[0].node.body
+        and given_to == ({**_ONCE_AND_TWICE, "set_forward_context": 0} if given else _ONCE_AND_TWICE)
         and sum(len(each.find(f"{run}(...)")) for each in captures) == 2
         and sum(len(each.find(pattern)) for each in captures for pattern in given or _GIVEN) == 2
         and all(each.confines("attn_metadata", _BUILT, *(given or _GIVEN), *_STATE_HANDED_ON) for each in captures)
+        and not any(each.loops() for each in captures if given or each is captures[0])
         and not any(each.repeats(f"{run}(...)") for each in captures)
         and all(
             each.calls(built if each is captures[0] else None, each.only("torch.cuda.graph(...)"))
