@@ -296,7 +296,9 @@ def trial() -> Trial:
                 r"\A",
                 "class SpeculatorCudaGraphManager:\n"
                 "    def capture(self, forward_fn):\n"
-                "        forward_fn(prepare_inputs_to_capture(self.input_buffers))\n",
+                "        def create_forward_fn(desc):\n"
+                "            attn_metadata, slot_mappings = prepare_inputs_to_capture(self.input_buffers)\n"
+                "            return lambda mode: forward_fn(attn_metadata, slot_mappings, mode)\n",
                 Verdict.FIXED,
                 also=((_EAGLE, r"^class PrefillEagleCudaGraphManager", "class PrefillsOfEagle"),),
             ),
