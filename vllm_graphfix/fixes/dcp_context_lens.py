@@ -208,6 +208,8 @@ def trial() -> Trial:
     from vllm_graphfix.trial import Edit, Served, Trial, Watched
 
     new = r"^( +)dcp_context_kv_lens = get_dcp_local_seq_lens\(\n((?:.+\n)+?)\1\)\n"
+    size = r"^( +)self\.max_cudagraph_size = .*\n"
+    room = r"torch.zeros(self.vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=self.device)\n"
     kept = r"^( +)local_context_kv_lens = get_dcp_local_seq_lens\(\n((?:.+\n)+?)\1\)\n(?:.+_dcp_context_kv_lens.+\n){3}"
     return Trial(
         scenario="vllm_graphfix.verify.double.scenarios.dcp_context_lens:run",
@@ -221,6 +223,7 @@ def trial() -> Trial:
                 r"\1of_this_rank = get_dcp_local_seq_lens(\n\2\1)\n\1self.of_this_rank[:num_reqs] = of_this_rank\n"
                 r"\1self.of_this_rank[num_reqs:] = 0\n\1dcp_context_kv_lens = self.of_this_rank[:num_reqs]\n",
                 Verdict.FIXED,
+                also=((_BACKEND, size, rf"\g<0>\1self.of_this_rank = {room}"),),
             ),
             Edit(
                 "lengths copied into a buffer of the builder",
@@ -229,6 +232,7 @@ def trial() -> Trial:
                 new,
                 r"\1self.kept[:num_reqs].copy_(get_dcp_local_seq_lens(\n\2\1))\n\1dcp_context_kv_lens = self.kept[:num_reqs]\n",
                 Verdict.FIXED,
+                also=((_BACKEND, size, rf"\g<0>\1self.kept = {room}"),),
             ),
             Edit(
                 "rows of a buffer that nobody writes",

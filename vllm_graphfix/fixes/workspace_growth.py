@@ -361,7 +361,15 @@ def trial() -> Trial:
                 r"\1self._outgrown[ubatch_id].append(current_workspace)\n\1\2",
                 fixed,
             ),
-            Edit("kept", "0.19.1", _WORKSPACE, cleared, r"\1self._outgrown.append(current_workspace)\n\1\2", fixed),
+            Edit(
+                "kept",
+                "0.19.1",
+                _WORKSPACE,
+                cleared,
+                r"\1self._outgrown.append(current_workspace)\n\1\2",
+                fixed,
+                also=((_WORKSPACE, r"^( +)self\._locked: bool = False\n", r"\g<0>\1self._outgrown = []\n"),),
+            ),
             Edit("kept by nobody", "0.20.0", _WORKSPACE, cleared, r"\1kept.append(current_workspace)\n\1\2", unknown),
             Edit(
                 "kept now and then",
