@@ -89,6 +89,9 @@ def examine(fix: Fix | Graphs, source: Source) -> tuple[Diagnosis, dict[str, str
     source.consulted.clear()
     source.replaced.clear()
     found = fix.diagnose(source)
+    for place in fix.evidence:
+        path, _, name = place.partition("::")
+        source.function(path, name)
     if source.replaced and found.verdict is not Verdict.UNRECOGNISED:
         name = source.replaced[0].qualname
         found = Diagnosis.unrecognised(f"{name} is decorated or replaced in a way", source.replaced[0])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.trial import Trial
 
 _BACKEND = "vllm/v1/attention/backends/flash_attn.py"
+_UTILS = "vllm/v1/attention/backends/utils.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.flash_attn"
 _BUILDER = "FlashAttentionMetadataBuilder"
 _TARGET = f"{_BUILDER}.build"
@@ -191,7 +192,7 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
     removable="with vLLM 0.20.0",
     runner=None,
-    reads=(_BACKEND,),
+    reads=(_BACKEND, _UTILS),
     modules=(_BACKEND_MODULE,),
     diagnose=diagnose,
     patches=patches,
@@ -199,6 +200,10 @@ FIX = Fix(
     events=(LENGTHS_OF_ANOTHER_BATCH,),
     fallback=FALLBACK,
     applies=applies,
+    evidence=(
+        f"{_BACKEND}::FlashAttentionImpl.forward",
+        f"{_UTILS}::get_dcp_local_seq_lens",
+    ),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 

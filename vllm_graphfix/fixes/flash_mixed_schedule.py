@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.trial import Trial
 
 _BACKEND = "vllm/v1/attention/backends/flash_attn.py"
+_KERNELS = "vllm/v1/attention/backends/fa_utils.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.flash_attn"
 _BUILDER = "FlashAttentionMetadataBuilder"
 _TARGET = f"{_BUILDER}.build"
@@ -209,7 +210,7 @@ FIX = Fix(
     "FULL of it.",
     removable="not yet: no release up to 0.33.0 has a remedy",
     runner=None,
-    reads=(_BACKEND,),
+    reads=(_BACKEND, _KERNELS),
     modules=(_BACKEND_MODULE,),
     diagnose=diagnose,
     patches=patches,
@@ -217,6 +218,10 @@ FIX = Fix(
     events=(SCHEDULES_MADE_FOR_THE_GRAPH,),
     fallback=FALLBACK,
     applies=applies,
+    evidence=(
+        *(f"{_BACKEND}::{_BUILDER}.{name}" for name in ("_get_scheduler_metadata", "_store_scheduler_metadata")),
+        f"{_KERNELS}::get_flash_attn_version",
+    ),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 

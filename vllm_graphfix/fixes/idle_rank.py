@@ -383,6 +383,13 @@ FIX = Fix(
     events=(IDLE_STEP_ON_REAL_BLOCKS,),
     fallback=FALLBACK,
     applies=applies,
+    evidence=(
+        f"{_RUNNER}::GPUModelRunner._get_slot_mappings",
+        *(f"{_TABLE}::BlockTable.{name}" for name in ("_make_buffer", "clear_row", "get_device_tensor")),
+        f"{_TABLE}::MultiGroupBlockTable.__getitem__",
+        f"{_BATCH}::InputBatch.remove_request",
+        *(f"{path}::{name}._get_slot_mapping" for path, name in _PROPOSERS),
+    ),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 

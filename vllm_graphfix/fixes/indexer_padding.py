@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.verify.engine.sign import Observed, Sign
 
 _INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
+_UTILS = "vllm/v1/attention/backends/utils.py"
 _INDEXER_MODULE = "vllm.v1.attention.backends.mla.indexer"
 _BUILDER = "DeepseekV32IndexerMetadataBuilder"
 _TARGET = f"{_BUILDER}._prepare_decode_tensors"
@@ -277,7 +278,7 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or no speculative decoding.',
     removable="with vLLM 0.28.0",
     runner=None,
-    reads=(_INDEXER,),
+    reads=(_INDEXER, _UTILS),
     modules=(_INDEXER_MODULE,),
     diagnose=diagnose,
     patches=patches,
@@ -285,6 +286,10 @@ FIX = Fix(
     events=(PADDED_ROWS_BELOW_ZERO,),
     fallback=FALLBACK,
     applies=applies,
+    evidence=(
+        f"{_INDEXER}::{_BUILDER}.__init__",
+        f"{_UTILS}::split_decodes_and_prefills",
+    ),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 

@@ -317,6 +317,13 @@ FIX = Fix(
     fallback=FALLBACK,
     default=Mode.OBSERVE,
     applies=applies,
+    evidence=(
+        f"{_WORKSPACE}::WorkspaceManager",
+        *(
+            f"{_WORKSPACE}::{name}"
+            for name in ("current_workspace_manager", "init_workspace_manager", "reset_workspace_manager")
+        ),
+    ),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 
