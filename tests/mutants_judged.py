@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from mutants_families import Base, Mutant
 from stock import release_root
-from warm_release import WarmRelease, patched
+from warm_release import STAND_INS, WarmRelease, patched
 
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Verdict, variable
@@ -24,14 +24,14 @@ from vllm_graphfix.source import Source
 from vllm_graphfix.verify.report import differing
 
 WORKER = Path(__file__).with_name("mutant_worker.py").read_text()
-NEVER_BEFORE = (
+NOT_YET = (
+    *patched(),
     "vllm.v1.attention.ops.flashmla",  # the scenarios put stand-ins in front of it
     "vllm.v1.worker.gpu_model_runner",
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.worker.gpu.spec_decode.autoregressive",
     "vllm.v1.worker.gpu.spec_decode.autoregressive.cudagraph_utils",
 )
-NOT_YET = (*patched(), *NEVER_BEFORE)
 
 # What a mutant comes to.
 RIGHT = "right"
@@ -96,7 +96,7 @@ class Stage:
     def __init__(self, release: str, folder: Path, paths: Iterable[str]) -> None:
         self.release, self._folder, self._paths = release, folder, set(paths)
         self._own: set[Path] = set()
-        self._written = 0
+        self._written = int.from_bytes(os.urandom(3), "big")
         _link(release_root(release).resolve(), folder, {Path(path).parts for path in self._paths})
         self._put({})
 
@@ -370,20 +370,21 @@ def judged(mutants: Iterable[tuple[Mutant, Diagnosis]]) -> Iterator[Judged]:
                         yield judge.judge(*pair)
 
 
-def judged_elsewhere(mutants: Iterable[tuple[Mutant, Diagnosis]]) -> Iterator[Judged]:
-    """Release by release: what the mutants of one are about is not imported before."""
+def judged_elsewhere(mutants: Iterable[tuple[Mutant, Diagnosis]], *, together: bool = False) -> Iterator[Judged]:
+    """Release by release and fix by fix: only what these mutants are about is not imported before. Few of several fixes: *together*."""
     from mutants_elsewhere import module_of, shape_of, where_of
 
-    by_release: dict[str, list[tuple[Mutant, Diagnosis]]] = {}
+    groups: dict[tuple[str, str], list[tuple[Mutant, Diagnosis]]] = {}
     for mutant, found in mutants:
-        by_release.setdefault(mutant.base.release, []).append((mutant, found))
-    for release, some in by_release.items():
+        groups.setdefault((mutant.base.release, "" if together else mutant.fix), []).append((mutant, found))
+    for (release, _), some in sorted(groups.items(), key=lambda group: group[0]):
         to_run = [pair for pair in some if pair[1].verdict is not Verdict.UNRECOGNISED]
         yield from (Judged(*pair, LEFT_ALONE) for pair in some if pair[1].verdict is Verdict.UNRECOGNISED)
         with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as folder:
             paths = {path for mutant, _ in to_run for path in mutant.paths}
             paths |= {path for mutant, _ in to_run for path, _ in (*mutant.base.changes, *mutant.base.remedy)}
-            without = (*NOT_YET, *map(module_of, paths))
+            patched = {module for mutant, _ in to_run for module in BY_NAME[mutant.fix].modules}
+            without = (*sorted(patched), *map(module_of, sorted(paths)), *STAND_INS)
             with Stage(release, Path(folder) / "vllm", paths).warm(without) as stage:
                 judge = JudgeElsewhere(
                     stage,

@@ -109,7 +109,7 @@ def test_a_sample_of_mutants_elsewhere_is_right_or_left_alone(release: str) -> N
     some = [pair for fix in IN_THE_SAMPLE[release] for pair in sampled_elsewhere(fix, release)]
     # What the plugin corrects, said to be in order: the judge has to see that it is not.
     mistaken = next(pair for pair in some if pair[1].verdict is Verdict.AFFECTED)[0]
-    *found, last = judged_elsewhere([*some, (mistaken, Diagnosis(Verdict.FIXED, "a mistake"))])
+    *found, last = judged_elsewhere([*some, (mistaken, Diagnosis(Verdict.FIXED, "a mistake"))], together=True)
     assert not bad(found)
     assert bad([last])
 
