@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from mutants_elsewhere import FIRST_SIX, bases, elsewhere, enough, identity, seen
+from mutants_elsewhere import FIRST_SIX, bases, diagnosis_of, elsewhere, enough, identity, seen
 from mutants_families import Mutant, fingerprint, formatted
 from mutants_judged import BROKEN, CLAIMED, MISSED, WRONG, Judged, Stage, diagnosed, judged, judged_elsewhere
 from mutants_of_fixes import FAMILIES
@@ -86,21 +86,21 @@ def bad(found: Iterable[Judged]) -> list[str]:
     return [str(each) for each in found if each.outcome in (WRONG, MISSED, CLAIMED)]
 
 
+WITHOUT_A_REMEDY = {"draft-prefill-state"}
+"""No vLLM with the remedy runs in its scenario: the speculator is another one since then."""
+
+
 @pytest.mark.parametrize("fix", BY_NAME)
 def test_what_a_fix_does_not_patch_is_mutated_in_both_directions(fix: str) -> None:
-    """Functions near what it patches, but not these themselves; of vLLMs with the defect and, for all but a few releases, with the remedy."""
-    patched = {patch.name for patch in BY_NAME[fix].patches(defective_shape(fix))}
-    assert set(seen()[fix]) <= {where.base.name for where in bases(fix)}
-    assert not {name for near in seen()[fix].values() for _, name, _ in near} & patched
-    kinds = {bool(where.base.remedy) for where in bases(fix) if where.base.name in seen()[fix]}
-    assert kinds == {True, False}
+    """Functions near those that it patches, and not these; of vLLMs with the defect, and of ones with the remedy."""
+    here = [where.base for where in bases(fix) if where.base.name in seen()[fix]]
+    assert {bool(base.remedy) for base in here} == ({True} if fix in WITHOUT_A_REMEDY else {True, False})
+    first = next(base for base in here if base.remedy)
+    patched = {patch.name for patch in BY_NAME[fix].patches(diagnosis_of(fix, first).shape)}
+    assert not {name for _, name, _ in seen()[fix][first.name]} & patched
 
 
-def defective_shape(fix: str) -> str:
-    return diagnosed(Mutant(fix, next(where.base for where in bases(fix) if where.base.remedy), ())).shape
-
-
-IN_THE_SAMPLE = {"0.33.0": ("prefill-dispatch", "prompt-logprobs", "triton-mla-padding", "flash-mixed-schedule", "compressor-skip")}  # fmt: skip
+IN_THE_SAMPLE = {"0.33.0": ("prefill-dispatch", "prompt-logprobs", "triton-mla-padding", "compressor-skip")}
 """One release: a warm process takes as long as twenty mutants."""
 
 
@@ -116,8 +116,8 @@ def test_a_sample_of_mutants_elsewhere_is_right_or_left_alone(release: str) -> N
 
 def sampled_elsewhere(fix: str, release: str) -> list[tuple[Mutant, Diagnosis]]:
     here = elsewhere(fix, release)
-    found = ((mutant, diagnosed(mutant)) for mutant in here[:: max(1, len(here) // 6)])
-    return [pair for pair in found if pair[1].verdict is not Verdict.UNRECOGNISED][:3]
+    found = ((mutant, diagnosed(mutant)) for mutant in here[:: max(1, len(here) // 4)])
+    return [pair for pair in found if pair[1].verdict is not Verdict.UNRECOGNISED][:2]
 
 
 @pytest.mark.slow
