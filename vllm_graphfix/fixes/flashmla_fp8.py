@@ -86,13 +86,13 @@ def _all_kept(source: Source, build: Function) -> bool:
         # Made once, with the builder, and only written into.
         and builder is not None
         and all(len(builder.find(f"{buffer} = ...")) == 2 and not build.find(f"{buffer} = ...") for buffer in _BUFFERS)
+        and _built_each_time(source)
     )
 
 
 def _new_as_known(source: Source, build: Function) -> bool:
     """Whether planner and builder make a plan for each batch, and neither they nor the builder's caller keep one."""
     planner = source.function(_OPERATORS, "get_mla_metadata_dense_fp8")
-    caller = source.function(_CALLER, "MLACommonMetadataBuilder.build")
     pointed = dict(zip(("tile_scheduler_metadata", "num_splits"), _POINTED_AT, strict=True))
     return (
         planner is not None
@@ -100,7 +100,15 @@ def _new_as_known(source: Source, build: Function) -> bool:
         and all(build.confines(name, _PLANNED, part, f"{name}.size(...)") for name, part in pointed.items())
         and plans_each_batch(build)
         and not build.own_calls()
-        and caller is not None
+        and _built_each_time(source)
+    )
+
+
+def _built_each_time(source: Source) -> bool:
+    """Whether the builder's caller has the metadata of decodes made for each batch, and keeps none."""
+    caller = source.function(_CALLER, "MLACommonMetadataBuilder.build")
+    return (
+        caller is not None
         and caller.only("decode_metadata = self._build_decode(*...)") is not None
         and caller.confines(
             "decode_metadata",
@@ -254,6 +262,15 @@ def trial() -> Trial:
             Edit("remedy cut out", "0.23.0", _BACKEND, copied, "", Verdict.AFFECTED, cut, runs=True),
             Edit("remedy cut out, 0.33.0", "0.33.0", _BACKEND, copied, "", Verdict.AFFECTED, cut),
             Edit("the plan kept in buffers", "0.18.1", _BACKEND, pointed, rf"{kept}\g<0>", Verdict.FIXED),
+            Edit(
+                "the plan kept in buffers, and made elsewhere",
+                "0.18.1",
+                _BACKEND,
+                pointed,
+                rf"{kept}\g<0>",
+                Verdict.UNRECOGNISED,
+                also=((_CALLER, r"decode_metadata = self\._build_decode\(", "decode_metadata = self._kept_decode("),),
+            ),
             Edit(
                 "the plan handed elsewhere",
                 "0.18.1",
