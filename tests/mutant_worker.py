@@ -72,16 +72,23 @@ def with_its_own_init(scenario: Any) -> Any:
     return mock.patch.object(scenario, "_metadata_builder", builder)
 
 
-def measured(fix: str) -> dict[str, Any]:
+def install_stand_ins() -> None:
+    """Before any module takes what they stand for."""
+    from vllm.utils import platform_utils
+
     from vllm_graphfix.verify.double.flashmla import SM_PARTS, install_flashmla_stand_ins
 
     install_flashmla_stand_ins()
+    if hasattr(platform_utils, "num_compute_units"):
+        platform_utils.num_compute_units = lambda *_: SM_PARTS
+
+
+def measured(fix: str) -> dict[str, Any]:
+    from vllm_graphfix.verify.double.flashmla import SM_PARTS
+
+    install_stand_ins()
     units = SimpleNamespace(multi_processor_count=SM_PARTS)
     with mock.patch("torch.cuda.get_device_properties", return_value=units):
-        from vllm.utils import platform_utils
-
-        if hasattr(platform_utils, "num_compute_units"):
-            platform_utils.num_compute_units = lambda *_: SM_PARTS
         scenario = importlib.import_module(f"{SCENARIOS}scenarios.{fix.replace('-', '_')}")
         if fix.startswith("flashmla"):
             with with_its_own_init(sys.modules[f"{SCENARIOS}scenarios.flashmla_fp8"]):
@@ -160,9 +167,8 @@ def main_both(fix: str, renamed: dict[str, str]) -> None:
     Whether a module is imported before the plugin or after is the same to it.
     """
     from vllm_graphfix.fixes import BY_NAME
-    from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 
-    install_flashmla_stand_ins()
+    install_stand_ins()
     for name in BY_NAME[fix].modules:
         with contextlib.suppress(Exception):  # the scenario says so
             importlib.import_module(name)

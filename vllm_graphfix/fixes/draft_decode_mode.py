@@ -455,6 +455,7 @@ FIX = Fix(
     events=(DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES),
     fallback=FALLBACK,
     applies=applies,
+    evidence=(f"{_UTILS}::get_cudagraph_sizes",),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 
