@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import json
+import os
 import re
+import signal
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -68,16 +72,23 @@ def with_its_own_init(scenario: Any) -> Any:
     return mock.patch.object(scenario, "_metadata_builder", builder)
 
 
-def measured(fix: str) -> dict[str, Any]:
+def install_stand_ins() -> None:
+    """Before any module takes what they stand for."""
+    from vllm.utils import platform_utils
+
     from vllm_graphfix.verify.double.flashmla import SM_PARTS, install_flashmla_stand_ins
 
     install_flashmla_stand_ins()
+    if hasattr(platform_utils, "num_compute_units"):
+        platform_utils.num_compute_units = lambda *_: SM_PARTS
+
+
+def measured(fix: str) -> dict[str, Any]:
+    from vllm_graphfix.verify.double.flashmla import SM_PARTS
+
+    install_stand_ins()
     units = SimpleNamespace(multi_processor_count=SM_PARTS)
     with mock.patch("torch.cuda.get_device_properties", return_value=units):
-        from vllm.utils import platform_utils
-
-        if hasattr(platform_utils, "num_compute_units"):
-            platform_utils.num_compute_units = lambda *_: SM_PARTS
         scenario = importlib.import_module(f"{SCENARIOS}scenarios.{fix.replace('-', '_')}")
         if fix.startswith("flashmla"):
             with with_its_own_init(sys.modules[f"{SCENARIOS}scenarios.flashmla_fp8"]):
@@ -87,8 +98,44 @@ def measured(fix: str) -> dict[str, Any]:
     return {"eager": found.eager, "graphed": found.graphed, "error": found.error}
 
 
-def main(fix: str, renamed: dict[str, str], shape: str | None) -> None:
-    """With *shape* the fix is applied as if the diagnosis had named that one."""
+class Calls:
+    """A context manager: which functions of vLLM call which meanwhile, and which are called by nobody of vLLM's; as (path, qualified name)."""
+
+    def __init__(self) -> None:
+        import vllm
+
+        self.seen: set[tuple[tuple[str, str] | None, tuple[str, str]]] = set()
+        self._folder = str(vllm.__file__).removesuffix("vllm/__init__.py")
+        self._known: dict[Any, tuple[str, str] | None] = {}
+
+    def __enter__(self) -> Calls:  # noqa: PYI034 - nobody derives from it
+        threading.setprofile(self._look)
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def _named(self, code: Any) -> tuple[str, str] | None:
+        if code not in self._known:
+            path = code.co_filename.removeprefix(self._folder)
+            name = code.co_qualname.partition(".<locals>")[0]
+            ours = path != code.co_filename and not name.startswith("<")
+            self._known[code] = (path, name) if ours else None
+        return self._known[code]
+
+    def _look(self, frame: Any, event: str, _: Any) -> None:
+        called = self._named(frame.f_code) if event == "call" else None
+        if called is not None:
+            frame = frame.f_back
+            while frame is not None and self._named(frame.f_code) in (None, called):
+                frame = frame.f_back
+            self.seen.add((self._named(frame.f_code) if frame else None, called))
+
+
+def main(fix: str, renamed: dict[str, str], shape: str | None, traced: bool = False) -> None:
+    """With *shape* the fix is applied as if the diagnosis had named that one; *traced*: with the functions that call each other."""
     import vllm_graphfix
     from vllm_graphfix import fixes
     from vllm_graphfix.fix import Diagnosis, Verdict
@@ -101,10 +148,37 @@ def main(fix: str, renamed: dict[str, str], shape: str | None) -> None:
     vllm_graphfix.register()
     if renamed:
         sys.meta_path.insert(0, Finder(renamed))
+    calls = Calls() if traced else None
     try:
-        result = measured(fix)
+        with calls or contextlib.nullcontext():
+            result = measured(fix)
     except BaseException as error:
         result = {"raised": f"{type(error).__name__}: {error}"}
+    if calls is not None:
+        result["calls"] = sorted(calls.seen, key=repr)
     state = vllm_graphfix.states()[fix]
     fallback = next(each.fallback.reason for each in fixes.FIXES if each.name == fix)
     print(json.dumps(result | {"state": state.state.value, "reason": state.reason, "fallback": fallback}))  # noqa: T201 - the result
+
+
+def main_both(fix: str, renamed: dict[str, str]) -> None:
+    """A line without the fixes, and one with them: in two processes that share the imports of what the fix patches.
+
+    Whether a module is imported before the plugin or after is the same to it.
+    """
+    from vllm_graphfix.fixes import BY_NAME
+
+    install_stand_ins()
+    for name in BY_NAME[fix].modules:
+        with contextlib.suppress(Exception):  # the scenario says so
+            importlib.import_module(name)
+    for switch in ("off", "on"):
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            signal.alarm(50)
+            os.environ["VLLM_GRAPHFIX"] = switch
+            main(fix, renamed, None)
+            sys.stdout.flush()
+            os._exit(0)
+        os.waitpid(child, 0)

@@ -13,6 +13,7 @@ import mutants_of_expressions
 import mutants_of_names
 import mutants_of_places
 import mutants_of_statements
+import mutants_of_values
 
 if TYPE_CHECKING:
     from mutants_draft import Draft, Edit, Operator
@@ -24,12 +25,14 @@ OPERATORS: dict[str, Operator] = {
     **mutants_of_places.OPERATORS,
 }
 """By the kind of change; their order decides which mutants there are."""
+ELSEWHERE: dict[str, Operator] = {**OPERATORS, **mutants_of_values.OPERATORS}
+"""For functions that no fix patches: also what they take and give."""
 
 
 def edits(kind: str, draft: Draft) -> dict[str, Edit]:
     """All edits of this kind, by labels that stay the same as long as the place that they are about does."""
     found: dict[str, Edit] = {}
-    for text, edit in OPERATORS[kind](draft):
+    for text, edit in ELSEWHERE[kind](draft):
         first = " ".join(text.split())[:70]
         label = next(name for name in _numbered(first) if name not in found)
         found[label] = edit

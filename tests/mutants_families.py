@@ -48,7 +48,8 @@ class Base(NamedTuple):
 
 @cache
 def _text(base: Base, path: str, remedied: bool) -> str:
-    text = (release_root(base.release) / path).read_text()
+    file = release_root(base.release) / path
+    text = file.read_text() if file.is_file() else ""
     for changed, change in (*base.changes, *(base.remedy if remedied else ())):
         if changed == path:
             text = change(text)

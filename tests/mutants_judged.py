@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,10 +15,10 @@ from typing import Any, NamedTuple
 
 from mutants_families import Base, Mutant
 from stock import release_root
-from warm_release import WarmRelease, patched
+from warm_release import STAND_INS, WarmRelease, patched
 
 from vllm_graphfix import manifest
-from vllm_graphfix.fix import Diagnosis, Verdict
+from vllm_graphfix.fix import Diagnosis, Verdict, variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source import Source
 from vllm_graphfix.verify.report import differing
@@ -39,6 +40,8 @@ BROKEN = "broken in itself"
 WRONG = "applied wrongly"
 MISSED = "missed"
 LEFT_ALONE = "left alone"
+NEEDLESS = "right, and stock is too"
+CLAIMED = "called known, and decides otherwise"
 
 
 class Judged(NamedTuple):
@@ -58,12 +61,16 @@ def _stock_bytes(release: str, path: str) -> bytes | None:
 
 
 def diagnosed(mutant: Mutant) -> Diagnosis:
+    return manifest.diagnose(BY_NAME[mutant.fix], source_of(mutant))
+
+
+def source_of(mutant: Mutant) -> Source:
     files = {path: text.encode() for path, text in mutant.files().items()}
 
     def read(path: str) -> bytes | None:
         return files[path] if path in files else _stock_bytes(mutant.base.release, path)
 
-    return manifest.diagnose(BY_NAME[mutant.fix], _Mutated(mutant.base.release, files, read))
+    return _Mutated(mutant.base.release, files, read)
 
 
 class _Mutated(Source):
@@ -87,8 +94,9 @@ class Stage:
     """A release whose mutated files are files of its own, in front of a warm process that has not imported them."""
 
     def __init__(self, release: str, folder: Path, paths: Iterable[str]) -> None:
-        self.release, self._folder, self._paths = release, folder, sorted(set(paths))
+        self.release, self._folder, self._paths = release, folder, set(paths)
         self._own: set[Path] = set()
+        self._written = int.from_bytes(os.urandom(3), "big")
         _link(release_root(release).resolve(), folder, {Path(path).parts for path in self._paths})
         self._put({})
 
@@ -96,40 +104,66 @@ class Stage:
         for file in self._own:
             file.unlink()
         self._own = set()
-        stock = {path: _stock_bytes(self.release, path) for path in self._paths}
-        for path, content in {**stock, **{path: text.encode() for path, text in files.items()}}.items():
-            if content is not None:
-                # A file that nobody said would be mutated is a link, or below one.
-                if not (self._folder / path).resolve().is_relative_to(self._folder.resolve()):
-                    raise RuntimeError(f"{path} would be written into the stock release")
-                (self._folder / path).write_bytes(content)
-                self._own.add(self._folder / path)
+        for path in sorted(self._paths | files.keys()):
+            file, stock = self._folder / path, release_root(self.release) / path
+            # A file that nobody said would be mutated is a link, or below one.
+            if path not in self._paths or not file.parent.resolve().is_relative_to(self._folder.resolve()):
+                raise RuntimeError(f"{path} would be written into the stock release")
+            if path in files:
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(files[path])
+                self._written += 1
+                os.utime(file, (self._written, self._written))  # or Python takes bytecode of the last one for its own
+            elif stock.is_file():
+                file.symlink_to(stock.resolve())
+            else:
+                continue
+            self._own.add(file)
 
     @contextmanager
-    def warm(self) -> Iterator[Stage]:
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # it would go into the release, through a link
+    def warm(self, without: Iterable[str] = NOT_YET) -> Iterator[Stage]:
+        os.environ["PYTHONPYCACHEPREFIX"] = f"{self._folder}-bytecode"  # it would go into the release, through a link
+        given = os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # and each fork would compile all of its files
         try:
-            with WarmRelease(self._folder, without=NOT_YET) as self._warm:
+            with WarmRelease(self._folder, without=without) as self._warm:
                 yield self
         finally:
-            del os.environ["PYTHONDONTWRITEBYTECODE"]
+            del os.environ["PYTHONPYCACHEPREFIX"]
+            if given is not None:
+                os.environ["PYTHONDONTWRITEBYTECODE"] = given
 
     def run(
-        self, fix: str, files: dict[str, str], renamed: dict[str, str], *, on: bool, shape: str | None = None
+        self,
+        fix: str,
+        files: dict[str, str],
+        renamed: dict[str, str],
+        *,
+        on: bool,
+        shape: str | None = None,
+        traced: bool = False,
     ) -> dict[str, Any]:
         self._put(files)
-        env = {"VLLM_GRAPHFIX": "on" if on else "off", "TQDM_DISABLE": "1"}
-        done = self._warm.run(f"{WORKER}\nmain({fix!r}, {renamed!r}, {shape!r})\n", env)
-        last = (done.stdout.strip().splitlines() or [""])[-1]
-        if done.returncode or not last.startswith("{"):
-            return {
-                "raised": f"exit code {done.returncode}: {last[-300:]}",
-                "state": "",
-                "reason": "",
-                "fallback": None,
-            }
-        answer: dict[str, Any] = json.loads(last)
-        return answer
+        env = {"VLLM_GRAPHFIX": "on" if on else "off", variable(fix): "auto", "TQDM_DISABLE": "1"}
+        done = self._warm.run(f"{WORKER}\nmain({fix!r}, {renamed!r}, {shape!r}, {traced!r})\n", env)
+        return _answer(done, (done.stdout.strip().splitlines() or [""])[-1])
+
+    def run_both(
+        self, fix: str, files: dict[str, str], renamed: dict[str, str]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As stock, and patched."""
+        self._put(files)
+        env = {variable(fix): "auto", "TQDM_DISABLE": "1"}
+        done = self._warm.run(f"{WORKER}\nmain_both({fix!r}, {renamed!r})\n", env, limit=120)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        stock, patched = (_answer(done, line) for line in (lines if len(lines) == 2 else [done.stdout[-300:]] * 2))
+        return stock, patched
+
+
+def _answer(done: subprocess.CompletedProcess[str], line: str) -> dict[str, Any]:
+    if done.returncode or not line.startswith("{"):
+        return {"raised": f"exit code {done.returncode}: {line[-300:]}", "state": "", "reason": "", "fallback": None}
+    answer: dict[str, Any] = json.loads(line)
+    return answer
 
 
 def _link(stock: Path, folder: Path, left_out: set[tuple[str, ...]]) -> None:
@@ -237,6 +271,50 @@ class Judge:
         return BROKEN, _told(stock)
 
 
+class JudgeElsewhere(Judge):
+    """Of mutants of what a fix does not patch: each is run as stock too, where the defect may have gone or come back."""
+
+    def __init__(self, stage: Stage, shape: Callable[[Mutant], str], twin: Callable[[Mutant], Base | None]) -> None:
+        super().__init__(stage)
+        self._shape, self._twin = shape, twin
+
+    def _applied(self, mutant: Mutant) -> tuple[str, str]:
+        stock, patched = self._stage.run_both(mutant.fix, mutant.files(), mutant.renamed())
+        fails = stock.get("error") and not self._base(mutant)["error"]
+        if "raised" in stock or not stock["eager"] or (fails and patched.get("error") == stock["error"]):
+            return BROKEN, _told(stock)
+        changes = f"{_told(stock)} -> {_told(patched)}"
+        if patched["state"] != "active" or patched["fallback"] is not None:
+            told = f"{patched['state']}: {patched['reason']}, fallback: {patched['fallback']}; {changes}"
+            return (AS_STOCK if _no_worse(stock, patched) else WRONG), told
+        if is_right(patched, stock["eager"]):
+            return (NEEDLESS if is_right(stock) else RIGHT), changes
+        if is_right(stock):
+            return WRONG, changes
+        return self._both_wrong(mutant, patched, changes)
+
+    def _not_applied(self, mutant: Mutant, found: Diagnosis) -> tuple[str, str]:
+        stock = self._run(mutant, on=True)
+        if stock["state"] != "not-needed":
+            return WRONG, f"{stock['state']}: {stock['reason']}"
+        if is_right(stock):
+            return RIGHT, ""
+        if "raised" in stock or not stock["eager"]:
+            return BROKEN, _told(stock)
+        twin = self._twin(mutant)
+        if twin is not None and _result(self._base(mutant._replace(base=twin))) == _result(stock):
+            return MISSED, f"{_told(stock)}, the same as without the remedy"
+        if is_right(self._run(mutant, on=True, shape=self._shape(mutant))):
+            return MISSED, f"{_told(stock)}; right with the fix"
+        return BROKEN, f"another defect: {_told(stock)}"
+
+    def judge(self, mutant: Mutant, found: Diagnosis) -> Judged:
+        judged = super().judge(mutant, found)
+        if found.known and judged.outcome == NEEDLESS:
+            return judged._replace(outcome=CLAIMED)
+        return judged
+
+
 SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     "capture-state": {
         "0.15.0": ("capture-graph-inline",),
@@ -290,6 +368,31 @@ def judged(mutants: Iterable[tuple[Mutant, Diagnosis]]) -> Iterator[Judged]:
                     judge = Judge(stage)
                     for pair in to_run:
                         yield judge.judge(*pair)
+
+
+def judged_elsewhere(mutants: Iterable[tuple[Mutant, Diagnosis]], *, together: bool = False) -> Iterator[Judged]:
+    """Release by release and fix by fix: only what these mutants are about is not imported before. Few of several fixes: *together*."""
+    from mutants_elsewhere import module_of, shape_of, where_of
+
+    groups: dict[tuple[str, str], list[tuple[Mutant, Diagnosis]]] = {}
+    for mutant, found in mutants:
+        groups.setdefault((mutant.base.release, "" if together else mutant.fix), []).append((mutant, found))
+    for (release, _), some in sorted(groups.items(), key=lambda group: group[0]):
+        to_run = [pair for pair in some if pair[1].verdict is not Verdict.UNRECOGNISED]
+        yield from (Judged(*pair, LEFT_ALONE) for pair in some if pair[1].verdict is Verdict.UNRECOGNISED)
+        with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as folder:
+            paths = {path for mutant, _ in to_run for path in mutant.paths}
+            paths |= {path for mutant, _ in to_run for path, _ in (*mutant.base.changes, *mutant.base.remedy)}
+            patched = {module for mutant, _ in to_run for module in BY_NAME[mutant.fix].modules}
+            without = (*sorted(patched), *map(module_of, sorted(paths)), *STAND_INS)
+            with Stage(release, Path(folder) / "vllm", paths).warm(without) as stage:
+                judge = JudgeElsewhere(
+                    stage,
+                    lambda mutant: shape_of(mutant.fix, where_of(mutant)),
+                    lambda mutant: where_of(mutant).twin,
+                )
+                for pair in to_run:
+                    yield judge.judge(*pair)
 
 
 __all__ = ["Base", "Judged", "diagnosed", "judged"]

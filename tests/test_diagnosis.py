@@ -86,7 +86,7 @@ def test_a_diagnosis_reads_only_the_files_that_it_declares(release: str) -> None
             asked.add(path)
             return stock.read(path)
 
-        fix.diagnose(Source("recorded", read, lambda: None))
+        manifest.examine(fix, Source("recorded", read, lambda: None))
         assert asked <= set(fix.reads)
 
 

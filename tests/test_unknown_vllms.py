@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from mutants_elsewhere import FIRST_SIX, bases, diagnosis_of, elsewhere, enough, identity, seen
 from mutants_families import Mutant, fingerprint, formatted
-from mutants_judged import BROKEN, MISSED, WRONG, Judged, Stage, diagnosed, judged
+from mutants_judged import BROKEN, CLAIMED, MISSED, WRONG, Judged, Stage, diagnosed, judged, judged_elsewhere
 from mutants_of_fixes import FAMILIES
 from stock import release_root
 from vllm_files import MAMBA, RUNNER
@@ -82,4 +83,53 @@ def test_every_mutant_is_right_or_left_alone(fix: str, record_property: Callable
 
 
 def bad(found: Iterable[Judged]) -> list[str]:
-    return [str(each) for each in found if each.outcome in (WRONG, MISSED)]
+    return [str(each) for each in found if each.outcome in (WRONG, MISSED, CLAIMED)]
+
+
+WITHOUT_A_REMEDY = {"draft-prefill-state"}
+"""No vLLM with the remedy runs in its scenario: the speculator is another one since then."""
+
+
+@pytest.mark.parametrize("fix", BY_NAME)
+def test_what_a_fix_does_not_patch_is_mutated_in_both_directions(fix: str) -> None:
+    """Functions near those that it patches, and not these; of vLLMs with the defect, and of ones with the remedy."""
+    here = [where.base for where in bases(fix) if where.base.name in seen()[fix]]
+    assert {bool(base.remedy) for base in here} == ({True} if fix in WITHOUT_A_REMEDY else {True, False})
+    first = next(base for base in here if base.remedy)
+    patched = {patch.name for patch in BY_NAME[fix].patches(diagnosis_of(fix, first).shape)}
+    assert not {name for _, name, _ in seen()[fix][first.name]} & patched
+
+
+IN_THE_SAMPLE = {"0.33.0": ("prefill-dispatch", "prompt-logprobs", "triton-mla-padding", "compressor-skip")}
+"""One release: a warm process takes as long as twenty mutants."""
+
+
+@pytest.mark.parametrize("release", IN_THE_SAMPLE)
+def test_a_sample_of_mutants_elsewhere_is_right_or_left_alone(release: str) -> None:
+    some = [pair for fix in IN_THE_SAMPLE[release] for pair in sampled_elsewhere(fix, release)]
+    # What the plugin corrects, said to be in order: the judge has to see that it is not.
+    mistaken = next(pair for pair in some if pair[1].verdict is Verdict.AFFECTED)[0]
+    *found, last = judged_elsewhere([*some, (mistaken, Diagnosis(Verdict.FIXED, "a mistake"))], together=True)
+    assert not bad(found)
+    assert bad([last])
+
+
+def sampled_elsewhere(fix: str, release: str) -> list[tuple[Mutant, Diagnosis]]:
+    here = elsewhere(fix, release)
+    found = ((mutant, diagnosed(mutant)) for mutant in here[:: max(1, len(here) // 4)])
+    return [pair for pair in found if pair[1].verdict is not Verdict.UNRECOGNISED][:2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fix", BY_NAME)
+def test_every_mutant_elsewhere_is_right_or_left_alone(
+    fix: str, record_property: Callable[[str, object], None]
+) -> None:
+    family = elsewhere(fix)
+    assert len({identity(mutant) for mutant in family}) == len({str(mutant) for mutant in family}) == len(family)
+    assert len({mutant.kind for mutant in family}) >= (60 if fix in FIRST_SIX else 30)
+    found = list(judged_elsewhere((mutant, diagnosed(mutant)) for mutant in family))
+    for (verdict, outcome), number in Counter((each.found.verdict.value, each.outcome) for each in found).items():
+        record_property("counted", ("mutants of what verdicts rest on", fix, f"{verdict}: {outcome}", number))
+    assert not bad(found)
+    assert sum(each.outcome != BROKEN for each in found) >= enough(fix)

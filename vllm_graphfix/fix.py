@@ -187,6 +187,8 @@ class Fix(NamedTuple):
     """Flags of `vllm serve` that `applies` asks for and the facts of a `Deployment` do not: ``--switch``, or ``--option=`` for one with a value."""
     absent: str = ""
     """Stock releases without the component, as in `releases`."""
+    evidence: tuple[str, ...] = ()
+    """Functions that the defect rests on and `diagnose` does not look at, ``path::name``: where one is another, the release is not a known one."""
 
     @property
     def variable(self) -> str:

@@ -87,5 +87,12 @@ def _by_structure(fix: Fix | Graphs, source: Source) -> Diagnosis:
 def examine(fix: Fix | Graphs, source: Source) -> tuple[Diagnosis, dict[str, str]]:
     """The verdict from structure alone, and the fingerprints of the functions that it looked at."""
     source.consulted.clear()
+    source.replaced.clear()
     found = fix.diagnose(source)
+    for place in fix.evidence:
+        path, _, name = place.partition("::")
+        source.function(path, name)
+    if source.replaced and found.verdict is not Verdict.UNRECOGNISED:
+        name = source.replaced[0].qualname
+        found = Diagnosis.unrecognised(f"{name} is decorated or replaced in a way", source.replaced[0])
     return found, {name: function.fingerprint() for name, function in sorted(source.consulted.items())}

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_graphfix.settings import shown
-from vllm_graphfix.syntax import Function
+from vllm_graphfix.syntax import DEFINITIONS, Function, binds, is_decorated, sets
 
 _LARGEST_FILE = 1024 * 1024
 """Bytes; the largest file that a diagnosis reads has 0.4 MB. More is not vLLM's, whoever wrote the archive."""
@@ -60,6 +60,8 @@ class Source:
         self._tree = functools.lru_cache(maxsize=None)(self._parse)
         self.consulted: dict[str, Function] = {}
         """What has been asked for, by ``path::qualname``: the evidence of a diagnosis."""
+        self.replaced: list[Function] = []
+        """Of these, what its module decorates or binds again: it is not known what runs under its name."""
         self._parsed = 0
 
     @functools.cached_property
@@ -86,20 +88,22 @@ class Source:
 
     def function(self, path: str, qualname: str) -> Function | None:
         """The function, method (``Class.method``) or class, or None."""
-        scope: ast.AST | None = self._tree(path)
+        tree = self._tree(path)
+        body, scope, replaced = tree.body if tree else [], None, False
         for name in qualname.split("."):
-            scope = next(
-                (
-                    node
-                    for node in reversed(getattr(scope, "body", ()))  # the last definition is the one that counts
-                    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name
-                ),
-                None,
-            )
-        if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            # The last definition is the one that counts.
+            scope = next((node for node in reversed(body) if isinstance(node, DEFINITIONS) and node.name == name), None)
+            if scope is None:
+                return None
+            later = body[body.index(scope) + 1 :]
+            replaced = replaced or is_decorated(scope) or any(binds(statement, name) for statement in later)
+            body = scope.body
+        if scope is None:
             return None
         found = Function(path, qualname, scope)
         self.consulted[f"{path}::{qualname}"] = found
+        if replaced or (tree and "." in qualname and any(sets(statement, qualname) for statement in tree.body)):
+            self.replaced.append(found)
         return found
 
     def names(self, path: str) -> frozenset[str]:

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import ast
 import functools
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _LONGEST_INTEGER = 10_000
 """Bits; of more than 4,300 decimal digits Python writes none."""
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_KNOWN_DECORATORS = frozenset(
+    {
+        "abstractmethod",
+        "classmethod",
+        "dataclass",
+        "instrument",
+        "property",
+        "staticmethod",
+        "step_eplb_after",
+        "torch",
+        "triton",
+    }
+)
+"""First words of those that call what stands below them each time, with what they are given."""
 
 
 class Function(NamedTuple):
@@ -17,11 +35,20 @@ class Function(NamedTuple):
 
     path: str
     qualname: str
-    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    node: Definition
 
     @property
     def where(self) -> str:
         return f"{self.path}:{self.node.lineno}"
+
+    @property
+    def _nodes(self) -> list[ast.AST]:
+        """All nodes, kept with the first of them: to walk them again for each pattern takes longer than to compare them."""
+        kept: list[ast.AST] | None = getattr(self.node, "graphfix_nodes", None)
+        if kept is None:
+            kept = list(ast.walk(self.node))
+            self.node.graphfix_nodes = kept  # type: ignore[union-attr]
+        return kept
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -49,12 +76,10 @@ class Function(NamedTuple):
     def find(self, pattern: str) -> list[ast.stmt | ast.expr]:
         """The parts that equal *pattern*, Python code in which ``...`` stands for anything; in source order.
 
-        ``f(...)`` is a call of ``f`` with any arguments.
+        ``f(...)`` is a call of ``f`` with any arguments, ``f(a, *..., b=c)`` one with these among them.
         """
         wanted = _pattern(pattern)
-        found = [
-            node for node in ast.walk(self.node) if isinstance(node, (ast.stmt, ast.expr)) and _matches(node, wanted)
-        ]
+        found = [node for node in self._nodes if isinstance(node, (ast.stmt, ast.expr)) and _matches(node, wanted)]
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
 
     def only(self, pattern: str) -> ast.stmt | ast.expr | None:
@@ -76,16 +101,68 @@ class Function(NamedTuple):
 
     def mentions(self, /, **times: int) -> bool:
         """Whether these variables are read or assigned so many times: another time says that there is more to it than what was found."""
-        counted = Counter(node.id for node in ast.walk(self.node) if isinstance(node, ast.Name))
+        counted = Counter(node.id for node in self._nodes if isinstance(node, ast.Name))
         return all(counted[name] == number for name, number in times.items())
 
-    def assignments(self, name: str, value: str) -> list[ast.Assign]:
-        """Those of *value*, a pattern, to *name* alone or first: ``name = f(...)``, ``name, other = f(...)``; in source order."""
+    def confines(self, name: str, *patterns: str) -> bool:
+        """Whether the variable or attribute *name* is nowhere but in parts that equal one of *patterns*, and there as often as in it.
+
+        More general than `mentions`: whatever else is done with it says that there is more to it than what was found.
+        """
+        known: set[int] = set()
+        for pattern in patterns:
+            times = len(_named(_pattern(pattern), name))
+            for part in self.find(pattern):
+                here = _named(part, name)
+                if len(here) == times:
+                    known.update(map(id, here))
+        return all(id(node) in known for node in _those_named(self._nodes, name))
+
+    def always(self, pattern: str) -> bool:
+        """Whether the one part that equals *pattern*, a statement, is carried out whenever the function runs to its end."""
+        return self.only(pattern) in self.node.body
+
+    def names(self, name: str) -> bool:
+        """Whether the body has a variable or an attribute of this name."""
+        return any(_named(statement, name) for statement in self.node.body)
+
+    def sets(self, name: str) -> bool:
+        """Whether the variable *name*, a parameter, is given another value: assigned, counted up, deleted, bound by a loop or ``as``."""
+        return self.assigned(name) > 0
+
+    def assigned(self, name: str) -> int:
+        """How often the variable *name* is."""
+        named = (node for node in self._nodes if isinstance(node, ast.Name) and node.id == name)
+        return sum(isinstance(node.ctx, (ast.Store, ast.Del)) for node in named)
+
+    def calls(self, first: ast.AST | None = None, last: ast.AST | None = None) -> frozenset[str]:
+        """The names of what the function calls from the line of *first* to that of *last*; of ``a.b(...)``, ``b``; of what has no name, ``""``."""
+        lines = range(getattr(first, "lineno", 0), getattr(last, "lineno", sys.maxsize))
+        nodes = (node for statement in self.node.body for node in ast.walk(statement))
+        called = (node.func for node in nodes if isinstance(node, ast.Call) and node.lineno in lines)
+        return frozenset(str(getattr(each, "attr", None) or getattr(each, "id", "")) for each in called)
+
+    def own_calls(self) -> frozenset[str]:
+        """The methods of ``self`` that the function calls."""
+        called = (node.func for node in self._nodes if isinstance(node, ast.Call))
+        return frozenset(
+            func.attr
+            for func in called
+            if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) and func.value.id == "self"
+        )
+
+    def inner(self, name: str) -> Function | None:
+        """The function *name* that is defined in this one, if there is one and no other."""
+        found = [node for node in self._nodes if isinstance(node, DEFINITIONS) and node.name == name]
+        return Function(self.path, f"{self.qualname}.{name}", found[0]) if len(found) == 1 else None
+
+    def assignments(self, name: str | None, value: str) -> list[ast.Assign]:
+        """Those of *value*, a pattern, to *name* alone or first: ``name = f(...)``, ``name, other = f(...)``; in source order. None: to any."""
         wanted = _pattern(value)
         return [
             node
             for node in self.find("...")
-            if isinstance(node, ast.Assign) and _first_target(node) == name and _matches(node.value, wanted)
+            if isinstance(node, ast.Assign) and name in {None, first_target(node)} and _matches(node.value, wanted)
         ]
 
     def entering(self, context: str) -> list[ast.With]:
@@ -93,13 +170,13 @@ class Function(NamedTuple):
         wanted = _pattern(context)
         return [
             node
-            for node in ast.walk(self.node)
+            for node in self._nodes
             if isinstance(node, ast.With) and any(_matches(item.context_expr, wanted) for item in node.items)
         ]
 
     def in_one_block(self, *parts: ast.stmt | ast.expr, at_once: bool = False) -> bool:
         """Whether these, statements or expressions that are one, follow each other in one block; *at_once*: with nothing between."""
-        for node in ast.walk(self.node):
+        for node in self._nodes:
             for field in ("body", "orelse", "finalbody"):
                 block = getattr(node, field, None)
                 places = _places(block, parts) if isinstance(block, list) else []
@@ -111,11 +188,17 @@ class Function(NamedTuple):
     def loops_over(self, iterated: str) -> list[ast.For]:
         """The ``for`` loops over *iterated*, a pattern."""
         wanted = _pattern(iterated)
-        return [node for node in ast.walk(self.node) if isinstance(node, ast.For) and _matches(node.iter, wanted)]
+        return [node for node in self._nodes if isinstance(node, ast.For) and _matches(node.iter, wanted)]
+
+    def repeats(self, pattern: str) -> bool:
+        """Whether a part that equals *pattern* is in a loop."""
+        wanted = _pattern(pattern)
+        loops = (node for node in self._nodes if isinstance(node, _LOOPS))
+        return any(_matches(node, wanted) for loop in loops for node in ast.walk(loop))
 
     def loops(self) -> int:
         """How many loops the function has."""
-        return sum(isinstance(node, (ast.For, ast.AsyncFor, ast.While)) for node in ast.walk(self.node))
+        return sum(isinstance(node, _LOOPS) for node in self._nodes)
 
     def at(self, node: ast.stmt | ast.expr) -> str:
         return f"{self.path}:{node.lineno}"
@@ -127,7 +210,7 @@ class Function(NamedTuple):
         return hashlib.sha256(_canonical(self.node).encode()).hexdigest()[:24]
 
 
-def _first_target(node: ast.Assign) -> str | None:
+def first_target(node: ast.Assign) -> str | None:
     target = node.targets[0]
     if isinstance(target, ast.Tuple) and target.elts:
         target = target.elts[0]
@@ -154,6 +237,66 @@ def _is_anything(pattern: object) -> bool:
     return isinstance(pattern, ast.Constant) and pattern.value is Ellipsis
 
 
+def _goes_on(pattern: ast.Call) -> bool:
+    last = pattern.args[-1] if pattern.args else None
+    return isinstance(last, ast.Starred) and _is_anything(last.value)
+
+
+def _named(tree: ast.AST, name: str) -> list[ast.Name | ast.Attribute]:
+    """Variables and attributes of this name."""
+    return _those_named(ast.walk(tree), name)
+
+
+def _those_named(nodes: Iterable[ast.AST], name: str) -> list[ast.Name | ast.Attribute]:
+    return [
+        node
+        for node in nodes
+        if (isinstance(node, ast.Name) and node.id == name) or (isinstance(node, ast.Attribute) and node.attr == name)
+    ]
+
+
+def is_decorated(node: Definition) -> bool:
+    """Whether by something of which it is not known that it runs the function each time."""
+    return any(_first_word(decorator) not in _KNOWN_DECORATORS for decorator in node.decorator_list)
+
+
+def _first_word(node: ast.AST) -> str | None:
+    while isinstance(node, (ast.Call, ast.Attribute)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def binds(statement: ast.stmt, name: str) -> bool:
+    """Whether *statement*, of a module or a class, gives *name* a value: by assignment, import or a definition in a branch."""
+    if isinstance(statement, DEFINITIONS):
+        return False  # what it defines has another name, or is the last definition
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, (ast.Store, ast.Del)):
+            return True
+        if isinstance(node, DEFINITIONS) and node.name == name:
+            return True
+        if isinstance(node, ast.alias) and (node.asname or node.name) == name:
+            return True
+    return False
+
+
+def sets(statement: ast.stmt, qualname: str) -> bool:
+    """Whether *statement*, of a module, assigns to ``Class.method``, or calls ``setattr`` with both."""
+    if isinstance(statement, DEFINITIONS):
+        return False
+    cls, _, method = qualname.rpartition(".")
+    return any(
+        (
+            isinstance(node, ast.Attribute)
+            and node.attr == method
+            and isinstance(node.ctx, ast.Store)
+            and _first_word(node) == cls
+        )
+        or _matches(node, _pattern(f"setattr({cls}, {method!r}, ...)"))
+        for node in ast.walk(statement)
+    )
+
+
 def _matches(node: object, pattern: object) -> bool:
     if _is_anything(pattern):
         return True
@@ -167,6 +310,13 @@ def _matches(node: object, pattern: object) -> bool:
             and not pattern.keywords
         ):
             return _matches(getattr(node, "func", None), pattern.func)
+        if isinstance(pattern, ast.Call) and isinstance(node, ast.Call) and _goes_on(pattern):
+            first = pattern.args[:-1]
+            return (
+                _matches(node.func, pattern.func)
+                and _matches(node.args[: len(first)], first)
+                and all(any(_matches(given, wanted) for given in node.keywords) for wanted in pattern.keywords)
+            )
         return all(
             _matches(getattr(node, field, None), getattr(pattern, field, None))
             for field in pattern._fields

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.trial import Trial
 
 _BACKEND = "vllm/models/deepseek_v4/sparse_mla.py"
+_UTILS = "vllm/v1/attention/backends/utils.py"
 _BACKEND_MODULE = "vllm.models.deepseek_v4.sparse_mla"
 _BACKEND_BEFORE = "vllm/v1/attention/backends/mla/flashmla_sparse.py"
 """Where it was up to 0.22.1."""
@@ -188,7 +189,7 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or --max-model-len 16384.',
     removable="with vLLM 0.28.0",
     runner=None,
-    reads=(_BACKEND, _BACKEND_BEFORE),
+    reads=(_BACKEND, _BACKEND_BEFORE, _UTILS),
     modules=(_BACKEND_MODULE,),
     diagnose=diagnose,
     patches=patches,
@@ -197,6 +198,10 @@ FIX = Fix(
     fallback=FALLBACK,
     default=Mode.OBSERVE,
     applies=applies,
+    evidence=(
+        *(f"{_BACKEND}::DeepseekV4FlashMLAMetadataBuilder.{name}" for name in ("__init__", "build")),
+        f"{_UTILS}::split_decodes_and_prefills",
+    ),
     flags=("--max-model-len=",),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )

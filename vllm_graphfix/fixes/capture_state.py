@@ -7,7 +7,18 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.capturing import FactoryPerPass, WatchedFactory, capture_session, current_session, forward_functions
+from vllm_graphfix.capturing import (
+    BUILDS_STATES,
+    MANAGER,
+    FactoryPerPass,
+    WatchedFactory,
+    builds_each_state,
+    capture_session,
+    current_session,
+    forward_functions,
+    hands_both_passes_one_state,
+    prepares_each_state,
+)
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Together, Verdict
 
 if TYPE_CHECKING:
@@ -15,7 +26,6 @@ if TYPE_CHECKING:
     from vllm_graphfix.source import Source
     from vllm_graphfix.trial import Trial
 
-_MANAGER = "vllm/v1/worker/gpu/cudagraph_utils.py"
 _FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
 _OPERATORS = "vllm/v1/attention/ops/flashmla.py"
 _RUNNER = "vllm/v1/worker/gpu/model_runner.py"
@@ -24,6 +34,12 @@ _EAGLE = {
     "capture-graph-inline": "vllm/v1/worker/gpu/spec_decode/eagle_cudagraph.py",
     "capture-graph-split": "vllm/v1/worker/gpu/spec_decode/eagle/cudagraph.py",
 }
+_GENERATED = (
+    "generate_fn(num_tokens, attn_metadata, slot_mappings, *...)",
+    "generate_fn(num_reqs, num_tokens, attn_metadata, slot_mappings, *...)",
+    "generate_fn(*..., attn_metadata=attn_metadata, slot_mappings=slot_mappings)",
+)
+_PLANS_AT_ONCE = "return torch.ops._flashmla_C.get_mla_decoding_metadata(...)"
 _EAGLE_MODULES = {shape: path.removesuffix(".py").replace("/", ".") for shape, path in _EAGLE.items()}
 
 STATE_CONSUMED = Event(
@@ -34,53 +50,50 @@ FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
-    if not any(map(source.read, (_MANAGER, _RUNNER))):
+    if not any(map(source.read, (MANAGER, _RUNNER))):
         return Diagnosis(Verdict.ABSENT, "no CudaGraphManager: this vLLM has no model runner V2 that captures graphs")
-    capture = source.function(_MANAGER, "CudaGraphManager.capture")
-    capture_graph = source.function(_MANAGER, "CudaGraphManager.capture_graph")
+    if not any(source.says(path, "FlashMLASchedMeta") for path in (_FLASHMLA, _OPERATORS)):
+        planner = source.function(_OPERATORS, "get_mla_metadata")
+        if planner and planner.find(_PLANS_AT_ONCE):
+            return Diagnosis(Verdict.FIXED, "no attention metadata is lazy", planner.where)
+        return Diagnosis.unrecognised("FlashMLA plans in a way", planner or _OPERATORS)
+    capture = source.function(MANAGER, "CudaGraphManager.capture")
+    capture_graph = source.function(MANAGER, "CudaGraphManager.capture_graph")
     if capture is not None and "create_forward_fn" in capture.parameters:
         asked = forward_functions(capture) if capture.takes.startswith("self, create_forward_fn, ") else []
+        if asked and not builds_each_state(source):
+            return Diagnosis.unrecognised("attention states are built in a way", capture)
         for again in asked[1:]:
             return Diagnosis(Verdict.FIXED, "the recorded pass has an attention state of its own", capture.at(again))
         for once in asked:
             (made,) = once.targets
             shape = "factory-with-state" if isinstance(made, ast.Tuple) else "factory"
-            return _affected(source, shape, capture.at(once))
+            return _affected(shape, capture.at(once))
     elif capture_graph is not None:
-        split = source.function(_MANAGER, "CudaGraphManager._capture_full_graph")
+        split = source.function(MANAGER, "CudaGraphManager._capture_full_graph")
         whole = [function for function in (capture_graph, split) if function is not None]
-        built, entered, runs = (
-            [call for function in whole for call in function.find(f"{name}(...)")]
-            for name in ("prepare_inputs_to_capture", "set_forward_context", "model")
-        )
-        graph = (split or capture_graph).only("torch.cuda.graph(...)")
         shape = "capture-graph-split" if split else "capture-graph-inline"
-        two_passes = graph and (len(built), len(entered), len(runs)) == (1, 2, 2) and not capture_graph.loops()
-        if two_passes and _draft_has_two_passes(source, _EAGLE[shape]):
-            return _affected(source, shape, capture_graph.at(*built))
-    return Diagnosis.unrecognised("CudaGraphManager captures graphs in a way", capture or capture_graph or _MANAGER)
+        if (
+            (split or capture_graph).only("torch.cuda.graph(...)")
+            and hands_both_passes_one_state(whole, "model")
+            and _draft_has_two_passes(source, _EAGLE[shape])
+            and prepares_each_state(source)
+        ):
+            return _affected(shape, capture_graph.at(*capture_graph.find("prepare_inputs_to_capture(...)")))
+    return Diagnosis.unrecognised("CudaGraphManager captures graphs in a way", capture or capture_graph or MANAGER)
 
 
 def _draft_has_two_passes(source: Source, path: str) -> bool:
     """Whether the draft's own manager, where there is one, builds one state and runs it twice for a full graph."""
+    if source.read(path) is None:
+        return True
     capture_graph = source.function(path, "EagleCudaGraphManager.capture_graph")
     split = source.function(path, "EagleCudaGraphManager._capture_full_graph")
     whole = [function for function in (capture_graph, split) if function is not None]
-    built = [call for function in whole for call in function.find("prepare_inputs_to_capture(...)")]
-    runs = [call for function in whole for call in function.find("generate_fn(...)")]
-    return source.read(path) is None or (
-        capture_graph is not None
-        and len(built) == 1
-        and len(runs) == 2
-        and not any(function.loops() for function in whole)
-    )
+    return capture_graph is not None and hands_both_passes_one_state(whole, "generate_fn", *_GENERATED)
 
 
-def _affected(source: Source, shape: str, where: str) -> Diagnosis:
-    if not any(source.says(path, "FlashMLASchedMeta") for path in (_FLASHMLA, _OPERATORS)):
-        return Diagnosis(
-            Verdict.FIXED, "one attention state for both passes, but no attention metadata is lazy", where, shape
-        )
+def _affected(shape: str, where: str) -> Diagnosis:
     return Diagnosis(
         Verdict.AFFECTED,
         "the warm-up and the recorded pass share one attention state, whose lazy plan the warm-up consumes",
@@ -273,7 +286,7 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or model runner V1.',
     removable="with vLLM 0.22.0",
     runner="V2",
-    reads=(_MANAGER, _RUNNER, _FLASHMLA, _OPERATORS, *_EAGLE.values()),
+    reads=(*BUILDS_STATES, _RUNNER, _OPERATORS, _EAGLE["capture-graph-inline"]),
     modules=(_MANAGER_MODULE, *_EAGLE_MODULES.values()),
     diagnose=diagnose,
     patches=patches,
@@ -308,7 +321,7 @@ def trial() -> Trial:
             Edit(
                 "second state cut out",
                 "0.22.0",
-                _MANAGER,
+                MANAGER,
                 r"^ {24}forward_fn, attn_state = create_forward_fn\(desc\)\n",
                 "",
                 Verdict.AFFECTED,
@@ -317,7 +330,7 @@ def trial() -> Trial:
             Edit(
                 "a state for the recorded pass",
                 "0.21.0",
-                _MANAGER,
+                MANAGER,
                 r"^( {24})(graph = torch\.cuda\.CUDAGraph\(\)\n)",
                 r"\1forward_fn, attn_state = create_forward_fn(desc)\n\1\2",
                 Verdict.FIXED,
@@ -325,7 +338,7 @@ def trial() -> Trial:
             Edit(
                 "a forward function from elsewhere",
                 "0.18.1",
-                _MANAGER,
+                MANAGER,
                 r"forward_fn = create_forward_fn\(desc\)",
                 "forward_fn = self.forward_of(create_forward_fn, desc)",
                 Verdict.UNRECOGNISED,
@@ -333,7 +346,7 @@ def trial() -> Trial:
             Edit(
                 "inputs from elsewhere",
                 "0.17.1",
-                _MANAGER,
+                MANAGER,
                 r"= prepare_inputs_to_capture\(",
                 "= self.prepare(",
                 Verdict.UNRECOGNISED,
@@ -341,7 +354,7 @@ def trial() -> Trial:
             Edit(
                 "two warm-ups",
                 "0.18.1",
-                _MANAGER,
+                MANAGER,
                 r"^( {20})forward_fn\(CUDAGraphMode\.NONE\)\n",
                 r"\1for _ in range(2):\n\1    forward_fn(CUDAGraphMode.NONE)\n",
                 Verdict.UNRECOGNISED,
@@ -349,7 +362,7 @@ def trial() -> Trial:
             Edit(
                 "one of two states",
                 "0.21.0",
-                _MANAGER,
+                MANAGER,
                 r"^( {20})(forward_fn, attn_state = create_forward_fn\(desc\))\n",
                 r"\1if self.pool:\n\1    \2\n\1else:\n\1    \2\n",
                 Verdict.UNRECOGNISED,

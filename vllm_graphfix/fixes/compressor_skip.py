@@ -252,6 +252,10 @@ FIX = Fix(
     fallback=FALLBACK,
     default=Mode.OBSERVE,
     applies=applies,
+    evidence=(
+        f"{_COMPRESSOR}::CompressorMetadataBuilder.__init__",
+        f"{_COMPRESSOR}::_prefer_two_stage_compressor",
+    ),
     flags=("--enable-dbo", "--async-scheduling"),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.trial import Trial
 
 _BACKEND = "vllm/v1/attention/backends/flash_attn.py"
+_UTILS = "vllm/v1/attention/backends/utils.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.flash_attn"
 _BUILDER = "FlashAttentionMetadataBuilder"
 _TARGET = f"{_BUILDER}.build"
@@ -191,7 +192,7 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
     removable="with vLLM 0.20.0",
     runner=None,
-    reads=(_BACKEND,),
+    reads=(_BACKEND, _UTILS),
     modules=(_BACKEND_MODULE,),
     diagnose=diagnose,
     patches=patches,
@@ -199,6 +200,10 @@ FIX = Fix(
     events=(LENGTHS_OF_ANOTHER_BATCH,),
     fallback=FALLBACK,
     applies=applies,
+    evidence=(
+        f"{_BACKEND}::FlashAttentionImpl.forward",
+        f"{_UTILS}::get_dcp_local_seq_lens",
+    ),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 
@@ -208,6 +213,8 @@ def trial() -> Trial:
     from vllm_graphfix.trial import Edit, Served, Trial, Watched
 
     new = r"^( +)dcp_context_kv_lens = get_dcp_local_seq_lens\(\n((?:.+\n)+?)\1\)\n"
+    size = r"^( +)self\.max_cudagraph_size = .*\n"
+    room = r"torch.zeros(self.vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=self.device)\n"
     kept = r"^( +)local_context_kv_lens = get_dcp_local_seq_lens\(\n((?:.+\n)+?)\1\)\n(?:.+_dcp_context_kv_lens.+\n){3}"
     return Trial(
         scenario="vllm_graphfix.verify.double.scenarios.dcp_context_lens:run",
@@ -221,6 +228,7 @@ def trial() -> Trial:
                 r"\1of_this_rank = get_dcp_local_seq_lens(\n\2\1)\n\1self.of_this_rank[:num_reqs] = of_this_rank\n"
                 r"\1self.of_this_rank[num_reqs:] = 0\n\1dcp_context_kv_lens = self.of_this_rank[:num_reqs]\n",
                 Verdict.FIXED,
+                also=((_BACKEND, size, rf"\g<0>\1self.of_this_rank = {room}"),),
             ),
             Edit(
                 "lengths copied into a buffer of the builder",
@@ -229,6 +237,7 @@ def trial() -> Trial:
                 new,
                 r"\1self.kept[:num_reqs].copy_(get_dcp_local_seq_lens(\n\2\1))\n\1dcp_context_kv_lens = self.kept[:num_reqs]\n",
                 Verdict.FIXED,
+                also=((_BACKEND, size, rf"\g<0>\1self.kept = {room}"),),
             ),
             Edit(
                 "rows of a buffer that nobody writes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import weakref
 from collections.abc import Callable
@@ -56,6 +57,27 @@ _DRAFT_PARAMETERS = (
     "self, num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode"
 )
 
+_POOL_GIVEN = "self.decode_cudagraph_manager.pool = ..."
+_CONFIGURED = ("self.vllm_config.compilation_config.cudagraph_mode", "vllm_config.compilation_config.cudagraph_mode")
+_MODES = ("cudagraph_mode", "decode_batch_desc")
+"""In whose name `propose` has what dispatch says: a mode, or a descriptor."""
+_DISPATCHED = (
+    "cudagraph_mode, cudagraph_size = self.cudagraph_manager.get_cudagraph_runtime_mode(num_reqs)",
+    "get_cudagraph_and_dp_padding(num_reqs, cudagraph_size, cudagraph_mode.value, *...)",
+    "cudagraph_mode = CUDAGraphMode(synced_cudagraph_mode)",
+    "cudagraph_mode == CUDAGraphMode.FULL",
+    "self.generate_draft(num_reqs, num_tokens_padded, *..., cudagraph_runtime_mode=cudagraph_mode)",
+)
+_DISPATCHED_BY_TWO = (
+    "decode_batch_desc, num_tokens_across_dp = dispatch_cg_and_sync_dp(self.decode_cudagraph_manager, num_reqs, num_reqs, *...)",
+    "decode_batch_desc.cg_mode == CUDAGraphMode.FULL",
+    "decode_batch_desc.num_reqs or num_reqs",
+    "self.block_tables.compute_slot_mappings(..., ..., ..., decode_batch_desc.num_tokens)",
+    "self._build_draft_attn_metadata(*..., num_reqs_padded=decode_batch_desc.num_reqs or num_reqs, num_tokens_padded=decode_batch_desc.num_tokens)",
+    "self.decode_cudagraph_manager.run_fullgraph(decode_batch_desc)",
+    "self.generate_draft(num_reqs, decode_batch_desc.num_tokens, *..., cudagraph_runtime_mode=decode_batch_desc.cg_mode)",
+)
+
 DECODE_PADDED_IN_PIECEWISE = Event(
     "decode-padded-in-piecewise",
     "On stock, draft decodes would run in piecewise graphs with more tokens than requests: attention reads past what is valid for the batch.",
@@ -83,12 +105,12 @@ def diagnose(source: Source) -> Diagnosis:
         if source.function(_PACKAGE, "init_speculator") is None:
             return Diagnosis(Verdict.ABSENT, "no draft decodes on model runner V2")
         return Diagnosis.unrecognised("speculators are in a place", _PACKAGE)
-    if init is not None and (chosen := _mode_for_decodes(init, "self.cudagraph_manager = ...")):
+    if init is not None and (chosen := _mode_for_decodes(init, "cudagraph_manager")):
         return Diagnosis(Verdict.FIXED, "draft decodes have full graphs or none", init.at(chosen))
     if manager is not None:
         taken = manager.only("self.cudagraph_mode = ...")
         as_configured = manager.find("self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()")
-        if taken and as_configured and _uses_as_known(source) and _drafts_as_known(source, _SPECULATOR):
+        if taken and as_configured and _uses_as_known(source) and _drafts_as_known(source, _SPECULATOR, _DISPATCHED):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "draft decodes take the configured decode mode as it is, PIECEWISE included",
@@ -100,27 +122,41 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _two_managers(source: Source, init: Function, kernel: Function | None) -> Diagnosis:
     """0.20.0 and later, and the nightlies between PR 37588 and PR 39773."""
-    chosen = _mode_for_decodes(init, "self.decode_cudagraph_manager = ...")
+    speculator = source.function(init.path, init.qualname.partition(".")[0])
+    chosen = _mode_for_decodes(init, "decode_cudagraph_manager")
     if kernel is None or not kernel.find("tl.store(last_token_indices_ptr + req_idx, ...)"):
         return Diagnosis.unrecognised("last_token_indices are written in a way", init)
+    # One manager of the decodes, which is left as it is.
+    if (
+        speculator is None
+        or len(speculator.find("self.decode_cudagraph_manager = ...")) != 1
+        or not init.confines("decode_cudagraph_manager", "self.decode_cudagraph_manager = ...", _POOL_GIVEN)
+    ):
+        return Diagnosis.unrecognised("draft decodes get their manager in a way", init)
     filled = _zero_filled(kernel)
+    if filled and not _covers_all(source, speculator, kernel):
+        return Diagnosis.unrecognised("last_token_indices are filled in a way", kernel)
     if chosen and filled:
         return Diagnosis(
             Verdict.FIXED, "draft decodes have full graphs or none, and stale indices are zeroed", init.at(chosen)
         )
     # Patches are written for Eagle's own managers; a later speculator without the remedy is a shape of its own.
-    if init.qualname != "EagleSpeculator.init_cudagraph_manager" or not init.find(
-        "self.decode_cudagraph_manager.pool = ..."
-    ):
+    if init.qualname != "EagleSpeculator.init_cudagraph_manager" or not init.find(_POOL_GIVEN):
         return Diagnosis.unrecognised("draft decodes choose their mode in a way", init)
-    if (not chosen and init.find("CUDAGraphMode.FULL_DECODE_ONLY")) or (
-        not filled and not kernel.mentions(last_token_indices_ptr=1)
-    ):
+    as_configured = _mode_given(init, "decode_cudagraph_manager") in _CONFIGURED or (
+        _mode_given(init, "decode_cudagraph_manager") == "cudagraph_mode"
+        and not init.find("CUDAGraphMode.FULL_DECODE_ONLY")
+    )
+    if (not chosen and not as_configured) or (not filled and not kernel.mentions(last_token_indices_ptr=1)):
         return Diagnosis.unrecognised("draft decodes are handled in a way", init)
     prepare = source.function(init.path, "prepare_eagle_inputs")
-    if not filled and (prepare is None or not {"input_batch", "last_token_indices"} <= set(prepare.parameters)):
+    if not filled and (
+        prepare is None
+        or not {"input_batch", "last_token_indices"} <= set(prepare.parameters)
+        or not _indices_as_known(source, init.path)
+    ):
         return Diagnosis.unrecognised("last_token_indices are filled in a way", init)
-    if not chosen and not _drafts_as_known(source, init.path):
+    if not chosen and not _drafts_as_known(source, init.path, _DISPATCHED_BY_TWO):
         return Diagnosis.unrecognised("draft decodes are generated in a way", init)
     missing = [
         *(() if chosen else ("draft decodes get the configured mode, PIECEWISE included",)),
@@ -132,12 +168,20 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
 
 def _mode_for_decodes(init: Function, manager: str) -> Any:
     """The statement that chooses a mode for the draft decodes, which their *manager*, made in the same block behind it, is given."""
-    parts = init.each(_CHOSEN, manager)
-    if not parts or not init.in_one_block(*parts):
+    parts = init.each(_CHOSEN, f"self.{manager} = ...")
+    if not parts or not init.in_one_block(*parts) or _mode_given(init, manager) != "cudagraph_mode":
         return None
     chosen, _ = parts
     after = [found for found in init.assignments("cudagraph_mode", "...") if found.lineno > chosen.lineno]
     return chosen if len(after) == 2 else None  # those of the choice
+
+
+def _mode_given(init: Function, manager: str) -> str:
+    """What the manager of the draft decodes is given for a mode, as written."""
+    call = getattr(init.only(f"self.{manager} = ..."), "value", None)
+    given = {keyword.arg: keyword.value for keyword in getattr(call, "keywords", [])}
+    given |= dict(zip(("vllm_config", "device", "cudagraph_mode"), getattr(call, "args", []), strict=False))
+    return ast.unparse(given["cudagraph_mode"]) if "cudagraph_mode" in given else ""
 
 
 def _zero_filled(kernel: Function) -> bool:
@@ -151,15 +195,62 @@ def _zero_filled(kernel: Function) -> bool:
     return False
 
 
+def _covers_all(source: Source, speculator: Function, kernel: Function) -> bool:
+    """Whether the kernel is launched with the speculator's indices, and told how many there are."""
+    name = kernel.qualname.removeprefix("_").removesuffix("_kernel")
+    prepare = source.function(kernel.path, name)
+    launched = prepare and prepare.only(f"{kernel.qualname}[...](*...)")
+    called = speculator.only(f"{name}(*...)")
+    return (
+        prepare is not None
+        and not any(map(prepare.sets, ("last_token_indices", "max_num_reqs")))
+        and {"last_token_indices", "max_num_reqs"} <= _given_to(launched)
+        and {"self.last_token_indices", "self.max_num_reqs"} <= _given_to(called)
+    )
+
+
+def _given_to(call: Any) -> set[str]:
+    given = [*getattr(call, "args", []), *(keyword.value for keyword in getattr(call, "keywords", []))]
+    return {ast.unparse(each) for each in given}
+
+
 def _uses_as_known(source: Source) -> bool:
     """Whether 0.17.x's manager goes by the attributes that the patch sets, and by no copies of them."""
     methods = {name: source.function(_MANAGER, f"{_CLASS}.{name}") for name in _USES}
-    return all(method and all(map(method.find, _USES[name])) for name, method in methods.items())
+    return all(
+        method and all(map(method.find, _USES[name])) for name, method in methods.items()
+    ) and _dispatches_as_known(methods["get_cudagraph_runtime_mode"])
 
 
-def _drafts_as_known(source: Source, path: str) -> bool:
-    draft = source.function(path, _DRAFT)
-    return draft is not None and draft.takes == _DRAFT_PARAMETERS
+def _dispatches_as_known(method: Function | None) -> bool:
+    """Whether what 0.17.x's manager says is its mode, or none."""
+    return method is not None and method.confines(
+        "cudagraph_mode",
+        "cudagraph_mode = self.cudagraph_mode",
+        "cudagraph_mode = CUDAGraphMode.NONE",
+        "cudagraph_mode == CUDAGraphMode.FULL",
+        "return cudagraph_mode, cudagraph_size",
+    )
+
+
+def _drafts_as_known(source: Source, path: str, dispatched: tuple[str, ...]) -> bool:
+    """Whether drafts are generated as the patches know it, in the mode that dispatch says."""
+    draft, propose = source.function(path, _DRAFT), source.function(path, "EagleSpeculator.propose")
+    return (
+        draft is not None
+        and draft.takes == _DRAFT_PARAMETERS
+        and propose is not None
+        and len(propose.find("self.generate_draft(*...)")) == len(propose.find(dispatched[-1])) == 1
+        and any(propose.names(name) and propose.confines(name, *dispatched) for name in _MODES)
+        and propose.confines("generate_draft", "self.generate_draft(*...)")
+    )
+
+
+def _indices_as_known(source: Source, path: str) -> bool:
+    """Whether a draft hands its indices to `prepare_eagle_inputs`, and does nothing else with them."""
+    propose = source.function(path, "EagleSpeculator.propose")
+    call = propose and propose.only("prepare_eagle_inputs(*...)")
+    return propose is not None and call is not None and propose.confines("last_token_indices", ast.unparse(call))
 
 
 def _no_piecewise_draft_decodes(stock: StockFunction) -> StockFunction:
@@ -364,6 +455,7 @@ FIX = Fix(
     events=(DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES),
     fallback=FALLBACK,
     applies=applies,
+    evidence=(f"{_UTILS}::get_cudagraph_sizes",),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 
@@ -390,8 +482,8 @@ def trial() -> Trial:
                 "a mode that is chosen",
                 "0.17.1",
                 _SPECULATOR,
-                r"^( *)self\.cudagraph_manager = EagleCudaGraphManager\(",
-                rf"{configured}{chosen}\g<0>",
+                r"^( *)self\.cudagraph_manager = EagleCudaGraphManager\(vllm_config, device",
+                rf"{configured}{chosen}\g<0>, cudagraph_mode",
                 Verdict.FIXED,
             ),
             Edit("nightly without the mode", "0.20.0", _SPECULATOR, mode, "", affected, shape="two-managers-mode"),

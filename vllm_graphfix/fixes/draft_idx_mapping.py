@@ -21,6 +21,8 @@ _EAGLE, _BASE = f"{_FOLDER}/eagle/speculator.py", f"{_FOLDER}/speculator.py"
 _EAGLE_MODULE, _BASE_MODULE = f"{_PACKAGE}.eagle.speculator", f"{_PACKAGE}.speculator"
 _DRAFTS = f"{_FOLDER}/autoregressive/speculator.py"
 _DFLASH, _DFLASH_MODULE = f"{_FOLDER}/dflash/speculator.py", f"{_PACKAGE}.dflash.speculator"
+_GRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
+_DATA_PARALLEL = "vllm/v1/worker/gpu/dp_utils.py"
 _GUMBEL = "vllm/v1/worker/gpu/sample/gumbel.py"
 _SAMPLERS = ("gumbel_block_argmax", "_gumbel_sample_kernel")
 """What stores a row's logits; the first that there is."""
@@ -330,7 +332,7 @@ FIX = Fix(
     workaround="draft_sample_method greedy (before 0.21 rejection_sample_method strict), which are the defaults, or --enforce-eager.",
     removable="with vLLM 0.25.0",
     runner="V2",
-    reads=(_BASE, _EAGLE, _DRAFTS, _DFLASH, _GUMBEL),
+    reads=(_BASE, _EAGLE, _DRAFTS, _DFLASH, _GUMBEL, _GRAPHS, _DATA_PARALLEL),
     modules=(_EAGLE_MODULE, _BASE_MODULE, _DFLASH_MODULE),
     diagnose=diagnose,
     patches=patches,
@@ -338,6 +340,24 @@ FIX = Fix(
     events=(ROWS_PADDED_WITH_REQUESTS,),
     fallback=FALLBACK,
     applies=applies,
+    evidence=(
+        *(
+            f"{_EAGLE}::EagleSpeculator.{name}"
+            for name in ("prefill", "multi_step_decode", "generate_draft", "_sample_draft")
+        ),
+        *(
+            f"{_EAGLE}::{name}"
+            for name in ("prepare_eagle_inputs", "prepare_eagle_decode", "update_eagle_draft_inputs")
+        ),
+        *(
+            f"{_DRAFTS}::AutoRegressiveSpeculator.{name}"
+            for name in ("__init__", "propose", "_prefill", "_multi_step_decode", "_generate_draft")
+        ),
+        *(f"{_DRAFTS}::{name}" for name in ("prepare_prefill_inputs", "prepare_decode_inputs")),
+        f"{_GUMBEL}::gumbel_sample",
+        *(f"{_GRAPHS}::CudaGraphManager.{name}" for name in ("dispatch", "run_fullgraph")),
+        f"{_DATA_PARALLEL}::dispatch_cg_and_sync_dp",
+    ),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 

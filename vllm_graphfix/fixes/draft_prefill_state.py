@@ -7,17 +7,23 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.capturing import (
+    BUILDS_STATES,
+    MANAGER,
     FactoryPerPass,
     RebuildableStates,
     UntouchedStates,
     asks_per_pass,
+    builds_each_state,
     forward_functions,
     has_consumed_plan,
     is_full,
+    prepares_each_state,
 )
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
 
 if TYPE_CHECKING:
+    import ast
+
     from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
@@ -28,9 +34,13 @@ _SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
 _EAGLE = f"{_SPEC_DECODE}/eagle/cudagraph.py"
 _LATER = (f"{_SPEC_DECODE}/autoregressive/cudagraph_utils.py", f"{_SPEC_DECODE}/target_dependent_ar/cudagraph_utils.py")
 _PACKAGE = f"{_SPEC_DECODE}/__init__.py"
-_MANAGER = "vllm/v1/worker/gpu/cudagraph_utils.py"
 _MANAGER_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
 _EAGLE_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.cudagraph"
+
+_RUNNER = "vllm/v1/worker/gpu/model_runner.py"
+_SPECULATOR = f"{_SPEC_DECODE}/eagle/speculator.py"
+_RUN = "forward_fn(num_reqs, num_tokens, attn_metadata, slot_mappings, *...)"
+_PAIR = "the draft's warm-up has an attention state of its own"
 
 CAPTURED_STATE_REUSED = Event(
     "captured-state-reused",
@@ -40,44 +50,77 @@ FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
+    in_a_way = "the draft's prefill gets its attention states in a way"
     capture = source.function(_EAGLE, "PrefillEagleCudaGraphManager.capture")
     if capture is not None:
+        if chosen := _state_of_a_pair(source, capture):
+            return Diagnosis(Verdict.FIXED, _PAIR, capture.at(chosen))
         shared = capture.only("attn_state = full_cg_attn_states[desc]")
         taken = capture.takes.startswith("self, forward_fn, full_cg_attn_states, ")
-        if shared and capture.mentions(full_cg_attn_states=1) and taken and _states_as_known(source, capture):
+        if shared and taken and _used_as_known(capture) and _states_as_known(source) and _handed_on_as_known(source):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "the draft's prefill is warmed up and captured on the target's captured attention states",
                 capture.at(shared),
                 "target-states",
             )
-        return Diagnosis.unrecognised("the draft's prefill gets its attention states in a way", capture)
+        return Diagnosis.unrecognised(in_a_way, capture)
     for path in _LATER:
         pair = source.function(path, "PrefillSpeculatorCudaGraphManager.capture")
         if pair is not None:
-            chosen = pair.only("attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured")
-            made = source.function(_MANAGER, "CudaGraphManager.capture")
-            two = made and made.only("AttentionStatePair(warmup_attn_state, capture_attn_state)")
-            if chosen and two and pair.mentions(attn_state=3, attn_state_pair=3, warmup=1):
-                return Diagnosis(
-                    Verdict.FIXED, "the draft's warm-up has an attention state of its own", pair.at(chosen)
-                )
-            return Diagnosis.unrecognised("the draft's prefill gets its attention states in a way", pair)
+            if chosen := _state_of_a_pair(source, pair):
+                return Diagnosis(Verdict.FIXED, _PAIR, pair.at(chosen))
+            return Diagnosis.unrecognised(in_a_way, pair)
         own = source.function(path, "SpeculatorCudaGraphManager.capture")
         if own is not None:
-            if own.find("prepare_inputs_to_capture(...)") and "attn_states" not in own.parameters:
+            factory = own.inner("create_forward_fn")
+            built = factory and factory.always("attn_metadata, slot_mappings = prepare_inputs_to_capture(...)")
+            if built and "attn_states" not in own.parameters and prepares_each_state(source):
                 return Diagnosis(Verdict.FIXED, "the draft's passes build attention states of their own", own.where)
-            return Diagnosis.unrecognised("the draft's prefill gets its attention states in a way", own)
+            return Diagnosis.unrecognised(in_a_way, own)
     eagle = source.function(_EAGLE, "EagleCudaGraphManager.capture")
     if eagle is not None or source.function(_PACKAGE, "init_speculator") is None or _older_layout(source):
         return Diagnosis(Verdict.ABSENT, "no capture of a draft's prefill on the target's attention states")
     return Diagnosis.unrecognised("speculators are in a place", _PACKAGE)
 
 
-def _states_as_known(source: Source, capture: Function) -> bool:
-    """Whether the draft's passes and the target's are a warm-up and a graph, and the target's states are returned as they are."""
-    manager = source.function(_MANAGER, "CudaGraphManager.capture")
-    target = source.function(_MANAGER, "ModelCudaGraphManager.capture")
+def _state_of_a_pair(source: Source, capture: Function) -> ast.stmt | ast.expr | None:
+    """Where the draft takes the target's state of its warm-up for its own, and the captured one for its graph; None if that is not known."""
+    chosen = capture.only("attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured")
+    manager = source.function(MANAGER, "CudaGraphManager.capture")
+    if manager is None or chosen is None or len(forward_functions(manager)) != 2:
+        return None
+    parts = (
+        capture.mentions(attn_state=3, attn_state_pair=3, warmup=1),
+        manager.only("forward_fn, warmup_attn_state = create_forward_fn(desc, warmup=True)"),
+        manager.only("forward_fn, capture_attn_state = create_forward_fn(desc, warmup=False)"),
+        manager.only("AttentionStatePair(warmup_attn_state, capture_attn_state)"),
+        manager.mentions(warmup_attn_state=4, capture_attn_state=2),
+        builds_each_state(source),
+    )
+    return chosen if all(parts) else None
+
+
+def _used_as_known(capture: Function) -> bool:
+    """Whether the draft's passes are given what the state says, and nothing else is done with it."""
+    factory = capture.inner("create_forward_fn")
+    unpacked = "attn_metadata, slot_mappings = attn_state"
+    return (
+        factory is not None
+        and capture.confines("full_cg_attn_states", "attn_state = full_cg_attn_states[desc]")
+        and capture.confines("attn_state", "attn_state = full_cg_attn_states[desc]", unpacked, "return fwd, attn_state")
+        and all(map(factory.always, ("attn_state = full_cg_attn_states[desc]", unpacked, "return fwd, attn_state")))
+        and capture.confines("attn_metadata", unpacked, _RUN)
+        and not any(map(factory.names, factory.parameters[1:]))
+        and capture.only("super().capture(create_forward_fn, progress_bar_desc)") is not None
+        and capture.confines("create_forward_fn", "super().capture(create_forward_fn, progress_bar_desc)")
+    )
+
+
+def _states_as_known(source: Source) -> bool:
+    """Whether the target's passes are a warm-up and a graph, and its states are built whenever they are asked for, and returned as they are."""
+    manager = source.function(MANAGER, "CudaGraphManager.capture")
+    target = source.function(MANAGER, "ModelCudaGraphManager.capture")
     if manager is None or target is None or not manager.takes.startswith("self, create_forward_fn, "):
         return False
     parts = (
@@ -85,9 +128,28 @@ def _states_as_known(source: Source, capture: Function) -> bool:
         manager.only("return ..."),
         manager.only("return captured_attn_states"),
         target.only("return super().capture(create_forward_fn, ...)"),
-        capture.only("super().capture(create_forward_fn, progress_bar_desc)"),
+        builds_each_state(source),
     )
     return all(parts)
+
+
+def _handed_on_as_known(source: Source) -> bool:
+    """Whether the target's states go as they are through the model runner and the speculator."""
+    runner = source.function(_RUNNER, "GPUModelRunner.capture_model")
+    speculator = source.function(_SPECULATOR, "EagleSpeculator.capture")
+    returned, taken = (
+        "captured_attn_states = self.cudagraph_manager.capture(*...)",
+        "self.speculator.capture(captured_attn_states)",
+    )
+    given = "self.prefill_cudagraph_manager.capture(self.prefill, attn_states, *...)"
+    return (
+        runner is not None
+        and speculator is not None
+        and None not in map(runner.only, (returned, taken))
+        and runner.confines("captured_attn_states", returned, taken)
+        and speculator.only(given) is not None
+        and speculator.confines("attn_states", given)
+    )
 
 
 def _older_layout(source: Source) -> bool:
@@ -199,7 +261,7 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or serving without speculative decoding.',
     removable="with vLLM 0.23.0",
     runner="V2",
-    reads=(_EAGLE, _MANAGER, *_LATER, _PACKAGE, f"{_SPEC_DECODE}/eagle_cudagraph.py"),
+    reads=(*BUILDS_STATES, _PACKAGE, _RUNNER, _SPECULATOR, f"{_SPEC_DECODE}/eagle_cudagraph.py"),
     modules=(_MANAGER_MODULE, _EAGLE_MODULE),
     diagnose=diagnose,
     patches=patches,
@@ -234,7 +296,9 @@ def trial() -> Trial:
                 r"\A",
                 "class SpeculatorCudaGraphManager:\n"
                 "    def capture(self, forward_fn):\n"
-                "        forward_fn(prepare_inputs_to_capture(self.input_buffers))\n",
+                "        def create_forward_fn(desc):\n"
+                "            attn_metadata, slot_mappings = prepare_inputs_to_capture(self.input_buffers)\n"
+                "            return lambda mode: forward_fn(attn_metadata, slot_mappings, mode)\n",
                 Verdict.FIXED,
                 also=((_EAGLE, r"^class PrefillEagleCudaGraphManager", "class PrefillsOfEagle"),),
             ),

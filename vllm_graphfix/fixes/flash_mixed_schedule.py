@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from vllm_graphfix.trial import Trial
 
 _BACKEND = "vllm/v1/attention/backends/flash_attn.py"
+_KERNELS = "vllm/v1/attention/backends/fa_utils.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.flash_attn"
 _BUILDER = "FlashAttentionMetadataBuilder"
 _TARGET = f"{_BUILDER}.build"
+_STORED = ("self.scheduler_metadata[:n] = scheduler_metadata", "self.scheduler_metadata[n:] = 0")
+_GIVEN = ("scheduler_metadata = self.scheduler_metadata[:n]", "return self.scheduler_metadata[:n]")
+"""What graphs read is written first."""
 _FULL_GRAPHS = "self.use_full_cuda_graph = self.compilation_config.cudagraph_mode.has_full_cudagraphs()"
 
 SCHEDULES_MADE_FOR_THE_GRAPH = Event(
@@ -87,7 +91,10 @@ def _schedules_by_it(build: Function, builder: Function) -> bool:
         and lengths.count("max_query_len") >= 2
         and lengths.count("num_actual_tokens") == len(lengths) - lengths.count("max_query_len") == prefixes // 2
         and builder.gives("get_scheduler_metadata(...)", "max_seqlen_q=max_query_len")
-        and builder.only("self.scheduler_metadata[:n] = scheduler_metadata") is not None
+        and any(
+            parts != [] and builder.in_one_block(*parts)
+            for parts in (builder.each(*_STORED, given) for given in _GIVEN)
+        )
     )
 
 
@@ -209,7 +216,7 @@ FIX = Fix(
     "FULL of it.",
     removable="not yet: no release up to 0.33.0 has a remedy",
     runner=None,
-    reads=(_BACKEND,),
+    reads=(_BACKEND, _KERNELS),
     modules=(_BACKEND_MODULE,),
     diagnose=diagnose,
     patches=patches,
@@ -217,6 +224,10 @@ FIX = Fix(
     events=(SCHEDULES_MADE_FOR_THE_GRAPH,),
     fallback=FALLBACK,
     applies=applies,
+    evidence=(
+        *(f"{_BACKEND}::{_BUILDER}.{name}" for name in ("_get_scheduler_metadata", "_store_scheduler_metadata")),
+        f"{_KERNELS}::get_flash_attn_version",
+    ),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 
@@ -248,6 +259,22 @@ def trial() -> Trial:
                 graphs,
                 r"\g<0>\1max_query_len = num_actual_tokens\n",
                 Verdict.FIXED,
+            ),
+            Edit(
+                "the same, and given before it is stored",
+                "0.33.0",
+                _BACKEND,
+                r"^( +)max_query_len = common_attn_metadata\.max_query_len\n( +max_seq_len = )",
+                r"\1max_query_len = common_attn_metadata.max_query_len\n\1if self.use_full_cuda_graph:\n"
+                r"\1    max_query_len = num_actual_tokens\n\2",
+                Verdict.UNRECOGNISED,
+                also=(
+                    (
+                        _BACKEND,
+                        r"^( +)(self\.scheduler_metadata\[:n\] = scheduler_metadata\n(?:.*\n)*?)( +return self\.scheduler_metadata\[:n\]\n)",
+                        r"\3\1\2",
+                    ),
+                ),
             ),
             Edit(
                 "the same wherever there are full graphs",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from vllm_graphfix.capturing import plans_each_batch
 from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Together, Verdict
 
 if TYPE_CHECKING:
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
 _BACKEND = "vllm/v1/attention/backends/mla/flashmla.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.mla.flashmla"
 _OPERATORS = "vllm/v1/attention/ops/flashmla.py"
+_CALLER = "vllm/model_executor/layers/attention/mla_attention.py"
 
 _POINTED_AT = (
     "scheduler_metadata.tile_scheduler_metadata = tile_scheduler_metadata",
     "scheduler_metadata.num_splits = num_splits",
 )
+_PLANNED = "tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8(...)"
 _BUFFERS = ("self.cg_buf_tile_scheduler_metadata", "self.cg_buf_num_splits")
 _FULL_GRAPHS = "if self.compilation_config.cudagraph_mode.has_full_cudagraphs(): ..."
 _KEPT = (
@@ -54,11 +57,11 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.unrecognised("dense fp8 is planned in a place", _BACKEND)
     planned = build.only("get_mla_metadata_dense_fp8(...)")
     if planned and build.each(*_POINTED_AT):
-        if _all_kept(build):
+        if _all_kept(source, build):
             return Diagnosis(Verdict.FIXED, "the plan is copied into persistent buffers", build.at(planned))
         init = source.function(_BACKEND, "FlashMLAMetadataBuilder.__init__")
         flag = build.find("self.is_fp8_kvcache") and not build.find("not self.is_fp8_kvcache")
-        if init and init.each(*_MADE) and flag and not any(map(build.find, _BUFFERS)):
+        if init and init.each(*_MADE) and flag and not any(map(build.find, _BUFFERS)) and _new_as_known(source, build):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "every batch gets a new plan, but graphs read the one of their capture",
@@ -68,8 +71,9 @@ def diagnose(source: Source) -> Diagnosis:
     return Diagnosis.unrecognised("the plan of dense fp8 is kept in a way", build)
 
 
-def _all_kept(build: Function) -> bool:
+def _all_kept(source: Source, build: Function) -> bool:
     """Whether the plan that the metadata point at is that of the buffers, and no other, where there are full graphs."""
+    builder = source.function(_BACKEND, "FlashMLAMetadataBuilder")
     full, kept = build.each(_FULL_GRAPHS), build.each(*_KEPT)
     return (
         full != []
@@ -78,6 +82,40 @@ def _all_kept(build: Function) -> bool:
         and build.in_one_block(*kept)
         and kept[1] in getattr(full[0], "body", [])
         and build.in_one_block(*full, *build.each(*_POINTED_AT))
+        and not build.own_calls()
+        # Made once, with the builder, and only written into.
+        and builder is not None
+        and all(len(builder.find(f"{buffer} = ...")) == 2 and not build.find(f"{buffer} = ...") for buffer in _BUFFERS)
+        and _built_each_time(source)
+    )
+
+
+def _new_as_known(source: Source, build: Function) -> bool:
+    """Whether planner and builder make a plan for each batch, and neither they nor the builder's caller keep one."""
+    planner = source.function(_OPERATORS, "get_mla_metadata_dense_fp8")
+    pointed = dict(zip(("tile_scheduler_metadata", "num_splits"), _POINTED_AT, strict=True))
+    return (
+        planner is not None
+        and planner.always("return torch.ops._flashmla_extension_C.get_mla_decoding_metadata_dense_fp8(...)")
+        and all(build.confines(name, _PLANNED, part, f"{name}.size(...)") for name, part in pointed.items())
+        and plans_each_batch(build)
+        and not build.own_calls()
+        and _built_each_time(source)
+    )
+
+
+def _built_each_time(source: Source) -> bool:
+    """Whether the builder's caller has the metadata of decodes made for each batch, and keeps none."""
+    caller = source.function(_CALLER, "MLACommonMetadataBuilder.build")
+    return (
+        caller is not None
+        and caller.only("decode_metadata = self._build_decode(*...)") is not None
+        and caller.confines(
+            "decode_metadata",
+            "decode_metadata = None",
+            "decode_metadata = self._build_decode(*...)",
+            "self.metadata_cls(*..., decode=decode_metadata)",
+        )
     )
 
 
@@ -181,7 +219,7 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --kv-cache-dtype auto.',
     removable="with vLLM 0.19.0",
     runner=None,
-    reads=(_BACKEND, _OPERATORS),
+    reads=(_BACKEND, _OPERATORS, _CALLER),
     modules=(_BACKEND_MODULE,),
     diagnose=diagnose,
     patches=patches,
@@ -224,6 +262,15 @@ def trial() -> Trial:
             Edit("remedy cut out", "0.23.0", _BACKEND, copied, "", Verdict.AFFECTED, cut, runs=True),
             Edit("remedy cut out, 0.33.0", "0.33.0", _BACKEND, copied, "", Verdict.AFFECTED, cut),
             Edit("the plan kept in buffers", "0.18.1", _BACKEND, pointed, rf"{kept}\g<0>", Verdict.FIXED),
+            Edit(
+                "the plan kept in buffers, and made elsewhere",
+                "0.18.1",
+                _BACKEND,
+                pointed,
+                rf"{kept}\g<0>",
+                Verdict.UNRECOGNISED,
+                also=((_CALLER, r"decode_metadata = self\._build_decode\(", "decode_metadata = self._kept_decode("),),
+            ),
             Edit(
                 "the plan handed elsewhere",
                 "0.18.1",

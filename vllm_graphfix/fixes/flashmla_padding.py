@@ -11,6 +11,7 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunct
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
+    from vllm_graphfix.syntax import Function
     from vllm_graphfix.trial import Trial
     from vllm_graphfix.verify.engine.sign import Observed, Sign
 
@@ -24,6 +25,10 @@ _PARAMETERS = (
 )
 _NULL_BLOCK = 0
 """The block that vLLM's block pool keeps for itself and never gives to a request."""
+
+_TABLES = ("block_table_gid_0 = _get_block_table(0)", "cm.block_table_tensor = _get_block_table(kv_cache_gid)")
+_KERNELS = ("flash_mla_with_kvcache_fp8", "flash_mla_with_kvcache")
+_WIDTH = "attn_metadata.decode.block_table.shape"
 
 PADDED_ROWS_GIVEN = Event(
     "padded-rows-given",
@@ -45,12 +50,23 @@ def diagnose(source: Source) -> Diagnosis:
     # Made in one of two ways, padded, returned.
     padded = build.only("blk_table_tensor[num_reqs:num_reqs_padded].fill_(...)")
     returned = build.only("return blk_table_tensor")
-    if padded and returned and build.mentions(blk_table_tensor=4) and build.in_one_block(padded, returned):
+    if (
+        padded
+        and returned
+        and build.mentions(blk_table_tensor=4)
+        and build.in_one_block(padded, returned)
+        and not build.sets("num_reqs")
+    ):
         null_block = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(NULL_BLOCK_ID)")
         if null_block and build.mentions(NULL_BLOCK_ID=1) and not _assigns(source, "NULL_BLOCK_ID"):
             return Diagnosis(Verdict.FIXED, "block tables are padded with the null block", build.at(padded))
         minus_one = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(-1)")
-        if minus_one and build_decode.takes == _PARAMETERS and _knows_fp8(source):
+        if (
+            minus_one
+            and build_decode.takes == _PARAMETERS
+            and _knows_fp8(source)
+            and _followed_as_known(source, build, build_decode)
+        ):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "block tables are padded with -1, which dense fp8 FlashMLA follows",
@@ -58,6 +74,32 @@ def diagnose(source: Source) -> Diagnosis:
                 "minus-one",
             )
     return Diagnosis.unrecognised("block tables are padded in a way", build)
+
+
+def _followed_as_known(source: Source, build: Function, build_decode: Function) -> bool:
+    """Whether block tables go as they are from where they are padded to the kernel."""
+    attention = source.function(_BACKEND, "FlashMLAImpl")
+    operator = source.function(_OPERATORS, "flash_mla_with_kvcache_fp8")
+    return (
+        attention is not None
+        and operator is not None
+        and build.confines("_get_block_table", *_TABLES)
+        and build.confines(
+            "block_table_gid_0", _TABLES[0], "CommonAttentionMetadata(*..., block_table_tensor=block_table_gid_0)"
+        )
+        and build_decode.confines(
+            "block_table_tensor", "return FlashMLADecodeMetadata(*..., block_table=block_table_tensor)"
+        )
+        and attention.find("flash_mla_with_kvcache_fp8(*..., block_table=attn_metadata.decode.block_table)") != []
+        and attention.confines(
+            "block_table",
+            *(f"{kernel}(*..., block_table=attn_metadata.decode.block_table)" for kernel in _KERNELS),
+            _WIDTH,
+        )
+        and operator.confines(
+            "block_table", "torch.ops._flashmla_extension_C.fwd_kvcache_mla_fp8(..., ..., ..., ..., block_table, *...)"
+        )
+    )
 
 
 def _knows_fp8(source: Source) -> bool:

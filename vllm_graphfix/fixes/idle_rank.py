@@ -84,7 +84,8 @@ def _left_by_v1(source: Source, run: Function | None) -> tuple[str, ...] | None:
     if run is None or build is None or tables is None or table is None or buffers is None or batch is None:
         return None
     known = (
-        build.only("blk_table = self.input_batch.block_table[kv_cache_gid]")
+        run.only("force_attention or cudagraph_runtime_mode == CUDAGraphMode.FULL")  # when a step is given metadata
+        and build.only("blk_table = self.input_batch.block_table[kv_cache_gid]")
         and tables.only("block_table.commit_block_table(num_reqs)")
         and len(tables.loops_over("self.block_tables")) == 1
         and table.only("self.block_table.copy_to_gpu(num_reqs)")
@@ -383,6 +384,13 @@ FIX = Fix(
     events=(IDLE_STEP_ON_REAL_BLOCKS,),
     fallback=FALLBACK,
     applies=applies,
+    evidence=(
+        f"{_RUNNER}::GPUModelRunner._get_slot_mappings",
+        *(f"{_TABLE}::BlockTable.{name}" for name in ("_make_buffer", "clear_row", "get_device_tensor")),
+        f"{_TABLE}::MultiGroupBlockTable.__getitem__",
+        f"{_BATCH}::InputBatch.remove_request",
+        *(f"{path}::{name}._get_slot_mapping" for path, name in _PROPOSERS),
+    ),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 
@@ -411,6 +419,26 @@ def trial() -> Trial:
                         _PROPOSER,
                         rf"^( *)(slot_mapping_dict = {slots}\n)",
                         r"\1self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n\1\2",
+                    ),
+                ),
+            ),
+            Edit(
+                "emptied, and not for the mode of a full graph",
+                "0.33.0",
+                _RUNNER,
+                r"^( *)self\.input_batch\.block_table\.commit_block_table\(num_reqs_padded\)\n",
+                r"\1for table in self.input_batch.block_table.block_tables:\n\1    table.get_device_tensor(num_reqs_padded).zero_()\n",
+                Verdict.UNRECOGNISED,
+                also=(
+                    (
+                        _PROPOSER,
+                        rf"^( *)(slot_mapping_dict = {slots}\n)",
+                        r"\1self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n\1\2",
+                    ),
+                    (
+                        _RUNNER,
+                        r"(if force_attention or cudagraph_runtime_mode == CUDAGraphMode\.FULL)",
+                        r"\1_DECODE_ONLY",
                     ),
                 ),
             ),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.verify.engine.sign import Observed, Sign
 
 _INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
+_UTILS = "vllm/v1/attention/backends/utils.py"
 _INDEXER_MODULE = "vllm.v1.attention.backends.mla.indexer"
 _BUILDER = "DeepseekV32IndexerMetadataBuilder"
 _TARGET = f"{_BUILDER}._prepare_decode_tensors"
@@ -67,8 +68,8 @@ def diagnose(source: Source) -> Diagnosis:
         after = _clamped_after(build)
         if after is not None:
             return Diagnosis(Verdict.FIXED, "lengths are at least 0 once they are prepared", build.at(after))
-        clamped = _only_of(prepare, [clamp.format(_LENGTH) for clamp in _CLAMPS])
-        if clamped and _gives_the_kernels_lengths(kernel, _CLAMPS_IN_A_KERNEL):
+        clamped = _clamped_when_written(prepare)
+        if clamped is not None and _gives_the_kernels_lengths(kernel, _CLAMPS_IN_A_KERNEL):
             return Diagnosis(Verdict.FIXED, "lengths of tokens are at least 0", prepare.at(clamped))
         for shape, statements in _WRITTEN.items():
             written = prepare.each(*statements)
@@ -112,11 +113,21 @@ def _returns_what_it_wrote(prepare: Function) -> bool:
     return counts == (2, 2, 1, 3)
 
 
+def _clamped_when_written(prepare: Function) -> ast.stmt | ast.expr | None:
+    """What writes lengths of at least 0 where graphs read them, if that is what is returned."""
+    for statements in _WRITTEN.values():
+        for clamp in _CLAMPS:
+            written = prepare.each(*(each.replace(f"= {_LENGTH}", f"= {clamp.format(_LENGTH)}") for each in statements))
+            if written and prepare.in_one_block(*written, at_once=True) and _returns_what_it_wrote(prepare):
+                return written[-2]
+    return None
+
+
 def _clamped_after(build: Function) -> ast.stmt | ast.expr | None:
-    """What makes all lengths at least 0 right after they are prepared, if there is one."""
+    """What makes all lengths at least 0 right after they are prepared, if there is one: in place, where graphs read them."""
     prepared = build.only(_PREPARED)
-    clamps = [clamp.format("seq_lens") for clamp in _CLAMPS]
-    done = _only_of(build, [clamp for clamp in clamps if "_(" in clamp] + [f"seq_lens = {clamp}" for clamp in clamps])
+    in_place = [clamp.format("seq_lens") for clamp in _CLAMPS if "_(" in clamp]
+    done = _only_of(build, [form for clamp in in_place for form in (clamp, f"seq_lens = {clamp}")])
     return done if prepared and done and build.in_one_block(prepared, done, at_once=True) else None
 
 
@@ -125,9 +136,9 @@ def _hands_on_what_was_prepared(build: Function) -> bool:
     prepared = build.only(_PREPARED)
     scheduled = build.only("get_paged_mqa_logits_metadata(...)")
     made = build.only("decode_metadata = DeepSeekV32IndexerDecodeMetadata(...)")
-    corrected = [
-        part for name in ("clamp", "clamp_", "clamp_min", "clamp_min_") for part in build.find(f"seq_lens.{name}(...)")
-    ]
+    names = [f"seq_lens.{name}" for name in ("clamp", "clamp_", "clamp_min", "clamp_min_", "relu", "relu_")]
+    names += [f"torch.{name}" for name in ("clamp", "clamp_min", "maximum", "relu")]
+    corrected = [part for name in names for part in build.find(f"{name}(...)")]
     return bool(
         prepared
         and scheduled
@@ -267,7 +278,7 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or no speculative decoding.',
     removable="with vLLM 0.28.0",
     runner=None,
-    reads=(_INDEXER,),
+    reads=(_INDEXER, _UTILS),
     modules=(_INDEXER_MODULE,),
     diagnose=diagnose,
     patches=patches,
@@ -275,6 +286,10 @@ FIX = Fix(
     events=(PADDED_ROWS_BELOW_ZERO,),
     fallback=FALLBACK,
     applies=applies,
+    evidence=(
+        f"{_INDEXER}::{_BUILDER}.__init__",
+        f"{_UTILS}::split_decodes_and_prefills",
+    ),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 
@@ -330,13 +345,23 @@ def trial() -> Trial:
                 r"\1            seq_lens.clamp_(min=0)\n",
                 fixed,
             ),
+            Edit("clamped afterwards", "0.27.1", _INDEXER, prepared, r"\1            seq_lens.clamp_(min=0)\n", fixed),
             Edit(
-                "clamped afterwards",
+                "clamped into a new tensor",
                 "0.27.1",
                 _INDEXER,
                 prepared,
                 r"\1            seq_lens = torch.clamp(seq_lens, min=0)\n",
-                fixed,
+                unknown,
+            ),
+            Edit(
+                "clamped into a new tensor where they are written",
+                "0.27.1",
+                _INDEXER,
+                r"^( +)seq_lens_buffer\[:\] = \(\n((?: {20}.*\n)+) {16}\)\n\1seq_lens = seq_lens_buffer\n",
+                r"\1seq_lens = (\n\2                ).clamp(min=0)\n",
+                unknown,
+                also=((_INDEXER, r"= (seq_len - max_decode_len \+ local_idx \+ 1)$", r"= tl.maximum(0, \1)"),),
             ),
             Edit("clamped in the buffer alone", "0.20.0", _INDEXER, in_the_buffer, r"\1.clamp_(min=0)", unknown),
             Edit("not clamped in the kernel", "0.28.0", _INDEXER, in_the_kernel, r"\1", unknown),

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _BUILDER = "vllm/v1/attention/backends/mamba_attn.py"
+_LATER = "vllm/v1/attention/backends/mamba2_attn.py"
+_UTILS = "vllm/v1/attention/backends/utils.py"
 _BUILDER_MODULE = "vllm.v1.attention.backends.mamba_attn"
 _BASE = "BaseMambaAttentionMetadataBuilder"
 _TARGET = f"{_BASE}.update_block_table"
@@ -201,7 +203,7 @@ FIX = Fix(
     "--mamba-cache-mode align.",
     removable="with vLLM 0.17.0",
     runner="V1",
-    reads=(_RUNNER, _BUILDER),
+    reads=(_RUNNER, _BUILDER, _LATER, _UTILS),
     modules=(_BUILDER_MODULE,),
     diagnose=diagnose,
     patches=patches,
@@ -210,6 +212,15 @@ FIX = Fix(
     fallback=FALLBACK,
     default=Mode.OBSERVE,
     applies=applies,
+    evidence=(
+        *(
+            f"{_BUILDER}::{_BASE}.{name}"
+            for name in ("__init__", "build_for_cudagraph_capture", "_compute_prefix_caching_block_indices")
+        ),
+        f"{_LATER}::Mamba2AttentionMetadataBuilder.build",
+        f"{_UTILS}::split_decodes_and_prefills",
+        f"{_UTILS}::mamba_get_block_table_tensor",
+    ),
     flags=("--enable-prefix-caching", "--mamba-cache-mode="),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )

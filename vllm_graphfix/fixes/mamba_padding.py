@@ -10,6 +10,7 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunct
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source import Source
+    from vllm_graphfix.syntax import Function
     from vllm_graphfix.trial import Trial
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
@@ -19,6 +20,34 @@ _SPLIT = "split_decodes_and_prefills(common_attn_metadata, decode_threshold=...)
 _SPLIT_BY_PHASE = (
     "split_decodes_and_prefills(common_attn_metadata, decode_threshold=..., treat_short_extends_as_decodes=False)"
 )
+
+_MARKED = "is_prefilling = num_computed_tokens_cpu < num_prompt_tokens_cpu"
+_CLEARED = tuple(
+    f"is_prefilling[{rows}]{cleared}"
+    for rows in ("num_reqs:", "num_reqs:num_reqs_padded")
+    for cleared in (" = False", ".fill_(False)", ".zero_()")
+)
+"""Upstream's correction, the first; a pattern of False is one of 0 as well."""
+_NUMBERS = (
+    "num_computed_tokens_cpu = self.input_batch.num_computed_tokens_cpu_tensor[:num_reqs_padded]",
+    "num_prompt_tokens_cpu = self.input_batch.num_prompt_tokens_cpu_tensor[:num_reqs_padded]",
+)
+_SPLIT_BY_MARKS = "is_prefill |= common_attn_metadata.is_prefilling"
+_PREFILLS = (
+    _SPLIT_BY_MARKS,
+    "is_prefill = query_lens != query_lens[0]",
+    "is_prefill = query_lens > decode_threshold",
+    "torch.any(is_prefill)",
+    "is_prefill.int()",
+)
+_BATCH = "vllm/v1/worker/gpu_input_batch.py"
+_UTILS = "vllm/v1/attention/backends/utils.py"
+_BUILDS = (
+    (_BUILDER, "BaseMambaAttentionMetadataBuilder"),
+    ("vllm/v1/attention/backends/mamba1_attn.py", "Mamba1AttentionMetadataBuilder"),
+    ("vllm/v1/attention/backends/mamba2_attn.py", "Mamba2AttentionMetadataBuilder"),
+)
+"""Those that call what is patched."""
 
 PADDED_ROW_PREFILLING = Event(
     "padded-row-prefilling",
@@ -32,24 +61,78 @@ def diagnose(source: Source) -> Diagnosis:
     compute = source.function(_BUILDER, "BaseMambaAttentionMetadataBuilder._compute_common_metadata")
     if not source.says(_RUNNER, "is_prefilling") and not source.says(_BUILDER, "treat_short_extends_as_decodes"):
         return Diagnosis(Verdict.ABSENT, "the model runner does not tell the builders which rows are prefilling")
-    marked = build and build.only("is_prefilling = num_computed_tokens_cpu < num_prompt_tokens_cpu")
+    marked = build and build.only(_MARKED)
     if build is not None and marked and build.gives("CommonAttentionMetadata(...)", "is_prefilling=is_prefilling"):
-        cleared = build.only("is_prefilling[num_reqs:] = False")
+        cleared = next((found for found in map(build.only, _CLEARED) if found is not None), None)
+        ineffective = False
         # One after the other, and nothing else done to the marks.
-        if cleared and build.in_one_block(marked, cleared, at_once=True) and build.mentions(is_prefilling=3):
-            return Diagnosis(Verdict.FIXED, "padded rows are marked as not prefilling", build.at(cleared))
+        if cleared and build.in_one_block(marked, cleared, at_once=True) and _confined(build, *_CLEARED):
+            if not build.sets("num_reqs") and len(build.assignments("num_reqs_padded", "...")) < 2:
+                return Diagnosis(Verdict.FIXED, "padded rows are marked as not prefilling", build.at(cleared))
+            # Up to there no row is padded any more: nothing is cleared.
+            padded = build.only("num_reqs = num_reqs_padded")
+            ineffective = (
+                padded is not None
+                and build.in_one_block(padded, marked, cleared)
+                and build.assigned("num_reqs") == build.assigned("num_reqs_padded") == 1
+            )
         split = compute and compute.only("split_decodes_and_prefills(...)")
-        if compute is not None and split and build.mentions(is_prefilling=2):
+        if compute is not None and split and (ineffective or _confined(build)):
             if compute.takes.startswith("self, common_attn_metadata") and compute.find(_SPLIT_BY_PHASE):
-                return Diagnosis(
-                    Verdict.AFFECTED,
-                    "is_prefilling covers padded rows, and the Mamba builder splits the batch by it",
-                    build.at(marked),
-                    "prefilling-over-padding",
-                )
-            if compute.find(_SPLIT) and not source.says(_BUILDER, "treat_short_extends_as_decodes"):
+                if _stale_and_split_as_known(source, build):
+                    return Diagnosis(
+                        Verdict.AFFECTED,
+                        "is_prefilling covers padded rows, and the Mamba builder splits the batch by it",
+                        build.at(marked),
+                        "prefilling-over-padding",
+                    )
+            elif compute.find(_SPLIT) and not source.says(_BUILDER, "treat_short_extends_as_decodes"):
                 return Diagnosis(Verdict.FIXED, "the Mamba builder does not split the batch by phase", compute.where)
     return Diagnosis.unrecognised("rows are marked as prefilling in a way", build or _RUNNER)
+
+
+def _confined(build: Function, *cleared: str) -> bool:
+    """Whether nothing is done to the marks but that they are made, cleared so, and given to the builders."""
+    return build.confines(
+        "is_prefilling", _MARKED, *cleared, "CommonAttentionMetadata(*..., is_prefilling=is_prefilling)"
+    )
+
+
+def _stale_and_split_as_known(source: Source, build: Function) -> bool:
+    """Whether padded rows have the numbers of requests that were there before, and the builders are given their marks and split by them."""
+    batch = source.function(_BATCH, "InputBatch")
+    condense = batch and batch.inner("condense")
+    split = source.function(_UTILS, "split_decodes_and_prefills")
+    builds = [source.function(path, f"{name}.build") for path, name in _BUILDS]
+    return (
+        all(map(build.only, _NUMBERS))
+        and build.confines("num_prompt_tokens_cpu", *_NUMBERS, _MARKED, "rswa_prefix_lens = num_prompt_tokens_cpu")
+        and build.confines(
+            "num_computed_tokens_cpu",
+            *_NUMBERS,
+            _MARKED,
+            "num_computed_tokens_cpu = None",
+            "CommonAttentionMetadata(*..., _num_computed_tokens_cpu=num_computed_tokens_cpu)",
+        )
+        and batch is not None
+        and condense is not None
+        and condense.confines(
+            "num_prompt_tokens", "self.num_prompt_tokens[empty_index] = self.num_prompt_tokens[last_req_index]"
+        )
+        and not any(removed.names("num_prompt_tokens") for removed in [batch.inner("remove_request")] if removed)
+        and split is not None
+        and split.only(_SPLIT_BY_MARKS) is not None
+        and split.confines("is_prefill", *_PREFILLS)
+        and all(
+            each is None
+            or (
+                not each.sets("common_attn_metadata")
+                and each.find("self._compute_common_metadata(...)")
+                == each.find("self._compute_common_metadata(common_attn_metadata, *...)")
+            )
+            for each in builds
+        )
+    )
 
 
 def _split_without_padding(stock: StockFunction) -> StockFunction:
@@ -142,7 +225,7 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
     removable="with vLLM 0.22.0",
     runner="V1",
-    reads=(_RUNNER, _BUILDER),
+    reads=(_RUNNER, _BATCH, _UTILS, *(path for path, _ in _BUILDS)),
     modules=(_BUILDER_MODULE,),
     diagnose=diagnose,
     patches=patches,

@@ -23,6 +23,7 @@ _HYBRIDS_V2 = "vllm/v1/worker/gpu/model_states/mamba_hybrid.py"
 _GRAPHS_V2 = "vllm/v1/worker/gpu/cudagraph_utils.py"
 _UTILS = "vllm/v1/worker/utils.py"
 _CONFIG = "vllm/config/vllm.py"
+_DISPATCHER = "vllm/v1/cudagraph_dispatcher.py"
 
 _SHAPE = "max_num_scheduled_tokens == uniform_decode_query_len and num_tokens == max_num_scheduled_tokens * num_reqs"
 _OVERRIDDEN = f"return ({_SHAPE}) if force_uniform_decode is None else force_uniform_decode"
@@ -376,7 +377,7 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
     removable="not yet: no release up to 0.33.0 has the remedy for model runner V1",
     runner=None,
-    reads=(_RUNNER, _BATCH, _RUNNER_V2, _HYBRIDS_V2, _GRAPHS_V2, _UTILS),
+    reads=(_RUNNER, _BATCH, _RUNNER_V2, _HYBRIDS_V2, _GRAPHS_V2, _UTILS, _DISPATCHER),
     modules=(_RUNNER_MODULE, _RUNNER_V2_MODULE),
     diagnose=diagnose,
     patches=patches,
@@ -384,6 +385,10 @@ FIX = Fix(
     events=(PREFILL_AS_DECODE,),
     fallback=FALLBACK,
     applies=applies,
+    evidence=(
+        f"{_DISPATCHER}::CudagraphDispatcher",
+        f"{_GRAPHS_V2}::CudaGraphManager.dispatch",
+    ),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 

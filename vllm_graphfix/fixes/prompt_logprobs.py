@@ -242,6 +242,10 @@ FIX = Fix(
     events=(READ_AFTER_DRAFT,),
     fallback=FALLBACK,
     applies=applies,
+    evidence=(
+        f"{_RUNNER}::GPUModelRunner.propose_draft_token_ids",
+        f"{_RUNNER}::GPUModelRunner._sample",
+    ),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 

@@ -20,6 +20,7 @@ _KERNELS = "vllm/v1/attention/ops/triton_decode_attention.py"
 _COMMON = "vllm/model_executor/layers/attention/mla_attention.py"
 _COMMON_MODULE = "vllm.model_executor.layers.attention.mla_attention"
 _COMMON_BEFORE = "vllm/v1/attention/backends/mla/common.py"
+_UTILS = "vllm/v1/attention/backends/utils.py"
 _BUILDER = "TritonMLAMetadataBuilder"
 _PARAMETERS = (
     "q, k_buffer, v_buffer, o, lse, req_to_token, b_seq_len, attn_logits, num_kv_splits, sm_scale, page_size, logit_cap, "
@@ -220,7 +221,7 @@ FIX = Fix(
     workaround='--compilation-config \'{"cudagraph_mode": "NONE"}\', or --enforce-eager.',
     removable="not yet: no release up to 0.33.0 has a remedy",
     runner=None,
-    reads=(_BACKEND, _KERNELS, _COMMON, _COMMON_BEFORE),
+    reads=(_BACKEND, _KERNELS, _COMMON, _COMMON_BEFORE, _UTILS),
     modules=(_BACKEND_MODULE, _COMMON_MODULE),
     diagnose=diagnose,
     patches=patches,
@@ -229,6 +230,16 @@ FIX = Fix(
     fallback=FALLBACK,
     default=Mode.OBSERVE,
     applies=applies,
+    evidence=(
+        f"{_BACKEND}::TritonMLAImpl.forward_mqa",
+        f"{_BACKEND}::_compute_num_kv_splits",
+        *(
+            f"{_KERNELS}::{name}"
+            for name in ("decode_attention_fwd", "decode_attention_fwd_grouped", "_decode_softmax_reducev_fwd")
+        ),
+        *(f"{_COMMON}::MLACommonMetadataBuilder.{name}" for name in ("build", "_build_decode")),
+        f"{_UTILS}::split_decodes_and_prefills",
+    ),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 

@@ -317,6 +317,13 @@ FIX = Fix(
     fallback=FALLBACK,
     default=Mode.OBSERVE,
     applies=applies,
+    evidence=(
+        f"{_WORKSPACE}::WorkspaceManager",
+        *(
+            f"{_WORKSPACE}::{name}"
+            for name in ("current_workspace_manager", "init_workspace_manager", "reset_workspace_manager")
+        ),
+    ),
     trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 
@@ -361,7 +368,15 @@ def trial() -> Trial:
                 r"\1self._outgrown[ubatch_id].append(current_workspace)\n\1\2",
                 fixed,
             ),
-            Edit("kept", "0.19.1", _WORKSPACE, cleared, r"\1self._outgrown.append(current_workspace)\n\1\2", fixed),
+            Edit(
+                "kept",
+                "0.19.1",
+                _WORKSPACE,
+                cleared,
+                r"\1self._outgrown.append(current_workspace)\n\1\2",
+                fixed,
+                also=((_WORKSPACE, r"^( +)self\._locked: bool = False\n", r"\g<0>\1self._outgrown = []\n"),),
+            ),
             Edit("kept by nobody", "0.20.0", _WORKSPACE, cleared, r"\1kept.append(current_workspace)\n\1\2", unknown),
             Edit(
                 "kept now and then",

@@ -26,6 +26,7 @@ class Graphs(NamedTuple):
     fallback: Fallback
     variable: str = SHADOW
     together: tuple[Together, ...] = ()
+    evidence: tuple[str, ...] = ()
 
     def observers(self, shape: str) -> tuple[Patch, ...]:
         return ()

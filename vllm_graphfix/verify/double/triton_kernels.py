@@ -118,7 +118,6 @@ class Language:
 
     int32, int64, float32, float64 = torch.int32, torch.int64, torch.float32, torch.float64
     arange = staticmethod(torch.arange)
-    where = staticmethod(torch.where)
     range = staticmethod(range)
     zeros = staticmethod(torch.zeros)
 
@@ -145,6 +144,10 @@ class Language:
         if mask is not None:
             values = values.expand(mask.shape)[mask]
         pointer.memory[_checked(pointer, mask)] = values
+
+    @staticmethod
+    def where(condition: torch.Tensor | bool, a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
+        return torch.where(torch.as_tensor(condition), a, b)
 
     @staticmethod
     def minimum(a: torch.Tensor, b: torch.Tensor | int) -> torch.Tensor:

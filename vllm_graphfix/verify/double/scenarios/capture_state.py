@@ -141,7 +141,8 @@ def _built(kind: Any, config: Any) -> Any:
 def _draft_forward(runner: RunnerStandIn, model: ModelStandIn, output: torch.Tensor) -> Callable[..., None]:
     """Stands in for EagleSpeculator.generate_draft: one draft position, without its Triton kernel and its sampling."""
 
-    def generate_draft(*arguments: Any) -> None:
+    def generate_draft(*arguments: Any, **by_name: Any) -> None:
+        arguments = (*arguments, *by_name.values())
         # the counts (num_reqs from 0.17 on, num_tokens), then metadata, slot mappings, tokens across ranks, graph mode
         counts = [a for a in arguments if type(a) is int]
         metadata, slot_mappings = arguments[len(counts) : len(counts) + 2]

@@ -1,0 +1,69 @@
+"""A verdict is no better than what it rests on: each part of that, changed, is recognised or makes the verdict `unrecognised`.
+
+Never `known_release`, unless all of it is a release's; and upstream's main, from day to day, is judged by what it has.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from edited import edited, swap
+from edits_of_evidence import EDITED, Case, nightlies
+from mutants_judged import MISSED, WRONG, diagnosed, judged
+from stock import release_root
+from vllm_files import CUDAGRAPHS, FLASHMLA
+
+from vllm_graphfix import manifest
+from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.source import open_source
+
+CASES = [case for family in EDITED for case in family()]
+NIGHTLIES = list(nightlies())
+
+
+def _ids(cases: list[Case]) -> list[str]:
+    return [f"{each.mutant.fix}-{each.mutant.base.release}-{each.mutant.name}" for each in cases]
+
+
+@pytest.mark.parametrize("case", CASES, ids=_ids(CASES))
+def test_an_edit_of_what_a_verdict_rests_on_is_seen(case: Case) -> None:
+    found = diagnosed(case.mutant)
+    assert found.verdict in case.right
+    assert not found.known, "no release has all of this"
+
+
+@pytest.mark.parametrize("case", NIGHTLIES, ids=_ids(NIGHTLIES))
+def test_main_is_affected_before_a_merge_and_fixed_after_it(case: Case) -> None:
+    assert diagnosed(case.mutant).verdict in case.right
+
+
+@pytest.mark.slow
+def test_vllms_own_classes_agree_with_every_verdict_but_unrecognised() -> None:
+    found = judged((case.mutant, diagnosed(case.mutant)) for case in (*CASES, *NIGHTLIES))
+    assert not [str(each) for each in found if each.outcome in {WRONG, MISSED}]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "CudaGraphManager.capture = with_logs(CudaGraphManager.capture)",
+        "setattr(CudaGraphManager, 'capture', with_logs(CudaGraphManager.capture))",
+        "if with_logs:\n    class CudaGraphManager: pass",
+        "prepare_inputs_to_capture = with_logs(prepare_inputs_to_capture)",
+        "from vllm.logs import prepare_inputs_to_capture",
+        "for prepare_inputs_to_capture in ways_to_prepare: pass",
+    ],
+)
+def test_what_a_module_binds_again_is_not_what_was_looked_at(line: str, tmp_path: Path) -> None:
+    change = {CUDAGRAPHS: lambda text: f"{text}\n\n{line}\n"}
+    source = open_source(edited(release_root("0.22.1"), tmp_path / "vllm", change))
+    found = manifest.diagnose(BY_NAME["capture-state"], source)
+    assert (found.verdict, found.known) == (Verdict.UNRECOGNISED, False)
+
+
+def test_a_decorator_that_runs_the_function_each_time_is_none_to_mind(tmp_path: Path) -> None:
+    change = {FLASHMLA: swap(r"^    def _build_decode", "    @torch.no_grad()\n    def _build_decode")}
+    source = open_source(edited(release_root("0.18.1"), tmp_path / "vllm", change))
+    assert manifest.diagnose(BY_NAME["flashmla-fp8"], source).verdict is Verdict.AFFECTED
