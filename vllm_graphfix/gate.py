@@ -200,7 +200,7 @@ class Gate:
             lambda text: logger.warning("graphfix: %s", text),
             silent_host=lambda silent: agreement.host_in(store, silent, world_size),
             # What is a warning at most is not worth minutes: the kill switch brings a server up, also beside a rank without the plugin.
-            timeout=agreement.TIMEOUT if stops else agreement.TIMEOUT_FOR_A_WARNING,
+            timeout=decision.agreement_timeout if decision and stops else agreement.TIMEOUT_FOR_A_WARNING,
         )
         if found.difference is None:
             return None
@@ -240,6 +240,7 @@ class Gate:
             vllm=decision.vllm,
             canary=decision.canary,
             master=decision.master.value,
+            misconfigured=decision.misconfigured,
             modes={name: mode.value for name, mode in decision.modes.items()}
             | {"shadow": f"{decision.shadow}, {decision.shadow_action.value}"},
             states={name: _compared(state).value for name, state in states.items()},
