@@ -56,6 +56,7 @@ def test_status_json_is_the_interface_that_the_design_gives() -> None:
         "vllm": "0.18.1",
         "source": str(release_root("0.18.1")),
     }
+    assert found["misconfigured"] == {}
     assert [row["name"] for row in found["fixes"]] == [fix.name for fix in FIXES]
     row = next(row for row in found["fixes"] if row["name"] == "flashmla-fp8")
     assert row == {
