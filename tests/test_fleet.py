@@ -60,7 +60,10 @@ def test_an_engine_with_a_value_that_means_nothing_is_not_in_order(
     tmp_path: Path, two: tuple[Identity, Identity]
 ) -> None:
     """However much its ranks agree: whoever set that value wanted something else."""
-    wrong = {"misconfigured": {"VLLM_GRAPHFIX": "observ"}, "decision": Decided(True, None, None, "off", True)}
+    wrong: dict[str, Any] = {
+        "misconfigured": {"VLLM_GRAPHFIX": "observ"},
+        "decision": Decided(True, None, None, "off", True),
+    }
     leave(tmp_path, record(**wrong), *ranks(two)[:1], *ranks(two, **wrong))
     engine = only(tmp_path)
     assert engine.misconfigured == {"VLLM_GRAPHFIX": "observ"}
