@@ -183,6 +183,7 @@ def tree(folder: Path) -> set[str]:
 @given(variables, st.none() | decisions | raw, st.sampled_from(FOLDERS), st.sampled_from(MODULES))
 @example({}, dumped(VALID | {"engine": "/../../../x", "vllm": ""}).encode(), "here", MODULES[0])
 @example({b"VLLM_GRAPHFIX_ROLLOUT": b"5", b"VLLM_GRAPHFIX_ROLLOUT_KEY": b"@long"}, None, "here", MODULES[1])
+@example({b"VLLM_GRAPHFIX": b"observ"}, None, "here", MODULES[1])
 @example({b"VLLM_GRAPHFIX": b"strict"}, b"[" * 5000, "@long", MODULES[0])
 @share(40)
 def test_register_never_raises_and_writes_nothing_but_its_record(
@@ -212,7 +213,11 @@ def test_register_never_raises_and_writes_nothing_but_its_record(
         assert len(logged) < 60
         if module != MODULES[-1] and folder in ("", "here", "here/./") and "registry" not in module:
             assert any(path.endswith(".json") for path in made_now)
-        assert_sound(decode(left))  # type: ignore[arg-type]
+        followed = decode(left)
+        assert followed is not None
+        assert_sound(followed)
+        records = [json.loads((scratch / path).read_text()) for path in made_now if path.endswith(".json")]
+        assert all(record["misconfigured"] == followed.misconfigured for record in records)
 
 
 WORST = {
