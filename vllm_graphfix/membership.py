@@ -196,10 +196,12 @@ class Membership:
         Only the configuration says so, and nothing is captured before there is one: what was applied is taken back.
         """
         decision = self.decision
-        if self.role is not Role.FRONT_END or decision is None or self.gate.captures_here:
+        if self.role is not Role.FRONT_END or decision is None or decision.rollout is None or self.gate.captures_here:
+            return
+        if self.environment.get(settings.ROLLOUT_KEY, "").strip():
             return
         separately = deciding_separately(config.parallel_config, headless)
-        if separately is None or self.environment.get(settings.ROLLOUT_KEY, "").strip():
+        if separately is None:
             return
         together = decision.needing_a_key(separately)
         if together != decision:
