@@ -25,6 +25,7 @@ CONFIGMAP = DEPLOY / "kubernetes" / "configmap.yaml"
 GRAPHFIX_LABELS: Mapping[str, Iterable[str]] = {
     "graphfix_fix_state": metrics.STATE_LABELS,
     "graphfix_events_total": metrics.EVENT_LABELS,
+    "graphfix_misconfigured": metrics.MISCONFIGURED_LABELS,
 }
 """Labels of what `metrics.NAMES` names; the others have none."""
 TARGET_LABELS = {"cluster", "namespace", "job", "instance", "pod"}

@@ -48,11 +48,12 @@ WORLDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     ),
     "vLLM fails on one": ({}, {"ENDS": "1"}),
     "one is patched by somebody else meanwhile": ({}, {"PATCHED": "1"}),
+    "one is killed": ({"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "5"}, {"KILLED": "1"}),
 }
 """Each rank's environment: which attention state, from 0, cannot be built, and what else happens while it captures."""
 
 PROGRAM = """
-import multiprocessing, os, socket, sys, time
+import multiprocessing, os, signal, socket, sys, time
 from types import SimpleNamespace
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 install_flashmla_stand_ins()
@@ -62,14 +63,13 @@ from torch import distributed
 import vllm.v1.attention.backends.mamba_attn
 
 def rank(world, number, size, port, env):
-    os.environ.update(env)
+    os.environ.update({"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "60"} | env)
     from vllm.plugins import load_general_plugins
     load_general_plugins()
     import capture_failures as planted
-    from vllm_graphfix import _this_process, agreement
+    from vllm_graphfix import _this_process
     from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=size)
-    agreement.TIMEOUT = 60.0
     with cpu_cuda_graphs():
         captured = planted.Capturing("target")
         planted.fail_at(captured, int(os.environ.get("FAILS", "-1")))
@@ -79,6 +79,8 @@ def rank(world, number, size, port, env):
 
         def capture():
             captured.capture()
+            if "KILLED" in os.environ:
+                os.kill(os.getpid(), signal.SIGKILL)
             if "ENDS" in os.environ:
                 raise ValueError("out of something")
             if "PATCHED" in os.environ:
@@ -181,3 +183,10 @@ def test_ranks_that_no_longer_agree_after_the_capture_stop(said: dict[str, list[
     for each in told:
         assert "stops this engine before it serves: the ranks of this engine no longer agree." in each
         assert f"capture-state is 'active' on rank 0 ({HOST}); 'conflict' on rank 1 ({HOST})" in each
+
+
+def test_a_rank_that_is_killed_while_it_captures_is_named_within_the_timeout(said: dict[str, list[str]]) -> None:
+    """By then vLLM has ended the engine, as a rule."""
+    (first,) = said["one is killed"]
+    assert first.startswith("GraphfixError vllm-graphfix stops this engine before it serves: ")
+    assert "No report within 5 s: rank 1 on " in first

@@ -56,6 +56,7 @@ def test_status_json_is_the_interface_that_the_design_gives() -> None:
         "vllm": "0.18.1",
         "source": str(release_root("0.18.1")),
     }
+    assert found["misconfigured"] == {}
     assert [row["name"] for row in found["fixes"]] == [fix.name for fix in FIXES]
     row = next(row for row in found["fixes"] if row["name"] == "flashmla-fp8")
     assert row == {
@@ -101,6 +102,32 @@ def test_check_is_3_where_a_needed_fix_would_not_be_applied() -> None:
     status("0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_FP8": "off"}, check=True, code=3)
     status("0.18.1", {"VLLM_PLUGINS": ""}, check=True, code=3)
     status("0.18.1", {"VLLM_GRAPHFIX": "off"}, code=0)
+
+
+MISTYPED: list[tuple[str, dict[str, str], set[str]]] = [
+    ("0.18.1", {"VLLM_GRAPHFIX": "observ"}, {"off"}),
+    ("0.18.1", {"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_FLASHMLA_FP8": "on"}, {"off"}),
+    ("0.18.1", {"VLLM_GRAPHFIX_ROLLOUT": "many"}, {"not-in-canary"}),
+    ("0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_FP8": "onn"}, {"off"}),
+    ("0.33.0", {"VLLM_GRAPHFIX_FLASHMLA_FP8": "onn"}, {"off"}),
+    ("0.33.0", {"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "long"}, {"not-needed"}),
+]
+"""A release, an environment, and what would become of flashmla-fp8, which 0.33.0 does not need."""
+
+
+@pytest.mark.parametrize(("release", "env", "would_be"), MISTYPED, ids=[f"{row[0]} {row[1]}" for row in MISTYPED])
+def test_a_value_that_means_nothing_applies_no_fix_and_is_3_even_if_nothing_is_needed(
+    release: str, env: dict[str, str], would_be: set[str]
+) -> None:
+    observed = {variable(name): "auto" for name in OBSERVED_BY_DEFAULT}
+    status(release, observed, check=True)
+    found = status(release, observed | env, check=True, code=3)
+    (wrong,) = [item for item in env.items() if item[1] != "on"]
+    assert found["misconfigured"] == dict([wrong])
+    assert any(note.startswith(f"{wrong[0]}='{wrong[1]}' ") for note in found["notes"])
+    assert {row["would_be"] for row in found["fixes"] if row["name"] == "flashmla-fp8"} == would_be
+    out, _ = call("status", "--vllm", str(release_root(release)), env=observed | env)
+    assert f"misconfigured: {wrong[0]}={wrong[1]}" in out
 
 
 def test_what_is_observed_by_default_is_not_left_undone() -> None:

@@ -64,6 +64,17 @@ def test_equal_answers_are_exit_code_0_and_leave_nothing(compare: Compare, tmp_p
     assert not list((tmp_path / "temporary").iterdir())
 
 
+def test_a_setting_that_means_nothing_is_one_line_before_any_engine_starts(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Its engines would be stock, and their corruption nothing to do with the fixes."""
+    done = engine.called(tmp_path, "the/model", env=environment | {"VLLM_GRAPHFIX": "onn"}, code=2)
+    assert done.stderr == (
+        "vllm-graphfix: VLLM_GRAPHFIX=onn means nothing, so what is to be compared is not known; correct or unset it\n"
+    )
+    assert engines(done) == []
+
+
 def test_corruption_is_exit_code_1(compare: Compare) -> None:
     done = compare("--json", code=1, graphs="wrong")
     assert engines(done) == ["eager", "graphs", "no graphs"]

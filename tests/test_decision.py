@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from engine import cpu_engine, environment
+from stock import run_in_release
 
 from vllm_graphfix import rollout, settings
 from vllm_graphfix.verify.engine import models
@@ -177,3 +178,137 @@ def test_a_decision_that_was_not_made_for_this_engine_does_not_count(who: str, f
     """As on a Ray node that keeps the environment of the engine that started it, which newer executors do not overwrite."""
     assert found[who]["engine"] not in (found["first"]["engine"], found["second"]["engine"])
     assert found[who]["canary"] is False
+
+
+# -- nodes that decide separately ----------------------------------------------------------------------------------------
+
+SEPARATE = """
+import json, os
+import vllm.platforms
+from vllm.platforms.cpu import CpuPlatform
+vllm.platforms._current_platform = CpuPlatform()  # vLLM's own, which it finds only in a build for CPUs
+from vllm.engine.arg_utils import EngineArgs
+import vllm.v1.attention.backends.mamba_attn as target
+for name, headless, flags, further in SHAPES:
+    kept = {each: os.environ.get(each) for each in further}
+    os.environ.update(further)
+    made = EngineArgs(model=MODEL, skip_tokenizer_init=True, max_model_len=256, load_format="dummy", **flags)
+    from vllm_graphfix import _this_process, rollout
+    before = _this_process().decision
+    try:
+        made.create_engine_config(headless=headless)
+    except Exception as error:
+        print("TOLD", json.dumps([name, f"{type(error).__name__}: {error}"]), flush=True)
+        continue
+    finally:
+        for each, value in kept.items():
+            os.environ.pop(each) if value is None else os.environ.update({each: value})
+    decision, left = _this_process().decision, rollout.decode(os.environ["VLLM_GRAPHFIX_DECISION"])
+    assert (left, decision.engine) == (decision, before.engine if name == "first" else decision.engine)
+    state = _this_process().process.states()["mamba-padding"]
+    layered = target.BaseMambaAttentionMetadataBuilder._compute_common_metadata.__globals__["__name__"]
+    assert (state.state.value in ("active", "observing")) == layered.startswith("vllm_graphfix"), (state, layered)
+    print("TOLD", json.dumps([name, decision.canary, decision.withheld, state.state.value]), flush=True)
+"""
+"""Real engine configurations of a release, of which `SHAPES` has the flags. Mamba's code, which a fix concerns, is imported by then."""
+DP: dict[str, Any] = {"data_parallel_size": 2}
+TOGETHER: list[tuple[str, bool, dict[str, Any], dict[str, str]]] = [
+    ("first", False, {}, {}),
+    ("tensor parallelism", False, {"tensor_parallel_size": 2}, {}),
+    ("data parallelism on one node", False, DP, {}),
+    ("data parallelism on one node, as it says", False, DP | {"data_parallel_size_local": 2}, {}),
+    ("data parallelism on Ray", False, DP | {"data_parallel_backend": "ray", "data_parallel_size_local": 1}, {}),
+    ("Ray", False, {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, {}),
+    ("one node of one", False, {"nnodes": 1}, {}),
+]
+SEPARATELY: list[tuple[str, bool, dict[str, Any], dict[str, str]]] = [
+    ("--nnodes 2", False, {"nnodes": 2, "tensor_parallel_size": 2}, {}),
+    ("--nnodes 2", True, {"nnodes": 2, "node_rank": 1, "tensor_parallel_size": 2}, {}),
+    ("--nnodes 2", False, DP | {"nnodes": 2, "node_rank": 1, "data_parallel_external_lb": True}, {}),
+    ("--headless", True, DP | {"data_parallel_size_local": 1, "data_parallel_start_rank": 1}, {}),
+    ("1 of 2 data-parallel ranks on this node", False, DP | {"data_parallel_size_local": 1}, {}),
+    ("1 of 2 data-parallel ranks on this node", False, {}, {"VLLM_DP_SIZE": "2", "VLLM_DP_RANK": "1"}),
+    ("external data-parallel load balancing (--data-parallel-rank)", False, DP | {"data_parallel_rank": 1}, {}),
+    (
+        "hybrid data-parallel load balancing",
+        False,
+        {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_hybrid_lb": True},
+        {},
+    ),
+    (
+        "hybrid data-parallel load balancing",
+        False,
+        {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_start_rank": 2},
+        {},
+    ),
+    (
+        "an external launcher, such as torchrun,",
+        False,
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+        {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+    ),
+]
+"""What is said of the flags, whether `create_engine_config` is told that it is headless, the flags, and variables."""
+KEYLESS = {"VLLM_GRAPHFIX_ROLLOUT": "99.99", "VLLM_GRAPHFIX_MAMBA_PADDING": "auto"}
+NODES: dict[str, Any] = {"nnodes": 2, "tensor_parallel_size": 2}
+ALIKE: list[tuple[str, bool, dict[str, Any], dict[str, str]]] = [
+    ("a key", False, NODES, {"VLLM_GRAPHFIX_ROLLOUT_KEY": "the-group"}),
+    ("everybody", False, NODES, {"VLLM_GRAPHFIX_ROLLOUT": "100"}),
+    ("a key that is in", True, NODES, {"VLLM_GRAPHFIX_ROLLOUT": "50", "VLLM_GRAPHFIX_ROLLOUT_KEY": IN}),
+    ("a key that is not", True, NODES, {"VLLM_GRAPHFIX_ROLLOUT": "50", "VLLM_GRAPHFIX_ROLLOUT_KEY": OUT}),
+]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts: newer releases refuse external data parallelism of anything else."""
+    return models.write("mixtral", tmp_path_factory.mktemp("models"))
+
+
+def shapes(release: str, model: Path, environment: Mapping[str, str], of: list[Any]) -> list[list[Any]]:
+    code = f"MODEL, SHAPES = {str(model)!r}, {of!r}\n{SEPARATE}"
+    done = run_in_release(release, code, environment, warm=True)
+    return [json.loads(line.removeprefix("TOLD ")) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "0.21.0",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("0.14.1", "0.18.1", "0.27.0", "0.33.0")),
+    ],
+)
+def decided(request: pytest.FixtureRequest, mixture: Path) -> tuple[str, list[list[Any]]]:
+    """State of a fix in an engine of one process, and what each of the shapes came to."""
+    separately = [each for each in SEPARATELY if request.param >= "0.21" or "launcher" not in each[0]]
+    found = shapes(request.param, mixture, KEYLESS, [*TOGETHER[:1], *separately, *TOGETHER[1:], *ALIKE])
+    assert [each[0] for each in found[1 : 1 + len(separately)]] == [each[0] for each in separately]
+    return found[0][3], found
+
+
+def test_an_engine_whose_nodes_decide_separately_is_out_without_a_key_and_says_why(
+    decided: tuple[str, list[list[Any]]],
+) -> None:
+    """All of it, on each node: what was applied before the configuration was known is taken back."""
+    named = {name for name, *_ in SEPARATELY}
+    for name, canary, withheld, state in decided[1]:
+        if name in named:
+            assert (canary, state) == (False, "not-in-canary")
+            assert withheld.startswith("VLLM_GRAPHFIX_ROLLOUT=99.99 % without VLLM_GRAPHFIX_ROLLOUT_KEY: ")
+            assert f" with {name} the nodes of an engine decide separately" in withheld
+
+
+def test_an_engine_that_one_process_decides_for_needs_no_key(decided: tuple[str, list[list[Any]]]) -> None:
+    """On Ray, too, whatever is set on its nodes."""
+    affected, found = decided
+    assert affected in ("active", "not-needed")
+    together = {name: rest for name, *rest in found if name in {each for each, *_ in TOGETHER}}
+    assert together == {name: [True, None, affected] for name, *_ in TOGETHER}
+
+
+def test_with_a_key_the_nodes_decide_alike(decided: tuple[str, list[list[Any]]]) -> None:
+    affected, found = decided
+    *inside, outside = found[-len(ALIKE) :]
+    assert inside == [[name, True, None, affected] for name, *_ in ALIKE[:-1]]
+    assert (outside[1], outside[3]) == (False, "not-in-canary")
+    assert " is not among the first 50 % " in outside[2]

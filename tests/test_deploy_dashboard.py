@@ -103,12 +103,13 @@ def test_a_long_cell_is_cut_and_no_column_runs_into_the_next() -> None:
 TOLD_BY_FLEET = {
     "unanswered": set[str](),
     "alerts": {"GraphfixDefectObserved (firing)"},
-    "Engines in the rollout": 2,
+    "Engines with the fixes": 2,
     "Engines with the plugin": 5,
     "Engines without the plugin": 1,
     "Rollout, set": 25,
     "Rollout, reached": 40,
     "Ranks that do not agree": 0,
+    "Misconfigured engines": 0,
 }
 
 

@@ -240,6 +240,41 @@ def test_check_counts_no_fix_that_does_not_concern_the_deployment(monkeypatch: p
     assert call("--check", "--for", "./llama").exit_code == 0
 
 
+SEPARATELY: list[tuple[str, str | None]] = [
+    ("./v3 -tp 8", None),
+    ("./v3 -tp 8 --nnodes 1", None),
+    ("./v3 -dp 8 -dpl 8", None),
+    ("./v3 -dp 8 -dpl 4 -dpb ray", None),
+    ("./v3 -tp 16 --distributed-executor-backend ray", None),
+    ("./v3 -tp 16 --nnodes 2", "--nnodes 2"),
+    ("./v3 -tp 16 -n=2 --headless", "--nnodes 2"),
+    ("./v3 -dp 8 -dpl 4", "4 of 8 data-parallel ranks on this node"),
+    ("./v3 -dp 8 -dpl 4 -dpr 4 --headless", "--headless"),
+    ("./v3 -dp 8 --data-parallel-rank 3", "--data-parallel-rank"),
+    ("./v3 -dp 8 -dpn 3", "--data-parallel-rank"),
+    ("./v3 -dp 8 -dpl 4 -dph", "--data-parallel-hybrid-lb"),
+    ("./v3 -dp 8 -dpe --nnodes 1", "--data-parallel-external-lb"),
+    ("./v3 --distributed-executor-backend=external_launcher", "an external launcher, such as torchrun,"),
+]
+
+
+@pytest.mark.parametrize(("line", "separately"), SEPARATELY, ids=[line for line, _ in SEPARATELY])
+def test_a_percentage_without_a_key_would_put_in_no_engine_whose_nodes_decide_separately(
+    line: str, separately: str | None
+) -> None:
+    for key, out in (("", separately is not None), ("VLLM_GRAPHFIX_ROLLOUT_KEY=the-group ", False)):
+        found = json.loads(call("--json", "--for", f"{key}VLLM_GRAPHFIX_ROLLOUT=99.99 vllm serve {line}").stdout)
+        assert all(row["would_be"] == "not-in-canary" for row in found["fixes"]) == out
+        assert any(f" with {separately} the nodes of an engine " in note for note in found["notes"]) == out
+
+
+def test_variables_of_ours_in_front_of_the_line_count() -> None:
+    found = json.loads(call("--json", "--for", "VLLM_GRAPHFIX=observe vllm serve ./llama").stdout)
+    assert {row["mode"] for row in found["fixes"]} == {"observe"}
+    done = call("--check", "--json", "--for", "VLLM_GRAPHFIX=observ vllm serve ./llama")
+    assert (done.exit_code, json.loads(done.stdout)["misconfigured"]) == (3, {"VLLM_GRAPHFIX": "observ"})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

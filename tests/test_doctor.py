@@ -128,9 +128,20 @@ def test_what_this_environment_does_to_the_fixes_is_what_status_says() -> None:
     states = {row["name"]: row["would_be"] for row in examined(VLLM_GRAPHFIX="off")["status"]["fixes"]}
     assert set(states.values()) == {"off"}
     states = {row["name"]: row["would_be"] for row in examined(VLLM_GRAPHFIX_ROLLOUT="many")["status"]["fixes"]}
-    assert states["flashmla-fp8"] == "active", "a value that is not shown is not asked about"
+    assert set(states.values()) == {"not-in-canary"}
     assert "no engine gets the fixes" in str(examined(VLLM_GRAPHFIX_ROLLOUT="many")["status"]["notes"])
     assert {row["would_be"] for row in examined(VLLM_PLUGINS="other")["status"]["fixes"]} == {"off"}
+
+
+def test_a_value_that_means_nothing_counts_and_is_not_shown(tmp_path: Path) -> None:
+    wrong = {"VLLM_GRAPHFIX": "hunter-22", "VLLM_GRAPHFIX_SHADOW_ACTION": "hunter-23"}
+    leave(tmp_path / "records", record(misconfigured=wrong), record(rank=0, misconfigured=wrong))
+    found = examined(**wrong)
+    assert {row["would_be"] for row in found["status"]["fixes"]} == {"off"}
+    assert found["status"]["misconfigured"] == dict.fromkeys(wrong, "(set, not shown)")
+    assert "misconfigured: VLLM_GRAPHFIX=(set, not shown) means nothing" in str(found["fleet"]["engines"][0]["wrong"])
+    assert "hunter" not in json.dumps(found)
+    assert "- misconfigured: `VLLM_GRAPHFIX` `(set, not shown)`" in pasted(**wrong)
 
 
 def test_every_variable_of_vllm_that_is_looked_at_is_one_of_some_release() -> None:

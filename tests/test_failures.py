@@ -12,6 +12,8 @@ from test_engagement import LOAD, REPORT, imports, reported, states
 from vllm_files import FLASHMLA
 from warm_release import run_in_fork
 
+from vllm_graphfix.fixes import FIXES
+
 pytestmark = pytest.mark.xdist_group("0.18.1")
 
 BUILDER = "vllm.v1.attention.backends.mla.flashmla.FlashMLAMetadataBuilder"
@@ -111,6 +113,32 @@ def test_who_insists_is_stopped_before_the_first_capture_with_one_message(what: 
 def test_who_insists_on_what_works_is_not_stopped(env: dict[str, str]) -> None:
     done = run_in_fork("0.18.1", LOAD + imports("0.18.1") + GATE, env)
     assert "GATE AttributeError" in done.stdout
+
+
+MEANINGLESS: dict[str, tuple[dict[str, str], set[str]]] = {
+    "the switch": ({"VLLM_GRAPHFIX": "observ"}, {fix.name for fix in FIXES}),
+    "the switch, with a fix on": (
+        {"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_FLASHMLA_FP8": "on"},
+        {fix.name for fix in FIXES},
+    ),
+    "a fix": ({"VLLM_GRAPHFIX_FLASHMLA_FP8": "onn"}, {"flashmla-fp8"}),
+}
+"""An environment, and the fixes that are off because of it."""
+
+
+@pytest.mark.parametrize("what", MEANINGLESS)
+def test_a_value_that_means_nothing_leaves_vllm_stock_and_stops_nobody(what: str) -> None:
+    """Not even where the fix that the user insists on could not be applied."""
+    env, off = MEANINGLESS[what]
+    before, _, _ = WRONG["somebody else has wrapped a target"]
+    done = run_in_fork(
+        "0.18.1", before + LOAD + imports("0.18.1") + GATE + REPORT, env | {"VLLM_LOGGING_LEVEL": "WARNING"}
+    )
+    found = reported(done.stdout)
+    for name in off:
+        variable = next(each for each in env if env[each] != "on")
+        assert list(found[name][1:3]) == ["off", f"{variable}={env[variable]} means nothing, which counts as off"]
+    assert "GATE AttributeError" in done.stdout, "the stock start-up was called, with an object that is no worker"
 
 
 COPIED = """
@@ -294,8 +322,15 @@ BROKEN = "import sys\nsys.modules['wrapt'] = None\nimport vllm_graphfix\nvllm_gr
         ({"VLLM_GRAPHFIX_CAPTURE_STATE": "on", "VLLM_GRAPHFIX_ROLLOUT": "100"}, True),
         ({"VLLM_GRAPHFIX_CAPTURE_STATE": "on", "VLLM_GRAPHFIX_ROLLOUT": "0"}, False),
         ({"VLLM_GRAPHFIX_DEBUG": "1"}, False),
+        ({"VLLM_GRAPHFIX_CAPTURE_STATE": "on", "VLLM_GRAPHFIX": "strct"}, False),
     ],
-    ids=["a fix", "inside the rollout", "perhaps outside the rollout", "no name of ours"],
+    ids=[
+        "a fix",
+        "inside the rollout",
+        "perhaps outside the rollout",
+        "no name of ours",
+        "a switch that means nothing",
+    ],
 )
 def test_a_broken_install_stops_only_who_insists_on_a_fix(env: dict[str, str], stops: bool) -> None:
     assert (run_in_release("0.18.1", BROKEN, env, check=False).returncode != 0) == stops

@@ -56,6 +56,26 @@ def test_what_is_wrong_in_an_engine_names_the_ranks_and_is_exit_1(
 
 
 @pytest.mark.usefixtures("alone")
+def test_an_engine_with_a_value_that_means_nothing_is_not_in_order(
+    tmp_path: Path, two: tuple[Identity, Identity]
+) -> None:
+    """However much its ranks agree: whoever set that value wanted something else."""
+    wrong: dict[str, Any] = {
+        "misconfigured": {"VLLM_GRAPHFIX": "observ"},
+        "decision": Decided(True, None, None, "off", True),
+    }
+    leave(tmp_path, record(**wrong), *ranks(two)[:1], *ranks(two, **wrong))
+    engine = only(tmp_path)
+    assert engine.misconfigured == {"VLLM_GRAPHFIX": "observ"}
+    (told,) = [each for each in engine.wrong if "misconfigured" in each]
+    assert told.startswith(
+        "misconfigured: VLLM_GRAPHFIX=observ means nothing: what it is for is off, or at its default"
+    )
+    assert look(tmp_path).exit_code == 1
+    assert told.split(":")[1].strip() in text(tmp_path)
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("state", ["off", "not-in-canary", "observing", "not-needed"])
 def test_an_engine_that_does_as_it_was_told_is_in_order(
     tmp_path: Path, two: tuple[Identity, Identity], state: str

@@ -57,6 +57,7 @@ def test_the_json_is_the_interface_that_is_documented(tmp_path: Path, two: tuple
         "bucket": 1234,
         "percentage": 25.0,
         "master": "on",
+        "misconfigured": {},
         "hosts": [mine.host],
         "ranks": {"expected": 2, "recorded": 2, "agreeing": 2, "missing": []},
         "fixes": {

@@ -21,6 +21,18 @@ WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
         ({"VLLM_GRAPHFIX": "off"}, True),
         ({"VLLM_GRAPHFIX": "off", "FAULT": "states"}, True),
     ),
+    "all mistyped the switch, one lacks the plugin": (
+        ({"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_MAMBA_PADDING": "on"}, True),
+        ({"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_MAMBA_PADDING": "on"}, False),
+    ),
+    "all mistyped the switch, both have given up": (
+        ({"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_MAMBA_PADDING": "on", "FAULT": "give up"}, True),
+        ({"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_MAMBA_PADDING": "on", "FAULT": "give up"}, True),
+    ),
+    "one is off, one mistyped it": (({"VLLM_GRAPHFIX": "off"}, True), ({"VLLM_GRAPHFIX": "offf"}, True)),
+    "one mistyped the switch": (({}, True), ({"VLLM_GRAPHFIX": "offf"}, True)),
+    "one mistyped a fix": (({}, True), ({"VLLM_GRAPHFIX_MAMBA_PADDING": "onn"}, True)),
+    "one mistyped what changes nothing": (({}, True), ({"VLLM_GRAPHFIX_SHADOW_ACTION": "repport"}, True)),
     "differs, without graphs": (
         ({"GRAPHS": "NONE"}, True),
         ({"GRAPHS": "NONE", "VLLM_GRAPHFIX_MAMBA_PADDING": "off"}, True),
@@ -52,13 +64,14 @@ def rank(world, number, size, port, env, plugin):
     os.environ.update(env)
     if not plugin:
         os.environ["VLLM_PLUGINS"] = ""
+    os.environ["VLLM_GRAPHFIX_AGREEMENT_TIMEOUT"] = "4" if "lacks" in world else "60"
     from vllm.plugins import load_general_plugins
     load_general_plugins()
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=size)
     distributed.new_group(list(range(size)), backend="gloo")
     if plugin:
         from vllm_graphfix import agreement
-        agreement.TIMEOUT = agreement.TIMEOUT_FOR_A_WARNING = 4.0 if "lacks" in world else 60.0
+        agreement.TIMEOUT_FOR_A_WARNING = 4.0 if "lacks" in world else 60.0
         put_a_fault(os.environ.get("FAULT"), agreement)
     mode = SimpleNamespace(name=os.environ.get("GRAPHS", "FULL"))
     worker_double = SimpleNamespace(local_rank=number, use_v2_model_runner=False, vllm_config=SimpleNamespace(
@@ -106,11 +119,14 @@ def said() -> dict[str, list[str]]:
         "one cannot make a token",
         "all are off, one lacks the plugin",
         "all are off, one cannot tell its states",
+        "all mistyped the switch, one lacks the plugin",
+        "all mistyped the switch, both have given up",
+        "one is off, one mistyped it",
         "differs, without graphs",
     ],
 )
 def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
-    """Where they agree; and where a difference cannot hang: the kill switch brings an engine up in any case."""
+    """Where they agree; and where a difference cannot hang: the kill switch brings an engine up in any case, mistyped too."""
     assert said[world] == ["0 STARTS", "1 STARTS"]
 
 
@@ -119,6 +135,16 @@ def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
     [
         ("differs", "mamba-padding is 'active' on rank 0 ({host}); 'off' on rank 1 ({host})"),
         ("one is off", "VLLM_GRAPHFIX is 'off' on rank 0 ({host}); 'on' on rank 1 ({host})"),
+        ("one mistyped the switch", "VLLM_GRAPHFIX is 'on' on rank 0 ({host}); 'off' on rank 1 ({host})"),
+        (
+            "one mistyped the switch",
+            "misconfigured is 'nothing' on rank 0 ({host}); 'VLLM_GRAPHFIX=offf' on rank 1 ({host})",
+        ),
+        ("one mistyped a fix", "the mode of mamba-padding is 'auto' on rank 0 ({host}); 'off' on rank 1 ({host})"),
+        (
+            "one mistyped what changes nothing",
+            "misconfigured is 'nothing' on rank 0 ({host}); 'VLLM_GRAPHFIX_SHADOW_ACTION=repport' on rank 1 ({host})",
+        ),
         (
             "one cannot tell its states",
             "Which fixes are active is not known on rank 1 ({host}): OSError: [Errno 24] Too many open files.",

@@ -63,7 +63,13 @@ class FailingStore:
 
 
 def gate_of_two(
-    monkeypatch: pytest.MonkeyPatch, faults: Faults, *, master: str = "auto", differ: bool = False, ended: float = 20.0
+    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
+    *,
+    master: str = "auto",
+    differ: bool = False,
+    ended: float = 20.0,
+    timeout: str = "3",
 ) -> dict[int, str]:
     """What becomes of two ranks on their way from profiling to the last gate; where one stops, the engine ends the other."""
     shared = HashStore()
@@ -77,7 +83,8 @@ def gate_of_two(
 
     def run(rank: int) -> None:
         faults.here.rank = rank
-        environment = {} if master == "auto" else {"VLLM_GRAPHFIX": master}
+        environment = {"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": timeout}
+        environment |= {} if master == "auto" else {"VLLM_GRAPHFIX": master}
         me = Membership(FIXES, environment)
         me.decision = rollout.decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
         state = State.OFF if differ and rank == 1 else State.ACTIVE
@@ -136,7 +143,6 @@ def test_where_one_call_fails_on_one_rank_nobody_hangs_and_who_stops_says_why(
     operation: str, rank: int, master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that are alike start, or stop for what failed; ranks that are not never start."""
-    monkeypatch.setattr(agreement, "TIMEOUT", 3.0)
     fired = 0
     for differ in (False, True):
         for faults in sweep(rank, operation):
@@ -157,7 +163,6 @@ def test_where_one_call_fails_on_one_rank_nobody_hangs_and_who_stops_says_why(
 
 
 def test_what_no_two_ranks_have_to_agree_about_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "TIMEOUT", 3.0)
     for operation in ("host_name", "urandom"):
         faults = Faults(1, operation, None, OSError(errno.EMFILE, "injected"))
         assert gate_of_two(monkeypatch, faults) == {0: "starts", 1: "starts"}
@@ -179,15 +184,13 @@ def test_a_rank_that_cannot_tell_its_states_stops_all_at_once(monkeypatch: pytes
 def test_where_a_rank_cannot_leave_a_word_the_others_name_that_among_the_causes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agreement, "TIMEOUT", 1.0)
-    outcomes = gate_of_two(monkeypatch, Faults(1, "set", None, RuntimeError("injected")))
+    outcomes = gate_of_two(monkeypatch, Faults(1, "set", None, RuntimeError("injected")), timeout="1")
     assert "No report within 1 s: rank 1 on an unknown host." in outcomes[0]
     assert "or it failed before it could report (see that process's log)" in outcomes[0]
     assert outcomes[1] == "is ended"
 
 
-def test_a_host_that_cannot_be_told_hides_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "TIMEOUT", 1.0)
+def test_a_host_that_cannot_be_told_hides_no_difference() -> None:
     store, mine = HashStore(), word()
     failing: Any = FailingStore(store, faults := Faults(0, "list_keys", None, OSError("injected")))
     faults.here.rank = 0

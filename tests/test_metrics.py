@@ -22,7 +22,9 @@ from vllm_graphfix.records import Agreement, FixReport, own_folder
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
-SERVED = Engine(ENGINE, canary=True, percentage=25.0, ranks=2)
+SERVED = Engine(
+    ENGINE, canary=True, percentage=25.0, ranks=2, misconfigured={"VLLM_GRAPHFIX_SHADOW_ACTION": "quarantin"}
+)
 
 
 def told(text: bytes | str, name: str) -> list[Sample]:
@@ -157,9 +159,9 @@ def test_several_api_servers_tell_of_one_engine_once(tmp_path: Path) -> None:
     multiprocessing.current_process().name = sys.argv[2]
     from vllm_graphfix import metrics
     metrics.EVERY = 0.05
-    class Decision:
-        engine, canary, rollout, refused = {ENGINE!r}, True, 2500, None
-    metrics.expose(Path(sys.argv[1]), Decision, 2)
+    from vllm_graphfix import rollout, settings
+    decision = rollout.decide(settings.read({{}}, ["capture-state"]), "0.21.0")._replace(engine={ENGINE!r})
+    metrics.expose(Path(sys.argv[1]), decision, 2)
     import time
     time.sleep(1)
     """
@@ -206,17 +208,45 @@ def test_a_scrape_reads_no_file(scraped: Scraped, tmp_path: Path, monkeypatch: p
         assert b"graphfix_fix_state{" in generate_latest(scraped.registry)
 
 
-def test_a_refused_percentage_is_0_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+FLEETS: list[tuple[dict[str, str], float, float, dict[str, str]]] = [
+    ({}, 1, 100, {}),
+    ({"VLLM_GRAPHFIX": "off"}, 0, 0, {}),
+    ({"VLLM_GRAPHFIX": "observe"}, 0, 0, {}),
+    ({"VLLM_GRAPHFIX": "observ"}, 0, 0, {"VLLM_GRAPHFIX": "observ"}),
+    ({"VLLM_GRAPHFIX_CAPTURE_STATE": "onn"}, 1, 100, {"VLLM_GRAPHFIX_CAPTURE_STATE": "onn"}),
+    ({"VLLM_GRAPHFIX_ROLLOUT": "none"}, 0, 0, {"VLLM_GRAPHFIX_ROLLOUT": "none"}),
+    ({"VLLM_GRAPHFIX_ROLLOUT": "7.5", "VLLM_GRAPHFIX_ROLLOUT_KEY": "node-a"}, 0, 7.5, {}),
+    ({"VLLM_GRAPHFIX_ROLLOUT": "7.5", "VLLM_GRAPHFIX_ROLLOUT_KEY": "node-a", "VLLM_GRAPHFIX": "off"}, 0, 0, {}),
+]
+"""An engine's environment; `graphfix_canary`, `graphfix_rollout_percent`; and what `graphfix_misconfigured` is 1 for."""
+
+
+@pytest.mark.parametrize(("environment", "canary", "percentage", "wrong"), FLEETS, ids=[str(row[0]) for row in FLEETS])
+def test_who_has_the_fixes_shows(
+    environment: dict[str, str],
+    canary: float,
+    percentage: float,
+    wrong: dict[str, str],
+    scraped: Scraped,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `Questions of a rollout` asks for it: a kill switch is not 100 % with the fixes."""
     from vllm_graphfix import rollout, settings
 
-    made: list[Engine] = []
-    monkeypatch.setattr(metrics, "_watcher", Watcher(tmp_path, SERVED, Exposition(CollectorRegistry())))
-    for text in ("none", "", "7.5"):
-        decision = rollout.decide(settings.read({"VLLM_GRAPHFIX_ROLLOUT": text}, ["capture-state"]), "0.21.0")
-        metrics.expose(tmp_path, decision, 2)
-        assert metrics._watcher is not None
-        made.append(metrics._watcher.engine)
-    assert [engine.percentage for engine in made] == [0.0, 100.0, 7.5]
+    monkeypatch.setattr(metrics, "_watcher", scraped.watcher)
+    scraped.look()  # of another engine, whose process serves this one now
+    decision = rollout.decide(settings.read(environment, ["capture-state", "flashmla-fp8"]), "0.21.0")
+    metrics.expose(tmp_path, decision, 2)
+    scraped.look()
+    assert scraped.value("graphfix_canary") == canary
+    assert scraped.value("graphfix_rollout_percent") == percentage
+    told_wrong = {
+        (each.labels["variable"], each.labels["value"])
+        for each in scraped.samples("graphfix_misconfigured")
+        if each.value
+    }
+    assert told_wrong == set(wrong.items())
 
 
 def test_records_of_other_engines_are_read_once(

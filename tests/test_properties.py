@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ import pytest
 from hostile import JSON, LONG_TEXT, changed, dumped, plant, share
 from hypothesis import example, given
 from hypothesis import strategies as st
-from stock import run_in_release
+from stock import release_root, run_in_release
 from watched import watched
 
 import vllm_graphfix
 from vllm_graphfix import settings
+from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.progress import Progress, Wanted
 from vllm_graphfix.records import folder as status_folder
 from vllm_graphfix.rollout import BUCKETS, Decision, decide, decode
 from vllm_graphfix.settings import DECISION, PREFIX, STATUS_DIR
+from vllm_graphfix.source import open_source
+from vllm_graphfix.status import status
 
 NAMES = tuple(fix.name for fix in FIXES)
 KNOWN = settings.names(NAMES)
@@ -61,6 +66,45 @@ def test_every_environment_makes_a_decision_that_other_processes_can_be_started_
     assert encoded.isascii()
     assert encoded.isprintable()
     assert len(encoded) <= 8192
+
+
+SAME = {"1", "true", "yes", "0", "false", "no"}
+MASTERS = {"", *(master.value for master in settings.Master), *SAME}
+MODES = {"", *(mode.value for mode in Mode), *SAME}
+SOURCE = open_source(release_root("0.18.1"))
+
+
+def mistyped(environment: Mapping[str, str], name: str, meaningful: set[str]) -> bool:
+    return environment.get(name, "").strip().lower() not in meaningful
+
+
+@given(environments)
+@example({"VLLM_GRAPHFIX": "observ"})
+@example({"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_MAMBA_PADDING": "on"})
+@example({"VLLM_GRAPHFIX_FLASHMLA_FP8": "onn"})
+@example({"VLLM_GRAPHFIX_ROLLOUT": "half"})
+def test_a_value_that_means_nothing_never_applies_a_fix(environment: dict[str, str]) -> None:
+    """Neither as processes of an engine read it nor as `status` does; and it is told wherever there is a place for it."""
+    made = decide(settings.read(environment, NAMES), "0.18.1")
+    wanted = Wanted(made.master, made.modes, made.withheld, made.misconfigured)
+    judged = status(SOURCE, environment)
+    would_be = {row.fix.name: row.would_be for row in judged.rows}
+    master = mistyped(environment, PREFIX, MASTERS)
+    rollout = bool(environment.get(settings.ROLLOUT, "").strip()) and made.rollout is None
+    for fix in FIXES:
+        alone = mistyped(environment, fix.variable, MODES)
+        assert (fix.variable in made.misconfigured) == alone
+        if master or rollout or alone:
+            assert not Progress(fix, wanted).engaged
+            assert not wanted.loud(fix.name)
+            assert would_be[fix.name] not in (State.ACTIVE, State.OBSERVING)
+    assert (PREFIX in made.misconfigured) == master
+    assert (settings.ROLLOUT in made.misconfigured) == rollout
+    assert not (made.applies and (master or rollout))
+    assert (judged.misconfigured, judged.left_undone or not made.misconfigured) == (made.misconfigured, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", environment)
+        assert not (vllm_graphfix._insisted() and (master or rollout))
 
 
 VALID: dict[str, Any] = json.loads(
@@ -139,6 +183,7 @@ def tree(folder: Path) -> set[str]:
 @given(variables, st.none() | decisions | raw, st.sampled_from(FOLDERS), st.sampled_from(MODULES))
 @example({}, dumped(VALID | {"engine": "/../../../x", "vllm": ""}).encode(), "here", MODULES[0])
 @example({b"VLLM_GRAPHFIX_ROLLOUT": b"5", b"VLLM_GRAPHFIX_ROLLOUT_KEY": b"@long"}, None, "here", MODULES[1])
+@example({b"VLLM_GRAPHFIX": b"observ"}, None, "here", MODULES[1])
 @example({b"VLLM_GRAPHFIX": b"strict"}, b"[" * 5000, "@long", MODULES[0])
 @share(40)
 def test_register_never_raises_and_writes_nothing_but_its_record(
@@ -168,7 +213,11 @@ def test_register_never_raises_and_writes_nothing_but_its_record(
         assert len(logged) < 60
         if module != MODULES[-1] and folder in ("", "here", "here/./") and "registry" not in module:
             assert any(path.endswith(".json") for path in made_now)
-        assert_sound(decode(left))  # type: ignore[arg-type]
+        followed = decode(left)
+        assert followed is not None
+        assert_sound(followed)
+        records = [json.loads((scratch / path).read_text()) for path in made_now if path.endswith(".json")]
+        assert all(record["misconfigured"] == followed.misconfigured for record in records)
 
 
 WORST = {
@@ -198,6 +247,6 @@ def test_a_real_vllm_loads_the_plugin_and_starts_processes_under_the_worst_envir
         """,
         WORST | {STATUS_DIR: str(tmp_path / folder), "VLLM_LOGGING_LEVEL": "INFO"},
     )
-    assert "{'not-in-canary'}" in done.stdout or "not-needed" in done.stdout, done.stdout
+    assert "{'off'}" in done.stdout, "the switch means nothing"
     assert "Traceback" not in done.stdout + done.stderr
     assert list(tmp_path.rglob("*")) == [tmp_path / "here"]

@@ -55,6 +55,7 @@ def test_a_record_is_the_json_object_that_is_documented() -> None:
         },
         "events": {"capture-state": {"state-consumed": 12}},
         "wrong": {},
+        "misconfigured": {},
         "agreement": {"group": "a-token", "world_size": 2, "agreeing": 2, "difference": None},
         "leader": "f" * 16,
         "problem": "why",
@@ -75,9 +76,10 @@ def test_the_record_in_the_documentation_is_one() -> None:
         record(),
         record(rank=0),
         record(rank=0)._replace(rank=Rank(0, None, 1, 0)),
+        record(misconfigured={"VLLM_GRAPHFIX": "observ", "VLLM_GRAPHFIX_ROLLOUT": "half"}),
         record(model=None, decision=Decided(False, None, None, "strict", False), fixes={}, events={}),
     ],
-    ids=["front-end", "rank", "rank without a local rank", "as little as there can be"],
+    ids=["front-end", "rank", "rank without a local rank", "misconfigured", "as little as there can be"],
 )
 def test_a_record_is_read_as_it_was_written(one: Record) -> None:
     assert Record.from_json(json.loads(json.dumps(one.as_json()))) == one
@@ -125,6 +127,10 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("agreement.agreeing", None, "agreement.agreeing is None"),
     ("leader", "me", "leader is 'me'"),
     ("problem", {}, "problem is a JSON object"),
+    ("misconfigured", [], "misconfigured is a JSON array, not an object"),
+    ("misconfigured", {"PATH": "x"}, "misconfigured has an entry 'PATH': 'x'"),
+    ("misconfigured", {"VLLM_GRAPHFIX": "\x1b[2J"}, "misconfigured has an entry 'VLLM_GRAPHFIX': '\\x1b[2J'"),
+    ("misconfigured", {f"VLLM_GRAPHFIX_{n}": "x" for n in range(65)}, "misconfigured has 65 entries; at most 64 are"),
     ("written", inf, "written is inf, not a number from 0 to 1e+11"),
     ("written", 10**400, "written is 1000"),
 ]
@@ -155,6 +161,12 @@ def test_what_a_record_must_have_is_named_if_it_is_missing(key: str) -> None:
     del told[key]
     with pytest.raises(RecordError, match=f"^{key} is missing$"):
         Record.from_json(told)
+
+
+def test_a_record_of_an_earlier_version_says_nothing_of_values_that_mean_nothing() -> None:
+    told = record().as_json()
+    del told["misconfigured"]
+    assert Record.from_json(told) == record()
 
 
 def test_keys_that_a_later_version_adds_are_left_out() -> None:

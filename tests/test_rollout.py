@@ -149,6 +149,7 @@ def test_two_decisions_are_the_same_choice_if_the_same_is_done_whichever_engine_
 
     assert of().same_choice(of(_ROLLOUT="100"))
     others = [of(), of(_ROLLOUT="0"), of(_ROLLOUT="nonsense"), of(**{"": "off"}), of(_CAPTURE_STATE="off")]
+    others += [of(**{"": "offf"}), of(_CAPTURE_STATE="of"), of(_AGREEMENT_TIMEOUT="900")]
     for one in others:
         assert [one.same_choice(other) for other in others] == [one is other for other in others]
 
@@ -180,6 +181,64 @@ def test_a_decision_counts_only_for_the_vllm_and_the_plugin_that_made_it() -> No
     assert handed_on(other.encode(), "0.21.0", frozenset(FIXES)) is None
 
 
+def test_a_value_that_means_nothing_is_handed_on_and_the_percentage_is_one() -> None:
+    environment = {"VLLM_GRAPHFIX": "observ", "VLLM_GRAPHFIX_CAPTURE_STATE": "\x1b2", "VLLM_GRAPHFIX_ROLLOUT": "half"}
+    decision = decode(decide(settings.read(environment, FIXES), "0.21.0").encode())
+    assert decision is not None
+    assert decision.misconfigured == environment | {"VLLM_GRAPHFIX_CAPTURE_STATE": r"\x1b2"}
+    assert decision.master is settings.Master.OFF
+    assert (decision.canary, decision.applies, decision.percentage) == (False, False, 0.0)
+
+
+APPLIES: list[tuple[dict[str, str], bool, float]] = [
+    ({}, True, 100),
+    ({"VLLM_GRAPHFIX": "strict"}, True, 100),
+    ({"VLLM_GRAPHFIX_CAPTURE_STATE": "off"}, True, 100),
+    ({"VLLM_GRAPHFIX_ROLLOUT": "100"}, True, 100),
+    ({"VLLM_GRAPHFIX_ROLLOUT": "0"}, False, 0),
+    ({"VLLM_GRAPHFIX_ROLLOUT": "57", "VLLM_GRAPHFIX_ROLLOUT_KEY": "node-b"}, True, 57),
+    ({"VLLM_GRAPHFIX_ROLLOUT": "56", "VLLM_GRAPHFIX_ROLLOUT_KEY": "node-b"}, False, 56),
+    ({"VLLM_GRAPHFIX_ROLLOUT": "57", "VLLM_GRAPHFIX_ROLLOUT_KEY": "node-b", "VLLM_GRAPHFIX": "off"}, False, 0),
+    ({"VLLM_GRAPHFIX": "off"}, False, 0),
+    ({"VLLM_GRAPHFIX": "observe"}, False, 0),
+    ({"VLLM_GRAPHFIX": "observe", "VLLM_GRAPHFIX_CAPTURE_STATE": "on"}, True, 100),
+    ({"VLLM_GRAPHFIX": "observ"}, False, 0),
+    ({"VLLM_GRAPHFIX": "offf", "VLLM_GRAPHFIX_CAPTURE_STATE": "on"}, False, 0),
+    ({"VLLM_GRAPHFIX_CAPTURE_STATE": "onn"}, True, 100),
+    ({"VLLM_GRAPHFIX_CAPTURE_STATE": "onn", "VLLM_GRAPHFIX_FLASHMLA_FP8": "off"}, False, 0),
+    ({"VLLM_GRAPHFIX_ROLLOUT": "half"}, False, 0),
+]
+"""An environment; whether an engine there has the fixes; and the percentage of those that do."""
+
+
+@pytest.mark.parametrize(("environment", "applies", "percentage"), APPLIES, ids=[str(row[0]) for row in APPLIES])
+def test_who_has_the_fixes_is_who_is_in_the_rollout_and_neither_switched_off_nor_observing(
+    environment: dict[str, str], applies: bool, percentage: float
+) -> None:
+    decision = decide(settings.read(environment, FIXES), "0.21.0")
+    assert (decision.applies, decision.percentage) == (applies, percentage)
+
+
+@pytest.mark.parametrize("percentage", ["0.01", "5", "99.99"])
+def test_where_nodes_decide_separately_a_percentage_without_a_key_puts_nobody_in_and_says_why(percentage: str) -> None:
+    for host in ("node-a", "node-b"):
+        alone = decide(settings.read({"VLLM_GRAPHFIX_ROLLOUT": percentage}, FIXES), "0.21.0", host=host)
+        together = alone.needing_a_key("--nnodes 2")
+        assert not together.canary
+        assert together.withheld == (
+            f"VLLM_GRAPHFIX_ROLLOUT={percentage} % without VLLM_GRAPHFIX_ROLLOUT_KEY: with --nnodes 2 the nodes of an engine decide "
+            "separately, and need one key that all of them have; no node gets the fixes until it is set"
+        )
+        assert together.percentage == float(percentage), "what is set; nobody is in"
+        assert decode(together.encode()) == together
+
+
+@pytest.mark.parametrize("environment", [{}, {"VLLM_GRAPHFIX_ROLLOUT": "0"}, {"VLLM_GRAPHFIX_ROLLOUT": "100"}])
+def test_nodes_that_cannot_decide_differently_need_no_key(environment: dict[str, str]) -> None:
+    decision = decide(settings.read(environment, FIXES), "0.21.0")
+    assert decision.needing_a_key("--nnodes 2") == decision
+
+
 GOOD = json.loads(decide(settings.read({}, FIXES), "0.21.0").encode())
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -197,6 +256,34 @@ def test_a_decision_with_one_field_replaced_is_none_or_of_the_right_types(name: 
     decision = decode(json.dumps(GOOD | {name: value}))
     if decision is not None:
         assert json.loads(decision.encode()) == GOOD | {name: value}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {"VLLM_GRAPHFIX": 1},
+        {"PATH": "x"},
+        {"VLLM_GRAPHFIX": "x" * 41},
+        {"VLLM_GRAPHFIX": "ä"},
+        {"VLLM_GRAPHFIX": "a\n"},
+    ],
+)
+def test_what_cannot_be_a_value_that_means_nothing_is_no_decision(value: object) -> None:
+    assert decode(json.dumps(GOOD | {"misconfigured": value})) is None
+    assert decode(json.dumps(GOOD | {"misconfigured": {"VLLM_GRAPHFIX": "observ"}})) is not None
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 604801.0, 600, True, "600", None])
+def test_what_cannot_be_a_timeout_is_no_decision(value: object) -> None:
+    assert decode(json.dumps(GOOD | {"agreement_timeout": value})) is None
+
+
+def test_a_decision_without_what_a_later_version_has_added_is_one() -> None:
+    older = {name: value for name, value in GOOD.items() if name not in ("misconfigured", "agreement_timeout")}
+    decision = decode(json.dumps(older))
+    assert decision is not None
+    assert (decision.misconfigured, decision.agreement_timeout) == ({}, 600.0)
 
 
 @pytest.mark.parametrize("schema", [0, 2, None, "1"])

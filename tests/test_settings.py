@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from vllm_graphfix import settings
@@ -38,7 +40,7 @@ def test_a_mode_is_read_whatever_its_case(value: str, mode: Mode) -> None:
     [
         ({}, Mode.OBSERVE),
         ({"VLLM_GRAPHFIX": "strict"}, Mode.OBSERVE),
-        ({"VLLM_GRAPHFIX_CAPTURE_STATE": "xyzzy"}, Mode.OBSERVE),
+        ({"VLLM_GRAPHFIX_CAPTURE_STATE": "xyzzy"}, Mode.OFF),
         ({"VLLM_GRAPHFIX_CAPTURE_STATE": "auto"}, Mode.AUTO),
         ({"VLLM_GRAPHFIX_CAPTURE_STATE": "on"}, Mode.ON),
         ({"VLLM_GRAPHFIX_CAPTURE_STATE": "off"}, Mode.OFF),
@@ -60,19 +62,17 @@ def test_the_master_switch_is_read_likewise(value: str, master: Master) -> None:
 
 
 MEANINGLESS = [
-    ("VLLM_GRAPHFIX", "strickt", "did you mean strict?"),
-    ("VLLM_GRAPHFIX", "xyzzy", "valid: observe, off, on, strict."),
-    ("VLLM_GRAPHFIX_FLASHMLA_FP8", "of", "did you mean off?"),
     ("VLLM_GRAPHFIX_FLASHMLA_PF8", "on", "did you mean VLLM_GRAPHFIX_FLASHMLA_FP8?"),
     ("VLLM_GRAPHFIXX", "on", "did you mean VLLM_GRAPHFIX?"),
     ("VLLM_GRAPHFIX_" + 30 * "Q", "on", "x-y has the variable VLLM_GRAPHFIX_X_Y."),
     ("vllm_graphfix_capture_state", "on", "did you mean VLLM_GRAPHFIX_CAPTURE_STATE?"),
-    ("VLLM_GRAPHFIX", "\x1b[31m" + "x" * 10_000, "valid: observe, off, on, strict."),
 ]
 
 
 @pytest.mark.parametrize(("name", "value", "nearest"), MEANINGLESS)
-def test_what_means_nothing_is_named_with_the_nearest_and_changes_nothing(name: str, value: str, nearest: str) -> None:
+def test_a_name_that_means_nothing_is_told_with_the_nearest_and_changes_nothing(
+    name: str, value: str, nearest: str
+) -> None:
     found = read({name: value}, FIXES)
     (problem,) = found.problems
     assert problem.startswith(name)
@@ -81,6 +81,74 @@ def test_what_means_nothing_is_named_with_the_nearest_and_changes_nothing(name: 
     assert problem.isprintable()
     assert len(problem) < 200
     assert found._replace(problems=(), explicit=frozenset()) == read({}, FIXES)
+
+
+OFF_BY_MISTAKE: dict[str, Any] = {"modes": {"capture-state": Mode.AUTO, "flashmla-fp8": Mode.OFF}}
+CLOSED: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("VLLM_GRAPHFIX", "observ", "did you mean observe? Nothing is patched", {"master": Master.OFF}),
+    ("VLLM_GRAPHFIX", "strickt", "did you mean strict? Nothing is patched", {"master": Master.OFF}),
+    ("VLLM_GRAPHFIX", "xyzzy", "valid: observe, off, on, strict. Nothing is patched", {"master": Master.OFF}),
+    ("VLLM_GRAPHFIX", "\x1b[31m" + "x" * 10_000, "valid: observe, off, on, strict.", {"master": Master.OFF}),
+    ("VLLM_GRAPHFIX_FLASHMLA_FP8", "of", "did you mean off? flashmla-fp8 is off", OFF_BY_MISTAKE),
+    ("VLLM_GRAPHFIX_FLASHMLA_FP8", "2", "valid: auto, observe, off, on. flashmla-fp8 is off", OFF_BY_MISTAKE),
+    ("VLLM_GRAPHFIX_SHADOW", "often", "valid: off, a fraction such as 1/2000", {}),
+    ("VLLM_GRAPHFIX_SHADOW_ACTION", "quarantin", "did you mean quarantine? It counts as report", {}),
+    ("VLLM_GRAPHFIX_AGREEMENT_TIMEOUT", "10 minutes", "Ranks wait 600 s", {}),
+]
+"""A variable, a value that means nothing, what is said of it, and what differs then from an environment that says nothing."""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told", "changed"), CLOSED, ids=[f"{row[0]}={row[1][:9]!r}" for row in CLOSED]
+)
+def test_a_value_that_means_nothing_is_told_with_the_nearest_and_fails_closed(
+    name: str, value: str, told: str, changed: dict[str, Any]
+) -> None:
+    found = read({name: value}, FIXES)
+    (problem,) = found.problems
+    assert problem.startswith(f"{name}=")
+    assert told in problem
+    assert problem.endswith(" until this is corrected")
+    assert problem.isprintable()
+    assert len(problem) < 200
+    assert found.misconfigured == {name: settings.brief(value)}
+    assert found._replace(problems=(), explicit=frozenset(), misconfigured={}) == read({}, FIXES)._replace(**changed)
+
+
+def test_a_value_that_means_nothing_is_kept_short_and_in_ascii() -> None:
+    assert settings.brief("observ") == "observ"
+    assert settings.brief("\x1b[31m \N{PILE OF POO}\udcff") == r"\x1b[31m \U0001f4a9\udcff"
+    assert settings.brief("x" * 41) == "x" * 37 + "..."
+
+
+@pytest.mark.parametrize(
+    ("environment", "seconds"),
+    [
+        ({}, 600),
+        ({"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": " 900 "}, 900),
+        ({"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "0.5"}, 0.5),
+        ({"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "604800"}, 604800),
+        ({"VLLM_ENGINE_READY_TIMEOUT_S": "3600"}, 3600),
+        ({"VLLM_ENGINE_READY_TIMEOUT_S": "60"}, 600),
+        ({"VLLM_ENGINE_READY_TIMEOUT_S": "soon"}, 600),
+        ({"VLLM_ENGINE_READY_TIMEOUT_S": "9" * 400}, 604800),
+        ({"VLLM_ENGINE_READY_TIMEOUT_S": "3600", "VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "60"}, 60),
+    ],
+)
+def test_ranks_wait_as_long_as_vllm_waits_for_its_engines_unless_told_otherwise(
+    environment: dict[str, str], seconds: float
+) -> None:
+    found = read(environment, FIXES)
+    assert (found.agreement_timeout, found.misconfigured, found.problems) == (seconds, {}, ())
+
+
+@pytest.mark.parametrize("value", ["0", "0.0", "-1", "604801", "9999999", "nan", "inf", "1e3", "٣", "off", "10s"])
+def test_a_timeout_that_means_nothing_is_the_default(value: str) -> None:
+    set_by_vllm = {"VLLM_ENGINE_READY_TIMEOUT_S": "1200"}
+    for environment, default in (({}, 600), (set_by_vllm, 1200)):
+        found = read({"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": value, **environment}, FIXES)
+        assert found.agreement_timeout == default
+        assert list(found.misconfigured) == ["VLLM_GRAPHFIX_AGREEMENT_TIMEOUT"]
 
 
 def test_observe_for_all_is_for_what_is_left_at_auto() -> None:
@@ -98,4 +166,5 @@ def test_every_name_of_the_interface_is_known() -> None:
         "VLLM_GRAPHFIX_FLASHMLA_FP8",
         "VLLM_GRAPHFIX_STATUS_DIR",
         "VLLM_GRAPHFIX_DECISION",
+        "VLLM_GRAPHFIX_AGREEMENT_TIMEOUT",
     }

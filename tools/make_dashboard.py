@@ -83,13 +83,13 @@ def queries(of: Sequence[Query], *, instant: bool = False) -> list[prom.Dataquer
 
 
 def number(
-    title: str, description: str, expression: str, unit: str = "short", alarm: float | None = None
+    title: str, description: str, expression: str, unit: str = "short", alarm: float | None = None, width: int = 3
 ) -> stat.Panel:
     """A figure of now; red from *alarm* on."""
     steps = [models.Threshold(value=None, color="text" if alarm is None else "green")]
     if alarm is not None:
         steps.append(models.Threshold(value=alarm, color="red"))
-    panel = stat.Panel().title(title).description(description).datasource(DATASOURCE).unit(unit).span(4).height(4)
+    panel = stat.Panel().title(title).description(description).datasource(DATASOURCE).unit(unit).span(width).height(4)
     panel = panel.thresholds(board.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps))
     panel = panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"])).graph_mode(
         kinds.BigValueGraphMode.NONE
@@ -152,8 +152,14 @@ def engines() -> table.Panel:
 def rollout(to: board.Dashboard) -> None:
     canaries, known = f"sum({graphfix('graphfix_canary')})", f"count({graphfix('graphfix_canary')})"
     to.with_row(board.Row("Rollout"))
-    to.with_panel(number("Engines in the rollout", "Engines that the percentage has chosen.", canaries))
-    to.with_panel(number("Engines with the plugin", "In the rollout or not.", known))
+    to.with_panel(
+        number(
+            "Engines with the fixes",
+            "In the rollout, and neither switched off nor only observing.",
+            canaries,
+        )
+    )
+    to.with_panel(number("Engines with the plugin", "With the fixes or without.", known))
     to.with_panel(
         number(
             "Engines without the plugin",
@@ -164,7 +170,7 @@ def rollout(to: board.Dashboard) -> None:
     to.with_panel(
         number(
             "Rollout, set",
-            "VLLM_GRAPHFIX_ROLLOUT of the engines: the highest value, while they restart.",
+            "VLLM_GRAPHFIX_ROLLOUT of the engines: the highest value, while they restart. 0 where they are switched off or only observe.",
             f"max({graphfix('graphfix_rollout_percent')})",
             "percent",
         )
@@ -172,7 +178,7 @@ def rollout(to: board.Dashboard) -> None:
     to.with_panel(
         number(
             "Rollout, reached",
-            "Share of the engines with the plugin. With few engines, a small percentage is met only roughly.",
+            "Share of the engines with the plugin that have the fixes. With few engines, a small percentage is met only roughly.",
             f"100 * {canaries} / {known}",
             "percent",
         )
@@ -185,9 +191,19 @@ def rollout(to: board.Dashboard) -> None:
             alarm=1,
         )
     )
+    wrong = graphfix("graphfix_misconfigured") + " > 0"
+    to.with_panel(
+        number(
+            "Misconfigured engines",
+            "A variable has a value that means nothing, so what it is for is off or at its default. 0 is right.",
+            f"count(count by (cluster, namespace, job, instance) ({wrong})) or vector(0)",
+            alarm=1,
+            width=6,
+        )
+    )
     to.with_panel(
         lines(
-            "Engines in the rollout and outside",
+            "Engines with the fixes and without",
             "A stage is reached when both lines are level again.",
             [(canaries, "canary"), (f"{known} - {canaries}", "rest")],
         )

@@ -61,7 +61,9 @@ def _insisted() -> bool:
     """Whether the environment says strict, or on for a fix; read without a module of the package: one of them may be what is broken."""
     told = {name: value.strip().lower() for name, value in os.environ.items() if name.startswith("VLLM_GRAPHFIX")}
     master = told.get("VLLM_GRAPHFIX", "")
-    if master in ("off", "0", "false", "no") or told.get("VLLM_GRAPHFIX_ROLLOUT", "") not in ("", "100", "100%"):
+    if master not in ("", "on", "1", "true", "yes", "observe", "strict"):
+        return False  # off, or a value that means nothing
+    if told.get("VLLM_GRAPHFIX_ROLLOUT", "") not in ("", "100", "100%"):
         return False  # an engine may be outside the rollout, and nobody insists there
     on = [name for name, value in told.items() if value in ("on", "1", "true", "yes")]
     return master == "strict" or any(map(_is_a_fix, on))

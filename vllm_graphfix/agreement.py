@@ -16,12 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from vllm_graphfix.settings import printable
+from vllm_graphfix.settings import is_brief, printable
 
 WARN_AFTER = 30.0
 """Seconds after which ranks that are waited for are named in the log."""
-TIMEOUT = 300.0
-"""Seconds. Before a capture all ranks have just run one forward pass together; vLLM itself gives an engine 600 s to start."""
 TIMEOUT_FOR_A_WARNING = 10.0
 """Seconds where a silent rank does not stop the engine."""
 _MOST, _LONGEST = 64, 255
@@ -53,6 +51,8 @@ class Word(NamedTuple):
     """Made up by each rank for each comparison; that of rank 0 names the group."""
     reasons: Mapping[str, str] = {}
     """Why fixes are not applied that should be, by name: shown where states differ, and not compared."""
+    misconfigured: Mapping[str, str] = {}
+    """Variables whose value means nothing on this rank, each with that value."""
     fault: str = ""
     """What failed, on a rank that cannot tell its states: it is a difference even where all ranks say the same."""
     failed: Mapping[str, str] = {}
@@ -75,6 +75,8 @@ class Word(NamedTuple):
             "vLLM": self.vllm,
             "VLLM_GRAPHFIX": self.master,
             "in the rollout": "yes" if self.canary else "no",
+            "misconfigured": ", ".join(f"{name}={value}" for name, value in sorted(self.misconfigured.items()))
+            or "nothing",
         }
         told |= {f"the mode of {name}": mode for name, mode in sorted(self.modes.items())}
         return told | {name: state for name, state in sorted(self.states.items()) if state != "waiting"}
@@ -139,7 +141,7 @@ def compare(
     warn: Callable[[str], None],
     *,
     silent_host: Callable[[int], str | None] = lambda rank: None,
-    timeout: float = TIMEOUT,
+    timeout: float,
 ) -> Agreement:
     """Compares *word*, which `leave` has left at *stage*, with what the other ranks have left there.
 
@@ -211,7 +213,7 @@ def _read(store: Any, key: str) -> Word | None:
 def _sound(word: Word) -> bool:
     """Whether all of *word* is of the kind that ranks leave: it is shown to people, and kept in records."""
     tables = (word.modes, word.states, word.reasons, word.failed)
-    if not all(isinstance(table, dict) and len(table) <= _MOST for table in tables):
+    if not all(isinstance(table, dict) and len(table) <= _MOST for table in (*tables, word.misconfigured)):
         return False
     made_up: tuple[object, ...] = (word.engine, word.token)
     kinds: tuple[tuple[object, type], ...] = (
@@ -231,6 +233,7 @@ def _sound(word: Word) -> bool:
     return (
         all(isinstance(text, str) and len(text) <= _LONGEST and text.isprintable() for text in texts)
         and all(_NAME.fullmatch(name) for table in tables for name in table)
+        and all(is_brief(name, value) for name, value in word.misconfigured.items())
         and all(isinstance(name, str) and _MADE_UP.fullmatch(name) for name in made_up)
         and all(type(value) is kind for value, kind in kinds)
         and _sound_graphs(word.graphs)

@@ -89,7 +89,8 @@ def status(
         bool,
         typer.Option(
             "--check",
-            help="Exit with code 3 if a fix is needed and would not be applied. Fixes that are observed by default do not count.",
+            help="Exit with code 3 if a fix is needed and would not be applied (those that are observed by default do not count), or if "
+            "a variable has a value that means nothing.",
         ),
     ] = False,
     flags: Annotated[
@@ -121,7 +122,7 @@ def status(
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
         show(found, _console())
-    if check and any(row.left_undone for row in found.rows):
+    if check and found.left_undone:
         raise typer.Exit(EXIT_LEFT_UNDONE)
 
 

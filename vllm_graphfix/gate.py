@@ -234,7 +234,7 @@ class Gate:
             lambda text: logger.warning("graphfix: %s", text),
             silent_host=lambda silent: agreement.host_in(store, silent, world_size),
             # What is a warning at most is not worth minutes: the kill switch brings a server up, also beside a rank without the plugin.
-            timeout=agreement.TIMEOUT if stops else agreement.TIMEOUT_FOR_A_WARNING,
+            timeout=decision.agreement_timeout if decision and stops else agreement.TIMEOUT_FOR_A_WARNING,
         )
         if found.difference is None:
             if stops and stage == _CAPTURE:
@@ -284,7 +284,8 @@ class Gate:
         ]
         word = self._word_after_capture({fix: next(iter(why.values())) for fix, why in failed.items()}, graphs)
         word = word and word._replace(can_leave_out=dispatch.can_leave_out)
-        if self._compared is None or word is None:
+        decision = self._membership.decision
+        if self._compared is None or word is None or decision is None:
             return self._go_by({_world()[0]: word} if word and failed else {}, dispatch)
         store, rank, world_size = self._compared
         found = self._membership.telling.agreement = agreement.compare(
@@ -295,7 +296,7 @@ class Gate:
             word,
             lambda text: logger.warning("graphfix: %s", text),
             silent_host=lambda silent: agreement.host_in(store, silent, world_size),
-            timeout=agreement.TIMEOUT,
+            timeout=decision.agreement_timeout,
         )
         if any(said.ended for said in found.failing.values()):
             return None  # an error of vLLM's own has ended the capture there, and will end the engine
@@ -378,6 +379,7 @@ class Gate:
             vllm=decision.vllm,
             canary=decision.canary,
             master=decision.master.value,
+            misconfigured=decision.misconfigured,
             modes={name: mode.value for name, mode in decision.modes.items()}
             | {"shadow": f"{decision.shadow}, {decision.shadow_action.value}"},
             states={name: _compared(state).value for name, state in states.items()},

@@ -21,7 +21,7 @@ from vllm_graphfix.hooks import guarded, when_imported, wrap
 from vllm_graphfix.log import logger
 from vllm_graphfix.process import Process
 from vllm_graphfix.progress import FixState, Wanted
-from vllm_graphfix.role import Role, is_api_server_of, only_asks, place, served_model
+from vllm_graphfix.role import Role, deciding_separately, is_api_server_of, only_asks, place, served_model
 from vllm_graphfix.rollout import Decision
 from vllm_graphfix.shadow.rate import OFF, parse
 from vllm_graphfix.telling import Telling
@@ -42,7 +42,7 @@ class Membership:
         self._names = tuple(fix.name for fix in self.fixes)
         self._observed = frozenset(fix.name for fix in self.fixes if fix.default is Mode.OBSERVE)
         wanted = settings.read(environment, self._names, self._observed)
-        self.process = Process(self.fixes, Wanted(wanted.master, wanted.modes))
+        self.process = Process(self.fixes, Wanted(wanted.master, wanted.modes, None, wanted.misconfigured))
         self._lock = threading.Lock()
         self._started = False
         self.role = Role.FRONT_END
@@ -192,6 +192,9 @@ class Membership:
             try:
                 guarded(self._begin_engine)
                 config = stock(*args, **kwargs)
+                # The third argument, self included; `vllm serve --headless` gives it by name.
+                headless = kwargs.get("headless", args[2] if len(args) > 2 else False)
+                guarded(self._keep_nodes_together, config, bool(headless))
                 guarded(self._configure, config)
             finally:
                 _configuring.reset(token)
@@ -206,6 +209,25 @@ class Membership:
     def _begin_engine(self) -> None:
         if self.role is Role.FRONT_END:
             self._decide()
+
+    def _keep_nodes_together(self, config: Any, headless: bool) -> None:
+        """Takes the engine out of the rollout where its nodes would each decide by its own host name.
+
+        Only the configuration says so, and nothing is captured before there is one: what was applied is taken back.
+        """
+        decision = self.decision
+        if self.role is not Role.FRONT_END or decision is None or decision.rollout is None or self.gate.captures_here:
+            return
+        if self.environment.get(settings.ROLLOUT_KEY, "").strip():
+            return
+        separately = deciding_separately(config.parallel_config, headless)
+        if separately is None:
+            return
+        together = decision.needing_a_key(separately)
+        if together != decision:
+            logger.warning("graphfix: %s", together.refused)
+            self.decision = together
+            self._engage(together)
 
     def _configure(self, config: Any) -> None:
         parallel = config.parallel_config
@@ -294,7 +316,7 @@ class Membership:
 
 
 def _wanted(decision: Decision) -> Wanted:
-    return Wanted(decision.master, decision.modes, decision.withheld)
+    return Wanted(decision.master, decision.modes, decision.withheld, decision.misconfigured)
 
 
 def _vllm_version() -> str:

@@ -12,7 +12,7 @@ import multiprocessing
 import threading
 import time
 from collections import Counter as Tally
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,6 +30,7 @@ _REMEMBERED = 100_000
 
 STATE_LABELS = ("fix", "mode", "state", "reason", "vllm", "graphfix")
 EVENT_LABELS = ("fix", "event")
+MISCONFIGURED_LABELS = ("variable", "value")
 NAMES = (
     "graphfix_fix_state",
     "graphfix_events_total",
@@ -37,6 +38,7 @@ NAMES = (
     "graphfix_ranks_agreeing",
     "graphfix_canary",
     "graphfix_rollout_percent",
+    "graphfix_misconfigured",
     "graphfix_records_read_timestamp_seconds",
 )
 """Every series that is exposed."""
@@ -47,9 +49,13 @@ class Engine(NamedTuple):
 
     id: str
     canary: bool
+    """It gets the fixes."""
     percentage: float
+    """Of the engines that are set up as this one, how many get them."""
     ranks: int | None
     """As many as its configuration has, data parallelism included; None if that changes while it runs."""
+    misconfigured: Mapping[str, str] = {}
+    """Variables whose value means nothing, each with that value."""
 
 
 class Snapshot(NamedTuple):
@@ -106,10 +112,17 @@ class Exposition:
         self._state = self._gauge("fix_state", "Ranks of this engine in which a fix is in that state.", STATE_LABELS)
         self._expected: Gauge | None = None
         self._agreeing: Gauge | None = None
-        self._canary = self._gauge("canary", "1 if this engine is in the rollout and gets the fixes, 0 if not.")
-        self._percent = self._gauge(
-            "rollout_percent", "Percentage of engines that get the fixes, as set for this engine."
+        self._canary = self._gauge(
+            "canary", "1 if this engine gets the fixes, 0 if not: outside the rollout, switched off, or only observing."
         )
+        self._percent = self._gauge(
+            "rollout_percent",
+            "Percentage of engines that get the fixes, as set for this engine; 0 where its settings give them to nobody.",
+        )
+        self._misconfigured = self._gauge(
+            "misconfigured", "1 for each variable of this engine whose value means nothing.", MISCONFIGURED_LABELS
+        )
+        self._wrong: set[tuple[str, str]] = set()
         self._read_at = self._gauge("records_read_timestamp_seconds", "When the records of the ranks were last read.")
         self._events = Counter(
             "graphfix_events_total",
@@ -129,6 +142,10 @@ class Exposition:
     def tell_engine(self, engine: Engine) -> None:
         self._canary.set(engine.canary)
         self._percent.set(engine.percentage)
+        wrong = set(engine.misconfigured.items())
+        for variable, value in self._wrong | wrong:  # in multiprocess mode nothing can be taken away
+            self._misconfigured.labels(variable, value).set((variable, value) in wrong)
+        self._wrong |= wrong
         if engine.ranks is not None:
             self._expected = self._expected or self._gauge("ranks_expected", "Ranks of this engine.")
             self._expected.set(engine.ranks)
@@ -202,9 +219,7 @@ _watcher: Watcher | None = None
 def expose(base: Path, decision: Decision, ranks: int | None) -> None:
     """Puts this engine's series beside vLLM's; called again, for a later engine of the process, it tells of that one."""
     global _watcher  # noqa: PLW0603 # one process serves one engine
-    everybody = 0.0 if decision.refused else 100.0
-    percentage = everybody if decision.rollout is None else decision.rollout / 100
-    engine = Engine(decision.engine, decision.canary, percentage, ranks)
+    engine = Engine(decision.engine, decision.applies, decision.percentage, ranks, decision.misconfigured)
     if _watcher is None:
         from prometheus_client import REGISTRY
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix import patching
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, Patch, State, Verdict
-from vllm_graphfix.settings import Master
+from vllm_graphfix.settings import PREFIX, Master
 
 if TYPE_CHECKING:
     from vllm_graphfix.shadow.runners import Graphs
@@ -32,6 +32,8 @@ class Wanted(NamedTuple):
     modes: Mapping[str, Mode]
     withheld: str | None = None
     """Why nothing is patched although the switch is on."""
+    misconfigured: Mapping[str, str] = {}
+    """Variables whose value means nothing, each with that value."""
 
     def loud(self, name: str) -> bool:
         """Whether the engine must not start without the fix where it is needed."""
@@ -39,6 +41,11 @@ class Wanted(NamedTuple):
             return False
         mode = self.modes[name]
         return mode is Mode.ON or (self.master is Master.STRICT and mode is Mode.AUTO)
+
+    def why_off(self, variable: str) -> str:
+        """What *variable* says where it switches something off."""
+        value = self.misconfigured.get(variable)
+        return f"{variable}=off" if value is None else f"{variable}={value} means nothing, which counts as off"
 
 
 class Progress:
@@ -54,9 +61,9 @@ class Progress:
         self.reason = "waits for vLLM to import the code that it concerns"
         fix.fallback.reason, fix.fallback.graphs = None, {}
         if wanted.master is Master.OFF:
-            self.settle(State.OFF, "VLLM_GRAPHFIX=off")
+            self.settle(State.OFF, wanted.why_off(PREFIX))
         elif self.mode is Mode.OFF:
-            self.settle(State.OFF, f"{fix.variable}=off")
+            self.settle(State.OFF, wanted.why_off(fix.variable))
         elif wanted.withheld is not None:
             self.settle(State.NOT_IN_CANARY, wanted.withheld)
 

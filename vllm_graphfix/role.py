@@ -64,6 +64,27 @@ def served_model(config: Any) -> str | None:
     return str(first) if first else None
 
 
+def deciding_separately(parallel: Any, headless: bool) -> str | None:
+    """What of a `ParallelConfig` says that an engine's nodes start, and decide, on their own; None where one process decides.
+
+    With Ray one does, whichever nodes its workers and engine cores are on.
+    """
+    size, here = int(parallel.data_parallel_size), int(parallel.data_parallel_size_local)
+    if parallel.nnodes > 1:
+        return f"--nnodes {parallel.nnodes}"
+    if headless:
+        return "--headless"
+    if parallel.distributed_executor_backend == "external_launcher":
+        return "an external launcher, such as torchrun,"
+    if size > 1 and parallel.data_parallel_external_lb:
+        return "external data-parallel load balancing (--data-parallel-rank)"
+    if size > 1 and parallel.data_parallel_hybrid_lb:
+        return "hybrid data-parallel load balancing"
+    if here < size and parallel.data_parallel_backend != "ray":
+        return f"{here} of {size} data-parallel ranks on this node"
+    return None
+
+
 def is_api_server_of(decision: Decision) -> bool:
     """Whether the process that decided started this one to serve the same engine: vLLM names these processes."""
     import multiprocessing

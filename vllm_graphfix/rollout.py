@@ -58,7 +58,10 @@ def shown(buckets: int) -> str:
 
 
 class Decision(NamedTuple):
-    """What the first process of an engine decided, from its environment alone, for every process after it."""
+    """What the first process of an engine decided for every process after it.
+
+    From its environment, and from the engine's flags where its nodes decide separately (`needing_a_key`).
+    """
 
     engine: str
     """Made up anew for each engine: 16 hexadecimal digits."""
@@ -76,12 +79,16 @@ class Decision(NamedTuple):
     """Buckets that are in; None where no percentage is set."""
     canary: bool
     refused: str | None
-    """What is wrong with the percentage; nothing is patched then."""
+    """Why the percentage puts nobody in, where it means nothing or wants a key; nothing is patched then."""
     master: settings.Master
     modes: Mapping[str, Mode]
     shadow: str = rate.OFF
     """How often a replay is checked, as `rate.normal` writes it."""
     shadow_action: rate.Action = rate.Action.REPORT
+    agreement_timeout: float = settings.PATIENCE
+    """Seconds that ranks wait for one another before a capture."""
+    misconfigured: Mapping[str, str] = {}
+    """Variables whose value means nothing, each with that value as `settings.brief` writes it."""
 
     @property
     def withheld(self) -> str | None:
@@ -94,12 +101,43 @@ class Decision(NamedTuple):
 
     def same_choice(self, other: "Decision") -> bool:
         """Whether both mean the same for a process, whichever engine they are for."""
-        shadow = (self.shadow, self.shadow_action) == (other.shadow, other.shadow_action)
-        return shadow and (self.withheld, self.master, dict(self.modes)) == (
-            other.withheld,
-            other.master,
-            dict(other.modes),
+
+        def choice(decision: Decision) -> tuple[object, ...]:
+            shadow = decision.shadow, decision.shadow_action
+            fixes = decision.withheld, decision.master, dict(decision.modes)
+            return (*fixes, *shadow, decision.agreement_timeout, dict(decision.misconfigured))
+
+        return choice(self) == choice(other)
+
+    @property
+    def _corrects(self) -> bool:
+        """Whether an engine in the rollout gets a fix, if it needs one: not every fix is off or only observed."""
+        return self.master is not settings.Master.OFF and bool({Mode.AUTO, Mode.ON} & set(self.modes.values()))
+
+    @property
+    def applies(self) -> bool:
+        """Whether this engine gets the fixes that it needs."""
+        return self.canary and self._corrects
+
+    @property
+    def percentage(self) -> float:
+        """Of the engines with these settings, how many get the fixes that they need."""
+        if not self._corrects or (self.rollout is None and self.refused is not None):
+            return 0.0
+        return 100.0 if self.rollout is None else self.rollout / 100
+
+    def needing_a_key(self, separately: str) -> "Decision":
+        """This decision, made without a key, in an engine whose nodes decide *separately*, as that flag says.
+
+        Their host names differ, and so would their decisions: then no node gets the fixes. At 0 and at 100 % they cannot differ.
+        """
+        if self.rollout is None or not 0 < self.rollout < BUCKETS:
+            return self
+        why = (
+            f"{settings.ROLLOUT}={shown(self.rollout)} without {settings.ROLLOUT_KEY}: with {separately} the nodes of an engine decide "
+            "separately, and need one key that all of them have; no node gets the fixes until it is set"
         )
+        return self._replace(canary=False, refused=why)
 
     def encode(self) -> str:
         """For the environment: one line of JSON."""
@@ -118,6 +156,7 @@ def decide(wanted: settings.Settings, vllm: str, *, host: str | None = None) -> 
 
     host = host or os.uname().nodename
     key = rollout = found = refused = None
+    misconfigured = dict(wanted.misconfigured)
     if wanted.rollout:
         key = wanted.rollout_key or host
         found = bucket(key)
@@ -126,6 +165,7 @@ def decide(wanted: settings.Settings, vllm: str, *, host: str | None = None) -> 
         except ValueError as error:
             # All engines would be the other reading. Whoever wrote a percentage wanted a part of the fleet.
             refused = f"{settings.ROLLOUT}={settings.shown(wanted.rollout)} {error}; no engine gets the fixes until this is corrected"
+            misconfigured[settings.ROLLOUT] = settings.brief(wanted.rollout)
     canary = refused is None and (found is None or rollout is None or found < rollout)
     return Decision(
         os.urandom(8).hex(),
@@ -143,6 +183,8 @@ def decide(wanted: settings.Settings, vllm: str, *, host: str | None = None) -> 
         dict(wanted.modes),
         wanted.shadow,
         wanted.shadow_action,
+        wanted.agreement_timeout,
+        misconfigured,
     )
 
 
@@ -185,6 +227,10 @@ def _sound(decision: Decision) -> bool:
         and (decision.bucket is None or 0 <= decision.bucket < BUCKETS)
         and (decision.rollout is None or 0 <= decision.rollout <= BUCKETS)
         and (decision.refused is None or decision.refused.isprintable())
+        and type(decision.agreement_timeout) is float
+        and 0 < decision.agreement_timeout <= settings.MOST_PATIENCE
+        and isinstance(decision.misconfigured, dict)
+        and all(settings.is_brief(name, value) for name, value in decision.misconfigured.items())
     )
 
 

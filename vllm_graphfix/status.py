@@ -43,6 +43,13 @@ class Status(NamedTuple):
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     """What the operator should act on, beyond the rows."""
+    misconfigured: Mapping[str, str]
+    """Variables whose value means nothing, each with that value."""
+
+    @property
+    def left_undone(self) -> bool:
+        """Whether something needed would not be applied, or a setting means nothing: what it was to do is not known."""
+        return bool(self.misconfigured) or any(row.left_undone for row in self.rows)
 
     def as_json(self) -> dict[str, Any]:
         """The stable interface; `SCHEMA` changes with it."""
@@ -51,6 +58,7 @@ class Status(NamedTuple):
             "graphfix": __version__,
             "vllm": self.source.version,
             "source": self.source.label,
+            "misconfigured": dict(self.misconfigured),
             "notes": list(self.notes),
             "fixes": [
                 {
@@ -80,10 +88,14 @@ def status(source: Source, environment: Mapping[str, str] = os.environ, deployme
 
     Nothing is imported or executed.
     """
+    if deployment is not None:
+        environment = {**environment, **deployment.assigned}
     wanted = settings.read(environment, [fix.name for fix in FIXES], OBSERVED_BY_DEFAULT)
     found = {fix.name: manifest.diagnose(fix, source) for fix in FIXES}
     filtered = filtered_out(environment)
     decision = rollout.decide(wanted, source.version or "")
+    if deployment is not None and not wanted.rollout_key and (separately := deployment.decides_separately()):
+        decision = decision.needing_a_key(separately)
     notes = [*wanted.problems, *filter(None, [decision.refused])]
     if filtered is not None:
         notes.append(filtered)
@@ -95,7 +107,7 @@ def status(source: Source, environment: Mapping[str, str] = os.environ, deployme
     unneeded = [variable(row.fix.name) for row in rows if _no_longer_needed(row, wanted)]
     if unneeded:
         notes.append(f"these settings are no longer needed with this vLLM: {', '.join(unneeded)}")
-    return Status(source, rows, tuple(notes))
+    return Status(source, rows, tuple(notes), decision.misconfigured)
 
 
 def _no_longer_needed(row: Row, wanted: settings.Settings) -> bool:

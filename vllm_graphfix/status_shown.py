@@ -58,6 +58,9 @@ def show(found: Status, console: Console) -> None:
             because,
         )
     console.print(table)
+    if found.misconfigured:
+        told = ", ".join(f"{name}={value}" for name, value in found.misconfigured.items())
+        console.print(f"[bold red]misconfigured:[/] {escape(told)}", highlight=False, soft_wrap=True)
     for note in found.notes:
         console.print(f"[yellow]![/] {escape(note)}", highlight=False)
     if any(row.answer for row in found.rows):

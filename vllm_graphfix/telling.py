@@ -101,6 +101,7 @@ class Telling:
             leader=agreed.leader if agreed else None,
             problem=self.problem,
             serves_metrics=self.serves_metrics,
+            misconfigured=decision.misconfigured,
             wrong=shadow.wrong(),
             written=time.time(),
         )

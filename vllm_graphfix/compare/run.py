@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_graphfix import rollout, settings
 from vllm_graphfix.compare import CompareError
 from vllm_graphfix.compare.arbitration import Findings, arbitrated, by_eager_alone
 from vllm_graphfix.compare.prompts import Prompt
 from vllm_graphfix.compare.report import Report
+from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.comparison import Comparison, Kind, compare, noise_between
 from vllm_graphfix.verify.engine.bars import EngineBars
 from vllm_graphfix.verify.engine.job import COMPILED, EAGER, GRAPHS, Job, Said
@@ -42,6 +45,7 @@ def run(
     *flags* are vLLM's. *timeout*, in seconds, is for one engine. Raises CompareError if the engine does not run without graphs.
     """
     _refuse(flags)
+    _refuse_settings(os.environ)
     if importlib.util.find_spec("vllm") is None:
         raise CompareError(f"this Python ({sys.executable}) has no vLLM; use the Python that runs vLLM")
     count = len(prompts) or generated
@@ -82,6 +86,14 @@ def _refuse(flags: Sequence[str]) -> None:
         raise CompareError("with --enforce-eager there are no graphs to compare; leave that flag out")
     if "--model" in names:
         raise CompareError("name the model once, before the flags, as vllm-graphfix compare MODEL …; leave out --model")
+
+
+def _refuse_settings(environment: Mapping[str, str]) -> None:
+    """Where a variable of ours means nothing, fixes are off that were perhaps to be compared."""
+    decision = rollout.decide(settings.read(environment, BY_NAME), "")
+    if decision.misconfigured:
+        named = ", ".join(f"{name}={value}" for name, value in decision.misconfigured.items())
+        raise CompareError(f"{named} means nothing, so what is to be compared is not known; correct or unset it")
 
 
 def _compare(

@@ -15,6 +15,15 @@ from vllm_graphfix.deployment.speculation import Speculation
 if TYPE_CHECKING:
     from vllm_graphfix.source import Source
 
+_SEPARATE = (
+    "--headless",
+    "--data-parallel-rank",
+    "--data-parallel-start-rank",
+    "--data-parallel-external-lb",
+    "--data-parallel-hybrid-lb",
+    "--data-parallel-multi-port-external-lb",
+)
+
 
 class Deployment(Graphs, Runner, Attention, Speculation):
     """What is known of an engine from its command line, its environment, the vLLM that it runs and the GPU that it runs on.
@@ -32,6 +41,21 @@ class Deployment(Graphs, Runner, Attention, Speculation):
         if number is None and self._given("--data-parallel-rank"):
             return Fact(None, "--data-parallel-size")
         return Fact(False, "there is only one data-parallel rank (--data-parallel-size)")
+
+    def decides_separately(self) -> str | None:
+        """The flag with which nodes of one engine start, and decide, on their own; None if none is known to be there."""
+        nodes, _ = self._number("--nnodes")
+        if nodes is not None and nodes > 1:
+            return f"--nnodes {nodes}"
+        if self.value("--distributed-executor-backend")[0] == "external_launcher":
+            return "an external launcher, such as torchrun,"
+        for flag in _SEPARATE:
+            if self._given(flag):
+                return flag
+        ranks, here = self._number("--data-parallel-size")[0] or 1, self._number("--data-parallel-size-local")[0]
+        if here is not None and here < ranks and self.value("--data-parallel-backend")[0] != "ray":
+            return f"{here} of {ranks} data-parallel ranks on this node"
+        return None
 
 
 Judge = Callable[["Deployment", str], Answer]

@@ -24,6 +24,8 @@ class Flags:
         self._line = line.lower()
         self._flags = parsed.flags
         self._models = parsed.models
+        self.assigned = parsed.environment
+        """Variables that are set in front of the line."""
         self._environment = {**environment, **parsed.environment}
         self._source = source
         self._gpu_named = gpu

@@ -16,6 +16,14 @@ _NAMES: Mapping[str, str] = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpl": "--data-parallel-size-local",
+    "-dpb": "--data-parallel-backend",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-n": "--nnodes",
     "-dcp": "--decode-context-parallel-size",
     "-ep": "--enable-expert-parallel",
     "-q": "--quantization",
@@ -26,11 +34,13 @@ _NAMES: Mapping[str, str] = {
 }
 """Short names of vLLM's flags."""
 _SWITCHES = frozenset(
-    {"--enforce-eager", "--enable-expert-parallel", "--trust-remote-code", "--data-parallel-hybrid-lb"}
+    """--enforce-eager --enable-expert-parallel --trust-remote-code --data-parallel-hybrid-lb --data-parallel-external-lb
+    --data-parallel-multi-port-external-lb --headless""".split()
 )
 _VALUES = frozenset(
     """--model --config --kv-cache-dtype --attention-backend --attention-config --speculative-config --spec-method --spec-model --spec-tokens
     --compilation-config --optimization-level --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --data-parallel-rank
+    --data-parallel-start-rank --data-parallel-size-local --data-parallel-backend --nnodes --distributed-executor-backend
     --decode-context-parallel-size --block-size --runner --convert --task --hf-overrides --hf-config-path --kv-transfer-config
     --all2all-backend --max-cudagraph-capture-size --quantization --kv-offloading-size""".split()
 )

@@ -16,6 +16,7 @@ from vllm_graphfix.doctor.masking import HIDDEN, NOT_SHOWN, VARIABLES, Mask
 from vllm_graphfix.doctor.nvidia_smi import ask
 from vllm_graphfix.fix import Mode, State, variable
 from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.shadow import rate
 from vllm_graphfix.source import SourceError, open_source
 
 SCHEMA = 1
@@ -176,12 +177,20 @@ def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
     """Those that are set, by name: ours, and `VARIABLES`. Of a name of ours that is not known not even the name is sure to be harmless."""
     found: list[dict[str, Any]] = []
     modes = {variable(fix.name): [mode.value for mode in Mode] for fix in FIXES}
-    choices = {settings.PREFIX: [master.value for master in settings.Master], **modes}
+    actions = [action.value for action in rate.Action]
+    choices = {settings.PREFIX: [master.value for master in settings.Master], **modes, settings.SHADOW_ACTION: actions}
     switches = ("1", "0", "true", "false", "yes", "no")
     for name, values in choices.items():
         if name in environment:
             word = environment[name].strip().lower()
             found.append(_told(name, word if word in (*values, *switches, "") else None))
+    for name, parse in ((settings.SHADOW, rate.normal), (settings.AGREEMENT_TIMEOUT, settings.seconds)):
+        if given := environment.get(name, "").strip():
+            try:
+                parse(given)
+                found.append(_told(name, given))
+            except ValueError:
+                found.append(_told(name, None))
     if settings.ROLLOUT in environment:
         percentage = environment[settings.ROLLOUT].strip()
         try:
@@ -215,9 +224,10 @@ def _told(name: str, value: str | None) -> dict[str, Any]:
 def _status(vllm: Path | None, environment: Mapping[str, str]) -> dict[str, Any]:
     from vllm_graphfix.status import status
 
-    # What is wrong with a value is told with the value, and who is outside a rollout with the key: neither is asked for.
+    # What is wrong with a value is told with the value, and who is outside a rollout with the key: neither is asked for. A value that is
+    # not shown is none that means anything, and counts as such: without it the status would be that of another environment.
     shown = {each["name"]: each["value"] for each in _variables(environment)}
-    clean = {name: value for name, value in environment.items() if shown.get(name, NOT_SHOWN) != NOT_SHOWN}
+    clean = {name: shown[name] for name in environment if name in shown}
     if settings.ROLLOUT_KEY in environment:
         clean[settings.ROLLOUT_KEY] = environment[settings.ROLLOUT_KEY]
     if "VLLM_PLUGINS" in environment:
@@ -227,9 +237,14 @@ def _status(vllm: Path | None, environment: Mapping[str, str]) -> dict[str, Any]
     withheld = rollout.decide(settings.read(environment, [fix.name for fix in FIXES]), source.version or "").key
     told = found.as_json()
     told["notes"] = [note.replace(repr(withheld), HIDDEN) if withheld else note for note in told["notes"]]
-    if settings.ROLLOUT in environment and settings.ROLLOUT not in clean:
-        told["notes"].append(f"{settings.ROLLOUT} is not a percentage: no engine gets the fixes")
-    return {key: told[key] for key in ("vllm", "source", "notes", "fixes")}
+    return {key: told[key] for key in ("vllm", "source", "misconfigured", "notes", "fixes")}
+
+
+def _without(misconfigured: Mapping[str, str], text: str) -> str:
+    """*text* without the values that mean nothing: they may be anything."""
+    for name, value in misconfigured.items():
+        text = text.replace(f"{name}={value}", f"{name}={NOT_SHOWN}")
+    return text
 
 
 def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -258,7 +273,7 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
                 for fix in engine.fixes[:_MOST]
             },
             "events": {fix: engine.counts(fix) for fix in engine.fixes[:_MOST] if any(engine.counts(fix).values())},
-            "wrong": list(engine.wrong[:_MOST]),
+            "wrong": [_without(engine.misconfigured, each) for each in engine.wrong[:_MOST]],
             "notes": list(engine.notes[:_MOST]),
         }
         for engine in told

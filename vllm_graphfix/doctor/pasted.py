@@ -41,6 +41,8 @@ def _status_told(part: Mapping[str, Any]) -> Iterator[str]:
         known = "" if fix["known_release"] else ", code that differs from every known stock release"
         yield f"- {fix['name']}: {fix['diagnosis']}{known}; mode {fix['mode']}, would be {fix['would_be']}: {_code(fix['reason'])}"
         yield from (f"  - {_code(note)}" for note in fix["notes"])
+    if part["misconfigured"]:
+        yield f"- misconfigured: {_code(part['misconfigured'])}"
     yield from (f"- note: {_code(note)}" for note in part["notes"])
 
 

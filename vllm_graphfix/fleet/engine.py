@@ -107,6 +107,12 @@ class Engine:
         members = sorted(self.members, key=lambda member: not member.live)
         return tuple(dict.fromkeys(v for member in members if (v := getattr(member.record, key)) is not None))
 
+    @property
+    def misconfigured(self) -> dict[str, str]:
+        """Variables whose value means nothing, each with that value; of living processes, if there are any."""
+        tellers = [member for member in self.members if member.live] or self.members
+        return {name: value for member in tellers for name, value in member.record.misconfigured.items()}
+
     def states(self, fix: str) -> dict[str, list[Member]]:
         """State to the processes in it."""
         found: dict[str, list[Member]] = {}

@@ -51,6 +51,7 @@ def _engine_json(engine: Engine) -> dict[str, Any]:
         "bucket": decided.bucket,
         "percentage": decided.percentage,
         "master": decided.master,
+        "misconfigured": engine.misconfigured,
         "hosts": list(engine.told("host")),
         "ranks": {
             "expected": engine.expected,

@@ -71,6 +71,11 @@ def judged(engine: Engine) -> tuple[list[str], list[str]]:
             f"{stopped}. `vllm-graphfix report` writes the bug report for vLLM"
         )
     live = [member for member in engine.members if member.live]
+    wrong += [
+        f"misconfigured: {variable}={given} means nothing: what it is for is off, or at its default, until it is corrected and the engine "
+        "restarted"
+        for variable, given in engine.misconfigured.items()
+    ]
     for what, value in (
         ("vLLM", lambda record: record.vllm),
         ("vllm-graphfix", lambda record: record.graphfix),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 from vllm_graphfix.settings import printable
@@ -58,6 +58,15 @@ class Checked:
         inner = Checked(self.get(key), f"{self._place}{key}")
         inner.names()
         return inner._value.items()
+
+    def table(self, fits: Callable[[str, object], bool]) -> dict[str, str]:
+        """All of it, if every name and value *fits*."""
+        if len(self._value) > _NAMES:
+            raise RecordError(f"{self._place[:-1]} has {len(self._value)} entries; at most {_NAMES} are allowed")
+        for name, value in self._value.items():
+            if not fits(name, value):
+                raise RecordError(f"{self._place[:-1]} has an entry {_shown(name)}: {_shown(value)}")
+        return {name: str(value) for name, value in self._value.items()}
 
     def whole(self, key: str) -> int:
         value = self._value.get(key)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, overload
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.records.checked import LONGEST_TEXT, Checked, RecordError
 from vllm_graphfix.records.processes import reduced
-from vllm_graphfix.settings import Master, printable
+from vllm_graphfix.settings import Master, is_brief, printable
 
 SCHEMA = 1
 ROLES = ("front-end", "api-server", "engine-core", "worker")
@@ -99,6 +99,8 @@ class Record(NamedTuple):
     serves_metrics: bool = False
     """Whether /metrics of this process tells of its engine."""
     wrong: tuple[Wrong, ...] = ()
+    misconfigured: Mapping[str, str] = {}
+    """Variables whose value means nothing, each with that value: a field, not a state, which older readers would refuse."""
     written: float = 0.0
 
     @property
@@ -129,6 +131,7 @@ class Record(NamedTuple):
             "problem": _fitting(self.problem),
             "serves_metrics": self.serves_metrics,
             "wrong": {str(number): wrong._asdict() for number, wrong in enumerate(self.wrong)},
+            "misconfigured": dict(self.misconfigured),
             "written": self.written,
         }
 
@@ -143,7 +146,7 @@ class Record(NamedTuple):
             )
         if schema != SCHEMA:
             given.refuse("schema")
-        rank, agreement = given.maybe("rank"), given.maybe("agreement")
+        rank, agreement, misconfigured = given.maybe("rank"), given.maybe("agreement"), given.maybe("misconfigured")
         decision = Checked(given.get("decision"), "decision")
         fixes = {name: Checked(fix, f"fixes.{name}") for name, fix in given.named("fixes")}
         events = {name: Checked(counts, f"events.{name}") for name, counts in given.named("events")}
@@ -203,6 +206,7 @@ class Record(NamedTuple):
                 )
                 for each in wrong
             ),
+            misconfigured={} if misconfigured is None else misconfigured.table(is_brief),
             written=given.number("written", 1e11),
         )
 
