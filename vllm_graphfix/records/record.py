@@ -99,6 +99,10 @@ class Record(NamedTuple):
     serves_metrics: bool = False
     """Whether /metrics of this process tells of its engine."""
     wrong: tuple[Wrong, ...] = ()
+    starting: bool = False
+    """The part of the engine that this process runs is not up yet."""
+    kept: bool = False
+    """A thread of this process touches the record every few seconds. `Reporter` knows, and says so."""
     written: float = 0.0
 
     @property
@@ -129,6 +133,8 @@ class Record(NamedTuple):
             "problem": _fitting(self.problem),
             "serves_metrics": self.serves_metrics,
             "wrong": {str(number): wrong._asdict() for number, wrong in enumerate(self.wrong)},
+            "starting": self.starting,
+            "kept": self.kept,
             "written": self.written,
         }
 
@@ -203,6 +209,8 @@ class Record(NamedTuple):
                 )
                 for each in wrong
             ),
+            starting=given.truth("starting") if given.has("starting") else False,
+            kept=given.truth("kept") if given.has("kept") else False,
             written=given.number("written", 1e11),
         )
 
