@@ -1,6 +1,6 @@
 """What a forked child inherits of a process with the plugin while another thread was at work: no lock that nobody gives back, nothing half done.
 
-A lock is held in earnest, by the code that takes it, in a thread that stops there. A child that hangs is killed by its alarm clock.
+A lock is held in earnest, by the code that takes it, in a thread that stops there. A child that hangs says where.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from records import run_python
-from test_engagement import LOAD, REPORT, imports, reported
+from test_engagement import LOAD, REPORT, reported
 from warm_release import run_in_fork
 
+from vllm_graphfix.fixes import BY_NAME
+
 FORK = """
-import os, signal, sys, threading, warnings
+import faulthandler, os, sys, threading, warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 on, which is what is tried here
 
 def in_child(act):
-    "Whether a forked child that does this ends; else it was killed when it had hung for ten seconds."
+    "Raises AssertionError if a forked child fails in this, or hangs: after ten seconds it says where, and ends."
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        signal.alarm(10)
+        faulthandler.dump_traceback_later(10, exit=True)
         try:
             act()
             sys.stdout.flush()
@@ -35,8 +37,8 @@ def in_child(act):
             os._exit(1)
         os._exit(0)
     status = os.waitpid(child, 0)[1]
-    assert not os.WIFSIGNALED(status), "the child hung"
-    assert status == 0, status
+    go_on.set()
+    assert status == 0, f"the child failed, or hung: {status}"
 
 reached, go_on = threading.Event(), threading.Event()
 
@@ -133,3 +135,106 @@ def test_an_import_in_a_child_waits_for_no_thread_that_was_in_wrapt(
     told = run_python(f"import sys\nsys.path[:0] = {path!r}\n" + IMPORTS + held)
     assert all(f" {folder}{os.sep}" in told for folder in path)
     assert told.splitlines()[1:] == ["HOOK awaited"]
+
+
+ANOTHER = "vllm.v1.attention.backends.mamba_attn"
+MODULES = ("vllm.v1.worker.gpu.cudagraph_utils",)
+"""Modules that fixes concern in 0.18.1."""
+
+INTERRUPTED = (
+    FORK
+    + LOAD
+    + """
+import importlib
+from vllm_graphfix import manifest
+diagnose = manifest.diagnose
+
+def slowly(fix, source):
+    stop_here()
+    return diagnose(fix, source)
+
+def engine_core():
+    manifest.diagnose = diagnose
+    core = {"__name__": "vllm.v1.engine.core"}  # a stand-in for the function there that loads the plugins in an engine core
+    exec("from vllm.plugins import load_general_plugins; load_general_plugins()", core)
+    for module in %s:
+        importlib.import_module(module)
+"""
+)
+
+
+@pytest.mark.xdist_group("0.18.1")
+def test_a_child_diagnoses_for_itself_what_a_thread_was_about_to(tmp_path: Path) -> None:
+    """The thread imports one module that fixes concern, and the child the others."""
+    code = INTERRUPTED % (MODULES,)
+    rest = "in_child(lambda: (engine_core(), exec(REPORT)))"
+    env = {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path)}
+    expected = reported(run_in_fork("0.18.1", f"{code}\nREPORT = {REPORT!r}\n{rest}", env).stdout)
+    stops = f'manifest.diagnose = slowly\nmeanwhile(lambda: importlib.import_module("{ANOTHER}"))'
+    found = reported(run_in_fork("0.18.1", f"{code}\nREPORT = {REPORT!r}\n{stops}\n{rest}", env).stdout)
+    assert found["capture-state"][1] == "active"
+    assert {name: told[1] for name, told in found.items()} == {
+        name: "active" if ANOTHER in BY_NAME[name].modules and told[1] == "waiting" else told[1]
+        for name, told in expected.items()
+    }
+
+
+RECORD = """
+from records import names, read, record
+from vllm_graphfix.records import Record, Reporter, identity
+
+class Stops(Record):
+    "A record whose writer stops where it looks up its name, under the lock."
+    @property
+    def file_name(self):
+        stop_here()
+
+reporter = Reporter(Path.cwd(), print)
+meanwhile(lambda: reporter.publish(Stops(*record())))
+
+def act():
+    reporter.publish(record(identity()))
+    reporter.flush(5.0)
+    print("WRITTEN", len(read(Path.cwd()).found))
+    reporter.close()
+in_child(act)
+"""
+
+LOGGING = """
+import logging
+
+class Stops(logging.StreamHandler):
+    "A handler that stops under its lock."
+    def emit(self, record):
+        if threading.current_thread() is not threading.main_thread():
+            stop_here()
+        else:
+            print("WRITTEN", record.levelno // 30)
+
+logging.getLogger("vllm.graphfix").addHandler(Stops())
+from vllm_graphfix.log import logger
+meanwhile(lambda: logger.warning("one"))
+in_child(lambda: logger.warning("another"))
+"""
+
+PACKAGE = """
+import vllm_graphfix
+from vllm_graphfix import settings
+
+read = settings.read
+def slowly(*args):
+    if threading.current_thread() is not threading.main_thread():
+        stop_here()
+    return read(*args)
+settings.read = slowly
+meanwhile(vllm_graphfix.states)
+in_child(lambda: print("WRITTEN", int(bool(vllm_graphfix.states()))))
+"""
+
+
+@pytest.mark.parametrize("code", [RECORD, LOGGING, PACKAGE], ids=["a record", "the log", "the state of a process"])
+def test_a_child_waits_for_no_thread_that_had_a_lock_of_ours(
+    tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_python(FORK + "from pathlib import Path\n" + code) == "WRITTEN 1\n"

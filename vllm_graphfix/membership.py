@@ -242,7 +242,8 @@ class Membership:
             if made is not None and made != self.decision:
                 # The process that was forked has configured another engine since.
                 self.decision = made
-                self._engage(made)
+            if self.decision is not None:
+                self._engage(self.decision)  # nothing, unless that has changed or a thread was interrupted in it
         elif self.role is not Role.FRONT_END:
             return  # an engine core that runs the model itself loads plugins twice
         self.telling.begin()
