@@ -131,10 +131,10 @@ def test_an_engine_that_is_stopped_as_a_whole_is_exit_1_and_ended_when_it_is_kil
     engine = only(tmp_path)
     assert (engine.status, look(tmp_path).exit_code) == ("silent", 1)
     assert HANGS in engine.wrong[0]
-    for process in processes:
+    for process, expected in zip(processes, (("silent", 1), ("ended", 3)), strict=True):
         process.kill()
         process.wait()
-    assert (only(tmp_path).status, look(tmp_path).exit_code) == ("ended", 3)
+        assert (only(tmp_path).status, look(tmp_path).exit_code) == expected
 
 
 @pytest.mark.usefixtures("alone")
