@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from records import of, record
+from records import eventually, of, record
 from rich.console import Console
 
 from vllm_graphfix.fleet import Engine, Unrecorded, look, shown
-from vllm_graphfix.records import FixReport, Identity, Record
+from vllm_graphfix.records import FixReport, Identity, Record, read
 
 OTHER_ENGINE = "f" * 16
 
@@ -52,6 +53,31 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def two(start: Start) -> tuple[Identity, Identity]:
     """Two processes of this machine, for two ranks."""
     return of(start().pid), of(start().pid)
+
+
+_KEEPS = """
+import json, sys
+from pathlib import Path
+from vllm_graphfix.records import Record, Reporter, identity
+one = Record.from_json(json.loads(sys.argv[2]))._replace(**identity()._asdict())
+Reporter(Path(sys.argv[1]), print).keep(lambda: one, 0.05)
+sys.stdin.read()
+"""
+
+
+SILENT_AFTER = "vllm_graphfix.records.alive.SILENT_AFTER"
+"""Seconds; patched by tests that have no minute."""
+
+
+def keeping(start: Start, base: Path, one: Record) -> subprocess.Popen[bytes]:
+    """A process that keeps the record *one* of itself, twenty times a second; returns when it has begun to."""
+    process = start(
+        *(sys.executable, "-c", _KEEPS, str(base), json.dumps(one.as_json())),
+        env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE,
+    )
+    assert eventually(lambda: any(found.record.pid == process.pid for found in read(base).found))
+    return process
 
 
 def only(base: Path) -> Engine:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -131,14 +131,18 @@ class Server:
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
-    def wait_until_up(self) -> None:
-        """Returns when all of its API servers answer; raises ServerError if it ends before, or takes too long."""
+    def wait_until_up(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Returns when all of its API servers answer; raises ServerError if it ends before, or takes too long.
+
+        Until then *meanwhile* is called again and again.
+        """
         until = time.monotonic() + _LIMIT
         while self.log.count("Application startup complete") < self._serving:
             if self._process.poll() is not None:
                 raise ServerError(f"the server ended with {self._process.returncode}:\n{self.log[-8000:]}")
             if time.monotonic() > until:
                 raise ServerError(f"the server was not up after {_LIMIT:.0f} s:\n{self.log[-8000:]}")
+            meanwhile()
             time.sleep(0.1)
         self._get("/health")
         self._shared = self._shared_memory()
@@ -269,11 +273,18 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(installed: Installed, folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """A server that answers; with further *flags* and *env*. Its files are in *folder*, its processes end with the block."""
+def started(installed: Installed, folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A server that starts; with further *flags* and *env*. Its files are in *folder*, its processes end with the block."""
     server = Server(installed, folder, flags, env or {})
     try:
-        server.wait_until_up()
         yield server
     finally:
         server.end()
+
+
+@contextlib.contextmanager
+def serve(installed: Installed, folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """The same when it answers."""
+    with started(installed, folder, *flags, env=env) as server:
+        server.wait_until_up()
+        yield server

@@ -30,7 +30,7 @@ def told(engine):
     print("TOLD", json.dumps({
         "who": engine, "engine": decision.engine, "key": decision.key, "canary": decision.canary, "role": membership.role.value,
         "state": membership.process.states(diagnose=False)["mamba-padding"].state.value,
-        "mode": decision.modes["mamba-padding"].value,
+        "mode": decision.modes["mamba-padding"].value, "starting": membership.telling.record().starting,
     }), flush=True)
 
 def configuration():
@@ -137,7 +137,14 @@ def test_the_first_process_decides(found: Found) -> None:
         "role": "front-end",
         "state": "not-needed",
         "mode": "auto",
+        "starting": False,
     }
+
+
+@pytest.mark.parametrize("who", ["core", "forked core", "late forked core"])
+def test_an_engine_core_starts_from_when_it_loads_the_plugin(who: str, found: Found) -> None:
+    assert found[who]["starting"] is True
+    assert found["api server"]["starting"] is False
 
 
 def test_front_ends_that_were_forked_from_one_process_are_engines_of_their_own(found: Found) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleets import OTHER_ENGINE, Start, failed, only, ranks, text
-from records import AN_HOUR, ENGINE, elsewhere, leave, needs_root, of, record
+from fleets import OTHER_ENGINE, SILENT_AFTER, Start, failed, keeping, only, ranks, text
+from records import AN_HOUR, ENGINE, elsewhere, eventually, leave, needs_root, of, record
 
-from vllm_graphfix.fleet import look
-from vllm_graphfix.records import Agreement, Decided, FixReport, Identity, Rank, own_folder
+from vllm_graphfix.fleet import as_json, look
+from vllm_graphfix.records import Agreement, Decided, FixReport, Identity, Rank, Record, own_folder
 
 
 @pytest.mark.usefixtures("alone")
@@ -115,6 +115,142 @@ def test_a_rank_that_is_silent_in_a_live_engine_is_exit_1(tmp_path: Path) -> Non
     assert look(tmp_path).exit_code == 1
 
 
+HANGS = "What exists and is not heard from hangs, is stopped (SIGSTOP), or cannot write its record"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_that_is_stopped_is_exit_1_until_it_goes_on(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SILENT_AFTER, 1.5)
+    leave(tmp_path, record())
+    _, one = [keeping(start, tmp_path, record(rank=rank, world_size=2)) for rank in range(2)]
+    assert (only(tmp_path).status, look(tmp_path).exit_code) == ("in order", 0)
+    one.send_signal(signal.SIGSTOP)
+    assert eventually(lambda: look(tmp_path).exit_code == 1)
+    engine = only(tmp_path)
+    assert (engine.status, len(engine.wrong)) == ("not in order", 1)
+    assert re.fullmatch(rf"not heard from for [12] s: rank 1\. {re.escape(HANGS)}", engine.wrong[0])
+    told = as_json(look(tmp_path))["engines"][0]["processes"]
+    assert [each["liveness"] for each in told] == ["alive", "alive", "silent"]
+    one.send_signal(signal.SIGCONT)
+    assert eventually(lambda: look(tmp_path).exit_code == 0)
+    assert only(tmp_path).status == "in order"
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_engine_that_is_stopped_as_a_whole_is_exit_1_and_ended_when_it_is_killed(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SILENT_AFTER, 1.0)
+    given = (record(kept=True), record(rank=0))
+    processes = [keeping(start, tmp_path, one) for one in given]
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    assert eventually(lambda: not only(tmp_path).live)
+    engine = only(tmp_path)
+    assert (engine.status, look(tmp_path).exit_code) == ("silent", 1)
+    assert HANGS in engine.wrong[0]
+    for process, expected in zip(processes, (("silent", 1), ("ended", 3)), strict=True):
+        process.kill()
+        process.wait()
+        assert (only(tmp_path).status, look(tmp_path).exit_code) == expected
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_engine_elsewhere_that_is_not_heard_of_any_more_is_no_fault_here(tmp_path: Path) -> None:
+    """A machine that was switched off removes no record."""
+    leave(tmp_path, record(elsewhere(1), kept=True), record(elsewhere(2), rank=0, kept=True), age=75.0)
+    assert (only(tmp_path).status, only(tmp_path).wrong, look(tmp_path).exit_code) == ("silent", (), 3)
+
+
+FRONT_END = record(elsewhere(1))
+CORE = record(elsewhere(2), kept=True, role="engine-core")
+WORKERS = [record(elsewhere(3 + n), kept=True, role="worker") for n in range(2)]
+RANKS = [record(elsewhere(3 + n), n, 2, kept=True) for n in range(2)]
+
+
+def starting(*records: Record) -> tuple[Record, ...]:
+    return tuple(one._replace(starting=True) for one in records)
+
+
+STARTING: dict[str, tuple[Record, ...]] = {
+    "the front-end alone": (FRONT_END,),
+    "an engine core that imports its model": (FRONT_END, *starting(CORE)),
+    "workers that load it": (FRONT_END, *starting(CORE, *WORKERS)),
+    "a rank that has reported": (FRONT_END, *starting(CORE, WORKERS[0], RANKS[1])),
+    "a rank that nobody was compared with": (
+        FRONT_END,
+        *starting(CORE, WORKERS[0], RANKS[1]._replace(agreement=None)),
+    ),
+    "ranks that capture": (FRONT_END, *starting(CORE, *RANKS)),
+    "an engine core that is about to serve": (FRONT_END, *starting(CORE), *RANKS),
+    "workers of a node without an engine core": (FRONT_END, *starting(*WORKERS)),
+    "an engine in its user's program": starting(FRONT_END._replace(kept=True)),
+    "the second replica": (
+        *(FRONT_END, CORE._replace(rank=Rank(0, 0, 1, 0), agreement=Agreement("a-token", 1, 1, None))),
+        *starting(CORE._replace(pid=3)),
+    ),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("records", STARTING.values(), ids=STARTING)
+def test_an_engine_that_starts_is_no_fault_and_exit_4(tmp_path: Path, records: tuple[Record, ...]) -> None:
+    leave(tmp_path, *records)
+    engine = only(tmp_path)
+    assert (engine.status, engine.wrong, look(tmp_path).exit_code) == ("starting", (), 4)
+    assert any(note.startswith("starting for ") for note in engine.notes)
+    assert f"engine {ENGINE}  starting" in text(tmp_path)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_starts_is_named_with_the_time_that_it_takes(tmp_path: Path) -> None:
+    leave(tmp_path, FRONT_END, *(one._replace(written=time.time() - 400) for one in starting(CORE, *WORKERS)))
+    assert only(tmp_path).notes == ("starting for 7 min: engine-core 2 on node-b",)
+    told = as_json(look(tmp_path))
+    assert [each["starting"] for each in told["engines"][0]["processes"]] == [False, True, False, False]
+    assert (told["engines"][0]["status"], told["exit_code"]) == ("starting", 4)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("who", [1, 2], ids=["the engine core", "a worker"])
+def test_a_process_that_is_silent_while_it_starts_is_exit_1(tmp_path: Path, who: int) -> None:
+    records = [FRONT_END, *starting(CORE, *WORKERS)]
+    leave(tmp_path, *records)
+    leave(tmp_path, records[who], age=75.0)
+    engine = only(tmp_path)
+    assert (engine.status, look(tmp_path).exit_code) == ("not in order", 1)
+    assert engine.wrong[0].startswith("not heard from for 75 s: ")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_process_that_died_or_failed_while_it_started_is_exit_1(tmp_path: Path, start: Start) -> None:
+    leave(tmp_path, FRONT_END, *starting(CORE, WORKERS[0]._replace(**failed("failed"))))
+    assert only(tmp_path).wrong[0] == "capture-state is failed on worker 3 on node-b: the reason"
+    process = start()
+    leave(tmp_path, *starting(WORKERS[0], WORKERS[1]._replace(**of(process.pid)._asdict())))
+    process.kill()
+    process.wait()
+    assert only(tmp_path).wrong[0].startswith("dead: worker ")
+
+
+@pytest.mark.usefixtures("alone")
+def test_workers_that_never_come_to_a_capture_do_not_start_for_ever(tmp_path: Path) -> None:
+    """Another platform's workers have other functions than those that are wrapped; their engine core knows that all is up."""
+    leave(tmp_path, FRONT_END, CORE, *starting(*WORKERS))
+    assert only(tmp_path).wrong[0].startswith("no rank has reported")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_fleet_of_which_one_engine_starts_is_exit_4_unless_another_is_not_in_order(tmp_path: Path) -> None:
+    leave(tmp_path, record(rank=0), *(one._replace(engine=OTHER_ENGINE) for one in starting(CORE, *WORKERS)))
+    assert [engine.status for engine in look(tmp_path).engines] == ["in order", "starting"]
+    assert look(tmp_path).exit_code == 4
+    leave(tmp_path, record(rank=0, **failed("failed")))
+    assert look(tmp_path).exit_code == 1
+
+
 @pytest.mark.usefixtures("alone")
 def test_an_engine_that_was_killed_as_a_whole_has_ended_and_is_not_wrong(tmp_path: Path, start: Start) -> None:
     processes = start(), start()
@@ -167,7 +303,7 @@ def test_ranks_that_are_missing_before_they_agreed_are_exit_1(tmp_path: Path, tw
 
 @pytest.mark.usefixtures("alone")
 def test_an_engine_no_rank_of_which_has_said_anything_is_exit_1(tmp_path: Path) -> None:
-    leave(tmp_path, record())
+    leave(tmp_path, record(), age=121.0)
     assert only(tmp_path).wrong[0].startswith("no rank has reported: they are starting, or run on machines")
     assert look(tmp_path).exit_code == 1
 

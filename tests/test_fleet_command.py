@@ -77,6 +77,7 @@ def test_the_json_is_the_interface_that_is_documented(tmp_path: Path, two: tuple
         "pid": two[0].pid,
         "liveness": "alive",
         "age": processes[1]["age"],
+        "starting": False,
         "problem": None,
     }
 
@@ -85,7 +86,7 @@ def test_unrecorded_processes_are_in_the_json(tmp_path: Path, serve: Start) -> N
     process = serve(env=here(tmp_path, VLLM_PLUGINS=""))
     reason(process, tmp_path)
     one = next(one for one in as_json(look(tmp_path))["unrecorded"] if one["pid"] == process.pid)
-    assert set(one) == {"pid", "user", "command", "age", "reason", "elsewhere"}
+    assert set(one) == {"pid", "user", "command", "age", "reason", "elsewhere", "starting"}
     assert one["command"].endswith("vllm serve some/model")
 
 

@@ -37,12 +37,15 @@ def test_a_server_that_leaves_its_records_elsewhere_is_said_to(tmp_path: Path, s
 def test_a_server_that_has_just_started_is_given_time(tmp_path: Path, serve: Start) -> None:
     process = serve(env=here(tmp_path, VLLM_PLUGINS="graphfix,other"))
     assert reason(process, tmp_path) == "it has just started and may not have loaded its plugins yet"
+    found = said_of(process, tmp_path)
+    assert found is not None
+    assert found.starting
 
 
 def test_a_server_without_a_record_for_no_reason_to_be_seen_is_sent_to_its_log(
     tmp_path: Path, serve: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_graphfix.fleet.unrecorded._STARTING", 0.0)
+    monkeypatch.setattr("vllm_graphfix.fleet.unrecorded.YOUNG", 0.0)
     process = serve(env=here(tmp_path))
     assert "see the log of this process" in reason(process, tmp_path)
 
@@ -139,8 +142,14 @@ A_SERVER = Unrecorded(1, "somebody", "vllm serve some/model", 300.0, "the reason
 
 @pytest.mark.parametrize(
     ("seen", "with_an_engine", "without"),
-    [((), 0, 3), ((A_SERVER,), 1, 1), ((replace(A_SERVER, elsewhere=True),), 0, 3)],
-    ids=["none", "without a record", "records elsewhere"],
+    [
+        ((), 0, 3),
+        ((A_SERVER,), 1, 1),
+        ((replace(A_SERVER, elsewhere=True),), 0, 3),
+        ((replace(A_SERVER, starting=True),), 4, 4),
+        ((replace(A_SERVER, starting=True), A_SERVER), 1, 1),
+    ],
+    ids=["none", "without a record", "records elsewhere", "just started", "one just started"],
 )
 def test_servers_without_a_record_are_exit_1_unless_they_leave_theirs_elsewhere(
     tmp_path: Path,

@@ -91,7 +91,7 @@ def gate_of_two(
         states_double = {fix.name: FixState(fix.name, Mode.AUTO, None, state, "") for fix in FIXES}
         vars(me.process)["states"] = faults.around("states", lambda **_: states_double)
         vars(me.process)["left_undone"] = lambda **_: ()
-        nothing = {name: lambda: None for name in ("tell", "keep", "finish")}
+        nothing = {name: lambda: None for name in ("tell", "started", "keep", "finish")}
         me.telling = SimpleNamespace(rank=None, agreement=None, problem=None, **nothing)  # type: ignore[assignment]  # a double
         worker_double = SimpleNamespace(local_rank=rank, use_v2_model_runner=False, vllm_config=world)
         try:

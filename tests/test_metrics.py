@@ -106,6 +106,20 @@ def test_events_of_all_ranks_are_added_up_and_only_ever_rise(scraped: Scraped, t
         assert scraped.value("graphfix_events_total") == total
 
 
+def test_a_rank_that_is_not_heard_of_shows_and_stays_in_what_it_said_last(scraped: Scraped, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        one = record(of(process.pid), rank=1, world_size=2, kept=True)
+        leave(tmp_path, record(rank=0, world_size=2, kept=True), one)
+        scraped.look()
+        assert scraped.value("graphfix_ranks_silent") == 0
+        leave(tmp_path, one, age=75.0)
+        scraped.look()
+        assert scraped.value("graphfix_ranks_silent") == 1
+        assert scraped.value("graphfix_ranks_agreeing") == 2
+        assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [2]
+        process.communicate()
+
+
 def test_a_disagreement_shows(scraped: Scraped, tmp_path: Path) -> None:
     ranks(tmp_path, 0, 0, agreement=Agreement("a-token", 2, 1, "capture-state is 'active' on rank 0; 'off' on rank 1."))
     scraped.look()

@@ -60,6 +60,8 @@ def test_a_record_is_the_json_object_that_is_documented() -> None:
         "leader": "f" * 16,
         "problem": "why",
         "serves_metrics": False,
+        "starting": False,
+        "kept": False,
         "written": 1763740000.0,
     }
 

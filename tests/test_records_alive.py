@@ -50,16 +50,27 @@ def judged(one: Record, heartbeat: float = 0.0, among: tuple[Found, ...] = ()) -
     return liveness(found, time.time(), identity(), among)
 
 
-def test_a_process_that_runs_here_is_alive_however_old_its_record(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_writes_once_is_alive_as_long_as_it_runs_here(sleeper: subprocess.Popen[bytes]) -> None:
     assert judged(record(of(sleeper.pid)), A_DAY) is Liveness.ALIVE
 
 
+@pytest.mark.parametrize("rank", [None, 0])
+def test_a_process_that_keeps_its_record_is_silent_where_it_is_not_heard_of_here_as_elsewhere(
+    sleeper: subprocess.Popen[bytes], rank: int | None
+) -> None:
+    for process in of(sleeper.pid), elsewhere(1):
+        one = record(process, rank, kept=True)
+        assert judged(one, 59.0) is Liveness.ALIVE
+        assert judged(one, 61.0) is Liveness.SILENT
+
+
 def test_a_killed_process_is_dead_at_once_also_before_anybody_waits_for_it(sleeper: subprocess.Popen[bytes]) -> None:
-    one = record(of(sleeper.pid))
+    one = record(of(sleeper.pid), kept=True)
     sleeper.send_signal(signal.SIGKILL)
     assert eventually(lambda: judged(one) is Liveness.DEAD)  # a zombie
     sleeper.wait()
     assert judged(one) is Liveness.DEAD
+    assert judged(one, 61.0) is Liveness.DEAD
 
 
 def test_another_process_with_its_id_is_not_taken_for_it(sleeper: subprocess.Popen[bytes]) -> None:
@@ -92,6 +103,7 @@ def test_elsewhere_a_process_without_a_heartbeat_is_as_alive_as_its_engine_on_it
     assert judged(front_end, AN_HOUR, rank(host="node-c")) is Liveness.SILENT
     assert judged(front_end, AN_HOUR, rank(engine="f" * 16)) is Liveness.SILENT
     assert judged(record(elsewhere(1), rank=1), AN_HOUR, rank()) is Liveness.SILENT
+    assert judged(record(elsewhere(1), kept=True), AN_HOUR, rank()) is Liveness.SILENT
 
 
 def test_the_identity_is_that_of_this_process_and_cheap() -> None:

@@ -97,6 +97,37 @@ def test_a_refresh_without_an_answer_is_a_heartbeat(tmp_path: Path, reporter: Re
     assert eventually(lambda: only(tmp_path).heartbeat > first.heartbeat)
 
 
+def test_a_record_says_whether_it_is_kept(tmp_path: Path, reporter: Reporter) -> None:
+    reporter.publish(record())
+    reporter.flush(10.0)
+    assert not only(tmp_path).record.kept
+    reporter.keep(lambda: None, 0.02)
+    assert eventually(lambda: only(tmp_path).record.kept)
+    reporter.publish(record(problem="why"))
+    assert eventually(lambda: only(tmp_path).record == record(problem="why", kept=True))
+
+
+def test_a_full_disk_is_no_silence(tmp_path: Path) -> None:
+    """A double of the disk: this process may not write a byte more. What it wrote before is touched."""
+    code = """
+        import resource, sys, time
+        from pathlib import Path
+        from records import eventually, only, record
+        from vllm_graphfix.records import Reporter
+        base, counts, warned = Path(sys.argv[1]), iter(range(10**9)), []
+        reporter = Reporter(base, warned.append)
+        reporter.publish(record(rank=0))
+        reporter.flush(10.0)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        first = only(base)
+        reporter.keep(lambda: record(rank=0, events={"capture-state": {"state-consumed": next(counts)}}), 0.02)
+        assert eventually(lambda: only(base).heartbeat > first.heartbeat), "silent"
+        assert only(base).record == first.record
+        assert len(warned) == 1 and "File too large" in warned[0], warned
+        """
+    run_python(code, str(tmp_path))
+
+
 def test_a_record_that_somebody_cleared_away_comes_back(tmp_path: Path, reporter: Reporter, warned: Warnings) -> None:
     reporter.keep(lambda: record(rank=0), 0.02)
     assert eventually(lambda: read(tmp_path).found)
@@ -277,8 +308,8 @@ def test_the_end_waits_no_longer_where_no_thread_can_be_started_any_more(
     assert names(tmp_path) == ([] if kept else [record().file_name])
 
 
-def test_no_thread_to_be_had_is_one_warning(
-    reporter: Reporter, warned: Warnings, monkeypatch: pytest.MonkeyPatch
+def test_no_thread_to_be_had_is_one_warning_and_no_silence(
+    tmp_path: Path, reporter: Reporter, warned: Warnings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(self: threading.Thread) -> None:
         """A double of a process at its limit of threads."""
@@ -290,6 +321,10 @@ def test_no_thread_to_be_had_is_one_warning(
     reporter.publish(record())
     assert len(warned) == 1
     assert "can't start new thread" in warned[0]
+    monkeypatch.undo()
+    reporter.publish(record())
+    reporter.flush(10.0)
+    assert not only(tmp_path).record.kept
 
 
 def test_a_process_whose_folder_hangs_ends_in_a_moment(tmp_path: Path) -> None:

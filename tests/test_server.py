@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import signal
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server import MODEL, NOBODY, RELEASE, Answer, Installed, Server, install, serve
+from server import MODEL, NOBODY, RELEASE, Answer, Installed, Server, install, serve, started
 from table import affected_by, state_by_default
 
 from vllm_graphfix import __version__
@@ -179,6 +181,11 @@ def test_all_processes_belong_to_one_engine_and_go_by_its_decision(plain: Seen) 
     assert inherited == {"front-end": False, "engine-core": True, "worker": True}
 
 
+def test_processes_of_an_engine_keep_their_records_and_no_longer_start(plain: Seen) -> None:
+    told = {record["role"]: (record["kept"], record["starting"]) for record in plain.records}
+    assert told == dict.fromkeys(("front-end", "engine-core", "worker"), (True, False))
+
+
 def test_records_say_what_runs(plain: Seen) -> None:
     assert {(record["vllm"], record["graphfix"]) for record in plain.records} == {(RELEASE, __version__)}
     assert {record["model"] for record in plain.records} == {MODEL}
@@ -236,9 +243,13 @@ def test_fleet_shows_the_engine_in_order(plain: Seen) -> None:
 
 
 def test_exit_code_of_fleet_is_0(plain: Seen) -> None:
-    # Other tests' processes do not count; one that it cannot look into would.
-    spoilt = any(not one["elsewhere"] for one in plain.fleet.told["unrecorded"])
-    assert plain.fleet.code == plain.fleet.told["exit_code"] == int(spoilt)
+    assert plain.fleet.code == plain.fleet.told["exit_code"] == spoilt(plain.fleet)
+
+
+def spoilt(answer: Answer) -> int:
+    """Other tests' processes do not count; one that it cannot look into would."""
+    others = [one for one in answer.told["unrecorded"] if not one["elsewhere"]]
+    return 1 if any(not one["starting"] for one in others) else 4 if others else 0
 
 
 def test_each_process_that_imports_what_a_fix_concerns_logs_one_line(plain: Seen) -> None:
@@ -256,6 +267,49 @@ def test_a_killed_engine_core_reads_as_dead(plain: Seen) -> None:
     engine = plain.fleet_after.engine
     assert (engine["status"], engine["live"]) == ("ended", False)
     assert [(one["pid"], one["liveness"]) for one in engine["processes"]] == [(core["pid"], "dead")]
+
+
+@pytest.mark.slow
+def test_a_server_starts_and_serves_and_is_not_in_order_while_its_worker_is_stopped(
+    installed: Installed, tmp_path: Path
+) -> None:
+    with started(installed, tmp_path) as server:
+        seen: list[Answer] = []
+        server.wait_until_up(lambda: seen.append(server.fleet()))
+        told = [(one.engine["status"], *one.engine["wrong"]) for one in seen if one.told["engines"]]
+        assert [*dict.fromkeys(told)][:1] == [("starting",)]
+        assert {*told} <= {("starting",), ("in order",)}
+        for one in seen:
+            if one.told["engines"] and one.engine["status"] == "starting":
+                assert one.code == (spoilt(one) or 4)
+        stopped = {*server.named("VLLM::EngineCore"), *server.named("VLLM::Worker")}
+        assert len(stopped) == 2
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            assert wait_for(server, "not in order", 90)
+            found = server.fleet()
+            liveness = {one["pid"]: one["liveness"] for one in found.engine["processes"]}
+            assert {pid for pid, told in liveness.items() if told == "silent"} == stopped
+            assert (found.code, liveness[server.pid]) == (1, "alive")
+            assert re.search(r"not heard from for \d+ s: rank 0, engine-core \d+ on \S+\. ", found.engine["wrong"][0])
+            until = time.monotonic() + 10
+            while value(server.metrics(), "graphfix_ranks_silent") != 1:
+                assert time.monotonic() < until
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+        assert wait_for(server, "in order", 30)
+        assert len(server.completions(PROMPT).split()) == 8
+
+
+def wait_for(server: Server, status: str, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while server.fleet().engine["status"] != status:
+        if time.monotonic() > until:
+            return False
+        time.sleep(2)
+    return True
 
 
 # -- two ranks -----------------------------------------------------------------------------------------------------------
@@ -307,6 +361,10 @@ def test_two_api_servers_have_records_below_one_front_end(two_api_servers: Seen)
     roles = Counter(record["role"] for record in two_api_servers.records)
     assert roles == {"front-end": 1, "api-server": 2, "engine-core": 1, "worker": 1}
     assert len({record["engine"] for record in two_api_servers.records}) == 1
+    assert {record["role"]: record["kept"] for record in two_api_servers.records} == {
+        "front-end": False,  # it serves nothing itself, and forks
+        **dict.fromkeys(("api-server", "engine-core", "worker"), True),
+    }
 
 
 def test_metrics_of_both_api_servers_are_complete(two_api_servers: Seen) -> None:

@@ -265,7 +265,7 @@ def fleet(
 ) -> None:
     """What the processes of the running engines report, and whether all ranks agree.
 
-    Exit code 0 if all running engines are in order, 1 if something is wrong, 3 if no engine runs.
+    Exit code 0 if all running engines are in order, 1 if something is wrong, 3 if no engine runs, 4 if one is still starting.
     """
     from vllm_graphfix import fleet as fleets
 

@@ -84,11 +84,13 @@ class Gate:
 
         def around(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                return stock(engine, *args, **kwargs)
+                result = stock(engine, *args, **kwargs)
             except Exception as error:
                 if STOPS in str(error):
                     guarded(engine.model_executor.shutdown)
                 raise
+            guarded(self._membership.telling.started)
+            return result
 
         if "_initialize_kv_caches" in vars(core.EngineCore):
             wrap(core.EngineCore, "_initialize_kv_caches", around)
@@ -129,6 +131,7 @@ class Gate:
             finally:
                 guarded(self._membership.forget_capture)
             if method == _CAPTURE:
+                guarded(self._membership.telling.started)
                 guarded(self._membership.telling.keep)
                 guarded(self._membership.serve, subject)
             return result

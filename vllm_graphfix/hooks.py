@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -28,6 +30,22 @@ def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
         # Another thread is importing it, and wrapt would call the hook on what is there so far. This waits for that thread.
         importlib.import_module(module)
     wrapt.register_post_import_hook(run, module)
+
+
+def _renew_locks() -> None:
+    """In a forked child: gives wrapt's import hooks new locks, whatever wrapt calls them.
+
+    Every import takes such a lock. A thread that had it when the process was forked, because it imported a module that somebody waits for,
+    is not in the child: there it would be held for ever.
+    """
+    importer = sys.modules[wrapt.register_post_import_hook.__module__]
+    for name, value in list(vars(importer).items()):
+        if type(value) in _LOCKS:
+            setattr(importer, name, _LOCKS[type(value)]())
+
+
+_LOCKS: dict[type, Callable[[], object]] = {type(make()): make for make in (threading.Lock, threading.RLock)}
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:

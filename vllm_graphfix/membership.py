@@ -83,7 +83,7 @@ class Membership:
             # For a process, such as an API server's, that imports no code of a fix.
             atexit.register(self.process.end)
         if self.role in (Role.ENGINE_CORE, Role.WORKER):
-            guarded(self.telling.tell)
+            guarded(self.telling.begin)
 
     def _join(self, config: Any) -> None:
         """Goes by the decision that was handed on, or decides."""
@@ -258,8 +258,7 @@ class Membership:
 
         def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = stock(*args, **kwargs)
-            if self.telling.forked:
-                guarded(self._settle_in_fork)
+            guarded(self._settle)
             return result
 
         wrap(plugins, "load_general_plugins", around)
@@ -276,17 +275,21 @@ class Membership:
         Fallback.capturing = False
         self.telling = Telling(self, forked=True)
 
-    def _settle_in_fork(self) -> None:
+    def _settle(self) -> None:
         role, config = place()
         if role not in (Role.ENGINE_CORE, Role.WORKER):
             return
-        self.role, self.inherited, self.telling.forked = role, True, False
-        made = self._decisions.get(str(getattr(config, "instance_id", None)))
-        if made is not None and made != self.decision:
-            # The process that was forked has configured another engine since.
-            self.decision = made
-            self._engage(made)
-        self.telling.tell()
+        if self.telling.forked:
+            self.role, self.inherited, self.telling.forked = role, True, False
+            made = self._decisions.get(str(getattr(config, "instance_id", None)))
+            if made is not None and made != self.decision:
+                # The process that was forked has configured another engine since.
+                self.decision = made
+            if self.decision is not None:
+                self._engage(self.decision)  # nothing, unless that has changed or a thread was interrupted in it
+        elif self.role is not Role.FRONT_END:
+            return  # an engine core that runs the model itself loads plugins twice
+        self.telling.begin()
 
     # -- names, metrics ------------------------------------------------------------------------------------------
 

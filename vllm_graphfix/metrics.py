@@ -36,6 +36,7 @@ NAMES = (
     "graphfix_events_total",
     "graphfix_ranks_expected",
     "graphfix_ranks_agreeing",
+    "graphfix_ranks_silent",
     "graphfix_canary",
     "graphfix_rollout_percent",
     "graphfix_misconfigured",
@@ -69,6 +70,8 @@ class Snapshot(NamedTuple):
     """By the values of `EVENT_LABELS`: over all ranks."""
     agreeing: int | None
     """Ranks that agree; None if none has been compared yet."""
+    silent: int = 0
+    """Ranks that are not heard of any more: they are in the other numbers, with what they said last."""
 
 
 def of_engine(records: Iterable[Record], engine: str) -> list[Record]:
@@ -83,8 +86,8 @@ def of_engine(records: Iterable[Record], engine: str) -> list[Record]:
     ]
 
 
-def summed_up(records: Iterable[Record], read_at: float) -> Snapshot:
-    """Of the records of the ranks of one engine."""
+def summed_up(records: Iterable[Record], read_at: float, silent: int = 0) -> Snapshot:
+    """Of the records of the ranks of one engine, so many of them *silent*."""
     states: Tally[tuple[str, ...]] = Tally()
     events: Tally[tuple[str, ...]] = Tally()
     groups: dict[str, int] = {}
@@ -98,7 +101,7 @@ def summed_up(records: Iterable[Record], read_at: float) -> Snapshot:
                     events[name, event] += count
         if record.agreement is not None:
             groups[record.agreement.group] = record.agreement.agreeing
-    return Snapshot(read_at, dict(states), dict(events), sum(groups.values()) if groups else None)
+    return Snapshot(read_at, dict(states), dict(events), sum(groups.values()) if groups else None, silent)
 
 
 class Exposition:
@@ -112,6 +115,7 @@ class Exposition:
         self._state = self._gauge("fix_state", "Ranks of this engine in which a fix is in that state.", STATE_LABELS)
         self._expected: Gauge | None = None
         self._agreeing: Gauge | None = None
+        self._silent: Gauge | None = None
         self._canary = self._gauge(
             "canary", "1 if this engine gets the fixes, 0 if not: outside the rollout, switched off, or only observing."
         )
@@ -158,6 +162,10 @@ class Exposition:
                 "ranks_agreeing", "Ranks that agree about the fixes, compared before the first capture."
             )
             self._agreeing.set(snapshot.agreeing)
+        self._silent = self._silent or self._gauge(
+            "ranks_silent", "Ranks whose process has not been heard of for a minute: it hangs, or was stopped."
+        )
+        self._silent.set(snapshot.silent)
         for labels in self._states - snapshot.states.keys():
             self._state.labels(*labels).set(0)  # in multiprocess mode nothing can be taken away
         for labels, ranks in snapshot.states.items():
@@ -208,9 +216,11 @@ class Watcher:
         self._foreign.update((each.path.name, each.inode) for each in foreign)
         if len(self._foreign) > _REMEMBERED:
             self._foreign.clear()
-        ranks = [each.record for each in of_ours if records.liveness(each, now, here) is not records.Liveness.DEAD]
+        heard = [(each.record, records.liveness(each, now, here)) for each in of_ours]
+        ranks = [record for record, state in heard if state is not records.Liveness.DEAD]
         if ranks:
-            self._exposition.tell(summed_up(ranks, now))
+            silent = sum(state is records.Liveness.SILENT for _, state in heard)
+            self._exposition.tell(summed_up(ranks, now, silent))
 
 
 _watcher: Watcher | None = None

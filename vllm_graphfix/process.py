@@ -70,6 +70,8 @@ class Process:
         self._texts: dict[str, bytes | None] = {}
         """The source that was diagnosed, by module, of those to be patched."""
         self._may_capture = False
+        self.interrupted = False
+        """This process was forked while a thread was in the middle of something here; to `start` again is to begin anew."""
         self._go_by(wanted)
 
     def _go_by(self, wanted: Wanted) -> None:
@@ -82,8 +84,9 @@ class Process:
     @_alone
     def _begin(self, wanted: Wanted) -> list[Progress] | None:
         """The fixes that are to be hooked; None if nothing has changed."""
-        if self._started and wanted == self._wanted:
+        if self._started and wanted == self._wanted and not self.interrupted:
             return None
+        self.interrupted = False
         for progress in self._progress.values():
             if progress.sites:
                 progress.take_back(State.OFF, "reverted for another engine")
@@ -288,7 +291,8 @@ class Process:
         return any(map(self._wanted.loud, self._progress))
 
     def forked(self) -> None:
-        """In a forked child: a thread that held the lock is not there."""
+        """In a forked child: a thread that held the lock is not there, and will not finish what it did."""
+        self.interrupted = self.interrupted or self._depth > 0
         self._lock, self._depth, self._log = threading.RLock(), 0, HeldLog()
 
     def left_undone(self, *, v2: bool | None, again: bool = False) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ class Telling:
         self.agreement: Any = None
         self.problem: str | None = None
         self.serves_metrics = False
+        self.starting = False
         self._reporter: Any = None
         self._kept = False
 
@@ -35,6 +36,19 @@ class Telling:
         record = self.record()
         if record is not None:
             self._the_reporter().publish(record)
+
+    def begin(self) -> None:
+        """This process takes part in an engine that starts. That may take long: from now on it is heard of every few seconds."""
+        self.starting = True
+        if not self._kept:
+            # Its record is only touched: making one takes a lock that hooks on imports hold.
+            self._the_reporter().keep(lambda: None)
+        self.tell()
+
+    def started(self) -> None:
+        """What this process runs of the engine is up."""
+        self.starting = False
+        self.tell()
 
     def keep(self) -> None:
         """From now on the record is kept up to date."""
@@ -103,5 +117,6 @@ class Telling:
             serves_metrics=self.serves_metrics,
             misconfigured=decision.misconfigured,
             wrong=shadow.wrong(),
+            starting=self.starting,
             written=time.time(),
         )

@@ -13,6 +13,8 @@ from vllm_graphfix.fleet.judging import BAD, judged
 from vllm_graphfix.fleet.wording import ranks_named
 from vllm_graphfix.records import FixReport, Found, Liveness, Record
 
+YOUNG = 120.0
+"""Seconds in which a process of vLLM may not have come to its plugins: it imports torch first."""
 _MOST_MISSING = 1024
 """Ranks of one world that are told to be missing: a file may claim a world of any size, and another user's too."""
 
@@ -25,6 +27,8 @@ class Member:
     liveness: Liveness
     age: float
     """Seconds since its record was last written or touched."""
+    visible: bool = False
+    """It would be seen from here if it did not exist."""
 
     @property
     def record(self) -> Record:
@@ -33,6 +37,16 @@ class Member:
     @property
     def live(self) -> bool:
         return self.liveness is Liveness.ALIVE
+
+    @property
+    def hangs(self) -> bool:
+        """Its process exists and is not heard of."""
+        return self.liveness is Liveness.SILENT and self.visible
+
+    @property
+    def unchanged(self) -> float:
+        """Seconds since its record last changed."""
+        return self.age + max(self.found.heartbeat - self.record.written, 0.0)
 
     @property
     def world(self) -> str:
@@ -65,8 +79,22 @@ class Engine:
         if any(member.record.problem is not None for member in self.members):
             return "stopped"
         if not self.live:
-            return "ended" if any(member.liveness is Liveness.DEAD for member in self.members) else "silent"
-        return "not in order" if self.wrong else "in order"
+            hangs = any(member.hangs for member in self.members)
+            dead = any(member.liveness is Liveness.DEAD for member in self.members)
+            return "ended" if dead and not hangs else "silent"
+        if self.wrong:
+            return "not in order"
+        return "starting" if self.starting else "in order"
+
+    @property
+    def starting(self) -> tuple[Member, ...]:
+        """The processes that are not up yet; an engine core is when all of its workers are."""
+        live = [member for member in self.members if member.live]
+        cores = [member for member in live if member.record.role == "engine-core"]
+        if any(member.record.kept or member.record.role in ("engine-core", "worker") for member in self.members):
+            return tuple(member for member in cores or live if member.record.starting)
+        # Only who has configured the engine has reported: the others do when they have imported vLLM.
+        return tuple(member for member in live if member.age < YOUNG)
 
     @property
     def ranked(self) -> tuple[Member, ...]:

@@ -26,6 +26,7 @@ _SERVE = re.compile(r"^\S*python\S* (-m vllm\.entrypoints\.cli\.main|\S*/vllm) "
 """How the operator's `vllm serve` reads in a list of processes."""
 _STATUS_COLOURS = {
     "in order": "green",
+    "starting": "cyan",
     "not in order": "bold red",
     "stopped": "bold red",
     "ended": "dim",
@@ -59,7 +60,7 @@ def shown(fleet: Fleet) -> RenderableType:
         for one in fleet.unrecorded:
             reasons.setdefault(one.reason, []).append(one)
         for reason, processes in reasons.items():
-            mark = "[yellow]![/]" if all(one.elsewhere for one in processes) else "[red]✗[/]"
+            mark = "[yellow]![/]" if all(one.elsewhere or one.starting for one in processes) else "[red]✗[/]"
             table = Table("pid", "user", "started", box=None, pad_edge=False, expand=True)
             table.add_column("command", ratio=1, no_wrap=True)  # the others keep their width
             for one in processes:
@@ -111,7 +112,7 @@ def _engine_shown(engine: Engine) -> list[RenderableType]:
     if not engine.live:
         for what in (Liveness.DEAD, Liveness.SILENT):
             if left := [member for member in engine.members if member.liveness is what]:
-                heard = [member.age for member in left if member.record.rank is not None]
+                heard = [m.age for m in left if m.record.kept or m.record.rank is not None]
                 told = f"{what.value}: {engine.several(left)}" + (
                     f", last heard from {ago(min(heard))}" if heard else ""
                 )
@@ -126,8 +127,8 @@ def _engine_shown(engine: Engine) -> list[RenderableType]:
             escape(record.host),
             str(record.pid),
             f"[{_LIVENESS_COLOURS[member.liveness]}]{member.liveness.value}[/]",
-            # Ranks are heard of every few seconds. The others have nothing more to say after their start.
-            ago(member.age) if record.rank is not None or not member.live else "",
+            # The others have nothing more to say after their start.
+            ago(member.age) if record.kept or record.rank is not None or not member.live else "",
         )
     fixes = Table("fix", "mode", "state", "events", "because", box=None, pad_edge=False)
     fixes.columns[-1].overflow = "fold"  # names of modules are long words

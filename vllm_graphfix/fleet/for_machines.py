@@ -28,6 +28,7 @@ def as_json(fleet: Fleet) -> dict[str, Any]:
                 "age": round(one.age, 1),
                 "reason": one.reason,
                 "elsewhere": one.elsewhere,
+                "starting": one.starting,
             }
             for one in fleet.unrecorded
         ],
@@ -37,6 +38,7 @@ def as_json(fleet: Fleet) -> dict[str, Any]:
 
 
 def _engine_json(engine: Engine) -> dict[str, Any]:
+    starting = engine.starting
     decided = engine.tellers[0].record.decision
     return {
         "engine": engine.name,
@@ -68,6 +70,7 @@ def _engine_json(engine: Engine) -> dict[str, Any]:
                 "pid": member.record.pid,
                 "liveness": member.liveness.value,
                 "age": round(member.age, 1),
+                "starting": any(member is one for one in starting),
                 "problem": member.record.problem,
             }
             for member in engine.members

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_graphfix.fix import State
-from vllm_graphfix.fleet.wording import ago, ranks_named
+from vllm_graphfix.fleet.wording import ago, lasting, ranks_named
 from vllm_graphfix.records import PRUNED_AFTER, Liveness
 from vllm_graphfix.settings import STATUS_DIR
 
@@ -25,15 +25,23 @@ def judged(engine: Engine) -> tuple[list[str], list[str]]:
         if member.record.problem is not None:
             what = f"stopped by vllm-graphfix {ago(member.age)}, according to {engine.name_of(member)}: {member.record.problem}"
             (wrong if member.age <= _STOPPED_LATELY else notes).append(what)
+    hang = [m for m in engine.members if m.hangs]
+    if hang:
+        wrong.append(
+            f"not heard from for {min(m.age for m in hang):.0f} s: {engine.several(hang)}. "
+            "What exists and is not heard from hangs, is stopped (SIGSTOP), or cannot write its record"
+        )
     if not any(member.live for member in engine.members):
         return wrong, notes
     gone = [m for m in engine.members if m.liveness is Liveness.DEAD and m.record.problem is None]
-    silent = [m for m in engine.members if m.liveness is Liveness.SILENT]
+    silent = [m for m in engine.members if m.liveness is Liveness.SILENT and not m.hangs]
     if gone:
         wrong.append(f"dead: {engine.several(gone)}")
     if silent:
         wrong.append(f"not heard from for {min(m.age for m in silent):.0f} s: {engine.several(silent)}")
-    if not any(member.record.rank is not None for member in engine.members):
+    if starting := engine.starting:
+        notes.append(f"starting for {lasting(max(m.unchanged for m in starting))}: {engine.several(starting)}")
+    elif not any(member.record.rank is not None for member in engine.members):
         wrong.append(
             f"no rank has reported: they are starting, or run on machines whose records are not here (put {STATUS_DIR} on shared storage)"
         )
@@ -43,7 +51,7 @@ def judged(engine: Engine) -> tuple[list[str], list[str]]:
             notes.append(
                 f"{ranks_named(absent)} {verb} whose records are not here: put {STATUS_DIR} on shared storage to see them; they agreed with the others at start-up"
             )
-        else:
+        elif not starting:
             wrong.append(
                 f"no record of {ranks_named(absent)}: starting, without the plugin, or on machines whose records are not here (put {STATUS_DIR} on shared storage)"
             )

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from vllm_graphfix.fleet.engine import Engine, Member
 from vllm_graphfix.fleet.unrecorded import Unrecorded, without_record
-from vllm_graphfix.records import Identity, all_liveness, base_folder, identity, read, shown_path
+from vllm_graphfix.records import Identity, all_liveness, base_folder, identity, read, shown_path, visible
 from vllm_graphfix.settings import STATUS_DIR
 
-IN_ORDER, NOT_IN_ORDER, NOTHING = 0, 1, 3
+IN_ORDER, NOT_IN_ORDER, NOTHING, STARTING = 0, 1, 3, 4
 
 
 class FleetError(Exception):
@@ -35,8 +35,11 @@ class Fleet:
 
     @property
     def exit_code(self) -> int:
-        if any(engine.wrong for engine in self.engines) or any(not one.elsewhere for one in self.unrecorded):
+        missed = [one for one in self.unrecorded if not one.elsewhere]
+        if any(engine.wrong for engine in self.engines) or not all(one.starting for one in missed):
             return NOT_IN_ORDER
+        if missed or any(engine.status == "starting" for engine in self.engines):
+            return STARTING
         return IN_ORDER if any(engine.live for engine in self.engines) else NOTHING
 
 
@@ -55,7 +58,7 @@ def look(folder: Path | None = None) -> Fleet:
         raise FleetError(f"{shown_path(base)!r} cannot be read by this user")
     reading, now, here = read(base), time.time(), identity()
     members = [
-        Member(found, state, max(now - found.heartbeat, 0.0))
+        Member(found, state, max(now - found.heartbeat, 0.0), visible(found.record, here))
         for found, state in zip(reading.found, all_liveness(reading.found, now, here), strict=True)
     ]
     unrecorded, notes = without_record(base, here, members, now)

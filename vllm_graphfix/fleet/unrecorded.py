@@ -11,19 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_graphfix.fleet.engine import Member
+from vllm_graphfix.fleet.engine import YOUNG, Member
 from vllm_graphfix.records import Identity, base_folder
 from vllm_graphfix.settings import STATUS_DIR
 
 if TYPE_CHECKING:
     import psutil
 
-_STARTING = 120.0
-"""Seconds in which a process of vLLM may not have come to its plugins: it imports torch first."""
 _TITLE = re.compile(r"(\w+)::(APIServer|EngineCore|Worker)|ray::(RayWorker|EngineCore)|VLLM::")
 """What vLLM calls its processes (VLLM_PROCESS_NAME_PREFIX is the word in front), and Ray the actors that vLLM makes."""
 _NO_PLUGINS = re.compile(r"\w+::DPCoordinator|multiprocessing\.(resource_tracker|forkserver)")
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*|vllm")
+_JUST_STARTED = "it has just started and may not have loaded its plugins yet"
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,8 @@ class Unrecorded:
     reason: str
     elsewhere: bool
     """Its records go to another folder; who looks there is told about it."""
+    starting: bool = False
+    """It is too young to be missed."""
 
 
 def _engine_command(command: Sequence[str]) -> bool:
@@ -95,7 +96,8 @@ def without_record(
             else _reason(process.pid, environment, command, age)
         )
         told = _shortened(" ".join(process.info["cmdline"]))
-        found.append(Unrecorded(process.pid, _user(process), told, age, _shortened(reason), elsewhere))
+        starting = reason == _JUST_STARTED
+        found.append(Unrecorded(process.pid, _user(process), told, age, _shortened(reason), elsewhere, starting))
     return tuple(found), notes
 
 
@@ -125,8 +127,8 @@ def _reason(pid: int, environment: Mapping[str, str], command: Sequence[str], ag
         return f"it has its own file systems, as in a container or under systemd's PrivateTmp: run `vllm-graphfix fleet` inside, or set {STATUS_DIR} to a folder that both sides share"
     if command and "PYTHONPATH" not in environment and _lacks_us(Path(command[0])):
         return f"vllm-graphfix is not installed for {command[0]}"
-    if age < _STARTING:
-        return "it has just started and may not have loaded its plugins yet"
+    if age < YOUNG:
+        return _JUST_STARTED
     return "vllm-graphfix is not loaded, or could not write its record: see the log of this process"
 
 

@@ -18,7 +18,11 @@ def ranks_named(ranks: Iterable[int]) -> str:
     return f"rank {told}" if len(ordered) == 1 else f"ranks {told}"
 
 
-def ago(seconds: float) -> str:
+def lasting(seconds: float) -> str:
     if seconds < 120:
-        return f"{seconds:.0f} s ago"
-    return f"{seconds / 60:.0f} min ago" if seconds < 7200 else f"{seconds / 3600:.0f} h ago"
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def ago(seconds: float) -> str:
+    return f"{lasting(seconds)} ago"

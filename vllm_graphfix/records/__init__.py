@@ -6,7 +6,7 @@ without its caller ever waiting.
 
 from __future__ import annotations
 
-from vllm_graphfix.records.alive import Liveness, all_liveness, liveness
+from vllm_graphfix.records.alive import Liveness, all_liveness, liveness, visible
 from vllm_graphfix.records.checked import RecordError
 from vllm_graphfix.records.folder import base_folder, own_folder, shown_path
 from vllm_graphfix.records.processes import Identity, identity
@@ -42,5 +42,6 @@ __all__ = [
     "remove",
     "shown_path",
     "touch",
+    "visible",
     "write",
 ]

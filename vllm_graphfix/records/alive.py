@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vllm_graphfix.records.processes import Identity, exists, seen_by_system
 from vllm_graphfix.records.reading import Found
+from vllm_graphfix.records.record import Record
 
 SILENT_AFTER = 60.0
 
@@ -16,25 +17,31 @@ class Liveness(str, Enum):
     ALIVE = "alive"
     DEAD = "dead"
     SILENT = "silent"
-    """It runs where this process cannot look, and has not been heard of."""
+    """It has not been heard of for `SILENT_AFTER`: it hangs, is stopped, or ran where this process cannot look."""
+
+
+def visible(record: Record, here: Identity) -> bool:
+    """Whether the process of *record* has to be found by this one if it exists: on this machine, in this container."""
+    return "" != record.boot == here.boot and "" != record.pid_namespace == here.pid_namespace
 
 
 def liveness(found: Found, now: float, here: Identity, among: Collection[Found] = ()) -> Liveness:
     """Whether the process of *found* runs, at *now* in seconds of the epoch.
 
-    *among* are the records it was found with: elsewhere, a process without a rank has no heartbeat of its own, and is as alive as its engine on
-    its host.
+    A process that keeps its record has to be heard of, also where it can be seen to exist. One that does not is alive as long as it exists.
+    *among* are the records it was found with: elsewhere, a process without a heartbeat of its own is as alive as its engine on its host.
     """
     record = found.record
-    if record.boot and record.boot == here.boot and record.pid_namespace and record.pid_namespace == here.pid_namespace:
+    if visible(record, here):
         seen = seen_by_system(record.pid)
-        if seen is not None:
-            same = seen.start_ticks == record.start_ticks and seen.state not in ("Z", "X", "x")
-            return Liveness.ALIVE if same else Liveness.DEAD
-        if not exists(record.pid):
+        if seen is not None and (seen.start_ticks != record.start_ticks or seen.state in ("Z", "X", "x")):
             return Liveness.DEAD
+        if seen is None and not exists(record.pid):
+            return Liveness.DEAD
+        if not record.kept:
+            return Liveness.ALIVE
     heartbeat = found.heartbeat
-    if record.rank is None:
+    if record.rank is None and not record.kept:
         heartbeat = max(
             [heartbeat]
             + [

@@ -101,6 +101,10 @@ class Record(NamedTuple):
     wrong: tuple[Wrong, ...] = ()
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value: a field, not a state, which older readers would refuse."""
+    starting: bool = False
+    """The part of the engine that this process runs is not up yet."""
+    kept: bool = False
+    """A thread of this process touches the record every few seconds. `Reporter` knows, and says so."""
     written: float = 0.0
 
     @property
@@ -132,6 +136,8 @@ class Record(NamedTuple):
             "serves_metrics": self.serves_metrics,
             "wrong": {str(number): wrong._asdict() for number, wrong in enumerate(self.wrong)},
             "misconfigured": dict(self.misconfigured),
+            "starting": self.starting,
+            "kept": self.kept,
             "written": self.written,
         }
 
@@ -207,6 +213,8 @@ class Record(NamedTuple):
                 for each in wrong
             ),
             misconfigured={} if misconfigured is None else misconfigured.table(is_brief),
+            starting=given.truth("starting") if given.has("starting") else False,
+            kept=given.truth("kept") if given.has("kept") else False,
             written=given.number("written", 1e11),
         )
 

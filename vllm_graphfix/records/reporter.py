@@ -57,7 +57,8 @@ class Reporter:
         with self._lock:
             if self._ended.is_set():
                 return
-            self._pending[record.file_name] = self._newest = record
+            self._newest = record._replace(kept=self._keeper is not None)
+            self._pending[record.file_name] = self._newest
             busy_since = self._busy_since
         if busy_since is not None and time.monotonic() - busy_since > _SLOW:
             self._complain(
@@ -153,7 +154,12 @@ class Reporter:
                 touch(self._base, record)
                 self._on_disk[name] = before
                 return
-        write(self._base, record)
+        try:
+            write(self._base, record)
+        except OSError:
+            with suppress(OSError):  # on a full disk: what the file says is old, and still this process lives
+                touch(self._base, record)
+            raise
         self._on_disk[name] = record
         while len(self._tried) > _ENGINES:
             oldest = next(iter(self._tried))
