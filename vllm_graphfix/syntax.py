@@ -18,6 +18,8 @@ _KNOWN_DECORATORS = frozenset(
     {
         "abstractmethod",
         "classmethod",
+        "contextlib",
+        "contextmanager",
         "dataclass",
         "instrument",
         "property",

@@ -48,3 +48,28 @@ class Capture:
             if not torch.allclose(replayed, self._runner.run_eagerly(self._model, step), atol=1e-5):
                 return False
         return True
+
+
+class Check:
+    """A step that the shadow check looks at: vLLM's manager replays its graph, and it is run once more without."""
+
+    def prepare(self) -> None:
+        from shadow_v2 import Served
+
+        from vllm_graphfix.shadow.rate import Rate
+
+        self._double = cpu_cuda_graphs()
+        self._double.__enter__()
+        self._inference = torch.inference_mode()
+        self._inference.__enter__()
+        self._served, self._unwatched = Served(), Served(Rate())
+        self._served.step(), self._unwatched.step()
+
+    def act(self) -> None:
+        self._output = self._served.step()
+
+    def right(self) -> bool:
+        """This step and the next are what they are without the check, and so is the cache."""
+        outputs = [(self._output, self._unwatched.step()), (self._served.step(), self._unwatched.step())]
+        caches = zip(self._served.caches(), self._unwatched.caches(), strict=True)
+        return all(torch.equal(mine, other) for mine, other in (*outputs, *caches))

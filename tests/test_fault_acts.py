@@ -1,0 +1,129 @@
+"""A fault in every call that the plugin makes while vLLM captures its graphs, and while the shadow check looks at a step: right, stopped, or stock's and said."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from logging import WARNING
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from fault_engine import INTERRUPTS
+from stock import run_in_release
+from table import ALL_APPLIED
+
+HERE = Path(__file__).parent
+STRICT = ALL_APPLIED | {"VLLM_GRAPHFIX": "strict"}
+CHECKED = ALL_APPLIED | {"VLLM_GRAPHFIX_SHADOW": "1/1"}
+ACTS = {
+    "acts:Capture": {"auto": ALL_APPLIED, "strict": STRICT, "refusing": ALL_APPLIED},
+    "acts:Check": {"auto": CHECKED, "refusing": CHECKED},
+}
+CODE = """
+import sys
+sys.path[:0] = [{here!r}, {here!r} + "/in_vllm"]
+from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
+install_flashmla_stand_ins()
+import pytest, torch, vllm.v1.worker.gpu_worker
+import fault_acts
+fault_acts.main({act!r}, {environments!r}, {results!r}, {every})
+"""
+# Act, release, and which part of the faults.
+INJECTED = [
+    pytest.param("acts:Capture", "0.21.0", 67, marks=pytest.mark.xdist_group("0.21.0")),
+    pytest.param("acts:Check", "0.21.0", 67, marks=pytest.mark.xdist_group("0.21.0")),
+    *(
+        pytest.param(act, release, 1, marks=[pytest.mark.slow, pytest.mark.xdist_group(f"{act}-{release}")])
+        for act, releases in {
+            "acts:Capture": ("0.16.0", "0.17.1", "0.18.1", "0.21.0"),
+            "acts:Check": ("0.18.1", "0.33.0"),
+        }.items()
+        for release in releases
+    ),
+]
+every_act = pytest.mark.parametrize(("act", "release", "every"), INJECTED)
+
+
+@cache
+def injected(act: str, release: str, every: int) -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:
+    """What was counted, and each fault with what became of it."""
+    with TemporaryDirectory(prefix="vllm-graphfix-") as folder:
+        results = str(Path(folder) / "results")
+        code = CODE.format(here=str(HERE), act=act, environments=ACTS[act], results=results, every=every)
+        run_in_release(release, code, timeout=4 * 3600)
+        first, *rest = map(json.loads, Path(results).read_text().splitlines())
+    return first, rest
+
+
+def outcome(fault: dict[str, Any], told: Any) -> str:
+    """One word for what became of a fault; a word that begins with WRONG must not be."""
+    if told is None:
+        return "WRONG: died or hung"
+    if not told["fired"]:
+        return "not made"
+    end, error = told["end"], fault["error"]
+    if error in INTERRUPTS:
+        return "interrupted" if (end or "").startswith(error) else "WRONG: an interrupt was swallowed"
+    if end is None:
+        states = told["states"].values()
+        if told["right"]:
+            return "right"
+        said = fault["mode"] == "refusing" or any(level >= WARNING for level, _ in told["log"])
+        if fault["mode"] != "strict" and "failed" in states and said:
+            return "stock's, and said"
+        return "WRONG: serves a wrong graph"
+    if end.startswith("GraphfixError: vllm-graphfix stops this engine before it"):
+        return "stopped" if fault["mode"] == "strict" else f"WRONG: stopped ({end})"
+    own = fault["callee"].startswith(("vllm.", "torch", "fault_acts", "acts", "capture_failures"))
+    return "an error of vLLM's own" if own else f"WRONG: {end} came out of {fault['place']}"
+
+
+@every_act
+def test_what_fails_then_leaves_right_answers_or_stops_who_insists_or_is_stocks_and_said(
+    act: str, release: str, every: int, record_property: Callable[[str, object], None]
+) -> None:
+    first, rest = injected(act, release, every)
+    assert all(told["end"] is None and told["right"] for told in first["counted"].values())
+    outcomes = Counter(outcome(fault, told) for fault, told in rest)
+    for about, number in outcomes.items():
+        record_property("counted", (f"faults, {act.rpartition(':')[2].lower()}", release, about, number))
+    assert [(fault, outcome(fault, told)) for fault, told in rest if outcome(fault, told).startswith("WRONG")] == []
+    assert len(rest) == len(range(0, first["planned"], every))
+    assert outcomes["not made"] <= 1 + len(rest) // 8  # how far a thread is at that time is not always the same
+
+
+@every_act
+def test_the_calls_of_an_act_are_found(act: str, release: str, every: int) -> None:
+    first, _ = injected(act, release, every)
+    files = {place.split(":")[1] for place, *_ in first["counted"]["auto"]["calls"]}
+    wanted = (
+        {"gate.py", "capturing.py", "agreement.py"} if act == "acts:Capture" else {"shadow/check.py", "shadow/runs.py"}
+    )
+    assert wanted - {"agreement.py"} <= files
+    assert first["planned"] > 300
+
+
+WELL: dict[str, Any] = {"fired": True, "end": None, "right": True, "states": {"a": "active"}, "log": []}
+FAULT = {"mode": "auto", "error": "EIO", "callee": "builtins", "place": "MainThread:gate.py:f:1:1:g"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ({}, None),
+        ({}, WELL | {"right": False}),
+        ({}, WELL | {"right": False, "states": {"a": "failed"}}),  # and the log says nothing
+        ({"mode": "strict"}, WELL | {"right": False, "states": {"a": "failed"}, "log": [[30, "a"]]}),
+        ({}, WELL | {"end": "OSError: injected"}),
+        ({}, WELL | {"end": "GraphfixError: vllm-graphfix stops this engine before it serves: a"}),
+        ({"error": "KeyboardInterrupt"}, WELL),
+    ],
+)
+def test_what_must_not_happen_is_noticed(fault: dict[str, Any], told: Any) -> None:
+    """On outcomes that no process had."""
+    assert outcome(FAULT | fault, told).startswith("WRONG")
+    assert outcome(FAULT, WELL) == "right"
