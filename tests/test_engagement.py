@@ -154,7 +154,7 @@ SWITCHED: list[tuple[str, dict[str, str], dict[str, str]]] = [
     ("0.18.1", {"VLLM_GRAPHFIX_CAPTURE_STATE": "observe"}, {"capture-state": "observing", "flashmla-fp8": "active"}),
     ("0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_PADDING": "off"}, {"flashmla-fp8": "active", "flashmla-padding": "off"}),
     ("0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_FP8": "off"}, {"flashmla-fp8": "off", "flashmla-padding": "active"}),
-    ("0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_FP8": "nonsense"}, {"flashmla-fp8": "active"}),
+    ("0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_FP8": "nonsense"}, {"flashmla-fp8": "off"}),
     ("0.18.1", {"VLLM_GRAPHFIX_ROLLOUT": "0%"}, {fix.name: "not-in-canary" for fix in FIXES}),
     ("0.18.1", {"VLLM_GRAPHFIX_ROLLOUT": "100%"}, {"flashmla-fp8": "active"}),
     (

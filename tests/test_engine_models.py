@@ -129,6 +129,8 @@ LOADS_INTO_VLLM = """
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
 
+    torch.cpu._is_amx_tile_supported = lambda: False  # a CPU that has it would be asked for those kernels, too
+
 
     class PlatformStandIn(CpuPlatform):
         # A CPU without vLLM's kernels, which serves every model.

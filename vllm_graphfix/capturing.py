@@ -351,7 +351,7 @@ class FactoryPerPass:
         except Exception as error:
             self.fallback.take(error)
             return self._create(*asked, **asked_by_name)
-        made = create()
+        made = self._create(*asked, **asked_by_name)
         try:
             if descriptor.cg_mode.name != "FULL":
                 return made
