@@ -14,7 +14,7 @@ from ranks import STAGE, compared, word
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from vllm_graphfix import agreement
-from vllm_graphfix.agreement import Word, compare, leave
+from vllm_graphfix.agreement import Word, compare, leave, leave_an_end
 
 
 def test_ranks_that_say_the_same_agree() -> None:
@@ -97,9 +97,9 @@ def slow_on_rank_1(real: Callable[[Word], dict[str, str]]) -> Callable[[Word], d
 
 
 def test_ranks_that_are_all_switched_off_say_so() -> None:
-    found, _ = compared({0: word(master="off"), 1: word(master="off")}, 3, timeout=0.5)
+    found, _ = compared({0: word(master="off", off=True), 1: word(master="off", off=True)}, 3, timeout=0.5)
     assert all(each.all_off and each.difference is not None for each in found.values())
-    found, _ = compared({0: word(master="off"), 1: word()}, 2)
+    found, _ = compared({0: word(master="off", off=True), 1: word()}, 2)
     assert not any(each.all_off for each in found.values())
 
 
@@ -191,3 +191,15 @@ def test_a_reason_is_no_difference() -> None:
     }
     found, _ = compared(words, 2)
     assert {each.difference for each in found.values()} == {None}
+
+
+def test_where_the_capture_of_one_rank_has_ended_nobody_waits_for_one_that_hangs() -> None:
+    """Another rank hangs in a collective with it, and vLLM tells of the error once this rank has come back."""
+    store: Any = HashStore()
+    mine, its = word(), word(ended=True)
+    place = leave(store, "captured", 0, mine)
+    leave_an_end(store, leave(store, "captured", 1, its))
+    begun = time.monotonic()
+    found = compare(store, place, 0, 3, mine, lambda text: None, timeout=60.0)
+    assert time.monotonic() - begun < 30
+    assert found.failing[1].ended

@@ -40,7 +40,8 @@ def test_the_calls_are_found(release: str, every: int, record_property: Callable
     ours = {path.relative_to(PACKAGE).as_posix() for path in Path(PACKAGE).glob("*.py")}
     ours |= {f"records/{path.name}" for path in Path(PACKAGE, "records").glob("*.py")} - {"records/__init__.py"}
     shown = {"cli.py", "explaining.py", "status.py", "status_shown.py", "hardware.py"}
-    not_in_an_engine = {"__main__.py", "trial.py", *shown}
+    where_graphs_are_captured = "graph_dispatch.py"  # `test_fault_acts.py` has what fails there
+    not_in_an_engine = {"__main__.py", "trial.py", where_graphs_are_captured, *shown}
     assert ours - not_in_an_engine <= files.keys()
     assert sum(files.values()) > 700
     assert (

@@ -29,6 +29,10 @@ WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
         ({"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_MAMBA_PADDING": "on", "FAULT": "give up"}, True),
         ({"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_MAMBA_PADDING": "on", "FAULT": "give up"}, True),
     ),
+    "all mistyped the percentage, one lacks the plugin": (
+        ({"VLLM_GRAPHFIX_ROLLOUT": "half"}, True),
+        ({"VLLM_GRAPHFIX_ROLLOUT": "half"}, False),
+    ),
     "one is off, one mistyped it": (({"VLLM_GRAPHFIX": "off"}, True), ({"VLLM_GRAPHFIX": "offf"}, True)),
     "one mistyped the switch": (({}, True), ({"VLLM_GRAPHFIX": "offf"}, True)),
     "one mistyped a fix": (({}, True), ({"VLLM_GRAPHFIX_MAMBA_PADDING": "onn"}, True)),
@@ -120,6 +124,7 @@ def said() -> dict[str, list[str]]:
         "all are off, one lacks the plugin",
         "all are off, one cannot tell its states",
         "all mistyped the switch, one lacks the plugin",
+        "all mistyped the percentage, one lacks the plugin",
         "all mistyped the switch, both have given up",
         "one is off, one mistyped it",
         "differs, without graphs",

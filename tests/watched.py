@@ -147,7 +147,7 @@ def answer(*arguments: str, env: Mapping[str, str] | None = None) -> Answer:
     done = CliRunner().invoke(app, list(arguments), env=env or {})
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise AssertionError(f"{arguments}: {type(done.exception).__name__}: {done.exception}") from done.exception
-    assert done.exit_code in (0, 1, 2, 3), done.exit_code
+    assert done.exit_code in (0, 1, 2, 3, 4), done.exit_code
     if done.exit_code == 2:
         assert done.stdout == ""
         line = done.stderr.removesuffix("\n")

@@ -20,6 +20,8 @@ from vllm_graphfix.settings import is_brief, printable
 
 WARN_AFTER = 30.0
 """Seconds after which ranks that are waited for are named in the log."""
+_SLICE = 3.0
+"""Seconds after which a rank that waits looks whether the engine has ended on another."""
 TIMEOUT_FOR_A_WARNING = 10.0
 """Seconds where a silent rank does not stop the engine."""
 _MOST, _LONGEST = 64, 255
@@ -51,6 +53,8 @@ class Word(NamedTuple):
     """Made up by each rank for each comparison; that of rank 0 names the group."""
     reasons: Mapping[str, str] = {}
     """Why fixes are not applied that should be, by name: shown where states differ, and not compared."""
+    off: bool = False
+    """Its settings give the fixes to nobody: the kill switch, or a percentage that means nothing."""
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing on this rank, each with that value."""
     fault: str = ""
@@ -95,7 +99,7 @@ class Agreement(NamedTuple):
     difference: str | None
     """One or more sentences that name ranks, hosts and what differs."""
     all_off: bool
-    """Whether every rank that spoke has the kill switch set: beside one that is silent they are stock as it is."""
+    """Whether every rank that spoke is off: beside one that is silent they are stock as it is."""
     failing: Mapping[int, Word] = {}
     """The words of ranks in which a fix failed during the capture, or the capture itself, or which can leave no graph out."""
 
@@ -115,21 +119,26 @@ def leave(store: Any, stage: str, rank: int, word: Word) -> str:
     """
     # A count that is read and then set, not added to: either may be done twice.
     count = f"{stage}/count/{rank}"
-    number = int(_at_the_second_try(store.add, count, 0)) + 1
-    _at_the_second_try(store.set, count, str(number))
+    number = int(at_the_second_try(store.add, count, 0)) + 1
+    at_the_second_try(store.set, count, str(number))
     place = f"{stage}-{number}"
     # The word first: who sees the digest may read it. Digests keep the traffic of a thousand ranks small.
-    _at_the_second_try(store.set, f"{place}/word/{rank}", json.dumps(word._asdict()))
-    _at_the_second_try(store.set, f"{place}/{rank}", _digest(word))
+    at_the_second_try(store.set, f"{place}/word/{rank}", json.dumps(word._asdict()))
+    at_the_second_try(store.set, f"{place}/{rank}", _digest(word))
     return place
 
 
-def _at_the_second_try(call: Callable[..., Any], *args: Any) -> Any:
+def at_the_second_try(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What *call* returns, if not at once: for want of a word the other ranks wait for minutes, and stop."""
     try:
-        return call(*args)
+        return call(*args, **kwargs)
     except Exception:
-        return call(*args)
+        return call(*args, **kwargs)
+
+
+def leave_an_end(store: Any, place: str) -> None:
+    """Tells ranks that wait at *place*, which `leave` has returned, that no more words will come there."""
+    store.set(f"{place}/ended", b"1")
 
 
 def compare(
@@ -152,7 +161,7 @@ def compare(
     digests = store.multi_get([f"{stage}/{other}" for other in heard])
     if len(set(digests)) == 1 and not silent and not (word.fault or _matters(word)):
         first = _read(store, f"{stage}/word/0") or word
-        return Agreement(first.token, first.engine, world_size, world_size, None, first.master == "off")
+        return Agreement(first.token, first.engine, world_size, world_size, None, first.off)
     words = {other: word if other == rank else _read(store, f"{stage}/word/{other}") for other in heard}
     spoke = {other: said for other, said in words.items() if said is not None}
     foreign = [other for other, said in words.items() if said is None]
@@ -166,7 +175,7 @@ def compare(
         world_size=world_size,
         agreeing=len(spoke) - len(_outvoted(spoke) | {other for other, said in spoke.items() if said.fault}),
         difference=difference,
-        all_off=all(said.master == "off" for said in spoke.values()),
+        all_off=all(said.off for said in spoke.values()),
         failing=failing,
     )
 
@@ -186,13 +195,18 @@ def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Cal
     started = time.monotonic()
     missing = others
     for until in (min(WARN_AFTER, limit), limit):
-        left = max(started + until - time.monotonic(), 0.001)
-        try:
-            store.wait([f"{stage}/{rank}" for rank in missing], timedelta(seconds=left))
-        except RuntimeError:  # DistStoreError, when time is up; a store that is gone says so again in the next line
-            missing = [rank for rank in missing if not store.check([f"{stage}/{rank}"])]
-        else:
-            return []
+        while missing:
+            left = max(started + until - time.monotonic(), 0.001)
+            try:
+                store.wait([f"{stage}/{rank}" for rank in missing], timedelta(seconds=min(left, _SLICE)))
+            except RuntimeError:  # DistStoreError, when time is up; a store that is gone says so again in the next line
+                missing = [rank for rank in missing if not store.check([f"{stage}/{rank}"])]
+                if store.check([f"{stage}/ended"]):
+                    return missing
+            else:
+                return []
+            if left <= _SLICE:
+                break
         if missing and until < limit:
             warn(f"waiting up to {limit - until:.0f} s more for {_ranks(missing)} to report which fixes they have")
     return missing
@@ -219,6 +233,7 @@ def _sound(word: Word) -> bool:
     kinds: tuple[tuple[object, type], ...] = (
         (word.pid, int),
         (word.canary, bool),
+        (word.off, bool),
         (word.can_leave_out, bool),
         (word.ended, bool),
     )

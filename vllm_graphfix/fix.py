@@ -105,14 +105,20 @@ class Fallback:
     def take(self, error: Exception) -> None:
         """Never raises. The first is in the log; what goes wrong once on the decode path may go wrong at every step."""
         first = self.reason is None and not self.graphs
-        reason = f"{type(error).__name__}: {error}"
-        if Fallback.capturing:
-            # What becomes of these graphs is decided after the capture, by all ranks together: see `Gate`.
-            from vllm_graphfix.graph_dispatch import graph_being_captured
+        try:
+            reason = f"{type(error).__name__}: {error}"
+            if Fallback.capturing:
+                # What becomes of these graphs is decided after the capture, by all ranks together: see `Gate`.
+                from vllm_graphfix.graph_dispatch import graph_being_captured
 
-            self.graphs.setdefault(graph_being_captured(), reason)
-        elif self.reason is None:
-            self.reason = reason
+                self.graphs.setdefault(graph_being_captured(), reason)
+            elif self.reason is None:
+                self.reason = reason
+        except Exception:  # an error that cannot be told, or no file to import from: it has failed all the same
+            if Fallback.capturing:
+                self.graphs[None] = type(error).__name__
+            else:
+                self.reason = self.reason or type(error).__name__
         if first:
             logger.warning("graphfix: a fix failed in use; vLLM runs its own code there", exc_info=error)
 

@@ -173,7 +173,7 @@ class Gate:
                 return None
             return f"{_BEFORE}: the states of the fixes are not known ({type(error).__name__}: {error}). Set VLLM_GRAPHFIX=off to serve without the fixes."
 
-    def _undone(self, subject: Any) -> str | None:
+    def _undone(self, subject: Any, stops: str = _BEFORE) -> str | None:
         config = getattr(subject, "vllm_config", None)
         model = getattr(config, "model_config", None) or getattr(subject, "model_config", None)
         if getattr(model, "enforce_eager", False):  # no graphs, none of these defects
@@ -185,7 +185,7 @@ class Gate:
         if not undone:
             return None
         return (
-            f"{_BEFORE}: {'; '.join(undone)}. To serve without the fix, set its variable to off, "
+            f"{stops}: {'; '.join(undone)}. To serve without the fix, set its variable to off, "
             "or set VLLM_GRAPHFIX=on; `vllm-graphfix status` says more."
         )
 
@@ -218,7 +218,7 @@ class Gate:
                 "graphfix: with --enable-elastic-ep ranks come and go, so they are not compared with each other"
             )
             return None
-        stops = self._captures and decision is not None and decision.master is not settings.Master.OFF
+        stops = self._captures and decision is not None and not decision.is_off
         if stage == _CAPTURE and not stops and telling.agreement is not None:
             return None
         # Between profiling and here hosts may go apart by minutes. Where a difference is a warning at most, nobody waits: what was said
@@ -228,7 +228,12 @@ class Gate:
         if left is None:
             return None
         store, place, word = left
-        found = telling.agreement = agreement.compare(
+        if (
+            stops and stage == _CAPTURE
+        ):  # also where comparing fails here: the others will wait for this rank's next word
+            self._compared = store, rank, world_size
+        found = telling.agreement = agreement.at_the_second_try(
+            agreement.compare,
             store,
             place,
             rank,
@@ -240,8 +245,6 @@ class Gate:
             timeout=decision.agreement_timeout if decision and stops else agreement.TIMEOUT_FOR_A_WARNING,
         )
         if found.difference is None:
-            if stops and stage == _CAPTURE:
-                self._compared = store, rank, world_size
             return None
         message = f"the ranks of this engine do not agree. {found.difference}"
         if not self._captures or found.all_off:
@@ -258,9 +261,10 @@ class Gate:
         """Raises GraphfixError if a fix that the user insists on failed in the capture, or if the ranks no longer agree."""
         problem = None
         try:
-            problem = self._settle_capture(subject)
+            problem = self._settle_capture(subject) or self._undone(subject, _AFTER)
         except Exception as error:
             logger.exception("graphfix: could not find out what failed in the capture")
+            guarded(self._leave_an_end)  # or the others wait for this rank's word
             # Others may take graphs out of dispatch that this rank does not know of, and then wait for it in a collective.
             if self._compared is not None or self._membership.process.insisted():
                 problem = f"{_AFTER}: what failed while CUDA graphs were captured is not known ({type(error).__name__}: {error}). {_STOCK}"
@@ -322,7 +326,7 @@ class Gate:
         word = self.word()
         if self._compared is not None and word is not None:
             store, rank, _ = self._compared
-            agreement.leave(store, _CAPTURED, rank, word._replace(ended=True))
+            agreement.leave_an_end(store, agreement.leave(store, _CAPTURED, rank, word._replace(ended=True)))
 
     def _go_by(self, failing: Mapping[int, Any], dispatch: Any) -> str | None:
         """The same on all ranks: what failed on some of them stops the engine, or these graphs are left out of dispatch, or all say failed."""
@@ -382,6 +386,7 @@ class Gate:
             vllm=decision.vllm,
             canary=decision.canary,
             master=decision.master.value,
+            off=decision.is_off,
             misconfigured=decision.misconfigured,
             modes={name: mode.value for name, mode in decision.modes.items()}
             | {"shadow": f"{decision.shadow}, {decision.shadow_action.value}"},

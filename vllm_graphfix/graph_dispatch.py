@@ -118,8 +118,11 @@ def _is_v1(manager: Any) -> bool:
 
 
 def _leave_out(manager: Any, mode: str, tokens: int) -> None:
+    # vLLM goes by every size of a full graph being one of a piecewise graph too: ranks that agree on the lesser mode and the larger size ask for that.
+    modes = {"FULL", mode}
+
     def meant(descriptor: Any, of: Any) -> bool:
-        return bool(of.name == mode and descriptor.num_tokens == tokens)
+        return of.name in modes and bool(descriptor.num_tokens == tokens)
 
     if _is_v1(manager):
         for of, keys in manager.cudagraph_keys.items():
@@ -129,11 +132,14 @@ def _leave_out(manager: Any, mode: str, tokens: int) -> None:
         candidates = manager._candidates
         for each in candidates.values() if isinstance(candidates, dict) else candidates:
             each[:] = [descriptor for descriptor in each if not meant(descriptor, descriptor.cg_mode)]
-    elif mode == "FULL" and hasattr(
-        manager, "get_cudagraph_runtime_mode"
-    ):  # 0.17: without the graph no batch is dispatched to it
-        manager.graphs.pop(tokens, None)
     else:
-        sizes = manager.cudagraph_sizes
-        for batch in [batch for batch, size in sizes.items() if size == tokens]:
-            del sizes[batch]
+        without_graph_eager = hasattr(
+            manager, "get_cudagraph_runtime_mode"
+        )  # 0.17: no batch is dispatched to a graph that is not there
+        if without_graph_eager:
+            manager.graphs.pop(tokens, None)
+        for sizes in (manager.cudagraph_sizes, getattr(manager, "uniform_decode_cudagraph_sizes", {})):
+            if mode == "FULL" and without_graph_eager:
+                continue
+            for batch in [batch for batch, size in sizes.items() if size == tokens]:
+                del sizes[batch]

@@ -192,9 +192,7 @@ class Membership:
             try:
                 guarded(self._begin_engine)
                 config = stock(*args, **kwargs)
-                # The third argument, self included; `vllm serve --headless` gives it by name.
-                headless = kwargs.get("headless", args[2] if len(args) > 2 else False)
-                guarded(self._keep_nodes_together, config, bool(headless))
+                guarded(self._keep_nodes_together, config, args, kwargs)
                 guarded(self._configure, config)
             finally:
                 _configuring.reset(token)
@@ -210,7 +208,7 @@ class Membership:
         if self.role is Role.FRONT_END:
             self._decide()
 
-    def _keep_nodes_together(self, config: Any, headless: bool) -> None:
+    def _keep_nodes_together(self, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Takes the engine out of the rollout where its nodes would each decide by its own host name.
 
         Only the configuration says so, and nothing is captured before there is one: what was applied is taken back.
@@ -220,6 +218,8 @@ class Membership:
             return
         if self.environment.get(settings.ROLLOUT_KEY, "").strip():
             return
+        # The third argument, self included; `vllm serve --headless` gives it by name.
+        headless = bool(kwargs.get("headless", args[2] if len(args) > 2 else False))
         separately = deciding_separately(config.parallel_config, headless)
         if separately is None:
             return

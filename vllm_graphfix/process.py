@@ -314,8 +314,11 @@ class Process:
     @_alone
     def begin_capture(self) -> None:
         """From now on a fix that fails does so in a graph, which holds what stock's code does there."""
-        self.forget_capture()
+        from vllm_graphfix import graph_dispatch  # noqa: F401 - now, and not when something has failed
+
         Fallback.capturing = True
+        for progress in self._progress.values():
+            progress.fix.fallback.graphs = {}
 
     def forget_capture(self) -> None:
         """The capture is over, and what failed in it has been dealt with, or was in no graph that is kept."""

@@ -99,6 +99,11 @@ class Decision(NamedTuple):
             return self.refused
         return f"bucket {self.bucket} of {BUCKETS:,} is not among the first {shown(self.rollout or 0)} ({settings.ROLLOUT}, key {self.key!r})"
 
+    @property
+    def is_off(self) -> bool:
+        """Whether this engine is stock for all that its settings say: the kill switch, or a percentage that nobody can be in by."""
+        return self.master is settings.Master.OFF or self.refused is not None
+
     def same_choice(self, other: "Decision") -> bool:
         """Whether both mean the same for a process, whichever engine they are for."""
 

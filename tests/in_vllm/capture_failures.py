@@ -196,6 +196,42 @@ def test_one_that_failed_in_a_step_does_not_stop_a_later_capture_in_which_it_doe
 
 
 @strictly
+def test_a_fix_that_is_lost_while_graphs_are_captured_stops_the_engine_too() -> None:
+    captured = Capturing("target")
+    runner = SimpleNamespace(cudagraph_manager=captured.manager)
+    owner: Any = next(
+        kind
+        for kind in type(captured.manager).__mro__
+        if "capture" in vars(kind) and kind.__name__ == "CudaGraphManager"
+    )
+    ours = vars(owner)["capture"]
+
+    def capture() -> None:
+        captured.capture()
+        owner.capture = lambda *_: None
+
+    try:
+        with pytest.raises(GraphfixError, match="before it serves: capture-state is conflict"):
+            WorkerDouble(runner, capture).compile_or_warm_up_model()
+    finally:
+        owner.capture = ours
+
+
+def test_an_error_that_cannot_be_told_is_one_all_the_same() -> None:
+    class UnprintableError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    process = _this_process().process
+    process.begin_capture()
+    FALLBACK.take(UnprintableError())
+    assert FALLBACK.graphs == {None: "UnprintableError"}
+    process.forget_capture()
+    FALLBACK.take(UnprintableError())
+    assert FALLBACK.reason == "UnprintableError"
+
+
+@strictly
 def test_without_graphs_nothing_is_captured_and_nothing_stops() -> None:
     WorkerDouble(None, lambda: FALLBACK.take(RuntimeError("in a warm-up")), "NONE").compile_or_warm_up_model()
 

@@ -87,19 +87,19 @@ def configuration() -> Any:
 class RunnerV1Double:
     """Model runner V1's own way through a capture, around a run that fails where *failing* tokens are captured."""
 
-    def __init__(self, failing: int) -> None:
+    def __init__(self, failing: int, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
         config = configuration()
         self.vllm_config, self.compilation_config = config, config.compilation_config
         self.parallel_config = SimpleNamespace(use_ubatching=False)
         self.load_config, self.lora_config = SimpleNamespace(use_tqdm_on_load=False), None
         self.cudagraph_dispatcher = CudagraphDispatcher(config)
         self.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_AND_PIECEWISE, 1)
-        self.failing = failing
+        self.failing, self.mode = failing, mode
         self.ran: list[tuple[str, int]] = []
 
     def _dummy_run(self, tokens: int, *, cudagraph_runtime_mode: Any, **kwargs: Any) -> None:
         self.ran.append((cudagraph_runtime_mode.name, tokens))
-        if tokens == self.failing and cudagraph_runtime_mode is CUDAGraphMode.FULL:
+        if tokens == self.failing and cudagraph_runtime_mode is self.mode:
             FALLBACK.take(MemoryError("no room"))
 
     def maybe_remove_all_loras(self, lora_config: object) -> None:
@@ -136,6 +136,14 @@ def test_model_runner_v1_dispatches_to_another_graph_of_its_own() -> None:
         ("PIECEWISE", 4),
     ]
     assert "cudagraph_dispatcher FULL 4" in state().reason
+
+
+def test_a_size_without_a_piecewise_graph_has_no_full_one_either() -> None:
+    """Data-parallel ranks agree on the lesser mode and the larger size, and vLLM asserts that there is such a graph."""
+    runner = RunnerV1Double(failing=4, mode=CUDAGraphMode.PIECEWISE)
+    WorkerDouble(runner, runner.capture).compile_or_warm_up_model()
+    assert [runner.dispatched(requests)[0] for requests in (2, 3, 4)] == ["FULL", "NONE", "NONE"]
+    assert {key.num_tokens for keys in runner.cudagraph_dispatcher.cudagraph_keys.values() for key in keys} == {2}
 
 
 def test_a_graph_that_was_captured_to_learn_its_size_is_no_matter() -> None:
