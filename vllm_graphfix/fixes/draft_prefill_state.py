@@ -164,7 +164,11 @@ def _capture_and_remember_the_factory(stock: StockFunction) -> StockFunction:
         if asks_per_pass.get():
             return stock(self, FactoryPerPass.around(create_forward_fn, FALLBACK), *args, **kwargs)
         returned = stock(self, create_forward_fn, *args, **kwargs)
-        return RebuildableStates(returned, create_forward_fn) if isinstance(returned, dict) else returned
+        try:
+            return RebuildableStates(returned, create_forward_fn) if isinstance(returned, dict) else returned
+        except Exception as error:
+            FALLBACK.take(error)
+            return returned
 
     return capture
 
@@ -174,19 +178,28 @@ def _capture_on_untouched_states(stock: StockFunction) -> StockFunction:
 
     @functools.wraps(stock)
     def capture(self: Any, forward_fn: Any, full_cg_attn_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(full_cg_attn_states, RebuildableStates):
-            # Whoever made them did not go through CudaGraphManager.capture: there is no target to stand on.
+        untouched = _untouched(full_cg_attn_states)
+        if untouched is None:
             return stock(self, forward_fn, full_cg_attn_states, *args, **kwargs)
         consumed = _with_consumed_plans(full_cg_attn_states)
         token = asks_per_pass.set(True)
         try:
-            returned = stock(self, forward_fn, UntouchedStates(full_cg_attn_states, FALLBACK), *args, **kwargs)
+            returned = stock(self, forward_fn, untouched, *args, **kwargs)
         finally:
             asks_per_pass.reset(token)
         _count(consumed, self)
         return returned
 
     return capture
+
+
+def _untouched(states: Any) -> UntouchedStates | None:
+    """None for states of somebody who did not go through `CudaGraphManager.capture`: there is no target to stand on."""
+    try:
+        return UntouchedStates(states, FALLBACK) if isinstance(states, RebuildableStates) else None
+    except Exception as error:
+        FALLBACK.take(error)
+        return None
 
 
 def _watch_capture(stock: StockFunction) -> StockFunction:

@@ -120,8 +120,17 @@ class Shadow:
         step, and each of them takes part in every agreement, whatever failed in it: one that did not would leave the others waiting, until
         they end.
         """
-        with ranks.limited():
-            return self._check(key, describe, replay)
+        replayed = _Replay(replay)
+        try:
+            with ranks.limited():
+                return self._check(key, describe, replayed)
+        except Exception as error:
+            if error is replayed.error:  # vLLM's own
+                raise
+            failed = error
+        # Of our own bookkeeping. A rank of a group that waits for this one ends, as for any other that fails in the middle of a check.
+        tried(lambda: self.stop(told(failed), failed))
+        return replayed.output if replayed.done else replay()
 
     def _check(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
         begun = time.perf_counter()
@@ -132,7 +141,7 @@ class Shadow:
         output = replay()
         if checked is None:  # the ranks could not agree, and this is not reached
             return output
-        self._compare(key, checked, replay, tried(lambda: checked.replayed(output))[1])
+        _, broken = tried(lambda: self._compare(key, checked, replay, tried(lambda: checked.replayed(output))[1]))
         _, failed = tried(checked.put_back)
         if failed is not None:
             failed = RuntimeError(
@@ -142,7 +151,7 @@ class Shadow:
                 logger.warning("graphfix: %s", failed)
         cost = time.perf_counter() - begun
         self.results.seconds += cost
-        self._plan_next(cost, failed)
+        self._plan_next(cost, failed or broken)
         return output
 
     def without_graph(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
@@ -351,6 +360,26 @@ class Shadow:
                 "graphfix: %s is no longer replayed; its steps now run without a graph, more slowly",
                 mismatch.graph.name,
             )
+
+
+class _Replay:
+    """vLLM's replay of a step, and what came of it the first time."""
+
+    def __init__(self, replay: Callable[[], Any]) -> None:
+        self._replay = replay
+        self.output: Any = None
+        self.done = False
+        self.error: Exception | None = None
+
+    def __call__(self) -> Any:
+        try:
+            output = self._replay()
+        except Exception as error:
+            self.error = error
+            raise
+        if not self.done:
+            self.output, self.done = output, True
+        return output
 
 
 class _Known:
