@@ -12,9 +12,9 @@ fails always  it fails in every graph
 strict        as `fails once`, with VLLM_GRAPHFIX=strict: the engine must not serve
 no way        as `fails once`, where vLLM's dispatch is not known: stock's graph is served, and said to be
 
-The error that is planted is a MemoryError where the fix asks for a second attention state (model runner V2), or while it corrects metadata (V1).
-Written to FOLDER/result.json: equal tokens of all, the fix's state, the graphs that are not used. Exit code 1 if an engine with `fails …` answers otherwise
-than eager does, or `strict` serves.
+The error that is planted is a MemoryError where the fix asks for a second attention state (model runner V2), or while
+it corrects metadata (V1). Written to FOLDER/result.json: equal tokens of all, the fix's state, the graphs that are not
+used. Exit code 1 if an engine with `fails …` answers otherwise than eager does, or `strict` serves.
 """
 
 from __future__ import annotations

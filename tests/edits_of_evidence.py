@@ -1,7 +1,7 @@
 """Edits of what a verdict rests on besides the functions that are patched: factories, dispatch, builders, callers, names; and remedies in other words.
 
-Each with the verdicts that are right, where vLLM's own classes decide (`mutants_judged`): a remedy is `fixed`, or `unrecognised`; what is
-neither cured by the fix nor right by itself is `unrecognised`.
+Each with the verdicts that are right, where vLLM's own classes decide (`mutants_judged`): a remedy is `fixed`, or
+`unrecognised`; what is neither cured by the fix nor right by itself is `unrecognised`.
 """
 
 from __future__ import annotations

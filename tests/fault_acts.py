@@ -1,6 +1,7 @@
 """Faults in each call that the plugin makes while vLLM acts, after its start: in a capture, in a check of a step.
 
-Runs in forks of one process of a stock release, as `fault_engine` does; what vLLM does there is an act of a module of ``in_vllm/``, a class with
+Runs in forks of one process of a stock release, as `fault_engine` does; what vLLM does there is an act of a module of
+``in_vllm/``, a class with
 
 - ``prepare``: everything up to the act, without faults;
 - ``act``: with one call failing, whatever that makes of it;

@@ -1,6 +1,7 @@
 """One process's way from the loading of plugins to its first capture, with every call of the plugin counted, or one of them failing.
 
-Runs in forks of one process of a stock release. A call is found by the profiler: the caller is a file of the plugin and the callee is not.
+Runs in forks of one process of a stock release. A call is found by the profiler: the caller is a file of the plugin and
+the callee is not.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ INTERRUPTS = ("KeyboardInterrupt", "SystemExit")
 LEFT_OUT = (
     "lock.__exit__ RLock.__exit__ lock.release ContextVar.get ContextVar.set ContextVar.reset __del__ weakref.remove _weakrefset._remove"
 ).split()
-"""No fault is put there. Who does not give a lock back, which cannot be, is waited for for ever; the last three are what goes on when an object ends."""
+"""No fault is put there. Who does not give a lock back, which cannot be, is waited for for ever; the last three are
+what goes on when an object ends."""
 
 
 ENDED = re.compile("GraphfixError: |RuntimeError: vllm-graphfix ")
@@ -246,7 +248,8 @@ def patched() -> dict[str, list[tuple[str, str]]]:
 def plan(counted: dict[str, Any], modes: tuple[str, ...] = MODES) -> Iterator[dict[str, Any]]:
     """The first and the last call of each place; what is called decides which errors are likely.
 
-    What runs while a module of the plugin is imported has one way to fail: one fault in `auto`, and one for who insists.
+    What runs while a module of the plugin is imported has one way to fail: one fault in `auto`, and one for who
+    insists.
     """
     seen = set()
     for mode in modes:
@@ -337,8 +340,9 @@ def relocate(root: str) -> None:
 def in_fork(modules: list[str], targets: dict[str, Any] | None, job: dict[str, Any]) -> dict[str, Any] | None:
     """What became of *job*; None if the process died, or hung.
 
-    *job*: ``environment``; ``place`` and ``number`` of the call that fails, and ``error``; ``refusing``, whether the log fails too; ``tree``,
-    from which what is not there yet of vLLM is imported; ``package``, from which the plugin is.
+    *job*: ``environment``; ``place`` and ``number`` of the call that fails, and ``error``; ``refusing``, whether the
+    log fails too; ``tree``, from which what is not there yet of vLLM is imported; ``package``, from which the plugin
+    is.
     """
     reading, writing = os.pipe()
     child = os.fork()

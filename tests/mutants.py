@@ -1,7 +1,7 @@
 """Mutants of functions of vLLM: what upstream could do to them, as edits of the syntax trees of real releases.
 
-An operator lists edits of one function, each with a label; an edit is carried out on a `Draft`, a copy of that function.
-Deterministic: the same source gives the same edits in the same order under the same labels.
+An operator lists edits of one function, each with a label; an edit is carried out on a `Draft`, a copy of that
+function. Deterministic: the same source gives the same edits in the same order under the same labels.
 """
 
 from __future__ import annotations

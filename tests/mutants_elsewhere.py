@@ -1,8 +1,9 @@
 """For every fix a family of mutants of what its verdict rests on and it does not patch: callers, factories, dispatch, builders, what they call.
 
-Which functions these are was seen: those that run in the fix's scenario near the ones that it patches or reads (``elsewhere.json``, which this
-module writes: ``PYTHONPATH=tests:tools python tests/mutants_elsewhere.py [FIX …]``). Their mutants are made of affected releases, of those with
-upstream's remedy written in, of later ones that have it, and of these with the remedy cut out.
+Which functions these are was seen: those that run in the fix's scenario near the ones that it patches or reads
+(``elsewhere.json``, which this module writes: ``PYTHONPATH=tests:tools python tests/mutants_elsewhere.py [FIX …]``).
+Their mutants are made of affected releases, of those with upstream's remedy written in, of later ones that have it, and
+of these with the remedy cut out.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _GENERAL = (
     "vllm/platforms", "vllm/sampling_params", "vllm/third_party", "vllm/transformers_utils", "vllm/utils", "vllm/_", "vllm/model_executor/offloader",
     "vllm/compilation", "vllm/v1/attention/ops/flashmla", "vllm/lora", "vllm/model_executor/models",
 )  # fmt: skip
-"""What every part of vLLM uses: its settings, platforms, tools. Nobody would look for a defect of graphs there, and nothing can be imported without."""
+"""What every part of vLLM uses: its settings, platforms, tools. Nobody would look for a defect of graphs there, and
+nothing can be imported without."""
 
 
 def enough(fix: str) -> int:

@@ -33,7 +33,8 @@ class Base(NamedTuple):
     kind: str
     changes: tuple[tuple[str, Change], ...] = ()
     remedy: tuple[tuple[str, Change], ...] = ()
-    """What upstream's correction is in this very code; the judge of what is right, where stock and patched are both wrong."""
+    """What upstream's correction is in this very code; the judge of what is right, where stock and patched are both
+    wrong."""
 
     def text(self, path: str, *, remedied: bool = False) -> str:
         return _text(self, path, remedied)

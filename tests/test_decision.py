@@ -217,7 +217,8 @@ for name, headless, flags, further in SHAPES:
     assert (state.state.value in ("active", "observing")) == layered.startswith("vllm_graphfix"), (state, layered)
     print("TOLD", json.dumps([name, decision.canary, decision.withheld, state.state.value]), flush=True)
 """
-"""Real engine configurations of a release, of which `SHAPES` has the flags. Mamba's code, which a fix concerns, is imported by then."""
+"""Real engine configurations of a release, of which `SHAPES` has the flags. Mamba's code, which a fix concerns, is
+imported by then."""
 DP: dict[str, Any] = {"data_parallel_size": 2}
 TOGETHER: list[tuple[str, bool, dict[str, Any], dict[str, str]]] = [
     ("first", False, {}, {}),

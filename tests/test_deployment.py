@@ -23,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("among_models")
 YES, NO, MAYBE = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 
 
-# What is made of flags, by way of some fix; of each fix its trial has lines. Release, fix, line, GPU, answer, part of the reason.
+# What is made of flags, by way of some fix; of each fix its trial has lines. Release, fix, line, GPU, answer, part of
+# the reason.
 TABLE: list[tuple[str, str, str, str | None, Concern, str]] = [
     # the graph mode
     ("0.18.1", "flashmla-fp8", "./v3 --kv-cache-dtype=fp8_e4m3 -O3", HOPPER, YES, "(-O3)"),

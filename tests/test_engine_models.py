@@ -17,7 +17,8 @@ from vllm_graphfix.verify.engine import models
 from vllm_graphfix.verify.engine.models import MODELS, write
 
 WHOLE_MODELS = [name for name in MODELS if name not in ("eagle", "mixtral", "qwen3-next")]
-"""That transformers knows; an Eagle head, which is a draft without embeddings, it does not. Experts it joins while it loads."""
+"""That transformers knows; an Eagle head, which is a draft without embeddings, it does not. Experts it joins while it
+loads."""
 
 
 def written(name: str, folder: Path) -> dict[str, torch.Tensor]:

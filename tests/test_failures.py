@@ -36,7 +36,8 @@ fixes.FIXES = tuple(broken(fix) if fix.name == {name!r} else fix for fix in fixe
 """
 
 
-# What goes wrong in the process, before the plugin is registered or its targets are imported, and the states that follow.
+# What goes wrong in the process, before the plugin is registered or its targets are imported, and the states that
+# follow.
 WRONG = {
     "the source cannot be read": (
         "import vllm_graphfix.source as s\ndef no(*a): raise PermissionError(13, 'not yours')\ns.Path.read_bytes = no\n",

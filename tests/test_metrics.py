@@ -232,7 +232,8 @@ FLEETS: list[tuple[dict[str, str], float, float, dict[str, str]]] = [
     ({"VLLM_GRAPHFIX_ROLLOUT": "7.5", "VLLM_GRAPHFIX_ROLLOUT_KEY": "node-a"}, 0, 7.5, {}),
     ({"VLLM_GRAPHFIX_ROLLOUT": "7.5", "VLLM_GRAPHFIX_ROLLOUT_KEY": "node-a", "VLLM_GRAPHFIX": "off"}, 0, 0, {}),
 ]
-"""An engine's environment; `graphfix_canary`, `graphfix_rollout_percent`; and what `graphfix_misconfigured` is 1 for."""
+"""An engine's environment; `graphfix_canary`, `graphfix_rollout_percent`; and what `graphfix_misconfigured` is 1
+for."""
 
 
 @pytest.mark.parametrize(("environment", "canary", "percentage", "wrong"), FLEETS, ids=[str(row[0]) for row in FLEETS])

@@ -1,7 +1,8 @@
 """The plugin in real servers: `vllm serve` 0.21.0 on a CPU, from the first process to the last, as an operator sees it.
 
-A server takes half a minute to start and 2 GB. So each is started once, asked for everything that is to be known of it, and ended; the tests
-look at what was seen. One group: they share the installed plugin, and no two servers run at the same time.
+A server takes half a minute to start and 2 GB. So each is started once, asked for everything that is to be known of it,
+and ended; the tests look at what was seen. One group: they share the installed plugin, and no two servers run at the
+same time.
 """
 
 from __future__ import annotations

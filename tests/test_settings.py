@@ -95,7 +95,8 @@ CLOSED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("VLLM_GRAPHFIX_SHADOW_ACTION", "quarantin", "did you mean quarantine? It counts as report", {}),
     ("VLLM_GRAPHFIX_AGREEMENT_TIMEOUT", "10 minutes", "Ranks wait 600 s", {}),
 ]
-"""A variable, a value that means nothing, what is said of it, and what differs then from an environment that says nothing."""
+"""A variable, a value that means nothing, what is said of it, and what differs then from an environment that says
+nothing."""
 
 
 @pytest.mark.parametrize(

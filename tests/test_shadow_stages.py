@@ -1,6 +1,7 @@
 """Stages of a pipeline that keep a budget check the same steps, whatever a check costs each of them; and none waits for one that is behind it.
 
-The counting and checking is that of model runner V1; stand-ins are the step, which always comes to the same, and the calls of the stages.
+The counting and checking is that of model runner V1; stand-ins are the step, which always comes to the same, and the
+calls of the stages.
 """
 
 from __future__ import annotations

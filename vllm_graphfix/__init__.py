@@ -1,6 +1,7 @@
 """CUDA-graph correctness fixes of vLLM for stock wheels, applied at run time.
 
-vLLM calls `register` in each of its processes (entry point group ``vllm.general_plugins``). `states` says what came of it.
+vLLM calls `register` in each of its processes (entry point group ``vllm.general_plugins``). `states` says what came of
+it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whether all ranks of an engine will do the same, found out before a graph is captured and without a collective.
 
-Ranks that disagree about a fix can run different graphs, and then wait for each other in a collective for ever. A collective that
-compares them would hang in just that case, and where a rank lacks the plugin. So each rank leaves its word in the key-value store
-that torch.distributed has for its rendezvous, and reads the others' with a timeout.
+Ranks that disagree about a fix can run different graphs, and then wait for each other in a collective for ever. A
+collective that compares them would hang in just that case, and where a rank lacks the plugin. So each rank leaves its
+word in the key-value store that torch.distributed has for its rendezvous, and reads the others' with a timeout.
 """
 
 from __future__ import annotations
@@ -60,9 +60,11 @@ class Word(NamedTuple):
     fault: str = ""
     """What failed, on a rank that cannot tell its states: it is a difference even where all ranks say the same."""
     failed: Mapping[str, str] = {}
-    """Fixes that failed while graphs were captured, each with its first error: no difference, but all ranks have to go by it."""
+    """Fixes that failed while graphs were captured, each with its first error: no difference, but all ranks have to go
+    by it."""
     graphs: Sequence[tuple[str, str]] = ()
-    """Each fix of `failed` and the name of a graph that it failed in; an empty name for one that cannot be taken out of dispatch."""
+    """Each fix of `failed` and the name of a graph that it failed in; an empty name for one that cannot be taken out of
+    dispatch."""
     can_leave_out: bool = True
     """Whether vLLM's dispatch on this rank is known well enough to take a graph out of it."""
     ended: bool = False
@@ -71,8 +73,8 @@ class Word(NamedTuple):
     def compared(self) -> dict[str, str]:
         """What must be the same on all ranks, in the order in which a person would look at it.
 
-        A fix that is `waiting` concerns code that this rank does not run, such as a drafter, which only the last stage of a pipeline
-        has: that differs from nothing.
+        A fix that is `waiting` concerns code that this rank does not run, such as a drafter, which only the last stage
+        of a pipeline has: that differs from nothing.
         """
         told = {
             "vllm-graphfix": self.graphfix,
@@ -101,7 +103,8 @@ class Agreement(NamedTuple):
     all_off: bool
     """Whether every rank that spoke is off: beside one that is silent they are stock as it is."""
     failing: Mapping[int, Word] = {}
-    """The words of ranks in which a fix failed during the capture, or the capture itself, or which can leave no graph out."""
+    """The words of ranks in which a fix failed during the capture, or the capture itself, or which can leave no graph
+    out."""
 
 
 def common_store() -> Any:
@@ -114,8 +117,8 @@ def common_store() -> Any:
 def leave(store: Any, stage: str, rank: int, word: Word) -> str:
     """Leaves *word* of *rank* in *store*, a `torch.distributed.Store`, and returns the stage to `compare` at.
 
-    A rank's n-th word for *stage* is compared with the others' n-th, in this store: where vLLM makes its groups anew, old and new
-    ranks begin with the first. Raises what the store raises if it cannot be reached.
+    A rank's n-th word for *stage* is compared with the others' n-th, in this store: where vLLM makes its groups anew,
+    old and new ranks begin with the first. Raises what the store raises if it cannot be reached.
     """
     # A count that is read and then set, not added to: either may be done twice.
     count = f"{stage}/count/{rank}"
@@ -354,8 +357,8 @@ def _ranks(ranks: list[int]) -> str:
 def host_in(store: Any, rank: int, world_size: int) -> str | None:
     """The host name that *rank* gave to gloo, of whose groups every vLLM engine makes one of all ranks; None if it cannot be told.
 
-    For a rank that says nothing this is the only word of where it runs. Gloo leaves it under a key that ends in the rank: its
-    length (u64, little-endian), then the name.
+    For a rank that says nothing this is the only word of where it runs. Gloo leaves it under a key that ends in the
+    rank: its length (u64, little-endian), then the name.
     """
     try:
         while hasattr(store, "underlying_store"):

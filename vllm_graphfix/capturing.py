@@ -21,19 +21,21 @@ if TYPE_CHECKING:
     from vllm_graphfix.source import Source
     from vllm_graphfix.syntax import Function
 
-# Descriptors, attention states and forward functions are vLLM's and differ by release; none of their insides is used here.
+# Descriptors, attention states and forward functions are vLLM's and differ by release; none of their insides is used
+# here.
 CreateForwardFn = Callable[[Any], Any]
 ForwardFn = Callable[..., Any]
 
 _DEEPEST, _MOST = 8, 4000
-"""Levels below an attention state, and objects in all, among which a plan is looked for. Sparse FlashMLA's is five levels down."""
+"""Levels below an attention state, and objects in all, among which a plan is looked for. Sparse FlashMLA's is five
+levels down."""
 
 
 def has_consumed_plan(state: object) -> bool:
     """Whether a lazy plan in *state*, or in what a forward function keeps, was made: the pass that follows records no planner.
 
-    `FlashMLASchedMeta` says so in ``have_initialized``. Attention metadata without a lazy plan have none. Reads attributes alone,
-    no tensor and no property; never raises.
+    `FlashMLASchedMeta` says so in ``have_initialized``. Attention metadata without a lazy plan have none. Reads
+    attributes alone, no tensor and no property; never raises.
     """
     seen: dict[int, object] = {}
     level = [state]
@@ -319,8 +321,9 @@ def hands_both_passes_one_state(captures: list[Function], run: str, *given: str)
 class FactoryPerPass:
     """``create_forward_fn`` of `CudaGraphManager.capture` (0.18.0-0.22.1), asked for each pass of a FULL descriptor.
 
-    Takes a descriptor, and what else the stock factory takes; returns what that returns: a forward function, or (0.21.0+) that and the
-    attention state. What goes wrong in it is taken by *fallback*, and stock's factory decides; an error of stock's own comes out as it is.
+    Takes a descriptor, and what else the stock factory takes; returns what that returns: a forward function, or
+    (0.21.0+) that and the attention state. What goes wrong in it is taken by *fallback*, and stock's factory decides;
+    an error of stock's own comes out as it is.
     """
 
     def __init__(self, create: CreateForwardFn, fallback: Fallback) -> None:
@@ -328,7 +331,8 @@ class FactoryPerPass:
         self.fallback = fallback
         self._passes: dict[Any, _Passes] = {}
         self.consumed = 0
-        """FULL descriptors so far, of whose first state the warm-up has consumed the plan: stock would have recorded with it."""
+        """FULL descriptors so far, of whose first state the warm-up has consumed the plan: stock would have recorded
+        with it."""
         self.recorded_states: dict[Any, Any] = {}
         """The state of the recorded pass by FULL descriptor, where the factory returns states."""
 
@@ -447,7 +451,8 @@ class RebuildableStates(dict[Any, Any]):
     __copy__ = copy
 
     def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[dict[Any, Any]]]:
-        # A factory is a closure, which does not pickle. What is in the states may: it goes as the dict that stock returns.
+        # A factory is a closure, which does not pickle. What is in the states may: it goes as the dict that stock
+        # returns.
         return dict, (dict(self),)
 
 

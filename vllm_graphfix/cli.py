@@ -191,7 +191,8 @@ def verify(
         raise typer.Exit(EXIT_LEFT_UNDONE)
 
 
-# No short options here: `-tp`, `-O3` or `-cc.cudagraph_mode=FULL` are vLLM's, and a letter of ours among theirs would be taken for it.
+# No short options here: `-tp`, `-O3` or `-cc.cudagraph_mode=FULL` are vLLM's, and a letter of ours among theirs would
+# be taken for it.
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]},
 )
@@ -220,7 +221,8 @@ def compare(
 
     The environment decides whether the fixes are on; VLLM_GRAPHFIX=off shows stock.
 
-    Exit code 0 if no answer is corrupt, 1 for corruption, 2 if nothing could be compared, 3 if there is no verdict, as without graphs.
+    Exit code 0 if no answer is corrupt, 1 for corruption, 2 if nothing could be compared, 3 if there is no verdict, as
+    without graphs.
     """
     from vllm_graphfix.compare import CompareError
     from vllm_graphfix.compare.prompts import read_prompts
@@ -265,7 +267,8 @@ def fleet(
 ) -> None:
     """What the processes of the running engines report, and whether all ranks agree.
 
-    Exit code 0 if all running engines are in order, 1 if something is wrong, 3 if no engine runs, 4 if one is still starting.
+    Exit code 0 if all running engines are in order, 1 if something is wrong, 3 if no engine runs, 4 if one is still
+    starting.
     """
     from vllm_graphfix import fleet as fleets
 
@@ -391,6 +394,7 @@ def _end_unprinted(why: str | None) -> NoReturn:
 def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    # Rich honours NO_COLOR and terminals; a pipe has no width, and wrapping at 80 would cut tables for people with `| less`.
+    # Rich honours NO_COLOR and terminals; a pipe has no width, and wrapping at 80 would cut tables for people with `|
+    # less`.
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream and stream.isatty() else PIPE_WIDTH, soft_wrap=False)

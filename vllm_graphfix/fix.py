@@ -1,7 +1,8 @@
 """The vocabulary: a fix, its diagnosis, its mode, its state.
 
-Named tuples, since this is imported in every process of an engine and dataclasses take several milliseconds to make. Without
-``from __future__ import annotations``: a named tuple compiles each annotation that is text, which for `Fix` took half a millisecond.
+Named tuples, since this is imported in every process of an engine and dataclasses take several milliseconds to make.
+Without ``from __future__ import annotations``: a named tuple compiles each annotation that is text, which for `Fix`
+took half a millisecond.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,8 +77,8 @@ class Diagnosis(NamedTuple):
 class Event:
     """Something that a fix looks for: what `observe` would have changed, and what `active` did change.
 
-    Counted where it happens with ``event.count += 1``, which takes no lock, allocates nothing that lasts and writes nothing: one thread
-    runs the model, and who reads the number may be one behind.
+    Counted where it happens with ``event.count += 1``, which takes no lock, allocates nothing that lasts and writes
+    nothing: one thread runs the model, and who reads the number may be one behind.
     """
 
     __slots__ = ("count", "meaning", "name")
@@ -100,7 +101,8 @@ class Fallback:
         self.reason: str | None = None
         """Of the first such error."""
         self.graphs: dict[Graph | None, str] = {}
-        """Graphs whose capture it failed in, each with its first error; None stands for an error that belongs to no graph that is known."""
+        """Graphs whose capture it failed in, each with its first error; None stands for an error that belongs to no
+        graph that is known."""
 
     def take(self, error: Exception) -> None:
         """Never raises. The first is in the log; what goes wrong once on the decode path may go wrong at every step."""
@@ -158,7 +160,8 @@ class Fix(NamedTuple):
     references: tuple[str, ...]
     summary: str
     releases: str
-    """Affected stock releases, ``first - last`` and what else there is to say, for people and tests; a diagnosis never reads it."""
+    """Affected stock releases, ``first - last`` and what else there is to say, for people and tests; a diagnosis never
+    reads it."""
     symptom: str
     cause: str
     remedy: str
@@ -188,13 +191,16 @@ class Fix(NamedTuple):
     default: Mode = Mode.AUTO
     """The mode where the user sets none: `observe` as long as no GPU has shown the defect in an engine's answers."""
     applies: "Judge | None" = None
-    """Whether the defect can show in a deployment, for `status --for`: `concerns` for machines. Takes the shape that the diagnosis named, too."""
+    """Whether the defect can show in a deployment, for `status --for`: `concerns` for machines. Takes the shape that
+    the diagnosis named, too."""
     flags: tuple[str, ...] = ()
-    """Flags of `vllm serve` that `applies` asks for and the facts of a `Deployment` do not: ``--switch``, or ``--option=`` for one with a value."""
+    """Flags of `vllm serve` that `applies` asks for and the facts of a `Deployment` do not: ``--switch``, or
+    ``--option=`` for one with a value."""
     absent: str = ""
     """Stock releases without the component, as in `releases`."""
     evidence: tuple[str, ...] = ()
-    """Functions that the defect rests on and `diagnose` does not look at, ``path::name``: where one is another, the release is not a known one."""
+    """Functions that the defect rests on and `diagnose` does not look at, ``path::name``: where one is another, the
+    release is not a known one."""
 
     @property
     def variable(self) -> str:

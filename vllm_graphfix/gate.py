@@ -1,11 +1,12 @@
 """The gate around a capture: a rank goes on if all ranks will do the same, and if every fix that the user insists on is there.
 
-Wrapped are the functions in which ranks leave their words for each other, in which they capture, and in which an engine core ends what the
-gate has stopped. These wrappers change nothing that vLLM does, but that the gate may raise, and that graphs in which a fix failed are not
-dispatched to; what goes wrong in them stays in them.
+Wrapped are the functions in which ranks leave their words for each other, in which they capture, and in which an engine
+core ends what the gate has stopped. These wrappers change nothing that vLLM does, but that the gate may raise, and that
+graphs in which a fix failed are not dispatched to; what goes wrong in them stays in them.
 
-A graph cannot be mended: where a fix fails while it is captured, it holds stock's defect. A rank that left the capture then would leave the others
-waiting in what they exchange there. So every rank captures on as stock does, and afterwards all of them do the same about what failed on any.
+A graph cannot be mended: where a fix fails while it is captured, it holds stock's defect. A rank that left the capture
+then would leave the others waiting in what they exchange there. So every rank captures on as stock does, and afterwards
+all of them do the same about what failed on any.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _BEFORE, _AFTER = f"{STOPS} before it captures its CUDA graphs", f"{STOPS} befor
 _WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 _CAPTURE, _CAPTURED = "compile_or_warm_up_model", "captured"
-"""The method of a worker that captures the graphs which serve, and the stage at which ranks are compared when it has."""
+"""The method of a worker that captures the graphs which serve, and the stage at which ranks are compared when it
+has."""
 _TELL_WHY = (State.FAILED, State.CONFLICT, State.INCOMPATIBLE)
 """States that nobody chose."""
 
@@ -63,7 +65,8 @@ class Gate:
         self._has_captured = False
         """It has been through one whose graphs serve. Elastic expert parallelism captures again."""
         self._compared: tuple[Any, int, int] | None = None
-        """Store, rank and number of the ranks that were compared before this capture, and are compared again after it."""
+        """Store, rank and number of the ranks that were compared before this capture, and are compared again after
+        it."""
 
     def watch(self) -> None:
         """Hooks the imports of the modules whose functions are wrapped."""
@@ -72,14 +75,15 @@ class Gate:
             when_imported(worker, functools.partial(self._watch_profiling, owner))
             when_imported(worker, functools.partial(self._watch_capture, owner, _CAPTURE))
         for runner in _RUNNERS:
-            # V1 captures and discards graphs to learn their size (0.18.0 and later), before the worker captures those that it keeps.
+            # V1 captures and discards graphs to learn their size (0.18.0 and later), before the worker captures those
+            # that it keeps.
             when_imported(runner, functools.partial(self._watch_capture, "GPUModelRunner", "profile_cudagraph_memory"))
 
     def _watch_start(self, core: Any) -> None:
         """Around the part of an engine core's start in which ranks may stop it.
 
-        A silent rank is by then in a collective with ranks that have stopped. The core would wait for it at its own end, without limit;
-        vLLM's own way to end an executor ends its processes.
+        A silent rank is by then in a collective with ranks that have stopped. The core would wait for it at its own
+        end, without limit; vLLM's own way to end an executor ends its processes.
         """
 
         def around(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,8 +102,8 @@ class Gate:
     def _watch_profiling(self, owner: str, module: Any) -> None:
         """Around what every rank does before the first of them may capture a graph.
 
-        Some ranks capture while they measure memory, and others do not (a start-up plan, 0.30.0 and later; a later pipeline stage that is
-        still compiling): a rank that waits for the others must find their words there already.
+        Some ranks capture while they measure memory, and others do not (a start-up plan, 0.30.0 and later; a later
+        pipeline stage that is still compiling): a rank that waits for the others must find their words there already.
         """
 
         def around(stock: Callable[..., Any], subject: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,8 +225,8 @@ class Gate:
         stops = self._captures and decision is not None and not decision.is_off
         if stage == _CAPTURE and not stops and telling.agreement is not None:
             return None
-        # Between profiling and here hosts may go apart by minutes. Where a difference is a warning at most, nobody waits: what was said
-        # before is there already.
+        # Between profiling and here hosts may go apart by minutes. Where a difference is a warning at most, nobody
+        # waits: what was said before is there already.
         left = early if early is not None and not stops else self._left
         self._left = None
         if left is None:
@@ -241,7 +245,8 @@ class Gate:
             word,
             lambda text: logger.warning("graphfix: %s", text),
             silent_host=lambda silent: agreement.host_in(store, silent, world_size),
-            # What is a warning at most is not worth minutes: the kill switch brings a server up, also beside a rank without the plugin.
+            # What is a warning at most is not worth minutes: the kill switch brings a server up, also beside a rank
+            # without the plugin.
             timeout=decision.agreement_timeout if decision and stops else agreement.TIMEOUT_FOR_A_WARNING,
         )
         if found.difference is None:
@@ -265,7 +270,8 @@ class Gate:
         except Exception as error:
             logger.exception("graphfix: could not find out what failed in the capture")
             guarded(self._leave_an_end)  # or the others wait for this rank's word
-            # Others may take graphs out of dispatch that this rank does not know of, and then wait for it in a collective.
+            # Others may take graphs out of dispatch that this rank does not know of, and then wait for it in a
+            # collective.
             if self._compared is not None or self._membership.process.insisted():
                 problem = f"{_AFTER}: what failed while CUDA graphs were captured is not known ({type(error).__name__}: {error}). {_STOCK}"
         self._has_captured = True
@@ -411,8 +417,9 @@ def _comes_and_goes(subject: Any) -> bool:
 def _compared(told: FixState) -> State:
     """The state that the ranks are compared by.
 
-    A fix that was taken back for want of a companion stays where the companion's code is not imported: on the first stages of a pipeline
-    whose last one has the drafter. That concerns how each rank captures its own graphs, and no other rank.
+    A fix that was taken back for want of a companion stays where the companion's code is not imported: on the first
+    stages of a pipeline whose last one has the drafter. That concerns how each rank captures its own graphs, and no
+    other rank.
     """
     taken_back = (
         told.state is State.INCOMPATIBLE and told.diagnosis is not None and told.diagnosis.verdict is Verdict.AFFECTED

@@ -1,7 +1,7 @@
 """The graphs that vLLM may dispatch a batch to: which one it is capturing, and how one is taken out.
 
-A graph is known by the mode and the number of tokens that it was captured for. That is coarser than vLLM's descriptors, which differ by release: where
-there are several, with and without LoRA say, all of them are meant.
+A graph is known by the mode and the number of tokens that it was captured for. That is coarser than vLLM's descriptors,
+which differ by release: where there are several, with and without LoRA say, all of them are meant.
 """
 
 # No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
@@ -118,7 +118,8 @@ def _is_v1(manager: Any) -> bool:
 
 
 def _leave_out(manager: Any, mode: str, tokens: int) -> None:
-    # vLLM goes by every size of a full graph being one of a piecewise graph too: ranks that agree on the lesser mode and the larger size ask for that.
+    # vLLM goes by every size of a full graph being one of a piecewise graph too: ranks that agree on the lesser mode
+    # and the larger size ask for that.
     modes = {"FULL", mode}
 
     def meant(descriptor: Any, of: Any) -> bool:

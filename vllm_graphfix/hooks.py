@@ -27,7 +27,8 @@ def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
 
     loaded = sys.modules.get(module)
     if getattr(getattr(loaded, "__spec__", None), "_initializing", False):
-        # Another thread is importing it, and wrapt would call the hook on what is there so far. This waits for that thread.
+        # Another thread is importing it, and wrapt would call the hook on what is there so far. This waits for that
+        # thread.
         importlib.import_module(module)
     wrapt.register_post_import_hook(run, module)
 
@@ -35,8 +36,8 @@ def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
 def _renew_locks() -> None:
     """In a forked child: gives wrapt's import hooks new locks, whatever wrapt calls them.
 
-    Every import takes such a lock. A thread that had it when the process was forked, because it imported a module that somebody waits for,
-    is not in the child: there it would be held for ever.
+    Every import takes such a lock. A thread that had it when the process was forked, because it imported a module that
+    somebody waits for, is not in the child: there it would be held for ever.
     """
     importer = sys.modules[wrapt.register_post_import_hook.__module__]
     for name, value in list(vars(importer).items()):

@@ -1,7 +1,8 @@
 """This process as a part of an engine: whose decision it goes by.
 
-vLLM's own functions are wrapped here where an engine begins, where a process loads its plugins and where its metrics are put together.
-These wrappers change nothing that vLLM does, whatever the switches say; all that goes wrong in them stays in them.
+vLLM's own functions are wrapped here where an engine begins, where a process loads its plugins and where its metrics
+are put together. These wrappers change nothing that vLLM does, whatever the switches say; all that goes wrong in them
+stays in them.
 """
 
 from __future__ import annotations
@@ -198,7 +199,8 @@ class Membership:
                 _configuring.reset(token)
             return config
 
-        # `vllm serve` has the second. It inherits the method, unless another plugin has given it one that calls what was inherited then.
+        # `vllm serve` has the second. It inherits the method, unless another plugin has given it one that calls what
+        # was inherited then.
         for name in ("EngineArgs", "AsyncEngineArgs"):
             engine_args = getattr(arg_utils, name, None)
             if engine_args is not None and "create_engine_config" in vars(engine_args):
@@ -231,7 +233,8 @@ class Membership:
 
     def _configure(self, config: Any) -> None:
         parallel = config.parallel_config
-        # Data-parallel ranks of a dense model are engines of their own to vLLM; those of another node are another front-end's.
+        # Data-parallel ranks of a dense model are engines of their own to vLLM; those of another node are another
+        # front-end's.
         together = (
             parallel.data_parallel_size
             if getattr(config.model_config, "is_moe", True)

@@ -1,9 +1,11 @@
 """What the ranks of this engine report, on vLLM's own /metrics.
 
-With prometheus_client, which comes with vLLM, and as vLLM itself uses it: with several API servers it runs in multiprocess mode, in which
-collectors of one's own do not exist, and a Gauge says what holds for the whole engine in mode `mostrecent`.
+With prometheus_client, which comes with vLLM, and as vLLM itself uses it: with several API servers it runs in
+multiprocess mode, in which collectors of one's own do not exist, and a Gauge says what holds for the whole engine in
+mode `mostrecent`.
 
-vLLM renders /metrics in the event loop that serves requests. So a scrape must not touch a disk: a thread reads the records now and then.
+vLLM renders /metrics in the event loop that serves requests. So a scrape must not touch a disk: a thread reads the
+records now and then.
 """
 
 from __future__ import annotations
@@ -185,7 +187,8 @@ class Watcher:
         self._base = base
         self._exposition = exposition
         self._foreign: dict[str, int] = {}
-        """Records of other engines, inode by name: on shared storage those of a whole fleet, not to be read again and again."""
+        """Records of other engines, inode by name: on shared storage those of a whole fleet, not to be read again and
+        again."""
         self.engine = engine
 
     def serve(self, engine: Engine) -> None:

@@ -71,7 +71,8 @@ class Process:
         """The source that was diagnosed, by module, of those to be patched."""
         self._may_capture = False
         self.interrupted = False
-        """This process was forked while a thread was in the middle of something here; to `start` again is to begin anew."""
+        """This process was forked while a thread was in the middle of something here; to `start` again is to begin
+        anew."""
         self._go_by(wanted)
 
     def _go_by(self, wanted: Wanted) -> None:
@@ -97,7 +98,8 @@ class Process:
     def start(self, wanted: Wanted) -> None:
         """Hooks the imports of what may have to be patched; what is imported already is patched now.
 
-        Called again, for a later engine that this process starts, it takes back what that engine does not want. Never raises.
+        Called again, for a later engine that this process starts, it takes back what that engine does not want. Never
+        raises.
         """
         engaged = self._begin(wanted)
         if engaged is None:
@@ -140,7 +142,8 @@ class Process:
             applied = progress.state in (State.ACTIVE, State.OBSERVING)
             lost = [reason for site in progress.sites if (reason := site.lost())] if applied else []
             if lost:
-                # Whoever still has what was replaced keeps the layer: an engine that serves must not lose a fix that works for it.
+                # Whoever still has what was replaced keeps the layer: an engine that serves must not lose a fix that
+                # works for it.
                 progress.settle(State.CONFLICT, lost[0])
                 gone.append(progress)
             elif applied and (error := progress.fix.fallback.reason) is not None:
@@ -298,8 +301,9 @@ class Process:
     def left_undone(self, *, v2: bool | None, again: bool = False) -> tuple[str, ...]:
         """The fixes that the user insists on, that this process needs and that are not applied, each with state and reason.
 
-        *v2*: whether the engine is on model runner V2; None if that is not known. *again*: whether it has served, and captures once more;
-        a fix that failed in a step then, and stands where it was put, may do well in this capture, which will tell.
+        *v2*: whether the engine is on model runner V2; None if that is not known. *again*: whether it has served, and
+        captures once more; a fix that failed in a step then, and stands where it was put, may do well in this capture,
+        which will tell.
         """
         states = self.states().values()
         self._may_capture = True

@@ -29,14 +29,15 @@ _PLACES = {
     "vllm.v1.worker.worker_base": Role.WORKER,
     "vllm.model_executor.models.registry": Role.INSPECTION,
 }
-"""Modules of vLLM that load plugins in a process which somebody else's engine has started. Anybody else begins an engine."""
+"""Modules of vLLM that load plugins in a process which somebody else's engine has started. Anybody else begins an
+engine."""
 
 
 def place() -> tuple[Role, Any]:
     """What this process is to the engine whose code is loading plugins right now, and the engine's configuration if it is at hand.
 
-    The innermost function of vLLM that loads plugins tells: others, a tracer's wrapper say, may stand between. Where there is none, as
-    in a notebook that calls `register` by hand, an engine will begin here.
+    The innermost function of vLLM that loads plugins tells: others, a tracer's wrapper say, may stand between. Where
+    there is none, as in a notebook that calls `register` by hand, an engine will begin here.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -19,7 +19,8 @@ _SCHEMA = 1
 _LONGEST = 8192
 """Characters of a decision; ours have some 600, and an environment may hold anything."""
 _LONGEST_KEY = 200
-"""Characters of a key that a decision tells. Linux starts no process with a variable of 128 KiB, which a long key made of escapes would be."""
+"""Characters of a key that a decision tells. Linux starts no process with a variable of 128 KiB, which a long key made
+of escapes would be."""
 _ENGINE = re.compile(r"[0-9a-f]{16}")
 
 
@@ -37,7 +38,8 @@ def bucket(key: str) -> int:
 def buckets_of(percentage: str) -> int:
     """How many buckets ``25``, ``25%`` or ``0.5 %`` is; raises ValueError with what is wrong.
 
-    Decimal digits, not floating point: a percentage finer than one bucket is refused, not rounded, since both directions would surprise.
+    Decimal digits, not floating point: a percentage finer than one bucket is refused, not rounded, since both
+    directions would surprise.
     """
     text = percentage.strip().removesuffix("%").strip()
     matched = re.fullmatch(r"([0-9]{1,3})(?:\.([0-9]{1,6}))?", text)
@@ -134,7 +136,8 @@ class Decision(NamedTuple):
     def needing_a_key(self, separately: str) -> "Decision":
         """This decision, made without a key, in an engine whose nodes decide *separately*, as that flag says.
 
-        Their host names differ, and so would their decisions: then no node gets the fixes. At 0 and at 100 % they cannot differ.
+        Their host names differ, and so would their decisions: then no node gets the fixes. At 0 and at 100 % they
+        cannot differ.
         """
         if self.rollout is None or not 0 < self.rollout < BUCKETS:
             return self

@@ -31,7 +31,8 @@ MOST_PATIENCE = 7 * 24 * 3600
 _VLLM_PATIENCE = "VLLM_ENGINE_READY_TIMEOUT_S"
 
 _NAMED, _LISTED, _LONGEST_NAME = 20, 8, 80
-"""Unknown names that are told one by one, and their characters: an environment may hold a hundred thousand, or one of a hundred thousand characters."""
+"""Unknown names that are told one by one, and their characters: an environment may hold a hundred thousand, or one of a
+hundred thousand characters."""
 _LONGEST_VALUE = 40
 _SAME = {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}
 
@@ -64,7 +65,8 @@ class Settings(NamedTuple):
     agreement_timeout: float = PATIENCE
     """Seconds that ranks wait for one another before a capture."""
     misconfigured: Mapping[str, str] = {}
-    """Variables whose value means nothing, each with that value as `brief` writes it; `rollout.decide` adds the percentage."""
+    """Variables whose value means nothing, each with that value as `brief` writes it; `rollout.decide` adds the
+    percentage."""
 
 
 def names(fixes: Iterable[str]) -> tuple[str, ...]:

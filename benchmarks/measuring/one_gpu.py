@@ -1,8 +1,9 @@
 """Two ranks on one GPU: a stand-in for a machine with two, as a plugin of vLLM (0.21.0 has run so).
 
-NCCL refuses two ranks of one device. Here each rank takes device 0; sums are vLLM's own custom all-reduce, whose kernels wait for each other on the
-device as they do on two, and which graphs record; what is no sum, and sums that it does not take, go through gloo on the host, outside of graphs.
-Where such a collective of graphs would be NCCL's, this shows nothing of it; and nothing of speed.
+NCCL refuses two ranks of one device. Here each rank takes device 0; sums are vLLM's own custom all-reduce, whose
+kernels wait for each other on the device as they do on two, and which graphs record; what is no sum, and sums that it
+does not take, go through gloo on the host, outside of graphs. Where such a collective of graphs would be NCCL's, this
+shows nothing of it; and nothing of speed.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python shadow_faults_engine.py DESCRIPTOR
 
-As `shadow_load.py`, but for what is asked: ``{"prompts": …, "tokens": …, "plant": null}`` is answered with ``{"answers": …, "found": …}``, what each rank
-has found; ``"plant": {…}`` are first the arguments of `_plant`, and the ids of the ranks' processes are an answer of their own. An engine that has ended
-after that answers ``{"died": …}``, and its process waits: whoever asks looks what is left of it.
+As `shadow_load.py`, but for what is asked: ``{"prompts": …, "tokens": …, "plant": null}`` is answered with
+``{"answers": …, "found": …}``, what each rank has found; ``"plant": {…}`` are first the arguments of `_plant`, and the
+ids of the ranks' processes are an answer of their own. An engine that has ended after that answers ``{"died": …}``, and
+its process waits: whoever asks looks what is left of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A fix that fails while vLLM captures, where a fix of any release is active: whose graphs are left out of dispatch.
 
-Real: model runner V1's way through a capture and its dispatcher; the manager of model runner V2's graphs, its capture and its candidates.
-Stand-ins: what they run, and their configuration.
+Real: model runner V1's way through a capture and its dispatcher; the manager of model runner V2's graphs, its capture
+and its candidates. Stand-ins: what they run, and their configuration.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ HAS_PREFILL = hasattr(EagleSpeculator, "init_cudagraph_manager")
 GRAPHS = {"draft prefill", "draft decode"} if HAS_PREFILL else {"draft decode"}
 BY_STEP = any(hasattr(EagleSpeculator, name) for name in ("multi_step_decode", "_multi_step_decode"))
 PADDED = GRAPHS if BY_STEP else {"draft decode"}
-"""Those that batches with padded rows run in: before 0.21 a draft prefill has a graph only for as many requests as were captured."""
+"""Those that batches with padded rows run in: before 0.21 a draft prefill has a graph only for as many requests as were
+captured."""
 FUSED = pytest.mark.parametrize("fused", [True, False], ids=["fused", "step-by-step"])
 
 

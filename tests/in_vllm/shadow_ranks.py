@@ -1,7 +1,8 @@
 """The shadow check of two tensor-parallel ranks with a fault in one of them: what is served is right, or both processes end, and nothing hangs.
 
-Real are the processes, vLLM's own groups over gloo with its `all_reduce`, its `CUDAGraphWrapper`, and the watchdog, whose limits are shorter.
-Stand-ins: the model, as in `wrapped_model`; graphs, which are the CPU double's; and for what a GPU has queued, a thread.
+Real are the processes, vLLM's own groups over gloo with its `all_reduce`, its `CUDAGraphWrapper`, and the watchdog,
+whose limits are shorter. Stand-ins: the model, as in `wrapped_model`; graphs, which are the CPU double's; and for what
+a GPU has queued, a thread.
 """
 
 from __future__ import annotations
@@ -386,7 +387,8 @@ def short_of_memory(free: dict[int, int], *, need: int | None, quarantined: bool
 
 MIB = 1 << 20
 GIVEN_UP = 3
-"""Steps after which a graph whose steps cannot run without it is no longer in quarantine, and its replays are checked."""
+"""Steps after which a graph whose steps cannot run without it is no longer in quarantine, and its replays are
+checked."""
 ENOUGH, NOT_ENOUGH = memory.RESERVE + 101 * MIB, memory.RESERVE + 99 * MIB
 
 

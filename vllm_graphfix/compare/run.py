@@ -42,7 +42,8 @@ def run(
 ) -> Report:
     """Asks *prompts*, or *generated* ones if there are none, for up to *max_tokens* tokens each.
 
-    *flags* are vLLM's. *timeout*, in seconds, is for one engine. Raises CompareError if the engine does not run without graphs.
+    *flags* are vLLM's. *timeout*, in seconds, is for one engine. Raises CompareError if the engine does not run without
+    graphs.
     """
     _refuse(flags)
     _refuse_settings(os.environ)

@@ -28,7 +28,8 @@ _SEPARATE = (
 class Deployment(Graphs, Runner, Attention, Speculation):
     """What is known of an engine from its command line, its environment, the vLLM that it runs and the GPU that it runs on.
 
-    The facts are methods, each with its reason. *environment* is that of this process, under the assignments in front of the line.
+    The facts are methods, each with its reason. *environment* is that of this process, under the assignments in front
+    of the line.
     """
 
     def data_parallel(self) -> Fact:

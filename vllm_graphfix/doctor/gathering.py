@@ -224,8 +224,9 @@ def _told(name: str, value: str | None) -> dict[str, Any]:
 def _status(vllm: Path | None, environment: Mapping[str, str]) -> dict[str, Any]:
     from vllm_graphfix.status import status
 
-    # What is wrong with a value is told with the value, and who is outside a rollout with the key: neither is asked for. A value that is
-    # not shown is none that means anything, and counts as such: without it the status would be that of another environment.
+    # What is wrong with a value is told with the value, and who is outside a rollout with the key: neither is asked
+    # for. A value that is not shown is none that means anything, and counts as such: without it the status would be
+    # that of another environment.
     shown = {each["name"]: each["value"] for each in _variables(environment)}
     clean = {name: shown[name] for name in environment if name in shown}
     if settings.ROLLOUT_KEY in environment:

@@ -121,8 +121,8 @@ def _shape(source: Source, forward: Function, build: Function) -> str | None:
 def _written_by_graphs(stock: StockFunction) -> StockFunction:
     """Around `DeepseekCompressor.forward`: while a graph is captured, no layer is told that the batch completes no group.
 
-    A graph cannot decide anew in each replay, and the batch of a capture is a dummy. Where no group is completed, the kernel of
-    the layer writes nothing. Without a capture everything is as it was, warm-ups included.
+    A graph cannot decide anew in each replay, and the batch of a capture is a dummy. Where no group is completed, the
+    kernel of the layer writes nothing. Without a capture everything is as it was, warm-ups included.
     """
     import torch
 

@@ -92,8 +92,9 @@ def _are_kept(build: Function, assigned: ast.Assign) -> bool:
 def _own_lengths(stock: StockFunction) -> StockFunction:
     """Around `build`: the metadata's context lengths of this rank, (requests,) int32, are in a buffer of the builder.
 
-    Copied on the device, to the address that graphs recorded, and 0 in the rows behind: a graph for any kind of batch has as many rows as requests
-    at its capture. The schedule of FlashAttention 3 was made of the same lengths, and is in a buffer of vLLM's.
+    Copied on the device, to the address that graphs recorded, and 0 in the rows behind: a graph for any kind of batch
+    has as many rows as requests at its capture. The schedule of FlashAttention 3 was made of the same lengths, and is
+    in a buffer of vLLM's.
     """
 
     @functools.wraps(stock)

@@ -42,9 +42,11 @@ _MAPPED = (
 )
 """How the request of each row comes into its buffer; one of them."""
 _USES = {_BASE: (2,), _EAGLE: (3, 5)}
-"""How often the class names that buffer: to make and to fill it, to draft, and for slots of tokens, of which a padded row has none."""
+"""How often the class names that buffer: to make and to fill it, to draft, and for slots of tokens, of which a padded
+row has none."""
 _SPARE = "_graphfix_spare_row"
-"""The attribute that tells the row which no request has: of a speculator with such a row, and of a tensor that it gives to a function."""
+"""The attribute that tells the row which no request has: of a speculator with such a row, and of a tensor that it gives
+to a function."""
 
 ROWS_PADDED_WITH_REQUESTS = Event(
     "rows-padded-with-requests",
@@ -123,8 +125,8 @@ def _padding_of_dflash(source: Source, request: str) -> bool:
 def _with_a_spare_row(stock: StockFunction) -> StockFunction:
     """Around the speculator's `__init__`: what is looked up by request has one row more than its length tells.
 
-    Before any graph is captured, so that it records the new addresses. The row behind the last request's is read and written
-    by kernels alone: whoever asks for the shape sees stock's.
+    Before any graph is captured, so that it records the new addresses. The row behind the last request's is read and
+    written by kernels alone: whoever asks for the shape sees stock's.
     """
 
     @functools.wraps(stock)

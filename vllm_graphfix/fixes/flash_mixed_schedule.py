@@ -121,7 +121,8 @@ def _is_for_graphs(build: Function, assigned: ast.Assign) -> bool:
 def _tokens_of_graph(builder: Any, common_attn_metadata: Any) -> int | None:
     """How many tokens the graph for a batch has, if its longest query is not as long; None also where no graph holds prompts and decodes.
 
-    The same for a graph's capture and all its replays, whether or not the batch is padded by now: model runner V2 of up to 0.17.1 pads later.
+    The same for a graph's capture and all its replays, whether or not the batch is padded by now: model runner V2 of up
+    to 0.17.1 pads later.
     """
     config = builder.compilation_config
     if not (builder.aot_schedule and builder.use_full_cuda_graph and config.cudagraph_mode.name == "FULL"):
@@ -136,7 +137,8 @@ def _tokens_of_graph(builder: Any, common_attn_metadata: Any) -> int | None:
 def _for_the_graph(stock: StockFunction) -> StockFunction:
     """Around `build(common_prefix_len, common_attn_metadata, …)`: it sees a batch whose longest query is as long as the graph for it.
 
-    The metadata have this length too, so that a kernel that is launched without a graph agrees with its schedule. It is an upper bound to any.
+    The metadata have this length too, so that a kernel that is launched without a graph agrees with its schedule. It is
+    an upper bound to any.
     """
 
     @functools.wraps(stock)

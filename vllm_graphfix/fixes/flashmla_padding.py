@@ -117,9 +117,9 @@ def _assigns(source: Source, name: str) -> bool:
 def _padded_rows_that_exist(stock: StockFunction) -> StockFunction:
     """Around `_build_decode`, fp8 only: rows that schedule no token get length 1 in the null block.
 
-    In place, in the runner's buffers: graphs recorded their addresses, and the runner fills the padding anew for every batch.
-    `block_table_tensor` is (num_reqs, max_blocks) int32, `seq_lens_device` (num_reqs,) int32, `query_start_loc_cpu`
-    (num_reqs + 1,) int32 on the CPU.
+    In place, in the runner's buffers: graphs recorded their addresses, and the runner fills the padding anew for every
+    batch. `block_table_tensor` is (num_reqs, max_blocks) int32, `seq_lens_device` (num_reqs,) int32,
+    `query_start_loc_cpu` (num_reqs + 1,) int32 on the CPU.
     """
 
     @functools.wraps(stock)
@@ -142,8 +142,8 @@ def _padded_rows_that_exist(stock: StockFunction) -> StockFunction:
                     seq_lens_device[real_rows:].fill_(1)
                     PADDED_ROWS_GIVEN.count += 1
                 elif dcp_tot_seq_lens_device is None:
-                    # The dummy batch of an idle data-parallel rank has rows of length 0 that its query starts do not show.
-                    # With decode context parallelism a real row may have length 0 on a rank; it keeps it.
+                    # The dummy batch of an idle data-parallel rank has rows of length 0 that its query starts do not
+                    # show. With decode context parallelism a real row may have length 0 on a rank; it keeps it.
                     seq_lens_device.clamp_(min=1)
         except Exception as error:
             FALLBACK.take(error)

@@ -236,8 +236,9 @@ def _bring_back(undo: Undo) -> None:
 def _let_go(runner: Any, shape: str, undo: Undo) -> None:
     """Every buffer by which a pass finds its cache names none; *undo* takes what brings back what later steps rely on.
 
-    The buffers are the persistent ones, so that graphs read it too. Real steps fill them anew: V1 copies the rows of its batch from
-    the CPU, V2 gathers them from the request's; these two, which grow with a request, are what is brought back or left alone.
+    The buffers are the persistent ones, so that graphs read it too. Real steps fill them anew: V1 copies the rows of
+    its batch from the CPU, V2 gathers them from the request's; these two, which grow with a request, are what is
+    brought back or left alone.
     """
     if hasattr(runner, "input_batch"):
         _let_go_v1(runner.input_batch.block_table, undo)

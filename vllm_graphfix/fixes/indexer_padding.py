@@ -153,8 +153,9 @@ def _hands_on_what_was_prepared(build: Function) -> bool:
 def _lengths_from_zero(stock: StockFunction) -> StockFunction:
     """Around `_prepare_decode_tensors`: what it has written for rows with several tokens is at least 0.
 
-    In place, on the device, in the builder's buffer: graphs recorded its address, and the schedule of DeepGEMM, the share of a
-    context-parallel rank and the lengths in compressed tokens are made of it afterwards. Tokens of requests have lengths from 1.
+    In place, on the device, in the builder's buffer: graphs recorded its address, and the schedule of DeepGEMM, the
+    share of a context-parallel rank and the lengths in compressed tokens are made of it afterwards. Tokens of requests
+    have lengths from 1.
     """
 
     @functools.wraps(stock)
@@ -185,7 +186,8 @@ def _lengths_from_zero(stock: StockFunction) -> StockFunction:
             max_decode_len,
         )
         try:
-            # Also without padding that the host can see: the dummy batch of an idle data-parallel rank has rows of length 0 too.
+            # Also without padding that the host can see: the dummy batch of an idle data-parallel rank has rows of
+            # length 0 too.
             if max_decode_len > 1:
                 lengths = prepared[0]
                 if lengths.data_ptr() == self.decode_seq_lens_buffer.data_ptr():  # never the runner's own lengths

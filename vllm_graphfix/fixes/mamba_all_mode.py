@@ -89,8 +89,8 @@ def _copied_by(source: Source, update: Function) -> str | None:
 def _indices_for_this_group(stock: StockFunction) -> StockFunction:
     """Around `update_block_table(metadata, blk_table, slot_mapping)`, after it.
 
-    On the device, in the order of the steps, as stock's own copies. The metadata that are returned stay as they are: their indices are the
-    first group's, and right wherever no graph is replayed.
+    On the device, in the order of the steps, as stock's own copies. The metadata that are returned stay as they are:
+    their indices are the first group's, and right wherever no graph is replayed.
     """
     from torch import _foreach_copy_  # both or none: an error between two copies would leave states mixed up
 
@@ -130,7 +130,8 @@ def _watch_indices(stock: StockFunction) -> StockFunction:
 def _indices_elsewhere(builder: Any, updated: Any) -> list[Any] | None:
     """The block indices of *updated*, (num_reqs,) int32 each, where the graphs of *builder* need them and do not have them.
 
-    They need them where stock has put the block table in the builder's own buffer: decodes alone, no more than the largest graph has.
+    They need them where stock has put the block table in the builder's own buffer: decodes alone, no more than the
+    largest graph has.
     """
     scheduled = updated.block_idx_last_scheduled_token
     if scheduled is None or updated.num_prefills:

@@ -184,7 +184,8 @@ def _around_dispatch(stock: StockFunction, *, put_right: bool) -> StockFunction:
 def _prefills_as_decode(runner: Any, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
     """Whether stock would replay a decode graph for a real step with a row that is not past its prefill.
 
-    Reads the batch's `num_computed_tokens_cpu`, `num_prompt_tokens` and `num_tokens_no_spec`, (max_num_reqs,) int32 of NumPy.
+    Reads the batch's `num_computed_tokens_cpu`, `num_prompt_tokens` and `num_tokens_no_spec`, (max_num_reqs,) int32 of
+    NumPy.
     """
     # A capture and a dummy run force the answer, and vLLM gives all of it by name.
     if args or given.get("force_uniform_decode") is not None or given.get("force_eager"):
@@ -196,8 +197,9 @@ def _prefills_as_decode(runner: Any, args: tuple[Any, ...], given: dict[str, Any
         return False
     batch, pipelined = runner.input_batch, runner.parallel_config.pipeline_parallel_size > 1
     computed = batch.num_computed_tokens_cpu[:rows]
-    # Bytes, since `any` of arrays this small costs more than all that is here. A request that was preempted computes its own
-    # tokens again, and a decode feeds the last one that is known; the stages of a pipeline may not know the same ones.
+    # Bytes, since `any` of arrays this small costs more than all that is here. A request that was preempted computes
+    # its own tokens again, and a decode feeds the last one that is known; the stages of a pipeline may not know the
+    # same ones.
     if 1 not in (computed < batch.num_prompt_tokens[:rows]).tobytes() and (
         pipelined or 1 not in (computed + 1 < batch.num_tokens_no_spec[:rows]).tobytes()
     ):
@@ -279,8 +281,8 @@ def _note_phase(stock: StockFunction) -> StockFunction:
 def _prefills_in_decode_shape(runner: Any, scheduled: Any) -> bool:
     """Whether one of the scheduled requests of a recurrent model is not past its prefill, while all may have as many tokens.
 
-    Reads `req_states`: `num_computed_prefill_tokens` and `prefill_len`, (max_num_reqs,) int32 of NumPy. A request that was
-    preempted comes again as one whose own tokens are to be prefilled.
+    Reads `req_states`: `num_computed_prefill_tokens` and `prefill_len`, (max_num_reqs,) int32 of NumPy. A request that
+    was preempted comes again as one whose own tokens are to be prefilled.
     """
     tokens = scheduled.num_scheduled_tokens
     rows, total = len(tokens), scheduled.total_num_scheduled_tokens

@@ -22,7 +22,8 @@ _PROMPTS = "self._get_prompt_logprobs_dict(...)"
 _COPIED = "the hidden states are copied before the drafter runs"
 _OPTION = "disable_padded_drafter_batch"
 _MODELS = ("use_eagle", "uses_draft_model", "uses_extract_hidden_states")
-"""Methods of a SpeculativeConfig, not all in every release: whether the drafter is a model that may have CUDA graphs."""
+"""Methods of a SpeculativeConfig, not all in every release: whether the drafter is a model that may have CUDA
+graphs."""
 _NO_MODELS = ("use_ngram_gpu",)
 """Of a drafter that runs before the bookkeeping too, compiled for CUDAGraphMode.NONE."""
 

@@ -133,9 +133,10 @@ def _builds_otherwise(source: Source) -> bool:
 def _zeros_for_empty_rows(stock: StockFunction) -> StockFunction:
     """Around `decode_attention_fwd`, as the backend calls it: rows of `o` whose length is below 1 are zeros afterwards.
 
-    On the device, from the very lengths that the kernel has read, so that a graph records it and every replay does it for its own
-    batch. Rows with tokens keep what the kernel left, a NaN included. `lse` is -inf in such rows already: what a merge over
-    ranks takes as "no tokens". `o` is (rows, heads, values), `b_seq_len` (rows,) int32, both on the device.
+    On the device, from the very lengths that the kernel has read, so that a graph records it and every replay does it
+    for its own batch. Rows with tokens keep what the kernel left, a NaN included. `lse` is -inf in such rows already:
+    what a merge over ranks takes as "no tokens". `o` is (rows, heads, values), `b_seq_len` (rows,) int32, both on the
+    device.
     """
 
     @functools.wraps(stock)

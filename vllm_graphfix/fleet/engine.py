@@ -192,7 +192,8 @@ class Engine:
     def _worlds(self) -> dict[tuple[str, int], tuple[list[Member], int]]:
         """The ranks that were compared with each other, dead ones included, and how many there should be."""
         ranked = [(member, member.record.rank) for member in self.members if member.record.rank is not None]
-        # Before the comparison, worlds of one size are told apart by their ranks of data parallelism, if they have to be.
+        # Before the comparison, worlds of one size are told apart by their ranks of data parallelism, if they have to
+        # be.
         uncompared = [rank.rank for member, rank in ranked if member.record.agreement is None]
         split = len(set(uncompared)) < len(uncompared)
         found: dict[tuple[str, int], tuple[list[Member], int]] = {}

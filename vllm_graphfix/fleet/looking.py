@@ -75,7 +75,8 @@ def _is_folder(path: Path) -> bool:
 def _without_left_engines(members: Sequence[Member]) -> list[Member]:
     """Less the front-ends that have gone on to another engine, as a program does that makes one after the other.
 
-    Their process lives and so does its record; an engine with a rank that lives is kept, since a program may have two at once.
+    Their process lives and so does its record; an engine with a rank that lives is kept, since a program may have two
+    at once.
     """
     latest: dict[tuple[str, int, int], float] = {}
     for member in members:

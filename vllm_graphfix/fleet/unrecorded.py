@@ -70,7 +70,8 @@ def without_record(
     vllm = {pid for pid, process in processes.items() if _is_vllm(process.info["cmdline"])}
     known = {pid for pid in vllm if _inside(pid, here) in recorded}
     for pid, process in processes.items():
-        # A child that has no title yet, of a server that is without the plugin; other servers have helpers that need none.
+        # A child that has no title yet, of a server that is without the plugin; other servers have helpers that need
+        # none.
         if process.info["ppid"] in vllm - known and "from multiprocessing.spawn" in " ".join(process.info["cmdline"]):
             vllm.add(pid)
     mine = [

@@ -1,7 +1,7 @@
 """Status records: one small file a process, and reading those of all processes together.
 
-A folder may be hostile, full, gone or hanging. Writing raises `OSError`, reading turns what is wrong into text, and `Reporter` does both
-without its caller ever waiting.
+A folder may be hostile, full, gone or hanging. Writing raises `OSError`, reading turns what is wrong into text, and
+`Reporter` does both without its caller ever waiting.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ def visible(record: Record, here: Identity) -> bool:
 def liveness(found: Found, now: float, here: Identity, among: Collection[Found] = ()) -> Liveness:
     """Whether the process of *found* runs, at *now* in seconds of the epoch.
 
-    A process that keeps its record has to be heard of, also where it can be seen to exist. One that does not is alive as long as it exists.
-    *among* are the records it was found with: elsewhere, a process without a heartbeat of its own is as alive as its engine on its host.
+    A process that keeps its record has to be heard of, also where it can be seen to exist. One that does not is alive
+    as long as it exists. *among* are the records it was found with: elsewhere, a process without a heartbeat of its own
+    is as alive as its engine on its host.
     """
     record = found.record
     if visible(record, here):

@@ -100,7 +100,8 @@ class Record(NamedTuple):
     """Whether /metrics of this process tells of its engine."""
     wrong: tuple[Wrong, ...] = ()
     misconfigured: Mapping[str, str] = {}
-    """Variables whose value means nothing, each with that value: a field, not a state, which older readers would refuse."""
+    """Variables whose value means nothing, each with that value: a field, not a state, which older readers would
+    refuse."""
     starting: bool = False
     """The part of the engine that this process runs is not up yet."""
     kept: bool = False

@@ -25,8 +25,9 @@ _ENGINES = 64
 class Reporter:
     """Keeps this process's records on disk. No call waits for the disk, `close` for a moment aside.
 
-    What touches the disk is a daemon thread that ends when there is nothing left to write: a process that is about to fork has no thread.
-    The first failure is a warning; later ones are silent, and the next record is tried again. A forked child starts with nothing.
+    What touches the disk is a daemon thread that ends when there is nothing left to write: a process that is about to
+    fork has no thread. The first failure is a warning; later ones are silent, and the next record is tried again. A
+    forked child starts with nothing.
     """
 
     def __init__(self, base: Path, warn: Callable[[str], None]) -> None:
@@ -91,8 +92,8 @@ class Reporter:
     def close(self, timeout: float = 1.0) -> None:
         """Removes the records at a clean end, in at most *timeout* seconds; one with a problem stays, to be seen.
 
-        Python 3.12.0 to 3.12.2 starts no thread in an interpreter that shuts down: there the thread of `keep` does it, and without one they stay,
-        for `prune`.
+        Python 3.12.0 to 3.12.2 starts no thread in an interpreter that shuts down: there the thread of `keep` does it,
+        and without one they stay, for `prune`.
         """
         with self._lock:
             if self._ended.is_set():

@@ -34,11 +34,13 @@ _LEARNING = 8
 _LOUD = 0.01
 """Beyond this error of eager runs among themselves a step says nothing: eight times as much would pass for rounding."""
 _ROUNDING = 0.05
-"""The largest error that a kernel which cuts its work otherwise can explain, of a row's largest value, behind all layers."""
+"""The largest error that a kernel which cuts its work otherwise can explain, of a row's largest value, behind all
+layers."""
 _SOUGHT = 2
 """Checks of a wrong graph in which its first wrong layer is sought."""
 _GIVEN_UP = 3
-"""Steps of a graph in quarantine, one after the other, that cannot be run without it, after which it is replayed again."""
+"""Steps of a graph in quarantine, one after the other, that cannot be run without it, after which it is replayed
+again."""
 
 
 class Shadow:
@@ -52,8 +54,8 @@ class Shadow:
         self.memory = Memory()
         self._known: dict[Hashable, _Known] = {}
         self._noise = 0.0
-        """The largest error among runs of one step so far, of any graph: a graph of its own would be known by too few. Never above `_LOUD`,
-        so that one step blinds no other.
+        """The largest error among runs of one step so far, of any graph: a graph of its own would be known by too few.
+        Never above `_LOUD`, so that one step blinds no other.
         """
         self._replayed_in_quarantine = self._was_loud = self._was_unfit = False
         self._over = False
@@ -116,9 +118,9 @@ class Shadow:
     def check(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
         """The result of *replay*, vLLM's own, compared with an eager run of the same step. Raises what *replay* raises, and nothing else.
 
-        *describe* tells the step of the graph *key*; what it raises turns the check off. All ranks of the group are here at the same
-        step, and each of them takes part in every agreement, whatever failed in it: one that did not would leave the others waiting, until
-        they end.
+        *describe* tells the step of the graph *key*; what it raises turns the check off. All ranks of the group are
+        here at the same step, and each of them takes part in every agreement, whatever failed in it: one that did not
+        would leave the others waiting, until they end.
         """
         replayed = _Replay(replay)
         try:
@@ -128,7 +130,8 @@ class Shadow:
             if error is replayed.error:  # vLLM's own
                 raise
             failed = error
-        # Of our own bookkeeping. A rank of a group that waits for this one ends, as for any other that fails in the middle of a check.
+        # Of our own bookkeeping. A rank of a group that waits for this one ends, as for any other that fails in the
+        # middle of a check.
         tried(lambda: self.stop(told(failed), failed))
         return replayed.output if replayed.done else replay()
 
@@ -318,7 +321,8 @@ class Shadow:
     def _is_explained(self, checked: CheckedStep, replay: Callable[[], Any], here: float, anywhere: float) -> bool:
         """Whether the replay, as far apart as rounding may be, differs from run to run, or is launched as at the capture.
 
-        *here*: its error on this rank. In the caches is then what the replay leaves, and otherwise what an eager run does.
+        *here*: its error on this rank. In the caches is then what the replay leaves, and otherwise what an eager run
+        does.
         """
         if not anywhere <= _ROUNDING:
             return False

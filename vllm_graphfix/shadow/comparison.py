@@ -11,10 +11,12 @@ if TYPE_CHECKING:
     from vllm_graphfix.shadow.snapshot import Rows
 
 _MARGIN = 8.0
-"""Where eager runs differ among themselves, by atomic additions say, a graph's may differ from both by more than they do: a few samples
-do not show the largest difference. Corruption is larger by orders of magnitude. Where they do not differ, every difference is one."""
+"""Where eager runs differ among themselves, by atomic additions say, a graph's may differ from both by more than they
+do: a few samples do not show the largest difference. Corruption is larger by orders of magnitude. Where they do not
+differ, every difference is one."""
 _AT_ONCE = 1 << 22
-"""Numbers that are compared at once, in a few copies of 8 bytes each, which `memory.RESERVE` has room for: the logits of a batch are more."""
+"""Numbers that are compared at once, in a few copies of 8 bytes each, which `memory.RESERVE` has room for: the logits
+of a batch are more."""
 
 
 def tensors(output: Any) -> Iterator[Tensor]:

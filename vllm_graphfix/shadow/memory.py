@@ -1,8 +1,9 @@
 """The GPU memory that a run without a graph takes, measured before the graph was captured, and whether as much is free.
 
-vLLM runs each batch size without a graph just before it captures it: the peak of what torch has allocated then, less what was allocated before,
-is what such a run takes. When vLLM measures how large its cache may be, it reads the same peak; no run is measured there (V1: such runs have no
-attention metadata; V2: it has been read when graphs are captured for a trial).
+vLLM runs each batch size without a graph just before it captures it: the peak of what torch has allocated then, less
+what was allocated before, is what such a run takes. When vLLM measures how large its cache may be, it reads the same
+peak; no run is measured there (V1: such runs have no attention metadata; V2: it has been read when graphs are captured
+for a trial).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any, TypeVar
 from vllm_graphfix.shadow.failures import tried
 
 RESERVE = 512 << 20
-"""Bytes that are left free beside what was measured: for the comparison, copies of outputs, and pieces of free memory that are too small."""
+"""Bytes that are left free beside what was measured: for the comparison, copies of outputs, and pieces of free memory
+that are too small."""
 
 T = TypeVar("T")
 

@@ -1,12 +1,14 @@
 """What the ranks of a tensor-parallel group agree about, through vLLM's own CPU group, and how the collectives of a further run stay paired.
 
-No more than that group: in the engines that are checked, each group with collectives in a forward pass (decode context parallelism, expert
-parallelism without data parallelism) is a part of it. The stages of a pipeline are at different steps, and the forward pass of one has no
-collective with another. What they tell each other goes through a store (`stages`).
+No more than that group: in the engines that are checked, each group with collectives in a forward pass (decode context
+parallelism, expert parallelism without data parallelism) is a part of it. The stages of a pipeline are at different
+steps, and the forward pass of one has no collective with another. What they tell each other goes through a store
+(`stages`).
 
-A rank that fails in the middle of a run has queued fewer collectives than the others. It must queue no other one: a later one would pair
-with those, and every sum from there on would be of two different things. So a run begins when all ranks are ready, and where it has failed
-on one of them, every rank waits until its GPU is idle before it goes on. If one does not come to that, its process ends (`watchdog`).
+A rank that fails in the middle of a run has queued fewer collectives than the others. It must queue no other one: a
+later one would pair with those, and every sum from there on would be of two different things. So a run begins when all
+ranks are ready, and where it has failed on one of them, every rank waits until its GPU is idle before it goes on. If
+one does not come to that, its process ends (`watchdog`).
 """
 
 from __future__ import annotations
@@ -67,8 +69,9 @@ def largest(*values: float) -> tuple[float, ...]:
 def paired(prepare: Callable[[], object], run: Callable[[], T]) -> T:
     """What *run* returns, a forward pass with its collectives: every rank of the group begins it, or none does.
 
-    *prepare* may fail on any rank, and queues no collective. Raises what failed here, or FailedElsewhereError; StepError if nothing worse has
-    failed on another rank. Then as many collectives were queued on every rank, or this process has ended.
+    *prepare* may fail on any rank, and queues no collective. Raises what failed here, or FailedElsewhereError;
+    StepError if nothing worse has failed on another rank. Then as many collectives were queued on every rank, or this
+    process has ended.
     """
     if alone():
         prepare()

@@ -1,6 +1,7 @@
 """Model runner V1: full graphs of the target model, which `CUDAGraphWrapper` in mode FULL captures and replays (0.18.0 - 0.33.0).
 
-A drafter of V1 has piecewise graphs only. A wrapper of such pieces is left alone, as is everything where nothing is checked.
+A drafter of V1 has piecewise graphs only. A wrapper of such pieces is left alone, as is everything where nothing is
+checked.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ def _step(wrapper: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, A
 def _real_rows(context: Any, config: Any) -> int:
     """Of the tokens, those that are no padding, which is behind them: masked, or with -1 for a slot.
 
-    With decode context parallelism a rank has slots for its own tokens only; then it is told by where the last request ends.
+    With decode context parallelism a rank has slots for its own tokens only; then it is told by where the last request
+    ends.
     """
     if (mask := getattr(context, "is_padding", None)) is not None:
         return int((~mask).sum())

@@ -1,8 +1,8 @@
 """Model runner V2: full graphs of the target model, which `ModelCudaGraphManager.run_fullgraph` replays (0.18.0 - 0.33.0).
 
-The method is given a descriptor alone: the graph has its inputs. What the model would be called with, had the step no graph, are variables of
-its caller, `GPUModelRunner.execute_model`, in every release under the same names. They are read there, and only when a step is checked.
-Drafters' graphs have managers of other classes: `drafter_v2`.
+The method is given a descriptor alone: the graph has its inputs. What the model would be called with, had the step no
+graph, are variables of its caller, `GPUModelRunner.execute_model`, in every release under the same names. They are read
+there, and only when a step is checked. Drafters' graphs have managers of other classes: `drafter_v2`.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ def patches(shape: str) -> tuple[Patch, ...]:
 def _measured(stock: StockFunction) -> StockFunction:
     """Around `CudaGraphManager.capture(create_forward_fn, …)`, which a drafter's managers have in common with the target model's.
 
-    It asks *create_forward_fn* for each batch size before it warms up, and for the next one, or again before the capture, after that: what is
-    allocated in between is measured. Not around the functions that it gets: fixes look into those.
+    It asks *create_forward_fn* for each batch size before it warms up, and for the next one, or again before the
+    capture, after that: what is allocated in between is measured. Not around the functions that it gets: fixes look
+    into those.
     """
 
     @functools.wraps(stock)

@@ -37,9 +37,11 @@ class Step(NamedTuple):
     caches: Callable[[], list[tuple[str, Tensor]]]
     """What the layers have in their caches for this step's tokens, in the model's order: copies."""
     launches: Sequence[Mapping[str, int]] = ()
-    """What the capture may have been told in place of what this step tells the kernels: numbers in *objects*, by attribute."""
+    """What the capture may have been told in place of what this step tells the kernels: numbers in *objects*, by
+    attribute."""
     results: Callable[[], Any] | None = None
-    """What a run has left, where that is not what it returns, in tensors whose first rows are the real ones; of *inputs* and *states*."""
+    """What a run has left, where that is not what it returns, in tensors whose first rows are the real ones; of
+    *inputs* and *states*."""
 
 
 class CheckedStep:

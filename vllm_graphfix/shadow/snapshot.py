@@ -54,7 +54,8 @@ class Snapshot:
     def make_readable(self) -> None:
         """Lets block tables name blocks that there are.
 
-        Those of padded rows may hold -1, and a kernel that reads it all the same ends the process; what a padded row reads is nobody's.
+        Those of padded rows may hold -1, and a kernel that reads it all the same ends the process; what a padded row
+        reads is nobody's.
         """
         for tensor, _ in self._block_tables():
             tensor.clamp_(min=0)
@@ -78,7 +79,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether both hold the same bytes: NaN is like itself."""
     import torch
 
-    # A clone: contiguous() leaves a tensor of one element the stride that it has, and bytes cannot be viewed through that.
+    # A clone: contiguous() leaves a tensor of one element the stride that it has, and bytes cannot be viewed through
+    # that.
     flat = [tensor.flatten().clone(memory_format=torch.contiguous_format) for tensor in (one, other)]
     return torch.equal(flat[0].view(torch.uint8), flat[1].view(torch.uint8))
 

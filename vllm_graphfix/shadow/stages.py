@@ -1,11 +1,12 @@
 """Which step the stages of a pipeline check next, where they keep a budget and each of them has costs of its own.
 
-A collective of the stages would hang: one comes to a step only when the one before has sent what it made of it, so that none may wait for a
-later one. What an earlier one has left at a step in torch.distributed's store, a later one finds when it comes to it. So after a check each
-stage leaves its wish, the step from which on its budget allows the next. Some steps later the first stage takes the latest of these wishes, and
-leaves it for the others, who look for it at that very step. A stage whose check is over says so: the others do without its wish, and
-if all before it are over, a stage goes by its own decision. A store that does not answer, because the process that has it is stopped, is waited
-for as long as a silent stage: nothing on the GPU depends on it, so that the check is over and serving goes on.
+A collective of the stages would hang: one comes to a step only when the one before has sent what it made of it, so that
+none may wait for a later one. What an earlier one has left at a step in torch.distributed's store, a later one finds
+when it comes to it. So after a check each stage leaves its wish, the step from which on its budget allows the next.
+Some steps later the first stage takes the latest of these wishes, and leaves it for the others, who look for it at that
+very step. A stage whose check is over says so: the others do without its wish, and if all before it are over, a stage
+goes by its own decision. A store that does not answer, because the process that has it is stopped, is waited for as
+long as a silent stage: nothing on the GPU depends on it, so that the check is over and serving goes on.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from vllm_graphfix.shadow import ranks
 from vllm_graphfix.shadow.watchdog import within
 
 _PATIENCE = 3.0
-"""Seconds that a stage waits for the word of an earlier one about a step which that one has made already: in practice it is there."""
+"""Seconds that a stage waits for the word of an earlier one about a step which that one has made already: in practice
+it is there."""
 _STORE = 5.0
 """Seconds for all that is done in the store at one time, that patience included."""
 _PAUSE = 0.001
 _TRIES = 4
-"""Times that the first stage looks again later for a wish which is not there, before the check is over on all of them."""
+"""Times that the first stage looks again later for a wish which is not there, before the check is over on all of
+them."""
 _LONGEST = 1024
 """Steps of the longest window."""
 _NOTHING = "nothing"
@@ -49,13 +52,14 @@ class Place(NamedTuple):
 class Stages:
     """What this stage has to know of the others, and they of it. Steps are counted alike on all stages.
 
-    One is *due*: the first replay from there on is checked. `plan_at` another is fixed, whether or not there was one: up to there is
-    the window of the step that is due.
+    One is *due*: the first replay from there on is checked. `plan_at` another is fixed, whether or not there was one:
+    up to there is the window of the step that is due.
     """
 
     def __init__(self, place: Place, share: float, due: int, store: Callable[[], Any] = common_store) -> None:
         self._place, self._store = place, store
-        # More than there can be batches between the first stage and the last, so that what is left at one is there at the next.
+        # More than there can be batches between the first stage and the last, so that what is left at one is there at
+        # the next.
         self._apart = 16 + 2 * place.stages
         # A budget of that share cannot afford a check sooner, and what is done to agree costs far less than one.
         self._window = max(self._apart, min(_LONGEST, math.ceil(1 / share)))
@@ -161,7 +165,8 @@ def of_this_rank(share: float, due: int) -> Stages:
 def _left_in(store: Any, key: str) -> str | None:
     """Without waiting for it, as `get` does, for half an hour, where the key has gone since somebody saw it.
 
-    Compared with what nobody leaves, nothing is set, and where there is no key the store returns what it was to compare.
+    Compared with what nobody leaves, nothing is set, and where there is no key the store returns what it was to
+    compare.
     """
     found = str(store.compare_set(key, _NOTHING, _NOTHING).decode())
     return None if found == _NOTHING else found

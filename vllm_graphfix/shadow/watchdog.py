@@ -1,8 +1,8 @@
 """Nothing that a check waits for is waited for without a bound.
 
-A thread that is in a collective, or in a copy from a GPU whose queue hangs in one, cannot be interrupted, and to leave it behind is no way
-out either: what it has queued would pair with whatever this rank queues next. So the process ends, with a message that says why. A wait for
-something that no collective depends on is given up instead (`within`).
+A thread that is in a collective, or in a copy from a GPU whose queue hangs in one, cannot be interrupted, and to leave
+it behind is no way out either: what it has queued would pair with whatever this rank queues next. So the process ends,
+with a message that says why. A wait for something that no collective depends on is given up instead (`within`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from vllm_graphfix.log import logger
 from vllm_graphfix.shadow.failures import tried
 
 LIMIT = 15.0
-"""Seconds from one agreement of the ranks to the next. A rank may be slow, by 10 s say; vLLM's executor takes up to 9 s to end the other
-processes of an engine, and in half a minute the engine is to be gone."""
+"""Seconds from one agreement of the ranks to the next. A rank may be slow, by 10 s say; vLLM's executor takes up to 9 s
+to end the other processes of an engine, and in half a minute the engine is to be gone."""
 DRAIN = 5.0
-"""Seconds in which the collectives that ranks have queued must have found each other when a run has failed on one of them."""
+"""Seconds in which the collectives that ranks have queued must have found each other when a run has failed on one of
+them."""
 EXIT_CODE = 70
 _SLICE = 0.5
 _LAST_WORDS = 3.0
@@ -77,7 +78,8 @@ class _Watchdog:
                     continue
                 before = time.monotonic()
                 self._changed.wait(min(_SLICE, watched.left))
-                # While the whole machine, or this process, is stopped, nobody is late: no slice counts for much more than it is long.
+                # While the whole machine, or this process, is stopped, nobody is late: no slice counts for much more
+                # than it is long.
                 watched.left -= min(time.monotonic() - before, 2 * _SLICE)
                 if self._watched is watched and watched.left <= 0:
                     break
@@ -95,8 +97,9 @@ def limit(what: str, seconds: float | None = None) -> AbstractContextManager[Non
 def end(reason: str) -> NoReturn:
     """Ends this process at once, after it has said why in the log and in its record.
 
-    Not by an exception: of a rank whose answer nobody waits for vLLM's worker logs it and goes on with the next step, whose collectives would
-    then pair with those that other ranks still have queued. When a worker's process is gone, vLLM's executor ends the engine.
+    Not by an exception: of a rank whose answer nobody waits for vLLM's worker logs it and goes on with the next step,
+    whose collectives would then pair with those that other ranks still have queued. When a worker's process is gone,
+    vLLM's executor ends the engine.
     """
     words = threading.Thread(target=_last_words, args=(reason,), daemon=True)
     with suppress(RuntimeError):  # no more threads

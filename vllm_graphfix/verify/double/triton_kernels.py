@@ -1,7 +1,7 @@
 """CPU stand-in for Triton's launcher: a kernel's own Python body runs on CPU tensors, one program after another.
 
-The body is vLLM's; only `tl` is replaced, with as much of it as the kernels of the scenarios use. A launch is one opaque
-operator, as a kernel is in a CUDA graph.
+The body is vLLM's; only `tl` is replaced, with as much of it as the kernels of the scenarios use. A launch is one
+opaque operator, as a kernel is in a CUDA graph.
 """
 
 from __future__ import annotations
