@@ -564,10 +564,8 @@ def flashmla_fp8() -> Iterator[Case]:
     anew = "self.cg_buf_{0} = torch.zeros_like(self.cg_buf_{0})"
     copied = r"n = tile_scheduler_metadata\.size\(0\)"
     both_anew = [anew.format(name) for name in ("tile_scheduler_metadata", "num_splits")]
-    yield edit(fix, FP8_19, CURED | LEFT_ALONE, "buffers made anew for each batch", FLASHMLA=before(copied, *both_anew))
-    yield edit(
-        fix, FP8_19, CURED | LEFT_ALONE, "one buffer made anew for each batch", FLASHMLA=before(copied, both_anew[1])
-    )
+    yield edit(fix, FP8_19, LEFT_ALONE, "buffers made anew for each batch", FLASHMLA=before(copied, *both_anew))
+    yield edit(fix, FP8_19, LEFT_ALONE, "one buffer made anew for each batch", FLASHMLA=before(copied, both_anew[1]))
     yield edit(
         fix,
         FP8_19,

@@ -46,6 +46,11 @@ WORLDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {"VLLM_GRAPHFIX_CAPTURE_STATE": "on"},
         {"VLLM_GRAPHFIX_CAPTURE_STATE": "on", "FAILS": "1"},
     ),
+    "one fails, and ranks come and go": ({"ELASTIC": "1"}, {"ELASTIC": "1", "FAILS": "1"}),
+    "one fails, ranks come and go, under strict": (
+        {"ELASTIC": "1", "VLLM_GRAPHFIX": "strict"},
+        {"ELASTIC": "1", "VLLM_GRAPHFIX": "strict", "FAILS": "1"},
+    ),
     "vLLM fails on one": ({}, {"ENDS": "1"}),
     "one is patched by somebody else meanwhile": ({}, {"PATCHED": "1"}),
     "one is killed": ({"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "5"}, {"KILLED": "1"}),
@@ -169,6 +174,18 @@ def test_where_the_user_insists_on_it_every_rank_stops_with_the_rank_that_it_fai
     for told in said[world]:
         assert told.startswith("GraphfixError vllm-graphfix stops this engine before it serves: capture-state failed")
         assert f"on rank 1 ({HOST}) while CUDA graphs were captured (cudagraph_manager FULL 4): MemoryError" in told
+
+
+def test_where_ranks_come_and_go_none_dispatches_otherwise_and_the_one_says_failed(said: dict[str, list[str]]) -> None:
+    first, second = said["one fails, and ranks come and go"]
+    assert first.startswith("serves [2, 4] active")
+    assert second.startswith("serves [2, 4] failed MemoryError: no room for a second state")
+
+
+def test_where_ranks_come_and_go_the_one_that_it_failed_on_stops_under_strict(said: dict[str, list[str]]) -> None:
+    first, second = said["one fails, ranks come and go, under strict"]
+    assert first.startswith("serves [2, 4] active")
+    assert "stops this engine before it serves: capture-state failed" in second
 
 
 def test_a_rank_whose_capture_ends_in_vllms_own_error_keeps_no_other_waiting(said: dict[str, list[str]]) -> None:

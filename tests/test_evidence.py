@@ -39,6 +39,16 @@ def test_main_is_affected_before_a_merge_and_fixed_after_it(case: Case) -> None:
     assert diagnosed(case.mutant).verdict in case.right
 
 
+KEYWORDS = [case for case in CASES if "by keyword" in case.mutant.name or "with a keyword" in case.mutant.name]
+"""Where a wrapper that drops a keyword would change what vLLM does, and no diagnosis would show it."""
+
+
+def test_vllms_own_classes_are_called_with_their_keywords() -> None:
+    found = list(judged((case.mutant, diagnosed(case.mutant)) for case in KEYWORDS))
+    assert len(found) == len(KEYWORDS) > 2
+    assert not [str(each) for each in found if each.outcome in {WRONG, MISSED}]
+
+
 @pytest.mark.slow
 def test_vllms_own_classes_agree_with_every_verdict_but_unrecognised() -> None:
     found = judged((case.mutant, diagnosed(case.mutant)) for case in (*CASES, *NIGHTLIES))

@@ -37,7 +37,10 @@ def main(parent: Any) -> int:
                 planted = True
             sampling = SamplingParams(temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
             prompts: Any = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-            answers = [list(each.outputs[0].token_ids) for each in llm.generate(prompts, sampling, use_tqdm=False)]
+            llm.sleep(level=0, mode="keep")  # all prompts in one step: what is in a batch decides how its sums round
+            llm.enqueue(prompts, sampling, use_tqdm=False)
+            llm.wake_up(tags=["scheduling"])
+            answers = [list(each.outputs[0].token_ids) for each in llm.wait_for_completion(use_tqdm=False)]
             parent.send({"answers": answers, "found": llm.collective_rpc(_found) if order["plugin"] else []})
     except EOFError:  # nobody asks any more
         return 0

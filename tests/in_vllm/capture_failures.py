@@ -58,7 +58,7 @@ class WorkerDouble:
         self.model_runner, self._capture = runner, capture
         self.local_rank, self.use_v2_model_runner = 0, True
         self.vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(data_parallel_rank=0),
+            parallel_config=SimpleNamespace(data_parallel_rank=0, enable_elastic_ep="ELASTIC" in os.environ),
             model_config=SimpleNamespace(enforce_eager=mode == "NONE"),
             compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=mode)),
         )
