@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_graphfix.settings import PREFIX, STATUS_DIR
+from vllm_graphfix.settings.environment import PREFIX, STATUS_DIR
 from vllm_graphfix.verify.engine import models
 from vllm_graphfix.verify.engine.cases import MAMBA2, MLA, Case
 from vllm_graphfix.verify.engine.job import Job, Said, from_json
@@ -145,9 +145,9 @@ def wrong(case: dict[str, dict[str, Any]]) -> bool:
 
 def plant(fix: str, which: str, way: str) -> None:
     """Has the layers of *fix* fail in the graphs that *which* names, from now on."""
-    from vllm_graphfix import capturing, graph_dispatch
+    from vllm_graphfix.engine import graph_dispatch
     from vllm_graphfix.fix import Fallback
-    from vllm_graphfix.fixes import mamba_padding
+    from vllm_graphfix.fixes import _capture_passes, mamba_padding
 
     most = 0
 
@@ -160,7 +160,7 @@ def plant(fix: str, which: str, way: str) -> None:
         return which == "all" or graph.tokens == most
 
     if fix == "capture-state":
-        stock_pass = capturing._Passes._prepare_recorded_pass
+        stock_pass = _capture_passes._Passes._prepare_recorded_pass
 
         def prepare(self: Any, warmed_up: Any) -> None:
             create = self._create
@@ -173,7 +173,7 @@ def plant(fix: str, which: str, way: str) -> None:
             self._create = create_or_fail
             stock_pass(self, warmed_up)
 
-        capturing._Passes._prepare_recorded_pass = prepare  # type: ignore[method-assign]
+        _capture_passes._Passes._prepare_recorded_pass = prepare  # type: ignore[method-assign]
     else:
         stock_marks = mamba_padding._marks_without_padding
 

@@ -49,7 +49,7 @@ from measuring.engine_process import DiedError, EngineProcess, GpuMemory
 from rich.markup import escape
 
 from vllm_graphfix import __version__
-from vllm_graphfix.source import SourceError
+from vllm_graphfix.source.files import SourceError
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine import processes

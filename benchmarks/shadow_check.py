@@ -45,8 +45,8 @@ from measuring.engine_process import DiedError, EngineProcess, Order
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict, variable
 from vllm_graphfix.fixes import BY_NAME, FIXES
-from vllm_graphfix.settings import PREFIX, SHADOW, SHADOW_ACTION
-from vllm_graphfix.source import open_source
+from vllm_graphfix.settings.environment import PREFIX, SHADOW, SHADOW_ACTION
+from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import models
 from vllm_graphfix.verify.engine.cases import GDN_MTP, MIXED_FULL, MLA, Case, case_of, further_cases

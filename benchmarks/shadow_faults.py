@@ -45,7 +45,7 @@ from measuring.engine_process import DiedError, EngineProcess, Order
 
 from vllm_graphfix.fix import variable
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.settings import PREFIX, SHADOW, SHADOW_ACTION, names
+from vllm_graphfix.settings.environment import PREFIX, SHADOW, SHADOW_ACTION, names
 from vllm_graphfix.verify.engine import models
 from vllm_graphfix.verify.engine.cases import full_decodes
 from vllm_graphfix.verify.engine.processes import PACKAGE

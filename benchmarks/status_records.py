@@ -15,8 +15,8 @@ from measuring import Times, console, machine, table, verdict
 from prometheus_client import CollectorRegistry, generate_latest
 
 from vllm_graphfix import records
+from vllm_graphfix.engine.metrics import Engine, Exposition, Watcher
 from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.metrics import Engine, Exposition, Watcher
 
 RANKS = 64
 ENGINE = "0123456789abcdef"

@@ -10,7 +10,7 @@ from typing import Any
 import record_dashboard
 import yaml
 
-from vllm_graphfix import metrics
+from vllm_graphfix.engine import metrics
 
 PROJECT = Path(__file__).parent.parent
 DEPLOY = PROJECT / "deploy"

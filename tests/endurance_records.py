@@ -47,7 +47,7 @@ def watcher(*, others: int = 0) -> Case:
     """The records of 64 ranks read and told; beside so many of another engine, which are written anew all the time."""
     from prometheus_client import CollectorRegistry
 
-    from vllm_graphfix.metrics import Engine, Exposition, Watcher
+    from vllm_graphfix.engine.metrics import Engine, Exposition, Watcher
 
     base, inodes, read = _folder(), itertools.count(1), records.read
     for rank in range(RANKS):

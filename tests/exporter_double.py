@@ -27,7 +27,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from vllm_graphfix import metrics
+from vllm_graphfix.engine import metrics
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
 AFFECTED = ("capture-state", "draft-prefill-state", "mamba-padding")

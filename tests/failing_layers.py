@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType
 from typing import Any
 
-LAYERS = ("vllm_graphfix.capturing", "vllm_graphfix.fixes.")
+LAYERS = ("vllm_graphfix.fixes._capture_passes", "vllm_graphfix.fixes.")
 """Modules whose functions run inside vLLM's."""
 STOCKS = {
     "stock",

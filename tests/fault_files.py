@@ -15,7 +15,7 @@ from edited import edited
 import vllm_graphfix
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.manifest import diagnose
-from vllm_graphfix.source import open_source
+from vllm_graphfix.source.files import open_source
 
 
 def targets(release: Path, fixes: tuple[str, ...]) -> dict[Path, list[str]]:

@@ -16,7 +16,7 @@ import pytest
 from records import eventually, of, record
 from rich.console import Console
 
-from vllm_graphfix.fleet import Engine, Unrecorded, look, shown
+from vllm_graphfix.commands.fleet import Engine, Unrecorded, look, shown
 from vllm_graphfix.records import FixReport, Identity, Record, read
 
 OTHER_ENGINE = "f" * 16
@@ -24,7 +24,7 @@ OTHER_ENGINE = "f" * 16
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
-WITHOUT_RECORD = "vllm_graphfix.fleet.looking.without_record"
+WITHOUT_RECORD = "vllm_graphfix.commands.fleet.survey.without_record"
 """The function that looks at this machine's processes."""
 
 
@@ -65,7 +65,7 @@ sys.stdin.read()
 """
 
 
-SILENT_AFTER = "vllm_graphfix.records.alive.SILENT_AFTER"
+SILENT_AFTER = "vllm_graphfix.records.liveness.SILENT_AFTER"
 """Seconds; patched by tests that have no minute."""
 
 

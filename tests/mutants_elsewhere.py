@@ -33,7 +33,7 @@ from table import verdict
 
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
-from vllm_graphfix.trial import Edit
+from vllm_graphfix.verify.trial import Edit
 
 SEEN = Path(__file__).with_name("elsewhere.json")
 FIRST_SIX = tuple(fix.name for fix in FIXES[:6])

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from vllm_graphfix import agreement
-from vllm_graphfix.agreement import Agreement, Word, compare, leave
+from vllm_graphfix.engine import rank_agreement
+from vllm_graphfix.engine.rank_agreement import Agreement, Word, compare, leave
 
 STAGE = "start"
 
@@ -27,7 +27,7 @@ def word(host: str = "node-a", **changed: Any) -> Word:
         master="on",
         modes={"mamba-padding": "auto", "capture-state": "auto"},
         states={"mamba-padding": "active", "capture-state": "active"},
-        token=agreement.new_token(),
+        token=rank_agreement.new_token(),
     )
     return said._replace(**changed)
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from stock import release_root
 
-from vllm_graphfix import hardware
-from vllm_graphfix.deployment import Concern, read_deployment
-from vllm_graphfix.source import open_source
-from vllm_graphfix.status import status
+from vllm_graphfix.commands.status import status
+from vllm_graphfix.deployment import Concern, hardware, read_deployment
+from vllm_graphfix.source.files import open_source
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "v3": {

@@ -10,7 +10,7 @@ from stock import ALL_RELEASES, release_root
 
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Patch, Verdict
-from vllm_graphfix.source import open_source
+from vllm_graphfix.source.files import open_source
 
 
 def shapes(fix: Fix) -> tuple[str, ...]:

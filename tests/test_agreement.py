@@ -13,8 +13,7 @@ import pytest
 from ranks import STAGE, compared, word
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from vllm_graphfix import agreement
-from vllm_graphfix.agreement import Word, compare, leave, leave_an_end
+from vllm_graphfix.engine.rank_agreement import Word, compare, leave, leave_an_end
 
 
 def test_ranks_that_say_the_same_agree() -> None:
@@ -80,7 +79,7 @@ def test_a_rank_without_the_plugin_is_named_after_a_time_and_nobody_hangs(silent
 
 
 def test_a_rank_that_is_late_is_waited_for_and_named_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "WARN_AFTER", 0.2)
+    monkeypatch.setattr(rank_agreement, "WARN_AFTER", 0.2)
     monkeypatch.setattr(Word, "compared", slow_on_rank_1(Word.compared))
     found, warnings = compared({0: word(), 1: word("late")}, 2)
     assert found[0].difference is None
@@ -147,7 +146,7 @@ def test_a_word_of_another_version_is_a_difference_and_no_crash() -> None:
 
 
 def test_a_digest_without_a_word_is_a_difference_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "_LAST_READERS", 0.1)
+    monkeypatch.setattr(rank_agreement, "_LAST_READERS", 0.1)
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))
     mine = word()

@@ -19,14 +19,14 @@ from table import affected_by, state_by_default
 from typer.testing import CliRunner
 from vllm_files import FLASHMLA
 
-import vllm_graphfix.compare.report
-import vllm_graphfix.compare.run
+import vllm_graphfix.commands.compare.report
+import vllm_graphfix.commands.compare.run
 import vllm_graphfix.verify.run
 from vllm_graphfix import __version__
-from vllm_graphfix.cli import app, main
+from vllm_graphfix.commands.cli import app, main
 from vllm_graphfix.fix import Diagnosis, Verdict, variable
 from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT
-from vllm_graphfix.source import SourceError
+from vllm_graphfix.source.files import SourceError
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.report import Proof, Report
@@ -414,8 +414,10 @@ def test_a_result_that_cannot_be_printed_is_one_line_and_exit_code_1(
 ) -> None:
     """With doubles of what runs a proof or a comparison, and of what shows the latter."""
     monkeypatch.setattr(vllm_graphfix.verify.run, "run", lambda *given: replace(VERIFIED, proofs=(PROVEN,)))
-    monkeypatch.setattr(vllm_graphfix.compare.run, "run", lambda *given: None)
-    monkeypatch.setattr(vllm_graphfix.compare.report, "show", lambda report, console: console.print("the same"))
+    monkeypatch.setattr(vllm_graphfix.commands.compare.run, "run", lambda *given: None)
+    monkeypatch.setattr(
+        vllm_graphfix.commands.compare.report, "show", lambda report, console: console.print("the same")
+    )
     about = ["--vllm", str(release_root("0.18.1"))] if command.startswith("verify") else []
     monkeypatch.setattr(sys, "argv", ["vllm-graphfix", *command.split(), *about])
     with Path("/dev/full").open("w", encoding="utf-8") as full:
@@ -426,7 +428,7 @@ def test_a_result_that_cannot_be_printed_is_one_line_and_exit_code_1(
 
 
 def test_an_error_that_is_none_of_printing_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_graphfix.cli, "app", lambda: Path("/nowhere").stat())
+    monkeypatch.setattr(vllm_graphfix.commands.cli, "app", lambda: Path("/nowhere").stat())
     with pytest.raises(FileNotFoundError):
         main()
 

@@ -8,7 +8,7 @@ from math import nan
 
 import pytest
 
-from vllm_graphfix.compare.arbitration import arbitrated
+from vllm_graphfix.commands.compare.arbitration import arbitrated
 from vllm_graphfix.verify.comparison import Answer, Judgement, Kind, compare
 
 LENGTH = 8

@@ -14,9 +14,9 @@ from stock import ALL_RELEASES, release_root, run_in_release
 from table import slow_but_for
 from typer.testing import CliRunner
 
-from vllm_graphfix.cli import app
-from vllm_graphfix.compare import CompareError
-from vllm_graphfix.compare import run as compare_run
+from vllm_graphfix.commands.cli import app
+from vllm_graphfix.commands.compare import CompareError
+from vllm_graphfix.commands.compare import run as compare_run
 from vllm_graphfix.verify.engine.job import Job
 
 DRAFT = '{"method": "eagle", "model": "./draft", "num_speculative_tokens": 3}'

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_graphfix.compare import CompareError
-from vllm_graphfix.compare.prompts import read_prompts
+from vllm_graphfix.commands.compare import CompareError
+from vllm_graphfix.commands.compare.prompts import read_prompts
 
 FORMS = 'a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": …}'
 MEBIBYTE = 1 << 20

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from vllm_graphfix import __version__
-from vllm_graphfix.compare.arbitration import Findings, by_eager_alone
-from vllm_graphfix.compare.report import Report, as_json, histogram, show
+from vllm_graphfix.commands.compare.arbitration import Findings, by_eager_alone
+from vllm_graphfix.commands.compare.report import Report, as_json, histogram, show
 from vllm_graphfix.verify.comparison import Comparison, Judgement, Kind
 from vllm_graphfix.verify.engine.job import Said
 

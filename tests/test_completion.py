@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vllm_graphfix.cli import app
+from vllm_graphfix.commands.cli import app
 from vllm_graphfix.fixes import BY_NAME
 
 INSTRUCTION = "_VLLM_GRAPHFIX_COMPLETE"

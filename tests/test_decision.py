@@ -14,7 +14,8 @@ import pytest
 from engine import cpu_engine, environment
 from stock import run_in_release
 
-from vllm_graphfix import rollout, settings
+from vllm_graphfix.settings import decision
+from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.verify.engine import models
 
 pytestmark = pytest.mark.xdist_group("decision")
@@ -76,8 +77,8 @@ def told(code: str, model: Path, scratch: Path, env: Mapping[str, str]) -> dict[
 
 
 IN, OUT = (
-    next(f"in-{n}" for n in range(99) if rollout.bucket(f"in-{n}") < 5000),
-    next(f"out-{n}" for n in range(99) if rollout.bucket(f"out-{n}") >= 5000),
+    next(f"in-{n}" for n in range(99) if decision.bucket(f"in-{n}") < 5000),
+    next(f"out-{n}" for n in range(99) if decision.bucket(f"out-{n}") >= 5000),
 )
 
 

@@ -21,7 +21,7 @@ from deployed import (
 )
 from stock import release_root, run_in_release
 
-from vllm_graphfix import metrics
+from vllm_graphfix.engine import metrics
 
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)

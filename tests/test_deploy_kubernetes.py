@@ -21,8 +21,9 @@ from deployed import (
     documents,
 )
 
-from vllm_graphfix import rollout, settings
 from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.settings import decision
+from vllm_graphfix.settings import environment as settings
 
 
 @pytest.mark.parametrize("kubernetes", ["1.27", kubernetes_validate.latest_version()])
@@ -167,7 +168,7 @@ class TestWorkload:
             r"metadata\.labels\['(.*)'\]", variables[settings.ROLLOUT]["valueFrom"]["fieldRef"]["fieldPath"]
         )
         assert label
-        assert rollout.buckets_of(workload["spec"]["template"]["metadata"]["labels"][label[1]]) > 0
+        assert decision.buckets_of(workload["spec"]["template"]["metadata"]["labels"][label[1]]) > 0
         assert label[1] not in workload["spec"]["selector"]["matchLabels"]
 
     def test_the_selector_chooses_the_pods(self, path: Path) -> None:

@@ -11,13 +11,13 @@ from served_models import EAGLE, HOPPER, MTP, V2, answer
 from stock import release_root
 from typer.testing import CliRunner
 
-from vllm_graphfix.cli import app
+from vllm_graphfix.commands.cli import app
 from vllm_graphfix.deployment import Concern, read_deployment
 from vllm_graphfix.fix import Diagnosis, Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.fixes.draft_decode_mode import applies as draft_decode_mode_applies
-from vllm_graphfix.source import open_source
-from vllm_graphfix.trial import Served
+from vllm_graphfix.source.files import open_source
+from vllm_graphfix.verify.trial import Served
 
 pytestmark = pytest.mark.usefixtures("among_models")
 YES, NO, MAYBE = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN

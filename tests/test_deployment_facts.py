@@ -6,9 +6,8 @@ import pytest
 from served_models import AMPERE, EAGLE, HOPPER, answer
 from stock import release_root
 
-from vllm_graphfix import hardware
-from vllm_graphfix.deployment import Concern, Deployment, read_deployment
-from vllm_graphfix.source import open_source
+from vllm_graphfix.deployment import Concern, Deployment, hardware, read_deployment
+from vllm_graphfix.source.files import open_source
 
 pytestmark = pytest.mark.usefixtures("among_models")
 YES, NO, MAYBE = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN

@@ -16,7 +16,7 @@ from stock import release_root
 
 from vllm_graphfix.deployment import FlagsError, read_deployment
 from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.source import open_source
+from vllm_graphfix.source.files import open_source
 
 pytestmark = pytest.mark.usefixtures("among_models")
 

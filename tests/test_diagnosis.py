@@ -14,8 +14,8 @@ from vllm_files import FLASHMLA, RUNNER
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
-from vllm_graphfix.source import Source, open_source
-from vllm_graphfix.trial import Edit
+from vllm_graphfix.source.files import Source, open_source
+from vllm_graphfix.verify.trial import Edit
 
 
 def test_every_stock_release_is_judged_as_the_table_says(release: str) -> None:

@@ -21,10 +21,10 @@ from stock import release_environment, release_root, run_in_release
 from test_readme import PAGES
 from typer.testing import CliRunner
 
-from vllm_graphfix import metrics
-from vllm_graphfix.cli import app
-from vllm_graphfix.compare import CompareError
-from vllm_graphfix.compare import run as compare_run
+from vllm_graphfix.commands.cli import app
+from vllm_graphfix.commands.compare import CompareError
+from vllm_graphfix.commands.compare import run as compare_run
+from vllm_graphfix.engine import metrics
 
 BLOCK = re.compile(r"(<!-- walked: [^\n]+ -->\n)?^```(?:bash|console|sh|shell)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 

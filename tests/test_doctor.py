@@ -19,12 +19,13 @@ from stock import ALL_RELEASES, release_root
 from test_security import run_command
 from typer.testing import CliRunner
 
-from vllm_graphfix import doctor, hardware, settings
-from vllm_graphfix.cli import app
-from vllm_graphfix.doctor import gathering
-from vllm_graphfix.doctor.masking import Mask
+from vllm_graphfix.commands import doctor
+from vllm_graphfix.commands.cli import app
+from vllm_graphfix.commands.doctor.redaction import Mask
+from vllm_graphfix.deployment import hardware
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.records import FixReport
+from vllm_graphfix.settings import environment as settings
 
 PARTS = ["versions", "gpu", "platform", "plugin", "environment", "status", "fleet", "errors"]
 
@@ -36,7 +37,7 @@ def _nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("VLLM_GRAPHFIX_STATUS_DIR", str(tmp_path / "records"))
     (tmp_path / "records").mkdir()
-    monkeypatch.setattr("vllm_graphfix.fleet.looking.without_record", lambda *given: ((), ()))
+    monkeypatch.setattr("vllm_graphfix.commands.fleet.survey.without_record", lambda *given: ((), ()))
 
 
 def examined(release: str = "0.18.1", **environment: str) -> dict[str, Any]:
@@ -193,7 +194,7 @@ def test_a_part_that_fails_says_so_and_the_others_are_there(part: str, monkeypat
     def fails(*given: object) -> None:
         raise RuntimeError("this part is broken")
 
-    monkeypatch.setattr(gathering, part, fails)
+    monkeypatch.setattr(collect, part, fails)
     text = pasted()
     assert "not known: `RuntimeError: this part is broken`" in text
     assert text.count("#### ") == len(PARTS)
@@ -220,7 +221,7 @@ def test_what_stands_in_the_place_of_a_file_about_the_driver_is_not_waited_for(
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a stand-in for nvidia-smi goes; it is waited for for a second."""
-    monkeypatch.setattr("vllm_graphfix.doctor.nvidia_smi._PATIENCE", 1.0)
+    monkeypatch.setattr("vllm_graphfix.commands.doctor.nvidia_smi._PATIENCE", 1.0)
     return tmp_path / "bin" / "nvidia-smi"
 
 

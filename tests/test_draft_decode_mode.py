@@ -14,7 +14,7 @@ from stock import release_root
 
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.draft_decode_mode import FIX
-from vllm_graphfix.source import open_source
+from vllm_graphfix.source.files import open_source
 
 
 def test_the_one_manager_has_full_draft_decodes_or_none() -> None:

@@ -24,8 +24,9 @@ from records import record
 from server import install, serve
 from stock import run_in_release
 
-from vllm_graphfix import patching, records
+from vllm_graphfix import records
 from vllm_graphfix.fix import Patch
+from vllm_graphfix.patching import sites
 
 # -- many calls ----------------------------------------------------------------------------------------------------------
 
@@ -151,10 +152,10 @@ def test_layers_that_were_taken_back_are_forgotten(monkeypatch: pytest.MonkeyPat
     module = ModuleType(name)
     exec("def target(value): return value", vars(module))  # noqa: S102 - a function of that module
     monkeypatch.setitem(sys.modules, name, module)
-    known = len(patching._stock_of)
+    known = len(sites._stock_of)
     for _ in range(100):
-        patching.take_back("a-fix", patching.apply("a-fix", [Patch(name, "target", _kept_nowhere)]))
-    assert len(patching._stock_of) <= known + 1
+        sites.take_back("a-fix", sites.apply("a-fix", [Patch(name, "target", _kept_nowhere)]))
+    assert len(sites._stock_of) <= known + 1
 
 
 # -- a server under load -------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ import pytest
 from stock import ALL_RELEASES, release_root
 from table import PAIRS
 
-from vllm_graphfix import settings
 from vllm_graphfix.fix import Fix
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source import Source, open_source
+from vllm_graphfix.settings import environment
+from vllm_graphfix.source.files import Source, open_source
 from vllm_graphfix.verify.engine import extension, verify
 from vllm_graphfix.verify.engine.cases import MODES, Case, case_of, further_cases
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
@@ -91,7 +91,7 @@ def test_a_judge_whose_probe_saw_nothing_says_what_it_should_have_seen(name: str
 @FIXES
 def test_the_three_engines_of_a_case_differ_in_mode_switch_and_repetition_alone(name: str) -> None:
     jobs = jobs_of(CASES[name])
-    assert {mode: (job.mode, job.environment[settings.PREFIX], job.again) for mode, job in jobs.items()} == {
+    assert {mode: (job.mode, job.environment[environment.PREFIX], job.again) for mode, job in jobs.items()} == {
         "eager": (EAGER, "off", True),
         "stock": (GRAPHS, "off", False),
         "patched": (GRAPHS, "on", False),
@@ -103,7 +103,7 @@ def test_the_three_engines_of_a_case_differ_in_mode_switch_and_repetition_alone(
             job.max_tokens,
             job.probes,
             job.prompt_logprobs,
-            {**job.environment, settings.PREFIX: ""},
+            {**job.environment, environment.PREFIX: ""},
         )
         for job in jobs.values()
     ]
@@ -119,7 +119,7 @@ def test_engines_whose_replays_are_checked_are_stock_and_patched_and_stock_has_t
     off = dict.fromkeys((fix.variable for fix in BY_NAME.values()), "off")
     for mode, watched, modes in zip(("stock", "patched"), case.watched_jobs(FOLDER), (off, {}), strict=True):
         job = jobs_of(case)[mode]
-        assert watched.environment == {**job.environment, **modes, settings.PREFIX: "on", settings.SHADOW: "1/1"}
+        assert watched.environment == {**job.environment, **modes, environment.PREFIX: "on", environment.SHADOW: "1/1"}
         assert (watched.arguments, watched.prompts, watched.probes) == (job.arguments, job.prompts, ())
     assert not case.watched or "FULL" in case.graphs["cudagraph_mode"], "there is nothing to check"
 
@@ -129,7 +129,7 @@ def test_what_the_user_has_set_about_fixes_does_not_reach_the_engines(name: str)
     for job in jobs_of(CASES[name]).values():
         left_out = {variable for variable, value in job.environment.items() if value is None}
         modes = {fix.variable for fix in BY_NAME.values()}
-        assert left_out == set(settings.names(BY_NAME)) - {settings.PREFIX} - modes
+        assert left_out == set(environment.names(BY_NAME)) - {environment.PREFIX} - modes
         assert {job.environment[variable] for variable in modes} == {"auto"}
 
 
@@ -341,7 +341,7 @@ def test_every_affected_release_knows_the_variables(release: str) -> None:
     known = (release_root(release) / "vllm" / "envs.py").read_text()
     named = {name for case in CASES.values() for job in case.jobs(FOLDER) for name in job.environment}
     unknown = {name for name in named if name.startswith("VLLM_") and f'"{name}"' not in known}
-    assert unknown == set(settings.names(BY_NAME))
+    assert unknown == set(environment.names(BY_NAME))
 
 
 @ON_RELEASES

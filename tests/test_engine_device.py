@@ -15,7 +15,7 @@ from rich.console import Console
 from stock import release_root
 
 from vllm_graphfix.fixes import BY_NAME, FIXES
-from vllm_graphfix.source import Source, open_source
+from vllm_graphfix.source.files import Source, open_source
 from vllm_graphfix.verify import VerifyError, run
 from vllm_graphfix.verify.double import run as double
 from vllm_graphfix.verify.engine import device as devices

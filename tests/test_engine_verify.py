@@ -22,9 +22,9 @@ from test_engine_device import H200
 from test_engine_processes import SOON, all_end, started
 from typer.testing import CliRunner
 
-from vllm_graphfix.cli import app
+from vllm_graphfix.commands.cli import app
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source import open_source
+from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine import verify as engine
 from vllm_graphfix.verify.engine.device import Device
@@ -201,7 +201,7 @@ from vllm_graphfix.verify.engine import device
 make = device.find
 h200 = device.Device("Double of an H200", "", (9, 0), 100.0, 140.0, "", "", "", "")
 device.find = lambda folder=None, names=(): h200 if folder is None else make(folder, names)
-from vllm_graphfix.cli import main
+from vllm_graphfix.commands.cli import main
 main()
 """
 

@@ -17,7 +17,7 @@ from vllm_files import CUDAGRAPHS, FLASHMLA
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source import open_source
+from vllm_graphfix.source.files import open_source
 
 CASES = [case for family in EDITED for case in family()]
 NIGHTLIES = list(nightlies())

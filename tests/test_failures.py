@@ -40,7 +40,7 @@ fixes.FIXES = tuple(broken(fix) if fix.name == {name!r} else fix for fix in fixe
 # follow.
 WRONG = {
     "the source cannot be read": (
-        "import vllm_graphfix.source as s\ndef no(*a): raise PermissionError(13, 'not yours')\ns.Path.read_bytes = no\n",
+        "import vllm_graphfix.source.files as s\ndef no(*a): raise PermissionError(13, 'not yours')\ns.Path.read_bytes = no\n",
         {"flashmla-fp8": "failed", "flashmla-padding": "failed", "capture-state": "failed", "mamba-padding": "failed"},
         "not yours",
     ),
@@ -143,7 +143,7 @@ def test_a_value_that_means_nothing_leaves_vllm_stock_and_stops_nobody(what: str
 
 
 COPIED = """
-import vllm_graphfix.patching as p
+import vllm_graphfix.patching.sites as p
 find = p._site
 def refused(patch, diagnosed):
     if patch.module == "vllm.v1.worker.gpu.spec_decode.eagle.cudagraph":

@@ -13,7 +13,7 @@ import pytest
 from fleets import OTHER_ENGINE, SILENT_AFTER, Start, failed, keeping, only, ranks, text
 from records import AN_HOUR, ENGINE, elsewhere, eventually, leave, needs_root, of, record
 
-from vllm_graphfix.fleet import as_json, look
+from vllm_graphfix.commands.fleet import as_json, look
 from vllm_graphfix.records import Agreement, Decided, FixReport, Identity, Rank, Record, own_folder
 
 

@@ -16,8 +16,8 @@ from records import ENGINE, leave, of, record
 from typer.testing import CliRunner
 
 from vllm_graphfix import __version__
-from vllm_graphfix.cli import app
-from vllm_graphfix.fleet import as_json, look
+from vllm_graphfix.commands.cli import app
+from vllm_graphfix.commands.fleet import as_json, look
 from vllm_graphfix.records import Identity, own_folder
 
 

@@ -16,8 +16,8 @@ import pytest
 from fleets import WITHOUT_RECORD, Start, here, reason, said_of, text
 from records import leave, needs_root, of, record
 
-from vllm_graphfix.fleet import Unrecorded, look
-from vllm_graphfix.fleet.unrecorded import _is_vllm
+from vllm_graphfix.commands.fleet import Unrecorded, look
+from vllm_graphfix.commands.fleet.unrecorded import _is_vllm
 
 
 def test_a_server_that_filters_the_plugin_out_is_said_to(tmp_path: Path, serve: Start) -> None:
@@ -45,7 +45,7 @@ def test_a_server_that_has_just_started_is_given_time(tmp_path: Path, serve: Sta
 def test_a_server_without_a_record_for_no_reason_to_be_seen_is_sent_to_its_log(
     tmp_path: Path, serve: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_graphfix.fleet.unrecorded.YOUNG", 0.0)
+    monkeypatch.setattr("vllm_graphfix.commands.fleet.unrecorded.YOUNG", 0.0)
     process = serve(env=here(tmp_path))
     assert "see the log of this process" in reason(process, tmp_path)
 

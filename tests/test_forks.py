@@ -61,7 +61,7 @@ IMPORTS = (
 import importlib, importlib.util, time
 from pathlib import Path
 import wrapt
-from vllm_graphfix.hooks import when_imported
+from vllm_graphfix.patching.hooks import when_imported
 
 class Name(str):
     "Of a module: wrapt stops where it looks that up, under its lock."

@@ -18,14 +18,16 @@ from ranks import STAGE, word
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
-from vllm_graphfix import agreement, gate, rollout, settings
-from vllm_graphfix.agreement import compare, leave
+from vllm_graphfix.engine import rank_agreement
+from vllm_graphfix.engine.capture_gate import STOPS, GraphfixError
+from vllm_graphfix.engine.process import Membership
+from vllm_graphfix.engine.rank_agreement import compare, leave
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.gate import STOPS, GraphfixError
-from vllm_graphfix.hooks import guarded
-from vllm_graphfix.membership import Membership
-from vllm_graphfix.progress import FixState
+from vllm_graphfix.patching.applied_fix import FixState
+from vllm_graphfix.patching.hooks import guarded
+from vllm_graphfix.settings import decision
+from vllm_graphfix.settings import environment as settings
 
 
 class Faults:
@@ -86,7 +88,7 @@ def gate_of_two(
         environment = {"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": timeout}
         environment |= {} if master == "auto" else {"VLLM_GRAPHFIX": master}
         me = Membership(FIXES, environment)
-        me.decision = rollout.decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
+        me.decision = decision.decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
         state = State.OFF if differ and rank == 1 else State.ACTIVE
         states_double = {fix.name: FixState(fix.name, Mode.AUTO, None, state, "") for fix in FIXES}
         vars(me.process)["states"] = faults.around("states", lambda **_: states_double)
@@ -111,11 +113,11 @@ def gate_of_two(
     with monkeypatch.context() as patched:
         patched.setattr(distributed_c10d, "_get_default_store", lambda: shared)
         patched.setattr(distributed_c10d, "PrefixStore", lambda name, store: FailingStore(real(name, store), faults))
-        patched.setattr(gate, "_world", lambda: (faults.here.rank, 2))
-        patched.setattr(gate, "host_name", faults.around("host_name", lambda: f"node-{faults.here.rank}"))
-        patched.setattr(agreement, "os", SimpleNamespace(urandom=faults.around("urandom", os.urandom)))
-        patched.setattr(agreement, "time", SimpleNamespace(monotonic=faults.around("monotonic", time.monotonic)))
-        patched.setattr(agreement, "_LAST_READERS", 0.1)
+        patched.setattr(capture_gate, "_world", lambda: (faults.here.rank, 2))
+        patched.setattr(capture_gate, "host_name", faults.around("host_name", lambda: f"node-{faults.here.rank}"))
+        patched.setattr(rank_agreement, "os", SimpleNamespace(urandom=faults.around("urandom", os.urandom)))
+        patched.setattr(rank_agreement, "time", SimpleNamespace(monotonic=faults.around("monotonic", time.monotonic)))
+        patched.setattr(rank_agreement, "_LAST_READERS", 0.1)
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1)]
         for thread in threads:
             thread.start()
@@ -195,7 +197,7 @@ def test_a_host_that_cannot_be_told_hides_no_difference() -> None:
     failing: Any = FailingStore(store, faults := Faults(0, "list_keys", None, OSError("injected")))
     faults.here.rank = 0
     place = leave(failing, STAGE, 0, mine)
-    host = partial(agreement.host_in, failing, world_size=2)
+    host = partial(rank_agreement.host_in, failing, world_size=2)
     found = compare(failing, place, 0, 2, mine, lambda text: None, silent_host=host, timeout=0.2)
     assert faults.fired
     assert (found.difference or "").startswith("No report within 0 s: rank 1 on an unknown host.")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from served_models import AMPERE, BLACKWELL, HOPPER
 
-from vllm_graphfix import hardware
+from vllm_graphfix.deployment import hardware
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from stock_stand_ins import Hostile
 from table import slow_but_for
 from warm_release import run_in_fork
 
-from vllm_graphfix.capturing import has_consumed_plan
+from vllm_graphfix.fixes._capture_passes import has_consumed_plan
 
 
 @dataclass
@@ -87,7 +87,7 @@ from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 install_flashmla_stand_ins()
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseMetadata as Sparse
 from vllm.v1.attention.ops.flashmla import FlashMLASchedMeta
-from vllm_graphfix.capturing import has_consumed_plan
+from vllm_graphfix.fixes._capture_passes import has_consumed_plan
 from vllm_graphfix.fixes.capture_state import STATE_CONSUMED
 
 def sparse(plan):

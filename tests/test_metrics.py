@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from records import ENGINE, elsewhere, leave, of, record
 
-from vllm_graphfix import metrics
-from vllm_graphfix.metrics import NAMES, Engine, Exposition, Watcher
+from vllm_graphfix.engine import metrics
+from vllm_graphfix.engine.metrics import NAMES, Engine, Exposition, Watcher
 from vllm_graphfix.records import Agreement, FixReport, own_folder
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def test_several_api_servers_tell_of_one_engine_once(tmp_path: Path) -> None:
     import multiprocessing, sys
     from pathlib import Path
     from prometheus_client import REGISTRY
-    from vllm_graphfix.metrics import Engine, Exposition, Watcher
+    from vllm_graphfix.engine.metrics import Engine, Exposition, Watcher
     multiprocessing.current_process().name = sys.argv[2]
     from vllm_graphfix import metrics
     metrics.EVERY = 0.05
@@ -247,7 +247,8 @@ def test_who_has_the_fixes_shows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As `Questions of a rollout` asks for it: a kill switch is not 100 % with the fixes."""
-    from vllm_graphfix import rollout, settings
+    from vllm_graphfix.settings import decision as rollout
+    from vllm_graphfix.settings import environment as settings
 
     monkeypatch.setattr(metrics, "_watcher", scraped.watcher)
     scraped.look()  # of another engine, whose process serves this one now

@@ -9,7 +9,7 @@ from vllm_files import CUDAGRAPHS, EAGLE, EAGLE_CUDAGRAPHS, EAGLE_FIRST, FLASHML
 
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source import Source, open_source
+from vllm_graphfix.source.files import Source, open_source
 
 TARGET_DEPENDENT = "vllm/v1/worker/gpu/spec_decode/target_dependent_ar/cudagraph_utils.py"
 

@@ -17,7 +17,7 @@ from warm_release import WarmRelease, kept
 
 from vllm_graphfix.fix import Diagnosis, Fix, Patch
 from vllm_graphfix.fixes import BY_NAME, FIXES
-from vllm_graphfix.source import open_source
+from vllm_graphfix.source.files import open_source
 
 # T imports the targets, R registers, the second R does so again, A imports subclasses and `from … import` aliases of them, F forks,
 # S spawns, V reverts.
@@ -162,7 +162,7 @@ def expected(release: str, case: Case, *, observed: bool) -> dict[str, Any]:
             "aliases": aliases,
             "elsewhere": [],
             "subclasses see the same": True,
-            "load_general_plugins": "vllm_graphfix.hooks",
+            "load_general_plugins": "vllm_graphfix.patching.hooks",
         }
 
     before_alias = order[: order.index("A")]
@@ -292,8 +292,8 @@ def test_a_revert_outlasts_the_engine_that_it_was_made_for() -> None:
     """A process that starts another engine goes by another decision."""
     code = """
 import vllm_graphfix
-from vllm_graphfix.process import Wanted
-from vllm_graphfix.settings import Master
+from vllm_graphfix.patching.manager import Wanted
+from vllm_graphfix.settings.environment import Master
 vllm_graphfix.register()
 process = vllm_graphfix._this_process().process
 process.revert("flashmla-fp8")

@@ -309,7 +309,7 @@ def test_code_that_ddtrace_has_injected_into_a_target_is_a_conflict(warm: WarmRe
 
 
 BEGUN = """
-import vllm_graphfix.membership as membership
+import vllm_graphfix.engine.process as membership
 BEGUN, EXPOSED = [], []
 membership.Membership._begin_engine = lambda self: BEGUN.append(self.role.value)
 membership.Membership._expose = lambda self: EXPOSED.append(self.role.value)

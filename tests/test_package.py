@@ -107,7 +107,7 @@ def test_entry_points(metadata: importlib.metadata.Distribution) -> None:
     points = {(point.group, point.name): point.value for point in metadata.entry_points}
     assert points == {
         ("vllm.general_plugins", "graphfix"): "vllm_graphfix:register",
-        ("console_scripts", "vllm-graphfix"): "vllm_graphfix.cli:main",
+        ("console_scripts", "vllm-graphfix"): "vllm_graphfix.commands.cli:main",
     }
     for point in metadata.entry_points:
         assert callable(point.load())

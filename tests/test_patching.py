@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import wrapt
 
-from vllm_graphfix import patching
 from vllm_graphfix.fix import Patch, StockFunction
+from vllm_graphfix.patching import sites as patching
 
 TARGET = "vllm.standin_target"
 IMPORTER = "vllm.user_after"

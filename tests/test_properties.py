@@ -19,15 +19,15 @@ from stock import release_root, run_in_release
 from watched import watched
 
 import vllm_graphfix
-from vllm_graphfix import settings
+from vllm_graphfix.commands.status import status
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.progress import Progress, Wanted
+from vllm_graphfix.patching.applied_fix import Progress, Wanted
 from vllm_graphfix.records import folder as status_folder
-from vllm_graphfix.rollout import BUCKETS, Decision, decide, decode
-from vllm_graphfix.settings import DECISION, PREFIX, STATUS_DIR
-from vllm_graphfix.source import open_source
-from vllm_graphfix.status import status
+from vllm_graphfix.settings import environment as settings
+from vllm_graphfix.settings.decision import BUCKETS, Decision, decide, decode
+from vllm_graphfix.settings.environment import DECISION, PREFIX, STATUS_DIR
+from vllm_graphfix.source.files import open_source
 
 NAMES = tuple(fix.name for fix in FIXES)
 KNOWN = settings.names(NAMES)

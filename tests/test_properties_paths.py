@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm_files import RUNNER
 from watched import judged
 
-from vllm_graphfix.source import SourceError, open_source
+from vllm_graphfix.source.files import SourceError, open_source
 
 
 @pytest.fixture(scope="module")

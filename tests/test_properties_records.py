@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from records import ENGINE, elsewhere, leave, record
 from watched import Answer, Watched, answer, watched
 
-from vllm_graphfix.fleet import unrecorded
+from vllm_graphfix.commands.fleet import unrecorded
 from vllm_graphfix.records import (
     FILES,
     Agreement,
@@ -53,7 +53,7 @@ contents = (
 @pytest.fixture
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no vLLM ran on this machine: it is not what these are about."""
-    monkeypatch.setattr("vllm_graphfix.fleet.looking.without_record", lambda *_: ((), ()))
+    monkeypatch.setattr("vllm_graphfix.commands.fleet.survey.without_record", lambda *_: ((), ()))
 
 
 def looked(base: Path, *arguments: str, seconds: int = 10, memory: int = 64 << 20) -> Watched:

@@ -24,7 +24,7 @@ import pytest
 from stock import ALL_RELEASES, release_root
 from table import slow_but_for
 
-from vllm_graphfix import rollout
+from vllm_graphfix.settings import decision
 from vllm_graphfix.verify.engine import models
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -50,7 +50,7 @@ ON_THE_NODE = {"VLLM_GRAPHFIX": "off", "VLLM_GRAPHFIX_ROLLOUT": "0", "VLLM_GRAPH
 """Set there locally, against the engine."""
 OF_THE_ENGINE = {
     "VLLM_GRAPHFIX_ROLLOUT": "50",
-    "VLLM_GRAPHFIX_ROLLOUT_KEY": next(f"in-{n}" for n in range(99) if rollout.bucket(f"in-{n}") < 5000),
+    "VLLM_GRAPHFIX_ROLLOUT_KEY": next(f"in-{n}" for n in range(99) if decision.bucket(f"in-{n}") < 5000),
     "VLLM_GRAPHFIX_MAMBA_PADDING": "observe",
     "VLLM_GRAPHFIX_FLASHMLA_FP8": "on",
 }

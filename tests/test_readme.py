@@ -15,10 +15,11 @@ import update_docs
 from fetch_vllm import ALL_RELEASES
 from typer.testing import CliRunner
 
-from vllm_graphfix import manifest, settings
-from vllm_graphfix.cli import app
+from vllm_graphfix import manifest
+from vllm_graphfix.commands.cli import app
 from vllm_graphfix.fix import Fix, Mode
 from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.settings import environment
 
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
@@ -227,12 +228,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_variables_exist(page: Path) -> None:
     named = set(re.findall(r"VLLM_GRAPHFIX(?:_[A-Z0-9]+)*\b(?!_|…)", page.read_text()))
-    assert named <= {*settings.names(BY_NAME), *TOOL_VARIABLES}
+    assert named <= {*environment.names(BY_NAME), *TOOL_VARIABLES}
 
 
 def test_configuration_has_every_variable() -> None:
     text = (PROJECT / "docs" / "configuration.md").read_text()
-    assert [name for name in settings.names(BY_NAME) if f"`{name}`" not in text] == []
+    assert [name for name in environment.names(BY_NAME) if f"`{name}`" not in text] == []
 
 
 def test_every_page_is_linked() -> None:

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_graphfix import __version__, rollout, settings
-from vllm_graphfix.rollout import BUCKETS, bucket, buckets_of, decide, decode, handed_on
+from vllm_graphfix import __version__
+from vllm_graphfix.settings import decision as rollout
+from vllm_graphfix.settings import environment as settings
+from vllm_graphfix.settings.decision import BUCKETS, bucket, buckets_of, decide, decode, handed_on
 
 FIXES = ("capture-state", "flashmla-fp8")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "rollout.md"

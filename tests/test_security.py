@@ -25,7 +25,7 @@ from stock import release_root, run_in_release
 from test_engagement import LOAD, REPORT, imports, reported
 from torch._C._distributed_c10d import HashStore
 
-from vllm_graphfix.agreement import compare, leave
+from vllm_graphfix.engine.rank_agreement import compare, leave
 
 PROJECT = Path(__file__).parent.parent
 
@@ -69,7 +69,9 @@ def test_in_a_process_of_a_server_nothing_but_its_record_is_written_and_nothing_
     assert set(seen.evaluated) <= {"collections", "typing", "ast"}, "named tuples, their annotations, syntax trees"
     assert seen.environment == ["VLLM_GRAPHFIX_DECISION"]
     assert set(seen.signals) <= {0}
-    assert [name for name in seen.modules if name.startswith(("vllm_graphfix.verify", "vllm_graphfix.compare"))] == []
+    assert [
+        name for name in seen.modules if name.startswith(("vllm_graphfix.verify", "vllm_graphfix.commands.compare"))
+    ] == []
 
 
 PLANTED = {
@@ -114,7 +116,9 @@ def run_command(
 ) -> tuple[audited.Audited, str]:
     """The command line in a process that is looked at from its start; also what it printed."""
     code = "import sys\nsys.path.remove('')\n"  # the script's own folder is there, never the one that it is called in
-    code += f"{audited.START}\nsys.argv = ['vllm-graphfix', *{arguments!r}]\nfrom vllm_graphfix.cli import main\n"
+    code += (
+        f"{audited.START}\nsys.argv = ['vllm-graphfix', *{arguments!r}]\nfrom vllm_graphfix.commands.cli import main\n"
+    )
     code += "try:\n    main()\nfinally:\n    audited()\n"
     done = subprocess.run(
         [sys.executable, "-c", code],

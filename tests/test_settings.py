@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from vllm_graphfix import settings
 from vllm_graphfix.fix import Mode
-from vllm_graphfix.settings import Master, read
+from vllm_graphfix.settings import environment as settings
+from vllm_graphfix.settings.environment import Master, read
 
 FIXES = ("capture-state", "flashmla-fp8")
 

@@ -10,9 +10,9 @@ from stock import release_root
 
 from vllm_graphfix.fix import Verdict, variable
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.settings import SHADOW
+from vllm_graphfix.settings.environment import SHADOW
 from vllm_graphfix.shadow.runners import RUNNERS
-from vllm_graphfix.source import open_source
+from vllm_graphfix.source.files import open_source
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids=lambda runner: runner.name)

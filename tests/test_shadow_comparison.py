@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow.check import Shadow
-from vllm_graphfix.shadow.rate import Action, Rate
 from vllm_graphfix.shadow.verdict import Graph
 
 

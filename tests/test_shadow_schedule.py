@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_graphfix.rollout import decide, decode
-from vllm_graphfix.settings import SHADOW, SHADOW_ACTION, read
-from vllm_graphfix.shadow import rate
-from vllm_graphfix.shadow.rate import Action, Rate
+from vllm_graphfix.settings import shadow_rate
+from vllm_graphfix.settings.decision import decide, decode
+from vllm_graphfix.settings.environment import SHADOW, SHADOW_ACTION, read
+from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow.schedule import Schedule, place
 
 # -- how often
@@ -32,9 +32,9 @@ from vllm_graphfix.shadow.schedule import Schedule, place
     ],
 )
 def test_a_rate_is_a_fraction_of_the_replays_or_a_budget_of_the_time(text: str, found: Rate, normal: str) -> None:
-    assert rate.parse(text) == pytest.approx(found)
-    assert rate.normal(text) == normal
-    assert rate.normal(normal) == normal
+    assert shadow_rate.parse(text) == pytest.approx(found)
+    assert shadow_rate.normal(text) == normal
+    assert shadow_rate.normal(normal) == normal
     assert bool(found) == (normal != "off")
 
 
@@ -45,17 +45,17 @@ def test_what_is_no_rate_is_told_with_what_would_be_one_and_changes_nothing(text
     found = read({SHADOW: text, SHADOW_ACTION: "quarantin"}, ())
     assert (found.shadow, found.shadow_action) == ("off", Action.REPORT)
     first, second = found.problems
-    assert rate.VALID in first
+    assert shadow_rate.VALID in first
     assert "did you mean quarantine?" in second
 
 
 @given(st.text(max_size=30))
 def test_no_text_raises_anything_but_what_settings_expect(text: str) -> None:
     try:
-        found = rate.normal(text)
+        found = shadow_rate.normal(text)
     except ValueError:
         return
-    assert rate.normal(found) == found
+    assert shadow_rate.normal(found) == found
 
 
 def test_all_processes_of_an_engine_go_by_the_rate_of_the_first() -> None:

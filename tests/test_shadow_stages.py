@@ -26,13 +26,13 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from vllm_graphfix.membership import Membership
-from vllm_graphfix.process import Process, Wanted
-from vllm_graphfix.settings import Master
+from vllm_graphfix.engine.process import Membership
+from vllm_graphfix.patching.manager import Process, Wanted
+from vllm_graphfix.settings.environment import Master
+from vllm_graphfix.settings.shadow_rate import NEVER, Action, Rate
 from vllm_graphfix.shadow import drafter_v2, process, ranks, runner_v1, runner_v2, stages
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.failures import UnfitStep, UnsafeError
-from vllm_graphfix.shadow.rate import NEVER, Action, Rate
 from vllm_graphfix.shadow.runs import Step
 from vllm_graphfix.shadow.schedule import Schedule
 from vllm_graphfix.shadow.stages import Place, Stages

@@ -11,16 +11,16 @@ import pytest
 from records import record
 from typer.testing import CliRunner
 
-from vllm_graphfix.cli import app
+from vllm_graphfix.commands.cli import app
+from vllm_graphfix.commands.fleet import look
+from vllm_graphfix.commands.shadow_report import markdown
 from vllm_graphfix.fix import Mode, State
-from vllm_graphfix.fleet import look
-from vllm_graphfix.process import FixState
+from vllm_graphfix.patching.manager import FixState
 from vllm_graphfix.records import FixReport, Record, RecordError, Wrong, write
 from vllm_graphfix.records.record import SHORT
+from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
-from vllm_graphfix.shadow.rate import Action, Rate
-from vllm_graphfix.shadow.report import markdown
 from vllm_graphfix.shadow.verdict import Graph, Mismatch
 
 WRONG = Wrong(

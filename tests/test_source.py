@@ -13,7 +13,7 @@ from stock import release_root
 
 from vllm_graphfix import manifest
 from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.source import Source, SourceError, open_source
+from vllm_graphfix.source.files import Source, SourceError, open_source
 
 CODE = "vllm/v1/worker/gpu_model_runner.py"
 
@@ -134,7 +134,7 @@ def test_a_zipped_install_is_not_taken_for_one_without_defects(
 
 
 def test_a_file_larger_than_any_of_vllm_is_refused(site_packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_graphfix.source._LARGEST_FILE", 10)
+    monkeypatch.setattr("vllm_graphfix.source.files._LARGEST_FILE", 10)
     wheel = wheel_of(site_packages, site_packages / "x.whl")
     for given in (site_packages, wheel):
         with pytest.raises(SourceError, match="larger than any"):
@@ -274,7 +274,9 @@ def test_without_metadata_that_can_be_read_there_is_no_version(site_packages: Pa
 
 
 def test_a_stock_release_is_judged_by_its_files_and_nothing_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_graphfix.source.Source._parse", lambda self, path: pytest.fail(f"{path} was parsed"))
+    monkeypatch.setattr(
+        "vllm_graphfix.source.files.Source._parse", lambda self, path: pytest.fail(f"{path} was parsed")
+    )
     source = open_source(release_root("0.18.1"))
     for fix in FIXES:
         assert manifest.diagnose(fix, source).known

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from vllm_graphfix.syntax import Function
+from vllm_graphfix.source.functions import Function
 
 
 def function(source: str) -> Function:

@@ -21,7 +21,7 @@ from vllm_files import MAMBA, RUNNER
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source import open_source
+from vllm_graphfix.source.files import open_source
 
 ENOUGH = 200
 SAMPLED = {

@@ -37,11 +37,11 @@ from warm_release import run_in_fork
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
-from vllm_graphfix.source import open_source
-from vllm_graphfix.trial import Edit
+from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.double.run import run
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.report import Proof, Report
+from vllm_graphfix.verify.trial import Edit
 
 
 def verified(root: Path, fixes: Sequence[Fix] = FIXES) -> Report:

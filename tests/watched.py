@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from typer.testing import CliRunner
 
-from vllm_graphfix.cli import app
+from vllm_graphfix.commands.cli import app
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CHANGES = {

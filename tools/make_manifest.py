@@ -21,7 +21,7 @@ from fetch_vllm import ALL_RELEASES, FetchError, release
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.source import SourceError, open_source
+from vllm_graphfix.source.files import SourceError, open_source
 
 
 class JudgeError(Exception):

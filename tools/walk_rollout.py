@@ -32,7 +32,7 @@ import record_dashboard  # noqa: E402
 from engine import environment  # noqa: E402
 from server import MODEL, Server, cpu_release, install, serve  # noqa: E402
 
-from vllm_graphfix.rollout import BUCKETS, bucket  # noqa: E402
+from vllm_graphfix.settings.decision import BUCKETS, bucket  # noqa: E402
 
 PAGE = ROOT / "docs" / "rollout.md"
 COLUMNS = 110

@@ -12,11 +12,12 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vllm_graphfix.membership import Membership
-    from vllm_graphfix.process import FixState
+from vllm_graphfix._version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from vllm_graphfix.engine.process import Membership
+    from vllm_graphfix.patching.manager import FixState
+
 __all__ = ["__version__", "register", "states"]
 
 
@@ -96,8 +97,8 @@ def _this_process() -> Membership:
 
 @functools.cache
 def _membership() -> Membership:
+    from vllm_graphfix.engine.process import Membership
     from vllm_graphfix.fixes import FIXES
-    from vllm_graphfix.membership import Membership
 
     return Membership(FIXES)
 

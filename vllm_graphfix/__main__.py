@@ -1,5 +1,5 @@
 """`python -m vllm_graphfix` is `vllm-graphfix`."""
 
-from vllm_graphfix.cli import main
+from vllm_graphfix.commands.cli import main
 
 main()

@@ -13,10 +13,10 @@ from vllm_graphfix.log import logger
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Judge
-    from vllm_graphfix.graph_dispatch import Graph
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.engine.graph_dispatch import Graph
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
+    from vllm_graphfix.verify.trial import Trial
 
 
 class Verdict(str, Enum):
@@ -111,7 +111,7 @@ class Fallback:
             reason = f"{type(error).__name__}: {error}"
             if Fallback.capturing:
                 # What becomes of these graphs is decided after the capture, by all ranks together: see `Gate`.
-                from vllm_graphfix.graph_dispatch import graph_being_captured
+                from vllm_graphfix.engine.graph_dispatch import graph_being_captured
 
                 self.graphs.setdefault(graph_being_captured(), reason)
             elif self.reason is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Diagnosis, Fix, Verdict
-from vllm_graphfix.source import Source, SourceError
+from vllm_graphfix.source.files import Source, SourceError
 
 if TYPE_CHECKING:
     from vllm_graphfix.shadow.runners import Graphs

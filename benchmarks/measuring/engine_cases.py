@@ -14,7 +14,7 @@ from measuring.engine_process import Order
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.source import SourceError, open_source
+from vllm_graphfix.source.files import SourceError, open_source
 from vllm_graphfix.verify.engine import cases as verified
 from vllm_graphfix.verify.engine import models
 from vllm_graphfix.verify.engine.processes import PACKAGE

@@ -77,8 +77,8 @@ def _checked(rate: str | None) -> Iterator[None]:
     if rate is None:
         yield
         return
+    from vllm_graphfix.settings.shadow_rate import parse
     from vllm_graphfix.shadow import process
-    from vllm_graphfix.shadow.rate import parse
     from vllm_graphfix.shadow.schedule import Schedule
 
     schedule: Any = process.SHADOW and process.SHADOW.schedule

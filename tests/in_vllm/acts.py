@@ -56,7 +56,7 @@ class Check:
     def prepare(self) -> None:
         from shadow_v2 import Served
 
-        from vllm_graphfix.shadow.rate import Rate
+        from vllm_graphfix.settings.shadow_rate import Rate
 
         self._double = cpu_cuda_graphs()
         self._double.__enter__()

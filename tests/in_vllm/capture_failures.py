@@ -15,9 +15,9 @@ from capture_state import Capturing, by_factory
 from vllm.config.compilation import CUDAGraphMode
 
 import vllm_graphfix
-from vllm_graphfix import _this_process, capturing
-from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.gate import GraphfixError
+from vllm_graphfix import _this_process
+from vllm_graphfix.engine.capture_gate import GraphfixError
+from vllm_graphfix.fixes import BY_NAME, _capture_passes
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 
 FIX = "capture-state"
@@ -133,7 +133,9 @@ def test_no_batch_is_dispatched_to_the_graph_that_it_failed_in(kind: str, warnin
 def test_what_the_benchmark_plants_fails_in_the_graph_of_the_most_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     planted = importlib.import_module("capture_faults")
-    monkeypatch.setattr(capturing._Passes, "_prepare_recorded_pass", capturing._Passes._prepare_recorded_pass)
+    monkeypatch.setattr(
+        _capture_passes._Passes, "_prepare_recorded_pass", _capture_passes._Passes._prepare_recorded_pass
+    )
     planted.plant(FIX, "most", "fails once")
     captured = Capturing("target")
     started(captured)

@@ -16,8 +16,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
 import vllm_graphfix
-from vllm_graphfix import capturing
-from vllm_graphfix.fixes import capture_state
+from vllm_graphfix.fixes import _capture_passes, capture_state
 from vllm_graphfix.verify.double.decoding import (
     DEVICE,
     HIDDEN,
@@ -195,8 +194,8 @@ def test_an_error_in_a_pass_comes_out_as_it_is_and_leaves_nothing_behind(kind: s
     with pytest.raises(Stop) as raised:
         captured.capture()
     assert raised.value is error
-    assert capturing.current_session() is None
-    assert not capturing.asks_per_pass.get()
+    assert _capture_passes.current_session() is None
+    assert not _capture_passes.asks_per_pass.get()
     failed = len(captured.passes.states)
     captured.passes.events.clear()
     captured.capture()  # of the same manager: the one graph that failed was the first

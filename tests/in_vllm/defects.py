@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import vllm_graphfix
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source import open_source
+from vllm_graphfix.source.files import open_source
 
 
 def affected(fix: str) -> bool:

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.eagle.cudagraph import PrefillEagleCudaGraphManager
 
 import vllm_graphfix
-from vllm_graphfix import capturing
+from vllm_graphfix.fixes import _capture_passes
 from vllm_graphfix.verify.double.decoding import DEVICE, configuration
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios.draft_prefill_state import DRAFT_TOKENS, QUERY_TOKENS, SIZES, Drafting
@@ -172,7 +172,7 @@ def test_a_plain_dict_of_states_passes_through_as_stock() -> None:
     passes = prefill_passes(states)
     expected = [id(state.attn_metadata) for state in states.values() for _ in range(2)]
     assert [id(metadata) for metadata, _, _ in passes] == expected
-    assert not capturing.asks_per_pass.get()
+    assert not _capture_passes.asks_per_pass.get()
 
 
 @pytest.mark.parametrize("keyword", [False, True])
@@ -205,7 +205,7 @@ def test_an_error_in_a_pass_comes_out_as_it_is_and_leaves_nothing_behind(recordi
     with pytest.raises(ZeroDivisionError) as raised:
         speculating.capture_draft(states)
     assert raised.value is error
-    assert not capturing.asks_per_pass.get()
+    assert not _capture_passes.asks_per_pass.get()
     built = len(speculating.passes.states)
     assert speculating.capture_draft(states) == expected_of_full_graphs(len(states), first_state=built)
 

@@ -25,8 +25,8 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
-from vllm_graphfix.shadow.rate import Action, Rate
 
 LAYER, BLOCK, LENGTH = "draft.layers.0", 4, 64
 REQUESTS, DRAFTS, WIDTH, VOCABULARY = 8, 3, 8, 16

@@ -8,8 +8,8 @@ import pytest
 from defects import affected
 
 from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
-from vllm_graphfix.shadow.rate import Action, Rate
 from vllm_graphfix.verify.double import worker
 
 BACKENDS: dict[str, set[tuple[str, ...]]] = {

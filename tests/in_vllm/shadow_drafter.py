@@ -19,9 +19,9 @@ from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 import vllm_graphfix
+from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import drafter_v2, memory, process
-from vllm_graphfix.shadow.rate import Action, Rate
-from vllm_graphfix.source import open_source
+from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios.draft_idx_mapping import _kernels
 

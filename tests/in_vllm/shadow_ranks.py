@@ -31,10 +31,10 @@ from vllm.distributed import parallel_state
 from vllm.forward_context import BatchDescriptor, get_forward_context
 from wrapped_model import CAPTURED, EVERY_STEP, ModelStandIn, Served
 
+from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import memory, ranks, watchdog
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.failures import tried
-from vllm_graphfix.shadow.rate import Action, Rate
 from vllm_graphfix.shadow.runs import Step
 from vllm_graphfix.shadow.verdict import Graph
 from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double

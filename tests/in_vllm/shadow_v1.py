@@ -17,8 +17,8 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, override_forward_context
 from wrapped_model import CAPTURED, LONGEST, Served, SlotsStandIn
 
+from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import check, failures, forward, layers, memory, process, ranks, runner_v1, runs
-from vllm_graphfix.shadow.rate import Action, Rate
 from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
 

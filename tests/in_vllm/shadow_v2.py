@@ -18,9 +18,9 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from wrapped_model import CAPTURED, EVERY_STEP, WIDTH, MetadataStandIn, ModelStandIn
 
+from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
-from vllm_graphfix.shadow.rate import Action, Rate
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import RunnerV2StandIn
 

@@ -18,8 +18,8 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
+from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
-from vllm_graphfix.shadow.rate import Action, Rate
 
 WIDTH, CAPTURED, BLOCK, BLOCKS = 3, 4, 2, 12
 LONGEST = 2048

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from vllm_graphfix import hardware
+from vllm_graphfix.deployment import hardware
 from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.model import Model
-from vllm_graphfix.settings import printable
+from vllm_graphfix.settings.environment import printable
 
 _FLASH_ATTENTION_FIRST = (8, 9, 12)
 """Compute capabilities on which vLLM tries FlashAttention first."""

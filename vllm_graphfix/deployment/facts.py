@@ -13,7 +13,7 @@ from vllm_graphfix.deployment.runner import Runner
 from vllm_graphfix.deployment.speculation import Speculation
 
 if TYPE_CHECKING:
-    from vllm_graphfix.source import Source
+    from vllm_graphfix.source.files import Source
 
 _SEPARATE = (
     "--headless",

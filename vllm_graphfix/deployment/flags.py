@@ -10,7 +10,7 @@ from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.line import json_or, parse
 
 if TYPE_CHECKING:
-    from vllm_graphfix.source import Source
+    from vllm_graphfix.source.files import Source
 
 CONFIG_FILE = "what the file of --config sets (write its flags on the line)"
 

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_graphfix.settings import shown
+from vllm_graphfix.settings.environment import shown
 
 _LONGEST_LINE = 16 * 1024
 """Characters; nobody types that many, and what follows takes more than linear time."""

@@ -1,4 +1,4 @@
-"""One module a fix: every module of this folder has a `FIX`."""
+"""One module a fix: every module of this folder has a `FIX`, but for those whose names begin with ``_``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from vllm_graphfix.fix import Fix, Mode
 
 FIXES: tuple[Fix, ...] = tuple(
     sorted(
-        (import_module(f"{__name__}.{module.name}").FIX for module in iter_modules(__path__)),
+        (
+            import_module(f"{__name__}.{module.name}").FIX
+            for module in iter_modules(__path__)
+            if not module.name.startswith("_")
+        ),
         key=lambda fix: fix.number,
     )
 )

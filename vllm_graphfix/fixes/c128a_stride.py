@@ -9,9 +9,9 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, Stoc
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment, Fact
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
+    from vllm_graphfix.verify.trial import Trial
 
 _BACKEND = "vllm/models/deepseek_v4/sparse_mla.py"
 _UTILS = "vllm/v1/attention/backends/utils.py"
@@ -209,7 +209,7 @@ FIX = Fix(
 
 def trial() -> Trial:
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
+    from vllm_graphfix.verify.trial import Edit, Served, Trial
 
     width = r"max_compressed_tokens=active_topk_width"
     rows = r"global_decode_buffer\.view\(-1\)\[\n +: num_decode_tokens \* max_compressed_tokens\n +\]\.view\(num_decode_tokens, max_compressed_tokens\)"

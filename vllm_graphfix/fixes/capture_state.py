@@ -7,7 +7,8 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.capturing import (
+from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Together, Verdict
+from vllm_graphfix.fixes._capture_passes import (
     BUILDS_STATES,
     MANAGER,
     FactoryPerPass,
@@ -19,12 +20,11 @@ from vllm_graphfix.capturing import (
     hands_both_passes_one_state,
     prepares_each_state,
 )
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Together, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.verify.trial import Trial
 
 _FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
 _OPERATORS = "vllm/v1/attention/ops/flashmla.py"
@@ -308,8 +308,8 @@ FIX = Fix(
 
 def trial() -> Trial:
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial, Watched
     from vllm_graphfix.verify.engine.cases import MLA
+    from vllm_graphfix.verify.trial import Edit, Served, Trial, Watched
 
     affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
     v2, hopper, ampere = "VLLM_USE_V2_MODEL_RUNNER=1 ", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"

@@ -10,9 +10,9 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, Stoc
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment, Fact
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
+    from vllm_graphfix.verify.trial import Trial
 
 _COMPRESSOR = "vllm/models/deepseek_v4/compressor.py"
 _COMPRESSOR_BEFORE = "vllm/model_executor/layers/deepseek_compressor.py"
@@ -263,7 +263,7 @@ FIX = Fix(
 
 def trial() -> Trial:
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
+    from vllm_graphfix.verify.trial import Edit, Served, Trial
 
     by_mode = r"forward_context\.cudagraph_runtime_mode != CUDAGraphMode\.FULL"
     by_capture = "not torch.cuda.is_current_stream_capturing()"

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_graphfix.deployment import Answer, Deployment, Fact
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
+    from vllm_graphfix.verify.trial import Trial
 
 _BACKEND = "vllm/v1/attention/backends/flash_attn.py"
 _UTILS = "vllm/v1/attention/backends/utils.py"
@@ -211,7 +211,7 @@ FIX = Fix(
 
 def trial() -> Trial:
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial, Watched
+    from vllm_graphfix.verify.trial import Edit, Served, Trial, Watched
 
     new = r"^( +)dcp_context_kv_lens = get_dcp_local_seq_lens\(\n((?:.+\n)+?)\1\)\n"
     size = r"^( +)self\.max_cudagraph_size = .*\n"

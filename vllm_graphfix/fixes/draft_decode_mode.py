@@ -13,10 +13,10 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunct
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
     from vllm_graphfix.verify.engine.sign import Observed, Sign
+    from vllm_graphfix.verify.trial import Trial
 
 _SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
 _FIRST_MANAGER = f"{_SPEC_DECODE}/eagle_cudagraph.py"
@@ -464,8 +464,8 @@ def trial() -> Trial:
     from dataclasses import replace
 
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
     from vllm_graphfix.verify.engine.cases import LLAMA_EAGLE
+    from vllm_graphfix.verify.trial import Edit, Served, Trial
 
     mode = r"^ {8}if cudagraph_mode\.decode_mode\(\) == CUDAGraphMode\.FULL:\n.*\n {8}else:\n.*\n"
     zeros = r"^ {8}for i in range\(num_reqs, max_num_reqs, BLOCK_SIZE\):\n(?:.*\n){2}.*last_token_indices_ptr \+ block, 0.*\n"

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_graphfix.deployment import Answer, Deployment, Fact
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
+    from vllm_graphfix.verify.trial import Trial
 
 _FOLDER = "vllm/v1/worker/gpu/spec_decode"
 _PACKAGE = "vllm.v1.worker.gpu.spec_decode"
@@ -366,8 +366,8 @@ FIX = Fix(
 
 def trial() -> Trial:
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial, Watched
     from vllm_graphfix.verify.engine.cases import MLA_MTP_SAMPLED
+    from vllm_graphfix.verify.trial import Edit, Served, Trial, Watched
 
     left_out = (
         _GUMBEL,

@@ -11,9 +11,9 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunct
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
+    from vllm_graphfix.verify.trial import Trial
 
 _BACKEND = "vllm/v1/attention/backends/flash_attn.py"
 _KERNELS = "vllm/v1/attention/backends/fa_utils.py"
@@ -243,8 +243,8 @@ def trial() -> Trial:
     from dataclasses import replace
 
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial, Watched
     from vllm_graphfix.verify.engine.cases import LLAMA_FULL_FLASH_V1, LLAMA_FULL_FLASH_V2
+    from vllm_graphfix.verify.trial import Edit, Served, Trial, Watched
 
     graphs = r"^( +)max_num_splits = self\.max_num_splits\n"
     support = r"_cudagraph_support = \(\n +AttentionCGSupport\.ALWAYS\n(?: +.+\n)+? +\)\n"

@@ -10,10 +10,10 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunct
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
     from vllm_graphfix.verify.engine.sign import Observed, Sign
+    from vllm_graphfix.verify.trial import Trial
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _BACKEND = "vllm/v1/attention/backends/mla/flashmla.py"
@@ -239,8 +239,8 @@ def trial() -> Trial:
     from dataclasses import replace
 
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
     from vllm_graphfix.verify.engine.cases import MLA_FP8_PADDED
+    from vllm_graphfix.verify.trial import Edit, Served, Trial
 
     filled = r"(num_reqs:num_reqs_padded\]\.fill_)"
     affects, does_not = Concern.CONCERNS, Concern.DOES_NOT

@@ -10,10 +10,10 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunct
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
     from vllm_graphfix.verify.engine.sign import Observed, Sign
+    from vllm_graphfix.verify.trial import Trial
 
 _WORKER = "vllm/v1/worker/gpu_worker.py"
 _WORKER_MODULE = "vllm.v1.worker.gpu_worker"
@@ -400,8 +400,8 @@ def trial() -> Trial:
     from dataclasses import replace
 
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
     from vllm_graphfix.verify.engine.cases import MAMBA2_IDLE
+    from vllm_graphfix.verify.trial import Edit, Served, Trial
 
     unknown, affected = Verdict.UNRECOGNISED, Verdict.AFFECTED
     slots = r"self\._get_slot_mapping\(num_input_tokens\)"

@@ -10,10 +10,10 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunct
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
     from vllm_graphfix.verify.engine.sign import Observed, Sign
+    from vllm_graphfix.verify.trial import Trial
 
 _INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
 _UTILS = "vllm/v1/attention/backends/utils.py"
@@ -300,8 +300,8 @@ def trial() -> Trial:
     from dataclasses import replace
 
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
     from vllm_graphfix.verify.engine.cases import SPARSE_MTP
+    from vllm_graphfix.verify.trial import Edit, Served, Trial
 
     in_the_kernel = r"tl\.maximum\((seq_len - max_decode_len \+ local_idx \+ 1), 0\)"
     in_the_buffer = r"(self\.offsets_buffer\[:max_decode_len\]\n {16}\))$"

@@ -9,9 +9,9 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, Stoc
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment, Fact
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
+    from vllm_graphfix.verify.trial import Trial
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _BUILDER = "vllm/v1/attention/backends/mamba_attn.py"
@@ -229,7 +229,7 @@ FIX = Fix(
 
 def trial() -> Trial:
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial, Watched
+    from vllm_graphfix.verify.trial import Edit, Served, Trial, Watched
 
     replaced = r"^        new_metadata\.state_indices_tensor = state_indices_t$"
     copied = "        self.{0}[:num_reqs].copy_(metadata.{0}[:num_reqs])\n"

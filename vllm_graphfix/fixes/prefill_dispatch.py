@@ -10,9 +10,9 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunct
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
+    from vllm_graphfix.verify.trial import Trial
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
@@ -405,8 +405,8 @@ def trial() -> Trial:
     from dataclasses import replace
 
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial, Watched
     from vllm_graphfix.verify.engine.cases import LFM2_ONE_TOKEN, MAMBA2_ONE_TOKEN
+    from vllm_graphfix.verify.trial import Edit, Served, Trial, Watched
 
     # The predicate is told whether every row is past its prompt, as in PR 53059.
     told = r"^( *)force_uniform_decode: bool \| None = None,\n( *)\) -> bool:"

@@ -10,9 +10,9 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunct
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
+    from vllm_graphfix.verify.trial import Trial
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
@@ -253,8 +253,8 @@ FIX = Fix(
 
 def trial() -> Trial:
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
     from vllm_graphfix.verify.engine.cases import LLAMA_EAGLE_SCORED
+    from vllm_graphfix.verify.trial import Edit, Served, Trial
 
     unpacked = r"^( {8})(self\.input_batch\.prev_sampled_token_ids = None\n)(?=\n {8}def propose_draft_token_ids)"
     # The log-probabilities are computed in `sample_tokens`, and handed to the bookkeeping.

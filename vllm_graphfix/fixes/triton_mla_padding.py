@@ -9,10 +9,10 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, Stoc
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
     from vllm_graphfix.verify.engine.sign import Observed, Sign
+    from vllm_graphfix.verify.trial import Trial
 
 _BACKEND = "vllm/v1/attention/backends/mla/triton_mla.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.mla.triton_mla"
@@ -249,8 +249,8 @@ def trial() -> Trial:
     from dataclasses import replace
 
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
     from vllm_graphfix.verify.engine.cases import MLA_TRITON
+    from vllm_graphfix.verify.trial import Edit, Served, Trial
 
     divides, returned = r"^( *)result = acc / e_sum\n", r"^( *)return o, lse\n"
     full = (

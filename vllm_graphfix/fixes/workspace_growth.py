@@ -12,10 +12,10 @@ from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, Stoc
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
-    from vllm_graphfix.trial import Trial
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
     from vllm_graphfix.verify.engine.sign import Observed, Sign
+    from vllm_graphfix.verify.trial import Trial
 
 _WORKSPACE = "vllm/v1/worker/workspace.py"
 _RUNNER = "vllm/v1/worker/gpu/model_runner.py"
@@ -332,8 +332,8 @@ def trial() -> Trial:
     from dataclasses import replace
 
     from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.trial import Edit, Served, Trial
     from vllm_graphfix.verify.engine.cases import MIXTRAL
+    from vllm_graphfix.verify.trial import Edit, Served, Trial
 
     cleared = r"^( *)(self\._current_workspaces\[ubatch_id\] = None\n)"
     lock = r" {8}if not profile_only:\n(?: +#.*\n)* +lock_workspace\(\)\n"

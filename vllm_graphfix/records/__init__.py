@@ -6,14 +6,14 @@ A folder may be hostile, full, gone or hanging. Writing raises `OSError`, readin
 
 from __future__ import annotations
 
-from vllm_graphfix.records.alive import Liveness, all_liveness, liveness, visible
-from vllm_graphfix.records.checked import RecordError
 from vllm_graphfix.records.folder import base_folder, own_folder, shown_path
-from vllm_graphfix.records.processes import Identity, identity
+from vllm_graphfix.records.liveness import Liveness, all_liveness, liveness, visible
+from vllm_graphfix.records.process_identity import Identity, identity
 from vllm_graphfix.records.pruning import PRUNED_AFTER, prune
 from vllm_graphfix.records.reading import FILES, Found, Reading, read
 from vllm_graphfix.records.record import LARGEST, Agreement, Decided, FixReport, Rank, Record, Wrong
 from vllm_graphfix.records.reporter import Reporter
+from vllm_graphfix.records.validation import RecordError
 from vllm_graphfix.records.writing import remove, touch, write
 
 __all__ = [

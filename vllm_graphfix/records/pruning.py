@@ -9,9 +9,9 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from vllm_graphfix.records.alive import Liveness, all_liveness
 from vllm_graphfix.records.folder import ENTRIES, opened
-from vllm_graphfix.records.processes import identity
+from vllm_graphfix.records.liveness import Liveness, all_liveness
+from vllm_graphfix.records.process_identity import identity
 from vllm_graphfix.records.reading import read
 
 PRUNED_AFTER = 3600.0

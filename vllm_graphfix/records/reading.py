@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_graphfix.records.checked import RecordError
 from vllm_graphfix.records.folder import ENTRIES, OPEN_FOLDER, check_owner, own_folder, shown_path, why
 from vllm_graphfix.records.record import LARGEST, Record
-from vllm_graphfix.settings import printable
+from vllm_graphfix.records.validation import RecordError
+from vllm_graphfix.settings.environment import printable
 
 FILES = 4096
 """Records that are read at once."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, overload
 
 from vllm_graphfix.fix import Mode, State
-from vllm_graphfix.records.checked import LONGEST_TEXT, Checked, RecordError
-from vllm_graphfix.records.processes import reduced
-from vllm_graphfix.settings import Master, is_brief, printable
+from vllm_graphfix.records.process_identity import reduced
+from vllm_graphfix.records.validation import LONGEST_TEXT, Checked, RecordError
+from vllm_graphfix.settings.environment import Master, is_brief, printable
 
 SCHEMA = 1
 ROLES = ("front-end", "api-server", "engine-core", "worker")

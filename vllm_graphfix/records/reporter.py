@@ -14,7 +14,7 @@ from vllm_graphfix.records.folder import own_folder, shown_path
 from vllm_graphfix.records.pruning import prune
 from vllm_graphfix.records.record import Record
 from vllm_graphfix.records.writing import remove, touch, write
-from vllm_graphfix.settings import STATUS_DIR
+from vllm_graphfix.settings.environment import STATUS_DIR
 
 HEARTBEAT = 10.0
 _SLOW = 10.0

@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from vllm_graphfix.log import logger
+from vllm_graphfix.settings.shadow_rate import NEVER, Action, Rate
 from vllm_graphfix.shadow import process, ranks, stages
 from vllm_graphfix.shadow.comparison import threshold
 from vllm_graphfix.shadow.failures import FailedElsewhereError, UnfitStep, UnsafeError, is_lost, told, tried
 from vllm_graphfix.shadow.memory import Memory
-from vllm_graphfix.shadow.rate import NEVER, Action, Rate
 from vllm_graphfix.shadow.runs import (
     CheckedStep,
     FirstRun,

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm_graphfix.source import Source
-    from vllm_graphfix.syntax import Function
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
 
 _FOLDER = "vllm/v1/worker/gpu/spec_decode"
 _MANAGER = "vllm/v1/worker/gpu/cudagraph_utils.py"

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import State
 from vllm_graphfix.log import logger
-from vllm_graphfix.shadow.rate import Action, Rate
+from vllm_graphfix.settings.shadow_rate import Action, Rate
 
 if TYPE_CHECKING:
-    from vllm_graphfix.process import FixState
+    from vllm_graphfix.patching.manager import FixState
     from vllm_graphfix.shadow.check import Shadow
 
 NAME = "shadow"

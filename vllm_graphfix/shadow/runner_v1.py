@@ -21,7 +21,7 @@ from vllm_graphfix.shadow.runs import Step
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm_graphfix.source import Source
+    from vllm_graphfix.source.files import Source
 
 GRAPHS = "vllm/compilation/cuda_graph.py"
 GRAPHS_MODULE = "vllm.compilation.cuda_graph"

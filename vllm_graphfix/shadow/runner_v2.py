@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.capturing import forward_functions
 from vllm_graphfix.fix import Diagnosis, Fallback, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._capture_passes import forward_functions
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.failures import UnsafeError
@@ -24,7 +24,7 @@ from vllm_graphfix.shadow.runs import Step
 if TYPE_CHECKING:
     from types import FrameType
 
-    from vllm_graphfix.source import Source
+    from vllm_graphfix.source.files import Source
 
 GRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
 GRAPHS_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"

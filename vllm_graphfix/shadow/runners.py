@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.fix import Diagnosis, Fallback, Patch, Together
-from vllm_graphfix.settings import SHADOW
+from vllm_graphfix.settings.environment import SHADOW
 from vllm_graphfix.shadow import drafter_v2, runner_v1, runner_v2
 from vllm_graphfix.shadow.process import DRAFTER
 
 if TYPE_CHECKING:
-    from vllm_graphfix.source import Source
+    from vllm_graphfix.source.files import Source
 
 
 class Graphs(NamedTuple):

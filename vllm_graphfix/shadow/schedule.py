@@ -6,7 +6,7 @@ import math
 from collections import deque
 from time import perf_counter
 
-from vllm_graphfix.shadow.rate import NEVER, Rate
+from vllm_graphfix.settings.shadow_rate import NEVER, Rate
 
 _FIRST_COST = 5
 """Steps that a check is taken to cost before one was measured: a replay, an eager run, and the copies."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix import __version__
+from vllm_graphfix._version import __version__
 from vllm_graphfix.fix import Diagnosis, Fix, State, Verdict
 from vllm_graphfix.verify.measurement import Measurement, Watch
 

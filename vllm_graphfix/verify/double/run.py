@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict, variable
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.settings import PREFIX
-from vllm_graphfix.source import Source
+from vllm_graphfix.settings.environment import PREFIX
+from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.measurement import Measurement, Watch
 from vllm_graphfix.verify.report import Proof, Report

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from vllm_graphfix.verify.measurement import Watch
 
 if TYPE_CHECKING:
-    from vllm_graphfix.trial import Scenario
+    from vllm_graphfix.verify.trial import Scenario
 
 
 def _results() -> TextIO:
@@ -107,10 +107,10 @@ def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Wa
     """
     from vllm_graphfix.fix import Mode, State
     from vllm_graphfix.fixes import BY_NAME
-    from vllm_graphfix.process import Process, Wanted
-    from vllm_graphfix.settings import Master
+    from vllm_graphfix.patching.manager import Process, Wanted
+    from vllm_graphfix.settings.environment import Master
+    from vllm_graphfix.settings.shadow_rate import Action, Rate
     from vllm_graphfix.shadow import process
-    from vllm_graphfix.shadow.rate import Action, Rate
     from vllm_graphfix.shadow.runners import RUNNERS
     from vllm_graphfix.shadow.verdict import Results
 

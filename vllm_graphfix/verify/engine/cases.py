@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_graphfix import settings
 from vllm_graphfix.fix import Fix, variable
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source import Source
+from vllm_graphfix.settings import environment as settings
+from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.models import VOCABULARY
 from vllm_graphfix.verify.engine.sign import Judge

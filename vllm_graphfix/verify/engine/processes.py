@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from vllm_graphfix.settings import STATUS_DIR
+from vllm_graphfix.settings.environment import STATUS_DIR
 from vllm_graphfix.verify.engine.job import Job, Said, from_json
 
 PACKAGE = Path(__file__).parents[3]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Fix, Verdict
-from vllm_graphfix.source import Source
+from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.comparison import Comparison, Kind, compare, noise_between
 from vllm_graphfix.verify.double import run as double

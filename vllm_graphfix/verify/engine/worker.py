@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
-from vllm_graphfix.settings import DECISION, PREFIX, STATUS_DIR
+from vllm_graphfix.settings.environment import DECISION, PREFIX, STATUS_DIR
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine.job import COMPILED, EAGER, Job, Said, to_json
 

@@ -1,0 +1,400 @@
+"""The command line: status, explain, verify, compare, fleet, report, doctor."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from vllm_graphfix._version import __version__
+from vllm_graphfix.fix import Fix
+from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.manifest import ManifestError
+from vllm_graphfix.settings.environment import printable
+from vllm_graphfix.source.files import SourceError, open_source
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    name="vllm-graphfix",
+    help="Corrects CUDA-graph defects of stock vLLM: what this vLLM needs, what is done about it, and proof that it works.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+EXIT_NOT_PROVEN = 1
+EXIT_NOT_PRINTED = 1
+EXIT_USAGE = 2
+EXIT_LEFT_UNDONE = 3
+EXIT_INTERRUPTED = 130
+
+PIPE_WIDTH = 140
+"""Columns where there is no terminal."""
+
+
+class DeviceName(str, Enum):
+    """Where `verify` runs."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+VllmOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--vllm",
+        metavar="PATH",
+        help="A vLLM wheel file, source tree or site-packages folder; default: the installed vLLM.",
+    ),
+]
+
+
+def _complete_fix(incomplete: str) -> list[tuple[str, str]]:
+    """For a shell's completion: names of fixes, with what each does."""
+    return [(fix.name, fix.summary) for fix in FIXES if fix.name.startswith(incomplete)]
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, a stable interface with a schema version.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vllm-graphfix {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def status(
+    vllm: VllmOption = None,
+    as_json: JsonOption = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Exit with code 3 if a fix is needed and would not be applied (those that are observed by default do not count), or if "
+            "a variable has a value that means nothing.",
+        ),
+    ] = False,
+    flags: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="FLAGS",
+            help="The arguments of your `vllm serve`, in quotes: which fixes concern them? Environment variables go in front, as NAME=value.",
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --for: the GPU that serves the model; default: this machine's."),
+    ] = None,
+) -> None:
+    """Which fixes this vLLM needs, and what would be done about each in this environment. vLLM is not imported."""
+    from vllm_graphfix.commands.status import status as judge
+    from vllm_graphfix.commands.status_table import show
+    from vllm_graphfix.deployment import FlagsError, read_deployment
+
+    if gpu is not None and flags is None:
+        _stop("--gpu only goes with --for: vllm-graphfix status --for 'MODEL …' --gpu NAME")
+    try:
+        source = open_source(vllm)
+        found = judge(source, deployment=None if flags is None else read_deployment(flags, source, gpu))
+    except (SourceError, ManifestError, FlagsError) as error:
+        _stop(str(error))
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        show(found, _console())
+    if check and found.left_undone:
+        raise typer.Exit(EXIT_LEFT_UNDONE)
+
+
+@app.command()
+def explain(
+    fix: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FIX]", help="Name of a fix; without it, all fixes are listed.", autocompletion=_complete_fix
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Symptom, cause, what the fix does and counts, how to tell whether you are affected, and the workaround without the plugin."""
+    from vllm_graphfix.commands import explain as explaining
+
+    chosen = None if fix is None else _named(fix)
+    if as_json:
+        found = explaining.all_as_json() if chosen is None else explaining.as_json(chosen)
+        typer.echo(json.dumps(found, indent=2))
+    elif chosen is None:
+        explaining.show_all(_console())
+    else:
+        explaining.show(chosen, _console())
+
+
+@app.command()
+def verify(
+    fixes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FIX]…", help="Names of fixes; default: all.", autocompletion=_complete_fix),
+    ] = None,
+    vllm: VllmOption = None,
+    device: Annotated[
+        DeviceName | None,
+        typer.Option(
+            help="gpu: real engines with tiny models on this machine's GPU. cpu: vLLM's classes on a CPU double of CUDA graphs. "
+            "Default: the GPU if there is one."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove the fixes on this machine: vLLM without and with CUDA graphs, stock and patched. Nothing is downloaded.
+
+    Exit code 0 if every proof holds, 1 if one does not, 3 if all that ran hold but some could not be run here.
+    """
+    from vllm_graphfix.verify import VerifyError
+    from vllm_graphfix.verify.report import as_json as report_json
+    from vllm_graphfix.verify.report import show
+    from vllm_graphfix.verify.run import run
+
+    chosen = list(dict.fromkeys(_named(name) for name in fixes or BY_NAME))
+    try:
+        report = run(open_source(vllm), chosen, device.value if device else None, _console(stderr=True))
+    except (SourceError, ManifestError, VerifyError, OSError) as error:  # a disk that is full, say
+        _stop(str(error))
+    except KeyboardInterrupt:
+        _stop("interrupted; all processes it had started have ended", code=EXIT_INTERRUPTED)
+    if as_json:
+        typer.echo(json.dumps(report_json(report), indent=2))
+    else:
+        show(report, _console())
+    if not report.holds:
+        raise typer.Exit(EXIT_NOT_PROVEN)
+    if not report.complete:
+        raise typer.Exit(EXIT_LEFT_UNDONE)
+
+
+# No short options here: `-tp`, `-O3` or `-cc.cudagraph_mode=FULL` are vLLM's, and a letter of ours among theirs would
+# be taken for it.
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]},
+)
+def compare(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="The model, as for `vllm serve`; put vLLM's flags after it.")
+    ],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="One prompt per line; in a .jsonl file: text, token ids, or objects with `prompt` or `prompt_token_ids`.",
+        ),
+    ] = None,
+    num_prompts: Annotated[
+        int, typer.Option(min=1, help="How many prompts to make up if --prompts is not given.")
+    ] = 16,
+    max_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens of the longest answer; the others are shorter, down to half of that.")
+    ] = 128,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for each engine, start-up included.")] = 3600.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Does this model give the same tokens with CUDA graphs as without? Runs it greedily with your flags, one engine after the other.
+
+    The environment decides whether the fixes are on; VLLM_GRAPHFIX=off shows stock.
+
+    Exit code 0 if no answer is corrupt, 1 for corruption, 2 if nothing could be compared, 3 if there is no verdict, as
+    without graphs.
+    """
+    from vllm_graphfix.commands.compare import CompareError
+    from vllm_graphfix.commands.compare.prompts import read_prompts
+    from vllm_graphfix.commands.compare.report import as_json as report_json
+    from vllm_graphfix.commands.compare.report import show
+    from vllm_graphfix.commands.compare.run import run
+
+    if model.startswith("-") and not Path(model).exists():  # vLLM's flag, which is unknown here
+        _stop(f"name the model first: vllm-graphfix compare MODEL {model} …")
+    try:
+        asked = read_prompts(prompts) if prompts is not None else ()
+        report = run(model, context.args, asked, num_prompts, max_tokens, timeout, _console(stderr=True))
+    except (CompareError, OSError) as error:
+        _stop(str(error))
+    except KeyboardInterrupt as interrupt:
+        _stop(f"interrupted; all processes it had started have ended {interrupt}".rstrip(), code=EXIT_INTERRUPTED)
+    if as_json:
+        typer.echo(json.dumps(report_json(report), indent=2))
+    else:
+        show(report, _console())
+    if report.corrupt:
+        raise typer.Exit(EXIT_NOT_PROVEN)
+    if report.inconclusive is not None:
+        raise typer.Exit(EXIT_LEFT_UNDONE)
+
+
+@app.command()
+def fleet(
+    seconds: Annotated[
+        float | None, typer.Argument(metavar="[SECONDS]", help="With --watch: seconds between refreshes; default: 2.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir",
+            metavar="PATH",
+            help="Folder of the status records; default: VLLM_GRAPHFIX_STATUS_DIR, or else /tmp.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What the processes of the running engines report, and whether all ranks agree.
+
+    Exit code 0 if all running engines are in order, 1 if something is wrong, 3 if no engine runs, 4 if one is still
+    starting.
+    """
+    from vllm_graphfix.commands import fleet as fleets
+
+    if seconds is not None and not watch:
+        _stop("SECONDS only goes with --watch: vllm-graphfix fleet --watch SECONDS")
+    if watch and as_json:
+        _stop("--watch and --json do not go together: call `vllm-graphfix fleet --json` as often as you need it")
+    try:
+        if watch:
+            fleets.watch(folder, 2.0 if seconds is None else seconds, _console())
+            return
+        found = fleets.look(folder)
+    except fleets.FleetError as error:
+        _stop(str(error))
+    except KeyboardInterrupt:
+        _stop("interrupted", code=EXIT_INTERRUPTED)
+    if as_json:
+        typer.echo(json.dumps(fleets.as_json(found), indent=2))
+    else:
+        _console().print(fleets.shown(found))
+    if found.exit_code:
+        raise typer.Exit(found.exit_code)
+
+
+@app.command()
+def report(
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir",
+            metavar="PATH",
+            help="Folder of the status records; default: VLLM_GRAPHFIX_STATUS_DIR, or else /tmp.",
+        ),
+    ] = None,
+) -> None:
+    """A bug report for vLLM, in Markdown, on each CUDA graph that the shadow check found wrong (VLLM_GRAPHFIX_SHADOW).
+
+    Exit code 0 if there is something to report, 3 if not.
+    """
+    from vllm_graphfix.commands import fleet as fleets
+    from vllm_graphfix.commands.shadow_report import markdown
+
+    try:
+        found = markdown(fleets.look(folder))
+    except fleets.FleetError as error:
+        _stop(str(error))
+    except KeyboardInterrupt:
+        _stop("interrupted", code=EXIT_INTERRUPTED)
+    if found is None:
+        typer.echo("vllm-graphfix: no status record mentions a graph that the shadow check found wrong", err=True)
+        raise typer.Exit(EXIT_LEFT_UNDONE)
+    typer.echo(found, nl=False)
+
+
+@app.command()
+def doctor(vllm: VllmOption = None, as_json: JsonOption = False) -> None:
+    """Everything a bug report needs, ready to paste: versions, GPU, platform, settings, status, fleet, errors. Secrets are masked.
+
+    Also says what could not be found out. Exit code 0.
+    """
+    from vllm_graphfix.commands import doctor as doctors
+
+    try:
+        found = doctors.examine(vllm)
+    except KeyboardInterrupt:
+        _stop("interrupted", code=EXIT_INTERRUPTED)
+    typer.echo(json.dumps(found.as_json(), indent=2) if as_json else doctors.markdown(found), nl=as_json)
+
+
+def main() -> None:
+    if not os.environ.get("COLUMNS", "80").strip("0"):  # Rich would print nothing in a width of 0
+        del os.environ["COLUMNS"]
+    if sys.stdout is None:
+        _end_unprinted("standard output is closed")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # for a terminal that knows ASCII only, or a path that is no text
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:  # not of writing to a stream
+            raise
+        _end_unprinted(None if isinstance(error, BrokenPipeError) else str(error.strerror))
+
+
+def _named(name: str) -> Fix:
+    found = BY_NAME.get(name.lower().replace("_", "-"))
+    if found is None:
+        from difflib import get_close_matches
+
+        close = get_close_matches(name.lower(), BY_NAME, n=1)
+        _stop(
+            f"there is no fix named {name!r}"
+            + (f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(BY_NAME)}")
+        )
+    return found
+
+
+def _stop(message: str, code: int = EXIT_USAGE) -> NoReturn:
+    typer.echo(f"vllm-graphfix: {printable(message)}", err=True)
+    raise typer.Exit(code)
+
+
+def _end_unprinted(why: str | None) -> NoReturn:
+    """Ends with *why* on standard error, if that is there; None: a reader that has gone wants to know nothing."""
+    if why is not None:
+        with suppress(OSError):
+            typer.echo(f"vllm-graphfix: cannot write the output: {why}", err=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:  # Python would try again when it ends, and say so in a traceback of its own
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(EXIT_NOT_PRINTED)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    # Rich honours NO_COLOR and terminals; a pipe has no width, and wrapping at 80 would cut tables for people with `|
+    # less`.
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream and stream.isatty() else PIPE_WIDTH, soft_wrap=False)

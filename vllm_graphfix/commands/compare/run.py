@@ -1,0 +1,157 @@
+"""Runs the user's model eager and with graphs, each in a process of its own, one after the other, and compares the answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_graphfix.commands.compare import CompareError
+from vllm_graphfix.commands.compare.arbitration import Findings, arbitrated, by_eager_alone
+from vllm_graphfix.commands.compare.prompts import Prompt
+from vllm_graphfix.commands.compare.report import Report
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.settings import decision as rollout
+from vllm_graphfix.settings import environment as settings
+from vllm_graphfix.verify.comparison import Comparison, Kind, compare, noise_between
+from vllm_graphfix.verify.engine.bars import EngineBars
+from vllm_graphfix.verify.engine.job import COMPILED, EAGER, GRAPHS, Job, Said
+from vllm_graphfix.verify.engine.processes import Ended, Engines
+from vllm_graphfix.verify.engine.worker import FlagError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_LEAST = 0.5
+"""The shortest answer, as a part of the longest: a batch that shrinks passes through sizes between those captured."""
+
+
+def run(
+    model: str,
+    flags: Sequence[str],
+    prompts: Sequence[Prompt],
+    generated: int,
+    max_tokens: int,
+    timeout: float,
+    console: Console,
+) -> Report:
+    """Asks *prompts*, or *generated* ones if there are none, for up to *max_tokens* tokens each.
+
+    *flags* are vLLM's. *timeout*, in seconds, is for one engine. Raises CompareError if the engine does not run without
+    graphs.
+    """
+    _refuse(flags)
+    _refuse_settings(os.environ)
+    if importlib.util.find_spec("vllm") is None:
+        raise CompareError(f"this Python ({sys.executable}) has no vLLM; use the Python that runs vLLM")
+    count = len(prompts) or generated
+    lengths = tuple(max(2, round(max_tokens * (1 - (1 - _LEAST) * number / count))) for number in range(count))
+    named = f"./{model}" if model.startswith("-") else model  # else it would be read as a flag
+    jobs = [
+        Job(
+            name=mode,
+            mode=mode,
+            flags=("--model", named, *flags),
+            folder=str(Path.cwd()),
+            prompts=tuple(prompts),
+            generated=generated,
+            max_tokens=lengths,
+            again=int(mode == EAGER),
+        )
+        for mode in (EAGER, GRAPHS, COMPILED)
+    ]
+    folder = Path(tempfile.mkdtemp(prefix="graphfix-compare-"))
+    keep = True  # where somebody has to look into the logs
+    try:
+        report = _compare(model, flags, jobs, folder, timeout, console)
+        keep = report.logs is not None
+    except CompareError as error:
+        keep = error.log is not None
+        raise
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(f"(logs: {folder})") from interrupt
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    return report
+
+
+def _refuse(flags: Sequence[str]) -> None:
+    names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
+    if "--enforce-eager" in names:
+        raise CompareError("with --enforce-eager there are no graphs to compare; leave that flag out")
+    if "--model" in names:
+        raise CompareError("name the model once, before the flags, as vllm-graphfix compare MODEL …; leave out --model")
+
+
+def _refuse_settings(environment: Mapping[str, str]) -> None:
+    """Where a variable of ours means nothing, fixes are off that were perhaps to be compared."""
+    decision = rollout.decide(settings.read(environment, BY_NAME), "")
+    if decision.misconfigured:
+        named = ", ".join(f"{name}={value}" for name, value in decision.misconfigured.items())
+        raise CompareError(f"{named} means nothing, so what is to be compared is not known; correct or unset it")
+
+
+def _compare(
+    model: str, flags: Sequence[str], jobs: Sequence[Job], folder: Path, timeout: float, console: Console
+) -> Report:
+    bars = EngineBars(console, jobs)
+    engines = Engines(folder, timeout, bars.doing, bars.done)
+    with bars.shown():
+        eager, graphs, compiled = jobs
+        reference = engines.run([eager], 1)[eager.name]
+        if reference.said is None:
+            raise _cannot_be_put(reference)
+        noise = noise_between(*reference.said.passes)
+        if not math.isfinite(noise):
+            raise CompareError(
+                "without graphs some log-probabilities are not finite, so there is nothing to compare with"
+            )
+        found = engines.run([graphs], 1)[graphs.name]
+        if found.said is None:
+            error = f"{found.error} (log: {found.log})"
+            return Report(model, tuple(flags), reference.said, None, None, error, logs=str(folder))
+        comparison = compare(reference.said.passes[0], found.said.passes[0], noise)
+        arbiter = None
+        if len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
+            arbiter = engines.run([compiled], 1)[compiled.name]
+    failed = arbiter is not None and arbiter.said is None
+    return Report(
+        model,
+        tuple(flags),
+        reference.said,
+        found.said,
+        _findings(comparison, found.said, arbiter),
+        note=_told(arbiter),
+        logs=str(folder) if failed else None,
+    )
+
+
+def _cannot_be_put(reference: Ended) -> CompareError:
+    refused, _, message = (reference.error or "").partition(": ")
+    if refused == FlagError.__name__:
+        return CompareError(f"vLLM rejects these flags: {message}")
+    return CompareError(f"the engine does not run even without graphs: {reference.error}", reference.log)
+
+
+def _findings(comparison: Comparison, graphs: Said, arbiter: Ended | None) -> Findings:
+    if arbiter is None or arbiter.said is None:
+        return by_eager_alone(comparison)
+    return arbitrated(comparison, graphs.passes[0], arbiter.said.passes[0])
+
+
+def _told(arbiter: Ended | None) -> str | None:
+    if arbiter is None:
+        return None
+    if arbiter.said is None:
+        return (
+            f"the compiled engine without graphs did not run, so answers were compared with eager alone: {arbiter.error} "
+            f"(log: {arbiter.log})"
+        )
+    return "answers that differ from eager's were also compared with the compiled engine without graphs"

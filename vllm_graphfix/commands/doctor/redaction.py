@@ -1,0 +1,122 @@
+"""What may be shown: variables by an allow list and the form of their values, and texts without what is nobody's business."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.settings import environment as settings
+from vllm_graphfix.settings.environment import printable
+
+_LONGEST = 300
+"""Characters of a text."""
+
+
+class _Variable(NamedTuple):
+    name: str
+    why: str
+    """What it has to do with a defect of CUDA graphs."""
+    form: str
+    """Of a value that can be shown; anything else is `set` and no more."""
+
+
+_FLAG = r"0|1|true|false|True|False"
+_NUMBER = r"[0-9]{1,6}"
+_WORD = "|".join
+VARIABLES = (
+    _Variable("VLLM_USE_V2_MODEL_RUNNER", "which model runner captures and replays", _FLAG),
+    _Variable("VLLM_ATTENTION_BACKEND", "the attention backend, in older releases", r"[A-Z][A-Z_0-9]{2,24}"),
+    _Variable("VLLM_MLA_DISABLE", "latent attention, and FlashMLA with it", _FLAG),
+    _Variable("VLLM_FLASH_ATTN_VERSION", "which FlashAttention plans for graphs", _NUMBER),
+    _Variable("VLLM_USE_BREAKABLE_CUDAGRAPH", "how graphs are captured", _FLAG),
+    _Variable("VLLM_USE_AOT_COMPILE", "what is compiled before graphs are captured", _FLAG),
+    _Variable("VLLM_DISABLE_COMPILE_CACHE", "whether compiled code comes from an earlier start", _FLAG),
+    _Variable("TORCH_COMPILE_DISABLE", "piecewise graphs need torch.compile", _FLAG),
+    _Variable("VLLM_ALL2ALL_BACKEND", "experts, and whether graphs are possible with them", r"[a-z][a-z_0-9]{2,30}"),
+    _Variable("VLLM_WORKER_MULTIPROC_METHOD", "whether workers load plugins anew", _WORD(("fork", "spawn"))),
+    _Variable("VLLM_ENABLE_V1_MULTIPROCESSING", "whether the engine has a process of its own", _FLAG),
+    _Variable("VLLM_DP_SIZE", "data-parallel ranks", _NUMBER),
+    _Variable("VLLM_DP_RANK", "data-parallel ranks", _NUMBER),
+    _Variable("VLLM_LOGGING_LEVEL", "whether the plugin's lines are in the log", r"DEBUG|INFO|WARNING|ERROR|CRITICAL"),
+    _Variable("VLLM_CONFIGURE_LOGGING", "whether the plugin's lines are in the log", _FLAG),
+    _Variable("CUDA_VISIBLE_DEVICES", "which GPUs", r"[0-9]{1,3}(,[0-9]{1,3}){0,15}"),
+    _Variable("CUDA_LAUNCH_BLOCKING", "no capture works with it", _FLAG),
+    _Variable("CUDA_MODULE_LOADING", "kernels that load while capturing", "LAZY|EAGER"),
+    _Variable(
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "the memory that graphs are in",
+        r"(expandable_segments:(True|False)|max_split_size_mb:[0-9]{1,6})",
+    ),
+    _Variable("NCCL_CUMEM_ENABLE", "collectives in graphs", _FLAG),
+    _Variable("NCCL_GRAPH_MIXING_SUPPORT", "collectives in graphs", _FLAG),
+)
+"""Of vLLM, torch and CUDA. No other name is looked at, and no value that has another form is shown."""
+
+HIDDEN = "(hidden)"
+NOT_SHOWN = "(set, not shown)"
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|SESSION|PRIVATE|DSN|WEBHOOK", re.IGNORECASE)
+_SECRETS = re.compile(
+    r"""(?P<url>[a-z][a-z0-9+.-]{1,20}://)[^/\s@'"]{1,500}@  # user and password
+    |(?P<named>(?:api[_-]?key|token|secret|passw(?:or)?d|authorization)s?["']?\s{0,3}[=:]\s{0,3}["']?(?:bearer\s|basic\s)?
+      |--[\w-]{0,40}(?:key|token|secret|password)\s{1,3}|\b(?:bearer|basic)\s{1,3})[^\s"'&,;]{4,500}
+    |\b(?:hf_|sk[-_]|pk_|rk_|gh[pousr]_|glpat-|github_pat_|xox[a-z]-|nvapi-|gsk_)[A-Za-z0-9_-]{8,500}
+    |\b(?:AKIA|ASIA|AIza)[A-Za-z0-9_-]{12,60}
+    |\beyJ[A-Za-z0-9_-]{8,800}(?:\.[A-Za-z0-9_-]{1,800}){0,2}
+    |(?<![A-Za-z0-9+=])(?=(?:[A-Za-z+=]{0,60}[0-9]){3})[A-Za-z0-9+=]{28,800}""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""By their form. Long words with three digits are keys more often than anything that is missed in a report."""
+_HOMES = re.compile(r"(?<![\w.])/(?:home|Users|export/home|var/home)/[^/\s'\"`]+")
+
+
+class Mask:
+    """Takes what is nobody's business out of texts."""
+
+    def __init__(self, environment: Mapping[str, str], hosts: Iterable[str]) -> None:
+        known = {*settings.names(fix.name for fix in FIXES), "PWD", "OLDPWD", *(each.name for each in VARIABLES)}
+        ours = settings.ROLLOUT_KEY
+        named = (
+            value for name, value in environment.items() if name == ours or (name not in known and _secretive(name))
+        )
+        # Short ones are numbers and words that are in every text, and long ones in none: texts are cut.
+        values = {value for value in named if 6 <= len(value) <= 4 * _LONGEST}
+        self._values = sorted(values, key=lambda value: (-len(value), value))
+        self._home = (environment.get("HOME") or "").rstrip("/")
+        told = sorted(
+            {host for host in hosts if len(host) > 3 and host != "localhost"}, key=lambda host: (-len(host), host)
+        )
+        self._hosts = [
+            (re.compile(rf"(?<![\w.-]){re.escape(host)}(?![\w-])"), f"host-{number}")
+            for number, host in enumerate(told, 1)
+        ]
+
+    def text(self, text: str) -> str:
+        text = text[: 4 * _LONGEST]
+        for value in self._values:
+            text = text.replace(value, HIDDEN)
+        text = _SECRETS.sub(_without_secret, text)
+        if len(self._home) > 1:
+            text = re.sub(rf"{re.escape(self._home)}(?![\w.-])", "~", text)
+        text = _HOMES.sub("~", text)
+        for host, name in self._hosts:
+            text = host.sub(name, text)
+        text = printable(text)
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+    def everywhere(self, value: Any) -> Any:
+        """*value* with all texts in it masked, keys too."""
+        if isinstance(value, Mapping):
+            return {self.text(str(key)): self.everywhere(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.everywhere(inner) for inner in value]
+        return self.text(value) if isinstance(value, str) else value
+
+
+def _without_secret(found: re.Match[str]) -> str:
+    return f"{found['url']}{HIDDEN}@" if found["url"] else f"{found['named'] or ''}{HIDDEN}"
+
+
+def _secretive(name: str) -> bool:
+    return bool(_SECRET_NAME.search(name)) or name.upper().startswith(settings.PREFIX)

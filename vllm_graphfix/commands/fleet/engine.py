@@ -1,0 +1,205 @@
+"""The processes that left a record, and the engines that they make up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+from vllm_graphfix.commands.fleet.judging import BAD, judged
+from vllm_graphfix.commands.fleet.wording import ranks_named
+from vllm_graphfix.fix import State
+from vllm_graphfix.records import FixReport, Found, Liveness, Record
+
+YOUNG = 120.0
+"""Seconds in which a process of vLLM may not have come to its plugins: it imports torch first."""
+_MOST_MISSING = 1024
+"""Ranks of one world that are told to be missing: a file may claim a world of any size, and another user's too."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process that left a record."""
+
+    found: Found
+    liveness: Liveness
+    age: float
+    """Seconds since its record was last written or touched."""
+    visible: bool = False
+    """It would be seen from here if it did not exist."""
+
+    @property
+    def record(self) -> Record:
+        return self.found.record
+
+    @property
+    def live(self) -> bool:
+        return self.liveness is Liveness.ALIVE
+
+    @property
+    def hangs(self) -> bool:
+        """Its process exists and is not heard of."""
+        return self.liveness is Liveness.SILENT and self.visible
+
+    @property
+    def unchanged(self) -> float:
+        """Seconds since its record last changed."""
+        return self.age + max(self.found.heartbeat - self.record.written, 0.0)
+
+    @property
+    def world(self) -> str:
+        """Names the ranks that this one was compared with."""
+        record = self.record
+        if record.agreement is not None:
+            return record.agreement.group
+        return f"{record.rank.world_size}" if record.rank is not None else ""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The processes that serve one model together, on however many hosts."""
+
+    name: str
+    members: tuple[Member, ...]
+    live: bool = field(init=False)
+    wrong: tuple[str, ...] = field(init=False)
+    """What somebody has to see to."""
+    notes: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        wrong, notes = judged(self)
+        object.__setattr__(self, "live", any(member.live for member in self.members))
+        object.__setattr__(self, "wrong", tuple(dict.fromkeys(wrong)))
+        object.__setattr__(self, "notes", tuple(dict.fromkeys(notes)))
+
+    @property
+    def status(self) -> str:
+        if any(member.record.problem is not None for member in self.members):
+            return "stopped"
+        if not self.live:
+            hangs = any(member.hangs for member in self.members)
+            dead = any(member.liveness is Liveness.DEAD for member in self.members)
+            return "ended" if dead and not hangs else "silent"
+        if self.wrong:
+            return "not in order"
+        return "starting" if self.starting else "in order"
+
+    @property
+    def starting(self) -> tuple[Member, ...]:
+        """The processes that are not up yet; an engine core is when all of its workers are."""
+        live = [member for member in self.members if member.live]
+        cores = [member for member in live if member.record.role == "engine-core"]
+        if any(member.record.kept or member.record.role in ("engine-core", "worker") for member in self.members):
+            return tuple(member for member in cores or live if member.record.starting)
+        # Only who has configured the engine has reported: the others do when they have imported vLLM.
+        return tuple(member for member in live if member.age < YOUNG)
+
+    @property
+    def ranked(self) -> tuple[Member, ...]:
+        """The ranks; live ones only, if any is."""
+        ranked = [member for member in self.members if member.record.rank is not None]
+        return tuple([member for member in ranked if member.live] or ranked)
+
+    @property
+    def tellers(self) -> tuple[Member, ...]:
+        """The processes whose fixes count: the ranks, or before there are any, all."""
+        return self.ranked or tuple([member for member in self.members if member.live] or self.members)
+
+    @cached_property
+    def _several_worlds(self) -> bool:
+        return len({member.world for member in self.members if member.record.rank is not None}) > 1
+
+    def name_of(self, member: Member) -> str:
+        rank = member.record.rank
+        if rank is None:
+            return f"{member.record.role} {member.record.pid} on {member.record.host}"
+        return f"rank {rank.rank}" + (f" of DP {rank.data_parallel_rank}" if self._several_worlds else "")
+
+    def several(self, members: Iterable[Member]) -> str:
+        """The *members* by name, ranks as ``ranks 0-3``."""
+        names: list[str] = []
+        ranks: dict[str, list[int]] = {}
+        for member in members:
+            if member.record.rank is None:
+                names.append(self.name_of(member))
+            else:
+                ranks.setdefault(self.name_of(member).partition(" of ")[2], []).append(member.record.rank.rank)
+        return ", ".join(
+            [ranks_named(numbers) + (f" of {world}" if world else "") for world, numbers in ranks.items()] + names
+        )
+
+    def told(self, key: str) -> tuple[Any, ...]:
+        """The values of *key* in the records, live ones first; without None."""
+        members = sorted(self.members, key=lambda member: not member.live)
+        return tuple(dict.fromkeys(v for member in members if (v := getattr(member.record, key)) is not None))
+
+    @property
+    def misconfigured(self) -> dict[str, str]:
+        """Variables whose value means nothing, each with that value; of living processes, if there are any."""
+        tellers = [member for member in self.members if member.live] or self.members
+        return {name: value for member in tellers for name, value in member.record.misconfigured.items()}
+
+    def states(self, fix: str) -> dict[str, list[Member]]:
+        """State to the processes in it."""
+        found: dict[str, list[Member]] = {}
+        for member in self.tellers:
+            if fix in member.record.fixes:
+                found.setdefault(member.record.fixes[fix].state, []).append(member)
+        return found
+
+    def foremost(self, fix: str) -> FixReport:
+        """The report of the first process in the state that matters most."""
+        states = self.states(fix)
+        bad = sorted(states, key=lambda state: (state not in BAD, state == State.WAITING.value))
+        return states[bad[0]][0].record.fixes[fix]
+
+    def counts(self, fix: str) -> dict[str, int]:
+        """How often each event of *fix* happened, over the ranks."""
+        found: dict[str, int] = {}
+        for member in self.tellers:
+            for event, count in member.record.events.get(fix, {}).items():
+                found[event] = found.get(event, 0) + count
+        return found
+
+    @property
+    def fixes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for member in self.tellers for name in member.record.fixes))
+
+    @property
+    def expected(self) -> int:
+        """Ranks of the worlds that are known here."""
+        return sum(size for _, size in self._worlds().values())
+
+    @property
+    def agreeing(self) -> int | None:
+        """Of these; None as long as none was compared."""
+        compared = {m.world: m.record.agreement for m in self.ranked if m.record.agreement is not None}
+        return sum(agreement.agreeing for agreement in compared.values()) if compared else None
+
+    def missing(self) -> list[tuple[list[int], bool]]:
+        """Ranks without a record, of each world, and whether the ranks that have one agreed with them."""
+        found = []
+        for members, size in self._worlds().values():
+            there = {member.record.rank.rank for member in members if member.record.rank is not None}
+            compared = [member.record.agreement for member in members if member.record.agreement is not None]
+            absent = list(islice((rank for rank in range(size) if rank not in there), _MOST_MISSING))
+            if absent:
+                found.append((absent, any(agreement.agreeing == agreement.world_size for agreement in compared)))
+        return found
+
+    def _worlds(self) -> dict[tuple[str, int], tuple[list[Member], int]]:
+        """The ranks that were compared with each other, dead ones included, and how many there should be."""
+        ranked = [(member, member.record.rank) for member in self.members if member.record.rank is not None]
+        # Before the comparison, worlds of one size are told apart by their ranks of data parallelism, if they have to
+        # be.
+        uncompared = [rank.rank for member, rank in ranked if member.record.agreement is None]
+        split = len(set(uncompared)) < len(uncompared)
+        found: dict[tuple[str, int], tuple[list[Member], int]] = {}
+        for member, rank in ranked:
+            apart = split and member.record.agreement is None
+            key = (member.world, rank.data_parallel_rank if apart else 0)
+            members, size = found.get(key, ([], 0))
+            found[key] = ([*members, member], max(size, rank.world_size))
+        return found

@@ -1,0 +1,90 @@
+"""A fleet as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_graphfix._version import __version__
+from vllm_graphfix.commands.fleet.engine import Engine
+from vllm_graphfix.commands.fleet.survey import Fleet
+
+SCHEMA = 1
+
+
+def as_json(fleet: Fleet) -> dict[str, Any]:
+    """The stable interface; `SCHEMA` changes with it."""
+    return {
+        "schema": SCHEMA,
+        "graphfix": __version__,
+        "host": fleet.here.host,
+        "folder": str(fleet.folder),
+        "exit_code": fleet.exit_code,
+        "engines": [_engine_json(engine) for engine in fleet.engines],
+        "unrecorded": [
+            {
+                "pid": one.pid,
+                "user": one.user,
+                "command": one.command,
+                "age": round(one.age, 1),
+                "reason": one.reason,
+                "elsewhere": one.elsewhere,
+                "starting": one.starting,
+            }
+            for one in fleet.unrecorded
+        ],
+        "notes": list(fleet.notes),
+        "problems": list(fleet.problems),
+    }
+
+
+def _engine_json(engine: Engine) -> dict[str, Any]:
+    starting = engine.starting
+    decided = engine.tellers[0].record.decision
+    return {
+        "engine": engine.name,
+        "status": engine.status,
+        "live": engine.live,
+        "wrong": list(engine.wrong),
+        "notes": list(engine.notes),
+        "model": next(iter(engine.told("model")), None),
+        "vllm": list(engine.told("vllm")),
+        "graphfix": list(engine.told("graphfix")),
+        "canary": decided.canary,
+        "bucket": decided.bucket,
+        "percentage": decided.percentage,
+        "master": decided.master,
+        "misconfigured": engine.misconfigured,
+        "hosts": list(engine.told("host")),
+        "ranks": {
+            "expected": engine.expected,
+            "recorded": len(engine.ranked),
+            "agreeing": engine.agreeing,
+            "missing": [{"ranks": absent, "agreed": agreed} for absent, agreed in engine.missing()],
+        },
+        "processes": [
+            {
+                "engine": member.record.engine,
+                "role": member.record.role,
+                "rank": member.record.rank._asdict() if member.record.rank is not None else None,
+                "host": member.record.host,
+                "pid": member.record.pid,
+                "liveness": member.liveness.value,
+                "age": round(member.age, 1),
+                "starting": any(member is one for one in starting),
+                "problem": member.record.problem,
+            }
+            for member in engine.members
+        ],
+        "fixes": {
+            fix: {
+                "states": {
+                    state: [engine.name_of(member) for member in members]
+                    for state, members in engine.states(fix).items()
+                },
+                "mode": engine.foremost(fix).mode,
+                "reason": engine.foremost(fix).reason,
+                "events": engine.counts(fix),
+            }
+            for fix in engine.fixes
+        },
+    }

@@ -1,0 +1,115 @@
+"""All engines whose records are seen from here."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_graphfix.commands.fleet.engine import Engine, Member
+from vllm_graphfix.commands.fleet.unrecorded import Unrecorded, without_record
+from vllm_graphfix.records import Identity, all_liveness, base_folder, identity, read, shown_path, visible
+from vllm_graphfix.settings.environment import STATUS_DIR
+
+IN_ORDER, NOT_IN_ORDER, NOTHING, STARTING = 0, 1, 3, 4
+
+
+class FleetError(Exception):
+    """There is nothing to look at, and what to do about it."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """All that is seen from here."""
+
+    folder: Path
+    here: Identity
+    engines: tuple[Engine, ...]
+    unrecorded: tuple[Unrecorded, ...]
+    notes: tuple[str, ...]
+    problems: tuple[str, ...]
+    """Records that cannot be read."""
+
+    @property
+    def exit_code(self) -> int:
+        missed = [one for one in self.unrecorded if not one.elsewhere]
+        if any(engine.wrong for engine in self.engines) or not all(one.starting for one in missed):
+            return NOT_IN_ORDER
+        if missed or any(engine.status == "starting" for engine in self.engines):
+            return STARTING
+        return IN_ORDER if any(engine.live for engine in self.engines) else NOTHING
+
+
+def look(folder: Path | None = None) -> Fleet:
+    """The engines whose records are below *folder*, or where the environment says. Raises FleetError if there is no such folder."""
+    base = folder if folder is not None else base_folder(os.environ)
+    if re.fullmatch(r"vllm-graphfix-\d+", base.name) and _is_folder(base):
+        base = base.parent
+    if not _is_folder(base):
+        source = "--dir" if folder is not None else STATUS_DIR
+        place = shown_path(base)
+        raise FleetError(
+            f"{source}={place!r} is not a folder that this user can read; give the one that {STATUS_DIR} names for the engines"
+        )
+    if not os.access(base, os.R_OK | os.X_OK):
+        raise FleetError(f"{shown_path(base)!r} cannot be read by this user")
+    reading, now, here = read(base), time.time(), identity()
+    members = [
+        Member(found, state, max(now - found.heartbeat, 0.0), visible(found.record, here))
+        for found, state in zip(reading.found, all_liveness(reading.found, now, here), strict=True)
+    ]
+    unrecorded, notes = without_record(base, here, members, now)
+    return Fleet(base, here, _engines(_without_left_engines(members)), unrecorded, notes, reading.problems)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, a folder of somebody else
+        return False
+
+
+def _without_left_engines(members: Sequence[Member]) -> list[Member]:
+    """Less the front-ends that have gone on to another engine, as a program does that makes one after the other.
+
+    Their process lives and so does its record; an engine with a rank that lives is kept, since a program may have two
+    at once.
+    """
+    latest: dict[tuple[str, int, int], float] = {}
+    for member in members:
+        process = member.record.host, member.record.pid, member.record.start_ticks
+        latest[process] = max(latest.get(process, 0.0), member.record.written)
+    serving = {member.record.engine for member in members if member.live and member.record.rank is not None}
+    return [
+        member
+        for member in members
+        if member.record.role != "front-end"
+        or member.record.engine in serving
+        or member.record.problem is not None
+        or member.record.written >= latest[member.record.host, member.record.pid, member.record.start_ticks]
+    ]
+
+
+def _engines(members: Iterable[Member]) -> tuple[Engine, ...]:
+    members = list(members)
+    # Whose folder it is, too: other users may write what they like.
+    leaders = {(m.found.path.parent, m.record.engine): m.record.leader for m in members if m.record.leader is not None}
+    joined: dict[tuple[Path, str], list[Member]] = {}
+    for member in members:
+        place = member.found.path.parent
+        name = leaders.get((place, member.record.engine)) or member.record.engine
+        joined.setdefault((place, name), []).append(member)
+    engines = [Engine(name, tuple(sorted(found, key=_order))) for (_, name), found in joined.items()]
+    return tuple(sorted(engines, key=lambda engine: (not engine.live, engine.name)))
+
+
+_ROLES = {"front-end": 0, "api-server": 1, "engine-core": 2, "worker": 3}
+
+
+def _order(member: Member) -> tuple[int, int, int, str, int]:
+    record = member.record
+    rank = (record.rank.data_parallel_rank, record.rank.rank) if record.rank is not None else (-1, -1)
+    return (_ROLES[record.role], *rank, record.host, record.pid)

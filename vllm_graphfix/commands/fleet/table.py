@@ -1,0 +1,171 @@
+"""A fleet in tables and colours, once or again and again."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_graphfix.commands.fleet.engine import Engine
+from vllm_graphfix.commands.fleet.judging import BAD
+from vllm_graphfix.commands.fleet.survey import Fleet, FleetError, look
+from vllm_graphfix.commands.fleet.unrecorded import Unrecorded
+from vllm_graphfix.commands.fleet.wording import ago
+from vllm_graphfix.fix import State
+from vllm_graphfix.records import Liveness, shown_path
+from vllm_graphfix.settings.decision import BUCKETS
+from vllm_graphfix.settings.environment import STATUS_DIR
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_COUNTING = frozenset({State.ACTIVE.value, State.OBSERVING.value})
+_SHORTEST_LOOK, _LONGEST_LOOK = 0.1, 86400.0
+_SERVE = re.compile(r"^\S*python\S* (-m vllm\.entrypoints\.cli\.main|\S*/vllm) ")
+"""How the operator's `vllm serve` reads in a list of processes."""
+_STATUS_COLOURS = {
+    "in order": "green",
+    "starting": "cyan",
+    "not in order": "bold red",
+    "stopped": "bold red",
+    "ended": "dim",
+    "silent": "dim",
+}
+_STATE_COLOURS = {
+    State.ACTIVE.value: "bold green",
+    State.OBSERVING.value: "cyan",
+    State.OFF.value: "yellow",
+    State.NOT_IN_CANARY.value: "yellow",
+    State.NOT_NEEDED.value: "dim",
+    State.WAITING.value: "dim",
+    **dict.fromkeys(BAD, "bold red"),
+}
+_LIVENESS_COLOURS = {Liveness.ALIVE: "green", Liveness.DEAD: "red", Liveness.SILENT: "yellow"}
+
+
+def shown(fleet: Fleet) -> RenderableType:
+    from rich.console import Group
+    from rich.markup import escape
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for engine in fleet.engines:
+        parts += [*_engine_shown(engine), Text()]
+    if fleet.unrecorded:
+        parts.append(Text.from_markup("[bold]vLLM processes without a record[/]"))
+        reasons: dict[str, list[Unrecorded]] = {}
+        for one in fleet.unrecorded:
+            reasons.setdefault(one.reason, []).append(one)
+        for reason, processes in reasons.items():
+            mark = "[yellow]![/]" if all(one.elsewhere or one.starting for one in processes) else "[red]✗[/]"
+            table = Table("pid", "user", "started", box=None, pad_edge=False, expand=True)
+            table.add_column("command", ratio=1, no_wrap=True)  # the others keep their width
+            for one in processes:
+                table.add_row(str(one.pid), escape(one.user), ago(one.age), escape(_SERVE.sub("vllm ", one.command)))
+            parts += [Padding(Text.from_markup(f"{mark} {escape(reason)}"), (0, 0, 0, 2)), Padding(table, (0, 0, 0, 4))]
+        parts.append(Text())
+    if not fleet.engines and not fleet.unrecorded:
+        parts.append(
+            Text.from_markup(
+                f"No records in {escape(shown_path(fleet.folder))}, and no vLLM process on {escape(fleet.here.host)}. Engines on other machines show up "
+                f"if {STATUS_DIR} names the same folder on shared storage there and here."
+            )
+        )
+    parts += [Text.from_markup(f"[yellow]![/] {escape(note)}") for note in (*fleet.notes, *fleet.problems)]
+    return Group(*parts)
+
+
+def _engine_shown(engine: Engine) -> list[RenderableType]:
+    from rich.markup import escape
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    decided = engine.tellers[0].record.decision
+    model = escape(next(iter(engine.told("model")), "model not known yet"))
+    dim = "" if engine.live else "dim"
+    rollout = "in the rollout" if decided.canary else "[yellow]not in the rollout[/]"
+    if decided.bucket is not None and decided.percentage is not None:
+        rollout += f" of {decided.percentage:g} % (bucket {decided.bucket} of {BUCKETS:,})"
+    chosen = decided.percentage is not None or not decided.canary
+    facts = [
+        f"vLLM {escape(', '.join(engine.told('vllm')))}",
+        f"vllm-graphfix {escape(', '.join(engine.told('graphfix')))}",
+        *([f"VLLM_GRAPHFIX={escape(decided.master)}"] if decided.master != "on" else []),
+        *([rollout] if chosen else []),
+        f"on {escape(', '.join(engine.told('host')))}",
+    ]
+    head = f"[bold]{model}[/]  engine {engine.name}  [{_STATUS_COLOURS[engine.status]}]{engine.status}[/]"
+    parts: list[RenderableType] = [
+        Text.from_markup(head, style=dim),
+        Padding(Text.from_markup(", ".join(facts), style=dim), (0, 0, 0, 2)),
+    ]
+    if engine.live and engine.agreeing is not None and engine.expected > 1:
+        colour = "green" if engine.agreeing == engine.expected else "red"
+        agree = f"[{colour}]{engine.agreeing} of {engine.expected} ranks agree[/]"
+        parts.append(Padding(Text.from_markup(agree), (0, 0, 0, 2)))
+    parts += [Padding(Text.from_markup(f"[red]✗ {escape(what)}[/]"), (0, 0, 0, 2)) for what in engine.wrong]
+    parts += [Padding(Text.from_markup(f"[yellow]![/] {escape(what)}"), (0, 0, 0, 2)) for what in engine.notes]
+    if not engine.live:
+        for what in (Liveness.DEAD, Liveness.SILENT):
+            if left := [member for member in engine.members if member.liveness is what]:
+                heard = [m.age for m in left if m.record.kept or m.record.rank is not None]
+                told = f"{what.value}: {engine.several(left)}" + (
+                    f", last heard from {ago(min(heard))}" if heard else ""
+                )
+                parts.append(Padding(Text(told, style="dim"), (0, 0, 0, 2)))
+        return parts
+    processes = Table("process", "rank", "host", "pid", "", "last heard from", box=None, pad_edge=False)
+    for member in engine.members:
+        record = member.record
+        processes.add_row(
+            record.role,
+            engine.name_of(member).removeprefix("rank ") if record.rank is not None else "",
+            escape(record.host),
+            str(record.pid),
+            f"[{_LIVENESS_COLOURS[member.liveness]}]{member.liveness.value}[/]",
+            # The others have nothing more to say after their start.
+            ago(member.age) if record.kept or record.rank is not None or not member.live else "",
+        )
+    fixes = Table("fix", "mode", "state", "events", "because", box=None, pad_edge=False)
+    fixes.columns[-1].overflow = "fold"  # names of modules are long words
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for fix in engine.fixes:
+        states, first = engine.states(fix), engine.foremost(fix)
+        several = len(states) > 1
+        counts = bool(_COUNTING & states.keys())
+        account: tuple[str, ...] = (
+            first.mode,
+            "\n".join(
+                f"[{_STATE_COLOURS[state]}]{state}[/]" + (f" ({escape(engine.several(members))})" if several else "")
+                for state, members in states.items()
+            ),
+            "\n".join(f"{escape(event)} {count}" for event, count in engine.counts(fix).items() if counts or count),
+            escape(first.reason),
+        )
+        alike.setdefault(account, []).append(f"[bold]{escape(fix)}[/]")
+    for account, names in alike.items():
+        fixes.add_row("\n".join(names), *account)
+    return [*parts, Padding(processes, (0, 0, 0, 2)), Padding(fixes, (0, 0, 0, 2))]
+
+
+def watch(folder: Path | None, seconds: float, console: Console) -> None:
+    """Looks again every so many *seconds*, until it is interrupted. Raises FleetError as `look` does."""
+    from rich.live import Live
+
+    if not _SHORTEST_LOOK <= seconds <= _LONGEST_LOOK:
+        raise FleetError(f"--watch takes {_SHORTEST_LOOK:g} to {_LONGEST_LOOK:g} seconds, not {seconds:g}")
+    try:
+        if not console.is_terminal:
+            while True:
+                console.print(shown(look(folder)))
+                time.sleep(seconds)
+        with Live(shown(look(folder)), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(seconds)
+                live.update(shown(look(folder)), refresh=True)
+    except KeyboardInterrupt:
+        return

@@ -1,0 +1,193 @@
+"""Processes of vLLM on this machine without a record, and why, as far as can be seen from outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_graphfix.commands.fleet.engine import YOUNG, Member
+from vllm_graphfix.records import Identity, base_folder
+from vllm_graphfix.settings.environment import STATUS_DIR
+
+if TYPE_CHECKING:
+    import psutil
+
+_TITLE = re.compile(r"(\w+)::(APIServer|EngineCore|Worker)|ray::(RayWorker|EngineCore)|VLLM::")
+"""What vLLM calls its processes (VLLM_PROCESS_NAME_PREFIX is the word in front), and Ray the actors that vLLM makes."""
+_NO_PLUGINS = re.compile(r"\w+::DPCoordinator|multiprocessing\.(resource_tracker|forkserver)")
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*|vllm")
+_JUST_STARTED = "it has just started and may not have loaded its plugins yet"
+
+
+@dataclass(frozen=True)
+class Unrecorded:
+    """A process of vLLM on this machine that has left no record here."""
+
+    pid: int
+    user: str
+    command: str
+    age: float
+    reason: str
+    elsewhere: bool
+    """Its records go to another folder; who looks there is told about it."""
+    starting: bool = False
+    """It is too young to be missed."""
+
+
+def _engine_command(command: Sequence[str]) -> bool:
+    """Whether a command line is that of a server of vLLM: `vllm serve`, or a module of its entry points."""
+    if not command or not _PYTHON.fullmatch(Path(command[0]).name):
+        return False
+    rest = list(command) if Path(command[0]).name == "vllm" else list(command[1:])
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+        rest = rest[2 if rest[0] in ("-X", "-W") else 1 :]
+    if not rest or {"-h", "--help", "--help=all"} & set(rest):
+        return False
+    module = rest[1] if rest[0] == "-m" and len(rest) > 1 else ""
+    if module in ("vllm", "vllm.entrypoints.cli.main") or Path(rest[0]).name == "vllm":
+        return rest[2 if module else 1 :][:1] in (["serve"], ["run-batch"])
+    return module.startswith("vllm.entrypoints.")
+
+
+def without_record(
+    base: Path, here: Identity, members: Iterable[Member], now: float
+) -> tuple[tuple[Unrecorded, ...], tuple[str, ...]]:
+    import psutil
+
+    recorded = {(m.record.pid_namespace, m.record.pid) for m in members if m.live and m.record.boot == here.boot}
+    processes: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter(["ppid", "cmdline", "create_time", "uids"]):
+        process.info["cmdline"] = [
+            word for word in process.info["cmdline"] or () if word
+        ]  # a title is followed by empty ones
+        processes[process.pid] = process
+    vllm = {pid for pid, process in processes.items() if _is_vllm(process.info["cmdline"])}
+    known = {pid for pid in vllm if _inside(pid, here) in recorded}
+    for pid, process in processes.items():
+        # A child that has no title yet, of a server that is without the plugin; other servers have helpers that need
+        # none.
+        if process.info["ppid"] in vllm - known and "from multiprocessing.spawn" in " ".join(process.info["cmdline"]):
+            vllm.add(pid)
+    mine = [
+        processes[pid]
+        for pid in sorted(vllm - known)
+        if os.geteuid() in (0, getattr(processes[pid].info["uids"], "effective", None))
+    ]
+    foreign = len(vllm - known) - len(mine)
+    notes = (
+        (f"{foreign} vLLM processes belong to other users, and only those users (or root) can read their records",)
+        if foreign
+        else ()
+    )
+    found = []
+    for process in mine:
+        age = max(now - (process.info["create_time"] or now), 0.0)
+        environment, command = _started_with(process, processes)
+        folder = base_folder(environment)
+        elsewhere = bool(environment) and _resolved(folder) != _resolved(base)
+        reason = (
+            f"its records are in {folder}: vllm-graphfix fleet --dir {shlex.quote(str(folder))}"
+            if elsewhere
+            else _reason(process.pid, environment, command, age)
+        )
+        told = _shortened(" ".join(process.info["cmdline"]))
+        starting = reason == _JUST_STARTED
+        found.append(Unrecorded(process.pid, _user(process), told, age, _shortened(reason), elsewhere, starting))
+    return tuple(found), notes
+
+
+def _is_vllm(command: Sequence[str]) -> bool:
+    told = " ".join(command)
+    return not _NO_PLUGINS.search(told) and (bool(_TITLE.match(told)) or _engine_command(command))
+
+
+def _inside(pid: int, here: Identity) -> tuple[str, int]:
+    """A process as it sees itself: its namespace of process ids, and its id there."""
+    try:
+        namespace = str(Path(f"/proc/{pid}/ns/pid").readlink())
+        told = re.search(r"^NSpid:.*\s(\d+)$", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, ValueError):
+        return here.pid_namespace, pid
+    return namespace, int(told[1]) if told else pid
+
+
+def _reason(pid: int, environment: Mapping[str, str], command: Sequence[str], age: float) -> str:
+    """Why the process *pid* has no record, as far as can be seen from outside."""
+    from vllm_graphfix.commands.status import filtered_out
+
+    filtered = filtered_out(environment)
+    if filtered is not None:
+        return filtered
+    if _file_systems(pid) not in (None, _file_systems(os.getpid())):
+        return f"it has its own file systems, as in a container or under systemd's PrivateTmp: run `vllm-graphfix fleet` inside, or set {STATUS_DIR} to a folder that both sides share"
+    if command and "PYTHONPATH" not in environment and _lacks_us(Path(command[0])):
+        return f"vllm-graphfix is not installed for {command[0]}"
+    if age < YOUNG:
+        return _JUST_STARTED
+    return "vllm-graphfix is not loaded, or could not write its record: see the log of this process"
+
+
+def _started_with(process: psutil.Process, processes: Mapping[int, psutil.Process]) -> tuple[dict[str, str], list[str]]:
+    """Environment and command line; a process that has given itself a title has lost both, and its parent's are as good."""
+    import psutil
+
+    current: psutil.Process | None = process
+    for _ in range(10):
+        if current is None:
+            break
+        try:
+            environment = current.environ()
+        except (psutil.Error, OSError):
+            break
+        if environment:
+            return environment, current.info["cmdline"]
+        current = processes.get(current.info["ppid"])
+    return {}, []
+
+
+def _file_systems(pid: int) -> str | None:
+    try:
+        return str(Path(f"/proc/{pid}/ns/mnt").readlink())
+    except OSError:
+        return None
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):
+        return path
+
+
+def _lacks_us(python: Path) -> bool:
+    """Whether the installation of *python* can be looked at and this package is not in it."""
+    prefix = python.parent.parent
+    if not python.is_absolute() or prefix == Path(sys.prefix):
+        return False
+    try:
+        sites = list(prefix.glob("lib/python3*/site-packages"))
+        return any((site / "vllm").is_dir() for site in sites) and not any(
+            next(site.glob("vllm_graphfix-*.dist-info"), None) for site in sites
+        )
+    except (OSError, ValueError):  # a process may call itself by any name
+        return False
+
+
+def _user(process: psutil.Process) -> str:
+    import psutil
+
+    try:
+        return process.username()
+    except (psutil.Error, KeyError, OSError):
+        return "?"
+
+
+def _shortened(command: str) -> str:
+    told = "".join(letter if letter.isprintable() else "?" for letter in command)
+    return told if len(told) <= 200 else f"{told[:199]}…"

@@ -1,0 +1,170 @@
+"""What a vLLM needs and what this environment would do about it, judged from its source alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from vllm_graphfix import manifest
+from vllm_graphfix._version import __version__
+from vllm_graphfix.deployment import Answer, Concern, Deployment
+from vllm_graphfix.fix import Diagnosis, Fix, Mode, State, Verdict, variable
+from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT
+from vllm_graphfix.settings import decision as rollout
+from vllm_graphfix.settings import environment as settings
+from vllm_graphfix.source.files import Source
+
+SCHEMA = 1
+
+
+class Row(NamedTuple):
+    """One fix."""
+
+    fix: Fix
+    diagnosis: Diagnosis
+    mode: Mode
+    would_be: State
+    notes: tuple[str, ...]
+    answer: Answer | None = None
+    """Whether the defect can show in the deployment that was asked about."""
+
+    @property
+    def left_undone(self) -> bool:
+        """Needed, or perhaps needed, and not applied, which is not for want of a decision of the user's."""
+        needed = self.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)
+        by_default = self.fix.default is Mode.OBSERVE and self.would_be is State.OBSERVING
+        if self.answer is not None and self.answer.concern is Concern.DOES_NOT:
+            return False
+        return needed and self.would_be is not State.ACTIVE and not by_default
+
+
+class Status(NamedTuple):
+    """One vLLM under one environment."""
+
+    source: Source
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    """What the operator should act on, beyond the rows."""
+    misconfigured: Mapping[str, str]
+    """Variables whose value means nothing, each with that value."""
+
+    @property
+    def left_undone(self) -> bool:
+        """Whether something needed would not be applied, or a setting means nothing: what it was to do is not known."""
+        return bool(self.misconfigured) or any(row.left_undone for row in self.rows)
+
+    def as_json(self) -> dict[str, Any]:
+        """The stable interface; `SCHEMA` changes with it."""
+        return {
+            "schema": SCHEMA,
+            "graphfix": __version__,
+            "vllm": self.source.version,
+            "source": self.source.label,
+            "misconfigured": dict(self.misconfigured),
+            "notes": list(self.notes),
+            "fixes": [
+                {
+                    "name": row.fix.name,
+                    "pr": row.fix.pr,
+                    "references": list(row.fix.references),
+                    "diagnosis": row.diagnosis.verdict.value,
+                    "reason": row.diagnosis.reason,
+                    "where": row.diagnosis.where,
+                    "known_release": row.diagnosis.known,
+                    "mode": row.mode.value,
+                    "would_be": row.would_be.value,
+                    "notes": list(row.notes),
+                    **(
+                        {"concern": {"answer": row.answer.concern.value, "reason": row.answer.reason}}
+                        if row.answer
+                        else {}
+                    ),
+                }
+                for row in self.rows
+            ],
+        }
+
+
+def status(source: Source, environment: Mapping[str, str] = os.environ, deployment: Deployment | None = None) -> Status:
+    """Judges *source*, and for a *deployment* of it which fixes concern it. Raises `SourceError` and `ManifestError`.
+
+    Nothing is imported or executed.
+    """
+    if deployment is not None:
+        environment = {**environment, **deployment.assigned}
+    wanted = settings.read(environment, [fix.name for fix in FIXES], OBSERVED_BY_DEFAULT)
+    found = {fix.name: manifest.diagnose(fix, source) for fix in FIXES}
+    filtered = filtered_out(environment)
+    decision = rollout.decide(wanted, source.version or "")
+    if deployment is not None and not wanted.rollout_key and (separately := deployment.decides_separately()):
+        decision = decision.needing_a_key(separately)
+    notes = [*wanted.problems, *filter(None, [decision.refused])]
+    if filtered is not None:
+        notes.append(filtered)
+    if not decision.canary and decision.refused is None:
+        notes.append(f"an engine started here would not be in the rollout: {decision.withheld}")
+    rows = tuple(_row(fix, found, wanted, filtered, decision.withheld) for fix in FIXES)
+    if deployment is not None:
+        rows = tuple(row._replace(answer=_answer(row.fix, row.diagnosis, deployment)) for row in rows)
+    unneeded = [variable(row.fix.name) for row in rows if _no_longer_needed(row, wanted)]
+    if unneeded:
+        notes.append(f"these settings are no longer needed with this vLLM: {', '.join(unneeded)}")
+    return Status(source, rows, tuple(notes), decision.misconfigured)
+
+
+def _no_longer_needed(row: Row, wanted: settings.Settings) -> bool:
+    return row.fix.name in wanted.explicit and row.diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT)
+
+
+def _answer(fix: Fix, diagnosis: Diagnosis, deployment: Deployment) -> Answer:
+    if diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT):
+        return Answer(Concern.DOES_NOT, f"this vLLM does not have the defect: {diagnosis.reason}")
+    if fix.applies is None:
+        return Answer(Concern.UNKNOWN, f"comparing your flags with what the fix concerns: {fix.concerns}")
+    found = fix.applies(deployment, diagnosis.shape)
+    if diagnosis.verdict is Verdict.UNRECOGNISED and found.concern is Concern.CONCERNS:
+        return Answer(Concern.UNKNOWN, f"a person who reads the code: {diagnosis.reason}")
+    return found
+
+
+def _row(
+    fix: Fix, found: Mapping[str, Diagnosis], wanted: settings.Settings, filtered: str | None, withheld: str | None
+) -> Row:
+    mode, diagnosis = wanted.modes[fix.name], found[fix.name]
+    notes: list[str] = []
+    if filtered is not None or wanted.master is settings.Master.OFF or mode is Mode.OFF:
+        would_be = State.OFF
+    elif withheld is not None:
+        would_be = State.NOT_IN_CANARY
+    elif diagnosis.verdict is Verdict.AFFECTED and mode is Mode.OBSERVE:
+        would_be = State.OBSERVING
+        if fix.default is Mode.OBSERVE and fix.name not in wanted.explicit:
+            notes.append(f"observed by default; {fix.variable}=auto applies it")
+    elif diagnosis.verdict is Verdict.AFFECTED:
+        would_be = State.ACTIVE
+        for together in fix.together:
+            if found[together.name].verdict is Verdict.UNRECOGNISED:
+                would_be = State.INCOMPATIBLE
+                notes.append(f"{together.name} is unrecognised; without it {together.because}")
+            elif found[together.name].verdict is Verdict.AFFECTED and wanted.modes[together.name] in (
+                Mode.OFF,
+                Mode.OBSERVE,
+            ):
+                if together.may_be_off:
+                    notes.append(f"{together.name} is not switched on: {together.because}")
+                else:
+                    notes.append(f"{together.name} is not switched on: where {together.because}, this fix is reverted")
+    elif diagnosis.verdict is Verdict.UNRECOGNISED:
+        would_be = State.INCOMPATIBLE
+    else:
+        would_be = State.NOT_NEEDED
+    return Row(fix, diagnosis, mode, would_be, tuple(notes))
+
+
+def filtered_out(environment: Mapping[str, str]) -> str | None:
+    """vLLM loads the plugins that VLLM_PLUGINS names; set and empty, it loads none."""
+    named = environment.get("VLLM_PLUGINS")
+    if named is None or "graphfix" in (name.strip() for name in named.split(",")):
+        return None
+    return f"VLLM_PLUGINS={settings.shown(named)} keeps vLLM from loading this plugin; add graphfix to it"

@@ -1,0 +1,244 @@
+"""What the ranks of this engine report, on vLLM's own /metrics.
+
+With prometheus_client, which comes with vLLM, and as vLLM itself uses it: with several API servers it runs in
+multiprocess mode, in which collectors of one's own do not exist, and a Gauge says what holds for the whole engine in
+mode `mostrecent`.
+
+vLLM renders /metrics in the event loop that serves requests. So a scrape must not touch a disk: a thread reads the
+records now and then.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections import Counter as Tally
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Gauge
+
+    from vllm_graphfix.records import Record
+    from vllm_graphfix.settings.decision import Decision
+
+EVERY = 5.0
+"""Seconds between two readings of the records."""
+
+_REMEMBERED = 100_000
+
+STATE_LABELS = ("fix", "mode", "state", "reason", "vllm", "graphfix")
+EVENT_LABELS = ("fix", "event")
+MISCONFIGURED_LABELS = ("variable", "value")
+NAMES = (
+    "graphfix_fix_state",
+    "graphfix_events_total",
+    "graphfix_ranks_expected",
+    "graphfix_ranks_agreeing",
+    "graphfix_ranks_silent",
+    "graphfix_canary",
+    "graphfix_rollout_percent",
+    "graphfix_misconfigured",
+    "graphfix_records_read_timestamp_seconds",
+)
+"""Every series that is exposed."""
+
+
+class Engine(NamedTuple):
+    """The engine that a process serves."""
+
+    id: str
+    canary: bool
+    """It gets the fixes."""
+    percentage: float
+    """Of the engines that are set up as this one, how many get them."""
+    ranks: int | None
+    """As many as its configuration has, data parallelism included; None if that changes while it runs."""
+    misconfigured: Mapping[str, str] = {}
+    """Variables whose value means nothing, each with that value."""
+
+
+class Snapshot(NamedTuple):
+    """What the records of one engine's ranks said when they were read last."""
+
+    read_at: float
+    """Epoch seconds."""
+    states: dict[tuple[str, ...], int]
+    """By the values of `STATE_LABELS`: the number of ranks."""
+    events: dict[tuple[str, ...], int]
+    """By the values of `EVENT_LABELS`: over all ranks."""
+    agreeing: int | None
+    """Ranks that agree; None if none has been compared yet."""
+    silent: int = 0
+    """Ranks that are not heard of any more: they are in the other numbers, with what they said last."""
+
+
+def of_engine(records: Iterable[Record], engine: str) -> list[Record]:
+    """The records of ranks of *engine*: its own, and those of nodes that follow its rank 0 and have no /metrics of their own."""
+    given = list(records)
+    told_elsewhere = {record.engine for record in given if record.serves_metrics and record.engine != engine}
+    return [
+        record
+        for record in given
+        if record.rank is not None
+        and (record.engine == engine or (record.leader == engine and record.engine not in told_elsewhere))
+    ]
+
+
+def summed_up(records: Iterable[Record], read_at: float, silent: int = 0) -> Snapshot:
+    """Of the records of the ranks of one engine, so many of them *silent*."""
+    states: Tally[tuple[str, ...]] = Tally()
+    events: Tally[tuple[str, ...]] = Tally()
+    groups: dict[str, int] = {}
+    for record in records:
+        for name, fix in record.fixes.items():
+            states[name, fix.mode, fix.state, fix.reason, record.vllm, record.graphfix] += 1
+        for name, counts in record.events.items():
+            counting = name in record.fixes and record.fixes[name].state in ("active", "observing")
+            for event, count in counts.items():
+                if counting or count:  # what nobody counts is no series
+                    events[name, event] += count
+        if record.agreement is not None:
+            groups[record.agreement.group] = record.agreement.agreeing
+    return Snapshot(read_at, dict(states), dict(events), sum(groups.values()) if groups else None, silent)
+
+
+class Exposition:
+    """The series of one process, in *registry*; not to be made twice for the same one."""
+
+    def __init__(self, registry: CollectorRegistry, *, counts: bool = True) -> None:
+        """*counts*: whether this process tells of events. Counters of several API servers are added up, so one of them does."""
+        from prometheus_client import Counter
+
+        self._registry = registry
+        self._state = self._gauge("fix_state", "Ranks of this engine in which a fix is in that state.", STATE_LABELS)
+        self._expected: Gauge | None = None
+        self._agreeing: Gauge | None = None
+        self._silent: Gauge | None = None
+        self._canary = self._gauge(
+            "canary", "1 if this engine gets the fixes, 0 if not: outside the rollout, switched off, or only observing."
+        )
+        self._percent = self._gauge(
+            "rollout_percent",
+            "Percentage of engines that get the fixes, as set for this engine; 0 where its settings give them to nobody.",
+        )
+        self._misconfigured = self._gauge(
+            "misconfigured", "1 for each variable of this engine whose value means nothing.", MISCONFIGURED_LABELS
+        )
+        self._wrong: set[tuple[str, str]] = set()
+        self._read_at = self._gauge("records_read_timestamp_seconds", "When the records of the ranks were last read.")
+        self._events = Counter(
+            "graphfix_events_total",
+            "What a fix counted: defects that an observing fix saw, or that an active fix corrected.",
+            EVENT_LABELS,
+            registry=registry,
+        )
+        self._counts = counts
+        self._states: set[tuple[str, ...]] = set()
+        self._told: dict[tuple[str, ...], int] = {}
+
+    def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
+        from prometheus_client import Gauge
+
+        return Gauge(f"graphfix_{name}", documentation, labels, registry=self._registry, multiprocess_mode="mostrecent")
+
+    def tell_engine(self, engine: Engine) -> None:
+        self._canary.set(engine.canary)
+        self._percent.set(engine.percentage)
+        wrong = set(engine.misconfigured.items())
+        for variable, value in self._wrong | wrong:  # in multiprocess mode nothing can be taken away
+            self._misconfigured.labels(variable, value).set((variable, value) in wrong)
+        self._wrong |= wrong
+        if engine.ranks is not None:
+            self._expected = self._expected or self._gauge("ranks_expected", "Ranks of this engine.")
+            self._expected.set(engine.ranks)
+
+    def tell(self, snapshot: Snapshot) -> None:
+        self._read_at.set(snapshot.read_at)
+        if snapshot.agreeing is not None:
+            # Not before it is known: 0 would say that the ranks disagree.
+            self._agreeing = self._agreeing or self._gauge(
+                "ranks_agreeing", "Ranks that agree about the fixes, compared before the first capture."
+            )
+            self._agreeing.set(snapshot.agreeing)
+        self._silent = self._silent or self._gauge(
+            "ranks_silent", "Ranks whose process has not been heard of for a minute: it hangs, or was stopped."
+        )
+        self._silent.set(snapshot.silent)
+        for labels in self._states - snapshot.states.keys():
+            self._state.labels(*labels).set(0)  # in multiprocess mode nothing can be taken away
+        for labels, ranks in snapshot.states.items():
+            self._state.labels(*labels).set(ranks)
+        self._states |= snapshot.states.keys()
+        for labels, count in snapshot.events.items() if self._counts else ():
+            # A rank's record that is missing for a moment is no event that has not happened.
+            told = self._told.get(labels, 0)
+            self._events.labels(*labels).inc(max(0, count - told))
+            self._told[labels] = max(count, told)
+
+
+class Watcher:
+    """Reads the records of one engine in a thread of its own, for as long as the process lives."""
+
+    def __init__(self, base: Path, engine: Engine, exposition: Exposition) -> None:
+        self._base = base
+        self._exposition = exposition
+        self._foreign: dict[str, int] = {}
+        """Records of other engines, inode by name: on shared storage those of a whole fleet, not to be read again and
+        again."""
+        self.engine = engine
+
+    def serve(self, engine: Engine) -> None:
+        """Another engine than before."""
+        self.engine, self._foreign = engine, {}
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="graphfix-metrics", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with suppress(Exception):  # the timestamp says so; a line in the log every few seconds would say no more
+                self.look()
+            time.sleep(EVERY)
+
+    def look(self) -> None:
+        """Reads the records now. Where no rank's can be read, what was told last stays, with its time."""
+        from vllm_graphfix import records
+
+        self._exposition.tell_engine(self.engine)
+        now, here = time.time(), records.identity()
+        # Our own user's: what others write is not ours to tell.
+        found = records.read(self._base, own=True, first=self.engine.id, skip=self._foreign.items()).found
+        ours = {record.file_name for record in of_engine((each.record for each in found), self.engine.id)}
+        of_ours = [each for each in found if each.path.name in ours]
+        # One that follows another engine's rank 0 will never be ours; any other may, and an inode may come again.
+        foreign = (each for each in found if each.record.leader is not None and each.path.name not in ours)
+        self._foreign.update((each.path.name, each.inode) for each in foreign)
+        if len(self._foreign) > _REMEMBERED:
+            self._foreign.clear()
+        heard = [(each.record, records.liveness(each, now, here)) for each in of_ours]
+        ranks = [record for record, state in heard if state is not records.Liveness.DEAD]
+        if ranks:
+            silent = sum(state is records.Liveness.SILENT for _, state in heard)
+            self._exposition.tell(summed_up(ranks, now, silent))
+
+
+_watcher: Watcher | None = None
+
+
+def expose(base: Path, decision: Decision, ranks: int | None) -> None:
+    """Puts this engine's series beside vLLM's; called again, for a later engine of the process, it tells of that one."""
+    global _watcher  # noqa: PLW0603 # one process serves one engine
+    engine = Engine(decision.engine, decision.applies, decision.percentage, ranks, decision.misconfigured)
+    if _watcher is None:
+        from prometheus_client import REGISTRY
+
+        name = multiprocessing.current_process().name
+        counts = not name.startswith("ApiServer") or name == "ApiServer_0"
+        _watcher = Watcher(base, engine, Exposition(REGISTRY, counts=counts))
+        _watcher.start()
+    else:
+        _watcher.serve(engine)

@@ -1,0 +1,330 @@
+"""This process as a part of an engine: whose decision it goes by.
+
+vLLM's own functions are wrapped here where an engine begins, where a process loads its plugins and where its metrics
+are put together. These wrappers change nothing that vLLM does, whatever the switches say; all that goes wrong in them
+stays in them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, MutableMapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.engine.capture_gate import Gate
+from vllm_graphfix.engine.role import Role, deciding_separately, is_api_server_of, only_asks, place, served_model
+from vllm_graphfix.engine.status_record import Telling
+from vllm_graphfix.fix import Fallback, Fix, Mode
+from vllm_graphfix.log import logger
+from vllm_graphfix.patching.applied_fix import FixState, Wanted
+from vllm_graphfix.patching.hooks import guarded, when_imported, wrap
+from vllm_graphfix.patching.manager import Process
+from vllm_graphfix.settings import decision as rollout
+from vllm_graphfix.settings import environment as settings
+from vllm_graphfix.settings.decision import Decision
+from vllm_graphfix.settings.shadow_rate import OFF, parse
+
+if TYPE_CHECKING:
+    from vllm_graphfix.engine.graph_dispatch import Graph
+
+_configuring: ContextVar[bool] = ContextVar("graphfix_configuring", default=False)
+"""An engine is being configured: of its functions that are wrapped, one may call another."""
+
+
+class Membership:
+    """One process. `start` may be called any number of times."""
+
+    def __init__(self, fixes: Iterable[Fix], environment: MutableMapping[str, str] = os.environ) -> None:
+        self.fixes = tuple(fixes)
+        self.environment = environment
+        self._names = tuple(fix.name for fix in self.fixes)
+        self._observed = frozenset(fix.name for fix in self.fixes if fix.default is Mode.OBSERVE)
+        wanted = settings.read(environment, self._names, self._observed)
+        self.process = Process(self.fixes, Wanted(wanted.master, wanted.modes, None, wanted.misconfigured))
+        self._lock = threading.Lock()
+        self._started = False
+        self.role = Role.FRONT_END
+        self.decision: Decision | None = None
+        self.inherited = False
+        self.model: str | None = None
+        """Of the engine that this process is a part of, or configured last."""
+        self._configured = False
+        self._ranks: int | None = None
+        """Of the engine that this process configured last; None if that changes while it runs."""
+        self.shadow: Process | None = None
+        """What the shadow check has put around vLLM's functions; None where nothing was ever to be checked."""
+        self._decisions: dict[str | None, Decision] = {}
+        """Of the engines that this process configured, by `VllmConfig.instance_id`."""
+        self.gate = Gate(self)
+        self.telling = Telling(self)
+
+    # -- the decision --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Decides, or goes by what was decided, and engages the fixes. Raises only what must stop `register`."""
+        with self._lock:
+            if self._started:
+                return
+            self._started = True
+        self.role, config = place()
+        self.model = served_model(config)
+        self._join(config)
+        when_imported("vllm.envs", self._register_names)
+        if self.role is Role.INSPECTION:
+            return
+        when_imported("vllm.plugins", self._watch_plugins)
+        when_imported("vllm.engine.arg_utils", self._watch_engines)
+        self.gate.watch()
+        when_imported("vllm.entrypoints.serve.instrumentator.metrics", self._watch_metrics)
+        os.register_at_fork(after_in_child=self._forked)
+        if not only_asks():
+            # For a process, such as an API server's, that imports no code of a fix.
+            atexit.register(self.process.end)
+        if self.role in (Role.ENGINE_CORE, Role.WORKER):
+            guarded(self.telling.begin)
+
+    def _join(self, config: Any) -> None:
+        """Goes by the decision that was handed on, or decides."""
+        found = rollout.handed_on(self.environment.get(settings.DECISION), _vllm_version(), frozenset(self._names))
+        if found is not None and self._is_ours(found, config):
+            self.decision, self.inherited = found, True
+            self._engage(found)
+            return
+        if self.role in (Role.ENGINE_CORE, Role.WORKER) and self.environment.get(settings.DECISION):
+            logger.warning(
+                "graphfix: %s was not made for this engine; this process decides for itself, from its own environment",
+                settings.DECISION,
+            )
+        self._decide()
+
+    def _is_ours(self, decision: Decision, config: Any) -> bool:
+        """Whether this process is a part of the engine that *decision* was made for."""
+        if self.role is Role.FRONT_END:
+            # An environment is inherited by whatever is started, another engine included.
+            if not is_api_server_of(decision):
+                return False
+            self.role = Role.API_SERVER
+        # A Ray node keeps the environment of the engine that started it, and newer executors do not overwrite it.
+        instance = getattr(config, "instance_id", None)
+        if not instance:
+            return True
+        # Data-parallel engine cores on Ray have their rank appended to it (0.21.0 and later).
+        return decision.instance is not None and f"{instance}_dp".startswith(f"{decision.instance}_dp")
+
+    def _decide(self) -> None:
+        wanted = settings.read(self.environment, self._names, self._observed)
+        decision = rollout.decide(wanted, _vllm_version())
+        problems = [*wanted.problems, *filter(None, [decision.refused])]
+        if self.decision is not None and decision.same_choice(self.decision):
+            if not self._configured and self.decision.pid == os.getpid():
+                return  # no engine has begun since, nor has this process been forked from the one that decided
+            problems = []  # said already
+        elif self.gate.captures_here:
+            logger.warning(
+                "graphfix: this process has already captured graphs; a second engine in it keeps the first engine's decision. "
+                "To make a new decision, start it in a process of its own, or with VLLM_ENABLE_V1_MULTIPROCESSING=1."
+            )
+            return
+        for problem in problems:
+            logger.warning("graphfix: %s", problem)
+        self.decision, self.inherited = decision, False
+        self.environment[settings.DECISION] = decision.encode()
+        self._engage(decision)
+
+    def _engage(self, decision: Decision) -> None:
+        self.process.start(_wanted(decision))
+        guarded(self._engage_shadow, decision)
+
+    def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
+        """Of every fix, and of the shadow check where it is on."""
+        found = self.process.states(diagnose=diagnose)
+        if self.shadow is None:
+            return found
+        from vllm_graphfix.shadow import process
+
+        return found | {process.NAME: process.state(self.shadow.states(diagnose=diagnose))}
+
+    def serve(self, worker: Any) -> None:
+        """*worker* has captured its graphs, and what it runs from now on are the steps of requests."""
+        if self.shadow is not None:
+            from vllm_graphfix.shadow import process
+
+            process.serve(worker)
+
+    def begin_capture(self) -> None:
+        """The next that fails, fails in a graph."""
+        for process in filter(None, (self.process, self.shadow)):
+            process.begin_capture()
+
+    def failed_in_capture(self) -> dict[str, dict[Graph | None, str]]:
+        """The graphs in which a fix failed since, by its name. What the shadow check has put around a capture changes no graph."""
+        if self.shadow is not None:
+            for name, graphs in self.shadow.failed_in_capture().items():
+                self.shadow.settle_capture(name, next(iter(graphs.values())), failed=True)
+        return self.process.failed_in_capture()
+
+    def forget_capture(self) -> None:
+        """What failed has been dealt with, or was in graphs that are not kept."""
+        for process in filter(None, (self.process, self.shadow)):
+            process.forget_capture()
+
+    def _engage_shadow(self, decision: Decision) -> None:
+        rate = parse(decision.shadow if decision.canary and decision.master is not settings.Master.OFF else OFF)
+        if self.shadow is None and not rate:
+            return
+        from vllm_graphfix.shadow import process
+        from vllm_graphfix.shadow.runners import RUNNERS
+
+        process.start(rate, decision.shadow_action)
+        wanted = _wanted(decision)._replace(modes={each.name: Mode.AUTO if rate else Mode.OFF for each in RUNNERS})
+        self.shadow = self.shadow or Process(RUNNERS, wanted)
+        self.shadow.start(wanted)
+
+    def _watch_engines(self, arg_utils: Any) -> None:
+        """Around the function with which an engine begins: each engine of this process gets a decision of its own."""
+
+        def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if _configuring.get() or self.role not in (Role.FRONT_END, Role.API_SERVER):
+                return stock(*args, **kwargs)
+            token = _configuring.set(True)
+            try:
+                guarded(self._begin_engine)
+                config = stock(*args, **kwargs)
+                guarded(self._keep_nodes_together, config, args, kwargs)
+                guarded(self._configure, config)
+            finally:
+                _configuring.reset(token)
+            return config
+
+        # `vllm serve` has the second. It inherits the method, unless another plugin has given it one that calls what
+        # was inherited then.
+        for name in ("EngineArgs", "AsyncEngineArgs"):
+            engine_args = getattr(arg_utils, name, None)
+            if engine_args is not None and "create_engine_config" in vars(engine_args):
+                wrap(engine_args, "create_engine_config", around)
+
+    def _begin_engine(self) -> None:
+        if self.role is Role.FRONT_END:
+            self._decide()
+
+    def _keep_nodes_together(self, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Takes the engine out of the rollout where its nodes would each decide by its own host name.
+
+        Only the configuration says so, and nothing is captured before there is one: what was applied is taken back.
+        """
+        decision = self.decision
+        if self.role is not Role.FRONT_END or decision is None or decision.rollout is None or self.gate.captures_here:
+            return
+        if self.environment.get(settings.ROLLOUT_KEY, "").strip():
+            return
+        # The third argument, self included; `vllm serve --headless` gives it by name.
+        headless = bool(kwargs.get("headless", args[2] if len(args) > 2 else False))
+        separately = deciding_separately(config.parallel_config, headless)
+        if separately is None:
+            return
+        together = decision.needing_a_key(separately)
+        if together != decision:
+            logger.warning("graphfix: %s", together.refused)
+            self.decision = together
+            self._engage(together)
+
+    def _configure(self, config: Any) -> None:
+        parallel = config.parallel_config
+        # Data-parallel ranks of a dense model are engines of their own to vLLM; those of another node are another
+        # front-end's.
+        together = (
+            parallel.data_parallel_size
+            if getattr(config.model_config, "is_moe", True)
+            else parallel.data_parallel_size_local
+        )
+        # With elastic expert parallelism ranks come and go.
+        self._ranks = None if getattr(parallel, "enable_elastic_ep", False) else int(parallel.world_size * together)
+        self._configured, self.model = True, served_model(config)
+        if self.decision is not None and self.role is Role.FRONT_END:
+            self.decision = self.decision._replace(instance=str(config.instance_id))
+            self.environment[settings.DECISION] = self.decision.encode()
+            self._decisions[self.decision.instance] = self.decision
+            if self.decision.rollout is not None:
+                inside = "in" if self.decision.canary else "not in"
+                part, bucket = rollout.shown(self.decision.rollout), f"{self.decision.bucket} of {rollout.BUCKETS}"
+                logger.info(
+                    "graphfix: this engine is %s the rollout of %s (bucket %s, key %r)",
+                    *(inside, part, bucket, self.decision.key),
+                )
+        self.telling.tell()
+
+    def _watch_plugins(self, plugins: Any) -> None:
+        """Around what vLLM calls in each of its processes; in one that was forked, it does not call `register` again."""
+
+        def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = stock(*args, **kwargs)
+            guarded(self._settle)
+            return result
+
+        wrap(plugins, "load_general_plugins", around)
+
+    def _forked(self) -> None:
+        self._lock = threading.Lock()
+        self.process.forked()
+        if self.shadow is not None:
+            self.shadow.forked()
+        for fix in self.fixes:
+            for event in fix.events:
+                event.count = 0
+            fix.fallback.reason, fix.fallback.graphs = None, {}
+        Fallback.capturing = False
+        self.telling = Telling(self, forked=True)
+
+    def _settle(self) -> None:
+        role, config = place()
+        if role not in (Role.ENGINE_CORE, Role.WORKER):
+            return
+        if self.telling.forked:
+            self.role, self.inherited, self.telling.forked = role, True, False
+            made = self._decisions.get(str(getattr(config, "instance_id", None)))
+            if made is not None and made != self.decision:
+                # The process that was forked has configured another engine since.
+                self.decision = made
+            if self.decision is not None:
+                self._engage(self.decision)  # nothing, unless that has changed or a thread was interrupted in it
+        elif self.role is not Role.FRONT_END:
+            return  # an engine core that runs the model itself loads plugins twice
+        self.telling.begin()
+
+    # -- names, metrics ------------------------------------------------------------------------------------------
+
+    def _register_names(self, envs: Any) -> None:
+        """vLLM warns of names that it does not know, and some Ray executors copy only those that it does."""
+        for name in settings.names(self._names):
+            # The value enters the key of the compile cache. It is constant: no fix touches code that is compiled.
+            envs.environment_variables.setdefault(name, lambda: None)
+
+    def _watch_metrics(self, instrumentator: Any) -> None:
+        """Around the function with which a process of vLLM begins to serve /metrics."""
+
+        def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            registry = stock(*args, **kwargs)
+            guarded(self._expose)
+            return registry
+
+        wrap(instrumentator, "get_prometheus_registry", around)
+
+    def _expose(self) -> None:
+        from vllm_graphfix.engine import metrics
+
+        if self.decision is not None and self._configured:
+            metrics.expose(self.telling.base(), self.decision, self._ranks)
+            self.telling.serves_metrics = True
+            self.telling.keep()
+
+
+def _wanted(decision: Decision) -> Wanted:
+    return Wanted(decision.master, decision.modes, decision.withheld, decision.misconfigured)
+
+
+def _vllm_version() -> str:
+    return str(getattr(sys.modules.get("vllm"), "__version__", ""))

@@ -1,0 +1,383 @@
+"""Whether all ranks of an engine will do the same, found out before a graph is captured and without a collective.
+
+Ranks that disagree about a fix can run different graphs, and then wait for each other in a collective for ever. A
+collective that compares them would hang in just that case, and where a rank lacks the plugin. So each rank leaves its
+word in the key-value store that torch.distributed has for its rendezvous, and reads the others' with a timeout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from vllm_graphfix.settings.environment import is_brief, printable
+
+WARN_AFTER = 30.0
+"""Seconds after which ranks that are waited for are named in the log."""
+_SLICE = 3.0
+"""Seconds after which a rank that waits looks whether the engine has ended on another."""
+TIMEOUT_FOR_A_WARNING = 10.0
+"""Seconds where a silent rank does not stop the engine."""
+_MOST, _LONGEST = 64, 255
+"""Fixes, and characters of a text, in another rank's word."""
+MOST_GRAPHS = 4096
+"""Graphs in another rank's word: more than vLLM captures, for all fixes."""
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_GRAPH = re.compile(r"[A-Za-z0-9_.]{1,80} (FULL|PIECEWISE) [0-9]{1,9}")
+_MADE_UP = re.compile(r"[0-9a-f]{16}")
+"""Engines and tokens."""
+_LAST_READERS = 5.0
+"""Seconds that the rank which holds the store waits before it goes, so that the others can read why."""
+
+
+class Word(NamedTuple):
+    """What one rank says of itself."""
+
+    host: str
+    pid: int
+    engine: str
+    """Of the decision that it goes by; nodes that start on their own have one each, which is no difference."""
+    graphfix: str
+    vllm: str
+    canary: bool
+    master: str
+    modes: Mapping[str, str]
+    states: Mapping[str, str]
+    token: str
+    """Made up by each rank for each comparison; that of rank 0 names the group."""
+    reasons: Mapping[str, str] = {}
+    """Why fixes are not applied that should be, by name: shown where states differ, and not compared."""
+    off: bool = False
+    """Its settings give the fixes to nobody: the kill switch, or a percentage that means nothing."""
+    misconfigured: Mapping[str, str] = {}
+    """Variables whose value means nothing on this rank, each with that value."""
+    fault: str = ""
+    """What failed, on a rank that cannot tell its states: it is a difference even where all ranks say the same."""
+    failed: Mapping[str, str] = {}
+    """Fixes that failed while graphs were captured, each with its first error: no difference, but all ranks have to go
+    by it."""
+    graphs: Sequence[tuple[str, str]] = ()
+    """Each fix of `failed` and the name of a graph that it failed in; an empty name for one that cannot be taken out of
+    dispatch."""
+    can_leave_out: bool = True
+    """Whether vLLM's dispatch on this rank is known well enough to take a graph out of it."""
+    ended: bool = False
+    """The capture on this rank has ended in an error of vLLM's own, which vLLM will tell of."""
+
+    def compared(self) -> dict[str, str]:
+        """What must be the same on all ranks, in the order in which a person would look at it.
+
+        A fix that is `waiting` concerns code that this rank does not run, such as a drafter, which only the last stage
+        of a pipeline has: that differs from nothing.
+        """
+        told = {
+            "vllm-graphfix": self.graphfix,
+            "vLLM": self.vllm,
+            "VLLM_GRAPHFIX": self.master,
+            "in the rollout": "yes" if self.canary else "no",
+            "misconfigured": ", ".join(f"{name}={value}" for name, value in sorted(self.misconfigured.items()))
+            or "nothing",
+        }
+        told |= {f"the mode of {name}": mode for name, mode in sorted(self.modes.items())}
+        return told | {name: state for name, state in sorted(self.states.items()) if state != "waiting"}
+
+
+class Agreement(NamedTuple):
+    """What came of a comparison."""
+
+    group: str
+    """Names the ranks that were compared with each other; the same on all of them."""
+    leader: str | None
+    """The engine of rank 0; None if it said nothing."""
+    world_size: int
+    agreeing: int
+    """Ranks that say the same as most do."""
+    difference: str | None
+    """One or more sentences that name ranks, hosts and what differs."""
+    all_off: bool
+    """Whether every rank that spoke is off: beside one that is silent they are stock as it is."""
+    failing: Mapping[int, Word] = {}
+    """The words of ranks in which a fix failed during the capture, or the capture itself, or which can leave no graph
+    out."""
+
+
+def common_store() -> Any:
+    """The store that torch.distributed has for all ranks, in a namespace of this package. Raises ValueError where there is none."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d.PrefixStore("vllm_graphfix", distributed_c10d._get_default_store())
+
+
+def leave(store: Any, stage: str, rank: int, word: Word) -> str:
+    """Leaves *word* of *rank* in *store*, a `torch.distributed.Store`, and returns the stage to `compare` at.
+
+    A rank's n-th word for *stage* is compared with the others' n-th, in this store: where vLLM makes its groups anew,
+    old and new ranks begin with the first. Raises what the store raises if it cannot be reached.
+    """
+    # A count that is read and then set, not added to: either may be done twice.
+    count = f"{stage}/count/{rank}"
+    number = int(at_the_second_try(store.add, count, 0)) + 1
+    at_the_second_try(store.set, count, str(number))
+    place = f"{stage}-{number}"
+    # The word first: who sees the digest may read it. Digests keep the traffic of a thousand ranks small.
+    at_the_second_try(store.set, f"{place}/word/{rank}", json.dumps(word._asdict()))
+    at_the_second_try(store.set, f"{place}/{rank}", _digest(word))
+    return place
+
+
+def at_the_second_try(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What *call* returns, if not at once: for want of a word the other ranks wait for minutes, and stop."""
+    try:
+        return call(*args, **kwargs)
+    except Exception:
+        return call(*args, **kwargs)
+
+
+def leave_an_end(store: Any, place: str) -> None:
+    """Tells ranks that wait at *place*, which `leave` has returned, that no more words will come there."""
+    store.set(f"{place}/ended", b"1")
+
+
+def compare(
+    store: Any,
+    stage: str,
+    rank: int,
+    world_size: int,
+    word: Word,
+    warn: Callable[[str], None],
+    *,
+    silent_host: Callable[[int], str | None] = lambda rank: None,
+    timeout: float,
+) -> Agreement:
+    """Compares *word*, which `leave` has left at *stage*, with what the other ranks have left there.
+
+    *silent_host* says where a rank is that said nothing. Raises what the store raises if it cannot be reached.
+    """
+    silent = _wait_for(store, stage, [other for other in range(world_size) if other != rank], timeout, warn)
+    heard = [other for other in range(world_size) if other not in silent]
+    digests = store.multi_get([f"{stage}/{other}" for other in heard])
+    if len(set(digests)) == 1 and not silent and not (word.fault or _matters(word)):
+        first = _read(store, f"{stage}/word/0") or word
+        return Agreement(first.token, first.engine, world_size, world_size, None, first.off)
+    words = {other: word if other == rank else _read(store, f"{stage}/word/{other}") for other in heard}
+    spoke = {other: said for other, said in words.items() if said is not None}
+    foreign = [other for other, said in words.items() if said is None]
+    difference = _told(spoke, silent, foreign, timeout, silent_host)
+    failing = {other: said for other, said in spoke.items() if _matters(said)}
+    if difference is not None or failing:
+        _let_others_read(store, stage, rank, heard)
+    return Agreement(
+        group=spoke[min(spoke)].token,
+        leader=spoke[0].engine if 0 in spoke else None,
+        world_size=world_size,
+        agreeing=len(spoke) - len(_outvoted(spoke) | {other for other, said in spoke.items() if said.fault}),
+        difference=difference,
+        all_off=all(said.off for said in spoke.values()),
+        failing=failing,
+    )
+
+
+def _matters(word: Word) -> bool:
+    """Whether the ranks may have to do something about what *word* says of a capture, though all of them say the same."""
+    return bool(word.failed) or word.ended or not word.can_leave_out
+
+
+def _digest(word: Word) -> str:
+    told = [word.compared(), word.fault, dict(word.failed), list(word.graphs), word.can_leave_out, word.ended]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Callable[[str], None]) -> list[int]:
+    """Those of *others* that have said nothing after *limit* seconds."""
+    started = time.monotonic()
+    missing = others
+    for until in (min(WARN_AFTER, limit), limit):
+        while missing:
+            left = max(started + until - time.monotonic(), 0.001)
+            try:
+                store.wait([f"{stage}/{rank}" for rank in missing], timedelta(seconds=min(left, _SLICE)))
+            except RuntimeError:  # DistStoreError, when time is up; a store that is gone says so again in the next line
+                missing = [rank for rank in missing if not store.check([f"{stage}/{rank}"])]
+                if store.check([f"{stage}/ended"]):
+                    return missing
+            else:
+                return []
+            if left <= _SLICE:
+                break
+        if missing and until < limit:
+            warn(f"waiting up to {limit - until:.0f} s more for {_ranks(missing)} to report which fixes they have")
+    return missing
+
+
+def _read(store: Any, key: str) -> Word | None:
+    """None for what another version of this package, or somebody else, may have left, or not left beside a digest."""
+    if not store.check([key]):  # `get` would wait for it
+        return None
+    try:
+        told = json.loads(store.get(key))
+        word = Word(**{name: told[name] for name in Word._fields if name in told})
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return word if _sound(word) else None
+
+
+def _sound(word: Word) -> bool:
+    """Whether all of *word* is of the kind that ranks leave: it is shown to people, and kept in records."""
+    tables = (word.modes, word.states, word.reasons, word.failed)
+    if not all(isinstance(table, dict) and len(table) <= _MOST for table in (*tables, word.misconfigured)):
+        return False
+    made_up: tuple[object, ...] = (word.engine, word.token)
+    kinds: tuple[tuple[object, type], ...] = (
+        (word.pid, int),
+        (word.canary, bool),
+        (word.off, bool),
+        (word.can_leave_out, bool),
+        (word.ended, bool),
+    )
+    texts: list[object] = [
+        word.host,
+        word.graphfix,
+        word.vllm,
+        word.master,
+        word.fault,
+        *(text for table in tables for text in table.values()),
+    ]
+    return (
+        all(isinstance(text, str) and len(text) <= _LONGEST and text.isprintable() for text in texts)
+        and all(_NAME.fullmatch(name) for table in tables for name in table)
+        and all(is_brief(name, value) for name, value in word.misconfigured.items())
+        and all(isinstance(name, str) and _MADE_UP.fullmatch(name) for name in made_up)
+        and all(type(value) is kind for value, kind in kinds)
+        and _sound_graphs(word.graphs)
+    )
+
+
+def _sound_graphs(graphs: object) -> bool:
+    return isinstance(graphs, (list, tuple)) and len(graphs) <= MOST_GRAPHS and all(map(_sound_graph, graphs))
+
+
+def _sound_graph(graph: object) -> bool:
+    if not isinstance(graph, (list, tuple)) or len(graph) != 2 or not all(isinstance(part, str) for part in graph):
+        return False
+    fix, name = graph
+    return _NAME.fullmatch(fix) is not None and (not name or _GRAPH.fullmatch(name) is not None)
+
+
+def _let_others_read(store: Any, stage: str, rank: int, heard: list[int]) -> None:
+    """The process of rank 0 holds the store. If it went first, the others would say that the store is gone, not what differs."""
+    try:
+        store.set(f"{stage}/read/{rank}", b"")
+        if rank == 0:
+            store.wait([f"{stage}/read/{other}" for other in heard], timedelta(seconds=_LAST_READERS))
+    except Exception:  # the difference is known, and whatever this is, it must not be lost
+        return
+
+
+def _differing(spoke: Mapping[int, Word]) -> dict[str, dict[str, list[int]]]:
+    """What differs: subject to value to ranks."""
+    told = {rank: word.compared() for rank, word in spoke.items()}
+    found: dict[str, dict[str, list[int]]] = {}
+    for subject in dict.fromkeys(name for said in told.values() for name in said):
+        values: dict[str, list[int]] = {}
+        for rank, said in told.items():
+            if subject in said:
+                values.setdefault(said[subject], []).append(rank)
+        if len(values) > 1:
+            found[subject] = values
+    return found
+
+
+def _outvoted(spoke: Mapping[int, Word]) -> set[int]:
+    """Ranks that say something else than most do; of two halves, that without the lowest rank."""
+    outvoted: set[int] = set()
+    for values in _differing(spoke).values():
+        most = max(values.values(), key=lambda ranks: (len(ranks), -min(ranks)))
+        outvoted.update(rank for ranks in values.values() if ranks is not most for rank in ranks)
+    return outvoted
+
+
+def _told(
+    spoke: Mapping[int, Word],
+    silent: list[int],
+    foreign: list[int],
+    limit: float,
+    silent_host: Callable[[int], str | None],
+) -> str | None:
+    sentences = []
+    differing = _differing(spoke)
+    for subject, values in differing.items():
+        said = "; ".join(f"{value!r} on {with_hosts(ranks, spoke)}" for value, ranks in values.items())
+        sentences.append(f"{subject} is {said}.")
+    whys: dict[str, dict[int, list[str]]] = {}
+    for rank, word in spoke.items():
+        for name in sorted(word.reasons.keys() & differing.keys()):
+            whys.setdefault(word.reasons[name], {}).setdefault(rank, []).append(name)
+    for why, names in whys.items():
+        told = ", ".join(dict.fromkeys(name for each in names.values() for name in each))
+        sentences.append(f"The reason on {with_hosts(list(names), spoke)} for {told}: {why.rstrip('.')}.")
+    for fault in dict.fromkeys(word.fault for word in spoke.values() if word.fault):
+        ranks = [rank for rank, word in spoke.items() if word.fault == fault]
+        sentences.append(f"Which fixes are active is not known on {with_hosts(ranks, spoke)}: {fault.rstrip('.')}.")
+    if silent:
+        where = {rank: silent_host(rank) or "an unknown host" for rank in silent}
+        by_host = {host: [rank for rank in silent if where[rank] == host] for host in dict.fromkeys(where.values())}
+        said = "; ".join(f"{_ranks(ranks)} on {host}" for host, ranks in by_host.items())
+        sentences.append(
+            f"No report within {limit:.0f} s: {said}. There vllm-graphfix is not installed, or VLLM_PLUGINS keeps it out, or it failed "
+            "before it could report (see that process's log), or the process hangs."
+        )
+    if foreign:
+        sentences.append(f"Another version of vllm-graphfix reported for {_ranks(foreign)}.")
+    return " ".join(sentences) or None
+
+
+def with_hosts(ranks: list[int], spoke: Mapping[int, Word]) -> str:
+    hosts = dict.fromkeys(spoke[rank].host for rank in ranks)
+    return ", ".join(f"{_ranks([rank for rank in ranks if spoke[rank].host == host])} ({host})" for host in hosts)
+
+
+def _ranks(ranks: list[int]) -> str:
+    """``rank 3``, ``ranks 0, 2-5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    told = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {told}" if len(ranks) == 1 else f"ranks {told}"
+
+
+def host_in(store: Any, rank: int, world_size: int) -> str | None:
+    """The host name that *rank* gave to gloo, of whose groups every vLLM engine makes one of all ranks; None if it cannot be told.
+
+    For a rank that says nothing this is the only word of where it runs. Gloo leaves it under a key that ends in the
+    rank: its length (u64, little-endian), then the name.
+    """
+    try:
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        keys = set(store.list_keys())
+        for group in {key.rpartition("/")[0] for key in keys if "/cpu/" in key}:
+            if all(f"{group}/{other}" in keys for other in range(world_size)):
+                left = store.get(f"{group}/{rank}")
+                host = left[8 : 8 + int.from_bytes(left[:8], "little")].decode("ascii")
+                return host if re.fullmatch(r"[A-Za-z0-9._-]{1,255}", host) else None
+    except Exception:
+        return None
+    return None
+
+
+def shown(text: str) -> str:
+    """On one line, and no longer than a word's texts may be."""
+    return printable(text)[:_LONGEST]
+
+
+def new_token() -> str:
+    return os.urandom(8).hex()

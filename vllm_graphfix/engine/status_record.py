@@ -1,0 +1,122 @@
+"""What a process of an engine tells others about itself: its record, from what it decided and did."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.log import logger
+
+if TYPE_CHECKING:
+    from vllm_graphfix.engine.process import Membership
+
+
+class Telling:
+    """What this process tells others about itself: its record."""
+
+    def __init__(self, membership: Membership, *, forked: bool = False) -> None:
+        self._membership = membership
+        self.forked = forked
+        self.rank: tuple[int, int | None, int, int] | None = None
+        """Rank, local rank, world size, data-parallel rank."""
+        self.agreement: Any = None
+        self.problem: str | None = None
+        self.serves_metrics = False
+        self.starting = False
+        self._reporter: Any = None
+        self._kept = False
+
+    def base(self) -> Any:
+        from vllm_graphfix import records
+
+        return records.base_folder(self._membership.environment)
+
+    def tell(self) -> None:
+        """Hands the record over; nobody waits for the disk."""
+        record = self.record()
+        if record is not None:
+            self._the_reporter().publish(record)
+
+    def begin(self) -> None:
+        """This process takes part in an engine that starts. That may take long: from now on it is heard of every few seconds."""
+        self.starting = True
+        if not self._kept:
+            # Its record is only touched: making one takes a lock that hooks on imports hold.
+            self._the_reporter().keep(lambda: None)
+        self.tell()
+
+    def started(self) -> None:
+        """What this process runs of the engine is up."""
+        self.starting = False
+        self.tell()
+
+    def keep(self) -> None:
+        """From now on the record is kept up to date."""
+        if not self._kept:
+            self._kept = True
+            self._the_reporter().keep(self.record)
+
+    def finish(self) -> None:
+        """Waits a little for the record to be written: the process is about to end, and its record says why."""
+        self._the_reporter().flush()
+
+    def _the_reporter(self) -> Any:
+        if self._reporter is None:
+            from multiprocessing.util import Finalize
+
+            from vllm_graphfix import records
+
+            self._reporter = records.Reporter(self.base(), lambda text: logger.warning("graphfix: %s", text))
+            # Not atexit, which the children that multiprocessing forks do not run.
+            Finalize(None, self._reporter.close, exitpriority=0)
+        return self._reporter
+
+    def record(self) -> Any:
+        from vllm_graphfix import records
+        from vllm_graphfix.shadow import process as shadow
+
+        membership = self._membership
+        decision = membership.decision
+        if decision is None:
+            return None
+        agreed = self.agreement
+        here = records.identity()
+        captures = self.rank is not None
+        return records.Record(
+            graphfix=decision.graphfix,
+            vllm=decision.vllm,
+            engine=decision.engine,
+            host=here.host,
+            pid=here.pid,
+            start_ticks=here.start_ticks,
+            boot=here.boot,
+            pid_namespace=here.pid_namespace,
+            role=membership.role.value,
+            model=membership.model,
+            rank=records.Rank(*self.rank) if self.rank is not None else None,
+            decision=records.Decided(
+                canary=decision.canary,
+                bucket=decision.bucket,
+                percentage=decision.rollout / 100 if decision.rollout is not None else None,
+                master=decision.master.value,
+                inherited=membership.inherited,
+            ),
+            fixes={
+                name: records.FixReport(state.mode.value, state.state.value, state.reason)
+                for name, state in membership.states(diagnose=captures).items()
+            },
+            events={
+                fix.name: {event.name: event.count for event in fix.events} for fix in membership.fixes if fix.events
+            }
+            | shadow.counts(),
+            agreement=records.Agreement(agreed.group, agreed.world_size, agreed.agreeing, agreed.difference)
+            if agreed
+            else None,
+            leader=agreed.leader if agreed else None,
+            problem=self.problem,
+            serves_metrics=self.serves_metrics,
+            misconfigured=decision.misconfigured,
+            wrong=shadow.wrong(),
+            starting=self.starting,
+            written=time.time(),
+        )

@@ -1,0 +1,124 @@
+"""One fix in this process: what is wanted of it, and how far it has come."""
+
+# No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_graphfix.fix import Diagnosis, Fix, Mode, Patch, State, Verdict
+from vllm_graphfix.patching import sites
+from vllm_graphfix.settings.environment import PREFIX, Master
+
+if TYPE_CHECKING:
+    from vllm_graphfix.shadow.runners import Graphs
+
+
+class FixState(NamedTuple):
+    """What this process did about one fix."""
+
+    name: str
+    mode: Mode
+    diagnosis: Diagnosis | None
+    """None if there was none to be had: the fix is off, or the source could not be read."""
+    state: State
+    reason: str
+
+
+class Wanted(NamedTuple):
+    """What is to be done about all fixes: the environment's word, or what the first process of an engine made of it."""
+
+    master: Master
+    modes: Mapping[str, Mode]
+    withheld: str | None = None
+    """Why nothing is patched although the switch is on."""
+    misconfigured: Mapping[str, str] = {}
+    """Variables whose value means nothing, each with that value."""
+
+    def loud(self, name: str) -> bool:
+        """Whether the engine must not start without the fix where it is needed."""
+        if self.withheld is not None or self.master is Master.OFF:
+            return False
+        mode = self.modes[name]
+        return mode is Mode.ON or (self.master is Master.STRICT and mode is Mode.AUTO)
+
+    def why_off(self, variable: str) -> str:
+        """What *variable* says where it switches something off."""
+        value = self.misconfigured.get(variable)
+        return f"{variable}=off" if value is None else f"{variable}={value} means nothing, which counts as off"
+
+
+class Progress:
+    """One fix in this process."""
+
+    def __init__(self, fix: "Fix | Graphs", wanted: Wanted) -> None:
+        self.fix = fix
+        self.mode = wanted.modes[fix.name]
+        self.diagnosis: Diagnosis | None = None
+        self.patches: tuple[Patch, ...] = ()
+        self.sites: list[sites.Site] = []
+        self.state = State.WAITING
+        self.reason = "waits for vLLM to import the code that it concerns"
+        fix.fallback.reason, fix.fallback.graphs = None, {}
+        if wanted.master is Master.OFF:
+            self.settle(State.OFF, wanted.why_off(PREFIX))
+        elif self.mode is Mode.OFF:
+            self.settle(State.OFF, wanted.why_off(fix.variable))
+        elif wanted.withheld is not None:
+            self.settle(State.NOT_IN_CANARY, wanted.withheld)
+
+    def settle(self, state: State, reason: str) -> None:
+        self.state, self.reason = state, reason
+
+    @property
+    def observes(self) -> bool:
+        return self.mode is Mode.OBSERVE
+
+    @property
+    def engaged(self) -> bool:
+        """Its patches, those that put right or those that only look, are on vLLM, or will be when vLLM imports the targets."""
+        return self.state in (State.ACTIVE, State.OBSERVING, State.WAITING)
+
+    @property
+    def puts_right(self) -> bool:
+        return self.engaged and not self.observes
+
+    def judge(self, found: Diagnosis) -> None:
+        """Goes by the diagnosis of its vLLM."""
+        self.diagnosis = found
+        if found.verdict is Verdict.AFFECTED:
+            patches = self.fix.observers if self.observes else self.fix.patches
+            self.patches = tuple(patches(found.shape))
+            done = "observed" if self.observes else "applied"
+            self.settle(State.WAITING, f"{found.reason} ({found.where}); to be {done} when vLLM imports that code")
+        elif found.verdict is Verdict.UNRECOGNISED:
+            self.settle(State.INCOMPATIBLE, f"{found.reason} ({found.where})")
+        else:
+            self.settle(State.NOT_NEEDED, found.reason)
+
+    def take_back(self, state: State, reason: str) -> None:
+        """Settles on *state*, or on why that cannot be done."""
+        try:
+            sites.take_back(self.fix.name, self.sites)
+            sites.drop_copies(self.patches)
+        except Exception as error:
+            state = State.CONFLICT if isinstance(error, sites.ConflictError) else State.FAILED
+            self.settle(state, f"{reason}; and {error}")
+            return
+        self.sites = []
+        self.settle(state, reason)
+
+    @property
+    def failed_in_use(self) -> bool:
+        """Whether it failed while vLLM ran, and stands where it was put."""
+        applied = bool(self.sites) and not any(site.lost() for site in self.sites)
+        return self.state is State.FAILED and self.fix.fallback.reason is not None and applied
+
+    def left_undone(self, *, v2: bool | None) -> bool:
+        """Whether this engine, on model runner V2 or not, has imported what the fix is for, and the fix is not on all of it."""
+        if self.fix.runner is not None and v2 is not None and (self.fix.runner == "V2") != v2:
+            return False
+        if self.state in (State.INCOMPATIBLE, State.CONFLICT, State.FAILED):
+            return any(module in sys.modules for module in self.fix.modules)
+        imported = sum(patch.module in sys.modules for patch in self.patches)
+        return self.engaged and len(self.sites) < imported

@@ -1,0 +1,393 @@
+"""What this process does about each fix: diagnosed and applied when vLLM imports the targets."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from vllm_graphfix.fix import Fallback, Fix, Patch, State, Verdict
+from vllm_graphfix.log import HeldLog
+from vllm_graphfix.patching import sites
+from vllm_graphfix.patching.applied_fix import FixState, Progress, Wanted
+from vllm_graphfix.patching.hooks import when_imported
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm_graphfix.engine.graph_dispatch import Graph
+    from vllm_graphfix.shadow.runners import Graphs
+    from vllm_graphfix.source.files import Source
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+__all__ = ["FixState", "Process", "Wanted"]
+
+_REVERTED = "reverted; graphs captured before then keep what they recorded"
+
+
+def _alone(method: Callable[Concatenate[Process, P], T]) -> Callable[Concatenate[Process, P], T]:
+    """No other thread is in such a method; what is to be said is said when this one is out.
+
+    The lock is taken by a statement alone: a context manager in Python may fail between having it and giving it back.
+    """
+
+    @functools.wraps(method)
+    def alone(self: Process, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            with self._lock:
+                self._depth += 1
+                try:
+                    return method(self, *args, **kwargs)
+                finally:
+                    self._depth -= 1
+        finally:
+            if not self._depth:
+                self._log.release()
+
+    return alone
+
+
+class Process:
+    """All fixes in one process."""
+
+    def __init__(self, fixes: Iterable[Fix | Graphs], wanted: Wanted) -> None:
+        self._fixes = tuple(fixes)
+        self._started = False
+        self._summed_up = False
+        self._hooked: set[str] = set()
+        self._reverted: set[str] = set()
+        # Imports run in threads, and a hook may cause an import that runs a hook.
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._log = HeldLog()
+        self._read: dict[str, Path] = {}
+        """The files that diagnoses may have read, by module."""
+        self._texts: dict[str, bytes | None] = {}
+        """The source that was diagnosed, by module, of those to be patched."""
+        self._may_capture = False
+        self.interrupted = False
+        """This process was forked while a thread was in the middle of something here; to `start` again is to begin
+        anew."""
+        self._go_by(wanted)
+
+    def _go_by(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._progress = {fix.name: Progress(fix, wanted) for fix in self._fixes}
+        for name in self._reverted:
+            self._progress[name].settle(State.OFF, _REVERTED)
+        self._diagnosed = False
+
+    @_alone
+    def _begin(self, wanted: Wanted) -> list[Progress] | None:
+        """The fixes that are to be hooked; None if nothing has changed."""
+        if self._started and wanted == self._wanted and not self.interrupted:
+            return None
+        self.interrupted = False
+        for progress in self._progress.values():
+            if progress.sites:
+                progress.take_back(State.OFF, "reverted for another engine")
+        self._started = True
+        self._go_by(wanted)
+        return [progress for progress in self._progress.values() if progress.engaged]
+
+    def start(self, wanted: Wanted) -> None:
+        """Hooks the imports of what may have to be patched; what is imported already is patched now.
+
+        Called again, for a later engine that this process starts, it takes back what that engine does not want. Never
+        raises.
+        """
+        engaged = self._begin(wanted)
+        if engaged is None:
+            return
+        # From here on without the lock: to hook a module that another thread is importing is to wait for that thread.
+        modules = [module for progress in engaged for module in progress.fix.modules]
+        # A companion's module matters even where the companion itself is switched off.
+        modules += [together.module for progress in engaged for together in progress.fix.together]
+        try:
+            for module in dict.fromkeys(modules):
+                if module not in self._hooked:
+                    when_imported(module, functools.partial(self._apply_to, module))
+                    self._hooked.add(module)
+                elif (imported := sys.modules.get(module)) is not None:
+                    self._apply_to(module, imported)
+        except Exception as error:
+            # A fix whose targets are in several modules must not be on the first of them only.
+            self.give_up(error)
+            raise
+        if not engaged:
+            self.sum_up()
+
+    @_alone
+    def give_up(self, error: Exception) -> None:
+        """Takes all fixes back: something went wrong that concerns them all."""
+        for progress in self._progress.values():
+            if progress.engaged:
+                self._fail(progress, error)
+
+    @_alone
+    def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
+        """Every fix, by name, in the order of application; targets are read back.
+
+        Without *diagnose* nothing is read that was not read before: for a process that imports no code of a fix.
+        """
+        if diagnose:
+            self._diagnose()
+        gone = []
+        for progress in self._progress.values():
+            applied = progress.state in (State.ACTIVE, State.OBSERVING)
+            lost = [reason for site in progress.sites if (reason := site.lost())] if applied else []
+            if lost:
+                # Whoever still has what was replaced keeps the layer: an engine that serves must not lose a fix that
+                # works for it.
+                progress.settle(State.CONFLICT, lost[0])
+                gone.append(progress)
+            elif applied and (error := progress.fix.fallback.reason) is not None:
+                progress.settle(State.FAILED, f"{error}; since then vLLM's own code runs wherever that happens")
+                if not self._may_capture:  # an engine that serves keeps the layers that work for it
+                    gone.append(progress)
+        for progress in gone:
+            if progress.state is State.CONFLICT:
+                self._warn(progress, "is no longer applied: remove the other patch, or switch this fix off")
+            self._without(progress)
+        return {name: self._told(progress) for name, progress in self._progress.items()}
+
+    def _told(self, progress: Progress) -> FixState:
+        reason = progress.reason
+        if progress.state is State.WAITING and not self._started:
+            reason = f"register() has not run in this process (VLLM_PLUGINS?); {reason}"
+        return FixState(progress.fix.name, progress.mode, progress.diagnosis, progress.state, reason)
+
+    @_alone
+    def revert(self, name: str) -> None:
+        """Takes the fix *name* back, in this process, from here on: neither `register` nor an import nor another engine brings it again.
+
+        Graphs captured before keep what they recorded. A fix that cannot be without it is taken back too.
+        """
+        progress = self._progress[name]
+        progress.take_back(State.OFF, _REVERTED)
+        if progress.state is State.OFF:
+            self._reverted.add(name)
+        if self._diagnosed:  # else the diagnosis is followed by this
+            self._without(progress)
+
+    # -- diagnosis -----------------------------------------------------------------------------------------------
+
+    def _diagnose(self) -> None:
+        """Once, when the first target is imported: most processes of a server import none and need no diagnosis."""
+        if self._diagnosed:
+            return
+        self._diagnosed = True
+        source = None
+        for progress in self._progress.values():
+            if progress.engaged:
+                try:
+                    from vllm_graphfix import manifest
+                    from vllm_graphfix.source.files import open_source
+
+                    source = source or open_source()
+                    progress.judge(manifest.diagnose(progress.fix, source))
+                    if progress.state is State.INCOMPATIBLE:
+                        self._warn(progress, "cannot be applied to this vLLM; `vllm-graphfix explain` has a workaround")
+                    self._remember(progress, source)
+                except Exception as error:
+                    self._fail(progress, error)
+
+    def _remember(self, progress: Progress, source: Source) -> None:
+        """What `_apply` has to find running: not the source itself, which holds syntax trees."""
+        if source.folder is not None:
+            self._read.update({_module(path): source.folder / path for path in progress.fix.reads})
+        for patch in progress.patches:
+            self._texts[patch.module] = source.read(f"{patch.module.replace('.', '/')}.py")
+
+    # -- application: everything below runs inside vLLM's imports and must not raise -------------------------------
+
+    @_alone
+    def _apply_to(self, module: str, _: ModuleType) -> None:
+        try:
+            self._diagnose()
+            for progress in self._progress.values():
+                patches = [patch for patch in progress.patches if patch.module == module]
+                if progress.engaged and patches:
+                    self._apply(progress, patches)
+            for progress in self._progress.values():
+                self._keep_together(progress, module)
+        except Exception as error:
+            self.give_up(error)
+        self.sum_up()
+
+    def _apply(self, progress: Progress, patches: list[Patch]) -> None:
+        try:
+            self._refuse_other_files(progress.fix)
+            progress.sites += sites.apply(progress.fix.name, patches, self._texts.get)
+            for site in progress.sites:
+                if reason := site.lost():
+                    raise sites.ConflictError(reason)
+            missing = sorted({patch.module for patch in progress.patches if patch.module not in sys.modules})
+            rest = f"; {', '.join(missing)} when it is imported" if missing else ""
+            state, done = (State.OBSERVING, "counts at") if progress.observes else (State.ACTIVE, "applied to")
+            progress.settle(state, f"{done} {', '.join(site.name for site in progress.sites)}{rest}")
+            self._log.debug("graphfix: %s: %s, %s", progress.fix.name, state.value, progress.reason)
+        except sites.ConflictError as error:
+            progress.take_back(State.CONFLICT, str(error))
+            self._warn(progress, "is not applied: remove the other patch, or switch this fix off")
+        except Exception as error:
+            self._fail(progress, error)
+
+    def _refuse_other_files(self, fix: Fix | Graphs) -> None:
+        """Raises ConflictError where Python has a module that the diagnosis read from a file elsewhere."""
+        for module in map(_module, fix.reads):
+            origin = getattr(getattr(sys.modules.get(module), "__spec__", None), "origin", None)
+            if origin and module in self._read and not self._read[module].samefile(origin):
+                raise sites.ConflictError(f"{origin} runs instead of {self._read[module]}, which was diagnosed")
+
+    def _keep_together(self, progress: Progress, module: str) -> None:
+        """Takes a fix back that would trade its defect for another one without a companion that is not there."""
+        for together in progress.fix.together:
+            other = self._progress.get(together.name)
+            if together.module != module or not progress.puts_right or other is None or other.puts_right:
+                continue
+            chosen = other.state is State.OFF or other.observes
+            if other.state is State.NOT_NEEDED or (chosen and not self._affected_by(other)):
+                continue
+            if chosen and together.may_be_off:
+                self._log.warning(
+                    "graphfix: %s without %s (%s): %s", progress.fix.name, together.name, other.reason, together.because
+                )
+                continue
+            progress.take_back(
+                State.INCOMPATIBLE, f"{together.name} is {other.state.value}; without it {together.because}"
+            )
+            self._warn(progress, f"is reverted: switch {together.name} on, or this fix off")
+
+    def _without(self, lost: Progress) -> None:
+        """Takes back what needs *lost*, as if it had never been applied."""
+        for progress in self._progress.values():
+            for together in progress.fix.together:
+                if together.name == lost.fix.name and together.module in sys.modules:
+                    self._keep_together(progress, together.module)
+
+    def _affected_by(self, other: Progress) -> bool:
+        """Whether a fix that is switched off, or observed, would be needed here."""
+        from vllm_graphfix import manifest
+        from vllm_graphfix.source.files import open_source
+
+        try:
+            other.diagnosis = other.diagnosis or manifest.diagnose(other.fix, open_source())
+        except Exception:
+            return True
+        return other.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)
+
+    def _fail(self, progress: Progress, error: Exception) -> None:
+        self._log.debug("graphfix: %s failed", progress.fix.name, exc_info=error)
+        progress.take_back(State.FAILED, f"{type(error).__name__}: {error}")
+        self._warn(progress, "is not applied; vLLM runs its own code there")
+
+    # -- gate, log -------------------------------------------------------------------------------------------------
+
+    def insisted(self) -> bool:
+        """Whether there is a fix that the user insists on."""
+        return any(map(self._wanted.loud, self._progress))
+
+    def forked(self) -> None:
+        """In a forked child: a thread that held the lock is not there, and will not finish what it did."""
+        self.interrupted = self.interrupted or self._depth > 0
+        self._lock, self._depth, self._log = threading.RLock(), 0, HeldLog()
+
+    def left_undone(self, *, v2: bool | None, again: bool = False) -> tuple[str, ...]:
+        """The fixes that the user insists on, that this process needs and that are not applied, each with state and reason.
+
+        *v2*: whether the engine is on model runner V2; None if that is not known. *again*: whether it has served, and
+        captures once more; a fix that failed in a step then, and stands where it was put, may do well in this capture,
+        which will tell.
+        """
+        states = self.states().values()
+        self._may_capture = True
+        return tuple(
+            f"{state.name} is {state.state.value}: {state.reason}"
+            for state in states
+            if self._wanted.loud(state.name)
+            and self._progress[state.name].left_undone(v2=v2)
+            and not (again and self._progress[state.name].failed_in_use)
+        )
+
+    @_alone
+    def begin_capture(self) -> None:
+        """From now on a fix that fails does so in a graph, which holds what stock's code does there."""
+        from vllm_graphfix.engine import graph_dispatch  # noqa: F401 - now, and not when something has failed
+
+        Fallback.capturing = True
+        for progress in self._progress.values():
+            progress.fix.fallback.graphs = {}
+
+    def forget_capture(self) -> None:
+        """The capture is over, and what failed in it has been dealt with, or was in no graph that is kept."""
+        Fallback.capturing = False
+        for progress in self._progress.values():
+            progress.fix.fallback.graphs = {}
+
+    @_alone
+    def failed_in_capture(self) -> dict[str, dict[Graph | None, str]]:
+        """The graphs that a fix which puts right has failed in since `begin_capture`, each with its first error, by fix."""
+        Fallback.capturing = False
+        found: dict[str, dict[Graph | None, str]] = {}
+        for name, progress in self._progress.items():
+            graphs = {g: why for g, why in progress.fix.fallback.graphs.items() if g is None or g.kept}
+            if (
+                graphs and progress.observes
+            ):  # it has changed nothing in them; what it counts from here on may be too little
+                progress.fix.fallback.reason = progress.fix.fallback.reason or next(iter(graphs.values()))
+            elif graphs:
+                found[name] = graphs
+        return found
+
+    @_alone
+    def settle_capture(self, name: str, what: str, *, failed: bool) -> None:
+        """Says *what* came of the graphs in which the fix *name* failed, on this rank or on another: of a fix that is applied here."""
+        progress = self._progress[name]
+        if progress.state is not State.ACTIVE:
+            return
+        if failed:
+            progress.fix.fallback.reason = what
+        progress.settle(State.FAILED if failed else State.ACTIVE, f"{progress.reason}; {what}" if not failed else what)
+
+    def loud(self, name: str) -> bool:
+        """Whether the user insists on the fix *name*."""
+        return self._wanted.loud(name)
+
+    def _warn(self, progress: Progress, what: str) -> None:
+        self._log.warning("graphfix: %s %s (%s: %s)", progress.fix.name, what, progress.state.value, progress.reason)
+
+    def end(self) -> None:
+        """At the exit of a process, which may have imported no code of a fix."""
+        self._sum_up()
+        self._log.release_at_exit()
+
+    @_alone
+    def sum_up(self) -> None:
+        """One line a process, once it is known what will be done; what goes otherwise later is a warning of its own."""
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        if self._summed_up:
+            return
+        self._summed_up = True
+        told: dict[str, list[str]] = {}
+        for progress in self._progress.values():
+            word = progress.state.value
+            if progress.engaged:
+                done = "observed" if progress.observes else "applied"
+                word = (
+                    f"{done} where vLLM imports them" if self._diagnosed else "nothing that these concern was imported"
+                )
+            told.setdefault(word, []).append(progress.fix.name)
+            self._log.debug("graphfix: %s: %s, %s", progress.fix.name, progress.state.value, progress.reason)
+        self._log.info("graphfix: %s", "; ".join(f"{word}: {', '.join(names)}" for word, names in told.items()))
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")

