@@ -13,6 +13,7 @@ import pytest
 from ranks import STAGE, compared, word
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
+from vllm_graphfix.engine import rank_agreement
 from vllm_graphfix.engine.rank_agreement import Word, compare, leave, leave_an_end
 
 

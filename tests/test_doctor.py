@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from vllm_graphfix.commands import doctor
 from vllm_graphfix.commands.cli import app
+from vllm_graphfix.commands.doctor import collect
 from vllm_graphfix.commands.doctor.redaction import Mask
 from vllm_graphfix.deployment import hardware
 from vllm_graphfix.fixes import BY_NAME, FIXES

@@ -18,7 +18,7 @@ from ranks import STAGE, word
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
-from vllm_graphfix.engine import rank_agreement
+from vllm_graphfix.engine import capture_gate, rank_agreement
 from vllm_graphfix.engine.capture_gate import STOPS, GraphfixError
 from vllm_graphfix.engine.process import Membership
 from vllm_graphfix.engine.rank_agreement import compare, leave

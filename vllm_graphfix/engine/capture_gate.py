@@ -20,6 +20,7 @@ from vllm_graphfix.engine.role import host_name
 from vllm_graphfix.fix import State, Verdict
 from vllm_graphfix.log import logger
 from vllm_graphfix.patching.hooks import guarded, when_imported, wrap
+from vllm_graphfix.settings import environment
 
 if TYPE_CHECKING:
     from vllm_graphfix.engine.process import Membership
@@ -337,6 +338,8 @@ class Gate:
 
     def _go_by(self, failing: Mapping[int, Any], dispatch: Any) -> str | None:
         """The same on all ranks: what failed on some of them stops the engine, or these graphs are left out of dispatch, or all say failed."""
+        from vllm_graphfix.engine import rank_agreement
+
         process, stopped = self._membership.process, []
         for fix in dict.fromkeys(fix for word in failing.values() for fix in word.failed):
             ranks = [rank for rank, word in failing.items() if fix in word.failed]
