@@ -27,6 +27,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from measuring import console, machine, table
 from measuring.engine_cases import (
     CASES,
@@ -46,8 +48,6 @@ from measuring.engine_cases import (
 from measuring.engine_figures import Figures, markdown, notes, tables
 from measuring.engine_plot import svg
 from measuring.engine_process import DiedError, EngineProcess, GpuMemory
-from rich.markup import escape
-
 from vllm_graphfix import __version__
 from vllm_graphfix.source.files import SourceError
 from vllm_graphfix.verify import VerifyError

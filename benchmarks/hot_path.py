@@ -19,7 +19,6 @@ from typing import Any
 import layers
 from measuring import Times, console, environment, interleaved, machine, run, table, verdict
 from measuring.calls import PADDED_REQUESTS, REQUESTS
-
 from vllm_graphfix.fix import Event
 
 import fetch_vllm  # isort: skip - measuring has put tools/ on the path

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from measuring import Times, console, environment, machine, run, table, verdict
-
 from vllm_graphfix.fixes import FIXES
 
 import fetch_vllm  # isort: skip - measuring has put tools/ on the path

@@ -41,7 +41,6 @@ from typing import Any
 
 from measuring import engine_cases
 from measuring.engine_process import DiedError, EngineProcess, Order
-
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict, variable
 from vllm_graphfix.fixes import BY_NAME, FIXES
@@ -49,9 +48,10 @@ from vllm_graphfix.settings.environment import PREFIX, SHADOW, SHADOW_ACTION
 from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import models
-from vllm_graphfix.verify.engine.cases import GDN_MTP, MIXED_FULL, MLA, Case, case_of, further_cases
+from vllm_graphfix.verify.engine.cases import GDN_MTP, MIXED_FULL, MLA, Case
 from vllm_graphfix.verify.engine.job import Job
 from vllm_graphfix.verify.engine.processes import PACKAGE, Ended, Engines
+from vllm_graphfix.verify.trial import further_cases, trial_of
 
 TIMEOUT = 400.0
 """Seconds for one engine of a tiny model, and for the start of a large one."""
@@ -130,7 +130,9 @@ def _false_alarm(found: dict[str, Any]) -> bool:
 
 def full_graph_cases() -> list[Case]:
     """Of `verify`, those with full graphs: of others nothing can be checked."""
-    cases = dict.fromkeys(case for fix in FIXES for case in (case_of(fix), *further_cases(fix)) if case is not None)
+    cases = dict.fromkeys(
+        case for fix in FIXES for case in (trial_of(fix.name).case, *further_cases(fix.name)) if case is not None
+    )
     return [*(case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode"))), *COMPILED, *MIXED, GDN_MTP]
 
 
@@ -160,7 +162,8 @@ class Measured:
         return [
             fix
             for fix in FIXES
-            if case in (case_of(fix), *further_cases(fix, self._source), *OF_NO_VERIFY.get(fix.name, ()))
+            if case
+            in (trial_of(fix.name).case, *further_cases(fix.name, self._source), *OF_NO_VERIFY.get(fix.name, ()))
             and manifest.diagnose(fix, self._source).verdict is Verdict.AFFECTED
         ]
 

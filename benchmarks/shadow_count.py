@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from measuring import console, interleaved, machine, table, verdict
-
 from vllm_graphfix.settings.shadow_rate import NEVER, Action, parse
 from vllm_graphfix.shadow import drafter_v2, process, runner_v1, runner_v2
 

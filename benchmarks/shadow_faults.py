@@ -42,7 +42,6 @@ from typing import Any
 
 from measuring import one_gpu
 from measuring.engine_process import DiedError, EngineProcess, Order
-
 from vllm_graphfix.fix import variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings.environment import PREFIX, SHADOW, SHADOW_ACTION, names

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from measuring import Times, console, machine, table, verdict
 from prometheus_client import CollectorRegistry, generate_latest
 
+from measuring import Times, console, machine, table, verdict
 from vllm_graphfix import records
 from vllm_graphfix.engine.metrics import Engine, Exposition, Watcher
 from vllm_graphfix.fixes import FIXES

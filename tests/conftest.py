@@ -8,10 +8,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
 import warm_python
 import warm_release
 from fleets import alone, serve, start, two  # noqa: F401 - fixtures
-from hypothesis import HealthCheck, settings
 from promtool import promtool  # noqa: F401 - a fixture
 from served_models import among_models, served_models  # noqa: F401 - fixtures
 from stock import ALL_RELEASES, release_root

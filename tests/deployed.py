@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import record_dashboard
 import yaml
 
+import record_dashboard
 from vllm_graphfix.engine import metrics
 
 PROJECT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_graphfix.verify.trial import Edit
+from trial_rows import Edit
 
 Change = Callable[[str], str]
 """Of the text of a file; LookupError where it has nothing to change."""

@@ -23,7 +23,6 @@ from mutants_of_flashmla_padding import PADDING_17, PADDING_20
 from mutants_of_mamba_padding import CLEARED, MAMBA_21, MAMBA_22, MARKED
 from stock import release_root
 from vllm_files import CUDAGRAPHS, FLASHMLA, RUNNER
-
 from vllm_graphfix.fix import Verdict
 
 OPERATORS = "vllm/v1/attention/ops/flashmla.py"

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import endurance_layers as layers
 import endurance_records as of_records
 from endurance_left import Case, left_by
-
 from vllm_graphfix.fixes import FIXES
 
 

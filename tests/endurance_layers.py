@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 from endurance_left import Case
-
 from vllm_graphfix.fix import Patch
 from vllm_graphfix.fixes import BY_NAME
 

@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from endurance_left import Case
-
 import vllm_graphfix
+from endurance_left import Case
 from vllm_graphfix import records
 from vllm_graphfix.fixes import FIXES
 

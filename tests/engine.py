@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import fetch_cpu_engine
-
 from vllm_graphfix.verify.engine import models
 
 _LIMIT = 600

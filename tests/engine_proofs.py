@@ -11,13 +11,13 @@ from rich.console import Console
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.comparison import Answer
-from vllm_graphfix.verify.engine.cases import case_of
 from vllm_graphfix.verify.engine.job import GRAPHS, Job, Said
 from vllm_graphfix.verify.engine.processes import Ended
-from vllm_graphfix.verify.engine.verify import prove
+from vllm_graphfix.verify.gpu_proof import prove
 from vllm_graphfix.verify.report import Proof, Report, show
+from vllm_graphfix.verify.trial import trial_of
 
-CASES = {name: case for name, fix in BY_NAME.items() if (case := case_of(fix)) is not None}
+CASES = {name: case for name, fix in BY_NAME.items() if (case := trial_of(fix.name).case) is not None}
 AFFECTED = Diagnosis(Verdict.AFFECTED, "affected")
 LOG = Path("engine.log")
 ILLEGAL_ACCESS = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"

@@ -10,9 +10,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from edited import edited
-
 import vllm_graphfix
+from edited import edited
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.manifest import diagnose
 from vllm_graphfix.source.files import open_source

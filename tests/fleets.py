@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from records import eventually, of, record
 from rich.console import Console
 
+from records import eventually, of, record
 from vllm_graphfix.commands.fleet import Engine, Unrecorded, look, shown
 from vllm_graphfix.records import FixReport, Identity, Record, read
 

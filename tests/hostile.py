@@ -12,8 +12,8 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from stock import release_root
 
+from stock import release_root
 from vllm_graphfix.fixes import FIXES
 
 TEXT = st.text(st.characters(), max_size=60) | st.sampled_from(

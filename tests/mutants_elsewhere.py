@@ -30,10 +30,9 @@ from mutants_families import Base, Mutant, Step, _edits, _sound, fingerprint
 from mutants_of_values import OPERATORS as OF_VALUES
 from stock import release_root
 from table import verdict
-
+from trial_rows import Edit, edits_of
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
-from vllm_graphfix.verify.trial import Edit
 
 SEEN = Path(__file__).with_name("elsewhere.json")
 FIRST_SIX = tuple(fix.name for fix in FIXES[:6])
@@ -66,7 +65,7 @@ def bases(fix: str) -> tuple[Where, ...]:
     """Each direction: with the defect, and with the remedy."""
     if fix in FIRST_SIX:
         return _of_the_other_family(fix)
-    edits = BY_NAME[fix].trial().edits
+    edits = edits_of(fix)
     affected = [release for release in ALL_RELEASES if verdict(fix, release) == "affected"]
     found: list[Where] = []
     remedies = {
@@ -232,7 +231,6 @@ def _is_function(base: Base, path: str, name: str) -> bool:
 def look(names: list[str]) -> Iterator[tuple[str, Where, list[tuple[str, str, int]]]]:
     """What is near, of each base in which the scenario shows the defect, or the remedy; release by release."""
     from mutants_judged import NOT_YET, Stage, is_right, source_of
-
     from vllm_graphfix import manifest
 
     wheres = [(name, where) for name in names for where in bases(name)]

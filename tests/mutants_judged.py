@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 from mutants_families import Base, Mutant
 from stock import release_root
-from warm_release import STAND_INS, WarmRelease, patched
-
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Verdict, variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify.report import differing
+from warm_release import STAND_INS, WarmRelease, patched
 
 WORKER = Path(__file__).with_name("mutant_worker.py").read_text()
 NOT_YET = (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import fetch_promtool
 import pytest
+
+import fetch_promtool
 
 
 @pytest.fixture(scope="session")

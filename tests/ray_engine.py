@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+
 from ray_workers import NoDeviceError, StandInExecutor, StandInModel, told
 
 

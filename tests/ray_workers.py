@@ -59,7 +59,6 @@ class NoDeviceError(RuntimeError):
 def told() -> dict[str, Any]:
     """What the plugin made of this process."""
     import ray_platform
-
     import vllm_graphfix
 
     membership = vllm_graphfix._this_process()

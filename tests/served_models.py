@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stock import release_root
 
+from stock import release_root
 from vllm_graphfix.commands.status import status
 from vllm_graphfix.deployment import Concern, hardware, read_deployment
+from vllm_graphfix.fixes import FLAGS
 from vllm_graphfix.source.files import open_source
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -81,7 +82,7 @@ def among_models(served_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answer(release: str, fix: str, line: str, gpu: str | None = None) -> tuple[Concern, str]:
     source = open_source(release_root(release))
-    found = status(source, {}, read_deployment(line, source, gpu, {}))
+    found = status(source, {}, read_deployment(line, source, gpu, {}, FLAGS))
     (told,) = [row.answer for row in found.rows if row.fix.name == fix]
     assert told is not None
     return told.concern, told.reason

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stock import ALL_RELEASES, release_root
-
+from trial_rows import edits_of
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Patch, Verdict
 from vllm_graphfix.source.files import open_source
@@ -16,7 +16,7 @@ from vllm_graphfix.source.files import open_source
 def shapes(fix: Fix) -> tuple[str, ...]:
     """Of stock's releases, and those that an edit of the trial names."""
     affected = (entry for entry in manifest.load()["fixes"][fix.name] if entry["verdict"] == "affected")
-    named = (edit.shape for edit in fix.trial().edits if edit.verdict is Verdict.AFFECTED and edit.shape)
+    named = (edit.shape for edit in edits_of(fix.name) if edit.verdict is Verdict.AFFECTED and edit.shape)
     return tuple(dict.fromkeys([*(entry["shape"] for entry in affected), *named]))
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fetch_vllm import ALL_RELEASES
 
+from fetch_vllm import ALL_RELEASES
 from vllm_graphfix.fix import variable
 from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT
 

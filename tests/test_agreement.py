@@ -10,9 +10,9 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from ranks import STAGE, compared, word
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
+from ranks import STAGE, compared, word
 from vllm_graphfix.engine import rank_agreement
 from vllm_graphfix.engine.rank_agreement import Word, compare, leave, leave_an_end
 

@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+
 from stock import release_root
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -21,7 +22,6 @@ import shadow_faults
 from measuring import engine_cases, engine_figures, engine_plot, engine_process
 from measuring.engine_cases import CASES, MLA, MLA_FP8, Site, find_sites, plan
 from measuring.engine_process import DiedError, EngineProcess, Order
-
 from vllm_graphfix.verify.engine.device import Device
 
 STAND_IN = Path(__file__).with_name("engine_worker_stand_in.py")

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+
 from behaviours import check_behaviours
 from stock import run_in_release
 from table import slow_but_for

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edited import edited
-from stock import release_root
-from table import affected_by, state_by_default
 from typer.testing import CliRunner
-from vllm_files import FLASHMLA
 
 import vllm_graphfix.commands.compare.report
 import vllm_graphfix.commands.compare.run
 import vllm_graphfix.verify.run
+from edited import edited
+from stock import release_root
+from table import affected_by, state_by_default
+from vllm_files import FLASHMLA
 from vllm_graphfix import __version__
 from vllm_graphfix.commands.cli import app, main
 from vllm_graphfix.fix import Diagnosis, Verdict, variable

@@ -10,11 +10,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import planted_corruption
 import pytest
+
+import planted_corruption
 from engine import compare, report, write_llama
 from table import affected_by, state_by_default
-
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.engine import models
 

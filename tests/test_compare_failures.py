@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 import engine
 import flags_double
-import pytest
 from engine import report
 from engine_double import WORKER_FAILED
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import typer.main
-from stock import ALL_RELEASES, release_root, run_in_release
-from table import slow_but_for
 from typer.testing import CliRunner
 
+from stock import ALL_RELEASES, release_root, run_in_release
+from table import slow_but_for
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare import run as compare_run

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from stock import release_environment, release_root
 
 CONTAINER = Path(__file__).parent.parent / "deploy" / "container"

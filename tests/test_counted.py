@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from stock_stand_ins import given_to, stock_of
 
+from stock_stand_ins import given_to, stock_of
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.fixes.draft_decode_mode import DECODE_PADDED_IN_PIECEWISE
 

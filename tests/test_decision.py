@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from engine import cpu_engine, environment
 from stock import run_in_release
-
 from vllm_graphfix.settings import decision
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.verify.engine import models
@@ -201,7 +201,8 @@ for name, headless, flags, further in SHAPES:
     kept = {each: os.environ.get(each) for each in further}
     os.environ.update(further)
     made = EngineArgs(model=MODEL, skip_tokenizer_init=True, max_model_len=256, load_format="dummy", **flags)
-    from vllm_graphfix import _this_process, rollout
+    from vllm_graphfix.settings import decision as rollout
+    from vllm_graphfix import _this_process
     before = _this_process().decision
     try:
         made.create_engine_config(headless=headless)

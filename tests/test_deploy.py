@@ -6,6 +6,7 @@ import re
 from functools import cache
 
 import pytest
+
 from deployed import (
     ALERTS,
     GRAPHFIX_LABELS,
@@ -20,7 +21,6 @@ from deployed import (
     rules,
 )
 from stock import release_root, run_in_release
-
 from vllm_graphfix.engine import metrics
 
 

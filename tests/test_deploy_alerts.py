@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from deployed import (
     ALERTS,
     ARGO,

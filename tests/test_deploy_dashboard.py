@@ -14,6 +14,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+
 import record_dashboard
 from deployed import (
     PROJECT,

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
+
 from deployed import (
     ARGO,
     CONFIGMAP,
@@ -20,7 +21,6 @@ from deployed import (
     STATEFULSET,
     documents,
 )
-
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings import decision
 from vllm_graphfix.settings import environment as settings

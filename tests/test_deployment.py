@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_models import EAGLE, HOPPER, MTP, V2, answer
-from stock import release_root
 from typer.testing import CliRunner
 
+from served_models import EAGLE, HOPPER, MTP, V2, answer
+from stock import release_root
+from trial_rows import Served, served_of
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.deployment import Concern, read_deployment
 from vllm_graphfix.fix import Diagnosis, Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.fixes.draft_decode_mode import applies as draft_decode_mode_applies
 from vllm_graphfix.source.files import open_source
-from vllm_graphfix.verify.trial import Served
 
 pytestmark = pytest.mark.usefixtures("among_models")
 YES, NO, MAYBE = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
@@ -165,7 +165,7 @@ TABLE: list[tuple[str, str, str, str | None, Concern, str]] = [
 ]
 
 
-TRIALS = [pytest.param(fix, served, id=f"{fix.name}: {served.line}") for fix in FIXES for served in fix.trial().served]
+TRIALS = [pytest.param(fix, served, id=f"{fix.name}: {served.line}") for fix in FIXES for served in served_of(fix.name)]
 
 
 @pytest.mark.parametrize(("fix", "served"), TRIALS)
@@ -189,7 +189,7 @@ def test_the_answer_follows_from_the_flags(
 
 @pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
 def test_a_trial_has_lines_that_its_fix_concerns_and_lines_that_it_does_not(fix: Fix) -> None:
-    assert {served.answer for served in fix.trial().served} >= {YES, NO}
+    assert {served.answer for served in served_of(fix.name)} >= {YES, NO}
 
 
 @pytest.mark.parametrize(("shape", "line", "concern"), [

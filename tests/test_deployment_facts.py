@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from served_models import AMPERE, EAGLE, HOPPER, answer
 from stock import release_root
-
 from vllm_graphfix.deployment import Concern, Deployment, hardware, read_deployment
 from vllm_graphfix.source.files import open_source
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import ARGUMENTS, JSON, KINDS, TEXT, dumped, plant, share
 from hypothesis import given
 from hypothesis import strategies as st
+
+from hostile import ARGUMENTS, JSON, KINDS, TEXT, dumped, plant, share
 from served_models import HOPPER
 from stock import release_root
-
 from vllm_graphfix.deployment import FlagsError, read_deployment
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.source.files import open_source

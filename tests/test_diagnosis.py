@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from edited import changes, edited, swap
 from stock import ALL_RELEASES, release_root
 from table import affected_by, verdict
+from trial_rows import Edit, edits_of
 from vllm_files import FLASHMLA, RUNNER
-
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.source.files import Source, open_source
-from vllm_graphfix.verify.trial import Edit
 
 
 def test_every_stock_release_is_judged_as_the_table_says(release: str) -> None:
@@ -132,7 +132,7 @@ def test_an_import_that_stands_deeper_is_still_seen(tmp_path: Path) -> None:
 
 
 EDITS = [
-    pytest.param(fix, edit, id=f"{fix.name}-{edit.release}-{edit.what}") for fix in FIXES for edit in fix.trial().edits
+    pytest.param(fix, edit, id=f"{fix.name}-{edit.release}-{edit.what}") for fix in FIXES for edit in edits_of(fix.name)
 ]
 
 
@@ -146,6 +146,6 @@ def test_edits_of_a_trial_are_judged_as_it_says(tmp_path: Path, fix: Fix, edit: 
 
 @pytest.mark.parametrize("fix", FIXES, ids=lambda fix: fix.name)
 def test_a_trial_edits_the_remedy_in_and_makes_a_shape_that_nobody_knows(fix: Fix) -> None:
-    stock = {edit: verdict(fix.name, edit.release) for edit in fix.trial().edits}
+    stock = {edit: verdict(fix.name, edit.release) for edit in edits_of(fix.name)}
     assert any(edit.verdict is Verdict.FIXED and was == "affected" for edit, was in stock.items())
     assert any(edit.verdict is Verdict.UNRECOGNISED for edit in stock)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployed import CONFIGMAP, DEPLOYMENT, TARGET_LABELS, documents, labels_in, names_in
 from packaging.requirements import Requirement
+from typer.testing import CliRunner
+
+from deployed import CONFIGMAP, DEPLOYMENT, TARGET_LABELS, documents, labels_in, names_in
 from promtool import ran
 from stock import release_environment, release_root, run_in_release
 from test_readme import PAGES
-from typer.testing import CliRunner
-
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare import run as compare_run

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import TEXT, plant, share
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from hostile import TEXT, plant, share
 from records import leave, record
 from stock import ALL_RELEASES, release_root
 from test_security import run_command
-from typer.testing import CliRunner
-
 from vllm_graphfix.commands import doctor
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.doctor import collect

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from behaviours import check_behaviours
 from nightly import SPECULATOR, make_nightly
 from stock import release_root
-
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.draft_decode_mode import FIX
 from vllm_graphfix.source.files import open_source

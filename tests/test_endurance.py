@@ -16,14 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
 from endurance_calls import CASES
 from endurance_left import Left, left_by
 from endurance_server import Endured, Sample, endure, print_summary, sample, trend, write_csv
-from prometheus_client.parser import text_string_to_metric_families
 from records import record
 from server import install, serve
 from stock import run_in_release
-
 from vllm_graphfix import records
 from vllm_graphfix.fix import Patch
 from vllm_graphfix.patching import sites

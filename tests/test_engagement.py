@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
+
 from stock import ALL_RELEASES, run_in_release
 from table import ALL_APPLIED, affected_by, slow_but_for, slow_but_for_the_sample, state_by_default, verdict
-from warm_release import run_in_fork
-
 from vllm_graphfix.fixes import BY_NAME, FIXES
+from warm_release import run_in_fork
 
 REPORT = """
 import json, vllm_graphfix
@@ -71,7 +71,7 @@ def test_the_tenth_register_changes_nothing(release: str) -> None:
     code = f"""
 import vllm_graphfix
 {LOAD}{imports(release)}
-from vllm_graphfix import patching
+from vllm_graphfix.patching import sites as patching
 before = {{key: (site.installed, dict(site.layers)) for key, site in patching._sites.items()}}
 for _ in range(9):
     vllm_graphfix.register()
@@ -233,7 +233,7 @@ def test_vllm_knows_the_names_and_their_values_never_change_its_compile_key(rele
     code = f"""
 {LOAD}
 import vllm.envs as envs
-from vllm_graphfix import settings
+from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.fixes import BY_NAME
 values = {{name: envs.environment_variables[name]() for name in settings.names(BY_NAME)}}
 assert set(values.values()) == {{None}}, values

@@ -11,23 +11,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from stock import ALL_RELEASES, release_root
 from table import PAIRS
-
 from vllm_graphfix.fix import Fix
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings import environment
 from vllm_graphfix.source.files import Source, open_source
-from vllm_graphfix.verify.engine import extension, verify
-from vllm_graphfix.verify.engine.cases import MODES, Case, case_of, further_cases
+from vllm_graphfix.verify import gpu_proof
+from vllm_graphfix.verify.engine import extension
+from vllm_graphfix.verify.engine.cases import MODES, Case
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.models import MODELS, VOCABULARY
 from vllm_graphfix.verify.engine.probes import probe_of
 from vllm_graphfix.verify.engine.worker import _engine
+from vllm_graphfix.verify.trial import further_cases, trial_of
 
 FOLDER = Path("models")
-FIRST = {fix.name: case for fix in BY_NAME.values() if (case := case_of(fix)) is not None}
-FURTHER = {f"{fix.name} {case.name}": case for fix in BY_NAME.values() for case in further_cases(fix)}
+FIRST = {fix.name: case for fix in BY_NAME.values() if (case := trial_of(fix.name).case) is not None}
+FURTHER = {f"{fix.name} {case.name}": case for fix in BY_NAME.values() for case in further_cases(fix.name)}
 CASES = FIRST | FURTHER
 """By name of the fix; a further one of the same fix by its own name too."""
 FIXES = pytest.mark.parametrize("name", CASES)
@@ -63,7 +65,7 @@ def jobs_of(case: Case) -> dict[str, Job]:
 
 
 def test_every_fix_has_a_case_of_its_own() -> None:
-    assert list(FIRST) == [fix.name for fix in BY_NAME.values() if fix.trial().case is not None]
+    assert list(FIRST) == [fix.name for fix in BY_NAME.values() if trial_of(fix.name).case is not None]
     assert {fix_of(name).name for name in FURTHER} <= set(FIRST)
     assert len({case.name for case in CASES.values()}) == len(CASES)
 
@@ -244,7 +246,7 @@ def test_a_job_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
 @ON_RELEASES
 def test_a_release_on_which_a_case_is_right_on_stock_too_skips_it(name: str, release: str) -> None:
     """Before 0.19.0 a prompt of one token is a decode to Mamba layers without graphs too."""
-    skipped = verify._missing(replace(CASES[name], needs=None), open_source(release_root(release)))
+    skipped = gpu_proof._missing(replace(CASES[name], needs=None), open_source(release_root(release)))
     early = ALL_RELEASES.index(release) < ALL_RELEASES.index("0.19.0")
     if name == "prefill-dispatch" and early:
         assert skipped is not None

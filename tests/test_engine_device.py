@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edited import edited
 from rich.console import Console
-from stock import release_root
 
+from edited import edited
+from stock import release_root
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.source.files import Source, open_source
 from vllm_graphfix.verify import VerifyError, run
-from vllm_graphfix.verify.double import run as double
+from vllm_graphfix.verify import cpu_proof as double
+from vllm_graphfix.verify import gpu_proof as engine
 from vllm_graphfix.verify.engine import device as devices
-from vllm_graphfix.verify.engine import verify as engine
-from vllm_graphfix.verify.engine.cases import case_of, further_cases
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.report import Report
+from vllm_graphfix.verify.trial import further_cases, trial_of
 
 TORCH_DOUBLE = """
 __version__ = "2.11.0+cu130"
@@ -236,8 +236,8 @@ def test_a_torch_that_is_missing_is_an_error_where_a_gpu_would_be_used(
     assert chosen.ran == []
 
 
-CASES = {name: case for name, fix in BY_NAME.items() if (case := case_of(fix)) is not None}
-CASES |= {case.name: case for fix in BY_NAME.values() for case in further_cases(fix)}
+CASES = {name: case for name, fix in BY_NAME.items() if (case := trial_of(fix.name).case) is not None}
+CASES |= {case.name: case for fix in BY_NAME.values() for case in further_cases(fix.name)}
 HOPPER_CASES = [name for name, case in CASES.items() if case.capability is not None]
 HOPPER_BACKENDS = ("FLASHMLA", "FLASHMLA_SPARSE", "FLASH_ATTN")
 """FlashAttention 3 is what a case on the last one is about."""

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from warm_release import run_in_fork
 
 from vllm_graphfix.verify.engine import models
 from vllm_graphfix.verify.engine.models import MODELS, write
+from warm_release import run_in_fork
 
 WHOLE_MODELS = [name for name in MODELS if name not in ("eagle", "mixtral", "qwen3-next")]
 """That transformers knows; an Eagle head, which is a draft without embeddings, it does not. Experts it joins while it
@@ -163,14 +163,14 @@ LOADS_INTO_VLLM = """
     from vllm.model_executor.models import registry
     from vllm_graphfix.fixes import FIXES
     from vllm_graphfix.verify.engine import models
-    from vllm_graphfix.verify.engine.cases import GDN_MTP, case_of, further_cases
+    from vllm_graphfix.verify.engine.cases import GDN_MTP
 
     mla.MLAAttention = AttentionStandIn
     registry._run_in_subprocess = lambda look: look()  # vLLM looks at each model in a process of its own, for ten seconds
     torch.set_default_dtype(torch.bfloat16)
     folder = Path.cwd()
     for name in {names!r}:
-        cases = [GDN_MTP, *(case for fix in FIXES for case in (case_of(fix), *further_cases(fix)))]
+        cases = [GDN_MTP, *(case for fix in FIXES for case in (trial_of(fix.name).case, *further_cases(fix.name)))]
         case = next(case for case in cases if case is not None and case.name == name)
         for model in filter(None, (case.model, case.draft)):
             models.write(model, folder)

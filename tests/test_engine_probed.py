@@ -6,6 +6,7 @@ from math import inf
 from typing import Any
 
 import pytest
+
 from engine_proofs import (
     CASES,
     ILLEGAL_ACCESS,
@@ -21,8 +22,7 @@ from engine_proofs import (
     shown,
     with_,
 )
-
-from vllm_graphfix.verify.engine.verify import measure
+from vllm_graphfix.verify.gpu_proof import measure
 from vllm_graphfix.verify.report import Proof
 
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from table import ALL_APPLIED, slow_but_for
-from warm_release import run_in_fork
 
+from table import ALL_APPLIED, slow_but_for
 from vllm_graphfix.verify.engine.probes import (
     PROBES,
     probe_of,
 )
+from warm_release import run_in_fork
 
 
 def test_every_probe_is_found_by_its_name() -> None:

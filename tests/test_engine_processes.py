@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import engine_double
 import pytest
 
+import engine_double
 from vllm_graphfix.verify.engine import processes
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.processes import (

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import inf, nan
 
 import pytest
+
 from engine_proofs import (
     AFFECTED,
     CASES,
@@ -24,12 +25,11 @@ from engine_proofs import (
     shown,
     with_,
 )
-
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.comparison import Answer, compare
 from vllm_graphfix.verify.engine.job import Said, from_json, to_json
 from vllm_graphfix.verify.engine.processes import Ended
-from vllm_graphfix.verify.engine.verify import described, prove
+from vllm_graphfix.verify.gpu_proof import described, prove
 from vllm_graphfix.verify.report import Proof
 
 

@@ -12,21 +12,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import engine_double
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import engine_double
 from edited import edited
 from engine_proofs import CASES, RIGHT, RUNS, came_to_its_end, said, shown
-from rich.console import Console
 from stock import release_root
 from test_engine_device import H200
 from test_engine_processes import SOON, all_end, started
-from typer.testing import CliRunner
-
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.files import open_source
+from vllm_graphfix.verify import gpu_proof as engine
 from vllm_graphfix.verify.engine import device as devices
-from vllm_graphfix.verify.engine import verify as engine
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS
 from vllm_graphfix.verify.report import as_json

@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from edited import edited, swap
 from edits_of_evidence import EDITED, Case, nightlies
 from mutants_judged import MISSED, WRONG, diagnosed, judged
 from stock import release_root
 from vllm_files import CUDAGRAPHS, FLASHMLA
-
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes import BY_NAME

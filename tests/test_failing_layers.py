@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from table import ALL_APPLIED, PAIRS, affected_by
 from warm_release import run_in_fork
 

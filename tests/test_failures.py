@@ -6,13 +6,13 @@ import py_compile
 from pathlib import Path
 
 import pytest
+
 from edited import edited
 from stock import release_root, run_in_release
 from test_engagement import LOAD, REPORT, imports, reported, states
 from vllm_files import FLASHMLA
-from warm_release import run_in_fork
-
 from vllm_graphfix.fixes import FIXES
+from warm_release import run_in_fork
 
 pytestmark = pytest.mark.xdist_group("0.18.1")
 

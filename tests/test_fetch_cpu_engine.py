@@ -6,9 +6,10 @@ import os
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 import fetch_cpu_engine
 import fetch_vllm
-import pytest
 from wheels import MakeWheel, write_wheel
 
 VERSION, AFFECTED = fetch_cpu_engine.VERSION, fetch_cpu_engine.AFFECTED

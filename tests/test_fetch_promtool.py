@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import fetch_promtool
 import pytest
+
+import fetch_promtool
 from fetch_vllm import FetchError
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-import fetch_vllm
 import pytest
+
+import fetch_vllm
 from wheels import MakeWheel, write_wheel
 
 

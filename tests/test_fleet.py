@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fleets import OTHER_ENGINE, SILENT_AFTER, Start, failed, keeping, only, ranks, text
 from records import AN_HOUR, ENGINE, elsewhere, eventually, leave, needs_root, of, record
-
 from vllm_graphfix.commands.fleet import as_json, look
 from vllm_graphfix.records import Agreement, Decided, FixReport, Identity, Rank, Record, own_folder
 

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from fleets import Start, failed, here, ranks, reason
-from records import ENGINE, leave, of, record
 from typer.testing import CliRunner
 
+from fleets import Start, failed, here, ranks, reason
+from records import ENGINE, leave, of, record
 from vllm_graphfix import __version__
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.fleet import as_json, look

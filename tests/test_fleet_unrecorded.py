@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from fleets import WITHOUT_RECORD, Start, here, reason, said_of, text
 from records import leave, needs_root, of, record
-
 from vllm_graphfix.commands.fleet import Unrecorded, look
 from vllm_graphfix.commands.fleet.unrecorded import _is_vllm
 

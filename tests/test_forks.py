@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
 from records import run_python
 from test_engagement import LOAD, REPORT, reported
-from warm_release import run_in_fork
-
 from vllm_graphfix.fixes import BY_NAME
+from warm_release import run_in_fork
 
 FORK = """
 import faulthandler, os, sys, threading, warnings
@@ -219,7 +219,7 @@ in_child(lambda: logger.warning("another"))
 
 PACKAGE = """
 import vllm_graphfix
-from vllm_graphfix import settings
+from vllm_graphfix.settings import environment as settings
 
 read = settings.read
 def slowly(*args):

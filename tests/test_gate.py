@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+
 from stock import release_root, run_in_release
 
 WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
@@ -74,7 +75,7 @@ def rank(world, number, size, port, env, plugin):
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=size)
     distributed.new_group(list(range(size)), backend="gloo")
     if plugin:
-        from vllm_graphfix import agreement
+        from vllm_graphfix.engine import rank_agreement as agreement
         agreement.TIMEOUT_FOR_A_WARNING = 4.0 if "lacks" in world else 60.0
         put_a_fault(os.environ.get("FAULT"), agreement)
     mode = SimpleNamespace(name=os.environ.get("GRAPHS", "FULL"))

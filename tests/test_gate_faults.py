@@ -14,10 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ranks import STAGE, word
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
+from ranks import STAGE, word
 from vllm_graphfix.engine import capture_gate, rank_agreement
 from vllm_graphfix.engine.capture_gate import STOPS, GraphfixError
 from vllm_graphfix.engine.process import Membership
@@ -26,6 +26,7 @@ from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.patching.applied_fix import FixState
 from vllm_graphfix.patching.hooks import guarded
+from vllm_graphfix.ranks import host_in
 from vllm_graphfix.settings import decision
 from vllm_graphfix.settings import environment as settings
 
@@ -197,7 +198,7 @@ def test_a_host_that_cannot_be_told_hides_no_difference() -> None:
     failing: Any = FailingStore(store, faults := Faults(0, "list_keys", None, OSError("injected")))
     faults.here.rank = 0
     place = leave(failing, STAGE, 0, mine)
-    host = partial(rank_agreement.host_in, failing, world_size=2)
+    host = partial(host_in, failing, world_size=2)
     found = compare(failing, place, 0, 2, mine, lambda text: None, silent_host=host, timeout=0.2)
     assert faults.fired
     assert (found.difference or "").startswith("No report within 0 s: rank 1 on an unknown host.")

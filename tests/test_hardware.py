@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from served_models import AMPERE, BLACKWELL, HOPPER
 
+from served_models import AMPERE, BLACKWELL, HOPPER
 from vllm_graphfix.deployment import hardware
 
 

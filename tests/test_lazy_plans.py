@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+
 from stock_stand_ins import Hostile
 from table import slow_but_for
-from warm_release import run_in_fork
-
 from vllm_graphfix.fixes._capture_passes import has_consumed_plan
+from warm_release import run_in_fork
 
 
 @dataclass

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from records import ENGINE, elsewhere, leave, of, record
 
+from records import ENGINE, elsewhere, leave, of, record
 from vllm_graphfix.engine import metrics
 from vllm_graphfix.engine.metrics import NAMES, Engine, Exposition, Watcher
 from vllm_graphfix.records import Agreement, FixReport, own_folder
@@ -171,9 +171,10 @@ def test_several_api_servers_tell_of_one_engine_once(tmp_path: Path) -> None:
     from prometheus_client import REGISTRY
     from vllm_graphfix.engine.metrics import Engine, Exposition, Watcher
     multiprocessing.current_process().name = sys.argv[2]
-    from vllm_graphfix import metrics
+    from vllm_graphfix.engine import metrics
     metrics.EVERY = 0.05
-    from vllm_graphfix import rollout, settings
+    from vllm_graphfix.settings import decision as rollout
+    from vllm_graphfix.settings import environment as settings
     decision = rollout.decide(settings.read({{}}, ["capture-state"]), "0.21.0")._replace(engine={ENGINE!r})
     metrics.expose(Path(sys.argv[1]), decision, 2)
     import time

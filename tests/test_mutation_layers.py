@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stock_stand_ins import Hostile, given_to, shapes, stock_of
 
+from stock_stand_ins import Hostile, given_to, shapes, stock_of
 from vllm_graphfix.fix import Patch
 from vllm_graphfix.fixes import BY_NAME, FIXES, draft_decode_mode
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+
 from edited import Change, before, both, cut, swap
 from stock import release_root
 from vllm_files import CUDAGRAPHS, EAGLE, EAGLE_CUDAGRAPHS, EAGLE_FIRST, FLASHMLA, MAMBA, PREFILL, RUNNER
-
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.files import Source, open_source

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from nightly import make_nightly
 from stock import release_root, run_in_release
 from table import PAIRS, affected_by, slow_but_for_few
-from warm_release import run_in_fork
-
 from vllm_graphfix.fixes.draft_decode_mode import DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES
+from warm_release import run_in_fork
 
 Told = dict[str, Any]
 

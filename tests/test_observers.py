@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stock_stand_ins import Hostile, Stop, given_to, shapes, stock_of
 
+from stock_stand_ins import Hostile, Stop, given_to, shapes, stock_of
 from vllm_graphfix.fix import Event, Patch
 from vllm_graphfix.fixes import BY_NAME, FIXES
 

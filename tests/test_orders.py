@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
 from fetch_vllm import ALL_RELEASES
 from stock import release_root, run_in_release
 from table import AFFECTED_RELEASES, ALL_APPLIED, SAMPLE, affected_by
-from warm_release import WarmRelease, kept
-
 from vllm_graphfix.fix import Diagnosis, Fix, Patch
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.source.files import open_source
+from warm_release import WarmRelease, kept
 
 # T imports the targets, R registers, the second R does so again, A imports subclasses and `from … import` aliases of them, F forks,
 # S spawns, V reverts.

@@ -7,16 +7,16 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import other_packages
 import pytest
+
+import other_packages
 import server
 from engine import write_llama
 from stock import run_in_release
 from test_engagement import LOAD, REPORT, expected, imports, reported
 from test_failures import GATE
-from warm_release import WarmRelease, kept
-
 from vllm_graphfix.fixes import BY_NAME
+from warm_release import WarmRelease, kept
 
 FLASHMLA = "vllm.v1.attention.backends.mla.flashmla:FlashMLAMetadataBuilder._build_decode"
 MAMBA = "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadataBuilder._compute_common_metadata"

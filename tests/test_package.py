@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+import vllm_graphfix
 from stock import release_root
 from table import verdict
 from test_docs_commands import BUILDER, CLONE, DOWNLOAD, INSTALL, UNINSTALL
 from test_source import wheel_of
-from wheels import write_wheel
-
-import vllm_graphfix
 from vllm_graphfix.fixes import BY_NAME
+from wheels import write_wheel
 
 PROJECT = Path(__file__).parent.parent
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from behaviours import check_behaviours
 from stock import run_in_release
 

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import JSON, LONG_TEXT, changed, dumped, plant, share
 from hypothesis import example, given
 from hypothesis import strategies as st
-from stock import release_root, run_in_release
-from watched import watched
 
 import vllm_graphfix
+from hostile import JSON, LONG_TEXT, changed, dumped, plant, share
+from stock import release_root, run_in_release
 from vllm_graphfix.commands.status import status
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
@@ -28,6 +27,7 @@ from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.decision import BUCKETS, Decision, decide, decode
 from vllm_graphfix.settings.environment import DECISION, PREFIX, STATUS_DIR
 from vllm_graphfix.source.files import open_source
+from watched import watched
 
 NAMES = tuple(fix.name for fix in FIXES)
 KNOWN = settings.names(NAMES)

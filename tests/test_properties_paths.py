@@ -6,13 +6,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hostile import ARGUMENTS, KINDS, METADATA, READ, TEXT, Files, made, metadata, plant, share, stock_files
 from hypothesis import example, given
 from hypothesis import strategies as st
-from vllm_files import RUNNER
-from watched import judged
 
+from hostile import ARGUMENTS, KINDS, METADATA, READ, TEXT, Files, made, metadata, plant, share, stock_files
+from vllm_files import RUNNER
 from vllm_graphfix.source.files import SourceError, open_source
+from watched import judged
 
 
 @pytest.fixture(scope="module")

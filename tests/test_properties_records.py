@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import ARGUMENTS, JSON, KINDS, TEXT, changed, dumped, plant, share
 from hypothesis import given
 from hypothesis import strategies as st
-from records import ENGINE, elsewhere, leave, record
-from watched import Answer, Watched, answer, watched
 
+from hostile import ARGUMENTS, JSON, KINDS, TEXT, changed, dumped, plant, share
+from records import ENGINE, elsewhere, leave, record
 from vllm_graphfix.commands.fleet import unrecorded
 from vllm_graphfix.records import (
     FILES,
@@ -27,6 +26,7 @@ from vllm_graphfix.records import (
     liveness,
     own_folder,
 )
+from watched import Answer, Watched, answer, watched
 
 GOOD = record(model="the good one")
 VALID: dict[str, Any] = record(elsewhere(7), rank=0, world_size=2, engine="f" * 16, problem="why").as_json()

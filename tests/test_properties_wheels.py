@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import JSON, METADATA, READ, TEXT, Files, changed, dumped, made, metadata, share, stock_files, zipped
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_files import RUNNER
-from watched import Answer, answer, judged, watched
 
+from hostile import JSON, METADATA, READ, TEXT, Files, changed, dumped, made, metadata, share, stock_files, zipped
+from vllm_files import RUNNER
 from vllm_graphfix import manifest
+from watched import Answer, answer, judged, watched
 
 MB = 1 << 20
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stock import ALL_RELEASES, release_root
 from table import slow_but_for
-
 from vllm_graphfix.settings import decision
 from vllm_graphfix.verify.engine import models
 

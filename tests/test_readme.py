@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fetch_vllm
 import pytest
-import update_docs
-from fetch_vllm import ALL_RELEASES
 from typer.testing import CliRunner
 
+import fetch_vllm
+import update_docs
+from fetch_vllm import ALL_RELEASES
 from vllm_graphfix import manifest
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.fix import Fix, Mode

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from record_folders import a_dangling_link, a_file, a_link, of_another_user, writable_by_a_group, writable_by_all
 from records import (
     ENGINE,
@@ -26,7 +27,6 @@ from records import (
     record,
     run_python,
 )
-
 from vllm_graphfix.records import (
     base_folder,
     identity,

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from records import (
     ENGINE,
     only,
     record,
 )
-
 from vllm_graphfix.records import (
     LARGEST,
     Agreement,

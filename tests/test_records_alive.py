@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from record_folders import a_file, a_link, writable_by_all
 from records import (
     A_DAY,
@@ -23,7 +24,6 @@ from records import (
     of,
     record,
 )
-
 from vllm_graphfix.records import (
     Found,
     Identity,

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from records import (
     elsewhere,
     leave,
     needs_root,
     record,
 )
-
 from vllm_graphfix.records import (
     FILES,
     own_folder,

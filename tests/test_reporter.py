@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from records import (
     eventually,
     names,
@@ -19,7 +20,6 @@ from records import (
     record,
     run_python,
 )
-
 from vllm_graphfix.records import (
     Record,
     Reporter,

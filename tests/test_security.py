@@ -16,15 +16,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import audited
 import pytest
-from hostile import READ
 from packaging.requirements import Requirement
+from torch._C._distributed_c10d import HashStore
+
+import audited
+from hostile import READ
 from ranks import word
 from stock import release_root, run_in_release
 from test_engagement import LOAD, REPORT, imports, reported
-from torch._C._distributed_c10d import HashStore
-
 from vllm_graphfix.engine.rank_agreement import compare, leave
 
 PROJECT = Path(__file__).parent.parent
@@ -39,7 +39,9 @@ core["start"]()
 REST = """
 import prometheus_client  # as vLLM does before it serves metrics
 from torch.distributed import HashStore
-from vllm_graphfix import _this_process, agreement, metrics, records
+from vllm_graphfix.engine import rank_agreement as agreement
+from vllm_graphfix.engine import metrics
+from vllm_graphfix import _this_process, records
 me = _this_process()
 me.telling.finish()
 base = me.telling.base()

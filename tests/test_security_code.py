@@ -63,19 +63,19 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
         "pkgutil": "lists the modules of its own folder",
         "import_module": "loads them: one a fix",
     },
-    "metrics.py": {"multiprocessing": "the name of this process, which vLLM gives to its API servers"},
-    "role.py": {"multiprocessing": "the name of this process, and the id of the one that started it"},
-    "telling.py": {"multiprocessing.util": "runs at the end of a process, in forked children too"},
-    "hooks.py": {
+    "engine/metrics.py": {"multiprocessing": "the name of this process, which vLLM gives to its API servers"},
+    "engine/role.py": {"multiprocessing": "the name of this process, and the id of the one that started it"},
+    "engine/status_record.py": {"multiprocessing.util": "runs at the end of a process, in forked children too"},
+    "patching/hooks.py": {
         "import_module": "waits for another thread that imports a module of vLLM, one of those named in this package"
     },
-    "records/processes.py": {"os.kill": "signal 0: whether a process is there"},
-    "doctor/nvidia_smi.py": {
+    "records/process_identity.py": {"os.kill": "signal 0: whether a process is there"},
+    "commands/doctor/nvidia_smi.py": {
         "subprocess": "nvidia-smi, once, for a bug report: no library of ours asks the driver",
         "os.killpg": "ends it where it hangs",
     },
     # `verify` and `compare`, in processes of their own:
-    "verify/double/run.py": {"subprocess": OWN_PYTHON},
+    "verify/cpu_proof.py": {"subprocess": OWN_PYTHON},
     "verify/engine/device.py": {"subprocess": OWN_PYTHON, "ctypes": "asks NVML for the driver's version"},
     "verify/engine/processes.py": {"subprocess": OWN_PYTHON, "os.killpg": "ends what it has started"},
     "verify/engine/probes.py": {"import_module": "the module of this package that makes a case's probe"},
@@ -84,6 +84,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
         "os.killpg": "by that one",
         "import_module": "vLLM's parser of flags, which has moved between releases",
     },
+    "verify/trial.py": {"import_module": "the module of this package with a fix's trial"},
     "verify/double/flashmla.py": {"import_module": "vLLM's FlashMLA, for which it is the stand-in"},
     "verify/double/worker.py": {
         "import_module": "the scenarios of this package, and vLLM's modules that they name",

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
 from server import MODEL, NOBODY, RELEASE, Answer, Installed, Server, install, serve, started
 from table import affected_by, state_by_default
-
 from vllm_graphfix import __version__
 from vllm_graphfix.fixes import BY_NAME, FIXES
 

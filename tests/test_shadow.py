@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from behaviours import check_behaviours
 from stock import release_root
-
 from vllm_graphfix.fix import Verdict, variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings.environment import SHADOW

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_graphfix.settings.shadow_rate import Action, Rate
+from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.verdict import Graph
 
@@ -103,7 +104,7 @@ def drafts_checked(runs: list[tuple[list[float], list[int]]], learned: float = 0
         list,
         results=lambda: [values, tokens],
     )
-    shadow = Shadow(Rate(every=1), Action.REPORT)
+    shadow = Shadow(Rate(every=1), Action.REPORT, process.refuse)
     shadow._noise = learned
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("vllm_graphfix.shadow.ranks.largest", lambda *given: given)

@@ -48,7 +48,7 @@ class StageStandIn:
     """One stage: its check, and a model whose calls are counted."""
 
     def __init__(self, share: float, wanted: Callable[[int], int]) -> None:
-        self.shadow: Any = Shadow(Rate(share=share), Action.REPORT)
+        self.shadow: Any = Shadow(Rate(share=share), Action.REPORT, process.refuse)
         self.calls = 0
         self.replays = True
         self.checked: list[int] = []
@@ -203,7 +203,7 @@ def test_a_stage_that_was_refused_before_the_first_step_is_not_waited_for() -> N
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_stage_whose_engine_is_refused_says_so(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
-    store, begun = HashStore(), Shadow(Rate(share=0.05), Action.REPORT)
+    store, begun = HashStore(), Shadow(Rate(share=0.05), Action.REPORT, process.refuse)
     monkeypatch.setattr(process, "SHADOW", begun)
     monkeypatch.setattr(process, "REFUSED", None)
     monkeypatch.setattr(stages, "of_this_rank", functools.partial(Stages, Place(1, 2, "0"), store=lambda: store))
@@ -452,7 +452,7 @@ def test_a_last_stage_with_a_drafter_checks_the_steps_of_the_others_and_its_draf
 @pytest.mark.parametrize("size", [1, 2])
 def test_stages_count_from_the_end_of_their_start_on(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """In which V1's last stage makes one call more than the others. An engine that is no pipeline counts on, and asks nobody."""
-    begun = Shadow(Rate(share=0.05), Action.REPORT)
+    begun = Shadow(Rate(share=0.05), Action.REPORT, process.refuse)
     monkeypatch.setattr(process, "SHADOW", begun)
     monkeypatch.setattr(stages, "of_this_rank", lambda share, due: Stages(Place(0, size, "0"), share, due))
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from records import record
 from typer.testing import CliRunner
 
+from records import record
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.commands.shadow_report import markdown
@@ -76,7 +76,7 @@ def test_fleet_says_that_graphs_are_wrong_and_report_writes_it_down(tmp_path: Pa
 
 
 def test_a_rank_tells_its_first_mismatch_of_each_graph_with_the_layer_once_it_is_known(monkeypatch: Any) -> None:
-    shadow = Shadow(Rate(every=1), Action.REPORT)
+    shadow = Shadow(Rate(every=1), Action.REPORT, process.refuse)
     monkeypatch.setattr(process, "SHADOW", shadow)
     results = shadow.results
     graphs = [Graph(f"target model, {number}", 4, ("Metadata",)) for number in range(7)]
@@ -102,7 +102,7 @@ def test_a_rank_tells_its_first_mismatch_of_each_graph_with_the_layer_once_it_is
 def test_one_state_tells_of_both_runners_and_of_the_check(
     monkeypatch: Any, refused: str | None, stopped: str | None, state: str, reason: str
 ) -> None:
-    shadow = Shadow(Rate(every=1), Action.REPORT)
+    shadow = Shadow(Rate(every=1), Action.REPORT, process.refuse)
     shadow.stopped = stopped
     monkeypatch.setattr(process, "SHADOW", shadow)
     monkeypatch.setattr(process, "REFUSED", refused)

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from stock import without_settings
 
+from stock import without_settings
 from vllm_graphfix.shadow import watchdog
 
 

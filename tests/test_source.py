@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from stock import release_root
 
+from stock import release_root
 from vllm_graphfix import manifest
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.source.files import Source, SourceError, open_source

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+
 from mutants_elsewhere import FIRST_SIX, bases, diagnosis_of, elsewhere, enough, identity, seen
 from mutants_families import Mutant, fingerprint, formatted
 from mutants_judged import BROKEN, CLAIMED, MISSED, WRONG, Judged, Stage, diagnosed, judged, judged_elsewhere
 from mutants_of_fixes import FAMILIES
 from stock import release_root
 from vllm_files import MAMBA, RUNNER
-
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME

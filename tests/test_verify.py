@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from rich.console import Console
+
 import warm_python
 from edited import changes, edited
 from nightly import make_nightly
-from rich.console import Console
 from stock import release_root
 from table import (
     AFFECTED_RELEASES,
@@ -32,16 +33,16 @@ from table import (
     verdict,
 )
 from test_engine_processes import SOON, all_end
-from warm_release import run_in_fork
-
+from trial_rows import Edit, edits_of
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.source.files import open_source
-from vllm_graphfix.verify.double.run import run
+from vllm_graphfix.verify.cpu_proof import run
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.report import Proof, Report
-from vllm_graphfix.verify.trial import Edit
+from vllm_graphfix.verify.trial import trial_of
+from warm_release import run_in_fork
 
 
 def verified(root: Path, fixes: Sequence[Fix] = FIXES) -> Report:
@@ -65,7 +66,7 @@ def watched_on(release: str) -> set[str]:
     return {
         fix.name
         for fix in FIXES
-        if (watched := fix.trial().watched) is not None
+        if (watched := trial_of(fix.name).watched) is not None
         and verdict(fix.name, release) == "affected"
         and tuple(map(int, release.split("."))) >= first[watched.graphs]
     }
@@ -73,7 +74,7 @@ def watched_on(release: str) -> set[str]:
 
 @pytest.mark.parametrize("fix", FIXES, ids=lambda fix: fix.name)
 def test_each_fix_is_watched_or_says_why_the_shadow_check_cannot_see_the_defect(fix: Fix) -> None:
-    trial = fix.trial()
+    trial = trial_of(fix.name)
     assert bool(trial.watched) != bool(trial.unwatched)
     assert trial.watched or not trial.watched_further
     cases = [case for case in (trial.case, *trial.further) if case is not None]
@@ -183,7 +184,7 @@ def test_nightlies_before_pr_39773_are_proven(tmp_path: Path, without_mode: bool
             fix, edit, id=f"{fix.name}-{edit.release}", marks=() if fix.name == "mamba-padding" else pytest.mark.slow
         )
         for fix in FIXES
-        for edit in fix.trial().edits
+        for edit in edits_of(fix.name)
         if edit.runs
     ],
 )
@@ -198,7 +199,7 @@ def test_a_fixed_release_with_the_fix_cut_out_is_proven(tmp_path: Path, fix: Fix
     assert outcomes(report) == {each.name: "proven" if each in affected else "nothing patched" for each in fixes}
     # Also where no other scenario has imported what the check is wrapped around.
     assert {proof.fix for proof in report.proofs if proof.watched} == {
-        each for each in affected if each.trial().watched
+        each for each in affected if trial_of(each.name).watched
     }
 
 
@@ -264,7 +265,7 @@ def test_a_wheel_file_is_verified_as_it_would_be_installed(tmp_path: Path) -> No
 
 
 def test_a_proof_that_does_not_hold_is_exit_code_1(tmp_path: Path) -> None:
-    edit = next(e for e in BY_NAME["flashmla-fp8"].trial().edits if e.verdict is Verdict.UNRECOGNISED)
+    edit = next(e for e in edits_of("flashmla-fp8") if e.verdict is Verdict.UNRECOGNISED)
     done = verify("flashmla-fp8", "--vllm", edited(release_root(edit.release), tmp_path / "vllm", changes(edit)))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "! flashmla-fp8: unrecognised: " in done.stdout

@@ -14,6 +14,7 @@ from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.measurement import Measurement, Watch
 from vllm_graphfix.verify.report import Proof, Report, as_json, differing, show
+from vllm_graphfix.verify.trial import trial_of
 
 RIGHT = Measurement("three numbers", (1.0, 2.0, 3.0), (1.0, 2.0, 3.0))
 WRONG = replace(RIGHT, graphed=(1.0, 2.5, nan))
@@ -100,7 +101,7 @@ def test_what_the_shadow_check_made_of_each_kind_of_graphs_is_judged_and_told(
 @pytest.mark.parametrize(
     ("proof", "told"),
     [
-        (replace(PROVEN, fix=BY_NAME["idle-rank"]), True),
+        (replace(PROVEN, fix=BY_NAME["idle-rank"], why_unwatched=trial_of("idle-rank").unwatched), True),
         (replace(PROVEN, fix=BY_NAME["idle-rank"], watched={"stock": CAUGHT, "patched": SILENT}), False),
         (replace(SKIPPED, fix=BY_NAME["idle-rank"]), False),
         (PROVEN, False),
@@ -109,7 +110,7 @@ def test_what_the_shadow_check_made_of_each_kind_of_graphs_is_judged_and_told(
 )
 def test_a_proof_tells_why_the_shadow_check_cannot_see_the_defect(proof: Proof, told: bool) -> None:
     report = Report("0.21.0", "/somewhere", "CPU double", (proof,))
-    reason = BY_NAME["idle-rank"].trial().unwatched
+    reason = trial_of("idle-rank").unwatched
     assert as_json(report)["fixes"][0]["unwatched"] == (reason if told else None)
     assert ("the shadow check cannot see it: an idle rank's step" in shown(report)) == told
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+
 import walk_rollout
 
 WALKED = re.findall(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from edited import edited
 from stock import release_root, run_in_release
 from test_engagement import LOAD, REPORT, reported

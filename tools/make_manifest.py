@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from fetch_vllm import ALL_RELEASES, FetchError, release
-
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes import FIXES

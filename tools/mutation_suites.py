@@ -43,16 +43,16 @@ def _of_fix(name: str, *releases: str, units: str = "nothing_else", more: str = 
 
 
 CHOSEN = {
-    "rollout.py": Suite(
+    "settings/decision.py": Suite(
         (
             ("tests/test_rollout.py", "-m", "not hypothesis", "-k", "not (every_percentage or nobody_leaves)"),
             ("tests/test_rollout.py", "-m", "hypothesis"),
             ("tests/test_rollout.py", "-k", "every_percentage or nobody_leaves"),
         )
     ),
-    "patching.py": Suite((("tests/test_patching.py",),)),
-    "source.py": Suite((("tests/test_source.py",), ("tests/test_diagnosis.py", "-k", "structure_alone and (0.18.1 or 0.33.0) or deeper"))),
-    "syntax.py": Suite((("tests/test_syntax.py",), ("tests/test_source.py",), ("tests/test_mutation_shapes.py",), ("tests/test_diagnosis.py", "-k", "structure_alone and (0.18.1 or 0.33.0) or deeper"))),
+    "patching/sites.py": Suite((("tests/test_patching.py",),)),
+    "source/files.py": Suite((("tests/test_source.py",), ("tests/test_diagnosis.py", "-k", "structure_alone and (0.18.1 or 0.33.0) or deeper"))),
+    "source/functions.py": Suite((("tests/test_syntax.py",), ("tests/test_source.py",), ("tests/test_mutation_shapes.py",), ("tests/test_diagnosis.py", "-k", "structure_alone and (0.18.1 or 0.33.0) or deeper"))),
     "fixes/mamba_padding.py": _of_fix("mamba-padding", "0.21.0", units="marks_on_the_device"),
     "fixes/flashmla_padding.py": _of_fix("flashmla-padding", "0.19.1", units="nothing_is_read"),
     "fixes/flashmla_fp8.py": _of_fix("flashmla-fp8", "0.18.1", units="plans_are_told"),

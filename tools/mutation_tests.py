@@ -62,9 +62,10 @@ class Tests:
         import numpy as np
         import pytest
         import rich.console
+        import wrapt
+
         import stock
         import warm_release
-        import wrapt
 
         hypothesis.settings.register_profile(
             "mutation", max_examples=25, deadline=None, derandomize=True, database=None

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fetch_vllm import ALL_RELEASES, release
-
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.verify.report import differing
 

@@ -21,9 +21,10 @@ import termios
 from collections.abc import Sequence
 from pathlib import Path
 
-from fetch_vllm import release
 from rich.console import Console
 from rich.text import Text
+
+from fetch_vllm import release
 
 DOCS = Path(__file__).parent.parent / "docs"
 COLUMNS = 122

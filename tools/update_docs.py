@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from fetch_vllm import ALL_RELEASES
 
+from fetch_vllm import ALL_RELEASES
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Mode, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.shadow.process import DRAFTER
 from vllm_graphfix.shadow.runners import RUNNERS
+from vllm_graphfix.verify.trial import trial_of
 
 T = TypeVar("T")
 
@@ -165,7 +166,7 @@ def watched() -> Iterator[str]:
     yield "| fix | on the CPU double | on a GPU | not watched, because |"
     yield "|---|---|---|---|"
     for fix in FIXES:
-        trial = fix.trial()
+        trial = trial_of(fix.name)
         found = [runners[each.graphs] for each in (trial.watched, *trial.watched_further) if each]
         double = ", ".join(
             f"drafter on {each.runner}" if each.name.endswith(DRAFTER) else each.runner for each in found

@@ -31,7 +31,6 @@ sys.path.insert(0, str(ROOT / "tests"))  # a folder of scripts, not an installed
 import record_dashboard  # noqa: E402
 from engine import environment  # noqa: E402
 from server import MODEL, Server, cpu_release, install, serve  # noqa: E402
-
 from vllm_graphfix.settings.decision import BUCKETS, bucket  # noqa: E402
 
 PAGE = ROOT / "docs" / "rollout.md"

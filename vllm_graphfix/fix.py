@@ -5,18 +5,16 @@ Without ``from __future__ import annotations``: a named tuple compiles each anno
 took half a millisecond.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from vllm_graphfix.log import logger
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Judge
-    from vllm_graphfix.engine.graph_dispatch import Graph
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
-    from vllm_graphfix.verify.trial import Trial
 
 
 class Verdict(str, Enum):
@@ -94,13 +92,14 @@ class Fallback:
     """Whether a layer of a fix has met an error of its own while vLLM ran. It then lets vLLM do as stock does, for that call."""
 
     __slots__ = ("graphs", "reason")
-    capturing: ClassVar[bool] = False
-    """This process captures graphs: what fails now stays in a graph for as long as that is replayed."""
+    capturing: ClassVar[Callable[[], Hashable] | None] = None
+    """Where this process captures graphs, what names the one that is being captured, or None: what fails now stays in it
+    for as long as it is replayed."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
         """Of the first such error."""
-        self.graphs: dict[Graph | None, str] = {}
+        self.graphs: dict[Hashable, str] = {}
         """Graphs whose capture it failed in, each with its first error; None stands for an error that belongs to no
         graph that is known."""
 
@@ -109,15 +108,13 @@ class Fallback:
         first = self.reason is None and not self.graphs
         try:
             reason = f"{type(error).__name__}: {error}"
-            if Fallback.capturing:
+            if Fallback.capturing is not None:
                 # What becomes of these graphs is decided after the capture, by all ranks together: see `Gate`.
-                from vllm_graphfix.engine.graph_dispatch import graph_being_captured
-
-                self.graphs.setdefault(graph_being_captured(), reason)
+                self.graphs.setdefault(Fallback.capturing(), reason)
             elif self.reason is None:
                 self.reason = reason
         except Exception:  # an error that cannot be told, or no file to import from: it has failed all the same
-            if Fallback.capturing:
+            if Fallback.capturing is not None:
                 self.graphs[None] = type(error).__name__
             else:
                 self.reason = self.reason or type(error).__name__
@@ -148,6 +145,33 @@ class Together(NamedTuple):
     because: str
     may_be_off: bool
     """The user may switch the other one off by name and keep this one."""
+
+
+class Patchable(Protocol):
+    """What is diagnosed and put around vLLM's functions: a `Fix`, or what the shadow check wraps."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def variable(self) -> str: ...
+    @property
+    def runner(self) -> str | None: ...
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+    @property
+    def modules(self) -> tuple[str, ...]: ...
+    @property
+    def evidence(self) -> tuple[str, ...]: ...
+    @property
+    def together(self) -> tuple[Together, ...]: ...
+    @property
+    def fallback(self) -> Fallback: ...
+    @property
+    def diagnose(self) -> Callable[["Source"], Diagnosis]: ...
+    @property
+    def patches(self) -> Callable[[str], Sequence[Patch]]: ...
+    @property
+    def observers(self) -> Callable[[str], Sequence[Patch]]: ...
 
 
 class Fix(NamedTuple):
@@ -185,8 +209,6 @@ class Fix(NamedTuple):
     """Of the shape that the diagnosis named; they change nothing, and count `events`."""
     events: tuple[Event, ...]
     fallback: Fallback
-    trial: Callable[[], "Trial"]
-    """What `verify` and the tests try the fix with; no engine calls it."""
     together: tuple[Together, ...] = ()
     default: Mode = Mode.AUTO
     """The mode where the user sets none: `observe` as long as no GPU has shown the defect in an engine's answers."""

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vllm_graphfix.fix import Diagnosis, Fix, Verdict
+from vllm_graphfix.fix import Diagnosis, Patchable, Verdict
 from vllm_graphfix.source.files import Source, SourceError
-
-if TYPE_CHECKING:
-    from vllm_graphfix.shadow.runners import Graphs
 
 SCHEMA = 1
 PATH = Path(__file__).with_name("manifest.json")
@@ -53,7 +50,7 @@ def _checked(entry: dict[str, Any]) -> dict[str, Any]:
     return entry | {"releases": tuple(entry["releases"]), "evidence": dict(entry["evidence"])}
 
 
-def diagnose(fix: Fix | Graphs, source: Source) -> Diagnosis:
+def diagnose(fix: Patchable, source: Source) -> Diagnosis:
     """The verdict of *fix* on *source*. Raises `SourceError`, `ManifestError`."""
     try:
         return _by_files(fix, source) or _by_structure(fix, source)
@@ -61,7 +58,7 @@ def diagnose(fix: Fix | Graphs, source: Source) -> Diagnosis:
         raise SourceError(f"the code of {source.label} is too deeply nested to be judged; is it vLLM's?") from error
 
 
-def _by_files(fix: Fix | Graphs, source: Source) -> Diagnosis | None:
+def _by_files(fix: Patchable, source: Source) -> Diagnosis | None:
     files = load()["files"]
     releases: set[str] | None = None
     for path in fix.reads:
@@ -75,7 +72,7 @@ def _by_files(fix: Fix | Graphs, source: Source) -> Diagnosis | None:
     return None
 
 
-def _by_structure(fix: Fix | Graphs, source: Source) -> Diagnosis:
+def _by_structure(fix: Patchable, source: Source) -> Diagnosis:
     found, evidence = examine(fix, source)
     known = any(
         entry["verdict"] == found.verdict.value and entry["shape"] == found.shape and entry["evidence"] == evidence
@@ -84,7 +81,7 @@ def _by_structure(fix: Fix | Graphs, source: Source) -> Diagnosis:
     return Diagnosis(found.verdict, found.reason, found.where, found.shape, known)
 
 
-def examine(fix: Fix | Graphs, source: Source) -> tuple[Diagnosis, dict[str, str]]:
+def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, dict[str, str]]:
     """The verdict from structure alone, and the fingerprints of the functions that it looked at."""
     source.consulted.clear()
     source.replaced.clear()

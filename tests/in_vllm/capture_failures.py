@@ -17,6 +17,7 @@ from vllm.config.compilation import CUDAGraphMode
 import vllm_graphfix
 from vllm_graphfix import _this_process
 from vllm_graphfix.engine.capture_gate import GraphfixError
+from vllm_graphfix.engine.graph_dispatch import graph_being_captured
 from vllm_graphfix.fixes import BY_NAME, _capture_passes
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 
@@ -225,7 +226,7 @@ def test_an_error_that_cannot_be_told_is_one_all_the_same() -> None:
             raise ValueError
 
     process = _this_process().process
-    process.begin_capture()
+    process.begin_capture(graph_being_captured)
     FALLBACK.take(UnprintableError())
     assert FALLBACK.graphs == {None: "UnprintableError"}
     process.forget_capture()
@@ -258,7 +259,7 @@ def test_an_observer_that_fails_takes_no_graph_out_of_dispatch() -> None:
     progress = process._progress[FIX]
     try:
         progress.mode = vllm_graphfix.fix.Mode.OBSERVE
-        process.begin_capture()
+        process.begin_capture(graph_being_captured)
         FALLBACK.graphs = {None: "RuntimeError: seen"}
         assert not process.failed_in_capture()
         assert FALLBACK.reason == "RuntimeError: seen"

@@ -11,6 +11,7 @@ from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
 from vllm_graphfix.verify.double import worker
+from vllm_graphfix.verify.trial import trial_of
 
 BACKENDS: dict[str, set[tuple[str, ...]]] = {
     "capture-state": {("FlashMLAMetadata",)},
@@ -24,7 +25,7 @@ BACKENDS: dict[str, set[tuple[str, ...]]] = {
     "flash-mixed-schedule": {("FlashAttentionMetadata",)},
 }
 """Of graphs that may be wrong."""
-WATCHED = pytest.mark.parametrize("fix", [fix.name for fix in FIXES if fix.trial().watched])
+WATCHED = pytest.mark.parametrize("fix", [fix.name for fix in FIXES if trial_of(fix.name).watched])
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from vllm.forward_context import BatchDescriptor, get_forward_context
 from wrapped_model import CAPTURED, EVERY_STEP, ModelStandIn, Served
 
 from vllm_graphfix.settings.shadow_rate import Action, Rate
-from vllm_graphfix.shadow import memory, ranks, watchdog
+from vllm_graphfix.shadow import memory, process, ranks, watchdog
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.failures import tried
 from vllm_graphfix.shadow.runs import Step
@@ -285,7 +285,7 @@ class QueueStandIn:
 def queued_steps(rank: int, say: Say, *, sums: int, fails_after: int, quarantined: bool) -> None:
     """Steps of *sums* sums each over both ranks, all queued. In one run without its graph a rank fails after so many of them."""
     device, group = QueueStandIn(), parallel_state.get_tp_group()
-    shadow: Any = Shadow(EVERY_STEP, Action.QUARANTINE if quarantined else Action.REPORT)
+    shadow: Any = Shadow(EVERY_STEP, Action.QUARANTINE if quarantined else Action.REPORT, process.refuse)
     memory_of_step = torch.zeros(1, 1)
     eager_runs = 0
     if quarantined:

@@ -39,7 +39,7 @@ class Served:
     def __init__(
         self, rate: Rate = EVERY_STEP, action: Action = Action.REPORT, *, stale: bool = False, **config: Any
     ) -> None:
-        self.shadow: Any = Shadow(rate, action) if rate else None
+        self.shadow: Any = Shadow(rate, action, process.refuse) if rate else None
         self.model, self.stale, self.steps = ModelStandIn(), stale, 0
         self.config = SimpleNamespace(
             compilation_config=SimpleNamespace(

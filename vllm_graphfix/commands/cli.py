@@ -15,10 +15,10 @@ import typer
 
 from vllm_graphfix._version import __version__
 from vllm_graphfix.fix import Fix
-from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.fixes import BY_NAME, FIXES, FLAGS
 from vllm_graphfix.manifest import ManifestError
-from vllm_graphfix.settings.environment import printable
 from vllm_graphfix.source.files import SourceError, open_source
+from vllm_graphfix.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,7 +115,7 @@ def status(
         _stop("--gpu only goes with --for: vllm-graphfix status --for 'MODEL …' --gpu NAME")
     try:
         source = open_source(vllm)
-        found = judge(source, deployment=None if flags is None else read_deployment(flags, source, gpu))
+        found = judge(source, deployment=None if flags is None else read_deployment(flags, source, gpu, asked=FLAGS))
     except (SourceError, ManifestError, FlagsError) as error:
         _stop(str(error))
     if as_json:

@@ -14,6 +14,7 @@ from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.source.files import Source
+from vllm_graphfix.text import shown
 
 SCHEMA = 1
 
@@ -167,4 +168,4 @@ def filtered_out(environment: Mapping[str, str]) -> str | None:
     named = environment.get("VLLM_PLUGINS")
     if named is None or "graphfix" in (name.strip() for name in named.split(",")):
         return None
-    return f"VLLM_PLUGINS={settings.shown(named)} keeps vLLM from loading this plugin; add graphfix to it"
+    return f"VLLM_PLUGINS={shown(named)} keeps vLLM from loading this plugin; add graphfix to it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_graphfix.fix import State, Verdict
-from vllm_graphfix.settings.environment import printable
+from vllm_graphfix.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

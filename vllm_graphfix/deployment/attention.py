@@ -9,7 +9,7 @@ from pathlib import Path
 from vllm_graphfix.deployment import hardware
 from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.model import Model
-from vllm_graphfix.settings.environment import printable
+from vllm_graphfix.text import printable
 
 _FLASH_ATTENTION_FIRST = (8, 9, 12)
 """Compute capabilities on which vLLM tries FlashAttention first."""

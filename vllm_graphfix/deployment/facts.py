@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from vllm_graphfix.deployment.answers import Answer, Fact
@@ -64,7 +64,11 @@ Judge = Callable[["Deployment", str], Answer]
 
 
 def read_deployment(
-    line: str, source: Source, gpu: str | None = None, environment: Mapping[str, str] = os.environ
+    line: str,
+    source: Source,
+    gpu: str | None = None,
+    environment: Mapping[str, str] = os.environ,
+    asked: Collection[str] = (),
 ) -> Deployment:
-    """Raises FlagsError."""
-    return Deployment(line, environment, source, gpu)
+    """What the line of a `vllm serve` says; *asked* are flags that fixes ask for (`Fix.flags`). Raises FlagsError."""
+    return Deployment(line, environment, source, gpu, asked)

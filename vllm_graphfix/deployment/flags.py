@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.deployment.answers import Fact
@@ -18,9 +18,16 @@ CONFIG_FILE = "what the file of --config sets (write its flags on the line)"
 class Flags:
     """What is given: the line, the environment under its assignments, the vLLM and the GPU."""
 
-    def __init__(self, line: str, environment: Mapping[str, str], source: Source, gpu: str | None = None) -> None:
+    def __init__(
+        self,
+        line: str,
+        environment: Mapping[str, str],
+        source: Source,
+        gpu: str | None = None,
+        asked: Collection[str] = (),
+    ) -> None:
         """Raises FlagsError. *gpu*: the name of the GPU that serves; without it this machine's."""
-        parsed = parse(line)
+        parsed = parse(line, asked)
         self._line = line.lower()
         self._flags = parsed.flags
         self._models = parsed.models

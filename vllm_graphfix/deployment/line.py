@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_graphfix.settings.environment import shown
+from vllm_graphfix.text import shown
 
 _LONGEST_LINE = 16 * 1024
 """Characters; nobody types that many, and what follows takes more than linear time."""
@@ -63,11 +63,8 @@ class _Known(NamedTuple):
     negated: dict[str, str]
 
     @classmethod
-    def to_fixes(cls) -> _Known:
-        """Those that the facts here need, and those that a fix asks for besides (`Fix.flags`)."""
-        from vllm_graphfix.fixes import FIXES
-
-        asked = {flag for fix in FIXES for flag in fix.flags}
+    def of(cls, asked: Collection[str]) -> _Known:
+        """Those that the facts here need, and those that are *asked* for besides."""
         values = frozenset(flag.removesuffix("=") for flag in asked if flag.endswith("="))
         switches = _SWITCHES | {flag for flag in asked if not flag.endswith("=")}
         return cls(switches, _VALUES | values, {f"--no-{name[2:]}": name for name in switches})
@@ -88,8 +85,11 @@ class Line(NamedTuple):
     models: list[str]
 
 
-def parse(line: str) -> Line:
-    """Raises FlagsError for what no shell takes for a line."""
+def parse(line: str, asked: Collection[str]) -> Line:
+    """What *line* says of the flags that the facts here need and of those that are *asked* for, as in `Fix.flags`.
+
+    Raises FlagsError for what no shell takes for a line.
+    """
     if len(line) > _LONGEST_LINE:
         raise FlagsError(
             f"the flags of --for have more than {_LONGEST_LINE:,} characters; give only the arguments of `vllm serve`"
@@ -104,7 +104,7 @@ def parse(line: str) -> Line:
     while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0] in ("env", "exec")):
         name, _, value = words.pop(0).partition("=")
         environment[name] = value
-    return Line(environment, *_flags(_without_program(words), _Known.to_fixes()))
+    return Line(environment, *_flags(_without_program(words), _Known.of(asked)))
 
 
 def _without_program(words: list[str]) -> list[str]:

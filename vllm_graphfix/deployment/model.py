@@ -12,7 +12,7 @@ from vllm_graphfix.deployment import hardware
 from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.flags import CONFIG_FILE, Flags
 from vllm_graphfix.deployment.line import json_or
-from vllm_graphfix.settings.environment import printable
+from vllm_graphfix.text import printable
 
 _LARGEST_CONFIG = 1024 * 1024
 _MOST_NODES = 100_000

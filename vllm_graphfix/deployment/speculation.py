@@ -7,7 +7,7 @@ from functools import cached_property
 from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.line import json_or
 from vllm_graphfix.deployment.model import Model
-from vllm_graphfix.settings.environment import printable
+from vllm_graphfix.text import printable
 
 _NO_SPECULATOR = "there is no speculator (--speculative-config)"
 

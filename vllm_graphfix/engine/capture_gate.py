@@ -20,10 +20,12 @@ from vllm_graphfix.engine.role import host_name
 from vllm_graphfix.fix import State, Verdict
 from vllm_graphfix.log import logger
 from vllm_graphfix.patching.hooks import guarded, when_imported, wrap
+from vllm_graphfix.ranks import common_store, host_in, world
 from vllm_graphfix.settings import environment
 
 if TYPE_CHECKING:
-    from vllm_graphfix.engine.process import Membership
+    from vllm_graphfix.engine.context import EngineContext
+    from vllm_graphfix.engine.status_record import Telling
     from vllm_graphfix.patching.applied_fix import FixState
 
 STOPS = "vllm-graphfix stops this engine"
@@ -54,8 +56,8 @@ class GraphfixError(RuntimeError):
 class Gate:
     """Of one process, which is a rank of an engine or hosts one."""
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
+    def __init__(self, context: EngineContext, telling: Telling) -> None:
+        self._context, self._telling = context, telling
         self._left: tuple[Any, str, Any] | None = None
         """Store, stage and word that this rank has left there and not compared yet."""
         self.captures_here = False
@@ -93,7 +95,7 @@ class Gate:
                 if STOPS in str(error):
                     guarded(engine.model_executor.shutdown)
                 raise
-            guarded(self._membership.telling.started)
+            guarded(self._telling.started)
             return result
 
         if "_initialize_kv_caches" in vars(core.EngineCore):
@@ -122,7 +124,7 @@ class Gate:
         def around(stock: Callable[..., Any], subject: Any, *args: Any, **kwargs: Any) -> Any:
             self.before_capture(subject, method)
             if self._captures:
-                guarded(self._membership.begin_capture)
+                guarded(self._context.begin_capture)
             try:
                 result = stock(subject, *args, **kwargs)
                 if self._captures and method == _CAPTURE:
@@ -133,11 +135,11 @@ class Gate:
                 guarded(self._leave_an_end)
                 raise
             finally:
-                guarded(self._membership.forget_capture)
+                guarded(self._context.forget_capture)
             if method == _CAPTURE:
-                guarded(self._membership.telling.started)
-                guarded(self._membership.telling.keep)
-                guarded(self._membership.serve, subject)
+                guarded(self._telling.started)
+                guarded(self._telling.keep)
+                guarded(self._context.serve, subject)
             return result
 
         found = getattr(module, owner, None)
@@ -161,7 +163,7 @@ class Gate:
             logger.exception("graphfix: could not compare the ranks of this engine")
         if problem is None:
             problem = self._undone_or_unknown(subject)
-        telling = self._membership.telling
+        telling = self._telling
         telling.problem = problem
         guarded(telling.tell)
         if problem is not None:
@@ -173,7 +175,7 @@ class Gate:
             return self._undone(subject)
         except Exception as error:
             logger.exception("graphfix: could not determine the states of the fixes")
-            if not self._membership.process.insisted():
+            if not self._context.process.insisted():
                 return None
             return f"{_BEFORE}: the states of the fixes are not known ({type(error).__name__}: {error}). Set VLLM_GRAPHFIX=off to serve without the fixes."
 
@@ -185,7 +187,7 @@ class Gate:
         v2 = getattr(subject, "use_v2_model_runner", None)
         if v2 is None and type(subject).__module__ in _RUNNERS:
             v2 = type(subject).__module__ == _RUNNERS[1]
-        undone = self._membership.process.left_undone(v2=v2, again=self._has_captured)
+        undone = self._context.process.left_undone(v2=v2, again=self._has_captured)
         if not undone:
             return None
         return (
@@ -197,10 +199,10 @@ class Gate:
         """Leaves this rank's word for the others."""
         from vllm_graphfix.engine import rank_agreement
 
-        rank, world_size = _world()
+        rank, world_size = world()
         word = self.word() if world_size > 1 else None
         if word is not None:
-            store = rank_agreement.common_store()
+            store = common_store()
             self._left = store, rank_agreement.leave(store, stage, rank, word), word
 
     def _compare(
@@ -209,9 +211,9 @@ class Gate:
         """Compares the ranks; what stops the engine, or None. *early* is what was left before profiling and not compared."""
         from vllm_graphfix.engine import rank_agreement
 
-        decision, telling = self._membership.decision, self._membership.telling
+        decision, telling = self._context.decision, self._telling
         parallel = config.parallel_config
-        rank, world_size = _world()
+        rank, world_size = world()
         telling.rank = (rank, local_rank, world_size, int(getattr(parallel, "data_parallel_rank", 0) or 0))
         if world_size == 1:
             word = self.word()
@@ -244,7 +246,7 @@ class Gate:
             world_size,
             word,
             lambda text: logger.warning("graphfix: %s", text),
-            silent_host=lambda silent: rank_agreement.host_in(store, silent, world_size),
+            silent_host=lambda silent: host_in(store, silent, world_size),
             # What is a warning at most is not worth minutes: the kill switch brings a server up, also beside a rank
             # without the plugin.
             timeout=decision.agreement_timeout if decision and stops else rank_agreement.TIMEOUT_FOR_A_WARNING,
@@ -272,11 +274,11 @@ class Gate:
             guarded(self._leave_an_end)  # or the others wait for this rank's word
             # Others may take graphs out of dispatch that this rank does not know of, and then wait for it in a
             # collective.
-            if self._compared is not None or self._membership.process.insisted():
+            if self._compared is not None or self._context.process.insisted():
                 problem = f"{_AFTER}: what failed while CUDA graphs were captured is not known ({type(error).__name__}: {error}). {_STOCK}"
         self._has_captured = True
         if problem is not None:
-            telling = self._membership.telling
+            telling = self._telling
             telling.problem = problem
             guarded(telling.tell)
             guarded(telling.finish)
@@ -287,9 +289,9 @@ class Gate:
         from vllm_graphfix.engine.graph_dispatch import Dispatch
 
         dispatch = Dispatch(getattr(subject, "model_runner", None))
-        failed = self._membership.failed_in_capture()
+        failed = self._context.failed_in_capture()
         # Where ranks cannot tell each other, none may dispatch otherwise than the rest.
-        together = self._compared is not None or (_world()[1] == 1 and not _comes_and_goes(subject))
+        together = self._compared is not None or (world()[1] == 1 and not _comes_and_goes(subject))
         graphs = [
             (fix, (together and graph is not None and dispatch.name_of(graph)) or "")
             for fix, reasons in failed.items()
@@ -297,18 +299,18 @@ class Gate:
         ]
         word = self._word_after_capture({fix: next(iter(why.values())) for fix, why in failed.items()}, graphs)
         word = word and word._replace(can_leave_out=dispatch.can_leave_out)
-        decision = self._membership.decision
+        decision = self._context.decision
         if self._compared is None or word is None or decision is None:
-            return self._go_by({_world()[0]: word} if word and failed else {}, dispatch)
+            return self._go_by({world()[0]: word} if word and failed else {}, dispatch)
         store, rank, world_size = self._compared
-        found = self._membership.telling.agreement = rank_agreement.compare(
+        found = self._telling.agreement = rank_agreement.compare(
             store,
             rank_agreement.leave(store, _CAPTURED, rank, word),
             rank,
             world_size,
             word,
             lambda text: logger.warning("graphfix: %s", text),
-            silent_host=lambda silent: rank_agreement.host_in(store, silent, world_size),
+            silent_host=lambda silent: host_in(store, silent, world_size),
             timeout=decision.agreement_timeout,
         )
         if any(said.ended for said in found.failing.values()):
@@ -340,11 +342,11 @@ class Gate:
         """The same on all ranks: what failed on some of them stops the engine, or these graphs are left out of dispatch, or all say failed."""
         from vllm_graphfix.engine import rank_agreement
 
-        process, stopped = self._membership.process, []
+        process, stopped = self._context.process, []
         for fix in dict.fromkeys(fix for word in failing.values() for fix in word.failed):
             ranks = [rank for rank, word in failing.items() if fix in word.failed]
             graphs = sorted({name for rank in ranks for of, name in failing[rank].graphs if of == fix}, key=_by_size)
-            where = f" on {rank_agreement.with_hosts(ranks, failing)}" if _world()[1] > 1 else ""
+            where = f" on {rank_agreement.with_hosts(ranks, failing)}" if world()[1] > 1 else ""
             why = f"{failing[ranks[0]].failed[fix].rstrip('.')}{where} while CUDA graphs were captured"
             if process.loud(fix):
                 stopped.append(
@@ -376,13 +378,13 @@ class Gate:
         """What this rank says of itself; None before there is a decision."""
         from vllm_graphfix.engine.rank_agreement import Word, new_token, shown
 
-        decision, shadow = self._membership.decision, self._membership.shadow
+        decision, shadow = self._context.decision, self._context.shadow
         if decision is None:
             return None
         states: dict[str, FixState] = {}
         fault = ""
         try:
-            states = self._membership.process.states() | (shadow.states() if shadow is not None else {})
+            states = self._context.process.states() | (shadow.states() if shadow is not None else {})
         except Exception as error:
             logger.exception("graphfix: could not report the states of the fixes to the other ranks")
             fault = shown(f"{type(error).__name__}: {error}")
@@ -448,11 +450,3 @@ def _or_else(otherwise: str, make: Callable[[], str]) -> str:
     except Exception:
         logger.exception("graphfix: reporting %r to the other ranks instead", otherwise)
         return otherwise
-
-
-def _world() -> tuple[int, int]:
-    """This rank, and how many there are."""
-    from torch import distributed
-
-    known = distributed.is_available() and distributed.is_initialized()
-    return (distributed.get_rank(), distributed.get_world_size()) if known else (0, 1)

@@ -13,14 +13,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, MutableMapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_graphfix.engine.capture_gate import Gate
+from vllm_graphfix.engine.context import EngineContext
 from vllm_graphfix.engine.role import Role, deciding_separately, is_api_server_of, only_asks, place, served_model
 from vllm_graphfix.engine.status_record import Telling
-from vllm_graphfix.fix import Fallback, Fix, Mode
+from vllm_graphfix.fix import Fix, Mode
 from vllm_graphfix.log import logger
-from vllm_graphfix.patching.applied_fix import FixState, Wanted
+from vllm_graphfix.patching.applied_fix import Wanted
 from vllm_graphfix.patching.hooks import guarded, when_imported, wrap
 from vllm_graphfix.patching.manager import Process
 from vllm_graphfix.settings import decision as rollout
@@ -28,39 +29,29 @@ from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.decision import Decision
 from vllm_graphfix.settings.shadow_rate import OFF, parse
 
-if TYPE_CHECKING:
-    from vllm_graphfix.engine.graph_dispatch import Graph
-
 _configuring: ContextVar[bool] = ContextVar("graphfix_configuring", default=False)
 """An engine is being configured: of its functions that are wrapped, one may call another."""
 
 
-class Membership:
+class Membership(EngineContext):
     """One process. `start` may be called any number of times."""
 
     def __init__(self, fixes: Iterable[Fix], environment: MutableMapping[str, str] = os.environ) -> None:
-        self.fixes = tuple(fixes)
-        self.environment = environment
-        self._names = tuple(fix.name for fix in self.fixes)
-        self._observed = frozenset(fix.name for fix in self.fixes if fix.default is Mode.OBSERVE)
+        given = tuple(fixes)
+        self._names = tuple(fix.name for fix in given)
+        self._observed = frozenset(fix.name for fix in given if fix.default is Mode.OBSERVE)
         wanted = settings.read(environment, self._names, self._observed)
-        self.process = Process(self.fixes, Wanted(wanted.master, wanted.modes, None, wanted.misconfigured))
+        manager = Process(given, Wanted(wanted.master, wanted.modes, None, wanted.misconfigured))
+        super().__init__(given, environment, manager)
         self._lock = threading.Lock()
         self._started = False
-        self.role = Role.FRONT_END
-        self.decision: Decision | None = None
-        self.inherited = False
-        self.model: str | None = None
-        """Of the engine that this process is a part of, or configured last."""
         self._configured = False
         self._ranks: int | None = None
         """Of the engine that this process configured last; None if that changes while it runs."""
-        self.shadow: Process | None = None
-        """What the shadow check has put around vLLM's functions; None where nothing was ever to be checked."""
         self._decisions: dict[str | None, Decision] = {}
         """Of the engines that this process configured, by `VllmConfig.instance_id`."""
-        self.gate = Gate(self)
         self.telling = Telling(self)
+        self.gate = Gate(self, self.telling)
 
     # -- the decision --------------------------------------------------------------------------------------------
 
@@ -139,39 +130,6 @@ class Membership:
         self.process.start(_wanted(decision))
         guarded(self._engage_shadow, decision)
 
-    def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
-        """Of every fix, and of the shadow check where it is on."""
-        found = self.process.states(diagnose=diagnose)
-        if self.shadow is None:
-            return found
-        from vllm_graphfix.shadow import process
-
-        return found | {process.NAME: process.state(self.shadow.states(diagnose=diagnose))}
-
-    def serve(self, worker: Any) -> None:
-        """*worker* has captured its graphs, and what it runs from now on are the steps of requests."""
-        if self.shadow is not None:
-            from vllm_graphfix.shadow import process
-
-            process.serve(worker)
-
-    def begin_capture(self) -> None:
-        """The next that fails, fails in a graph."""
-        for process in filter(None, (self.process, self.shadow)):
-            process.begin_capture()
-
-    def failed_in_capture(self) -> dict[str, dict[Graph | None, str]]:
-        """The graphs in which a fix failed since, by its name. What the shadow check has put around a capture changes no graph."""
-        if self.shadow is not None:
-            for name, graphs in self.shadow.failed_in_capture().items():
-                self.shadow.settle_capture(name, next(iter(graphs.values())), failed=True)
-        return self.process.failed_in_capture()
-
-    def forget_capture(self) -> None:
-        """What failed has been dealt with, or was in graphs that are not kept."""
-        for process in filter(None, (self.process, self.shadow)):
-            process.forget_capture()
-
     def _engage_shadow(self, decision: Decision) -> None:
         rate = parse(decision.shadow if decision.canary and decision.master is not settings.Master.OFF else OFF)
         if self.shadow is None and not rate:
@@ -179,7 +137,7 @@ class Membership:
         from vllm_graphfix.shadow import process
         from vllm_graphfix.shadow.runners import RUNNERS
 
-        process.start(rate, decision.shadow_action)
+        process.start(rate, decision.shadow_action, self.telling.tell_why_it_ends)
         wanted = _wanted(decision)._replace(modes={each.name: Mode.AUTO if rate else Mode.OFF for each in RUNNERS})
         self.shadow = self.shadow or Process(RUNNERS, wanted)
         self.shadow.start(wanted)
@@ -269,15 +227,8 @@ class Membership:
 
     def _forked(self) -> None:
         self._lock = threading.Lock()
-        self.process.forked()
-        if self.shadow is not None:
-            self.shadow.forked()
-        for fix in self.fixes:
-            for event in fix.events:
-                event.count = 0
-            fix.fallback.reason, fix.fallback.graphs = None, {}
-        Fallback.capturing = False
-        self.telling = Telling(self, forked=True)
+        self.forked()
+        self.telling.forked_off()
 
     def _settle(self) -> None:
         role, config = place()

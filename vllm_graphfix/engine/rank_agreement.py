@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from vllm_graphfix.settings.environment import is_brief, printable
+from vllm_graphfix.settings.environment import is_brief
+from vllm_graphfix.text import printable, ranks_named
 
 WARN_AFTER = 30.0
 """Seconds after which ranks that are waited for are named in the log."""
@@ -105,13 +106,6 @@ class Agreement(NamedTuple):
     failing: Mapping[int, Word] = {}
     """The words of ranks in which a fix failed during the capture, or the capture itself, or which can leave no graph
     out."""
-
-
-def common_store() -> Any:
-    """The store that torch.distributed has for all ranks, in a namespace of this package. Raises ValueError where there is none."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d.PrefixStore("vllm_graphfix", distributed_c10d._get_default_store())
 
 
 def leave(store: Any, stage: str, rank: int, word: Word) -> str:
@@ -211,7 +205,7 @@ def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Cal
             if left <= _SLICE:
                 break
         if missing and until < limit:
-            warn(f"waiting up to {limit - until:.0f} s more for {_ranks(missing)} to report which fixes they have")
+            warn(f"waiting up to {limit - until:.0f} s more for {ranks_named(missing)} to report which fixes they have")
     return missing
 
 
@@ -327,51 +321,19 @@ def _told(
     if silent:
         where = {rank: silent_host(rank) or "an unknown host" for rank in silent}
         by_host = {host: [rank for rank in silent if where[rank] == host] for host in dict.fromkeys(where.values())}
-        said = "; ".join(f"{_ranks(ranks)} on {host}" for host, ranks in by_host.items())
+        said = "; ".join(f"{ranks_named(ranks)} on {host}" for host, ranks in by_host.items())
         sentences.append(
             f"No report within {limit:.0f} s: {said}. There vllm-graphfix is not installed, or VLLM_PLUGINS keeps it out, or it failed "
             "before it could report (see that process's log), or the process hangs."
         )
     if foreign:
-        sentences.append(f"Another version of vllm-graphfix reported for {_ranks(foreign)}.")
+        sentences.append(f"Another version of vllm-graphfix reported for {ranks_named(foreign)}.")
     return " ".join(sentences) or None
 
 
 def with_hosts(ranks: list[int], spoke: Mapping[int, Word]) -> str:
     hosts = dict.fromkeys(spoke[rank].host for rank in ranks)
-    return ", ".join(f"{_ranks([rank for rank in ranks if spoke[rank].host == host])} ({host})" for host in hosts)
-
-
-def _ranks(ranks: list[int]) -> str:
-    """``rank 3``, ``ranks 0, 2-5``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    told = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank {told}" if len(ranks) == 1 else f"ranks {told}"
-
-
-def host_in(store: Any, rank: int, world_size: int) -> str | None:
-    """The host name that *rank* gave to gloo, of whose groups every vLLM engine makes one of all ranks; None if it cannot be told.
-
-    For a rank that says nothing this is the only word of where it runs. Gloo leaves it under a key that ends in the
-    rank: its length (u64, little-endian), then the name.
-    """
-    try:
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        keys = set(store.list_keys())
-        for group in {key.rpartition("/")[0] for key in keys if "/cpu/" in key}:
-            if all(f"{group}/{other}" in keys for other in range(world_size)):
-                left = store.get(f"{group}/{rank}")
-                host = left[8 : 8 + int.from_bytes(left[:8], "little")].decode("ascii")
-                return host if re.fullmatch(r"[A-Za-z0-9._-]{1,255}", host) else None
-    except Exception:
-        return None
-    return None
+    return ", ".join(f"{ranks_named([rank for rank in ranks if spoke[rank].host == host])} ({host})" for host in hosts)
 
 
 def shown(text: str) -> str:

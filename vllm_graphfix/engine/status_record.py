@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.log import logger
 
 if TYPE_CHECKING:
-    from vllm_graphfix.engine.process import Membership
+    from vllm_graphfix.engine.context import EngineContext
 
 
 class Telling:
     """What this process tells others about itself: its record."""
 
-    def __init__(self, membership: Membership, *, forked: bool = False) -> None:
-        self._membership = membership
-        self.forked = forked
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._begin()
+
+    def _begin(self) -> None:
+        self.forked = False
+        """In a forked child whose part in an engine is not known yet."""
         self.rank: tuple[int, int | None, int, int] | None = None
         """Rank, local rank, world size, data-parallel rank."""
         self.agreement: Any = None
@@ -26,10 +30,15 @@ class Telling:
         self._reporter: Any = None
         self._kept = False
 
+    def forked_off(self) -> None:
+        """In a forked child: it has told nothing of itself yet."""
+        self._begin()
+        self.forked = True
+
     def base(self) -> Any:
         from vllm_graphfix import records
 
-        return records.base_folder(self._membership.environment)
+        return records.base_folder(self._context.environment)
 
     def tell(self) -> None:
         """Hands the record over; nobody waits for the disk."""
@@ -60,6 +69,12 @@ class Telling:
         """Waits a little for the record to be written: the process is about to end, and its record says why."""
         self._the_reporter().flush()
 
+    def tell_why_it_ends(self, problem: str) -> None:
+        """The process ends now: *problem* says why."""
+        self.problem = problem
+        self.tell()
+        self.finish()
+
     def _the_reporter(self) -> Any:
         if self._reporter is None:
             from multiprocessing.util import Finalize
@@ -75,8 +90,8 @@ class Telling:
         from vllm_graphfix import records
         from vllm_graphfix.shadow import process as shadow
 
-        membership = self._membership
-        decision = membership.decision
+        context = self._context
+        decision = context.decision
         if decision is None:
             return None
         agreed = self.agreement
@@ -91,23 +106,21 @@ class Telling:
             start_ticks=here.start_ticks,
             boot=here.boot,
             pid_namespace=here.pid_namespace,
-            role=membership.role.value,
-            model=membership.model,
+            role=context.role.value,
+            model=context.model,
             rank=records.Rank(*self.rank) if self.rank is not None else None,
             decision=records.Decided(
                 canary=decision.canary,
                 bucket=decision.bucket,
                 percentage=decision.rollout / 100 if decision.rollout is not None else None,
                 master=decision.master.value,
-                inherited=membership.inherited,
+                inherited=context.inherited,
             ),
             fixes={
                 name: records.FixReport(state.mode.value, state.state.value, state.reason)
-                for name, state in membership.states(diagnose=captures).items()
+                for name, state in context.states(diagnose=captures).items()
             },
-            events={
-                fix.name: {event.name: event.count for event in fix.events} for fix in membership.fixes if fix.events
-            }
+            events={fix.name: {event.name: event.count for event in fix.events} for fix in context.fixes if fix.events}
             | shadow.counts(),
             agreement=records.Agreement(agreed.group, agreed.world_size, agreed.agreeing, agreed.difference)
             if agreed

@@ -19,4 +19,6 @@ FIXES: tuple[Fix, ...] = tuple(
 )
 """In the order of application and of every table."""
 BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
+FLAGS = frozenset(flag for fix in FIXES for flag in fix.flags)
+"""Flags of `vllm serve` that fixes ask for, besides those that a `Deployment` needs."""
 OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
-    from vllm_graphfix.verify.engine.sign import Observed, Sign
-    from vllm_graphfix.verify.trial import Trial
 
 _SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
 _FIRST_MANAGER = f"{_SPEC_DECODE}/eagle_cudagraph.py"
@@ -456,72 +454,4 @@ FIX = Fix(
     fallback=FALLBACK,
     applies=applies,
     evidence=(f"{_UTILS}::get_cudagraph_sizes",),
-    trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
-
-
-def trial() -> Trial:
-    from dataclasses import replace
-
-    from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.verify.engine.cases import LLAMA_EAGLE
-    from vllm_graphfix.verify.trial import Edit, Served, Trial
-
-    mode = r"^ {8}if cudagraph_mode\.decode_mode\(\) == CUDAGraphMode\.FULL:\n.*\n {8}else:\n.*\n"
-    zeros = r"^ {8}for i in range\(num_reqs, max_num_reqs, BLOCK_SIZE\):\n(?:.*\n){2}.*last_token_indices_ptr \+ block, 0.*\n"
-    chosen = "".join(rf"\1{line}\n" for line in _CHOSEN.strip().splitlines())
-    configured = r"\1cudagraph_mode = vllm_config.compilation_config.cudagraph_mode\n"
-    affected, unrecognised = Verdict.AFFECTED, Verdict.UNRECOGNISED
-    affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
-    v2, eagle = "VLLM_USE_V2_MODEL_RUNNER=1 ", '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}'
-    mtp = '{"method": "mtp", "num_speculative_tokens": 1}'
-    return Trial(
-        scenario="vllm_graphfix.verify.double.scenarios.draft_decode_mode:run",
-        edits=(
-            Edit(
-                "a mode that is chosen",
-                "0.17.1",
-                _SPECULATOR,
-                r"^( *)self\.cudagraph_manager = EagleCudaGraphManager\(vllm_config, device",
-                rf"{configured}{chosen}\g<0>, cudagraph_mode",
-                Verdict.FIXED,
-            ),
-            Edit("nightly without the mode", "0.20.0", _SPECULATOR, mode, "", affected, shape="two-managers-mode"),
-            Edit("nightly without the zeros", "0.20.0", _SPECULATOR, zeros, "", affected, shape="two-managers-indices"),
-            Edit(
-                "nightly without both",
-                "0.20.0",
-                _SPECULATOR,
-                mode,
-                "",
-                affected,
-                also=((_SPECULATOR, zeros, ""),),
-                shape="two-managers-mode-indices",
-            ),
-            Edit(
-                "another mode", "0.17.1", _MANAGER, r"cudagraph_mode\.decode_mode\(\)", "cudagraph_mode", unrecognised
-            ),
-        ),
-        served=(
-            Served("0.17.1", f"{v2}./llama -O1 -sc '{eagle}'", affects, "PIECEWISE"),
-            Served("0.17.1", f"{v2}./llama -sc '{eagle}'", does_not, "FULL_AND_PIECEWISE"),
-            Served("0.17.1", f"{v2}./llama -O1 -sc '{mtp}'", does_not, "one token"),
-            Served("0.17.1", f"{v2}./llama -O1 -sc.method=eagle", unknown, "num_speculative_tokens"),
-            Served("0.17.1", f"./llama -O1 -sc '{eagle}'", does_not, "V1"),
-        ),
-        case=replace(LLAMA_EAGLE, judge=judge),
-        unwatched="the drafts concerned run in piecewise graphs, and the check looks at full ones",
-    )
-
-
-def judge(observed: Observed) -> Sign:
-    from vllm_graphfix.verify.engine.sign import Sign
-
-    padded, decodes = observed.get("piecewise-draft-decodes", (0.0, 0.0))
-    return Sign(
-        "draft decodes in piecewise graphs with padding",
-        right=(0.0,),
-        found=(padded,),
-        told=f"{padded:.0f} of {decodes:.0f} draft decodes ran in piecewise graphs with padding",
-        unseen=None if decodes else "no draft was decoded",
-    )

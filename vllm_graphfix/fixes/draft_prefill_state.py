@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
-    from vllm_graphfix.verify.engine.sign import Observed, Sign
-    from vllm_graphfix.verify.trial import Trial
 
 _SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
 _EAGLE = f"{_SPEC_DECODE}/eagle/cudagraph.py"
@@ -282,77 +280,4 @@ FIX = Fix(
     events=(CAPTURED_STATE_REUSED,),
     fallback=FALLBACK,
     applies=applies,
-    trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
-
-
-def trial() -> Trial:
-    from dataclasses import replace
-
-    from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.verify.engine.cases import MLA_MTP
-    from vllm_graphfix.verify.trial import Edit, Served, Trial, Watched
-
-    affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
-    v2, hopper, served = "VLLM_USE_V2_MODEL_RUNNER=1 ", "NVIDIA H100 80GB HBM3", "./v3 --attention-backend FLASHMLA"
-    mtp = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""
-    n_gram = """--speculative-config '{"method": "ngram"}'"""
-    deepseek = "--speculative-config.method deepseek_mtp"
-    return Trial(
-        scenario="vllm_graphfix.verify.double.scenarios.draft_prefill_state:run",
-        watched=Watched("shadow-v2-drafter", "vllm_graphfix.verify.double.scenarios.draft_prefill_state:watched"),
-        edits=(
-            Edit(
-                "states of its own, in a new file",
-                "0.22.1",
-                _LATER[1],
-                r"\A",
-                "class SpeculatorCudaGraphManager:\n"
-                "    def capture(self, forward_fn):\n"
-                "        def create_forward_fn(desc):\n"
-                "            attn_metadata, slot_mappings = prepare_inputs_to_capture(self.input_buffers)\n"
-                "            return lambda mode: forward_fn(attn_metadata, slot_mappings, mode)\n",
-                Verdict.FIXED,
-                also=((_EAGLE, r"^class PrefillEagleCudaGraphManager", "class PrefillsOfEagle"),),
-            ),
-            Edit(
-                "states asked for in another way",
-                "0.22.1",
-                _EAGLE,
-                r"full_cg_attn_states\[desc\]",
-                "full_cg_attn_states.get(desc)",
-                Verdict.UNRECOGNISED,
-            ),
-            Edit(
-                "a captured state for each pass",
-                "0.23.0",
-                _LATER[0],
-                r"if warmup else attn_state_pair\.captured",
-                "or attn_state_pair.captured",
-                Verdict.UNRECOGNISED,
-            ),
-        ),
-        served=(
-            Served("0.21.0", f"{v2}{served} {mtp}", affects, "mtp", hopper),
-            Served("0.21.0", f"{v2}{served} {deepseek}", affects, "deepseek_mtp", hopper),
-            Served("0.22.1", f"{served} {mtp}", unknown, "VLLM_USE_V2_MODEL_RUNNER", hopper),
-            Served("0.22.1", served, does_not, "V1 for this model", hopper),
-            Served("0.22.1", f"{v2}./qwen3", does_not, "no speculator", hopper),
-            Served("0.21.0", f"{v2}{served}", does_not, "no speculator", hopper),
-            Served("0.21.0", f"{v2}{served} {n_gram}", does_not, "ngram", hopper),
-        ),
-        case=replace(MLA_MTP, judge=judge),
-    )
-
-
-def judge(observed: Observed) -> Sign:
-    from vllm_graphfix.verify.engine.sign import Sign
-
-    planned, captured = observed.get("planners-in-draft-graphs", (0.0, 0.0))
-    return Sign(
-        "full graphs of the draft's prefill that do not record FlashMLA's planner",
-        right=(0.0,),
-        found=(captured - planned,),
-        told=f"FlashMLA's planner is recorded in {planned:.0f} of {captured:.0f} full graphs of the draft's prefill",
-        unseen=None if captured else "no full graph of the draft's prefill was captured",
-    )

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
-    from vllm_graphfix.verify.engine.sign import Observed, Sign
-    from vllm_graphfix.verify.trial import Trial
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _BACKEND = "vllm/v1/attention/backends/mla/flashmla.py"
@@ -231,72 +229,4 @@ FIX = Fix(
     events=(PADDED_ROWS_GIVEN,),
     fallback=FALLBACK,
     applies=applies,
-    trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
-
-
-def trial() -> Trial:
-    from dataclasses import replace
-
-    from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.verify.engine.cases import MLA_FP8_PADDED
-    from vllm_graphfix.verify.trial import Edit, Served, Trial
-
-    filled = r"(num_reqs:num_reqs_padded\]\.fill_)"
-    affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
-    hopper = "NVIDIA H100 80GB HBM3"
-    return Trial(
-        scenario="vllm_graphfix.verify.double.scenarios.flashmla_padding:run",
-        edits=(
-            Edit(
-                "padded with -1",
-                "0.23.0",
-                _RUNNER,
-                rf"{filled}\(NULL_BLOCK_ID\)",
-                r"\1(-1)",
-                Verdict.AFFECTED,
-                runs=True,
-            ),
-            Edit(
-                "padded with the null block",
-                "0.19.1",
-                _RUNNER,
-                rf"{filled}\(-1\)",
-                r"\1(NULL_BLOCK_ID)",
-                Verdict.FIXED,
-            ),
-            Edit("padded with another", "0.18.1", _RUNNER, rf"{filled}\(-1\)", r"\1(self.pad)", Verdict.UNRECOGNISED),
-            Edit(
-                "padded with either",
-                "0.19.1",
-                _RUNNER,
-                r"^( *)(blk_table_tensor\[num_reqs:num_reqs_padded\]\.fill_)\(-1\)\n",
-                r"\1if self.odd:\n\1    \2(NULL_BLOCK_ID)\n\1else:\n\1    \2(-1)\n",
-                Verdict.UNRECOGNISED,
-            ),
-        ),
-        served=(
-            Served("0.18.1", "/usr/bin/vllm serve ./v3 --kv-cache-dtype fp8", affects, "fp8", hopper),
-            Served("0.18.1", "./v3 --kv-cache-dtype fp8 --enforce-eager", does_not, "--enforce-eager", hopper),
-        ),
-        case=replace(MLA_FP8_PADDED, judge=judge),
-        unwatched="padded rows alone read what is not the cache's; the rows of requests, which are compared, are right until a "
-        "replay ends in an error",
-    )
-
-
-def judge(observed: Observed) -> Sign:
-    import math
-
-    from vllm_graphfix.verify.engine.sign import Sign
-
-    length, block = observed.get("padded-rows", (math.inf, math.inf))
-    told = f"dense fp8 FlashMLA was given lengths down to {length:.0f} and block ids down to {block:.0f}"
-    seen = math.isfinite(length + block)
-    return Sign(
-        "lowest length (at most 1) and block id (at most 0) given to dense fp8 FlashMLA",
-        right=(1.0, 0.0),
-        found=(min(length, 1.0), min(block, 0.0)),
-        told=told if seen else "",
-        unseen=None if seen else "dense fp8 FlashMLA was not used",
-    )

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment, Fact
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
-    from vllm_graphfix.verify.trial import Trial
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _BUILDER = "vllm/v1/attention/backends/mamba_attn.py"
@@ -223,51 +222,4 @@ FIX = Fix(
         f"{_UTILS}::mamba_get_block_table_tensor",
     ),
     flags=("--enable-prefix-caching", "--mamba-cache-mode="),
-    trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
-
-
-def trial() -> Trial:
-    from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.verify.trial import Edit, Served, Trial, Watched
-
-    replaced = r"^        new_metadata\.state_indices_tensor = state_indices_t$"
-    copied = "        self.{0}[:num_reqs].copy_(metadata.{0}[:num_reqs])\n"
-    both = "".join(copied.format(name) for name in _INDICES)
-    kept = "        new_metadata.state_indices_tensor = state_indices_t"
-    for_graphs = rf"return self\.{_FOR_GRAPHS}\(new_metadata\)"
-    nemotron = {
-        "architectures": ["NemotronHForCausalLM"],
-        "model_type": "nemotron_h",
-        "hybrid_override_pattern": "M-M-M*-",
-    }
-    caching = "./model --enable-prefix-caching"
-    affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
-    return Trial(
-        scenario="vllm_graphfix.verify.double.scenarios.mamba_all_mode:run",
-        edits=(
-            Edit("both indices copied", "0.16.0", _BUILDER, replaced, both + kept, Verdict.FIXED),
-            Edit("both copied, 0.14.1", "0.14.1", _BUILDER, replaced, both + kept, Verdict.FIXED),
-            Edit("one of them", "0.15.1", _BUILDER, replaced, copied.format(_INDICES[0]) + kept, Verdict.UNRECOGNISED),
-            Edit(
-                "copied elsewhere",
-                "0.16.0",
-                _BUILDER,
-                replaced,
-                f"        self.refresh(metadata)\n{kept}",
-                Verdict.UNRECOGNISED,
-            ),
-            Edit("remedy cut out", "0.17.0", _BUILDER, for_graphs, "return new_metadata", Verdict.UNRECOGNISED),
-        ),
-        served=(
-            Served("0.16.0", caching, affects, "NemotronHForCausalLM", model=nemotron),
-            Served("0.16.0", f"{caching} --mamba-cache-mode all", affects, "FULL_AND_PIECEWISE", model=nemotron),
-            Served("0.16.0", f"{caching} --mamba-cache-mode align", does_not, "align", model=nemotron),
-            Served("0.16.0", "./model", does_not, "--enable-prefix-caching is not given", model=nemotron),
-            Served("0.14.1", f"{caching} --no-enable-prefix-caching", does_not, "is not given", model=nemotron),
-            Served("0.16.0", f"{caching} --enforce-eager", does_not, "--enforce-eager", model=nemotron),
-            Served("0.16.0", "./mamba2 --enable-prefix-caching", does_not, "no several groups"),
-            Served("0.16.0", "./new-hybrid --enable-prefix-caching", Concern.UNKNOWN, "does not know the model"),
-        ),
-        watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.mamba_all_mode:watched"),
-    )

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
-    from vllm_graphfix.verify.trial import Trial
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _BUILDER = "vllm/v1/attention/backends/mamba_attn.py"
@@ -233,65 +232,4 @@ FIX = Fix(
     events=(PADDED_ROW_PREFILLING,),
     fallback=FALLBACK,
     applies=applies,
-    trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
-
-
-def trial() -> Trial:
-    from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.verify.engine.cases import MAMBA2
-    from vllm_graphfix.verify.trial import Edit, Served, Trial, Watched
-
-    marked, cleared = r"^( *)(is_prefilling = .* < .*)\n", r"is_prefilling[num_reqs:] = False\n"
-    affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
-    return Trial(
-        scenario="vllm_graphfix.verify.double.scenarios.mamba_padding:run",
-        watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.mamba_padding:watched"),
-        edits=(
-            Edit(
-                "remedy cut out",
-                "0.23.0",
-                _RUNNER,
-                r"^ *is_prefilling\[num_reqs:\] = False\n",
-                "",
-                Verdict.AFFECTED,
-                runs=True,
-            ),
-            Edit("padded rows cleared", "0.21.0", _RUNNER, marked, rf"\1\2\n\1{cleared}", Verdict.FIXED),
-            Edit(
-                "cleared now and then",
-                "0.21.0",
-                _RUNNER,
-                marked,
-                rf"\1\2\n\1if self.odd:\n\1    {cleared}",
-                Verdict.UNRECOGNISED,
-            ),
-            Edit(
-                "marked elsewhere",
-                "0.20.0",
-                _RUNNER,
-                r"is_prefilling = .* < .*",
-                "is_prefilling = self._prefilling(num_reqs_padded)",
-                Verdict.UNRECOGNISED,
-            ),
-            Edit(
-                "split now and then",
-                "0.20.0",
-                _BUILDER,
-                r"treat_short_extends_as_decodes=False",
-                "treat_short_extends_as_decodes=self.treat_so",
-                Verdict.UNRECOGNISED,
-            ),
-        ),
-        served=(
-            Served("0.21.0", "./mamba2", affects, "Mamba2ForCausalLM"),
-            Served("0.21.0", "./mamba2 --no-enable-chunked-prefill", affects, "Mamba2ForCausalLM"),
-            Served("0.21.0", "./mamba2 -cc.cudagraph_mode=PIECEWISE", does_not, "PIECEWISE"),
-            Served("0.21.0", "VLLM_USE_V2_MODEL_RUNNER=1 ./mamba2", does_not, "V2"),
-            Served("0.21.0", "./qwen3-next", does_not, "Qwen3NextForCausalLM"),
-            Served("0.21.0", "./llama", does_not, "LlamaForCausalLM"),
-            Served("0.21.0", "./new-hybrid", unknown, "does not know the model"),
-            Served("0.21.0", "ibm/hybrid", unknown, "config.json of ibm/hybrid"),
-        ),
-        case=MAMBA2,
-    )

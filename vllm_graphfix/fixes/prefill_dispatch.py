@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from vllm_graphfix.deployment import Answer, Deployment
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
-    from vllm_graphfix.verify.trial import Trial
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
@@ -391,7 +390,6 @@ FIX = Fix(
         f"{_DISPATCHER}::CudagraphDispatcher",
         f"{_GRAPHS_V2}::CudaGraphManager.dispatch",
     ),
-    trial=lambda: trial(),  # noqa: PLW0108 - it stands below
 )
 
 
@@ -399,128 +397,3 @@ def _v2_serves_them_wrong(source: Source) -> bool:
     """Whether model runner V2 has the defect, and does not refuse recurrent models, as 0.21.0 - 0.22.1 do."""
     refuses = b'"hybrid/mamba models"' in (source.read(_CONFIG) or b"")
     return _of_v2(source).verdict is Verdict.AFFECTED and not refuses
-
-
-def trial() -> Trial:
-    from dataclasses import replace
-
-    from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.verify.engine.cases import LFM2_ONE_TOKEN, MAMBA2_ONE_TOKEN
-    from vllm_graphfix.verify.trial import Edit, Served, Trial, Watched
-
-    # The predicate is told whether every row is past its prompt, as in PR 53059.
-    told = r"^( *)force_uniform_decode: bool \| None = None,\n( *)\) -> bool:"
-    asks = r"\1force_uniform_decode: bool | None = None,\n\1past_prompt: bool = True,\n\2) -> bool:"
-    phases = (
-        r"\1force_uniform_decode=force_uniform_decode,\n\1past_prompt=bool((self.input_batch.num_computed_tokens_cpu[:num_reqs] "
-        r">= self.input_batch.num_prompt_tokens[:num_reqs]).all()),\n"
-    )
-    remedy = (
-        (_RUNNER, r"\(max_num_scheduled_tokens == uniform_decode_query_len\)\n", "past_prompt\n"),
-        (_RUNNER, r"^( *)force_uniform_decode=force_uniform_decode,\n", phases),
-    )
-    prefilling = (
-        "(self.input_batch.num_computed_tokens_cpu[:num_reqs] < self.input_batch.num_prompt_tokens[:num_reqs]).any()"
-    )
-    encoders, unknown = r"^( *)num_encoder_reqs=len\(", Verdict.UNRECOGNISED
-    affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
-    return Trial(
-        scenario="vllm_graphfix.verify.double.scenarios.prefill_dispatch:run",
-        watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.prefill_dispatch:watched"),
-        watched_further=(Watched("shadow-v2", "vllm_graphfix.verify.double.scenarios.prefill_dispatch:watched_v2"),),
-        edits=(
-            Edit("the phase in the predicate", "0.20.0", _RUNNER, told, asks, Verdict.FIXED, remedy),
-            Edit("the phase in the predicate, 0.33.0", "0.33.0", _RUNNER, told, asks, Verdict.FIXED, remedy),
-            Edit("in one runner of two", "0.27.1", _RUNNER, told, asks, Verdict.AFFECTED, remedy, "shape-only-v2"),
-            Edit(
-                "the phase where it is asked",
-                "0.29.0",
-                _RUNNER,
-                encoders,
-                rf"\1force_uniform_decode=False if {prefilling} else None,\n\1num_encoder_reqs=len(",
-                Verdict.FIXED,
-            ),
-            Edit("another predicate", "0.20.0", _RUNNER, r"= self\._is_uniform_decode\(", "= self.tells(", unknown),
-            Edit(
-                "no count of tokens",
-                "0.33.0",
-                _RUNNER,
-                r"num_tokens == max_num_scheduled_tokens \* num_reqs",
-                "not self.mixed",
-                unknown,
-            ),
-            Edit(
-                "a further condition",
-                "0.20.0",
-                _RUNNER,
-                r"(num_tokens == max_num_scheduled_tokens \* num_reqs)",
-                r"\1 and not num_reqs.mixed",
-                unknown,
-            ),
-            Edit(
-                "changed afterwards",
-                "0.20.0",
-                _RUNNER,
-                r"^( *)(has_encoder_output = \(\n)",
-                r"\1uniform_decode = uniform_decode and self.decoding\n\1\2",
-                unknown,
-            ),
-            Edit(
-                "forced by another",
-                "0.27.1",
-                _RUNNER,
-                encoders,
-                r"\1force_uniform_decode=self.phase(num_reqs),\n\1num_encoder_reqs=len(",
-                unknown,
-            ),
-            Edit(
-                "not forced for a capture",
-                "0.19.0",
-                _RUNNER,
-                r"force_uniform_decode=uniform_decode",
-                "force_uniform_decode=None",
-                unknown,
-            ),
-            Edit(
-                "V2: a further condition",
-                "0.26.0",
-                _GRAPHS_V2,
-                r"^( {4}if )(\(max_query_len == num_tokens)",
-                r"\1not num_reqs.prefilling and \2",
-                unknown,
-            ),
-            Edit(
-                "V2: changed afterwards",
-                "0.25.1",
-                _RUNNER_V2,
-                r"^( *)(uniform_tok_count = get_uniform.*)\n",
-                r"\1\2\n\1uniform_tok_count = self.one(0)\n",
-                unknown,
-            ),
-            Edit(
-                "V2: states of another name",
-                "0.23.0",
-                _RUNNER_V2,
-                r"out=self\.req_states\.num_computed_prefill",
-                "out=self.req_states.num",
-                unknown,
-            ),
-            Edit(
-                "V2: remedy cut out", "0.28.0", _UTILS, r"if not has_prefill and is_uniform", "if is_uniform", unknown
-            ),
-            Edit(
-                "V2: phases from elsewhere",
-                "0.33.0",
-                _RUNNER_V2,
-                r"is_prefilling_np = num_computed.* < .*",
-                "is_prefilling_np = self.x",
-                unknown,
-            ),
-        ),
-        served=(
-            Served("0.20.0", "./mamba2", affects, "Mamba2ForCausalLM"),
-            Served("0.20.0", "./llama", does_not, "no recurrent layers"),
-        ),
-        case=MAMBA2_ONE_TOKEN,
-        further=(replace(LFM2_ONE_TOKEN, shows_on=_v2_serves_them_wrong),),
-    )

@@ -4,14 +4,11 @@
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from vllm_graphfix.fix import Diagnosis, Fix, Mode, Patch, State, Verdict
+from vllm_graphfix.fix import Diagnosis, Mode, Patch, Patchable, State, Verdict
 from vllm_graphfix.patching import sites
 from vllm_graphfix.settings.environment import PREFIX, Master
-
-if TYPE_CHECKING:
-    from vllm_graphfix.shadow.runners import Graphs
 
 
 class FixState(NamedTuple):
@@ -51,7 +48,7 @@ class Wanted(NamedTuple):
 class Progress:
     """One fix in this process."""
 
-    def __init__(self, fix: "Fix | Graphs", wanted: Wanted) -> None:
+    def __init__(self, fix: Patchable, wanted: Wanted) -> None:
         self.fix = fix
         self.mode = wanted.modes[fix.name]
         self.diagnosis: Diagnosis | None = None

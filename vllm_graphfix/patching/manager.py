@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from types import ModuleType
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from vllm_graphfix.fix import Fallback, Fix, Patch, State, Verdict
+from vllm_graphfix.fix import Fallback, Patch, Patchable, State, Verdict
 from vllm_graphfix.log import HeldLog
 from vllm_graphfix.patching import sites
 from vllm_graphfix.patching.applied_fix import FixState, Progress, Wanted
@@ -18,8 +18,6 @@ from vllm_graphfix.patching.hooks import when_imported
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vllm_graphfix.engine.graph_dispatch import Graph
-    from vllm_graphfix.shadow.runners import Graphs
     from vllm_graphfix.source.files import Source
 
 P = ParamSpec("P")
@@ -55,7 +53,7 @@ def _alone(method: Callable[Concatenate[Process, P], T]) -> Callable[Concatenate
 class Process:
     """All fixes in one process."""
 
-    def __init__(self, fixes: Iterable[Fix | Graphs], wanted: Wanted) -> None:
+    def __init__(self, fixes: Iterable[Patchable], wanted: Wanted) -> None:
         self._fixes = tuple(fixes)
         self._started = False
         self._summed_up = False
@@ -238,7 +236,7 @@ class Process:
         except Exception as error:
             self._fail(progress, error)
 
-    def _refuse_other_files(self, fix: Fix | Graphs) -> None:
+    def _refuse_other_files(self, fix: Patchable) -> None:
         """Raises ConflictError where Python has a module that the diagnosis read from a file elsewhere."""
         for module in map(_module, fix.reads):
             origin = getattr(getattr(sys.modules.get(module), "__spec__", None), "origin", None)
@@ -316,27 +314,28 @@ class Process:
         )
 
     @_alone
-    def begin_capture(self) -> None:
+    def begin_capture(self, graph_being_captured: Callable[[], Hashable]) -> None:
         """From now on a fix that fails does so in a graph, which holds what stock's code does there."""
-        from vllm_graphfix.engine import graph_dispatch  # noqa: F401 - now, and not when something has failed
-
-        Fallback.capturing = True
+        Fallback.capturing = graph_being_captured
         for progress in self._progress.values():
             progress.fix.fallback.graphs = {}
 
     def forget_capture(self) -> None:
         """The capture is over, and what failed in it has been dealt with, or was in no graph that is kept."""
-        Fallback.capturing = False
+        Fallback.capturing = None
         for progress in self._progress.values():
             progress.fix.fallback.graphs = {}
 
     @_alone
-    def failed_in_capture(self) -> dict[str, dict[Graph | None, str]]:
-        """The graphs that a fix which puts right has failed in since `begin_capture`, each with its first error, by fix."""
-        Fallback.capturing = False
-        found: dict[str, dict[Graph | None, str]] = {}
+    def failed_in_capture(self) -> dict[str, dict[Any, str]]:
+        """The graphs that a fix which puts right has failed in since `begin_capture`, each with its first error, by fix.
+
+        None stands for a graph that is not known.
+        """
+        Fallback.capturing = None
+        found: dict[str, dict[Any, str]] = {}
         for name, progress in self._progress.items():
-            graphs = {g: why for g, why in progress.fix.fallback.graphs.items() if g is None or g.kept}
+            graphs = {g: why for g, why in progress.fix.fallback.graphs.items() if getattr(g, "kept", True)}
             if (
                 graphs and progress.observes
             ):  # it has changed nothing in them; what it counts from here on may be too little

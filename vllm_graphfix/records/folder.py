@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vllm_graphfix.settings.environment import STATUS_DIR, printable
+from vllm_graphfix.settings.environment import STATUS_DIR
+from vllm_graphfix.text import printable
 
 DEFAULT_FOLDER = "/tmp"  # noqa: S108  # the folder in it is ours alone, and looked at before it is used
 ENTRIES = 16 * 4096

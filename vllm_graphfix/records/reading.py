@@ -14,7 +14,7 @@ from typing import NamedTuple
 from vllm_graphfix.records.folder import ENTRIES, OPEN_FOLDER, check_owner, own_folder, shown_path, why
 from vllm_graphfix.records.record import LARGEST, Record
 from vllm_graphfix.records.validation import RecordError
-from vllm_graphfix.settings.environment import printable
+from vllm_graphfix.text import printable
 
 FILES = 4096
 """Records that are read at once."""

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, overload
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.records.process_identity import reduced
 from vllm_graphfix.records.validation import LONGEST_TEXT, Checked, RecordError
-from vllm_graphfix.settings.environment import Master, is_brief, printable
+from vllm_graphfix.settings.environment import Master, is_brief
+from vllm_graphfix.text import printable
 
 SCHEMA = 1
 ROLES = ("front-end", "api-server", "engine-core", "worker")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import NoReturn
 
-from vllm_graphfix.settings.environment import printable
+from vllm_graphfix.text import printable
 
 LONGEST_TEXT = 1500
 """Characters: nine texts of so many, of four bytes each, fit in a record."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from vllm_graphfix import text
 from vllm_graphfix.fix import Mode
 from vllm_graphfix.settings import environment, shadow_rate
 
@@ -171,7 +172,7 @@ def decide(wanted: environment.Settings, vllm: str, *, host: str | None = None) 
             rollout = buckets_of(wanted.rollout)
         except ValueError as error:
             # All engines would be the other reading. Whoever wrote a percentage wanted a part of the fleet.
-            refused = f"{environment.ROLLOUT}={environment.shown(wanted.rollout)} {error}; no engine gets the fixes until this is corrected"
+            refused = f"{environment.ROLLOUT}={text.shown(wanted.rollout)} {error}; no engine gets the fixes until this is corrected"
             misconfigured[environment.ROLLOUT] = environment.brief(wanted.rollout)
     canary = refused is None and (found is None or rollout is None or found < rollout)
     return Decision(

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 from vllm_graphfix.fix import Mode, variable
 from vllm_graphfix.settings import shadow_rate
 from vllm_graphfix.settings.shadow_rate import Action
+from vllm_graphfix.text import shown
 
 T = TypeVar("T")
 
@@ -188,17 +189,3 @@ def brief(value: str) -> str:
     """A value that means nothing, short and in ASCII: fit for a record, a label, and a decision with one for every variable."""
     told = ascii(value)[1:-1]
     return told if len(told) <= _LONGEST_VALUE else f"{told[: _LONGEST_VALUE - 3]}..."
-
-
-def shown(value: str) -> str:
-    """A value fit for one line of a log, whatever it was."""
-    return repr(value if len(value) <= 40 else value[:37] + "...")
-
-
-def printable(text: str) -> str:
-    """*text* on one line, without what a terminal would act on; directions of writing are among that."""
-    if text.isprintable():
-        return text
-    return "".join(
-        letter if letter.isprintable() else " " if letter.isspace() else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )

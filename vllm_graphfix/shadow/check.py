@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_graphfix.log import logger
 from vllm_graphfix.settings.shadow_rate import NEVER, Action, Rate
-from vllm_graphfix.shadow import process, ranks, stages
+from vllm_graphfix.shadow import ranks, stages
 from vllm_graphfix.shadow.comparison import threshold
 from vllm_graphfix.shadow.failures import FailedElsewhereError, UnfitStep, UnsafeError, is_lost, told, tried
 from vllm_graphfix.shadow.memory import Memory
@@ -46,7 +46,9 @@ again."""
 class Shadow:
     """The shadow check of one process."""
 
-    def __init__(self, rate: Rate, action: Action) -> None:
+    def __init__(self, rate: Rate, action: Action, refuse: Callable[[str], None]) -> None:
+        """*refuse* is told why no step of this engine may run twice."""
+        self._refuse = refuse
         self.schedule = Schedule(rate)
         self.action = action
         self.results = Results()
@@ -80,7 +82,7 @@ class Shadow:
         self._over = True
         self.end()
         if isinstance(error, UnsafeError):
-            process.refuse(str(error))
+            self._refuse(str(error))
         else:
             self.stopped = reason
             logger.warning("graphfix: the shadow check is now off; serving goes on: %s", reason, exc_info=error)

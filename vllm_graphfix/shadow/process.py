@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import State
@@ -10,7 +11,7 @@ from vllm_graphfix.log import logger
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 
 if TYPE_CHECKING:
-    from vllm_graphfix.patching.manager import FixState
+    from vllm_graphfix.patching.applied_fix import FixState
     from vllm_graphfix.shadow.check import Shadow
 
 NAME = "shadow"
@@ -26,14 +27,19 @@ REFUSED: str | None = None
 """Why no step of this engine may run twice."""
 
 
-def start(rate: Rate, action: Action) -> None:
-    """Begins anew: a process may make one engine after the other, or be forked."""
+def start(rate: Rate, action: Action, tell: Callable[[str], None] = lambda problem: None) -> None:
+    """Begins anew: a process may make one engine after the other, or be forked.
+
+    *tell* is called with the reason where the check ends this process.
+    """
     global SHADOW, REFUSED  # noqa: PLW0603 - one a process
     REFUSED = SHADOW = None
     if rate:
+        from vllm_graphfix.shadow import watchdog
         from vllm_graphfix.shadow.check import Shadow
 
-        SHADOW = Shadow(rate, action)
+        watchdog.last_words = functools.partial(_end, tell)
+        SHADOW = Shadow(rate, action, refuse)
 
 
 def serve(worker: Any) -> None:
@@ -49,16 +55,11 @@ def serve(worker: Any) -> None:
             SHADOW.end()
 
 
-def end(reason: str) -> None:
+def _end(tell: Callable[[str], None], reason: str) -> None:
     """Writes down why this process ends, which it does now: other ranks may have run something else than this one."""
-    from vllm_graphfix import _this_process
-
     if SHADOW is not None:
         SHADOW.stopped = reason
-    telling = _this_process().telling
-    telling.problem = f"the shadow check ended this process: {reason}"
-    telling.tell()
-    telling.finish()
+    tell(f"the shadow check ended this process: {reason}")
 
 
 def refuse(reason: str) -> None:

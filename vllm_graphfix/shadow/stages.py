@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from vllm_graphfix.engine.rank_agreement import common_store
+from vllm_graphfix.ranks import common_store
 from vllm_graphfix.shadow import ranks
 from vllm_graphfix.shadow.watchdog import within
 

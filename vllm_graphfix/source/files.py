@@ -15,8 +15,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_graphfix.settings.environment import shown
 from vllm_graphfix.source.functions import DEFINITIONS, Function, binds, is_decorated, sets
+from vllm_graphfix.text import shown
 
 _LARGEST_FILE = 1024 * 1024
 """Bytes; the largest file that a diagnosis reads has 0.4 MB. More is not vLLM's, whoever wrote the archive."""

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix._version import __version__
 from vllm_graphfix.fix import Diagnosis, Fix, State, Verdict
+from vllm_graphfix.settings.environment import PREFIX
 from vllm_graphfix.verify.measurement import Measurement, Watch
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = 1
+MODES_OF_A_PROOF = f"{PREFIX}=off (stock), every fix auto (patched)"
 _TOLERANCE = 1e-6
 """Relative to the largest number. The same operations on the same device in float32 come out equal; this is for their order."""
 
@@ -39,6 +41,8 @@ class Proof:
     """What the shadow check made of an engine each, ``stock`` and ``patched``, where the defect is one that it has to see."""
     further: str | None = None
     """Name of the engines' case, if it is not the fix's first one: the fix has been judged before."""
+    why_unwatched: str = ""
+    """Why the shadow check cannot see the defect in a replay, as the fix's trial has it."""
 
     @property
     def title(self) -> str:
@@ -83,7 +87,7 @@ class Proof:
     def unwatched(self) -> str | None:
         """Of a fix that was tried without the shadow check: why that cannot see the defect in a replay."""
         tried = self.stock is not None and self.further is None and not self.watched
-        return (self.fix.trial().unwatched or None) if tried else None
+        return (self.why_unwatched or None) if tried else None
 
     @property
     def holds(self) -> bool:

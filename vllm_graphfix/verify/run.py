@@ -25,14 +25,14 @@ def run(source: Source, fixes: Sequence[Fix], device: str | None, console: Conso
 
 
 def _run(source: Source, fixes: Sequence[Fix], device: str | None, console: Console) -> Report:
-    from vllm_graphfix.verify.double.run import run as run_on_double
+    from vllm_graphfix.verify.cpu_proof import run as run_on_double
 
     if device == "cpu":
         return run_on_double(source, fixes, console)
     why_not = _cannot_run(source.folder)
     if why_not is None:
         from vllm_graphfix.verify.engine import device as devices
-        from vllm_graphfix.verify.engine.verify import run as run_on_gpu
+        from vllm_graphfix.verify.gpu_proof import run as run_on_gpu
 
         found = devices.find()
         if found.name is not None:

@@ -1,16 +1,16 @@
-"""What a fix is tried with: read by `verify` and by the tests, never in an engine."""
+"""What a fix is tried with, and where that is found: read by `verify` and by the tests, never in an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Concern
-    from vllm_graphfix.fix import Verdict
+    from vllm_graphfix.source.files import Source
     from vllm_graphfix.verify.engine.cases import Case
     from vllm_graphfix.verify.measurement import Measurement
+
+_HERE = "vllm_graphfix.verify"
 
 
 class Scenario(Protocol):
@@ -23,39 +23,6 @@ class Scenario(Protocol):
         """
 
 
-class Edit(NamedTuple):
-    """A change of a stock release's source, and what the diagnosis has to make of it."""
-
-    what: str
-    """In a few words: the test's name."""
-    release: str
-    path: str
-    pattern: str
-    """Regular expression, where ``^`` and ``$`` are ends of lines; it has to occur. ``\\A`` in a file that the release lacks: a new one."""
-    replacement: str
-    verdict: Verdict
-    also: tuple[tuple[str, str, str], ...] = ()
-    """Path, pattern and replacement of what else is changed, one after the other: in another file, or in the same."""
-    shape: str = ""
-    """What the diagnosis has to call it, if that matters: a shape that no stock release has is tested because an edit names it."""
-    runs: bool = False
-    """The scenario runs on it, and `verify` proves the fix there: for a remedy that is cut out."""
-
-
-class Served(NamedTuple):
-    """A command line of `vllm serve`, and whether the fix concerns it."""
-
-    release: str
-    line: str
-    """Variables in front included. The model is one of `tests/served_models.py` (``./llama``, ``./mamba2``, ``./v3``, …), or ``./model``."""
-    answer: Concern
-    because: str
-    """Some words of the reason."""
-    gpu: str | None = None
-    model: Mapping[str, Any] = MappingProxyType({})
-    """The config.json of ``./model``."""
-
-
 class Watched(NamedTuple):
     """The replays of a scenario, made so that the shadow check looks at each of them."""
 
@@ -66,14 +33,8 @@ class Watched(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What shows that a fix is needed, that it works, and that its diagnosis can tell."""
+    """What shows that a fix is needed, and that it works. It is the `TRIAL` of a module of `trials` named as the fix's."""
 
-    scenario: str
-    """Where the `Scenario` is, ``module:function``: mostly in a module of its own, which imports vLLM."""
-    edits: tuple[Edit, ...]
-    """At least: upstream's remedy written into an affected release (`fixed`), and a change that the plugin does not recognise (`unrecognised`)."""
-    served: tuple[Served, ...]
-    """At least one that it concerns, and one that it does not."""
     case: Case | None = None
     """An engine on a GPU in which the defect shows. Without one, `verify --device gpu` skips the fix and says so."""
     further: tuple[Case, ...] = ()
@@ -84,3 +45,28 @@ class Trial(NamedTuple):
     """The same on graphs of other kinds: each is judged for itself."""
     unwatched: str = ""
     """Of any other: a clause that says why the shadow check cannot see the defect in a replay."""
+    scenario: str = ""
+    """Where the `Scenario` is, ``module:function``; `scenario_of` has the place where it is without."""
+
+
+# Modules are named in strings here and nowhere else in `verify`: a fix is found by its name alone.
+def trial_of(fix: str) -> Trial:
+    """The trial of the fix named *fix*."""
+    trial: Trial = import_module(f"{_HERE}.trials.{_module(fix)}").TRIAL
+    return trial
+
+
+def scenario_of(fix: str) -> str:
+    """The place of the scenario of the fix named *fix*, ``module:function``. Importing it imports vLLM."""
+    return trial_of(fix).scenario or f"{_HERE}.double.scenarios.{_module(fix)}:run"
+
+
+def further_cases(fix: str, source: Source | None = None) -> tuple[Case, ...]:
+    """What else is run on a GPU for *fix*, which has a case then; with *source*, on that vLLM alone."""
+    return tuple(
+        case for case in trial_of(fix).further if source is None or case.shows_on is None or case.shows_on(source)
+    )
+
+
+def _module(fix: str) -> str:
+    return fix.replace("-", "_")

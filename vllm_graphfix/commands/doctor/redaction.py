@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.settings import environment as settings
-from vllm_graphfix.settings.environment import printable
+from vllm_graphfix.text import printable
 
 _LONGEST = 300
 """Characters of a text."""

@@ -7,15 +7,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_graphfix.commands.fleet.engine import Engine
-from vllm_graphfix.commands.fleet.judging import BAD
+from vllm_graphfix.commands.fleet.engine import BAD, Engine
 from vllm_graphfix.commands.fleet.survey import Fleet, FleetError, look
 from vllm_graphfix.commands.fleet.unrecorded import Unrecorded
-from vllm_graphfix.commands.fleet.wording import ago
 from vllm_graphfix.fix import State
 from vllm_graphfix.records import Liveness, shown_path
 from vllm_graphfix.settings.decision import BUCKETS
 from vllm_graphfix.settings.environment import STATUS_DIR
+from vllm_graphfix.text import ago
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

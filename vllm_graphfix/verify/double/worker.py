@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from vllm_graphfix.verify import trial as trials
 from vllm_graphfix.verify.measurement import Watch
 
 if TYPE_CHECKING:
@@ -37,10 +38,8 @@ def _results() -> TextIO:
 
 def scenario_of(fix: str) -> Scenario:
     """What *fix* is shown with. Imports what the fix patches, so that its state is not `waiting` when the scenario begins."""
-    from vllm_graphfix.fixes import BY_NAME
-
     list(_targets(fix))
-    scenario: Scenario = _found(BY_NAME[fix].trial().scenario)
+    scenario: Scenario = _found(trials.scenario_of(fix))
     return scenario
 
 
@@ -106,7 +105,6 @@ def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Wa
     Told for each kind of graphs. From here on the check is wrapped around vLLM's functions, also where the environment has switched every fix off.
     """
     from vllm_graphfix.fix import Mode, State
-    from vllm_graphfix.fixes import BY_NAME
     from vllm_graphfix.patching.manager import Process, Wanted
     from vllm_graphfix.settings.environment import Master
     from vllm_graphfix.settings.shadow_rate import Action, Rate
@@ -114,7 +112,7 @@ def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Wa
     from vllm_graphfix.shadow.runners import RUNNERS
     from vllm_graphfix.shadow.verdict import Results
 
-    trials = {name: BY_NAME[name].trial() for name in names}
+    trials = {name: trials.trial_of(name) for name in names}
     scenarios = [
         (name, each) for name, trial in trials.items() for each in (trial.watched, *trial.watched_further) if each
     ]

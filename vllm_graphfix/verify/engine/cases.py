@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_graphfix.fix import Fix, variable
+from vllm_graphfix.fix import variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.source.files import Source
@@ -370,15 +370,3 @@ LLAMA_FULL_FLASH_V2 = replace(
     runner="V2",
     arguments=LLAMA_FULL_FLASH_V1.arguments | {"max_num_batched_tokens": 256, "enable_chunked_prefill": True},
 )
-
-
-def case_of(fix: Fix) -> Case | None:
-    """What is run for *fix*; None for one that no tiny model shows."""
-    return fix.trial().case
-
-
-def further_cases(fix: Fix, source: Source | None = None) -> tuple[Case, ...]:
-    """What else is run for *fix*, which has a case then; with *source*, on that vLLM alone."""
-    return tuple(
-        case for case in fix.trial().further if source is None or case.shows_on is None or case.shows_on(source)
-    )

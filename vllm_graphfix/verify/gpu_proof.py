@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Fix, Verdict
 from vllm_graphfix.source.files import Source
-from vllm_graphfix.verify import VerifyError
+from vllm_graphfix.verify import VerifyError, cpu_proof
 from vllm_graphfix.verify.comparison import Comparison, Kind, compare, noise_between
-from vllm_graphfix.verify.double import run as double
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.bars import EngineBars
-from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES, WATCHED, Case, case_of, further_cases
+from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES, WATCHED, Case
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import Said
 from vllm_graphfix.verify.engine.processes import CRASH, HANG, Ended, Engines
 from vllm_graphfix.verify.engine.sign import Sign
 from vllm_graphfix.verify.engine.worker import SEED
 from vllm_graphfix.verify.measurement import Measurement, Watch
-from vllm_graphfix.verify.report import Proof, Report
+from vllm_graphfix.verify.report import MODES_OF_A_PROOF, Proof, Report
+from vllm_graphfix.verify.trial import further_cases, trial_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,9 +54,11 @@ def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) 
     affected = [fix for fix in fixes if diagnoses[fix.name].verdict is Verdict.AFFECTED]
     others = [fix for fix in fixes if fix not in affected]
     if not affected:
-        return double.run(source, fixes, console)  # nothing to run on a GPU
+        return cpu_proof.run(source, fixes, console)  # nothing to run on a GPU
     cases_of = {
-        fix.name: tuple(case and case.on(source) for case in (case_of(fix), *further_cases(fix, source)))
+        fix.name: tuple(
+            case and case.on(source) for case in (trial_of(fix.name).case, *further_cases(fix.name, source))
+        )
         for fix in affected
     }
     skipped = {
@@ -73,7 +75,7 @@ def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) 
             from rich.console import Console as Quiet
 
             # Fixes that are not needed are looked at without a GPU: nothing of what they concern may be touched.
-            left_alone = beside.submit(double.run, source, others, Quiet(file=io.StringIO())) if others else None
+            left_alone = beside.submit(cpu_proof.run, source, others, Quiet(file=io.StringIO())) if others else None
             ended = _run_cases(source, cases, device, folder, console)
             proofs = {name: [proof] for name, proof in _of_the_others(left_alone, others, diagnoses).items()}
         for fix in affected:
@@ -103,7 +105,7 @@ def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) 
             "CUDA": device.cuda,
             "torch": device.torch,
             "Python": device.python,
-            "modes": double.MODES_OF_A_PROOF,
+            "modes": MODES_OF_A_PROOF,
             "seed": str(SEED),
         },
         logs=str(folder) if keep else None,
@@ -188,6 +190,7 @@ def prove(
         failure,
         _state(fix, runs["stock"], "off"),
         _state(fix, runs["patched"], "active"),
+        why_unwatched=trial_of(fix.name).unwatched,
         watched={mode: _watch(end) for mode, end in (watched or {}).items()},
     )
 

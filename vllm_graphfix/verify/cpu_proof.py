@@ -23,13 +23,13 @@ from vllm_graphfix.settings.environment import PREFIX
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.measurement import Measurement, Watch
-from vllm_graphfix.verify.report import Proof, Report
+from vllm_graphfix.verify.report import MODES_OF_A_PROOF, Proof, Report
+from vllm_graphfix.verify.trial import trial_of
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-MODES_OF_A_PROOF = f"{PREFIX}=off (stock), every fix auto (patched)"
 _PACKAGE = Path(__file__).parents[3]
 _TIMEOUT = 900
 """Seconds for one process; ten times what one takes on two slow cores."""
@@ -76,6 +76,7 @@ def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
                 stock.failed.get(fix.name) or patched.failed.get(fix.name),
                 stock.states[fix.name],
                 patched.states[fix.name],
+                why_unwatched=trial_of(fix.name).unwatched,
                 watched={
                     worker.kind: replace(found[0], further=tuple(found[1:]))
                     for worker in (stock, patched)

@@ -1,8 +1,22 @@
-"""Ranks and times in few words."""
+"""Values, ranks and times in few words, fit for a line of a log or of a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+
+def shown(value: str) -> str:
+    """A value fit for one line of a log, whatever it was."""
+    return repr(value if len(value) <= 40 else value[:37] + "...")
+
+
+def printable(text: str) -> str:
+    """*text* on one line, without what a terminal would act on; directions of writing are among that."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else " " if letter.isspace() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
 
 
 def ranks_named(ranks: Iterable[int]) -> str:

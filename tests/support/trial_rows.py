@@ -1,0 +1,60 @@
+"""The rows of `trials`: changes of vLLM's source and lines of `vllm serve`, each with what a fix has to make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from vllm_graphfix.deployment import Concern
+from vllm_graphfix.fix import Verdict
+
+
+class Edit(NamedTuple):
+    """A change of a stock release's source, and what the diagnosis has to make of it."""
+
+    what: str
+    """In a few words: the test's name."""
+    release: str
+    path: str
+    pattern: str
+    """Regular expression, where ``^`` and ``$`` are ends of lines; it has to occur. ``\\A`` in a file that the release lacks: a new one."""
+    replacement: str
+    verdict: Verdict
+    also: tuple[tuple[str, str, str], ...] = ()
+    """Path, pattern and replacement of what else is changed, one after the other: in another file, or in the same."""
+    shape: str = ""
+    """What the diagnosis has to call it, if that matters: a shape that no stock release has is tested because an edit names it."""
+    runs: bool = False
+    """The scenario runs on it, and `verify` proves the fix there: for a remedy that is cut out."""
+
+
+class Served(NamedTuple):
+    """A command line of `vllm serve`, and whether the fix concerns it."""
+
+    release: str
+    line: str
+    """Variables in front included. The model is one of `tests/served_models.py` (``./llama``, ``./mamba2``, ``./v3``, …), or ``./model``."""
+    answer: Concern
+    because: str
+    """Some words of the reason."""
+    gpu: str | None = None
+    model: Mapping[str, Any] = MappingProxyType({})
+    """The config.json of ``./model``."""
+
+
+def edits_of(fix: str) -> tuple[Edit, ...]:
+    """At least: upstream's remedy written into an affected release (`fixed`), and a change that the plugin does not recognise (`unrecognised`)."""
+    edits: tuple[Edit, ...] = _rows(fix).EDITS
+    return edits
+
+
+def served_of(fix: str) -> tuple[Served, ...]:
+    """At least one that it concerns, and one that it does not."""
+    served: tuple[Served, ...] = _rows(fix).SERVED
+    return served
+
+
+def _rows(fix: str) -> Any:
+    return import_module(f"trials.{fix.replace('-', '_')}")

@@ -1,0 +1,164 @@
+"""Of idle-rank: changes of vLLM that its diagnosis has to see, and deployments that it concerns or does not."""
+
+from __future__ import annotations
+
+from trial_rows import Edit, Served
+from vllm_graphfix.deployment import Concern
+from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes.idle_rank import _PROPOSER, _RUNNER, _RUNNER_V2, _SPECULATOR_V2, _TABLE, _TABLE_V2, _WORKER
+
+unknown, affected = Verdict.UNRECOGNISED, Verdict.AFFECTED
+slots = r"self\._get_slot_mapping\(num_input_tokens\)"
+
+EDITS = (
+    Edit(
+        "tables and drafts' slots emptied",
+        "0.33.0",
+        _RUNNER,
+        r"^( *)self\.input_batch\.block_table\.commit_block_table\(num_reqs_padded\)\n",
+        r"\1for table in self.input_batch.block_table.block_tables:\n\1    table.get_device_tensor(num_reqs_padded).zero_()\n",
+        Verdict.FIXED,
+        also=(
+            (
+                _PROPOSER,
+                rf"^( *)(slot_mapping_dict = {slots}\n)",
+                r"\1self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n\1\2",
+            ),
+        ),
+    ),
+    Edit(
+        "emptied, and not for the mode of a full graph",
+        "0.33.0",
+        _RUNNER,
+        r"^( *)self\.input_batch\.block_table\.commit_block_table\(num_reqs_padded\)\n",
+        r"\1for table in self.input_batch.block_table.block_tables:\n\1    table.get_device_tensor(num_reqs_padded).zero_()\n",
+        Verdict.UNRECOGNISED,
+        also=(
+            (
+                _PROPOSER,
+                rf"^( *)(slot_mapping_dict = {slots}\n)",
+                r"\1self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n\1\2",
+            ),
+            (
+                _RUNNER,
+                r"(if force_attention or cudagraph_runtime_mode == CUDAGraphMode\.FULL)",
+                r"\1_DECODE_ONLY",
+            ),
+        ),
+    ),
+    Edit(
+        "slots not padded",
+        "0.33.0",
+        _RUNNER,
+        r"^ *if slot_mappings_by_group is not None:\n *for sm in slot_mappings_by_group\.values\(\):\n *sm\.fill_\(-1\)\n",
+        "",
+        affected,
+        shape="slots",
+    ),
+    Edit(
+        "drafts' tables kept",
+        "0.31.0",
+        _SPECULATOR_V2,
+        r"self\.idx_mapping\.fill_\(-1\)",
+        "pass",
+        affected,
+        shape="rows-and-drafts",
+    ),
+    Edit(
+        "tables kept",
+        "0.28.0",
+        _TABLE_V2,
+        r"block_table\[:num_reqs\]\.zero_\(\)",
+        "block_table[:num_reqs]",
+        affected,
+        shape="rows-and-tables",
+    ),
+    Edit(
+        "inputs kept",
+        "0.26.0",
+        _RUNNER_V2,
+        r"skip_attn: bool = False",
+        "skip_attn: bool = True",
+        affected,
+        shape="rows-and-inputs",
+    ),
+    Edit(
+        "slots padded",
+        "0.15.0",
+        _RUNNER,
+        r"^( *)(# If force_attention is True.*)\n",
+        r"\1for sm in slot_mappings_by_group.values():\n\1    sm.fill_(-1)\n\1\2\n",
+        affected,
+        shape="rows-and-inputs",
+    ),
+    Edit("ranks that never idle", "0.21.0", _WORKER, r"execute_dummy_batch", "nothing_to_do", Verdict.ABSENT),
+    Edit(
+        "another step without work",
+        "0.14.1",
+        _WORKER,
+        r"self\.model_runner\._dummy_run\(1,",
+        "self.model_runner.run_idle(1,",
+        unknown,
+    ),
+    Edit(
+        "something after it",
+        "0.21.0",
+        _WORKER,
+        r"(self\.model_runner\._dummy_run\(num_tokens, uniform_decode=True\))",
+        r"\1; self.model_runner.tidy()",
+        unknown,
+    ),
+    Edit(
+        "padded in two places",
+        "0.20.0",
+        _RUNNER,
+        r"^( *)sm\.fill_\(-1\)\n",
+        r"\1if self.odd:\n\1    sm.fill_(-1)\n\1else:\n\1    sm.fill_(-1)\n",
+        unknown,
+    ),
+    Edit(
+        "slots from elsewhere",
+        "0.20.0",
+        _RUNNER,
+        r"slot_mappings_by_group\.values\(\):",
+        "self.mappings():",
+        unknown,
+    ),
+    Edit(
+        "tables from elsewhere",
+        "0.18.1",
+        _RUNNER,
+        r"blk_table = self\.input_batch\.block_table\[kv_cache_gid\]",
+        "blk_table = self.tables[kv_cache_gid]",
+        unknown,
+    ),
+    Edit(
+        "tables committed in part",
+        "0.25.1",
+        _TABLE,
+        r"self\.block_table\.copy_to_gpu\(num_reqs\)",
+        "self.block_table.copy_dirty_rows()",
+        unknown,
+    ),
+    Edit(
+        "drafts' slots from elsewhere",
+        "0.33.0",
+        _PROPOSER,
+        slots,
+        "self._get_slot_mapping(num_input_tokens, self.slots)",
+        unknown,
+    ),
+    Edit(
+        "V2: padded elsewhere",
+        "0.25.1",
+        _TABLE_V2,
+        r"self\.slot_mappings\.fill_\(PAD_SLOT_ID\)",
+        "self.pad()",
+        unknown,
+    ),
+)
+
+SERVED = (
+    Served("0.18.1", "./v3 -dp 8", Concern.CONCERNS, "--data-parallel-size 8"),
+    Served("0.18.1", "./v3", Concern.DOES_NOT, "one data-parallel rank"),
+)

@@ -1,0 +1,73 @@
+"""What the gate and the record need of a process of an engine: its part in the engine, the decision, and the fixes."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from vllm_graphfix.engine.graph_dispatch import Graph, graph_being_captured
+from vllm_graphfix.engine.role import Role
+from vllm_graphfix.fix import Fallback, Fix
+from vllm_graphfix.patching.applied_fix import FixState
+from vllm_graphfix.patching.manager import Process
+from vllm_graphfix.settings.decision import Decision
+
+
+class EngineContext:
+    """One process, as the parts of the plugin in it see it."""
+
+    def __init__(self, fixes: tuple[Fix, ...], environment: MutableMapping[str, str], process: Process) -> None:
+        self.fixes = fixes
+        self.environment = environment
+        self.process = process
+        self.shadow: Process | None = None
+        """What the shadow check has put around vLLM's functions; None where nothing was ever to be checked."""
+        self.role = Role.FRONT_END
+        self.decision: Decision | None = None
+        self.inherited = False
+        """Whether the decision was handed on to this process."""
+        self.model: str | None = None
+        """Of the engine that this process is a part of, or configured last."""
+
+    def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
+        """Of every fix, and of the shadow check where it is on."""
+        found = self.process.states(diagnose=diagnose)
+        if self.shadow is None:
+            return found
+        from vllm_graphfix.shadow import process
+
+        return found | {process.NAME: process.state(self.shadow.states(diagnose=diagnose))}
+
+    def serve(self, worker: Any) -> None:
+        """*worker* has captured its graphs, and what it runs from now on are the steps of requests."""
+        if self.shadow is not None:
+            from vllm_graphfix.shadow import process
+
+            process.serve(worker)
+
+    def begin_capture(self) -> None:
+        """The next that fails, fails in a graph."""
+        for process in filter(None, (self.process, self.shadow)):
+            process.begin_capture(graph_being_captured)
+
+    def failed_in_capture(self) -> dict[str, dict[Graph | None, str]]:
+        """The graphs in which a fix failed since, by its name. What the shadow check has put around a capture changes no graph."""
+        if self.shadow is not None:
+            for name, graphs in self.shadow.failed_in_capture().items():
+                self.shadow.settle_capture(name, next(iter(graphs.values())), failed=True)
+        return self.process.failed_in_capture()
+
+    def forget_capture(self) -> None:
+        """What failed has been dealt with, or was in graphs that are not kept."""
+        for process in filter(None, (self.process, self.shadow)):
+            process.forget_capture()
+
+    def forked(self) -> None:
+        """In a forked child, where nothing has been counted and nothing has failed yet."""
+        for process in filter(None, (self.process, self.shadow)):
+            process.forked()
+        for fix in self.fixes:
+            for event in fix.events:
+                event.count = 0
+            fix.fallback.reason, fix.fallback.graphs = None, {}
+        Fallback.capturing = None

@@ -1,0 +1,11 @@
+"""What capture-state is tried with."""
+
+from __future__ import annotations
+
+from vllm_graphfix.verify.engine.cases import MLA
+from vllm_graphfix.verify.trial import Trial, Watched
+
+TRIAL = Trial(
+    watched=Watched("shadow-v2", "vllm_graphfix.verify.double.scenarios.capture_state:watched"),
+    case=MLA,
+)

@@ -1,0 +1,26 @@
+"""What draft-decode-mode is tried with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vllm_graphfix.verify.engine.cases import LLAMA_EAGLE
+from vllm_graphfix.verify.engine.sign import Observed, Sign
+from vllm_graphfix.verify.trial import Trial
+
+
+def judge(observed: Observed) -> Sign:
+    padded, decodes = observed.get("piecewise-draft-decodes", (0.0, 0.0))
+    return Sign(
+        "draft decodes in piecewise graphs with padding",
+        right=(0.0,),
+        found=(padded,),
+        told=f"{padded:.0f} of {decodes:.0f} draft decodes ran in piecewise graphs with padding",
+        unseen=None if decodes else "no draft was decoded",
+    )
+
+
+TRIAL = Trial(
+    case=replace(LLAMA_EAGLE, judge=judge),
+    unwatched="the drafts concerned run in piecewise graphs, and the check looks at full ones",
+)

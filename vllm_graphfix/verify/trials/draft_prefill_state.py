@@ -1,0 +1,26 @@
+"""What draft-prefill-state is tried with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vllm_graphfix.verify.engine.cases import MLA_MTP
+from vllm_graphfix.verify.engine.sign import Observed, Sign
+from vllm_graphfix.verify.trial import Trial, Watched
+
+
+def judge(observed: Observed) -> Sign:
+    planned, captured = observed.get("planners-in-draft-graphs", (0.0, 0.0))
+    return Sign(
+        "full graphs of the draft's prefill that do not record FlashMLA's planner",
+        right=(0.0,),
+        found=(captured - planned,),
+        told=f"FlashMLA's planner is recorded in {planned:.0f} of {captured:.0f} full graphs of the draft's prefill",
+        unseen=None if captured else "no full graph of the draft's prefill was captured",
+    )
+
+
+TRIAL = Trial(
+    watched=Watched("shadow-v2-drafter", "vllm_graphfix.verify.double.scenarios.draft_prefill_state:watched"),
+    case=replace(MLA_MTP, judge=judge),
+)

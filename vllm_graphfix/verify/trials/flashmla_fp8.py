@@ -1,0 +1,11 @@
+"""What flashmla-fp8 is tried with."""
+
+from __future__ import annotations
+
+from vllm_graphfix.verify.engine.cases import MLA_FP8
+from vllm_graphfix.verify.trial import Trial, Watched
+
+TRIAL = Trial(
+    watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.flashmla_fp8:watched"),
+    case=MLA_FP8,
+)

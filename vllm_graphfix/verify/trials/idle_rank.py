@@ -1,0 +1,27 @@
+"""What idle-rank is tried with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vllm_graphfix.verify.engine.cases import MAMBA2_IDLE
+from vllm_graphfix.verify.engine.sign import Observed, Sign
+from vllm_graphfix.verify.trial import Trial
+
+
+def judge(observed: Observed) -> Sign:
+    changed, blocks = observed.get("blocks-changed-by-an-idle-step", (0.0, 0.0))
+    return Sign(
+        "cache blocks that steps without work changed",
+        right=(0.0,),
+        found=(changed,),
+        told=f"steps without work changed {changed:.0f} of {blocks:.0f} cache blocks",
+        unseen=None if blocks else "no rank ran a step without work",
+    )
+
+
+TRIAL = Trial(
+    case=replace(MAMBA2_IDLE, judge=judge),
+    unwatched="an idle rank's step has no request to compare, and without a graph it writes to the same blocks; data "
+    "parallelism of a mixture of experts is not checked at all",
+)

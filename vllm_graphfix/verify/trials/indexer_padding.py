@@ -1,0 +1,29 @@
+"""What indexer-padding is tried with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from vllm_graphfix.verify.engine.cases import SPARSE_MTP
+from vllm_graphfix.verify.engine.sign import Observed, Sign
+from vllm_graphfix.verify.trial import Trial
+
+
+def judge(observed: Observed) -> Sign:
+    (length,) = observed.get("indexer-lengths", (math.inf,))
+    seen = math.isfinite(length)
+    return Sign(
+        "lowest length (at most 0) given to the sparse indexer",
+        right=(0.0,),
+        found=(min(length, 0.0),),
+        told=f"the sparse indexer was given lengths down to {length:.0f}" if seen else "",
+        unseen=None if seen else "no decode batch was prepared for the sparse indexer",
+        hangs=length < 0,
+    )
+
+
+TRIAL = Trial(
+    case=replace(SPARSE_MTP, judge=judge),
+    unwatched="a replay that hangs puts nothing out, and a run without the graph is given the same lengths",
+)

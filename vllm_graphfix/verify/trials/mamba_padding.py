@@ -1,0 +1,11 @@
+"""What mamba-padding is tried with."""
+
+from __future__ import annotations
+
+from vllm_graphfix.verify.engine.cases import MAMBA2
+from vllm_graphfix.verify.trial import Trial, Watched
+
+TRIAL = Trial(
+    watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.mamba_padding:watched"),
+    case=MAMBA2,
+)

@@ -1,0 +1,27 @@
+"""What workspace-growth is tried with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vllm_graphfix.verify.engine.cases import MIXTRAL
+from vllm_graphfix.verify.engine.sign import Observed, Sign
+from vllm_graphfix.verify.trial import Trial
+
+
+def judge(observed: Observed) -> Sign:
+    written, looked = observed.get("outgrown-workspace", (0.0, 0.0))
+    told = f"{written:.0f} bytes of tensors made after the workspace had grown were overwritten by graphs"
+    return Sign(
+        "bytes of others' memory that graphs wrote to when the workspace had grown",
+        right=(0.0,),
+        found=(written,),
+        told=told if looked else "",
+        unseen=None if looked else "no workspace was outgrown",
+    )
+
+
+TRIAL = Trial(
+    case=replace(MIXTRAL, judge=judge),
+    unwatched="what the graph puts out is right; on the way it overwrites memory that belongs to others",
+)
