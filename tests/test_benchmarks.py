@@ -24,7 +24,7 @@ from measuring.engine_cases import CASES, MLA, MLA_FP8, Site, find_sites, plan
 from measuring.engine_process import DiedError, EngineProcess, Order
 from vllm_graphfix.verify.engine.device import Device
 
-STAND_IN = Path(__file__).with_name("engine_worker_stand_in.py")
+STAND_IN = Path(__file__).parent / "support" / "engine_worker_stand_in.py"
 GPU = Device("Double of a GPU", "", (9, 0), 100.0, 139.0, "0", "0", "0", "0")
 Run = Callable[..., dict[str, Any]]
 

@@ -43,7 +43,7 @@ def flat(left: Left) -> bool:
 def called(release: str | None, *, often: bool) -> dict[str, dict[str, Any]]:
     """What each case of *release* came to, in one process."""
     calls = {name: planned.calls[often] for name, planned in CASES.items() if planned.release == release}
-    tests = Path(__file__).parent
+    tests = Path(__file__).parent / "support"
     code = _CODE.format(tests=str(tests), calls=calls)
     done = run_in_release(release or tests, code, timeout=7200 if often else 300, warm=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]

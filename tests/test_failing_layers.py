@@ -33,7 +33,7 @@ SEVENTH = 7
 @cache
 def in_release(release: str, every: int) -> list[Told]:
     call = f"main({list(affected_by(release))!r}, {every})"
-    code = f"{Path(__file__).with_name('failing_layers.py').read_text()}\n{call}\n"
+    code = f"{(Path(__file__).parent / 'support' / 'failing_layers.py').read_text()}\n{call}\n"
     output = run_in_fork(release, code, ALL_APPLIED, timeout=1200).stdout
     return [json.loads(line) for line in output.splitlines() if line.startswith('{"fix"')]
 

@@ -26,7 +26,7 @@ ACTS = {
 }
 CODE = """
 import sys
-sys.path[:0] = [{here!r}, {here!r} + "/in_vllm"]
+sys.path[:0] = [{here!r} + "/support", {here!r} + "/in_vllm"]
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 install_flashmla_stand_ins()
 import pytest, torch, vllm.v1.worker.gpu_worker

@@ -20,7 +20,7 @@ Told = dict[str, Any]
 
 def observed(release: str | Path, names: tuple[str, ...], further: str = "{}") -> dict[tuple[str, str, str], Told]:
     """What every workload came to, by way (stock, observe, active), fix and workload."""
-    code = Path(__file__).with_name("observed.py").read_text() + f"\nmain({list(names)!r}, {further})\n"
+    code = (Path(__file__).parent / "support" / "observed.py").read_text() + f"\nmain({list(names)!r}, {further})\n"
     done = run_in_fork(release, code) if isinstance(release, str) else run_in_release(release, code, warm=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"way"')]
     return {(told["way"], told["fix"], told["workload"]): told for told in lines}

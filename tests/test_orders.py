@@ -194,7 +194,7 @@ def check(
     really_spawn: bool = False,
 ) -> None:
     release = warm.release
-    text = (Path(__file__).parent / "orders.py").read_text()
+    text = (Path(__file__).parent / "support" / "orders.py").read_text()
     env = {"VLLM_GRAPHFIX": "observe"} if observed else ALL_APPLIED
     ran, wrong = 0, []
     size = 1 if really_spawn else _BATCH

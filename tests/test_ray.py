@@ -29,7 +29,7 @@ from vllm_graphfix.verify.engine import models
 
 pytestmark = pytest.mark.xdist_group("ray")
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "support"
 AT_ONCE = 2
 LIMIT = 240
 """Seconds for all engines of one release, which take some ten."""

@@ -171,7 +171,7 @@ def test_two_writers_of_one_record_never_show_half_of_one(tmp_path: Path) -> Non
         for number in range(400):
             write(Path(sys.argv[1]), record(identity()._replace(pid=7), problem=sys.argv[2] * 1000))
         """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "support"), *sys.path])}
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
     seen = set()
     with (

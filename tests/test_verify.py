@@ -115,8 +115,8 @@ class Forked(NamedTuple):
 def forks(release: str, *ways: str) -> dict[str, Forked]:
     """``stock``, ``patched``, or ``patched`` with the body of one fix emptied, by that fix's name."""
     code = (
-        Path(__file__).with_name("emptied.py").read_text() + f"\nmain({list(affected_by(release))!r}, {list(ways)!r})\n"
-    )
+        Path(__file__).parent / "support" / "emptied.py"
+    ).read_text() + f"\nmain({list(affected_by(release))!r}, {list(ways)!r})\n"
     found: dict[str, Forked] = {}
     for line in run_in_fork(release, code, ALL_APPLIED).stdout.splitlines():
         event: dict[str, Any] = json.loads(line) if line.startswith('{"event": ') else {"event": None}

@@ -55,7 +55,13 @@ class Tests:
 
     def __init__(self, copy: Path) -> None:
         self.copy = copy
-        sys.path[:0] = [str(copy), str(copy / "tests"), str(copy / "tools")]
+        sys.path[:0] = [
+            str(copy),
+            str(copy / "tests"),
+            str(copy / "tests" / "support"),
+            str(copy / "tests" / "mutants"),
+            str(copy / "tools"),
+        ]
         sys.dont_write_bytecode = True  # a mutant of the same size and second would be taken for the one before
         os.environ["PYTHONDONTWRITEBYTECODE"] = os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         import hypothesis

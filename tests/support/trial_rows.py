@@ -35,7 +35,7 @@ class Served(NamedTuple):
 
     release: str
     line: str
-    """Variables in front included. The model is one of `tests/served_models.py` (``./llama``, ``./mamba2``, ``./v3``, …), or ``./model``."""
+    """Variables in front included. The model is one of `tests/support/served_models.py` (``./llama``, ``./mamba2``, ``./v3``, …), or ``./model``."""
     answer: Concern
     because: str
     """Some words of the reason."""

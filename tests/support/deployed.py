@@ -12,7 +12,7 @@ import yaml
 import record_dashboard
 from vllm_graphfix.engine import metrics
 
-PROJECT = Path(__file__).parent.parent
+PROJECT = Path(__file__).parents[2]
 DEPLOY = PROJECT / "deploy"
 RULES = DEPLOY / "prometheus" / "vllm-graphfix.rules.yml"
 RULE_TESTS = DEPLOY / "prometheus" / "vllm-graphfix.rules.test.yml"

@@ -11,7 +11,7 @@ from pathlib import Path
 from stock import run_in_release
 from warm_release import run_in_fork
 
-_FOLDER = Path(__file__).parent / "in_vllm"
+_FOLDER = Path(__file__).parents[1] / "in_vllm"
 
 _CODE = """
 import os, sys

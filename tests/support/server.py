@@ -29,7 +29,7 @@ MODEL = "tiny"
 NOBODY = "0" * 16
 """An engine's id that none has: of files which are no records."""
 
-_PROJECT = Path(__file__).parents[1]
+_PROJECT = Path(__file__).parents[2]
 _LIMIT = 300.0
 """Seconds for a server to start; alone on two cores it takes 20."""
 _FLAGS = "--host=127.0.0.1 --enforce-eager --max-model-len=256 --max-num-seqs=4 --num-gpu-blocks-override=64".split()

@@ -1,6 +1,6 @@
 """A double of a small fleet: serves what engines serve on /metrics, without an engine behind it.
 
-    python tests/exporter_double.py --seconds 180
+    python tests/support/exporter_double.py --seconds 180
 
 The plugin's half comes from its own code, told made-up snapshots; vLLM's half has its names, with made-up load.
 Prints the addresses, one a line, and serves for so many seconds.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import fetch_vllm
 
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]
 REQUIREMENTS = _HERE / "requirements-others.txt"
 ARCTIC = "0.2.0"
 """Of Arctic Inference: its patches are for vLLM 0.18.0. PyPI has its source alone; what it compiles is not needed to put them on."""

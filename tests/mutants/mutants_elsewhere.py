@@ -1,7 +1,7 @@
 """For every fix a family of mutants of what its verdict rests on and it does not patch: callers, factories, dispatch, builders, what they call.
 
 Which functions these are was seen: those that run in the fix's scenario near the ones that it patches or reads
-(``elsewhere.json``, which this module writes: ``PYTHONPATH=tests:tools python tests/mutants_elsewhere.py [FIX …]``).
+(``elsewhere.json``, which this module writes: ``PYTHONPATH=tests:tests/support:tools python tests/mutants/mutants_elsewhere.py [FIX …]``).
 Their mutants are made of affected releases, of those with upstream's remedy written in, of later ones that have it, and
 of these with the remedy cut out.
 """

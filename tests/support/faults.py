@@ -248,7 +248,7 @@ def table(faults: Faults) -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":  # python tests/faults.py RELEASE [EVERY]
+if __name__ == "__main__":  # python tests/support/faults.py RELEASE [EVERY]
     found = Faults(sys.argv[1], int((*sys.argv, "1")[2]))
     sys.stdout.write(
         f"{table(found)}\n{len(found.trees)} damaged files, {len(found.packages)} damaged manifests, {found.seconds:.0f} s\n"
