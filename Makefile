@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
 
-.PHONY: help venv releases demo test test-all lint docs build install-check packages audit manifest mutation bench bench-engine clean
+.PHONY: help venv releases demo test test-all lint check fix docs build install-check packages audit manifest release mutation bench bench-engine clean
 .DELETE_ON_ERROR:
 # The tests import vLLM some hundred times: where no bytecode is kept, each time compiles it anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -47,10 +47,18 @@ test: releases  ## the tests, less the slow ones
 test-all: releases  ## all tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup --hypothesis-profile=whole
 
-lint: $(STAMP)  ## ruff and mypy --strict
+lint: $(STAMP)  ## ruff, mypy --strict, and the layers of the package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --num-workers 2
+	$(BIN)/lint-imports --no-logo
+
+check: lint  ## lint, and the tests that need no release of vLLM: nothing is fetched
+	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadgroup -m 'not slow and not release'
+
+fix: $(STAMP)  ## all that concerns one fix: make fix NAME=mamba-padding; fetches the releases that its tests name
+	@test -n "$(NAME)" || { echo 'Name the fix: make fix NAME=mamba-padding' >&2; exit 2; }
+	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadgroup -m 'not slow' -k '$(NAME) or $(subst -,_,$(NAME))'
 
 # The site's generator warns of its own successor; that is no warning about a page.
 docs: $(STAMP)  ## the site, in build/site; nothing is fetched
@@ -94,6 +102,11 @@ install-check:  ## sdist and wheel of dist/, each installed with its libraries w
 # Strict: a library that the database does not know, as where it cannot be reached, would else count as one without vulnerabilities.
 audit: $(STAMP)  ## known vulnerabilities of the libraries that an installation brings; asks pypi.org
 	$(BIN)/pip-audit --strict --progress-spinner off .
+
+# The fragments in changelog.d become a section of the changelog, and are removed.
+release: $(STAMP)  ## the changelog of a release: make release VERSION=0.2.0
+	@test -n "$(VERSION)" || { echo 'Name the version: make release VERSION=0.2.0' >&2; exit 2; }
+	$(BIN)/towncrier build --yes --version '$(VERSION)'
 
 manifest: releases  ## fingerprints of the stock releases, made again
 	$(BIN)/python tools/make_manifest.py

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 import warm_python
 import warm_release
 from fleets import alone, serve, start, two  # noqa: F401 - fixtures
+from needs_release import modules_that_need_releases
 from promtool import promtool  # noqa: F401 - a fixture
 from served_models import among_models, served_models  # noqa: F401 - fixtures
 from stock import ALL_RELEASES, release_root
@@ -39,9 +40,13 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups, and before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of one release run in one process of pytest, one after the other: a warm process of it serves them all."""
+    """Marks what needs releases of vLLM. Tests of one release run in one process of pytest: a warm process of it serves them all."""
+    needing = modules_that_need_releases()
+    for item in items:
+        if item.path.stem in needing:
+            item.add_marker(pytest.mark.release)
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import datetime as dt
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,23 +14,49 @@ from packaging.version import Version
 
 import vllm_graphfix
 
-TEXT = (Path(__file__).parent.parent / "CHANGELOG.md").read_text()
+PROJECT = Path(__file__).parent.parent
+TEXT = (PROJECT / "CHANGELOG.md").read_text()
 RELEASES = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.MULTILINE)
 KINDS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
 DATED = re.compile(r"\[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})(?: \[YANKED\])?")
 
 
 def dated() -> list[tuple[Version, dt.date]]:
-    found = [DATED.fullmatch(title) for title, _ in RELEASES[1:]]
+    found = [DATED.fullmatch(title) for title, _ in RELEASES]
     return [(Version(title[1]), dt.date.fromisoformat(title[2])) for title in found if title]
 
 
-def test_what_is_not_released_stands_first() -> None:
-    assert [title for title, _ in RELEASES if title == "[Unreleased]"] == [RELEASES[0][0]]
+FRAGMENTS = sorted(path for path in (PROJECT / "changelog.d").glob("*") if path.stem not in ("README", "template"))
+
+
+@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.stem)
+def test_what_is_not_released_is_in_fragments_of_a_known_kind(path: Path) -> None:
+    what, kind = re.fullmatch(r"([a-z0-9-]+)\.([a-z]+)\.md", path.name).groups()  # type: ignore[union-attr]
+    assert what
+    assert kind.title() in KINDS
+    text = path.read_text()
+    assert text.strip()
+    assert not text.startswith("- ")
+
+
+def test_a_release_is_put_together_of_the_fragments(tmp_path: Path) -> None:
+    """By towncrier, from this project's settings: every fragment once, under its kind, above the releases before it."""
+    for name in ("pyproject.toml", "CHANGELOG.md"):
+        shutil.copy(PROJECT / name, tmp_path)
+    (tmp_path / "changelog.d").mkdir()
+    shutil.copy(PROJECT / "changelog.d" / "template.md", tmp_path / "changelog.d")
+    (tmp_path / "changelog.d" / "one-thing.fixed.md").write_text("It is mended,\non two lines.\n")
+    (tmp_path / "changelog.d" / "another.added.md").write_text("It is new.\n")
+    command = [sys.executable, "-m", "towncrier", "build", "--keep", "--version", "9.8.7", "--date", "2030-01-02"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    made = (tmp_path / "CHANGELOG.md").read_text()
+    new = "## [9.8.7] - 2030-01-02\n\n### Added\n\n- It is new.\n\n### Fixed\n\n- It is mended,\n  on two lines.\n"
+    assert new in made
+    assert made.index(new) < made.index(RELEASES[0][0])
 
 
 def test_every_release_has_its_version_and_date_and_the_newest_stands_first() -> None:
-    assert len(dated()) == len(RELEASES) - 1
+    assert len(dated()) == len(RELEASES)
     assert dated() == sorted(dated(), reverse=True)
     assert len({version for version, _ in dated()}) == len(dated())
 
