@@ -164,6 +164,7 @@ LOADS_INTO_VLLM = """
     from vllm_graphfix.fixes import FIXES
     from vllm_graphfix.verify.engine import models
     from vllm_graphfix.verify.engine.cases import GDN_MTP
+    from vllm_graphfix.verify.trial import further_cases, trial_of
 
     mla.MLAAttention = AttentionStandIn
     registry._run_in_subprocess = lambda look: look()  # vLLM looks at each model in a process of its own, for ten seconds

@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType
 from typing import Any
 
-LAYERS = ("vllm_graphfix.fixes._capture_passes", "vllm_graphfix.fixes.")
+LAYERS = "vllm_graphfix.fixes."
 """Modules whose functions run inside vLLM's."""
 STOCKS = {
     "stock",
@@ -154,7 +154,7 @@ def main(names: list[str], every: int = 1) -> None:
         stock = _in_fork(name, None, {"VLLM_GRAPHFIX": "off"})
         right = _in_fork(name, None, {"VLLM_GRAPHFIX": "on"})
         print(json.dumps({"fix": name, "stock": stock, "right": right}), flush=True)  # noqa: T201 - the result
-        own = [call for call in right["calls"] if call.partition(":")[0] in ("capturing", name.replace("-", "_"))]
+        own = [call for call in right["calls"] if call.partition(":")[0] in ("_capture_passes", name.replace("-", "_"))]
         for call in own[::every]:
             told = {"fix": name, "call": call} | _in_fork(name, call, {"VLLM_GRAPHFIX": "on"})
             print(json.dumps(told), flush=True)  # noqa: T201 - the result

@@ -32,7 +32,7 @@ assert _SPEC is not None
 assert _SPEC.origin is not None
 PACKAGE = os.path.dirname(_SPEC.origin) + os.sep  # noqa: PTH120 - the profiler compares texts
 """Found, and not imported."""
-LAYERS = PACKAGE + "fixes" + os.sep
+LAYERS = re.compile(re.escape(PACKAGE + "fixes" + os.sep) + "(?!_)")
 _LIMIT = 20
 """Seconds for one process."""
 
@@ -227,7 +227,7 @@ def layers(module: str, name: str) -> list[str]:
         found = getattr(found, part, None)
     around = []
     while found is not None:
-        if isinstance(found, FunctionType) and found.__code__.co_filename.startswith(LAYERS):
+        if isinstance(found, FunctionType) and LAYERS.match(found.__code__.co_filename):
             around.append(os.path.basename(found.__code__.co_filename).removesuffix(".py").replace("_", "-"))  # noqa: PTH119
         found = getattr(found, "__wrapped__", None)
     return around

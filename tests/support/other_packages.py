@@ -76,7 +76,7 @@ def install_plugin(folder: Path) -> Path:
     """`other_plugin.py` as an installed distribution in *folder*, for the Python path."""
     metadata = folder / "other_plugin-1.0.dist-info"
     metadata.mkdir(parents=True)
-    shutil.copy(_HERE / "other_plugin.py", folder)
+    shutil.copy(Path(__file__).with_name("other_plugin.py"), folder)
     (metadata / "METADATA").write_text("Metadata-Version: 2.4\nName: other-plugin\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nother = other_plugin:register\n")
     return folder

@@ -112,9 +112,9 @@ def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Wa
     from vllm_graphfix.shadow.runners import RUNNERS
     from vllm_graphfix.shadow.verdict import Results
 
-    trials = {name: trials.trial_of(name) for name in names}
+    tried = {name: trials.trial_of(name) for name in names}
     scenarios = [
-        (name, each) for name, trial in trials.items() for each in (trial.watched, *trial.watched_further) if each
+        (name, each) for name, trial in tried.items() for each in (trial.watched, *trial.watched_further) if each
     ]
     if not scenarios:
         return
