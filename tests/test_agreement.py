@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from ranks import STAGE, compared, word
 from vllm_graphfix.engine import rank_agreement
-from vllm_graphfix.engine.rank_agreement import Word, compare, leave, leave_an_end
+from vllm_graphfix.engine.rank_agreement import RankReport, compare, leave, leave_an_end
 
 
 def test_ranks_that_say_the_same_agree() -> None:
@@ -81,14 +81,14 @@ def test_a_rank_without_the_plugin_is_named_after_a_time_and_nobody_hangs(silent
 
 def test_a_rank_that_is_late_is_waited_for_and_named_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_agreement, "WARN_AFTER", 0.2)
-    monkeypatch.setattr(Word, "compared", slow_on_rank_1(Word.compared))
+    monkeypatch.setattr(RankReport, "compared", slow_on_rank_1(RankReport.compared))
     found, warnings = compared({0: word(), 1: word("late")}, 2)
     assert found[0].difference is None
     assert any("more for rank 1 to report" in warning for warning in warnings)
 
 
-def slow_on_rank_1(real: Callable[[Word], dict[str, str]]) -> Callable[[Word], dict[str, str]]:
-    def compared(self: Word) -> dict[str, str]:
+def slow_on_rank_1(real: Callable[[RankReport], dict[str, str]]) -> Callable[[RankReport], dict[str, str]]:
+    def compared(self: RankReport) -> dict[str, str]:
         if self.host == "late":
             time.sleep(1.0)
         return real(self)

@@ -30,8 +30,8 @@ def told(engine):
     decision = membership.decision
     print("TOLD", json.dumps({
         "who": engine, "engine": decision.engine, "key": decision.key, "canary": decision.canary, "role": membership.role.value,
-        "state": membership.process.states(diagnose=False)["mamba-padding"].state.value,
-        "mode": decision.modes["mamba-padding"].value, "starting": membership.telling.record().starting,
+        "state": membership.manager.states(diagnose=False)["mamba-padding"].state.value,
+        "mode": decision.modes["mamba-padding"].value, "starting": membership.status_record.record().starting,
     }), flush=True)
 
 def configuration():
@@ -214,7 +214,7 @@ for name, headless, flags, further in SHAPES:
             os.environ.pop(each) if value is None else os.environ.update({each: value})
     decision, left = _this_process().decision, rollout.decode(os.environ["VLLM_GRAPHFIX_DECISION"])
     assert (left, decision.engine) == (decision, before.engine if name == "first" else decision.engine)
-    state = _this_process().process.states()["mamba-padding"]
+    state = _this_process().manager.states()["mamba-padding"]
     layered = target.BaseMambaAttentionMetadataBuilder._compute_common_metadata.__globals__["__name__"]
     assert (state.state.value in ("active", "observing")) == layered.startswith("vllm_graphfix"), (state, layered)
     print("TOLD", json.dumps([name, decision.canary, decision.withheld, state.state.value]), flush=True)

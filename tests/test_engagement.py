@@ -114,7 +114,7 @@ stock = [cudagraph_utils.CudaGraphManager.capture_graph, cudagraph_utils.set_for
 {LOAD}
 patched = [cudagraph_utils.CudaGraphManager.capture_graph, cudagraph_utils.set_forward_context, cudagraph.prepare_inputs_to_capture, cudagraph.EagleCudaGraphManager.capture_graph]
 assert not any(a is b for a, b in zip(stock, patched))
-vllm_graphfix._this_process().process.revert("capture-state")
+vllm_graphfix._this_process().manager.revert("capture-state")
 reverted = [cudagraph_utils.CudaGraphManager.capture_graph, cudagraph_utils.set_forward_context, cudagraph.prepare_inputs_to_capture, cudagraph.EagleCudaGraphManager.capture_graph]
 assert all(a is b for a, b in zip(stock, reverted))
 {REPORT}"""

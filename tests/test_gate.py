@@ -55,7 +55,7 @@ import vllm.v1.worker.gpu_worker as workers
 
 def put_a_fault(fault, agreement):
     from vllm_graphfix import _this_process
-    error, process = OSError(errno.EMFILE, "Too many open files"), _this_process().process
+    error, process = OSError(errno.EMFILE, "Too many open files"), _this_process().manager
     def fail(*args, **kwargs):
         raise error
     if fault == "token":
@@ -192,7 +192,7 @@ def test_a_fix_taken_back_for_want_of_a_companion_is_no_difference_between_pipel
     first = _this_process().gate.word()
     import vllm.v1.worker.gpu.spec_decode.eagle.cudagraph
     last = _this_process().gate.word()
-    states = _this_process().process.states()
+    states = _this_process().manager.states()
     print("SAID", first.states["capture-state"], last.states["capture-state"], states["capture-state"].state.value)
     """
     said = run_in_release("0.21.0", code, {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "observe"}, warm=True).stdout

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from ranks import STAGE, word
 from vllm_graphfix.engine import capture_gate, rank_agreement
 from vllm_graphfix.engine.capture_gate import STOPS, GraphfixError
-from vllm_graphfix.engine.process import Membership
+from vllm_graphfix.engine.process import EngineProcess
 from vllm_graphfix.engine.rank_agreement import compare, leave
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
@@ -88,14 +88,14 @@ def gate_of_two(
         faults.here.rank = rank
         environment = {"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": timeout}
         environment |= {} if master == "auto" else {"VLLM_GRAPHFIX": master}
-        me = Membership(FIXES, environment)
+        me = EngineProcess(FIXES, environment)
         me.decision = decision.decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
         state = State.OFF if differ and rank == 1 else State.ACTIVE
         states_double = {fix.name: FixState(fix.name, Mode.AUTO, None, state, "") for fix in FIXES}
-        vars(me.process)["states"] = faults.around("states", lambda **_: states_double)
-        vars(me.process)["left_undone"] = lambda **_: ()
+        vars(me.manager)["states"] = faults.around("states", lambda **_: states_double)
+        vars(me.manager)["left_undone"] = lambda **_: ()
         nothing = {name: lambda: None for name in ("tell", "started", "keep", "finish")}
-        me.telling = SimpleNamespace(rank=None, agreement=None, problem=None, **nothing)  # type: ignore[assignment]  # a double
+        me.gate._status_record = SimpleNamespace(rank=None, agreement=None, problem=None, **nothing)  # type: ignore[assignment]  # a double
         worker_double = SimpleNamespace(local_rank=rank, use_v2_model_runner=False, vllm_config=world)
         try:
             guarded(me.gate.leave, "profiling")
@@ -114,7 +114,7 @@ def gate_of_two(
     with monkeypatch.context() as patched:
         patched.setattr(distributed_c10d, "_get_default_store", lambda: shared)
         patched.setattr(distributed_c10d, "PrefixStore", lambda name, store: FailingStore(real(name, store), faults))
-        patched.setattr(capture_gate, "_world", lambda: (faults.here.rank, 2))
+        patched.setattr(capture_gate, "world", lambda: (faults.here.rank, 2))
         patched.setattr(capture_gate, "host_name", faults.around("host_name", lambda: f"node-{faults.here.rank}"))
         patched.setattr(rank_agreement, "os", SimpleNamespace(urandom=faults.around("urandom", os.urandom)))
         patched.setattr(rank_agreement, "time", SimpleNamespace(monotonic=faults.around("monotonic", time.monotonic)))

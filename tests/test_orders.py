@@ -292,12 +292,12 @@ def test_a_revert_outlasts_the_engine_that_it_was_made_for() -> None:
     """A process that starts another engine goes by another decision."""
     code = """
 import vllm_graphfix
-from vllm_graphfix.patching.manager import Wanted
+from vllm_graphfix.patching.manager import Policy
 from vllm_graphfix.settings.environment import Master
 vllm_graphfix.register()
-process = vllm_graphfix._this_process().process
+process = vllm_graphfix._this_process().manager
 process.revert("flashmla-fp8")
-process.start(Wanted(Master.STRICT, process._wanted.modes))
+process.start(Policy(Master.STRICT, process._wanted.modes))
 told = process.states(diagnose=False)
 assert told["flashmla-fp8"].state.value == "off", told
 assert told["flashmla-padding"].state.value == "waiting", told

@@ -21,7 +21,7 @@ from stock import release_root, run_in_release
 from vllm_graphfix.commands.status import status
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.patching.applied_fix import Progress, Wanted
+from vllm_graphfix.patching.applied_fix import AppliedFix, Policy
 from vllm_graphfix.records import folder as status_folder
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.decision import BUCKETS, Decision, decide, decode
@@ -86,7 +86,7 @@ def mistyped(environment: Mapping[str, str], name: str, meaningful: set[str]) ->
 def test_a_value_that_means_nothing_never_applies_a_fix(environment: dict[str, str]) -> None:
     """Neither as processes of an engine read it nor as `status` does; and it is told wherever there is a place for it."""
     made = decide(settings.read(environment, NAMES), "0.18.1")
-    wanted = Wanted(made.master, made.modes, made.withheld, made.misconfigured)
+    wanted = Policy(made.master, made.modes, made.withheld, made.misconfigured)
     judged = status(SOURCE, environment)
     would_be = {row.fix.name: row.would_be for row in judged.rows}
     master = mistyped(environment, PREFIX, MASTERS)
@@ -95,8 +95,8 @@ def test_a_value_that_means_nothing_never_applies_a_fix(environment: dict[str, s
         alone = mistyped(environment, fix.variable, MODES)
         assert (fix.variable in made.misconfigured) == alone
         if master or rollout or alone:
-            assert not Progress(fix, wanted).engaged
-            assert not wanted.loud(fix.name)
+            assert not AppliedFix(fix, wanted).engaged
+            assert not wanted.required(fix.name)
             assert would_be[fix.name] not in (State.ACTIVE, State.OBSERVING)
     assert (PREFIX in made.misconfigured) == master
     assert (settings.ROLLOUT in made.misconfigured) == rollout
@@ -172,7 +172,7 @@ def registered(scratch: Path, environment: dict[bytes, bytes], folder: str, modu
     logger.setLevel(logging.DEBUG)
     vllm_graphfix._membership.cache_clear()
     exec("register()", {"__name__": module, "register": vllm_graphfix.register, "vllm_config": None})  # noqa: S102
-    vllm_graphfix._this_process().telling.finish()
+    vllm_graphfix._this_process().status_record.finish()
     return logged, os.environ[DECISION]
 
 

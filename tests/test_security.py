@@ -43,8 +43,8 @@ from vllm_graphfix.engine import rank_agreement as agreement
 from vllm_graphfix.engine import metrics
 from vllm_graphfix import _this_process, records
 me = _this_process()
-me.telling.finish()
-base = me.telling.base()
+me.status_record.finish()
+base = me.status_record.base()
 assert len(records.read(base).found) == 1
 metrics.expose(base, me.decision, 2)
 metrics._watcher.look()

@@ -26,8 +26,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from vllm_graphfix.engine.process import Membership
-from vllm_graphfix.patching.manager import Process, Wanted
+from vllm_graphfix.engine.process import EngineProcess
+from vllm_graphfix.patching.manager import FixManager, Policy
 from vllm_graphfix.settings.environment import Master
 from vllm_graphfix.settings.shadow_rate import NEVER, Action, Rate
 from vllm_graphfix.shadow import drafter_v2, process, ranks, runner_v1, runner_v2, stages
@@ -468,8 +468,8 @@ def test_stages_count_from_the_end_of_their_start_on(monkeypatch: pytest.MonkeyP
             begun.schedule.count += 17
             return "warm"
 
-    member = Membership((), {})
-    member.shadow = Process((), Wanted(Master.ON, {}))
+    member = EngineProcess((), {})
+    member.shadow = FixManager((), Policy(Master.ON, {}))
     worker: Any = SimpleNamespace(Worker=WorkerStandIn)
     member.gate._watch_capture("Worker", "compile_or_warm_up_model", worker)
     assert worker.Worker().compile_or_warm_up_model() == "warm"

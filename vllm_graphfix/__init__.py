@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vllm_graphfix._version import __version__
 
 if TYPE_CHECKING:
-    from vllm_graphfix.engine.process import Membership
+    from vllm_graphfix.engine.process import EngineProcess
     from vllm_graphfix.patching.manager import FixState
 
 __all__ = ["__version__", "register", "states"]
@@ -54,7 +54,7 @@ def _take_back(error: Exception) -> None:
     except Exception:  # noqa: S110 - the log is not ours
         pass
     try:  # noqa: SIM105 - a context manager is one more thing that may be broken
-        _this_process().process.give_up(error)
+        _this_process().manager.give_up(error)
     except Exception:  # noqa: S110 - what is broken is broken here too, and nothing was patched
         pass
 
@@ -90,17 +90,17 @@ _lock = threading.RLock()
 """`functools.cache` would let two threads make one each."""
 
 
-def _this_process() -> Membership:
+def _this_process() -> EngineProcess:
     with _lock:
         return _membership()
 
 
 @functools.cache
-def _membership() -> Membership:
-    from vllm_graphfix.engine.process import Membership
+def _membership() -> EngineProcess:
+    from vllm_graphfix.engine.process import EngineProcess
     from vllm_graphfix.fixes import FIXES
 
-    return Membership(FIXES)
+    return EngineProcess(FIXES)
 
 
 def _forked() -> None:

@@ -30,12 +30,12 @@ strictly = pytest.mark.skipif(not STRICT, reason="of strict")
 
 @pytest.fixture(autouse=True)
 def _graphs() -> Iterator[None]:
-    progress = _this_process().process._progress[FIX]
+    progress = _this_process().manager._applied[FIX]
     before = progress.state, progress.reason
     with cpu_cuda_graphs():
         yield
     FALLBACK.reason = None
-    progress.settle(*before)
+    progress.set_state(*before)
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_an_error_that_cannot_be_told_is_one_all_the_same() -> None:
         def __str__(self) -> str:
             raise ValueError
 
-    process = _this_process().process
+    process = _this_process().manager
     process.begin_capture(graph_being_captured)
     FALLBACK.take(UnprintableError())
     assert FALLBACK.graphs == {None: "UnprintableError"}
@@ -255,8 +255,8 @@ def test_an_error_of_vllms_own_comes_out_as_it_is_and_the_next_failure_is_of_a_s
 @quietly
 def test_an_observer_that_fails_takes_no_graph_out_of_dispatch() -> None:
     captured = Capturing("target")
-    process = _this_process().process
-    progress = process._progress[FIX]
+    process = _this_process().manager
+    progress = process._applied[FIX]
     try:
         progress.mode = vllm_graphfix.fix.Mode.OBSERVE
         process.begin_capture(graph_being_captured)

@@ -33,12 +33,12 @@ by_factory = pytest.mark.skipif(not hasattr(v2.CudaGraphManager, "dispatch"), re
 
 @pytest.fixture(autouse=True)
 def _graphs() -> Iterator[None]:
-    progress = _this_process().process._progress[FIX]
+    progress = _this_process().manager._applied[FIX]
     before = progress.state, progress.reason
     with cpu_cuda_graphs(), torch.inference_mode():
         yield
     FALLBACK.reason = None
-    progress.settle(*before)
+    progress.set_state(*before)
 
 
 class WorkerDouble:

@@ -87,7 +87,7 @@ def reporter(*, base: Path | None = None, changing: bool = False, engines: bool 
 def telling() -> Case:
     """What a rank asks itself every ten seconds; with the fixes on what has been imported so far."""
     vllm_graphfix.register()
-    telling = vllm_graphfix._this_process().telling
+    telling = vllm_graphfix._this_process().status_record
     telling.rank = (0, 0, 1, 0)
     assert telling.record().fixes["mamba-padding"].state == "active"
     return Case(telling.record)

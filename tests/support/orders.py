@@ -91,7 +91,7 @@ class Process:
         import vllm_graphfix
 
         for name in self._taken_back:
-            vllm_graphfix._this_process().process.revert(name)
+            vllm_graphfix._this_process().manager.revert(name)
 
     def _really_spawn(self, _: Mapping[str, str]) -> Any:
         spawn = multiprocessing.get_context("spawn")

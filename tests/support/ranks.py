@@ -11,13 +11,13 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from vllm_graphfix.engine import rank_agreement
-from vllm_graphfix.engine.rank_agreement import Agreement, Word, compare, leave
+from vllm_graphfix.engine.rank_agreement import Agreement, RankReport, compare, leave
 
 STAGE = "start"
 
 
-def word(host: str = "node-a", **changed: Any) -> Word:
-    said = Word(
+def word(host: str = "node-a", **changed: Any) -> RankReport:
+    said = RankReport(
         host=host,
         pid=1,
         engine="e" * 16,
@@ -32,7 +32,9 @@ def word(host: str = "node-a", **changed: Any) -> Word:
     return said._replace(**changed)
 
 
-def compared(words: dict[int, Word], world_size: int, timeout: float = 20.0) -> tuple[dict[int, Agreement], list[str]]:
+def compared(
+    words: dict[int, RankReport], world_size: int, timeout: float = 20.0
+) -> tuple[dict[int, Agreement], list[str]]:
     """What each of the ranks in *words* found, each with a connection of its own to one store; and the warnings of all."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -42,7 +44,7 @@ def compared(words: dict[int, Word], world_size: int, timeout: float = 20.0) -> 
     found: dict[int, Agreement] = {}
     warnings: list[str] = []
 
-    def run(store: TCPStore, rank: int, said: Word) -> None:
+    def run(store: TCPStore, rank: int, said: RankReport) -> None:
         mine = PrefixStore("vllm_graphfix", store)
         hosts: Callable[[int], str | None] = {3: "10.0.0.3"}.get
         place = leave(mine, STAGE, rank, said)

@@ -70,6 +70,6 @@ def told() -> dict[str, Any]:
         "decision": json.loads(membership.decision.encode()),
         "states": {
             name: (state.mode.value, state.state.value)
-            for name, state in membership.process.states(diagnose=False).items()
+            for name, state in membership.manager.states(diagnose=False).items()
         },
     }

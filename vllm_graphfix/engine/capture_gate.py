@@ -25,7 +25,7 @@ from vllm_graphfix.settings import environment
 
 if TYPE_CHECKING:
     from vllm_graphfix.engine.context import EngineContext
-    from vllm_graphfix.engine.status_record import Telling
+    from vllm_graphfix.engine.status_record import StatusRecord
     from vllm_graphfix.patching.applied_fix import FixState
 
 STOPS = "vllm-graphfix stops this engine"
@@ -53,11 +53,11 @@ class GraphfixError(RuntimeError):
     """The engine must not capture its graphs: a fix that the user insists on is not applied, or the ranks do not agree."""
 
 
-class Gate:
+class CaptureGate:
     """Of one process, which is a rank of an engine or hosts one."""
 
-    def __init__(self, context: EngineContext, telling: Telling) -> None:
-        self._context, self._telling = context, telling
+    def __init__(self, context: EngineContext, status_record: StatusRecord) -> None:
+        self._context, self._status_record = context, status_record
         self._left: tuple[Any, str, Any] | None = None
         """Store, stage and word that this rank has left there and not compared yet."""
         self.captures_here = False
@@ -95,7 +95,7 @@ class Gate:
                 if STOPS in str(error):
                     guarded(engine.model_executor.shutdown)
                 raise
-            guarded(self._telling.started)
+            guarded(self._status_record.started)
             return result
 
         if "_initialize_kv_caches" in vars(core.EngineCore):
@@ -137,8 +137,8 @@ class Gate:
             finally:
                 guarded(self._context.forget_capture)
             if method == _CAPTURE:
-                guarded(self._telling.started)
-                guarded(self._telling.keep)
+                guarded(self._status_record.started)
+                guarded(self._status_record.keep)
                 guarded(self._context.serve, subject)
             return result
 
@@ -163,11 +163,11 @@ class Gate:
             logger.exception("graphfix: could not compare the ranks of this engine")
         if problem is None:
             problem = self._undone_or_unknown(subject)
-        telling = self._telling
-        telling.problem = problem
-        guarded(telling.tell)
+        status_record = self._status_record
+        status_record.problem = problem
+        guarded(status_record.tell)
         if problem is not None:
-            guarded(telling.finish)
+            guarded(status_record.finish)
             raise GraphfixError(problem)
 
     def _undone_or_unknown(self, subject: Any) -> str | None:
@@ -175,7 +175,7 @@ class Gate:
             return self._undone(subject)
         except Exception as error:
             logger.exception("graphfix: could not determine the states of the fixes")
-            if not self._context.process.insisted():
+            if not self._context.manager.insisted():
                 return None
             return f"{_BEFORE}: the states of the fixes are not known ({type(error).__name__}: {error}). Set VLLM_GRAPHFIX=off to serve without the fixes."
 
@@ -187,7 +187,7 @@ class Gate:
         v2 = getattr(subject, "use_v2_model_runner", None)
         if v2 is None and type(subject).__module__ in _RUNNERS:
             v2 = type(subject).__module__ == _RUNNERS[1]
-        undone = self._context.process.left_undone(v2=v2, again=self._has_captured)
+        undone = self._context.manager.left_undone(v2=v2, again=self._has_captured)
         if not undone:
             return None
         return (
@@ -211,13 +211,15 @@ class Gate:
         """Compares the ranks; what stops the engine, or None. *early* is what was left before profiling and not compared."""
         from vllm_graphfix.engine import rank_agreement
 
-        decision, telling = self._context.decision, self._telling
+        decision, status_record = self._context.decision, self._status_record
         parallel = config.parallel_config
         rank, world_size = world()
-        telling.rank = (rank, local_rank, world_size, int(getattr(parallel, "data_parallel_rank", 0) or 0))
+        status_record.rank = (rank, local_rank, world_size, int(getattr(parallel, "data_parallel_rank", 0) or 0))
         if world_size == 1:
             word = self.word()
-            telling.agreement = word and rank_agreement.Agreement(word.token, word.engine, 1, 1, None, all_off=False)
+            status_record.agreement = word and rank_agreement.Agreement(
+                word.token, word.engine, 1, 1, None, all_off=False
+            )
             return None
         if getattr(parallel, "enable_elastic_ep", False):
             logger.info(
@@ -225,7 +227,7 @@ class Gate:
             )
             return None
         stops = self._captures and decision is not None and not decision.is_off
-        if stage == _CAPTURE and not stops and telling.agreement is not None:
+        if stage == _CAPTURE and not stops and status_record.agreement is not None:
             return None
         # Between profiling and here hosts may go apart by minutes. Where a difference is a warning at most, nobody
         # waits: what was said before is there already.
@@ -238,7 +240,7 @@ class Gate:
             stops and stage == _CAPTURE
         ):  # also where comparing fails here: the others will wait for this rank's next word
             self._compared = store, rank, world_size
-        found = telling.agreement = rank_agreement.at_the_second_try(
+        found = status_record.agreement = rank_agreement.at_the_second_try(
             rank_agreement.compare,
             store,
             place,
@@ -274,14 +276,14 @@ class Gate:
             guarded(self._leave_an_end)  # or the others wait for this rank's word
             # Others may take graphs out of dispatch that this rank does not know of, and then wait for it in a
             # collective.
-            if self._compared is not None or self._context.process.insisted():
+            if self._compared is not None or self._context.manager.insisted():
                 problem = f"{_AFTER}: what failed while CUDA graphs were captured is not known ({type(error).__name__}: {error}). {_STOCK}"
         self._has_captured = True
         if problem is not None:
-            telling = self._telling
-            telling.problem = problem
-            guarded(telling.tell)
-            guarded(telling.finish)
+            status_record = self._status_record
+            status_record.problem = problem
+            guarded(status_record.tell)
+            guarded(status_record.finish)
             raise GraphfixError(problem)
 
     def _settle_capture(self, subject: Any) -> str | None:
@@ -303,7 +305,7 @@ class Gate:
         if self._compared is None or word is None or decision is None:
             return self._go_by({world()[0]: word} if word and failed else {}, dispatch)
         store, rank, world_size = self._compared
-        found = self._telling.agreement = rank_agreement.compare(
+        found = self._status_record.agreement = rank_agreement.compare(
             store,
             rank_agreement.leave(store, _CAPTURED, rank, word),
             rank,
@@ -342,13 +344,13 @@ class Gate:
         """The same on all ranks: what failed on some of them stops the engine, or these graphs are left out of dispatch, or all say failed."""
         from vllm_graphfix.engine import rank_agreement
 
-        process, stopped = self._context.process, []
+        process, stopped = self._context.manager, []
         for fix in dict.fromkeys(fix for word in failing.values() for fix in word.failed):
             ranks = [rank for rank, word in failing.items() if fix in word.failed]
             graphs = sorted({name for rank in ranks for of, name in failing[rank].graphs if of == fix}, key=_by_size)
             where = f" on {rank_agreement.with_hosts(ranks, failing)}" if world()[1] > 1 else ""
             why = f"{failing[ranks[0]].failed[fix].rstrip('.')}{where} while CUDA graphs were captured"
-            if process.loud(fix):
+            if process.required(fix):
                 stopped.append(
                     f"{fix} failed{where} while CUDA graphs were captured ({_listed(graphs)}): {failing[ranks[0]].failed[fix]}"
                 )
@@ -376,7 +378,7 @@ class Gate:
 
     def word(self) -> Any:
         """What this rank says of itself; None before there is a decision."""
-        from vllm_graphfix.engine.rank_agreement import Word, new_token, shown
+        from vllm_graphfix.engine.rank_agreement import RankReport, new_token, shown
 
         decision, shadow = self._context.decision, self._context.shadow
         if decision is None:
@@ -384,11 +386,11 @@ class Gate:
         states: dict[str, FixState] = {}
         fault = ""
         try:
-            states = self._context.process.states() | (shadow.states() if shadow is not None else {})
+            states = self._context.manager.states() | (shadow.states() if shadow is not None else {})
         except Exception as error:
             logger.exception("graphfix: could not report the states of the fixes to the other ranks")
             fault = shown(f"{type(error).__name__}: {error}")
-        return Word(
+        return RankReport(
             host=_or_else("an unknown host", host_name),
             pid=os.getpid(),
             engine=decision.engine,

@@ -9,18 +9,18 @@ from vllm_graphfix.engine.graph_dispatch import Graph, graph_being_captured
 from vllm_graphfix.engine.role import Role
 from vllm_graphfix.fix import Fallback, Fix
 from vllm_graphfix.patching.applied_fix import FixState
-from vllm_graphfix.patching.manager import Process
+from vllm_graphfix.patching.manager import FixManager
 from vllm_graphfix.settings.decision import Decision
 
 
 class EngineContext:
     """One process, as the parts of the plugin in it see it."""
 
-    def __init__(self, fixes: tuple[Fix, ...], environment: MutableMapping[str, str], process: Process) -> None:
+    def __init__(self, fixes: tuple[Fix, ...], environment: MutableMapping[str, str], manager: FixManager) -> None:
         self.fixes = fixes
         self.environment = environment
-        self.process = process
-        self.shadow: Process | None = None
+        self.manager = manager
+        self.shadow: FixManager | None = None
         """What the shadow check has put around vLLM's functions; None where nothing was ever to be checked."""
         self.role = Role.FRONT_END
         self.decision: Decision | None = None
@@ -31,7 +31,7 @@ class EngineContext:
 
     def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
         """Of every fix, and of the shadow check where it is on."""
-        found = self.process.states(diagnose=diagnose)
+        found = self.manager.states(diagnose=diagnose)
         if self.shadow is None:
             return found
         from vllm_graphfix.shadow import process
@@ -47,7 +47,7 @@ class EngineContext:
 
     def begin_capture(self) -> None:
         """The next that fails, fails in a graph."""
-        for process in filter(None, (self.process, self.shadow)):
+        for process in filter(None, (self.manager, self.shadow)):
             process.begin_capture(graph_being_captured)
 
     def failed_in_capture(self) -> dict[str, dict[Graph | None, str]]:
@@ -55,16 +55,16 @@ class EngineContext:
         if self.shadow is not None:
             for name, graphs in self.shadow.failed_in_capture().items():
                 self.shadow.settle_capture(name, next(iter(graphs.values())), failed=True)
-        return self.process.failed_in_capture()
+        return self.manager.failed_in_capture()
 
     def forget_capture(self) -> None:
         """What failed has been dealt with, or was in graphs that are not kept."""
-        for process in filter(None, (self.process, self.shadow)):
+        for process in filter(None, (self.manager, self.shadow)):
             process.forget_capture()
 
     def forked(self) -> None:
         """In a forked child, where nothing has been counted and nothing has failed yet."""
-        for process in filter(None, (self.process, self.shadow)):
+        for process in filter(None, (self.manager, self.shadow)):
             process.forked()
         for fix in self.fixes:
             for event in fix.events:

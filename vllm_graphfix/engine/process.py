@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from vllm_graphfix.engine.capture_gate import Gate
+from vllm_graphfix.engine.capture_gate import CaptureGate
 from vllm_graphfix.engine.context import EngineContext
 from vllm_graphfix.engine.role import Role, deciding_separately, is_api_server_of, only_asks, place, served_model
-from vllm_graphfix.engine.status_record import Telling
+from vllm_graphfix.engine.status_record import StatusRecord
 from vllm_graphfix.fix import Fix, Mode
 from vllm_graphfix.log import logger
-from vllm_graphfix.patching.applied_fix import Wanted
+from vllm_graphfix.patching.applied_fix import Policy
 from vllm_graphfix.patching.hooks import guarded, when_imported, wrap
-from vllm_graphfix.patching.manager import Process
+from vllm_graphfix.patching.manager import FixManager
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.decision import Decision
@@ -33,7 +33,7 @@ _configuring: ContextVar[bool] = ContextVar("graphfix_configuring", default=Fals
 """An engine is being configured: of its functions that are wrapped, one may call another."""
 
 
-class Membership(EngineContext):
+class EngineProcess(EngineContext):
     """One process. `start` may be called any number of times."""
 
     def __init__(self, fixes: Iterable[Fix], environment: MutableMapping[str, str] = os.environ) -> None:
@@ -41,7 +41,7 @@ class Membership(EngineContext):
         self._names = tuple(fix.name for fix in given)
         self._observed = frozenset(fix.name for fix in given if fix.default is Mode.OBSERVE)
         wanted = settings.read(environment, self._names, self._observed)
-        manager = Process(given, Wanted(wanted.master, wanted.modes, None, wanted.misconfigured))
+        manager = FixManager(given, Policy(wanted.master, wanted.modes, None, wanted.misconfigured))
         super().__init__(given, environment, manager)
         self._lock = threading.Lock()
         self._started = False
@@ -50,8 +50,8 @@ class Membership(EngineContext):
         """Of the engine that this process configured last; None if that changes while it runs."""
         self._decisions: dict[str | None, Decision] = {}
         """Of the engines that this process configured, by `VllmConfig.instance_id`."""
-        self.telling = Telling(self)
-        self.gate = Gate(self, self.telling)
+        self.status_record = StatusRecord(self)
+        self.gate = CaptureGate(self, self.status_record)
 
     # -- the decision --------------------------------------------------------------------------------------------
 
@@ -74,9 +74,9 @@ class Membership(EngineContext):
         os.register_at_fork(after_in_child=self._forked)
         if not only_asks():
             # For a process, such as an API server's, that imports no code of a fix.
-            atexit.register(self.process.end)
+            atexit.register(self.manager.end)
         if self.role in (Role.ENGINE_CORE, Role.WORKER):
-            guarded(self.telling.begin)
+            guarded(self.status_record.begin)
 
     def _join(self, config: Any) -> None:
         """Goes by the decision that was handed on, or decides."""
@@ -127,7 +127,7 @@ class Membership(EngineContext):
         self._engage(decision)
 
     def _engage(self, decision: Decision) -> None:
-        self.process.start(_wanted(decision))
+        self.manager.start(_wanted(decision))
         guarded(self._engage_shadow, decision)
 
     def _engage_shadow(self, decision: Decision) -> None:
@@ -137,9 +137,9 @@ class Membership(EngineContext):
         from vllm_graphfix.shadow import process
         from vllm_graphfix.shadow.runners import RUNNERS
 
-        process.start(rate, decision.shadow_action, self.telling.tell_why_it_ends)
+        process.start(rate, decision.shadow_action, self.status_record.tell_why_it_ends)
         wanted = _wanted(decision)._replace(modes={each.name: Mode.AUTO if rate else Mode.OFF for each in RUNNERS})
-        self.shadow = self.shadow or Process(RUNNERS, wanted)
+        self.shadow = self.shadow or FixManager(RUNNERS, wanted)
         self.shadow.start(wanted)
 
     def _watch_engines(self, arg_utils: Any) -> None:
@@ -213,7 +213,7 @@ class Membership(EngineContext):
                     "graphfix: this engine is %s the rollout of %s (bucket %s, key %r)",
                     *(inside, part, bucket, self.decision.key),
                 )
-        self.telling.tell()
+        self.status_record.tell()
 
     def _watch_plugins(self, plugins: Any) -> None:
         """Around what vLLM calls in each of its processes; in one that was forked, it does not call `register` again."""
@@ -228,14 +228,14 @@ class Membership(EngineContext):
     def _forked(self) -> None:
         self._lock = threading.Lock()
         self.forked()
-        self.telling.forked_off()
+        self.status_record.forked_off()
 
     def _settle(self) -> None:
         role, config = place()
         if role not in (Role.ENGINE_CORE, Role.WORKER):
             return
-        if self.telling.forked:
-            self.role, self.inherited, self.telling.forked = role, True, False
+        if self.status_record.forked:
+            self.role, self.inherited, self.status_record.forked = role, True, False
             made = self._decisions.get(str(getattr(config, "instance_id", None)))
             if made is not None and made != self.decision:
                 # The process that was forked has configured another engine since.
@@ -244,7 +244,7 @@ class Membership(EngineContext):
                 self._engage(self.decision)  # nothing, unless that has changed or a thread was interrupted in it
         elif self.role is not Role.FRONT_END:
             return  # an engine core that runs the model itself loads plugins twice
-        self.telling.begin()
+        self.status_record.begin()
 
     # -- names, metrics ------------------------------------------------------------------------------------------
 
@@ -268,13 +268,13 @@ class Membership(EngineContext):
         from vllm_graphfix.engine import metrics
 
         if self.decision is not None and self._configured:
-            metrics.expose(self.telling.base(), self.decision, self._ranks)
-            self.telling.serves_metrics = True
-            self.telling.keep()
+            metrics.expose(self.status_record.base(), self.decision, self._ranks)
+            self.status_record.serves_metrics = True
+            self.status_record.keep()
 
 
-def _wanted(decision: Decision) -> Wanted:
-    return Wanted(decision.master, decision.modes, decision.withheld, decision.misconfigured)
+def _wanted(decision: Decision) -> Policy:
+    return Policy(decision.master, decision.modes, decision.withheld, decision.misconfigured)
 
 
 def _vllm_version() -> str:

@@ -37,7 +37,7 @@ _LAST_READERS = 5.0
 """Seconds that the rank which holds the store waits before it goes, so that the others can read why."""
 
 
-class Word(NamedTuple):
+class RankReport(NamedTuple):
     """What one rank says of itself."""
 
     host: str
@@ -103,12 +103,12 @@ class Agreement(NamedTuple):
     """One or more sentences that name ranks, hosts and what differs."""
     all_off: bool
     """Whether every rank that spoke is off: beside one that is silent they are stock as it is."""
-    failing: Mapping[int, Word] = {}
+    failing: Mapping[int, RankReport] = {}
     """The words of ranks in which a fix failed during the capture, or the capture itself, or which can leave no graph
     out."""
 
 
-def leave(store: Any, stage: str, rank: int, word: Word) -> str:
+def leave(store: Any, stage: str, rank: int, word: RankReport) -> str:
     """Leaves *word* of *rank* in *store*, a `torch.distributed.Store`, and returns the stage to `compare` at.
 
     A rank's n-th word for *stage* is compared with the others' n-th, in this store: where vLLM makes its groups anew,
@@ -143,7 +143,7 @@ def compare(
     stage: str,
     rank: int,
     world_size: int,
-    word: Word,
+    word: RankReport,
     warn: Callable[[str], None],
     *,
     silent_host: Callable[[int], str | None] = lambda rank: None,
@@ -177,12 +177,12 @@ def compare(
     )
 
 
-def _matters(word: Word) -> bool:
+def _matters(word: RankReport) -> bool:
     """Whether the ranks may have to do something about what *word* says of a capture, though all of them say the same."""
     return bool(word.failed) or word.ended or not word.can_leave_out
 
 
-def _digest(word: Word) -> str:
+def _digest(word: RankReport) -> str:
     told = [word.compared(), word.fault, dict(word.failed), list(word.graphs), word.can_leave_out, word.ended]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
@@ -209,19 +209,19 @@ def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Cal
     return missing
 
 
-def _read(store: Any, key: str) -> Word | None:
+def _read(store: Any, key: str) -> RankReport | None:
     """None for what another version of this package, or somebody else, may have left, or not left beside a digest."""
     if not store.check([key]):  # `get` would wait for it
         return None
     try:
         told = json.loads(store.get(key))
-        word = Word(**{name: told[name] for name in Word._fields if name in told})
+        word = RankReport(**{name: told[name] for name in RankReport._fields if name in told})
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return word if _sound(word) else None
 
 
-def _sound(word: Word) -> bool:
+def _sound(word: RankReport) -> bool:
     """Whether all of *word* is of the kind that ranks leave: it is shown to people, and kept in records."""
     tables = (word.modes, word.states, word.reasons, word.failed)
     if not all(isinstance(table, dict) and len(table) <= _MOST for table in (*tables, word.misconfigured)):
@@ -273,7 +273,7 @@ def _let_others_read(store: Any, stage: str, rank: int, heard: list[int]) -> Non
         return
 
 
-def _differing(spoke: Mapping[int, Word]) -> dict[str, dict[str, list[int]]]:
+def _differing(spoke: Mapping[int, RankReport]) -> dict[str, dict[str, list[int]]]:
     """What differs: subject to value to ranks."""
     told = {rank: word.compared() for rank, word in spoke.items()}
     found: dict[str, dict[str, list[int]]] = {}
@@ -287,7 +287,7 @@ def _differing(spoke: Mapping[int, Word]) -> dict[str, dict[str, list[int]]]:
     return found
 
 
-def _outvoted(spoke: Mapping[int, Word]) -> set[int]:
+def _outvoted(spoke: Mapping[int, RankReport]) -> set[int]:
     """Ranks that say something else than most do; of two halves, that without the lowest rank."""
     outvoted: set[int] = set()
     for values in _differing(spoke).values():
@@ -297,7 +297,7 @@ def _outvoted(spoke: Mapping[int, Word]) -> set[int]:
 
 
 def _told(
-    spoke: Mapping[int, Word],
+    spoke: Mapping[int, RankReport],
     silent: list[int],
     foreign: list[int],
     limit: float,
@@ -331,7 +331,7 @@ def _told(
     return " ".join(sentences) or None
 
 
-def with_hosts(ranks: list[int], spoke: Mapping[int, Word]) -> str:
+def with_hosts(ranks: list[int], spoke: Mapping[int, RankReport]) -> str:
     hosts = dict.fromkeys(spoke[rank].host for rank in ranks)
     return ", ".join(f"{ranks_named([rank for rank in ranks if spoke[rank].host == host])} ({host})" for host in hosts)
 

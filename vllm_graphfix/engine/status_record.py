@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.engine.context import EngineContext
 
 
-class Telling:
+class StatusRecord:
     """What this process tells others about itself: its record."""
 
     def __init__(self, context: EngineContext) -> None:

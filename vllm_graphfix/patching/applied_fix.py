@@ -22,7 +22,7 @@ class FixState(NamedTuple):
     reason: str
 
 
-class Wanted(NamedTuple):
+class Policy(NamedTuple):
     """What is to be done about all fixes: the environment's word, or what the first process of an engine made of it."""
 
     master: Master
@@ -32,7 +32,7 @@ class Wanted(NamedTuple):
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value."""
 
-    def loud(self, name: str) -> bool:
+    def required(self, name: str) -> bool:
         """Whether the engine must not start without the fix where it is needed."""
         if self.withheld is not None or self.master is Master.OFF:
             return False
@@ -45,10 +45,10 @@ class Wanted(NamedTuple):
         return f"{variable}=off" if value is None else f"{variable}={value} means nothing, which counts as off"
 
 
-class Progress:
+class AppliedFix:
     """One fix in this process."""
 
-    def __init__(self, fix: Patchable, wanted: Wanted) -> None:
+    def __init__(self, fix: Patchable, wanted: Policy) -> None:
         self.fix = fix
         self.mode = wanted.modes[fix.name]
         self.diagnosis: Diagnosis | None = None
@@ -58,13 +58,13 @@ class Progress:
         self.reason = "waits for vLLM to import the code that it concerns"
         fix.fallback.reason, fix.fallback.graphs = None, {}
         if wanted.master is Master.OFF:
-            self.settle(State.OFF, wanted.why_off(PREFIX))
+            self.set_state(State.OFF, wanted.why_off(PREFIX))
         elif self.mode is Mode.OFF:
-            self.settle(State.OFF, wanted.why_off(fix.variable))
+            self.set_state(State.OFF, wanted.why_off(fix.variable))
         elif wanted.withheld is not None:
-            self.settle(State.NOT_IN_CANARY, wanted.withheld)
+            self.set_state(State.NOT_IN_CANARY, wanted.withheld)
 
-    def settle(self, state: State, reason: str) -> None:
+    def set_state(self, state: State, reason: str) -> None:
         self.state, self.reason = state, reason
 
     @property
@@ -87,11 +87,11 @@ class Progress:
             patches = self.fix.observers if self.observes else self.fix.patches
             self.patches = tuple(patches(found.shape))
             done = "observed" if self.observes else "applied"
-            self.settle(State.WAITING, f"{found.reason} ({found.where}); to be {done} when vLLM imports that code")
+            self.set_state(State.WAITING, f"{found.reason} ({found.where}); to be {done} when vLLM imports that code")
         elif found.verdict is Verdict.UNRECOGNISED:
-            self.settle(State.INCOMPATIBLE, f"{found.reason} ({found.where})")
+            self.set_state(State.INCOMPATIBLE, f"{found.reason} ({found.where})")
         else:
-            self.settle(State.NOT_NEEDED, found.reason)
+            self.set_state(State.NOT_NEEDED, found.reason)
 
     def take_back(self, state: State, reason: str) -> None:
         """Settles on *state*, or on why that cannot be done."""
@@ -100,10 +100,10 @@ class Progress:
             sites.drop_copies(self.patches)
         except Exception as error:
             state = State.CONFLICT if isinstance(error, sites.ConflictError) else State.FAILED
-            self.settle(state, f"{reason}; and {error}")
+            self.set_state(state, f"{reason}; and {error}")
             return
         self.sites = []
-        self.settle(state, reason)
+        self.set_state(state, reason)
 
     @property
     def failed_in_use(self) -> bool:

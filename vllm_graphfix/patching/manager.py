@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from vllm_graphfix.fix import Fallback, Patch, Patchable, State, Verdict
 from vllm_graphfix.log import HeldLog
 from vllm_graphfix.patching import sites
-from vllm_graphfix.patching.applied_fix import FixState, Progress, Wanted
+from vllm_graphfix.patching.applied_fix import AppliedFix, FixState, Policy
 from vllm_graphfix.patching.hooks import when_imported
 
 if TYPE_CHECKING:
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = ["FixState", "Process", "Wanted"]
+__all__ = ["FixManager", "FixState", "Policy"]
 
 _REVERTED = "reverted; graphs captured before then keep what they recorded"
 
 
-def _alone(method: Callable[Concatenate[Process, P], T]) -> Callable[Concatenate[Process, P], T]:
+def _alone(method: Callable[Concatenate[FixManager, P], T]) -> Callable[Concatenate[FixManager, P], T]:
     """No other thread is in such a method; what is to be said is said when this one is out.
 
     The lock is taken by a statement alone: a context manager in Python may fail between having it and giving it back.
     """
 
     @functools.wraps(method)
-    def alone(self: Process, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def alone(self: FixManager, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             with self._lock:
                 self._depth += 1
@@ -50,10 +50,10 @@ def _alone(method: Callable[Concatenate[Process, P], T]) -> Callable[Concatenate
     return alone
 
 
-class Process:
+class FixManager:
     """All fixes in one process."""
 
-    def __init__(self, fixes: Iterable[Patchable], wanted: Wanted) -> None:
+    def __init__(self, fixes: Iterable[Patchable], wanted: Policy) -> None:
         self._fixes = tuple(fixes)
         self._started = False
         self._summed_up = False
@@ -73,27 +73,27 @@ class Process:
         anew."""
         self._go_by(wanted)
 
-    def _go_by(self, wanted: Wanted) -> None:
+    def _go_by(self, wanted: Policy) -> None:
         self._wanted = wanted
-        self._progress = {fix.name: Progress(fix, wanted) for fix in self._fixes}
+        self._applied = {fix.name: AppliedFix(fix, wanted) for fix in self._fixes}
         for name in self._reverted:
-            self._progress[name].settle(State.OFF, _REVERTED)
+            self._applied[name].set_state(State.OFF, _REVERTED)
         self._diagnosed = False
 
     @_alone
-    def _begin(self, wanted: Wanted) -> list[Progress] | None:
+    def _begin(self, wanted: Policy) -> list[AppliedFix] | None:
         """The fixes that are to be hooked; None if nothing has changed."""
         if self._started and wanted == self._wanted and not self.interrupted:
             return None
         self.interrupted = False
-        for progress in self._progress.values():
-            if progress.sites:
-                progress.take_back(State.OFF, "reverted for another engine")
+        for applied in self._applied.values():
+            if applied.sites:
+                applied.take_back(State.OFF, "reverted for another engine")
         self._started = True
         self._go_by(wanted)
-        return [progress for progress in self._progress.values() if progress.engaged]
+        return [applied for applied in self._applied.values() if applied.engaged]
 
-    def start(self, wanted: Wanted) -> None:
+    def start(self, wanted: Policy) -> None:
         """Hooks the imports of what may have to be patched; what is imported already is patched now.
 
         Called again, for a later engine that this process starts, it takes back what that engine does not want. Never
@@ -103,9 +103,9 @@ class Process:
         if engaged is None:
             return
         # From here on without the lock: to hook a module that another thread is importing is to wait for that thread.
-        modules = [module for progress in engaged for module in progress.fix.modules]
+        modules = [module for applied in engaged for module in applied.fix.modules]
         # A companion's module matters even where the companion itself is switched off.
-        modules += [together.module for progress in engaged for together in progress.fix.together]
+        modules += [together.module for applied in engaged for together in applied.fix.together]
         try:
             for module in dict.fromkeys(modules):
                 if module not in self._hooked:
@@ -123,9 +123,9 @@ class Process:
     @_alone
     def give_up(self, error: Exception) -> None:
         """Takes all fixes back: something went wrong that concerns them all."""
-        for progress in self._progress.values():
-            if progress.engaged:
-                self._fail(progress, error)
+        for applied in self._applied.values():
+            if applied.engaged:
+                self._fail(applied, error)
 
     @_alone
     def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
@@ -136,29 +136,29 @@ class Process:
         if diagnose:
             self._diagnose()
         gone = []
-        for progress in self._progress.values():
-            applied = progress.state in (State.ACTIVE, State.OBSERVING)
-            lost = [reason for site in progress.sites if (reason := site.lost())] if applied else []
+        for applied in self._applied.values():
+            stands = applied.state in (State.ACTIVE, State.OBSERVING)
+            lost = [reason for site in applied.sites if (reason := site.lost())] if stands else []
             if lost:
                 # Whoever still has what was replaced keeps the layer: an engine that serves must not lose a fix that
                 # works for it.
-                progress.settle(State.CONFLICT, lost[0])
-                gone.append(progress)
-            elif applied and (error := progress.fix.fallback.reason) is not None:
-                progress.settle(State.FAILED, f"{error}; since then vLLM's own code runs wherever that happens")
+                applied.set_state(State.CONFLICT, lost[0])
+                gone.append(applied)
+            elif stands and (error := applied.fix.fallback.reason) is not None:
+                applied.set_state(State.FAILED, f"{error}; since then vLLM's own code runs wherever that happens")
                 if not self._may_capture:  # an engine that serves keeps the layers that work for it
-                    gone.append(progress)
-        for progress in gone:
-            if progress.state is State.CONFLICT:
-                self._warn(progress, "is no longer applied: remove the other patch, or switch this fix off")
-            self._without(progress)
-        return {name: self._told(progress) for name, progress in self._progress.items()}
+                    gone.append(applied)
+        for applied in gone:
+            if applied.state is State.CONFLICT:
+                self._warn(applied, "is no longer applied: remove the other patch, or switch this fix off")
+            self._without(applied)
+        return {name: self._told(applied) for name, applied in self._applied.items()}
 
-    def _told(self, progress: Progress) -> FixState:
-        reason = progress.reason
-        if progress.state is State.WAITING and not self._started:
+    def _told(self, applied: AppliedFix) -> FixState:
+        reason = applied.reason
+        if applied.state is State.WAITING and not self._started:
             reason = f"register() has not run in this process (VLLM_PLUGINS?); {reason}"
-        return FixState(progress.fix.name, progress.mode, progress.diagnosis, progress.state, reason)
+        return FixState(applied.fix.name, applied.mode, applied.diagnosis, applied.state, reason)
 
     @_alone
     def revert(self, name: str) -> None:
@@ -166,12 +166,12 @@ class Process:
 
         Graphs captured before keep what they recorded. A fix that cannot be without it is taken back too.
         """
-        progress = self._progress[name]
-        progress.take_back(State.OFF, _REVERTED)
-        if progress.state is State.OFF:
+        applied = self._applied[name]
+        applied.take_back(State.OFF, _REVERTED)
+        if applied.state is State.OFF:
             self._reverted.add(name)
         if self._diagnosed:  # else the diagnosis is followed by this
-            self._without(progress)
+            self._without(applied)
 
     # -- diagnosis -----------------------------------------------------------------------------------------------
 
@@ -181,25 +181,25 @@ class Process:
             return
         self._diagnosed = True
         source = None
-        for progress in self._progress.values():
-            if progress.engaged:
+        for applied in self._applied.values():
+            if applied.engaged:
                 try:
                     from vllm_graphfix import manifest
                     from vllm_graphfix.source.files import open_source
 
                     source = source or open_source()
-                    progress.judge(manifest.diagnose(progress.fix, source))
-                    if progress.state is State.INCOMPATIBLE:
-                        self._warn(progress, "cannot be applied to this vLLM; `vllm-graphfix explain` has a workaround")
-                    self._remember(progress, source)
+                    applied.judge(manifest.diagnose(applied.fix, source))
+                    if applied.state is State.INCOMPATIBLE:
+                        self._warn(applied, "cannot be applied to this vLLM; `vllm-graphfix explain` has a workaround")
+                    self._remember(applied, source)
                 except Exception as error:
-                    self._fail(progress, error)
+                    self._fail(applied, error)
 
-    def _remember(self, progress: Progress, source: Source) -> None:
+    def _remember(self, applied: AppliedFix, source: Source) -> None:
         """What `_apply` has to find running: not the source itself, which holds syntax trees."""
         if source.folder is not None:
-            self._read.update({_module(path): source.folder / path for path in progress.fix.reads})
-        for patch in progress.patches:
+            self._read.update({_module(path): source.folder / path for path in applied.fix.reads})
+        for patch in applied.patches:
             self._texts[patch.module] = source.read(f"{patch.module.replace('.', '/')}.py")
 
     # -- application: everything below runs inside vLLM's imports and must not raise -------------------------------
@@ -208,33 +208,33 @@ class Process:
     def _apply_to(self, module: str, _: ModuleType) -> None:
         try:
             self._diagnose()
-            for progress in self._progress.values():
-                patches = [patch for patch in progress.patches if patch.module == module]
-                if progress.engaged and patches:
-                    self._apply(progress, patches)
-            for progress in self._progress.values():
-                self._keep_together(progress, module)
+            for applied in self._applied.values():
+                patches = [patch for patch in applied.patches if patch.module == module]
+                if applied.engaged and patches:
+                    self._apply(applied, patches)
+            for applied in self._applied.values():
+                self._keep_together(applied, module)
         except Exception as error:
             self.give_up(error)
         self.sum_up()
 
-    def _apply(self, progress: Progress, patches: list[Patch]) -> None:
+    def _apply(self, applied: AppliedFix, patches: list[Patch]) -> None:
         try:
-            self._refuse_other_files(progress.fix)
-            progress.sites += sites.apply(progress.fix.name, patches, self._texts.get)
-            for site in progress.sites:
+            self._refuse_other_files(applied.fix)
+            applied.sites += sites.apply(applied.fix.name, patches, self._texts.get)
+            for site in applied.sites:
                 if reason := site.lost():
                     raise sites.ConflictError(reason)
-            missing = sorted({patch.module for patch in progress.patches if patch.module not in sys.modules})
+            missing = sorted({patch.module for patch in applied.patches if patch.module not in sys.modules})
             rest = f"; {', '.join(missing)} when it is imported" if missing else ""
-            state, done = (State.OBSERVING, "counts at") if progress.observes else (State.ACTIVE, "applied to")
-            progress.settle(state, f"{done} {', '.join(site.name for site in progress.sites)}{rest}")
-            self._log.debug("graphfix: %s: %s, %s", progress.fix.name, state.value, progress.reason)
+            state, done = (State.OBSERVING, "counts at") if applied.observes else (State.ACTIVE, "applied to")
+            applied.set_state(state, f"{done} {', '.join(site.name for site in applied.sites)}{rest}")
+            self._log.debug("graphfix: %s: %s, %s", applied.fix.name, state.value, applied.reason)
         except sites.ConflictError as error:
-            progress.take_back(State.CONFLICT, str(error))
-            self._warn(progress, "is not applied: remove the other patch, or switch this fix off")
+            applied.take_back(State.CONFLICT, str(error))
+            self._warn(applied, "is not applied: remove the other patch, or switch this fix off")
         except Exception as error:
-            self._fail(progress, error)
+            self._fail(applied, error)
 
     def _refuse_other_files(self, fix: Patchable) -> None:
         """Raises ConflictError where Python has a module that the diagnosis read from a file elsewhere."""
@@ -243,33 +243,33 @@ class Process:
             if origin and module in self._read and not self._read[module].samefile(origin):
                 raise sites.ConflictError(f"{origin} runs instead of {self._read[module]}, which was diagnosed")
 
-    def _keep_together(self, progress: Progress, module: str) -> None:
+    def _keep_together(self, applied: AppliedFix, module: str) -> None:
         """Takes a fix back that would trade its defect for another one without a companion that is not there."""
-        for together in progress.fix.together:
-            other = self._progress.get(together.name)
-            if together.module != module or not progress.puts_right or other is None or other.puts_right:
+        for together in applied.fix.together:
+            other = self._applied.get(together.name)
+            if together.module != module or not applied.puts_right or other is None or other.puts_right:
                 continue
             chosen = other.state is State.OFF or other.observes
             if other.state is State.NOT_NEEDED or (chosen and not self._affected_by(other)):
                 continue
             if chosen and together.may_be_off:
                 self._log.warning(
-                    "graphfix: %s without %s (%s): %s", progress.fix.name, together.name, other.reason, together.because
+                    "graphfix: %s without %s (%s): %s", applied.fix.name, together.name, other.reason, together.because
                 )
                 continue
-            progress.take_back(
+            applied.take_back(
                 State.INCOMPATIBLE, f"{together.name} is {other.state.value}; without it {together.because}"
             )
-            self._warn(progress, f"is reverted: switch {together.name} on, or this fix off")
+            self._warn(applied, f"is reverted: switch {together.name} on, or this fix off")
 
-    def _without(self, lost: Progress) -> None:
+    def _without(self, lost: AppliedFix) -> None:
         """Takes back what needs *lost*, as if it had never been applied."""
-        for progress in self._progress.values():
-            for together in progress.fix.together:
+        for applied in self._applied.values():
+            for together in applied.fix.together:
                 if together.name == lost.fix.name and together.module in sys.modules:
-                    self._keep_together(progress, together.module)
+                    self._keep_together(applied, together.module)
 
-    def _affected_by(self, other: Progress) -> bool:
+    def _affected_by(self, other: AppliedFix) -> bool:
         """Whether a fix that is switched off, or observed, would be needed here."""
         from vllm_graphfix import manifest
         from vllm_graphfix.source.files import open_source
@@ -280,16 +280,16 @@ class Process:
             return True
         return other.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)
 
-    def _fail(self, progress: Progress, error: Exception) -> None:
-        self._log.debug("graphfix: %s failed", progress.fix.name, exc_info=error)
-        progress.take_back(State.FAILED, f"{type(error).__name__}: {error}")
-        self._warn(progress, "is not applied; vLLM runs its own code there")
+    def _fail(self, applied: AppliedFix, error: Exception) -> None:
+        self._log.debug("graphfix: %s failed", applied.fix.name, exc_info=error)
+        applied.take_back(State.FAILED, f"{type(error).__name__}: {error}")
+        self._warn(applied, "is not applied; vLLM runs its own code there")
 
     # -- gate, log -------------------------------------------------------------------------------------------------
 
     def insisted(self) -> bool:
         """Whether there is a fix that the user insists on."""
-        return any(map(self._wanted.loud, self._progress))
+        return any(map(self._wanted.required, self._applied))
 
     def forked(self) -> None:
         """In a forked child: a thread that held the lock is not there, and will not finish what it did."""
@@ -308,23 +308,23 @@ class Process:
         return tuple(
             f"{state.name} is {state.state.value}: {state.reason}"
             for state in states
-            if self._wanted.loud(state.name)
-            and self._progress[state.name].left_undone(v2=v2)
-            and not (again and self._progress[state.name].failed_in_use)
+            if self._wanted.required(state.name)
+            and self._applied[state.name].left_undone(v2=v2)
+            and not (again and self._applied[state.name].failed_in_use)
         )
 
     @_alone
     def begin_capture(self, graph_being_captured: Callable[[], Hashable]) -> None:
         """From now on a fix that fails does so in a graph, which holds what stock's code does there."""
         Fallback.capturing = graph_being_captured
-        for progress in self._progress.values():
-            progress.fix.fallback.graphs = {}
+        for applied in self._applied.values():
+            applied.fix.fallback.graphs = {}
 
     def forget_capture(self) -> None:
         """The capture is over, and what failed in it has been dealt with, or was in no graph that is kept."""
         Fallback.capturing = None
-        for progress in self._progress.values():
-            progress.fix.fallback.graphs = {}
+        for applied in self._applied.values():
+            applied.fix.fallback.graphs = {}
 
     @_alone
     def failed_in_capture(self) -> dict[str, dict[Any, str]]:
@@ -334,12 +334,12 @@ class Process:
         """
         Fallback.capturing = None
         found: dict[str, dict[Any, str]] = {}
-        for name, progress in self._progress.items():
-            graphs = {g: why for g, why in progress.fix.fallback.graphs.items() if getattr(g, "kept", True)}
+        for name, applied in self._applied.items():
+            graphs = {g: why for g, why in applied.fix.fallback.graphs.items() if getattr(g, "kept", True)}
             if (
-                graphs and progress.observes
+                graphs and applied.observes
             ):  # it has changed nothing in them; what it counts from here on may be too little
-                progress.fix.fallback.reason = progress.fix.fallback.reason or next(iter(graphs.values()))
+                applied.fix.fallback.reason = applied.fix.fallback.reason or next(iter(graphs.values()))
             elif graphs:
                 found[name] = graphs
         return found
@@ -347,19 +347,19 @@ class Process:
     @_alone
     def settle_capture(self, name: str, what: str, *, failed: bool) -> None:
         """Says *what* came of the graphs in which the fix *name* failed, on this rank or on another: of a fix that is applied here."""
-        progress = self._progress[name]
-        if progress.state is not State.ACTIVE:
+        applied = self._applied[name]
+        if applied.state is not State.ACTIVE:
             return
         if failed:
-            progress.fix.fallback.reason = what
-        progress.settle(State.FAILED if failed else State.ACTIVE, f"{progress.reason}; {what}" if not failed else what)
+            applied.fix.fallback.reason = what
+        applied.set_state(State.FAILED if failed else State.ACTIVE, f"{applied.reason}; {what}" if not failed else what)
 
-    def loud(self, name: str) -> bool:
+    def required(self, name: str) -> bool:
         """Whether the user insists on the fix *name*."""
-        return self._wanted.loud(name)
+        return self._wanted.required(name)
 
-    def _warn(self, progress: Progress, what: str) -> None:
-        self._log.warning("graphfix: %s %s (%s: %s)", progress.fix.name, what, progress.state.value, progress.reason)
+    def _warn(self, applied: AppliedFix, what: str) -> None:
+        self._log.warning("graphfix: %s %s (%s: %s)", applied.fix.name, what, applied.state.value, applied.reason)
 
     def end(self) -> None:
         """At the exit of a process, which may have imported no code of a fix."""
@@ -376,15 +376,15 @@ class Process:
             return
         self._summed_up = True
         told: dict[str, list[str]] = {}
-        for progress in self._progress.values():
-            word = progress.state.value
-            if progress.engaged:
-                done = "observed" if progress.observes else "applied"
+        for applied in self._applied.values():
+            word = applied.state.value
+            if applied.engaged:
+                done = "observed" if applied.observes else "applied"
                 word = (
                     f"{done} where vLLM imports them" if self._diagnosed else "nothing that these concern was imported"
                 )
-            told.setdefault(word, []).append(progress.fix.name)
-            self._log.debug("graphfix: %s: %s, %s", progress.fix.name, progress.state.value, progress.reason)
+            told.setdefault(word, []).append(applied.fix.name)
+            self._log.debug("graphfix: %s: %s, %s", applied.fix.name, applied.state.value, applied.reason)
         self._log.info("graphfix: %s", "; ".join(f"{word}: {', '.join(names)}" for word, names in told.items()))
 
 

@@ -105,7 +105,7 @@ def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Wa
     Told for each kind of graphs. From here on the check is wrapped around vLLM's functions, also where the environment has switched every fix off.
     """
     from vllm_graphfix.fix import Mode, State
-    from vllm_graphfix.patching.manager import Process, Wanted
+    from vllm_graphfix.patching.manager import FixManager, Policy
     from vllm_graphfix.settings.environment import Master
     from vllm_graphfix.settings.shadow_rate import Action, Rate
     from vllm_graphfix.shadow import process
@@ -118,8 +118,8 @@ def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Wa
     ]
     if not scenarios:
         return
-    wanted = Wanted(Master.ON, {each.name: Mode.AUTO for each in RUNNERS})
-    wrapped = Process(RUNNERS, wanted)
+    wanted = Policy(Master.ON, {each.name: Mode.AUTO for each in RUNNERS})
+    wrapped = FixManager(RUNNERS, wanted)
     wrapped.start(wanted)
     modules = {each.name: each.modules for each in RUNNERS}
     for name, scenario in scenarios:
