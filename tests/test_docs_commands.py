@@ -56,6 +56,8 @@ MADE = {
     "make bench-engine PYTHON=python3",
     "make venv",
     "make lint",
+    "make check",
+    "make fix NAME=mamba-padding",
     "make docs",
     ".ci/run",
     "PIP_CONSTRAINT=/tmp/build/constraint make --old-file .venv/installed packages BIN=/tmp/build/bin",

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))  # a folder of scripts, not an installed module
+sys.path.insert(0, str(ROOT / "tests" / "support"))  # a folder of scripts, not an installed module
 
 import record_dashboard  # noqa: E402
 from engine import environment  # noqa: E402
