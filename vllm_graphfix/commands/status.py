@@ -11,12 +11,16 @@ from vllm_graphfix._version import __version__
 from vllm_graphfix.deployment import Answer, Concern, Deployment
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, State, Verdict, variable
 from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT
+from vllm_graphfix.patching.applied_fix import AppliedFix, Policy
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
+from vllm_graphfix.settings.environment import Settings
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.text import shown
 
 SCHEMA = 1
+_NEEDED = (Verdict.AFFECTED, Verdict.UNRECOGNISED)
+"""Verdicts of a vLLM that needs the fix, or perhaps needs it."""
 
 
 class Row(NamedTuple):
@@ -33,7 +37,7 @@ class Row(NamedTuple):
     @property
     def left_undone(self) -> bool:
         """Needed, or perhaps needed, and not applied, which is not for want of a decision of the user's."""
-        needed = self.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)
+        needed = self.diagnosis.verdict in _NEEDED
         by_default = self.fix.default is Mode.OBSERVE and self.would_be is State.OBSERVING
         if self.answer is not None and self.answer.concern is Concern.DOES_NOT:
             return False
@@ -105,7 +109,8 @@ def status(source: Source, environment: Mapping[str, str] = os.environ, deployme
         notes.append(filtered)
     if not decision.canary and decision.refused is None:
         notes.append(f"an engine started here would not be in the rollout: {decision.withheld}")
-    rows = tuple(_row(fix, found, wanted, filtered, decision.withheld) for fix in FIXES)
+    would = _would(found, Policy(decision.master, decision.modes, decision.withheld, decision.misconfigured), filtered)
+    rows = tuple(_row(fix, found, would, wanted) for fix in FIXES)
     if deployment is not None:
         rows = tuple(row._replace(answer=_answer(row.fix, row.diagnosis, deployment)) for row in rows)
     unneeded = [variable(row.fix.name) for row in rows if _no_longer_needed(row, wanted)]
@@ -114,7 +119,7 @@ def status(source: Source, environment: Mapping[str, str] = os.environ, deployme
     return Status(source, rows, tuple(notes), decision.misconfigured)
 
 
-def _no_longer_needed(row: Row, wanted: settings.Settings) -> bool:
+def _no_longer_needed(row: Row, wanted: Settings) -> bool:
     return row.fix.name in wanted.explicit and row.diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT)
 
 
@@ -129,38 +134,36 @@ def _answer(fix: Fix, diagnosis: Diagnosis, deployment: Deployment) -> Answer:
     return found
 
 
-def _row(
-    fix: Fix, found: Mapping[str, Diagnosis], wanted: settings.Settings, filtered: str | None, withheld: str | None
-) -> Row:
-    mode, diagnosis = wanted.modes[fix.name], found[fix.name]
-    notes: list[str] = []
-    if filtered is not None or wanted.master is settings.Master.OFF or mode is Mode.OFF:
-        would_be = State.OFF
-    elif withheld is not None:
-        would_be = State.NOT_IN_CANARY
-    elif diagnosis.verdict is Verdict.AFFECTED and mode is Mode.OBSERVE:
-        would_be = State.OBSERVING
-        if fix.default is Mode.OBSERVE and fix.name not in wanted.explicit:
-            notes.append(f"observed by default; {fix.variable}=auto applies it")
-    elif diagnosis.verdict is Verdict.AFFECTED:
-        would_be = State.ACTIVE
-        for together in fix.together:
-            if found[together.name].verdict is Verdict.UNRECOGNISED:
-                would_be = State.INCOMPATIBLE
-                notes.append(f"{together.name} is unrecognised; without it {together.because}")
-            elif found[together.name].verdict is Verdict.AFFECTED and wanted.modes[together.name] in (
-                Mode.OFF,
-                Mode.OBSERVE,
-            ):
-                if together.may_be_off:
-                    notes.append(f"{together.name} is not switched on: {together.because}")
-                else:
-                    notes.append(f"{together.name} is not switched on: where {together.because}, this fix is reverted")
-    elif diagnosis.verdict is Verdict.UNRECOGNISED:
-        would_be = State.INCOMPATIBLE
-    else:
-        would_be = State.NOT_NEEDED
-    return Row(fix, diagnosis, mode, would_be, tuple(notes))
+def _row(fix: Fix, found: Mapping[str, Diagnosis], would: Mapping[str, AppliedFix], wanted: Settings) -> Row:
+    """What the engine's own `AppliedFix` comes to with this diagnosis."""
+    applied, notes = would[fix.name], list[str]()
+    would_be = applied.will_be
+    if would_be is State.OBSERVING and fix.default is Mode.OBSERVE and fix.name not in wanted.explicit:
+        notes.append(f"observed by default; {fix.variable}=auto applies it")
+    for together in fix.together:
+        other = would[together.name]
+        lacks = applied.lacks(together, other, lambda each: found[each.fix.name].verdict in _NEEDED)
+        if lacks is None:
+            continue
+        if not other.is_chosen():
+            would_be = State.INCOMPATIBLE
+            notes.append(f"{together.name} is {found[together.name].verdict.value}; without it {together.because}")
+        elif lacks:  # only in a process that imports the companion's code
+            notes.append(f"{together.name} is not switched on: where {together.because}, this fix is reverted")
+        else:
+            notes.append(f"{together.name} is not switched on: {together.because}")
+    return Row(fix, found[fix.name], applied.mode, would_be, tuple(notes))
+
+
+def _would(found: Mapping[str, Diagnosis], policy: Policy, filtered: str | None) -> dict[str, AppliedFix]:
+    """Every fix as an engine started here would have it, once vLLM has imported all that the fixes concern."""
+    would = {fix.name: AppliedFix(fix, policy) for fix in FIXES}
+    for name, applied in would.items():
+        if filtered is not None:
+            applied.set_state(State.OFF, filtered)
+        elif applied.engaged:
+            applied.judge(found[name])
+    return would
 
 
 def filtered_out(environment: Mapping[str, str]) -> str | None:

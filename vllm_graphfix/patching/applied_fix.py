@@ -3,10 +3,10 @@
 # No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from vllm_graphfix.fix import Diagnosis, Mode, Patch, Patchable, State, Verdict
+from vllm_graphfix.fix import Diagnosis, Mode, Patch, Patchable, State, Together, Verdict
 from vllm_graphfix.patching import sites
 from vllm_graphfix.settings.environment import PREFIX, Master
 
@@ -79,6 +79,30 @@ class AppliedFix:
     @property
     def puts_right(self) -> bool:
         return self.engaged and not self.observes
+
+    @property
+    def will_be(self) -> State:
+        """The state once vLLM has imported all that it concerns, if nothing goes wrong; it has to be judged before."""
+        if self.state is State.WAITING and self.diagnosis is not None:
+            return State.OBSERVING if self.observes else State.ACTIVE
+        return self.state
+
+    def is_chosen(self) -> bool:
+        """Whether the user has it off or only observed."""
+        return self.state is State.OFF or self.observes
+
+    def lacks(
+        self, together: Together, other: "AppliedFix", is_affected: Callable[["AppliedFix"], bool]
+    ) -> bool | None:
+        """Whether it must not stay without *other*, its companion: None if nothing is lacking, False if it may.
+
+        *is_affected* says of a fix that the user has not switched on whether this vLLM would need it.
+        """
+        if not self.puts_right or other.puts_right or other.state is State.NOT_NEEDED:
+            return None
+        if other.is_chosen() and not is_affected(other):
+            return None
+        return not (other.is_chosen() and together.may_be_off)
 
     def judge(self, found: Diagnosis) -> None:
         """Goes by the diagnosis of its vLLM."""

@@ -1,4 +1,7 @@
-"""Where the plugin comes in: hooks on vLLM's imports and wrappers of its functions. What goes wrong in them stays in them."""
+"""Where the plugin comes in: hooks on vLLM's imports and wrappers of its functions.
+
+What goes wrong in them stays in them.
+"""
 
 from __future__ import annotations
 

@@ -247,12 +247,12 @@ class FixManager:
         """Takes a fix back that would trade its defect for another one without a companion that is not there."""
         for together in applied.fix.together:
             other = self._applied.get(together.name)
-            if together.module != module or not applied.puts_right or other is None or other.puts_right:
+            if together.module != module or other is None:
                 continue
-            chosen = other.state is State.OFF or other.observes
-            if other.state is State.NOT_NEEDED or (chosen and not self._affected_by(other)):
+            lacks = applied.lacks(together, other, self._affected_by)
+            if lacks is None:
                 continue
-            if chosen and together.may_be_off:
+            if not lacks:
                 self._log.warning(
                     "graphfix: %s without %s (%s): %s", applied.fix.name, together.name, other.reason, together.because
                 )

@@ -1,4 +1,7 @@
-"""Puts fixes on vLLM's functions: all targets of a fix or none, read back, taken back, somebody else's patch left alone."""
+"""Puts fixes on vLLM's functions.
+
+All targets of a fix are patched or none, read back, and taken back; somebody else's patch is left alone.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ class Site:
         return vars(self.owner).get(self.attribute)
 
     def set_layer(self, fix: str, wrap: Wrap | None) -> None:
-        """Adds (or, with None, takes away) the layer of *fix* and installs what results; if that fails, all is as before."""
+        """Adds (or, with None, takes away) the layer of *fix* and installs what results.
+
+        If that fails, all is as before.
+        """
         layers = {name: layer for name, layer in {**self.layers, fix: wrap}.items() if layer is not None}
         function = self.stock
         for layer in layers.values():
@@ -64,7 +70,10 @@ class Site:
         return {each: each.__code__ for each in (function, inspect.unwrap(self.stock))}
 
     def lost(self) -> str | None:
-        """Why what was installed is no longer what is called; None if it is, perhaps through a wrapper that came later."""
+        """Why what was installed is no longer what is called.
+
+        None if it is called, perhaps through a wrapper that came later.
+        """
         after = "after the fix was applied"
         try:
             stands = _owner(self.module, self.classes)
@@ -177,7 +186,8 @@ def _refuse_foreign_owner(owner: Any, patch: Patch) -> None:
         if owner.__module__ != patch.module:
             raise ConflictError(f"{_author(owner)} replaces {patch.module}'s class")
         return
-    # A layer on a copy of the module would be called by nobody: functions look names up in the module that they were made in.
+    # A layer on a copy of the module would be called by nobody: functions look names up in the module that they were
+    # made in.
     members = [vars(thing).values() if isinstance(thing, type) else (thing,) for thing in vars(owner).values()]
     written_here = [
         function.__globals__ is vars(owner)
@@ -203,7 +213,11 @@ def _refuse_another_text(module: ModuleType, diagnosed: bytes | None) -> None:
 
 
 def _refuse_foreign(owner: Any, patch: Patch, function: Any) -> None:
-    """Stock means: vLLM's own function, under no wrapper but those of vLLM's, torch's and the standard library's decorators."""
+    """Raises ConflictError unless *function* is stock.
+
+    Stock means: vLLM's own function, under no wrapper but those of vLLM's, torch's and the standard library's
+    decorators.
+    """
     layer = function
     layers = []
     while True:
@@ -226,7 +240,10 @@ def _refuse_foreign(owner: Any, patch: Patch, function: Any) -> None:
 
 
 def _as_written(function: FunctionType) -> bool:
-    """Whether the file of its module has the code of *function*: an assignment to its ``__code__`` leaves no other trace."""
+    """Whether the file of its module has the code of *function*.
+
+    An assignment to its ``__code__`` leaves no other trace.
+    """
     spec: Any = function.__globals__.get("__spec__")
     if not hasattr(getattr(spec, "loader", None), "get_code"):
         return True
