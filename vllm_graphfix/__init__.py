@@ -22,7 +22,10 @@ __all__ = ["__version__", "register", "states"]
 
 
 def register() -> None:
-    """Engages the fixes that this vLLM needs, as the environment says. Never raises; calling it again changes nothing."""
+    """Engages the fixes that this vLLM needs, as the environment says.
+
+    Never raises; calling it again changes nothing.
+    """
     try:
         _this_process().start()
     except Exception as error:
@@ -60,7 +63,10 @@ def _take_back(error: Exception) -> None:
 
 
 def _insisted() -> bool:
-    """Whether the environment says strict, or on for a fix; read without a module of the package: one of them may be what is broken."""
+    """Whether the environment says strict, or on for a fix.
+
+    It is read without any module of the package, because one of them may be what is broken.
+    """
     told = {name: value.strip().lower() for name, value in os.environ.items() if name.startswith("VLLM_GRAPHFIX")}
     master = told.get("VLLM_GRAPHFIX", "")
     if master not in ("", "on", "1", "true", "yes", "observe", "strict"):
@@ -72,9 +78,12 @@ def _insisted() -> bool:
 
 
 def _is_a_fix(variable: str) -> bool:
-    folder = os.path.join(os.path.dirname(__file__), "fixes")  # noqa: PTH118, PTH120 - pathlib is a module more that may be broken
+    # os.path, because pathlib is one more module that may be broken
+    folder = os.path.join(os.path.dirname(__file__), "fixes")  # noqa: PTH118, PTH120
     name = variable.removeprefix("VLLM_GRAPHFIX_").lower()
-    return not os.path.isdir(folder) or os.path.isfile(os.path.join(folder, f"{name}.py"))  # noqa: PTH112, PTH113, PTH118
+    return not os.path.isdir(folder) or os.path.isfile(  # noqa: PTH112, PTH113
+        os.path.join(folder, f"{name}.py")  # noqa: PTH118
+    )
 
 
 def _only_asked() -> bool:

@@ -46,7 +46,10 @@ class _Line(NamedTuple):
 
 
 class HeldLog(_Log):
-    """Keeps the lines of a thread until its `release`: a handler may wait for another thread, so nobody who holds a lock may call it."""
+    """Keeps the lines of a thread until its `release`.
+
+    A handler may wait for another thread, so nobody who holds a lock may call it.
+    """
 
     def __init__(self) -> None:
         self._of_thread = threading.local()

@@ -1,4 +1,7 @@
-"""What torch.distributed knows of the ranks of an engine: how many there are, where they run, and the store that they share."""
+"""What torch.distributed knows of the ranks of an engine.
+
+It knows how many there are, where they run, and the store that they share.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,19 @@ def world() -> tuple[int, int]:
 
 
 def common_store() -> Any:
-    """The store that torch.distributed has for all ranks, in a namespace of this package. Raises ValueError where there is none."""
+    """The store that torch.distributed has for all ranks, in a namespace of this package.
+
+    Raises ValueError where there is none.
+    """
     from torch.distributed import distributed_c10d
 
     return distributed_c10d.PrefixStore("vllm_graphfix", distributed_c10d._get_default_store())
 
 
 def host_in(store: Any, rank: int, world_size: int) -> str | None:
-    """The host name that *rank* gave to gloo, of whose groups every vLLM engine makes one of all ranks; None if it cannot be told.
+    """The host name that *rank* gave to gloo; None if it cannot be told.
+
+    Every vLLM engine makes one gloo group of all ranks.
 
     For a rank that says nothing this is the only word of where it runs. Gloo leaves it under a key that ends in the
     rank: its length (u64, little-endian), then the name.

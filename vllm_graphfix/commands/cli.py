@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="vllm-graphfix",
-    help="Corrects CUDA-graph defects of stock vLLM: what this vLLM needs, what is done about it, and proof that it works.",
+    help="Corrects CUDA-graph defects of stock vLLM: what this vLLM needs, what is done about it, "
+    "and proof that it works.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -89,8 +90,8 @@ def status(
         bool,
         typer.Option(
             "--check",
-            help="Exit with code 3 if a fix is needed and would not be applied (those that are observed by default do not count), or if "
-            "a variable has a value that means nothing.",
+            help="Exit with code 3 if a fix is needed and would not be applied (those that are observed by default "
+            "do not count), or if a variable has a value that means nothing.",
         ),
     ] = False,
     flags: Annotated[
@@ -98,7 +99,8 @@ def status(
         typer.Option(
             "--for",
             metavar="FLAGS",
-            help="The arguments of your `vllm serve`, in quotes: which fixes concern them? Environment variables go in front, as NAME=value.",
+            help="The arguments of your `vllm serve`, in quotes: which fixes concern them? "
+            "Environment variables go in front, as NAME=value.",
         ),
     ] = None,
     gpu: Annotated[
@@ -159,8 +161,8 @@ def verify(
     device: Annotated[
         DeviceName | None,
         typer.Option(
-            help="gpu: real engines with tiny models on this machine's GPU. cpu: vLLM's classes on a CPU double of CUDA graphs. "
-            "Default: the GPU if there is one."
+            help="gpu: real engines with tiny models on this machine's GPU. cpu: vLLM's classes on a CPU double of "
+            "CUDA graphs. Default: the GPU if there is one."
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -205,7 +207,8 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="One prompt per line; in a .jsonl file: text, token ids, or objects with `prompt` or `prompt_token_ids`.",
+            help="One prompt per line; in a .jsonl file: text, token ids, "
+            "or objects with `prompt` or `prompt_token_ids`.",
         ),
     ] = None,
     num_prompts: Annotated[

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = 1
-_OBSERVED_BY_DEFAULT = "No GPU has shown this defect in an engine's answers yet (docs/evidence.md says what was shown), so the fix only counts until {}=auto or =on applies it."
+_OBSERVED_BY_DEFAULT = (
+    "No GPU has shown this defect in an engine's answers yet (docs/evidence.md says what was shown), so the fix only "
+    "counts until {}=auto or =on applies it."
+)
 
 
 def as_json(fix: Fix) -> dict[str, Any]:

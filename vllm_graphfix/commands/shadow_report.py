@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 _HEAD = """# A replayed CUDA graph differs from the same step without it
 
 vLLM {vllm}, model `{model}`, vllm-graphfix {graphfix}. Each checked step was run again
-without its graph, on the same inputs: {mismatches} of {checks} replays differed from two such runs. Only rows that are not padding were compared. A row's error is its
+without its graph, on the same inputs: {mismatches} of {checks} replays differed from two such runs. \
+Only rows that are not padding were compared. A row's error is its
 largest difference divided by its largest value.
 """
 _GRAPH = """
@@ -26,7 +27,7 @@ _GRAPH = """
 
 
 def markdown(fleet: Fleet) -> str | None:
-    """Of all engines whose records tell of one; None if none does."""
+    """The mismatches of all engines whose records tell of one; None if none does."""
     return "\n".join(filter(None, map(_of_engine, fleet.engines))) or None
 
 
@@ -44,7 +45,8 @@ def _of_engine(engine: Engine) -> str | None:
     )
     for member, wrong in told:
         layer = (
-            f"the first layer whose cache was written differently is `{wrong.layer}`; the error is there, or just before it"
+            f"the first layer whose cache was written differently is `{wrong.layer}`; the error is there, "
+            "or just before it"
             if wrong.layer
             else ""
         )
@@ -52,7 +54,10 @@ def _of_engine(engine: Engine) -> str | None:
             **{
                 **wrong._asdict(),
                 "layer": layer
-                or "the layer is not known: the graph was not checked a second time, or no cache that could be compared differs",
+                or (
+                    "the layer is not known: the graph was not checked a second time, "
+                    "or no cache that could be compared differs"
+                ),
             },
             rank=engine.name_of(member),
         )

@@ -35,7 +35,8 @@ def show(found: Status, console: Console) -> None:
     known = all(row.diagnosis.known for row in found.rows)
     origin = "a known stock release" if known else "not a known stock release; judged by its code"
     console.print(
-        f"vLLM [bold]{found.source.version or '(version unknown)'}[/] in {escape(printable(found.source.label))}, {origin}",
+        f"vLLM [bold]{found.source.version or '(version unknown)'}[/] in {escape(printable(found.source.label))}, "
+        f"{origin}",
         highlight=False,
         soft_wrap=True,
     )

@@ -102,7 +102,10 @@ class Attention(Model):
         return Fact(None, "the attention backend that vLLM logs when it starts, or --attention-backend")
 
     def flashmla(self) -> Fact:
-        """Latent attention runs on FlashMLA kernels that plan in their first call: dense ones, or sparse ones with an fp8 cache."""
+        """Latent attention runs on FlashMLA kernels that plan in their first call.
+
+        These are the dense ones, and the sparse ones with an fp8 cache.
+        """
         dense = self.dense_flashmla()
         if dense.holds:
             return dense

@@ -26,7 +26,9 @@ _SEPARATE = (
 
 
 class Deployment(Graphs, Runner, Attention, Speculation):
-    """What is known of an engine from its command line, its environment, the vLLM that it runs and the GPU that it runs on.
+    """What is known of an engine before it runs.
+
+    It follows from its command line, its environment, the vLLM that it runs and the GPU that it runs on.
 
     The facts are methods, each with its reason. *environment* is that of this process, under the assignments in front
     of the line.
@@ -44,7 +46,10 @@ class Deployment(Graphs, Runner, Attention, Speculation):
         return Fact(False, "there is only one data-parallel rank (--data-parallel-size)")
 
     def decides_separately(self) -> str | None:
-        """The flag with which nodes of one engine start, and decide, on their own; None if none is known to be there."""
+        """The flag with which the nodes of one engine start, and decide, on their own.
+
+        None if no such flag is known to be there.
+        """
         nodes, _ = self._number("--nnodes")
         if nodes is not None and nodes > 1:
             return f"--nnodes {nodes}"

@@ -56,7 +56,10 @@ class Graphs(Flags):
         if changed:
             return (
                 None,
-                f"the cudagraph_mode that vLLM logs when it starts ({changed[0]} in --compilation-config may change it)",
+                (
+                    "the cudagraph_mode that vLLM logs when it starts "
+                    f"({changed[0]} in --compilation-config may change it)"
+                ),
             )
         for name in ("TORCH_COMPILE_DISABLE", "VLLM_USE_BREAKABLE_CUDAGRAPH"):
             if self._environment.get(name, "") not in ("", "0"):

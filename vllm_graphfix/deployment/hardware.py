@@ -1,4 +1,7 @@
-"""The GPUs of this machine, and what their names say, without a driver library: nothing is started and nothing imported."""
+"""The GPUs of this machine, and what their names say, without a driver library.
+
+Nothing is started and nothing imported.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ _OTHERS = re.compile(r"\b(AMD|Instinct|Radeon|MI[2-4]\d\d\w*|Intel|Gaudi|TPU)\b"
 
 
 def small_text(path: Path, most: int = _LARGEST) -> str | None:
-    """What a regular file holds, *most* bytes of it; None if it cannot be read. Never waits for the other end of a FIFO, never raises."""
+    """What a regular file holds, *most* bytes of it; None if it cannot be read.
+
+    Never waits for the other end of a FIFO, never raises.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except (OSError, ValueError):

@@ -34,15 +34,16 @@ _NAMES: Mapping[str, str] = {
 }
 """Short names of vLLM's flags."""
 _SWITCHES = frozenset(
-    """--enforce-eager --enable-expert-parallel --trust-remote-code --data-parallel-hybrid-lb --data-parallel-external-lb
-    --data-parallel-multi-port-external-lb --headless""".split()
+    """--enforce-eager --enable-expert-parallel --trust-remote-code --data-parallel-hybrid-lb
+    --data-parallel-external-lb --data-parallel-multi-port-external-lb --headless""".split()
 )
 _VALUES = frozenset(
-    """--model --config --kv-cache-dtype --attention-backend --attention-config --speculative-config --spec-method --spec-model --spec-tokens
-    --compilation-config --optimization-level --tensor-parallel-size --pipeline-parallel-size --data-parallel-size --data-parallel-rank
-    --data-parallel-start-rank --data-parallel-size-local --data-parallel-backend --nnodes --distributed-executor-backend
-    --decode-context-parallel-size --block-size --runner --convert --task --hf-overrides --hf-config-path --kv-transfer-config
-    --all2all-backend --max-cudagraph-capture-size --quantization --kv-offloading-size""".split()
+    """--model --config --kv-cache-dtype --attention-backend --attention-config --speculative-config
+    --spec-method --spec-model --spec-tokens --compilation-config --optimization-level --tensor-parallel-size
+    --pipeline-parallel-size --data-parallel-size --data-parallel-rank --data-parallel-start-rank
+    --data-parallel-size-local --data-parallel-backend --nnodes --distributed-executor-backend
+    --decode-context-parallel-size --block-size --runner --convert --task --hf-overrides --hf-config-path
+    --kv-transfer-config --all2all-backend --max-cudagraph-capture-size --quantization --kv-offloading-size""".split()
 )
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _NO_VALUE = re.compile(
@@ -98,7 +99,8 @@ def parse(line: str, asked: Collection[str]) -> Line:
         words = shlex.split(line)
     except ValueError as error:
         raise FlagsError(
-            f"a shell could not parse the flags of --for ({error}); quote JSON within the quoted flags, as in --for \"… -cc '{{…}}'\""
+            f"a shell could not parse the flags of --for ({error}); quote JSON within the quoted flags, "
+            f"as in --for \"… -cc '{{…}}'\""
         ) from error
     environment: dict[str, str] = {}
     while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0] in ("env", "exec")):

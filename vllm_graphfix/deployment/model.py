@@ -21,21 +21,23 @@ _MOST_NODES = 100_000
 _MLA = re.compile(
     r"deepseek|kimi|longcat|pangu|glm_?4?_?moe_?(lite|dsa)|axk1|bailing|eagle|mistral_?(large|3)", re.IGNORECASE
 )
-"""Names of model types and architectures that may have latent attention (MLA), also where their config does not say so."""
+"""Names of model types and architectures that may have latent attention (MLA), also where their config does not say
+so."""
 _MLA_TYPES = frozenset(
-    """AXK1 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_mtp glm_moe_dsa glm4_moe_lite glm4_moe_lite_mtp kimi_k2 kimi_linear
-    longcat_flash pangu_ultra_moe pangu_ultra_moe_mtp bailing_hybrid""".split()
+    """AXK1 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_mtp glm_moe_dsa glm4_moe_lite
+    glm4_moe_lite_mtp kimi_k2 kimi_linear longcat_flash pangu_ultra_moe pangu_ultra_moe_mtp bailing_hybrid""".split()
 )
 MAMBA = frozenset(
     """BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GraniteMoeHybridForCausalLM JambaForCausalLM
-    JambaForSequenceClassification Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VLForConditionalGeneration Lfm2VlForConditionalGeneration
-    Mamba2ForCausalLM MambaForCausalLM NemotronHForCausalLM NemotronHPuzzleForCausalLM NemotronH_Nano_VL_V2 Plamo2ForCausalLM
-    Zamba2ForCausalLM""".split()
+    JambaForSequenceClassification Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VLForConditionalGeneration
+    Lfm2VlForConditionalGeneration Mamba2ForCausalLM MambaForCausalLM NemotronHForCausalLM
+    NemotronHPuzzleForCausalLM NemotronH_Nano_VL_V2 Plamo2ForCausalLM Zamba2ForCausalLM""".split()
 )
 """Architectures with Mamba, Mamba-2 or short-convolution layers."""
 OTHER_RECURRENT = frozenset(
-    """BailingMoeV2_5ForCausalLM KimiLinearForCausalLM MiniMaxM1ForCausalLM MiniMaxText01ForCausalLM OlmoHybridForCausalLM
-    Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration""".split()
+    """BailingMoeV2_5ForCausalLM KimiLinearForCausalLM MiniMaxM1ForCausalLM MiniMaxText01ForCausalLM
+    OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
+    Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration""".split()
 )
 """With gated delta nets or linear attention, whose batches are split in another way."""
 _RECURRENT_WORDS = re.compile(r"mamba|ssm|conv|recurrent|linear_|hybrid|delta|rwkv|retention", re.IGNORECASE)
@@ -98,7 +100,10 @@ class Model(Flags):
                     left.append(value)
 
     def configured(self, key: str) -> tuple[tuple[Any, ...], str | None]:
-        """What stands under *key* in the model's config.json, at any depth; and what is missing, if there is none to read."""
+        """What stands under *key* in the model's config.json, at any depth.
+
+        The second value says what is missing, if there is no config.json to read.
+        """
         return tuple(value for name, value in self._pairs() if name == key), self._architectures[1]
 
     @property
@@ -153,7 +158,10 @@ class Model(Flags):
         return self.with_layers(MAMBA | OTHER_RECURRENT, frozenset(), "recurrent layers")
 
     def with_layers(self, having: frozenset[str], other: frozenset[str], layers: str) -> Fact:
-        """The model is one of the architectures *having*, and so has such *layers*; not if it is of *other*, or without a sign of a recurrent one."""
+        """The model is one of the architectures *having*, and so has such *layers*.
+
+        It is not if it is one of *other*, or has no sign of a recurrent architecture.
+        """
         architectures, missing = self._architectures
         if missing is not None:
             return Fact(None, missing)

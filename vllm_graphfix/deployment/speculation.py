@@ -42,7 +42,10 @@ class Speculation(Model):
         return method.lower(), tokens if type(tokens) is int else None, None
 
     def speculator(self, *methods: str, several: bool = False) -> Fact:
-        """Drafts come from one of *methods*; *several*: more than one token of each draft. ``mtp`` also stands for its older names."""
+        """Drafts come from one of *methods*; ``mtp`` also stands for its older names.
+
+        *several*: more than one token of each draft.
+        """
         method, tokens, missing = self._speculator
         if missing is not None or method is None:
             return Fact(None, missing or "`method` in --speculative-config")

@@ -1,4 +1,6 @@
-"""The gate around a capture: a rank goes on if all ranks will do the same, and if every fix that the user insists on is there.
+"""The gate around a capture, where ranks agree.
+
+A rank goes on if all ranks will do the same, and if every fix that the user insists on is there.
 
 Wrapped are the functions in which ranks leave their words for each other, in which they capture, and in which an engine
 core ends what the gate has stopped. These wrappers change nothing that vLLM does, but that the gate may raise, and that
@@ -42,19 +44,22 @@ _TELL_WHY = (State.FAILED, State.CONFLICT, State.INCOMPATIBLE)
 
 _STOCK = "To serve stock vLLM, set VLLM_GRAPHFIX=off on all nodes."
 _WHAT_TO_DO = (
-    f"Give all its nodes the same vllm-graphfix, the same VLLM_GRAPHFIX variables and, with {environment.ROLLOUT}, the same {environment.ROLLOUT_KEY}; "
-    f"where something failed, repair it. {_STOCK} Ranks that run different code could hang or answer wrongly, and a fix that has already taken "
-    "effect on the other ranks cannot be undone there."
+    f"Give all its nodes the same vllm-graphfix, the same VLLM_GRAPHFIX variables and, with {environment.ROLLOUT}, the "
+    f"same {environment.ROLLOUT_KEY}; where something failed, repair it. {_STOCK} Ranks that run different code could "
+    "hang or answer wrongly, and a fix that has already taken effect on the other ranks cannot be undone there."
 )
 _MOST_LISTED = 8
 
 
 class GraphfixError(RuntimeError):
-    """The engine must not capture its graphs: a fix that the user insists on is not applied, or the ranks do not agree."""
+    """The engine must not capture its graphs.
+
+    Either a fix that the user insists on is not applied, or the ranks do not agree.
+    """
 
 
 class CaptureGate:
-    """Of one process, which is a rank of an engine or hosts one."""
+    """The gate of one process, which is a rank of an engine or hosts one."""
 
     def __init__(self, context: EngineContext, status_record: StatusRecord) -> None:
         self._context, self._status_record = context, status_record
@@ -147,7 +152,10 @@ class CaptureGate:
             wrap(found, method, around)
 
     def before_capture(self, subject: Any, stage: str) -> None:
-        """Raises GraphfixError if the ranks do not agree, or if a fix that the user insists on is needed and not applied."""
+        """Raises GraphfixError if the engine must not capture.
+
+        That is so if the ranks do not agree, or if a fix that the user insists on is needed and not applied.
+        """
         problem = None
         try:
             self.captures_here, self._captures, self._compared = True, False, None
@@ -177,7 +185,10 @@ class CaptureGate:
             logger.exception("graphfix: could not determine the states of the fixes")
             if not self._context.manager.insisted():
                 return None
-            return f"{_BEFORE}: the states of the fixes are not known ({type(error).__name__}: {error}). Set VLLM_GRAPHFIX=off to serve without the fixes."
+            return (
+                f"{_BEFORE}: the states of the fixes are not known ({type(error).__name__}: {error}). Set "
+                "VLLM_GRAPHFIX=off to serve without the fixes."
+            )
 
     def _undone(self, subject: Any, stops: str = _BEFORE) -> str | None:
         config = getattr(subject, "vllm_config", None)
@@ -208,7 +219,10 @@ class CaptureGate:
     def _compare(
         self, config: Any, stage: str, local_rank: int | None, early: tuple[Any, str, Any] | None
     ) -> str | None:
-        """Compares the ranks; what stops the engine, or None. *early* is what was left before profiling and not compared."""
+        """Compares the ranks; returns what stops the engine, or None.
+
+        *early* is what was left before profiling and not compared.
+        """
         from vllm_graphfix.engine import rank_agreement
 
         decision, status_record = self._context.decision, self._status_record
@@ -258,7 +272,8 @@ class CaptureGate:
         message = f"the ranks of this engine do not agree. {found.difference}"
         if not self._captures or found.all_off:
             logger.warning(
-                "graphfix: %s The engine starts all the same, because it uses no CUDA graphs or because every fix is off.",
+                "graphfix: %s The engine starts all the same, "
+                "because it uses no CUDA graphs or because every fix is off.",
                 message,
             )
             return None
@@ -267,7 +282,10 @@ class CaptureGate:
     # -- after the capture -------------------------------------------------------------------------------------------
 
     def after_capture(self, subject: Any) -> None:
-        """Raises GraphfixError if a fix that the user insists on failed in the capture, or if the ranks no longer agree."""
+        """Raises GraphfixError if the engine must not serve.
+
+        That is so if a fix that the user insists on failed in the capture, or if the ranks no longer agree.
+        """
         problem = None
         try:
             problem = self._settle_capture(subject) or self._undone(subject, _AFTER)
@@ -277,7 +295,10 @@ class CaptureGate:
             # Others may take graphs out of dispatch that this rank does not know of, and then wait for it in a
             # collective.
             if self._compared is not None or self._context.manager.insisted():
-                problem = f"{_AFTER}: what failed while CUDA graphs were captured is not known ({type(error).__name__}: {error}). {_STOCK}"
+                problem = (
+                    f"{_AFTER}: what failed while CUDA graphs were captured is not known ({type(error).__name__}: "
+                    f"{error}). {_STOCK}"
+                )
         self._has_captured = True
         if problem is not None:
             status_record = self._status_record
@@ -341,7 +362,10 @@ class CaptureGate:
             rank_agreement.leave_an_end(store, rank_agreement.leave(store, _CAPTURED, rank, word._replace(ended=True)))
 
     def _go_by(self, failing: Mapping[int, Any], dispatch: Any) -> str | None:
-        """The same on all ranks: what failed on some of them stops the engine, or these graphs are left out of dispatch, or all say failed."""
+        """Does the same on all ranks about what failed on some of them; returns what stops the engine, or None.
+
+        Either the engine stops, or these graphs are left out of dispatch, or all ranks say that the fix failed.
+        """
         from vllm_graphfix.engine import rank_agreement
 
         process, stopped = self._context.manager, []
@@ -352,7 +376,8 @@ class CaptureGate:
             why = f"{failing[ranks[0]].failed[fix].rstrip('.')}{where} while CUDA graphs were captured"
             if process.required(fix):
                 stopped.append(
-                    f"{fix} failed{where} while CUDA graphs were captured ({_listed(graphs)}): {failing[ranks[0]].failed[fix]}"
+                    f"{fix} failed{where} while CUDA graphs were captured ({_listed(graphs)}): "
+                    f"{failing[ranks[0]].failed[fix]}"
                 )
             elif "" in graphs or not all(word.can_leave_out for word in failing.values()):
                 logger.warning(
@@ -372,8 +397,9 @@ class CaptureGate:
         if not stopped:
             return None
         return (
-            f"{_AFTER}: {'; '.join(stopped)}. These graphs hold stock vLLM's defect for good. Start it again; if that happens again, set the "
-            f"variable of the fix to auto, which serves without these graphs, or to off, which serves them as stock does."
+            f"{_AFTER}: {'; '.join(stopped)}. These graphs hold stock vLLM's defect for good. Start it again; if that "
+            "happens again, set the variable of the fix to auto, which serves without these graphs, or to off, "
+            "which serves them as stock does."
         )
 
     def word(self) -> Any:

@@ -27,10 +27,10 @@ class EngineContext:
         self.inherited = False
         """Whether the decision was handed on to this process."""
         self.model: str | None = None
-        """Of the engine that this process is a part of, or configured last."""
+        """The model of the engine that this process is a part of, or configured last."""
 
     def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
-        """Of every fix, and of the shadow check where it is on."""
+        """The states of every fix, and of the shadow check where it is on."""
         found = self.manager.states(diagnose=diagnose)
         if self.shadow is None:
             return found
@@ -51,7 +51,10 @@ class EngineContext:
             process.begin_capture(graph_being_captured)
 
     def failed_in_capture(self) -> dict[str, dict[Graph | None, str]]:
-        """The graphs in which a fix failed since, by its name. What the shadow check has put around a capture changes no graph."""
+        """The graphs in which a fix failed since, by the name of the fix.
+
+        What the shadow check has put around a capture changes no graph.
+        """
         if self.shadow is not None:
             for name, graphs in self.shadow.failed_in_capture().items():
                 self.shadow.settle_capture(name, next(iter(graphs.values())), failed=True)

@@ -77,16 +77,20 @@ class Dispatch:
 
     @property
     def can_leave_out(self) -> bool:
-        """Whether graphs can be taken out. Where one rank cannot, the others must not: who dispatches otherwise waits for the rest for ever."""
+        """Whether graphs can be taken out.
+
+        Where one rank cannot, the others must not: a rank that dispatches otherwise waits for the rest for ever.
+        """
         drafter = getattr(self._runner, "drafter", None)
         # In 0.14.1 V1's drafter chooses its graphs by a list of sizes that it shares with the compiler.
         drafts_known = not getattr(drafter, "use_cuda_graph", False) or hasattr(drafter, "cudagraph_dispatcher")
         return bool(self._managers) and drafts_known
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Takes the graphs with these names out of dispatch, for good; what this rank does not have, it need not take out.
+        """Takes the graphs with these names out of dispatch, for good.
 
-        Their batches run in another graph, or without one. The graphs stay in memory.
+        What this rank does not have, it need not take out. The batches of these graphs run in another graph, or without
+        one. The graphs stay in memory.
         """
         for name in names:
             manager_name, mode, tokens = name.rsplit(" ", 2)

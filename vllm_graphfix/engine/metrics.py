@@ -54,9 +54,9 @@ class Engine(NamedTuple):
     canary: bool
     """It gets the fixes."""
     percentage: float
-    """Of the engines that are set up as this one, how many get them."""
+    """The percentage of the engines that are set up as this one that get the fixes."""
     ranks: int | None
-    """As many as its configuration has, data parallelism included; None if that changes while it runs."""
+    """The number of ranks in its configuration, data parallelism included; None if that changes while it runs."""
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value."""
 
@@ -77,7 +77,10 @@ class Snapshot(NamedTuple):
 
 
 def of_engine(records: Iterable[Record], engine: str) -> list[Record]:
-    """The records of ranks of *engine*: its own, and those of nodes that follow its rank 0 and have no /metrics of their own."""
+    """The records of ranks of *engine*.
+
+    These are its own, and those of nodes that follow its rank 0 and have no /metrics of their own.
+    """
     given = list(records)
     told_elsewhere = {record.engine for record in given if record.serves_metrics and record.engine != engine}
     return [
@@ -89,7 +92,7 @@ def of_engine(records: Iterable[Record], engine: str) -> list[Record]:
 
 
 def summed_up(records: Iterable[Record], read_at: float, silent: int = 0) -> Snapshot:
-    """Of the records of the ranks of one engine, so many of them *silent*."""
+    """What the records of the ranks of one engine say together, if *silent* of the ranks are silent."""
     states: Tally[tuple[str, ...]] = Tally()
     events: Tally[tuple[str, ...]] = Tally()
     groups: dict[str, int] = {}
@@ -110,7 +113,10 @@ class Exposition:
     """The series of one process, in *registry*; not to be made twice for the same one."""
 
     def __init__(self, registry: CollectorRegistry, *, counts: bool = True) -> None:
-        """*counts*: whether this process tells of events. Counters of several API servers are added up, so one of them does."""
+        """*counts*: whether this process tells of events.
+
+        Counters of several API servers are added up, so one of them does.
+        """
         from prometheus_client import Counter
 
         self._registry = registry
@@ -123,7 +129,8 @@ class Exposition:
         )
         self._percent = self._gauge(
             "rollout_percent",
-            "Percentage of engines that get the fixes, as set for this engine; 0 where its settings give them to nobody.",
+            "Percentage of engines that get the fixes, as set for this engine; "
+            "0 where its settings give them to nobody.",
         )
         self._misconfigured = self._gauge(
             "misconfigured", "1 for each variable of this engine whose value means nothing.", MISCONFIGURED_LABELS
@@ -230,7 +237,10 @@ _watcher: Watcher | None = None
 
 
 def expose(base: Path, decision: Decision, ranks: int | None) -> None:
-    """Puts this engine's series beside vLLM's; called again, for a later engine of the process, it tells of that one."""
+    """Puts this engine's series beside vLLM's.
+
+    Called again, for a later engine of the process, it tells of that one.
+    """
     global _watcher  # noqa: PLW0603 # one process serves one engine
     engine = Engine(decision.engine, decision.applies, decision.percentage, ranks, decision.misconfigured)
     if _watcher is None:

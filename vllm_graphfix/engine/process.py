@@ -47,9 +47,9 @@ class EngineProcess(EngineContext):
         self._started = False
         self._configured = False
         self._ranks: int | None = None
-        """Of the engine that this process configured last; None if that changes while it runs."""
+        """The number of ranks of the engine that this process configured last; None if that changes while it runs."""
         self._decisions: dict[str | None, Decision] = {}
-        """Of the engines that this process configured, by `VllmConfig.instance_id`."""
+        """The decisions of the engines that this process configured, by `VllmConfig.instance_id`."""
         self.status_record = StatusRecord(self)
         self.gate = CaptureGate(self, self.status_record)
 
@@ -116,8 +116,9 @@ class EngineProcess(EngineContext):
             problems = []  # said already
         elif self.gate.captures_here:
             logger.warning(
-                "graphfix: this process has already captured graphs; a second engine in it keeps the first engine's decision. "
-                "To make a new decision, start it in a process of its own, or with VLLM_ENABLE_V1_MULTIPROCESSING=1."
+                "graphfix: this process has already captured graphs; a second engine in it keeps the first engine's "
+                "decision. To make a new decision, start it in a process of its own, "
+                "or with VLLM_ENABLE_V1_MULTIPROCESSING=1."
             )
             return
         for problem in problems:
@@ -216,7 +217,10 @@ class EngineProcess(EngineContext):
         self.status_record.tell()
 
     def _watch_plugins(self, plugins: Any) -> None:
-        """Around what vLLM calls in each of its processes; in one that was forked, it does not call `register` again."""
+        """Wraps what vLLM calls in each of its processes.
+
+        In a process that was forked, vLLM does not call `register` again.
+        """
 
         def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = stock(*args, **kwargs)

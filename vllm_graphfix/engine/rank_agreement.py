@@ -43,7 +43,8 @@ class RankReport(NamedTuple):
     host: str
     pid: int
     engine: str
-    """Of the decision that it goes by; nodes that start on their own have one each, which is no difference."""
+    """The engine of the decision that the rank goes by; nodes that start on their own have one each, which is no
+    difference."""
     graphfix: str
     vllm: str
     canary: bool
@@ -178,7 +179,10 @@ def compare(
 
 
 def _matters(word: RankReport) -> bool:
-    """Whether the ranks may have to do something about what *word* says of a capture, though all of them say the same."""
+    """Whether the ranks may have to do something about what *word* says of a capture.
+
+    They may have to even if all of them say the same.
+    """
     return bool(word.failed) or word.ended or not word.can_leave_out
 
 
@@ -264,7 +268,11 @@ def _sound_graph(graph: object) -> bool:
 
 
 def _let_others_read(store: Any, stage: str, rank: int, heard: list[int]) -> None:
-    """The process of rank 0 holds the store. If it went first, the others would say that the store is gone, not what differs."""
+    """Says that this rank has read the store; rank 0 then waits until the others have.
+
+    The process of rank 0 holds the store. If it went first, the others would say that the store is gone, not what
+    differs.
+    """
     try:
         store.set(f"{stage}/read/{rank}", b"")
         if rank == 0:
@@ -323,8 +331,8 @@ def _told(
         by_host = {host: [rank for rank in silent if where[rank] == host] for host in dict.fromkeys(where.values())}
         said = "; ".join(f"{ranks_named(ranks)} on {host}" for host, ranks in by_host.items())
         sentences.append(
-            f"No report within {limit:.0f} s: {said}. There vllm-graphfix is not installed, or VLLM_PLUGINS keeps it out, or it failed "
-            "before it could report (see that process's log), or the process hangs."
+            f"No report within {limit:.0f} s: {said}. There vllm-graphfix is not installed, or VLLM_PLUGINS keeps it "
+            "out, or it failed before it could report (see that process's log), or the process hangs."
         )
     if foreign:
         sentences.append(f"Another version of vllm-graphfix reported for {ranks_named(foreign)}.")

@@ -34,7 +34,9 @@ engine."""
 
 
 def place() -> tuple[Role, Any]:
-    """What this process is to the engine whose code is loading plugins right now, and the engine's configuration if it is at hand.
+    """What this process is to the engine whose code is loading plugins right now.
+
+    Also returns the engine's configuration if it is at hand.
 
     The innermost function of vLLM that loads plugins tells: others, a tracer's wrapper say, may stand between. Where
     there is none, as in a notebook that calls `register` by hand, an engine will begin here.
@@ -66,9 +68,9 @@ def served_model(config: Any) -> str | None:
 
 
 def deciding_separately(parallel: Any, headless: bool) -> str | None:
-    """What of a `ParallelConfig` says that an engine's nodes start, and decide, on their own; None where one process decides.
+    """What of a `ParallelConfig` says that an engine's nodes start, and decide, on their own.
 
-    With Ray one does, whichever nodes its workers and engine cores are on.
+    None where one process decides. With Ray one does, whichever nodes its workers and engine cores are on.
     """
     size, here = int(parallel.data_parallel_size), int(parallel.data_parallel_size_local)
     if parallel.nnodes > 1:

@@ -47,7 +47,10 @@ class StatusRecord:
             self._the_reporter().publish(record)
 
     def begin(self) -> None:
-        """This process takes part in an engine that starts. That may take long: from now on it is heard of every few seconds."""
+        """This process takes part in an engine that starts.
+
+        That may take long: from now on it is heard of every few seconds.
+        """
         self.starting = True
         if not self._kept:
             # Its record is only touched: making one takes a lock that hooks on imports hold.

@@ -1,4 +1,7 @@
-"""The folder of this user's records, which nobody else may write to: found, made, opened and looked at before it is used."""
+"""The folder of this user's records, which nobody else may write to.
+
+It is found, made, opened and looked at before it is used.
+"""
 
 from __future__ import annotations
 

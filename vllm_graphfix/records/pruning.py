@@ -20,7 +20,10 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{16}-[A-Za-z0-9._-]{1,64}-[0-9]{1,10}\.json\
 
 
 def prune(base: Path) -> None:
-    """Removes what this user's ended processes have left: an hour after, where it is sure that they have; else after a week. Never raises."""
+    """Removes what this user's ended processes have left.
+
+    It goes an hour after they have ended, where it is sure that they have; else after a week. Never raises.
+    """
     with suppress(Exception):
         now, here = time.time(), identity()
         found = read(base, own=True).found

@@ -30,7 +30,7 @@ class Found(NamedTuple):
     """When it was last written or touched, in seconds of the epoch."""
     path: Path
     inode: int = 0
-    """Of the file: another one whenever the record was written anew, the same when it was touched."""
+    """The inode of the file: another one whenever the record was written anew, the same when it was touched."""
 
 
 class Reading(NamedTuple):
@@ -40,10 +40,12 @@ class Reading(NamedTuple):
 
 
 def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tuple[str, int]] = frozenset()) -> Reading:
-    """The records in every `vllm-graphfix-<uid>` below *base* that this user may read, its own ones first. Never raises.
+    """The records in every `vllm-graphfix-<uid>` below *base* that this user may read, its own ones first.
 
-    With *own*, this user's only: nobody else can have written these. Those of the engine *first* are read before all others, those
-    in *skip*, by name and inode, not at all.
+    Never raises.
+
+    With *own*, this user's only: nobody else can have written these. Those of the engine *first* are read before all
+    others, those in *skip*, by name and inode, not at all.
     """
     found: list[Found] = []
     problems: list[str] = []

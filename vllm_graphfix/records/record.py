@@ -57,10 +57,10 @@ class Wrong(NamedTuple):
     graph: str
     padded_rows: int
     rows: int
-    """That are no padding."""
+    """The number of rows that are not padding."""
     backends: str
     errors: str
-    """Of each row, relative: ``0 0.31 inf``."""
+    """The relative error of each row: ``0 0.31 inf``."""
     noise: str
     """The largest error of runs without the graph among themselves."""
     layer: str
@@ -145,7 +145,10 @@ class Record(NamedTuple):
 
     @classmethod
     def from_json(cls, value: object) -> Record:
-        """The record that *value* is, text made printable. Raises RecordError; keys that this version does not know are left out."""
+        """The record that *value* is, with its text made printable.
+
+        Raises RecordError; keys that this version does not know are left out.
+        """
         given = Checked(value, "the record")
         schema = given.whole("schema")
         if schema > SCHEMA:

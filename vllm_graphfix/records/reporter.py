@@ -68,7 +68,10 @@ class Reporter:
         self._have_written()
 
     def keep(self, refresh: Callable[[], Record | None], every: float = HEARTBEAT) -> None:
-        """Asks *refresh* now and every so many seconds, in a daemon thread; a record that is as before, or None, is a heartbeat."""
+        """Asks *refresh* now and every so many seconds, in a daemon thread.
+
+        A record that is as before, or None, is a heartbeat.
+        """
         with self._lock:
             self._refresh, self._every = refresh, every
             if self._keeper is not None or self._ended.is_set():
@@ -83,7 +86,10 @@ class Reporter:
             self._complain(str(error))
 
     def flush(self, timeout: float = 1.0) -> None:
-        """Waits until what was published is on disk, in at most *timeout* seconds: for a process that is about to end."""
+        """Waits until what was published is on disk, in at most *timeout* seconds.
+
+        It is for a process that is about to end.
+        """
         writer = self._writer
         if writer is not None and writer is not threading.current_thread():
             with suppress(RuntimeError):  # it could not be started, and is not to be waited for
@@ -181,6 +187,6 @@ class Reporter:
             self._warned = True
         with suppress(Exception):
             self._warn(
-                f"the status record of this process cannot be kept: {what}. Serving is not affected, but `vllm-graphfix fleet` and the metrics miss "
-                f"this process. {STATUS_DIR} can name another folder"
+                f"the status record of this process cannot be kept: {what}. Serving is not affected, but "
+                f"`vllm-graphfix fleet` and the metrics miss this process. {STATUS_DIR} can name another folder"
             )

@@ -1,4 +1,7 @@
-"""Which engines get the fixes: a sticky, monotonic choice by percentage, made once for an engine and handed on to its processes."""
+"""Which engines get the fixes: a sticky, monotonic choice by percentage.
+
+It is made once for an engine and handed on to its processes.
+"""
 
 # No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
 
@@ -25,7 +28,9 @@ _ENGINE = re.compile(r"[0-9a-f]{16}")
 
 
 def bucket(key: str) -> int:
-    """Of *key*, 0 to 9,999: the first eight bytes of SHA-256 over ``vllm-graphfix:`` and the key, big-endian, modulo 10,000.
+    """The bucket of *key*, 0 to 9,999.
+
+    It is the first eight bytes of SHA-256 over ``vllm-graphfix:`` and the key, big-endian, modulo 10,000.
 
     An engine is in the rollout if its bucket is below the percentage times 100. So whoever is in at 5 % is in at 6 %.
     """
@@ -73,7 +78,7 @@ class Decision(NamedTuple):
     vllm: str
     host: str
     pid: int
-    """Of the process that decided, on *host*."""
+    """The process ID of the process that decided, on *host*."""
     key: str | None
     bucket: int | None
     """None where no percentage is set: every engine is in."""
@@ -99,11 +104,17 @@ class Decision(NamedTuple):
             return None
         if self.refused is not None:
             return self.refused
-        return f"bucket {self.bucket} of {BUCKETS:,} is not among the first {shown(self.rollout or 0)} ({environment.ROLLOUT}, key {self.key!r})"
+        return (
+            f"bucket {self.bucket} of {BUCKETS:,} is not among the first {shown(self.rollout or 0)} "
+            f"({environment.ROLLOUT}, key {self.key!r})"
+        )
 
     @property
     def is_off(self) -> bool:
-        """Whether this engine is stock for all that its settings say: the kill switch, or a percentage that nobody can be in by."""
+        """Whether this engine is stock for all that its settings say.
+
+        That is so with the kill switch, and with a percentage that nobody can be in by.
+        """
         return self.master is environment.Master.OFF or self.refused is not None
 
     def same_choice(self, other: "Decision") -> bool:
@@ -128,7 +139,7 @@ class Decision(NamedTuple):
 
     @property
     def percentage(self) -> float:
-        """Of the engines with these settings, how many get the fixes that they need."""
+        """The percentage of the engines with these settings that get the fixes that they need."""
         if not self._corrects or (self.rollout is None and self.refused is not None):
             return 0.0
         return 100.0 if self.rollout is None else self.rollout / 100
@@ -142,8 +153,9 @@ class Decision(NamedTuple):
         if self.rollout is None or not 0 < self.rollout < BUCKETS:
             return self
         why = (
-            f"{environment.ROLLOUT}={shown(self.rollout)} without {environment.ROLLOUT_KEY}: with {separately} the nodes of an engine decide "
-            "separately, and need one key that all of them have; no node gets the fixes until it is set"
+            f"{environment.ROLLOUT}={shown(self.rollout)} without {environment.ROLLOUT_KEY}: with {separately} the "
+            "nodes of an engine decide separately, and need one key that all of them have; "
+            "no node gets the fixes until it is set"
         )
         return self._replace(canary=False, refused=why)
 
@@ -172,7 +184,10 @@ def decide(wanted: environment.Settings, vllm: str, *, host: str | None = None) 
             rollout = buckets_of(wanted.rollout)
         except ValueError as error:
             # All engines would be the other reading. Whoever wrote a percentage wanted a part of the fleet.
-            refused = f"{environment.ROLLOUT}={text.shown(wanted.rollout)} {error}; no engine gets the fixes until this is corrected"
+            refused = (
+                f"{environment.ROLLOUT}={text.shown(wanted.rollout)} {error}; "
+                "no engine gets the fixes until this is corrected"
+            )
             misconfigured[environment.ROLLOUT] = environment.brief(wanted.rollout)
     canary = refused is None and (found is None or rollout is None or found < rollout)
     return Decision(

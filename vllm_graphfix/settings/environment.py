@@ -104,7 +104,8 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     known = names(fixes)
     unknown = sorted(key for key in environment if key not in known and key.upper().startswith(PREFIX))
     problems += [
-        f"{key if key.isprintable() and len(key) <= _LONGEST_NAME else shown(key)} is not a variable of vllm-graphfix{_nearest(key.upper(), known)} It has no effect"
+        f"{key if key.isprintable() and len(key) <= _LONGEST_NAME else shown(key)} is not a variable of "
+        f"vllm-graphfix{_nearest(key.upper(), known)} It has no effect"
         for key in unknown[:_NAMED]
     ]
     if len(unknown) > _NAMED:
@@ -127,7 +128,10 @@ class _Values:
         self.misconfigured: dict[str, str] = {}
 
     def one_of(self, key: str, values: Mapping[str, T], default: T, otherwise: T, so: str) -> T:
-        """The value of *key*, *default* if it is not set, *otherwise* if it means nothing; *so* says what follows then."""
+        """The value of *key*, *default* if it is not set, *otherwise* if it means nothing.
+
+        *so* says what follows then.
+        """
         given = self._environment.get(key, "").strip()
         word = given.lower()
         if not word:
@@ -160,7 +164,10 @@ def seconds(text: str) -> float:
 
 
 def _default_patience(environment: Mapping[str, str]) -> float:
-    """Not less than what vLLM was told to wait for its engines: where stock starts, the ranks' comparison must not end it."""
+    """The default timeout, which is not less than what vLLM was told to wait for its engines.
+
+    Where stock starts, the ranks' comparison must not end it.
+    """
     try:
         return float(min(max(int(PATIENCE), int(environment.get(_VLLM_PATIENCE, ""))), MOST_PATIENCE))
     except ValueError:  # vLLM says what is wrong with its own variable
@@ -186,6 +193,9 @@ def is_brief(name: object, value: object) -> bool:
 
 
 def brief(value: str) -> str:
-    """A value that means nothing, short and in ASCII: fit for a record, a label, and a decision with one for every variable."""
+    """A value that means nothing, short and in ASCII.
+
+    It is fit for a record, a label, and a decision with one for every variable.
+    """
     told = ascii(value)[1:-1]
     return told if len(told) <= _LONGEST_VALUE else f"{told[: _LONGEST_VALUE - 3]}..."

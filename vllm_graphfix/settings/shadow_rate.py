@@ -1,4 +1,7 @@
-"""How often a replay is checked, as the user writes it: a fraction of the replays, or a budget of the time that they take."""
+"""How often a replay is checked, as the user writes it.
+
+It is a fraction of the replays, or a budget of the time that they take.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Rate(NamedTuple):
     every: int | None = None
     """Replays for each one that is checked."""
     share: float | None = None
-    """Of the time of all steps, at most this for the checks: 0.001 is 0.1 %."""
+    """The largest part of the time of all steps that the checks may take: 0.001 is 0.1 %."""
 
     def __bool__(self) -> bool:
         return self != (None, None)
@@ -52,7 +55,10 @@ def parse(text: str) -> Rate:
 
 
 def normal(text: str) -> str:
-    """*text*, of a rate that `parse` knows, as all ranks of an engine tell it to each other: ``off``, ``1/2000``, ``0.1%``."""
+    """*text*, a rate that `parse` knows, as all ranks of an engine tell it to each other.
+
+    Examples: ``off``, ``1/2000``, ``0.1%``.
+    """
     rate = parse(text)
     if rate.every:
         return f"1/{rate.every}"

@@ -65,10 +65,13 @@ class Shadow:
         self.stopped: str | None = None
         """The failure that it is over for."""
         self._stages: Stages | None = None
-        """Of a pipeline that keeps a budget."""
+        """The stages of a pipeline that keeps a budget."""
 
     def begin_in_pipeline(self, *, drafts: bool) -> None:
-        """All stages count their steps from here on. With a fraction they check the same ones, with a budget they have to agree."""
+        """All stages count their steps from here on.
+
+        With a fraction they check the same ones, with a budget they have to agree.
+        """
         first = self.schedule.begin_in_pipeline(drafts=drafts)
         if self.schedule.share is not None:
             self._stages = stages.of_this_rank(self.schedule.share, first)
@@ -94,7 +97,10 @@ class Shadow:
             tried(self._stages.end)
 
     def plan(self) -> None:
-        """At the step for which the stages of a pipeline have agreed to: which one is due next. All ranks of the group are here at once."""
+        """Agrees which step is due next, at the step for which the stages of a pipeline have agreed to do so.
+
+        All ranks of the group are here at once.
+        """
         others, step = self._stages, self.schedule.step
         if others is None or self.schedule.due >= NEVER or step < others.plan_at:
             return
@@ -118,7 +124,9 @@ class Shadow:
         self.schedule.plan(cost)
 
     def check(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
-        """The result of *replay*, vLLM's own, compared with an eager run of the same step. Raises what *replay* raises, and nothing else.
+        """The result of *replay*, vLLM's own, compared with an eager run of the same step.
+
+        Raises what *replay* raises, and nothing else.
 
         *describe* tells the step of the graph *key*; what it raises turns the check off. All ranks of the group are
         here at the same step, and each of them takes part in every agreement, whatever failed in it: one that did not
@@ -160,7 +168,10 @@ class Shadow:
         return output
 
     def without_graph(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
-        """The result of a step whose graph is in quarantine; by its graph if it cannot be run without, which is what stock does."""
+        """The result of a step whose graph is in quarantine.
+
+        If the step cannot be run without its graph, it runs by it, which is what stock does.
+        """
         known = self._known.setdefault(key, _Known())
         with ranks.limited():
             output, failed = tried(lambda: self._quarantined(key, describe))
@@ -172,7 +183,8 @@ class Shadow:
         if not self._replayed_in_quarantine:
             self._replayed_in_quarantine = True
             logger.warning(
-                "graphfix: a step whose graph is in quarantine cannot run without it, so it is replayed as on stock: %s",
+                "graphfix: a step whose graph is in quarantine cannot run without it, so it is replayed as on stock: "
+                "%s",
                 told(failed),
             )
         known.failed += 1
@@ -180,14 +192,18 @@ class Shadow:
             self.quarantined.discard(key)
             self.results.given_up += 1
             logger.warning(
-                "graphfix: %s is replayed again as on stock, although it was found wrong: %s steps in a row cannot run without it",
+                "graphfix: %s is replayed again as on stock, although it was found wrong: "
+                "%s steps in a row cannot run without it",
                 known.graph.name if known.graph else key,
                 _GIVEN_UP,
             )
         return replay()
 
     def _quarantined(self, key: Hashable, describe: Callable[[], Step]) -> Any:
-        """What a run without the graph returns on all ranks; what it raises leaves the step as its graph would have found it."""
+        """What a run without the graph returns on all ranks.
+
+        What it raises leaves the step as its graph would have found it.
+        """
         begun: QuarantinedStep | None = None
 
         def prepare() -> None:
@@ -209,7 +225,10 @@ class Shadow:
         return lambda copies: self.memory.lacks(copies, owner, tokens, must_know=must_know)
 
     def _agree(self, failed: Exception | None, *values: float) -> tuple[float, ...] | None:
-        """Of each value the largest of all ranks; None, and the check is off, if a step before failed on one of them."""
+        """The largest of each value among all ranks.
+
+        None, and the check is off, if a step before failed on one of them.
+        """
         try:
             anywhere, *agreed = ranks.largest(failed is not None, *values)
         except Exception as error:
@@ -309,22 +328,26 @@ class Shadow:
         """Runs without the graph that differ that much say nothing of a replay; others of the same graph may."""
         self.results.skipped += 1
         if not of_first:
-            reason = "a first run of a step without its graph equals the replay and a second one does not: the model consumes what it is given"
+            reason = (
+                "a first run of a step without its graph equals the replay and a second one does not: "
+                "the model consumes what it is given"
+            )
             self.stop(reason, UnsafeError(reason))
         elif not self._was_loud:
             self._was_loud = True
             logger.warning(
-                "graphfix: two runs of one step without its graph differ by %.3g of their largest value; such a step says nothing about its replay",
+                "graphfix: two runs of one step without its graph differ by %.3g of their largest value; "
+                "such a step says nothing about its replay",
                 noise,
             )
         # In the caches is then what the replay leaves, and not the last run.
         self._tried_by_all(lambda: checked.again(replay))
 
     def _is_explained(self, checked: CheckedStep, replay: Callable[[], Any], here: float, anywhere: float) -> bool:
-        """Whether the replay, as far apart as rounding may be, differs from run to run, or is launched as at the capture.
+        """Whether the replay, as far apart as rounding may be, differs from run to run or is launched as captured.
 
-        *here*: its error on this rank. In the caches is then what the replay leaves, and otherwise what an eager run
-        does.
+        *here*: its error on this rank. If so, the caches then hold what the replay leaves, and otherwise what an eager
+        run does.
         """
         if not anywhere <= _ROUNDING:
             return False

@@ -20,7 +20,10 @@ of a batch are more."""
 
 
 def tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a model returns: one, tuples and lists, or the `IntermediateTensors` of a pipeline stage; in one order."""
+    """The tensors in what a model returns, in one order.
+
+    A model returns one tensor, tuples and lists, or the `IntermediateTensors` of a pipeline stage.
+    """
     import torch
 
     if isinstance(output, torch.Tensor):
@@ -36,7 +39,9 @@ def tensors(output: Any) -> Iterator[Tensor]:
 
 
 def row_errors(found: list[Tensor], expected: list[Tensor], rows: int) -> Tensor:
-    """(rows,) float64: of each of the first *rows* rows of all tensors, the largest difference by the largest value expected there.
+    """The relative error of each of the first *rows* rows of all tensors: (rows,) float64.
+
+    It is the largest difference in the row divided by the largest value expected there.
 
     NaN where NaN is expected, and the same infinity, are no difference; NaN on one side alone is an infinite one.
     """
@@ -81,7 +86,10 @@ def drawn_alike(found: list[Tensor], expected: list[Tensor], rows: int) -> Tenso
 
 
 def state_error(found: list[Rows], expected: list[Rows]) -> float:
-    """The largest relative error of a row of recurrent state. Block 0 is the null block, where padding writes what it will."""
+    """The largest relative error of a row of recurrent state.
+
+    Block 0 is the null block, where padding writes what it will.
+    """
     worst = 0.0
     for (rows, one), (_, other) in zip(found, expected, strict=True):
         if not rows.compared:

@@ -1,12 +1,14 @@
 """Model runner V2: full graphs of a drafter, Eagle or MTP, which its speculator replays (0.19.0 - 0.33.0).
 
-Such a graph takes no arguments and returns nothing: it reads and writes tensors that the speculator keeps, and the draft layers' cache. It ends in
-draft tokens, sampled with random numbers that follow from seed and position, so that a second run draws the same. A check keeps those tensors,
-calls the speculator's own function for a step without graph, and compares what both have left for the rows of requests.
+Such a graph takes no arguments and returns nothing: it reads and writes tensors that the speculator keeps, and the
+draft layers' cache. It ends in draft tokens, sampled with random numbers that follow from seed and position, so that a
+second run draws the same. A check keeps those tensors, calls the speculator's own function for a step without graph,
+and compares what both have left for the rows of requests.
 
-That function is run with the rows of the graph, padding included, as when the graph was captured: with fewer, the matrix of logits is of another
-shape, which another kernel may compute, and the likeliest token may be another one for want of the last bit. What a padded row writes for the request
-that it stands for must not matter, so it stands for one that is not in the batch.
+That function is run with the rows of the graph, padding included, as when the graph was captured: with fewer, the
+matrix of logits is of another shape, which another kernel may compute, and the likeliest token may be another one for
+want of the last bit. What a padded row writes for the request that it stands for must not matter, so it stands for one
+that is not in the batch.
 
 Drafters with graphs of their own kind are left alone: DFlash and what is made of it, MTP of several modules, 0.18's.
 """
@@ -54,13 +56,16 @@ class _Graphs(NamedTuple):
     caller: str
     """The speculator's method that replays them."""
     eager: str
-    """Its method that runs such a step without graph, called by *caller* with its variables: requests, tokens, *metadata*, *slots*."""
+    """Its method that runs such a step without graph, called by *caller* with its variables: requests, tokens,
+    *metadata*, *slots*."""
     metadata: str
     slots: str
     columns: str
-    """Of draft tokens and logits, what a replay writes: ``first``, ``step`` (the caller's variable) or ``rest``, all but the first."""
+    """The columns of draft tokens and logits that a replay writes: ``first``, ``step`` (the caller's variable) or
+    ``rest``, all but the first."""
     builds: bool = True
-    """Whether *caller* has metadata where it replays; else the graph makes its own of those that it was captured with."""
+    """Whether *caller* has metadata where it replays; else the graph makes its own of those that it was captured
+    with."""
 
 
 class _Speculator(NamedTuple):
@@ -119,16 +124,16 @@ MODULES = tuple(dict.fromkeys(speculator.module for speculator in SHAPES.values(
 _HELPERS = ("run_model", "_run_model", "_sample_draft", "sample_draft", "_generate_draft")
 _KNOWN = frozenset(
     """
-    hidden_states inputs_embeds input_buffers idx_mapping temperature seeds draft_tokens draft_logits current_draft_step last_token_indices
-    sample_src_positions block_tables attn_groups pcp_manager
-    model method vllm_config max_model_len num_speculative_steps use_fp64_gumbel supports_mm_inputs model_returns_tuple advance_draft_positions
-    use_local_argmax_reduction draft_watermarker prefill_cudagraph_manager
-    run_model _run_model _sample_draft sample_draft _greedy_sample_draft compute_draft_logits get_draft_top_tokens _maybe_predict_acceptance
-    _prepare_eplb_forward _generate_draft _update_draft_decode_metadata
+    hidden_states inputs_embeds input_buffers idx_mapping temperature seeds draft_tokens draft_logits current_draft_step
+    last_token_indices sample_src_positions block_tables attn_groups pcp_manager
+    model method vllm_config max_model_len num_speculative_steps use_fp64_gumbel supports_mm_inputs model_returns_tuple
+    advance_draft_positions use_local_argmax_reduction draft_watermarker prefill_cudagraph_manager
+    run_model _run_model _sample_draft sample_draft _greedy_sample_draft compute_draft_logits get_draft_top_tokens
+    _maybe_predict_acceptance _prepare_eplb_forward _generate_draft _update_draft_decode_metadata
     """.split()
 )
-"""What drafting reads, writes and calls of a speculator in the releases that were looked at: tensors, which are kept and put back, and
-numbers. Something else may be state that a second run spoils."""
+"""What drafting reads, writes and calls of a speculator in the releases that were looked at: tensors, which are kept
+and put back, and numbers. Something else may be state that a second run spoils."""
 _ARGUMENTS = ("attn_metadata", "slot_mappings", "num_tokens_across_dp", "cudagraph_runtime_mode")
 _MORE = {"mm_inputs", "skip_sample", "num_speculative_steps"}
 
@@ -217,7 +222,10 @@ def patches(shape: str) -> tuple[Patch, ...]:
 
 
 def _watched(speculator: _Speculator, stock: StockFunction) -> StockFunction:
-    """Around the method that makes a speculator's managers: each of them counts its replays, and checks the one that is due."""
+    """Wraps the method that makes a speculator's managers.
+
+    Each of them counts its replays, and checks the one that is due.
+    """
 
     @functools.wraps(stock)
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -255,7 +263,7 @@ class _Drafter(NamedTuple):
     speculator: Any
     manager: Any
     graphs: Mapping[str, _Graphs]
-    """Of this manager, by the method that replays them."""
+    """The graphs of this manager, by the method that replays them."""
 
 
 def _counted(stock: Callable[[Any], Any], drafter: _Drafter, shadow: Shadow) -> Callable[[Any], Any]:
@@ -264,8 +272,9 @@ def _counted(stock: Callable[[Any], Any], drafter: _Drafter, shadow: Shadow) -> 
 
     @functools.wraps(stock)
     def run_fullgraph(desc: Any) -> Any:
-        # Every rank of a group counts the same replays. The time of the step is that between the target model's, whose replays alone read
-        # the clock; where it has none, a budget goes by what a check is taken to cost, as at the beginning.
+        # Every rank of a group counts the same replays. The time of the step is that between the target model's, whose
+        # replays alone read the clock; where it has none, a budget goes by what a check is taken to cost, as at the
+        # beginning.
         schedule.count += 1
         if schedule.count < schedule.due and not (quarantined and (mark, desc) in quarantined):
             return stock(desc)
@@ -396,7 +405,10 @@ def _backends(speculator: Any) -> tuple[str, ...]:
 
 
 def _buffers(speculator: Any, tokens: int) -> dict[str, Tensor]:
-    """Tensors of the speculator, less draft logits; of those with a row for each token of the largest batch the rows of this one."""
+    """Tensors of the speculator, less draft logits.
+
+    Those with a row for each token of the largest batch are cut to the rows of this one.
+    """
     import torch
 
     return {
@@ -430,7 +442,10 @@ def _logits(call: _Call) -> Tensor | None:
 
 
 def _another(call: _Call, requests: Tensor) -> int:
-    """A request, by its place in the speculator's buffers, that is not in the batch: there is one where a row is padded."""
+    """A request, by its place in the speculator's buffers, that is not in the batch.
+
+    There is one where a row is padded.
+    """
     taken = set(requests.tolist())
     return next(place for place in range(call.speculator.max_num_reqs) if place not in taken)
 
@@ -442,7 +457,10 @@ def _given(call: _Call) -> tuple[Any, Any]:
 
 
 def _built(call: _Call) -> tuple[Any, Any]:
-    """The same, made as for a step whose graph does not make its own; it is done after the replay, which must not see it."""
+    """Attention metadata and slots by layer, made as for a step whose graph does not make its own.
+
+    It is done after the replay, which must not see it.
+    """
     speculator, buffers, requests = call.speculator, call.speculator.input_buffers, call.requests
     slots = speculator.block_tables.compute_slot_mappings(
         speculator.idx_mapping[:requests],
@@ -460,7 +478,10 @@ def _by_layer(call: _Call, slots: Tensor) -> Any:
 
 
 def _without_graph(call: _Call, rows: int, stands_for: int | None = None) -> Callable[[], None]:
-    """The speculator's own function on *rows*; padded ones stand for the request *stands_for*, unless they stand for none."""
+    """The speculator's own function on *rows*.
+
+    Padded rows stand for the request *stands_for*, unless they stand for none.
+    """
     speculator, desc, variables = call.speculator, call.desc, call.variables
     eager = getattr(speculator, call.graphs.eager)
     takes = inspect.signature(eager).parameters

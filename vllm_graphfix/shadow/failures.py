@@ -18,7 +18,10 @@ class UnsafeError(Exception):
 
 
 class StepError(Exception):
-    """vLLM's own error in a run of a step that its graph has gone through: graph and attention metadata are of two kinds."""
+    """vLLM's own error in a run of a step that its graph has gone through.
+
+    Graph and attention metadata are of two kinds.
+    """
 
 
 class FailedElsewhereError(Exception):
@@ -53,7 +56,10 @@ def tried(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def let_go(error: BaseException | None) -> None:
-    """Of the tensors in the frames that an error has come through: on a GPU they would be held until Python looks for cycles."""
+    """Releases the tensors in the frames that an error has come through.
+
+    On a GPU they would be held until Python looks for cycles.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

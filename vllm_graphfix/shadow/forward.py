@@ -1,4 +1,7 @@
-"""One forward pass as vLLM's forward context describes it: what a second one would read and write. And engines where there must be none."""
+"""One forward pass as vLLM's forward context describes it: what a second one would read and write.
+
+It also says in which engines there must be no second pass.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LARGEST_INPUT = 64 << 20
-"""Bytes of a tensor among the inputs that is copied; larger ones are workspaces, which a pass fills before it reads them."""
+"""The largest tensor among the inputs that is copied, in bytes; larger ones are workspaces, which a pass fills before
+it reads them."""
 
 
 def unsafe(config: Any) -> str | None:
@@ -23,7 +27,10 @@ def unsafe(config: Any) -> str | None:
     if getattr(config, "kv_transfer_config", None) is not None:
         return "a KV connector takes each layer's cache while a forward pass runs, and would get it twice"
     if getattr(parallel, "data_parallel_size", 1) > 1 and getattr(parallel, "is_moe_model", True) is not False:
-        return "data-parallel ranks of a mixture of experts run collectives together in a forward pass, and are not at the same step"
+        return (
+            "data-parallel ranks of a mixture of experts run collectives together in a forward pass, "
+            "and are not at the same step"
+        )
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
         return "micro-batches overlap in a forward pass, on threads of their own"
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
@@ -105,8 +112,8 @@ class Pass(NamedTuple):
 def _launches(config: Any, descriptor: Any) -> tuple[dict[str, int], ...]:
     """What a capture may have been told, by which kernels cut their work.
 
-    That its longest request is as long as can be (FlashAttention 2); and for batches of prompts and decodes, that it has one request, or
-    requests of one token (Triton's attention).
+    It may have been told that its longest request is as long as can be (FlashAttention 2); and for batches of prompts
+    and decodes, that it has one request, or requests of one token (Triton's attention).
     """
     longest = getattr(getattr(config, "model_config", None), "max_model_len", None)
     if longest is None:

@@ -1,8 +1,10 @@
-"""The layers of a model as vLLM's forward context names them: their caches, their recurrent state, and which one goes wrong first.
+"""The layers of a model as vLLM's forward context names them.
 
-A replayed graph runs no hook, and a compiled model has none inside. What both kinds of run leave for each layer is its cache: what it
-writes follows from what comes in, so the first cache that differs is of the layer after the first wrong output, or of the same one
-where the state is made of the output.
+It covers their caches, their recurrent state, and which layer goes wrong first.
+
+A replayed graph runs no hook, and a compiled model has none inside. What both kinds of run leave for each layer is its
+cache: what it writes follows from what comes in, so the first cache that differs is of the layer after the first wrong
+output, or of the same one where the state is made of the output.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _RECURRENT = "MambaBase"
 _MOST_COPIED = 256 << 20
 """Bytes of blocks that are copied in all to find the first layer; what is beyond is passed over."""
 _MANY_BLOCKS, _MANY_TOKENS = 1 << 30, 1 << 20
-"""Of a cache whose shape a backend is asked for: numbers that no other axis of it has."""
+"""Numbers for a cache whose shape a backend is asked for, which no other axis of it has."""
 
 
 def unknown_cache(layers: Mapping[str, Any]) -> str | None:
@@ -45,13 +47,19 @@ def unknown_cache(layers: Mapping[str, Any]) -> str | None:
 
 
 def _kind_of_cache(layer: Any) -> str | None:
-    """The class that says what the cache of *layer* is: a subclass that says it anew may use it otherwise than its base."""
+    """The class that says what the cache of *layer* is.
+
+    A subclass that says it anew may use it otherwise than its base.
+    """
     kinds = type(layer).__mro__
     return next((kind.__name__ for kind in kinds if "get_kv_cache_spec" in vars(kind)), None)
 
 
 def _caches(layer: Any) -> list[Tensor]:
-    """The tensors of a layer's cache; up to 0.19.1 in a list with one entry for each virtual engine, of which there is one."""
+    """The tensors of a layer's cache.
+
+    Up to 0.19.1 they are in a list with one entry for each virtual engine, of which there is one.
+    """
     import torch
 
     def flat(found: Any) -> Iterable[Tensor]:
@@ -65,7 +73,10 @@ def _caches(layer: Any) -> list[Tensor]:
 
 
 def recurrent_rows(layers: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[StateRows]:
-    """The rows of recurrent state that a step may read or write: all that its metadata name, those of padding (the null block) included."""
+    """The rows of recurrent state that a step may read or write.
+
+    These are all that its metadata name, those of padding (the null block) included.
+    """
     import torch
 
     found: list[StateRows] = []
@@ -91,9 +102,10 @@ def recurrent_rows(layers: Mapping[str, Any], metadata: Mapping[str, Any]) -> li
 def written(
     layers: Mapping[str, Any], slots: Mapping[str, Tensor], states: list[StateRows]
 ) -> list[tuple[str, Tensor]]:
-    """Copies of what the layers hold for the tokens of a step: blocks of *slots*, (tokens,) and -1 for none, and rows of state.
+    """Copies of what the layers hold for the tokens of a step: blocks and rows of state.
 
-    Blocks, not tokens alone: in a quantised cache the scales of a block may be behind all its tokens.
+    The blocks are those of *slots*, (tokens,) and -1 for none. Blocks, not tokens alone: in a quantised cache the
+    scales of a block may be behind all its tokens.
     """
     by_layer: dict[str, list[Tensor]] = {}
     for rows in states:
@@ -123,8 +135,9 @@ def written(
 def _block_and_token(layer: Any, cache: Tensor) -> tuple[int, int] | None:
     """The axes of blocks and of a block's tokens; None where that is not known.
 
-    A layer's blocks are those of its kernels: groups of layers differ in them, and the block size of the engine is often a multiple. Up to
-    0.28 the backend knows the shape of a cache; from 0.29 on each is (blocks, heads, tokens, width), without heads for MLA.
+    A layer's blocks are those of its kernels: groups of layers differ in them, and the block size of the engine is
+    often a multiple. Up to 0.28 the backend knows the shape of a cache; from 0.29 on each is (blocks, heads, tokens,
+    width), without heads for MLA.
     """
     try:
         backend = layer.get_attn_backend()

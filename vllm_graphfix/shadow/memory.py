@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Memory:
-    """Of one process."""
+    """What is known, in one process, of the memory that runs without a graph need."""
 
     def __init__(self) -> None:
         self.measuring = True
@@ -31,7 +31,10 @@ class Memory:
         self._in_graphs: int | None = None
 
     def measured(self, owner: object, tokens: object, run: Callable[[], T]) -> T:
-        """The result of *run*, a warm-up of *tokens* tokens for the graphs of *owner*, an id; its need is remembered."""
+        """The result of *run*, a warm-up of *tokens* tokens for the graphs of *owner*, an id.
+
+        The memory that it needs is remembered.
+        """
         begun = self.begin()
         output = run()
         self.finish(owner, tokens, begun)
@@ -48,9 +51,10 @@ class Memory:
             self.needs[key] = max(self.needs.get(key, 0), peak - begun)
 
     def lacks(self, copies: int, owner: object, tokens: object, *, must_know: bool) -> str | None:
-        """Why there is no room for *copies* bytes and a run without the graph of *tokens* tokens of *owner*; None if there is.
+        """Why there is no room for a further run; None if there is.
 
-        *must_know*: other ranks depend on it, so that a run of which it is not known what it takes must not be tried.
+        The room is for *copies* bytes and a run without the graph of *tokens* tokens of *owner*. *must_know*: other
+        ranks depend on it, so that a run of which it is not known what it takes must not be tried.
         """
         free = self._free()
         if free is None:
@@ -68,7 +72,10 @@ class Memory:
         )
 
     def _free(self) -> int | None:
-        """What the device and the allocator have left; None without a GPU. Memory of graphs is not free, though torch counts it as unused."""
+        """What the device and the allocator have left; None without a GPU.
+
+        Memory of graphs is not free, though torch counts it as unused.
+        """
         if self._in_graphs is None:  # it does not change after the last capture
             self._in_graphs = _unused_in_graphs()
         free, unused = _left()

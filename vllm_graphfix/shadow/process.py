@@ -43,9 +43,10 @@ def start(rate: Rate, action: Action, tell: Callable[[str], None] = lambda probl
 
 
 def serve(worker: Any) -> None:
-    """*worker* has captured its graphs. All stages of a pipeline make the same steps from here on, and up to here they do not.
+    """Begins the check, once *worker* has captured its graphs.
 
-    V1's last stage makes one more, and those that capture when they measure memory.
+    All stages of a pipeline make the same steps from here on, and up to here they do not: V1's last stage makes one
+    more, and so do those that capture when they measure memory.
     """
     if SHADOW is not None:
         SHADOW.memory.measuring = False

@@ -1,9 +1,9 @@
-"""What the ranks of a tensor-parallel group agree about, through vLLM's own CPU group, and how the collectives of a further run stay paired.
+"""What the ranks of a tensor-parallel group agree about, and how the collectives of a further run stay paired.
 
-No more than that group: in the engines that are checked, each group with collectives in a forward pass (decode context
-parallelism, expert parallelism without data parallelism) is a part of it. The stages of a pipeline are at different
-steps, and the forward pass of one has no collective with another. What they tell each other goes through a store
-(`stages`).
+They agree through vLLM's own CPU group, and no more than that group: in the engines that are checked, each group with
+collectives in a forward pass (decode context parallelism, expert parallelism without data parallelism) is a part of it.
+The stages of a pipeline are at different steps, and the forward pass of one has no collective with another. What they
+tell each other goes through a store (`stages`).
 
 A rank that fails in the middle of a run has queued fewer collectives than the others. It must queue no other one: a
 later one would pair with those, and every sum from there on would be of two different things. So a run begins when all
@@ -27,7 +27,10 @@ _STEP, _OTHER = 1.0, 2.0
 
 
 def alone() -> bool:
-    """Whether this rank's group has no other one: it waits for nobody, and whatever fails in it concerns nobody else."""
+    """Whether this rank's group has no other one.
+
+    It waits for nobody then, and whatever fails in it concerns nobody else.
+    """
     try:
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -46,9 +49,10 @@ def limited() -> Any:
 
 
 def largest(*values: float) -> tuple[float, ...]:
-    """Of each of *values* the largest that a rank gave. Every rank of the group has to call it; a rank alone gets its own.
+    """The largest of each of *values* that a rank gave.
 
-    Where a rank does not come, or is gone, this process ends: it cannot know what the other one does instead.
+    Every rank of the group has to call it; a rank alone gets its own. Where a rank does not come, or is gone, this
+    process ends: it cannot know what the other one does instead.
     """
     from vllm.distributed.parallel_state import get_tp_group
 
@@ -109,9 +113,10 @@ def _synchronize() -> None:
 
 
 def place_in_pipeline() -> tuple[int, int, str, bool]:
-    """This rank's stage; how many there are; the name of their pipeline; and whether this rank tells the others, for its tensor-parallel group.
+    """This rank's stage; how many there are; the name of their pipeline; and whether this rank tells the others.
 
-    Those that do are the first ranks of their groups, one pipeline among themselves, with a name that no other one has.
+    A rank that does tells them for its tensor-parallel group. Those that do are the first ranks of their groups, one
+    pipeline among themselves, with a name that no other one has.
     """
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 

@@ -1,7 +1,7 @@
-"""Model runner V1: full graphs of the target model, which `CUDAGraphWrapper` in mode FULL captures and replays (0.18.0 - 0.33.0).
+"""Model runner V1: full graphs of the target model (0.18.0 - 0.33.0).
 
-A drafter of V1 has piecewise graphs only. A wrapper of such pieces is left alone, as is everything where nothing is
-checked.
+`CUDAGraphWrapper` in mode FULL captures and replays them. A drafter of V1 has piecewise graphs only. A wrapper of such
+pieces is left alone, as is everything where nothing is checked.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def patches(shape: str) -> tuple[Patch, ...]:
 
 
 def _make_checked(stock: StockFunction) -> StockFunction:
-    """Around `CUDAGraphWrapper.__init__`: one in mode FULL becomes an instance of a subclass whose call counts and checks.
+    """Wraps `CUDAGraphWrapper.__init__`, so that each instance in mode FULL is checked.
+
+    Such an instance becomes one of a subclass whose call counts and checks.
 
     Instances, not the class: a model has one of mode FULL and, for each of its pieces, one of mode PIECEWISE.
     """
@@ -173,7 +175,7 @@ def _step(wrapper: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _real_rows(context: Any, config: Any) -> int:
-    """Of the tokens, those that are no padding, which is behind them: masked, or with -1 for a slot.
+    """The number of tokens that are not padding, which is behind them: masked, or with -1 for a slot.
 
     With decode context parallelism a rank has slots for its own tokens only; then it is told by where the last request
     ends.
@@ -194,7 +196,10 @@ def _real_rows(context: Any, config: Any) -> int:
 def _without_graphs(
     context: Any, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], Any]:
-    """The runnable in a copy of the forward context in which no graph is to be replayed; the pass counts its layers in the copy."""
+    """The runnable in a copy of the forward context in which no graph is to be replayed.
+
+    The pass counts its layers in the copy.
+    """
     module = sys.modules["vllm.forward_context"]
     none = type(context.cudagraph_runtime_mode)["NONE"]
 

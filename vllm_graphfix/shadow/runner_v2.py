@@ -1,4 +1,6 @@
-"""Model runner V2: full graphs of the target model, which `ModelCudaGraphManager.run_fullgraph` replays (0.18.0 - 0.33.0).
+"""Model runner V2: full graphs of the target model (0.18.0 - 0.33.0).
+
+`ModelCudaGraphManager.run_fullgraph` replays them.
 
 The method is given a descriptor alone: the graph has its inputs. What the model would be called with, had the step no
 graph, are variables of its caller, `GPUModelRunner.execute_model`, in every release under the same names. They are read
@@ -35,7 +37,7 @@ FALLBACK = Fallback()
 
 _SHAPE = "run-fullgraph"
 _UNMEASURED = "run-fullgraph-unmeasured"
-"""Of code of which it is not known that it asks for the function of each batch size before it warms up."""
+"""The shape of code of which it is not known that it asks for the function of each batch size before it warms up."""
 _VARIABLES = ("attn_metadata", "slot_mappings_by_layer", "input_batch", "model_inputs", "dummy_run")
 _CALLERS = 4
 """Functions between: a decorator or two."""
@@ -83,7 +85,9 @@ def patches(shape: str) -> tuple[Patch, ...]:
 
 
 def _measured(stock: StockFunction) -> StockFunction:
-    """Around `CudaGraphManager.capture(create_forward_fn, …)`, which a drafter's managers have in common with the target model's.
+    """Wraps `CudaGraphManager.capture(create_forward_fn, …)`.
+
+    A drafter's managers have the method in common with the target model's.
 
     It asks *create_forward_fn* for each batch size before it warms up, and for the next one, or again before the
     capture, after that: what is allocated in between is measured. Not around the functions that it gets: fixes look
@@ -162,7 +166,10 @@ def _maybe_check(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) 
 
 
 def _variables(frame: FrameType | None) -> Mapping[str, Any] | None:
-    """Of the `execute_model` that is replaying; None where somebody else is. Raises UnsafeError where they have other names."""
+    """The variables of the `execute_model` that is replaying; None where somebody else is.
+
+    Raises UnsafeError where they have other names.
+    """
     for _ in range(_CALLERS):
         if frame is None:
             return None

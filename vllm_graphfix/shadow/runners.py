@@ -1,4 +1,7 @@
-"""Where the shadow check wraps vLLM, as records that `Process` applies like fixes: diagnosed, all of their targets or none, read back."""
+"""Where the shadow check wraps vLLM.
+
+The places are records that `Process` applies like fixes: diagnosed, all of their targets or none, read back.
+"""
 
 # No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
 

@@ -1,4 +1,7 @@
-"""The runs of one step: its replay, and eager ones from where the replay began; what they left, how far apart that is, and all put back."""
+"""The runs of one step: its replay, and eager ones from where the replay began.
+
+It says what they left and how far apart that is, and puts all back.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _COPIES = 4
-"""Of the recurrent state, at once: before the replay, after it, after each of two eager runs."""
+"""The number of copies of the recurrent state at once: before the replay, after it, after each of two eager runs."""
 _LEAST_NOISE = 1e-30
 Lacks = Callable[[int], "str | None"]
 """Why there is no room for copies of so many bytes and for a run without the graph; None if there is."""
@@ -111,7 +114,7 @@ class CheckedStep:
         return kept_rows(self.step.states)
 
     def put_back(self) -> None:
-        """As the replay has left it. All is tried, and the first error raised."""
+        """Puts everything back to what the replay has left. All is tried, and the first error raised."""
         failed: list[Exception] = []
         for put_back in (
             self._output_back,
@@ -130,7 +133,10 @@ class CheckedStep:
 
 
 class QuarantinedStep:
-    """A step that is run without its graph, and not twice; until it has come to its end, as the graph would have found it."""
+    """A step that is run without its graph, and not twice.
+
+    Until it has come to its end, it can be put back as the graph would have found it.
+    """
 
     def __init__(self, step: Step, lacks: Lacks) -> None:
         needed = sum(rows.nbytes for rows in step.states)
@@ -187,7 +193,7 @@ class SecondRun:
             errors, still = errors[alike], still[alike]
         of_states = state_error(checked.states_of_replay, first.states), state_error(checked.states_of_replay, states)
         self.worst = min(max(_worst(errors), of_states[0]), max(_worst(still), of_states[1]))
-        """Of the replay, by the run that it is nearer to."""
+        """The largest error of the replay, by the run that it is nearer to."""
 
 
 def as_captured(checked: CheckedStep, launch: Mapping[str, int], otherwise: float) -> float:

@@ -1,4 +1,7 @@
-"""Which replays are checked: told by a count that all ranks share who run the same steps, of a tensor-parallel group or of a pipeline."""
+"""Which replays are checked.
+
+That follows from a count which all ranks share that run the same steps, of a tensor-parallel group or of a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from vllm_graphfix.settings.shadow_rate import NEVER, Rate
 _FIRST_COST = 5
 """Steps that a check is taken to cost before one was measured: a replay, an eager run, and the copies."""
 _PAUSE = 1.0
-"""Seconds between two steps from which on the engine had nothing to do: no part of the step time that a budget is of."""
+"""Seconds between two steps from which on the engine had nothing to do: such a pause is no part of the step time of
+which a budget is a share."""
 _MEMORY = 120.0
 """Seconds of steps after which what was spent counts half: a budget is kept over minutes."""
 _RECENT = 8
@@ -21,11 +25,13 @@ _REPLAYS = 1 << 16
 
 
 class Schedule:
-    """Counts every call of a model that may replay; from ``due`` on the next replay is checked, and `checked` is called.
+    """Counts every call of a model that may replay; from ``due`` on the next replay is checked.
 
-    Where a drafter's replays count too, a call of the target model is ``count = (count | within) + 1``, and a drafter's ``count += 1``. As long
-    as *within* is 0 that is the same, and each of them a step. In a pipeline, whose last stage alone has the drafter, `step` counts the target
-    model's calls alone, and a drafter's come between.
+    After that, `checked` is called.
+
+    Where a drafter's replays count too, a call of the target model is ``count = (count | within) + 1``, and a drafter's
+    ``count += 1``. As long as *within* is 0 that is the same, and each of them a step. In a pipeline, whose last stage
+    alone has the drafter, `step` counts the target model's calls alone, and a drafter's come between.
     """
 
     def __init__(self, rate: Rate) -> None:
@@ -55,13 +61,20 @@ class Schedule:
         return self._share
 
     def begin_in_pipeline(self, *, drafts: bool) -> int:
-        """At the same moment on all stages; the first step that is due, which is the same on all. *drafts*: a drafter's replays count too."""
+        """Begins at the same moment on all stages; returns the first step that is due, which is the same on all.
+
+        *drafts*: a drafter's replays count too.
+        """
         self.count, self.within, self._since = 0, _REPLAYS - 1 if drafts else 0, 0
         self.move(self._first())
         return self._first()
 
     def move(self, step: int, *, planned: bool = False) -> None:
-        """*step* is due. In a pipeline, the target model's replay of it or one of a drafter's, in turns; *planned*: whatever there is."""
+        """Makes *step* the one that is due.
+
+        In a pipeline, it is the target model's replay of it or one of a drafter's, in turns; *planned*: whatever there
+        is.
+        """
         self.due = step * (self.within + 1)
         if not planned:
             self._turns += 1
@@ -75,7 +88,10 @@ class Schedule:
             self._busy += taken
 
     def wanted(self, cost: float) -> int:
-        """How many steps after this one, whose check took *cost* seconds, the next is to be checked. Ranks go by the largest."""
+        """The number of steps after this one at which the next is to be checked; this one's check took *cost* seconds.
+
+        Ranks go by the largest.
+        """
         if self._every is not None:
             window = (self.step - 1) // self._every + 1
             return window * self._every + place(window, self._every) + 1 - self.step
@@ -87,8 +103,9 @@ class Schedule:
         self._steps += max(1, self.step - self._since)
         step_time = self._paid_for / self._steps
         typical = sorted(self._costs)[(len(self._costs) - 1) // 2]  # the lower median: the first check takes far longer
-        # What was spent too much is waited for; what was spent too little is made up for, if not in a burst. Of the next check half is
-        # paid for before it, so that the budget is kept from both sides, also while the first one, which is slow, is most of what was spent.
+        # What was spent too much is waited for; what was spent too little is made up for, if not in a burst. Half of
+        # the next check is paid for before it, so that the budget is kept from both sides, also while the first one,
+        # which is slow, is most of what was spent.
         debt = self._spent - self._share * self._paid_for
         seconds = max(typical / 2 + debt, typical / 2) / self._share
         if self._paid_for > _MEMORY:
@@ -96,7 +113,10 @@ class Schedule:
         return max(1, math.ceil(seconds / step_time))
 
     def wanted_later(self, cost: float) -> int:
-        """The same after a step that could not be checked, which took *cost* seconds: a budget waits as at the beginning."""
+        """The same after a step that could not be checked, which took *cost* seconds.
+
+        A budget waits as at the beginning.
+        """
         if self._share is None:
             return self.wanted(cost)
         self._spent += cost
@@ -126,7 +146,8 @@ class Schedule:
 def place(window: int, every: int) -> int:
     """Which step of a window of *every* is checked, 0 to every - 1.
 
-    Not always the same: with a batch that repeats every so many steps the same graph would be checked each time, and others never.
+    It is not always the same one: with a batch that repeats at a fixed interval, the same graph would be checked each
+    time, and others never.
     """
     mixed = (window * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF
     mixed = ((mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93) & 0xFFFFFFFFFFFFFFFF

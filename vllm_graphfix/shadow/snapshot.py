@@ -1,4 +1,7 @@
-"""What a second run of a step would change, kept and put back: recurrent state, input buffers, attention metadata, random numbers."""
+"""What a second run of a step would change, kept and put back.
+
+These are recurrent state, input buffers, attention metadata and random numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ _DEEPEST, _MOST = 6, 20_000
 
 
 class StateRows(NamedTuple):
-    """Rows of recurrent state: of *memory*, (blocks, …), those of *blocks*, (rows,) int64, none negative; one may be named twice."""
+    """Rows of recurrent state: of *memory*, (blocks, …), those of *blocks*.
+
+    *blocks* is (rows,) int64, none negative; one may be named twice.
+    """
 
     layer: str
     memory: Tensor
@@ -86,9 +92,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 class PythonState:
-    """Attributes of the objects that a forward pass is given, and entries of their dicts and lists: a lazy plan is made in one.
+    """Attributes of the objects that a forward pass is given, and entries of their dicts and lists.
 
-    The objects stay the same; tensors are not looked into.
+    A lazy plan is made in one. The objects stay the same; tensors are not looked into.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:

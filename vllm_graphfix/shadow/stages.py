@@ -35,7 +35,7 @@ _LONGEST = 1024
 """Steps of the longest window."""
 _NOTHING = "nothing"
 _ENGINES = itertools.count(1)
-"""Of this process: the next one may find the store of the one before, and the words in it."""
+"""Numbers the engines of this process: the next one may find the store of the one before, and the words in it."""
 
 
 class Place(NamedTuple):
@@ -46,7 +46,7 @@ class Place(NamedTuple):
     pipeline: str
     """Names the stages that belong together, in a store that may serve several engines."""
     tells: bool = True
-    """Of the ranks of a stage, which agree among themselves, one tells the others."""
+    """Whether this rank tells the others: the ranks of a stage agree among themselves, and one of them tells."""
 
 
 class Stages:
@@ -76,7 +76,10 @@ class Stages:
         self.plan_at = plan_at
 
     def leave(self, wish: int) -> None:
-        """The step from which on this stage may check again. Raises nothing; `plan` does, if the store cannot be reached."""
+        """Leaves the step from which on this stage may check again.
+
+        Raises nothing; `plan` does, if the store cannot be reached.
+        """
         self.told, self._wish = True, wish
         if not self._place.tells:
             return
@@ -91,7 +94,9 @@ class Stages:
         self._left = _forget(store, [*self._left, key], 1)
 
     def plan(self, step: int) -> tuple[int, int]:
-        """The step that is due next, and 0; or 0, and the step to `plan` at again. Both 0 from a rank that tells nobody.
+        """The step that is due next, and 0; or 0, and the step to `plan` at again.
+
+        Both are 0 from a rank that tells nobody.
 
         Raises TimeoutError, a RuntimeError if the check is over for all stages, and what the store raises.
         """
@@ -173,7 +178,10 @@ def _left_in(store: Any, key: str) -> str | None:
 
 
 def _read(left: str, step: int) -> tuple[str, int]:
-    """What an earlier stage has left at *step*, ``check``, ``plan`` or ``over``, and its number. Raises ValueError for anything else."""
+    """What an earlier stage has left at *step*, ``check``, ``plan`` or ``over``, and its number.
+
+    Raises ValueError for anything else.
+    """
     found = re.fullmatch(r"(check|plan|over) ([0-9]{1,18})", left)
     if found is None or (found[1] != "over" and int(found[2]) <= step):
         raise ValueError(f"what an earlier stage of the pipeline has left at step {step} is not understood")

@@ -17,7 +17,7 @@ class Graph(NamedTuple):
     """A graph, for people."""
 
     name: str
-    """Of the model and the descriptor: ``target model, BatchDescriptor(num_tokens=8, …)``."""
+    """The name of the model and the descriptor: ``target model, BatchDescriptor(num_tokens=8, …)``."""
     padded_rows: int
     backends: tuple[str, ...]
     """Classes of the attention metadata."""
@@ -28,15 +28,16 @@ class Mismatch(NamedTuple):
 
     graph: Graph
     rows: int
-    """That are no padding."""
+    """The number of rows that are not padding."""
     errors: tuple[float, ...]
-    """Of each real row, relative; empty where another rank of the group found it."""
+    """The relative error of each real row; empty where another rank of the group found it."""
     noise: float
     """The largest error of eager runs among themselves so far."""
     first_layer: str | None
-    """The first layer whose cache the replay and an eager run have written differently; None until the second mismatch of a graph."""
+    """The first layer whose cache the replay and an eager run have written differently; None until the second mismatch
+    of a graph."""
     check: int
-    """The how manieth check of this process."""
+    """The number of the check in this process."""
     at: float
     """Seconds since the epoch."""
     here: bool
@@ -53,14 +54,14 @@ class Mismatch(NamedTuple):
             return f"another rank found that a replay of {self.graph.name} differs from the same step without a graph"
         if self.failure is not None:
             return (
-                f"a CUDA graph was replayed for a step that cannot run without it: {self.graph.name}; two such runs ended in {self.failure}. "
-                f"Attention: {', '.join(self.graph.backends) or 'unknown'}"
+                f"a CUDA graph was replayed for a step that cannot run without it: {self.graph.name}; two such runs "
+                f"ended in {self.failure}. Attention: {', '.join(self.graph.backends) or 'unknown'}"
             )
         wrong = sum(error > 0 for error in self.errors)
         return (
-            f"a replayed CUDA graph was wrong: {self.graph.name}; {wrong} of {self.rows} rows differ from two runs of the same step without "
-            f"it, by up to {self.worst:.3g} of their largest value (runs without it differ by {self.noise:.3g} from each other). Attention: "
-            f"{', '.join(self.graph.backends) or 'unknown'}"
+            f"a replayed CUDA graph was wrong: {self.graph.name}; {wrong} of {self.rows} rows differ from two runs of "
+            f"the same step without it, by up to {self.worst:.3g} of their largest value (runs without it differ by "
+            f"{self.noise:.3g} from each other). Attention: {', '.join(self.graph.backends) or 'unknown'}"
         )
 
 
@@ -70,17 +71,18 @@ class Results:
     def __init__(self) -> None:
         self.checks = 0
         self.skipped = 0
-        """Steps that were due and of which nothing is said: for want of memory, or because two runs without the graph differ by much."""
+        """Steps that were due and of which nothing is said: for want of memory, or because two runs without the graph
+        differ by much."""
         self.steps: deque[int] = deque(maxlen=_STEPS)
-        """That were due last: in a pipeline the same on all stages."""
+        """The steps that were due last: in a pipeline the same on all stages."""
         self.mismatches = 0
         self.seconds = 0.0
-        """That checks took, their replays included."""
+        """The seconds that checks took, their replays included."""
         self.noise = 0.0
         self.kept: list[Mismatch] = []
         self.quarantined: list[Graph] = []
         self.given_up = 0
-        """Of them, those that are replayed again, since their steps cannot be run without."""
+        """The number of quarantined graphs that are replayed again, since their steps cannot be run without."""
         self.changed_inputs: set[str] = set()
         """Input buffers that eager runs were seen to change; they were put back."""
 

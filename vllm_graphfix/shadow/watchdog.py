@@ -54,7 +54,10 @@ class _Watchdog:
 
     @contextmanager
     def limit(self, what: str, seconds: float) -> Iterator[None]:
-        """Ends the process if the block takes longer; where it is within another block, that one's time begins anew afterwards."""
+        """Ends the process if the block takes longer than *seconds*.
+
+        Where it is within another block, that one's time begins anew afterwards.
+        """
         outer = self._watched
         self._watch(_Watched(what, seconds))
         try:
@@ -93,7 +96,10 @@ _watchdog = _Watchdog()
 
 
 def limit(what: str, seconds: float | None = None) -> AbstractContextManager[None]:
-    """A context manager: the process ends, saying that it *what*, if the block takes longer than so many seconds, or than `LIMIT`."""
+    """A context manager that ends the process, saying that it *what*, if the block takes too long.
+
+    The limit is *seconds*, or `LIMIT`.
+    """
     return _watchdog.limit(what, LIMIT if seconds is None else seconds)
 
 

@@ -61,12 +61,16 @@ class Source:
         self.consulted: dict[str, Function] = {}
         """What has been asked for, by ``path::qualname``: the evidence of a diagnosis."""
         self.replaced: list[Function] = []
-        """Of these, what its module decorates or binds again: it is not known what runs under its name."""
+        """The functions asked for that their module decorates or binds again: it is not known what runs under their
+        names."""
         self._parsed = 0
 
     @functools.cached_property
     def version(self) -> str | None:
-        """As the metadata say, or the package itself; no diagnosis depends on it, and None where neither can be read."""
+        """The version that the metadata name, or the package itself.
+
+        No diagnosis depends on it; it is None where neither can be read.
+        """
         try:
             return self._find_version()
         except (SourceError, OSError):
@@ -137,7 +141,9 @@ class Source:
 
 
 def open_source(path: str | os.PathLike[str] | None = None) -> Source:
-    """The vLLM at *path* (a wheel file, a source tree, a site-packages folder or the package folder), or the installed one.
+    """The vLLM at *path*, or the installed one.
+
+    *path* is a wheel file, a source tree, a site-packages folder or the package folder.
 
     Raises `SourceError`. Nothing of it is imported or executed.
     """
@@ -212,7 +218,10 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 class _InPieces(io.FileIO):
-    """The file of an archive, never read whole: zipfile takes as much memory for the list of members as the archive claims."""
+    """The file of an archive, never read whole.
+
+    zipfile takes as much memory for the list of members as the archive claims.
+    """
 
     def read(self, size: int | None = -1) -> bytes:
         most = _LARGEST_DIRECTORY + 1

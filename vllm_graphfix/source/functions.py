@@ -45,7 +45,10 @@ class Function(NamedTuple):
 
     @property
     def _nodes(self) -> list[ast.AST]:
-        """All nodes, kept with the first of them: to walk them again for each pattern takes longer than to compare them."""
+        """All nodes, kept with the first of them.
+
+        To walk them again for each pattern takes longer than to compare them.
+        """
         kept: list[ast.AST] | None = getattr(self.node, "graphfix_nodes", None)
         if kept is None:
             kept = list(ast.walk(self.node))
@@ -102,12 +105,17 @@ class Function(NamedTuple):
         )
 
     def mentions(self, /, **times: int) -> bool:
-        """Whether these variables are read or assigned so many times: another time says that there is more to it than what was found."""
+        """Whether these variables are read or assigned so many times.
+
+        Another number says that there is more to it than what was found.
+        """
         counted = Counter(node.id for node in self._nodes if isinstance(node, ast.Name))
         return all(counted[name] == number for name, number in times.items())
 
     def confines(self, name: str, *patterns: str) -> bool:
-        """Whether the variable or attribute *name* is nowhere but in parts that equal one of *patterns*, and there as often as in it.
+        """Whether the variable or attribute *name* is nowhere but in parts that equal one of *patterns*.
+
+        In such a part it stands as often as in the pattern.
 
         More general than `mentions`: whatever else is done with it says that there is more to it than what was found.
         """
@@ -121,7 +129,10 @@ class Function(NamedTuple):
         return all(id(node) in known for node in _those_named(self._nodes, name))
 
     def always(self, pattern: str) -> bool:
-        """Whether the one part that equals *pattern*, a statement, is carried out whenever the function runs to its end."""
+        """Whether the one part that equals *pattern* is carried out whenever the function runs to its end.
+
+        The part is a statement.
+        """
         return self.only(pattern) in self.node.body
 
     def names(self, name: str) -> bool:
@@ -129,7 +140,10 @@ class Function(NamedTuple):
         return any(_named(statement, name) for statement in self.node.body)
 
     def sets(self, name: str) -> bool:
-        """Whether the variable *name*, a parameter, is given another value: assigned, counted up, deleted, bound by a loop or ``as``."""
+        """Whether the variable *name*, a parameter, is given another value.
+
+        That is: assigned, counted up, deleted, bound by a loop or ``as``.
+        """
         return self.assigned(name) > 0
 
     def assigned(self, name: str) -> int:
@@ -138,7 +152,10 @@ class Function(NamedTuple):
         return sum(isinstance(node.ctx, (ast.Store, ast.Del)) for node in named)
 
     def calls(self, first: ast.AST | None = None, last: ast.AST | None = None) -> frozenset[str]:
-        """The names of what the function calls from the line of *first* to that of *last*; of ``a.b(...)``, ``b``; of what has no name, ``""``."""
+        """The names of what the function calls from the line of *first* to that of *last*.
+
+        For ``a.b(...)`` the name is ``b``; for what has no name, ``""``.
+        """
         lines = range(getattr(first, "lineno", 0), getattr(last, "lineno", sys.maxsize))
         nodes = (node for statement in self.node.body for node in ast.walk(statement))
         called = (node.func for node in nodes if isinstance(node, ast.Call) and node.lineno in lines)
@@ -159,7 +176,10 @@ class Function(NamedTuple):
         return Function(self.path, f"{self.qualname}.{name}", found[0]) if len(found) == 1 else None
 
     def assignments(self, name: str | None, value: str) -> list[ast.Assign]:
-        """Those of *value*, a pattern, to *name* alone or first: ``name = f(...)``, ``name, other = f(...)``; in source order. None: to any."""
+        """The assignments of *value*, a pattern, to *name* alone or first, in source order; None: to any.
+
+        Examples: ``name = f(...)``, ``name, other = f(...)``.
+        """
         wanted = _pattern(value)
         return [
             node
@@ -177,7 +197,10 @@ class Function(NamedTuple):
         ]
 
     def in_one_block(self, *parts: ast.stmt | ast.expr, at_once: bool = False) -> bool:
-        """Whether these, statements or expressions that are one, follow each other in one block; *at_once*: with nothing between."""
+        """Whether these, statements or expressions that are one, follow each other in one block.
+
+        *at_once*: with nothing between.
+        """
         for node in self._nodes:
             for field in ("body", "orelse", "finalbody"):
                 block = getattr(node, field, None)
@@ -269,7 +292,10 @@ def _first_word(node: ast.AST) -> str | None:
 
 
 def binds(statement: ast.stmt, name: str) -> bool:
-    """Whether *statement*, of a module or a class, gives *name* a value: by assignment, import or a definition in a branch."""
+    """Whether *statement*, of a module or a class, gives *name* a value.
+
+    It may do so by assignment, import or a definition in a branch.
+    """
     if isinstance(statement, DEFINITIONS):
         return False  # what it defines has another name, or is the last definition
     for node in ast.walk(statement):

@@ -11,4 +11,4 @@ class CompareError(Exception):
     def __init__(self, message: str, log: Path | None = None) -> None:
         super().__init__(message if log is None else f"{message} (log: {log})")
         self.log = log
-        """Of the engine that failed; it is worth keeping."""
+        """The log of the engine that failed; it is worth keeping."""

@@ -1,8 +1,9 @@
 """What two references say about the answers with graphs: eager, and the same engine without graphs.
 
-Neither is enough alone. torch.compile fuses operations and rounds elsewhere than eager does, so that eager's answers may leave
-those with graphs beyond what eager's own noise explains, without any graph's doing; and where the two part at a tie, eager is no
-witness for what follows. The same engine without graphs is compiled alike and can say more in both cases.
+Neither is enough alone. torch.compile fuses operations and rounds elsewhere than eager does, so that eager's answers
+may leave those with graphs beyond what eager's own noise explains, without any graph's doing; and where the two part at
+a tie, eager is no witness for what follows. The same engine without graphs is compiled alike and can say more in both
+cases.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class Findings:
 
     comparison: Comparison
     compared: tuple[int, ...]
-    """Of each prompt, how many tokens a reference had the same context for: those before corruption or a tie."""
+    """For each prompt, the number of tokens for which a reference had the same context: those before corruption or a
+    tie."""
 
 
 def by_eager_alone(comparison: Comparison) -> Findings:
@@ -29,8 +31,8 @@ def by_eager_alone(comparison: Comparison) -> Findings:
 def arbitrated(comparison: Comparison, found: Sequence[Answer], compiled: Sequence[Answer]) -> Findings:
     """*comparison* is of eager and *found*, the answers with graphs; *compiled* are those of the same engine without.
 
-    A prompt is corrupt where one reference contradicts and the other does not vouch. Where that is the second one's say, its
-    tokens are the expected ones.
+    A prompt is corrupt where one reference contradicts and the other does not vouch. Where that is the second one's
+    say, its tokens are the expected ones.
     """
     second = compare(compiled, found, comparison.noise)
     pairs = list(zip(comparison.judgements, second.judgements, strict=True))

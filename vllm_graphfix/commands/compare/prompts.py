@@ -17,7 +17,8 @@ _FORMS = 'a string, a list of token ids, {"prompt": …} or {"prompt_token_ids":
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
     """The prompts of a file, one a line; blank lines are none. Raises CompareError, which names the line.
 
-    A line is text; in a file named `*.jsonl` a string, a list of token ids, or an object with ``prompt`` or ``prompt_token_ids``.
+    A line is text; in a file named `*.jsonl` a string, a list of token ids, or an object with ``prompt`` or
+    ``prompt_token_ids``.
     """
     if path.suffix.lower() == ".json":  # its lines would be taken for prompts
         raise CompareError(f"{path}: name the file .jsonl and give one of these per line: {_FORMS}")

@@ -20,11 +20,13 @@ SCHEMA = 1
 NO_GRAPHS = "NONE"
 """vLLM's `cudagraph_mode` of an engine that captures none."""
 _LOUD = 0.33
-"""Eager's own noise, in log-probability: beyond it, rounding would end at more than 1, and corruption could pass for it."""
+"""Eager's own noise, in log-probability: beyond it, rounding would end at more than 1, and corruption could pass for
+it."""
 _ENOUGH = 0.5
-"""Of the tokens: fewer compared say too little."""
+"""The part of the tokens that must be compared; fewer say too little."""
 _FEWEST_DRAFTS, _ACCEPTED, _LOST = 100, 0.05, 0.5
-"""Drafts are lost if, of at least so many tokens and at least this part accepted eager, less than half as many are with graphs."""
+"""Drafts are lost if, with at least so many drafted tokens of which at least this part is accepted eager, the part
+accepted with graphs is less than half as large."""
 _BUCKETS = 8
 _BAR = 40
 _SHOWN = 20
@@ -81,7 +83,10 @@ class Report:
                 "no CUDA graphs were used (cudagraph_mode NONE): these flags, this model or this device switch them off"
             )
         if comparison.noise > _LOUD:
-            return f"eager differs from itself by up to {comparison.noise:.3g}, so corruption cannot be told apart from noise"
+            return (
+                f"eager differs from itself by up to {comparison.noise:.3g}, "
+                "so corruption cannot be told apart from noise"
+            )
         if compared < _ENOUGH * comparison.tokens:
             return (
                 f"answers diverge early at ties, so only {compared} of {comparison.tokens} tokens could be compared: "
@@ -146,8 +151,9 @@ def show(report: Report, console: Console) -> None:
     facts = report.eager.facts
     given = "".join(f" {escape(flag)}" for flag in report.flags)
     console.print(
-        f"[bold]{escape(report.model)}[/]{given}: vLLM {facts['vllm']}, vllm-graphfix {__version__}, "
-        f"torch {facts['torch']}, {escape(facts['device'])}, driver {facts['driver']}, {escape(facts['switches'])}, seed {facts['seed']}",
+        f"[bold]{escape(report.model)}[/]{given}: vLLM {facts['vllm']}, vllm-graphfix {__version__}, torch "
+        f"{facts['torch']}, {escape(facts['device'])}, driver {facts['driver']}, {escape(facts['switches'])}, "
+        f"seed {facts['seed']}",
         highlight=False,
         soft_wrap=True,
     )
@@ -247,10 +253,10 @@ def _show_verdict(report: Report, findings: Findings, console: Console) -> None:
     counts = {kind: len(comparison.of(kind)) for kind in Kind}
     compiled = f"{counts[Kind.COMPILED]} equal to compiled without graphs, " if counts[Kind.COMPILED] else ""
     console.print(
-        f"{len(comparison.judgements)} prompts: {counts[Kind.EQUAL]} equal, {counts[Kind.TIE]} diverge at a tie, {compiled}"
-        f"{counts[Kind.CORRUPT]} corrupt; {sum(findings.compared)} of {comparison.tokens} tokens compared. Log-probabilities: eager "
-        f"differs from itself by up to {comparison.noise:.3g}, graphs from eager by up to {comparison.distance:.3g}; up to "
-        f"{comparison.tolerance:.3g} counts as rounding",
+        f"{len(comparison.judgements)} prompts: {counts[Kind.EQUAL]} equal, {counts[Kind.TIE]} diverge at a tie, "
+        f"{compiled}{counts[Kind.CORRUPT]} corrupt; {sum(findings.compared)} of {comparison.tokens} tokens compared. "
+        f"Log-probabilities: eager differs from itself by up to {comparison.noise:.3g}, graphs from eager by up to "
+        f"{comparison.distance:.3g}; up to {comparison.tolerance:.3g} counts as rounding",
         highlight=False,
         soft_wrap=True,
     )

@@ -1,4 +1,7 @@
-"""Runs the user's model eager and with graphs, each in a process of its own, one after the other, and compares the answers."""
+"""Runs the user's model eager and with graphs and compares the answers.
+
+Each runs in a process of its own, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,7 @@ def _told(arbiter: Ended | None) -> str | None:
         return None
     if arbiter.said is None:
         return (
-            f"the compiled engine without graphs did not run, so answers were compared with eager alone: {arbiter.error} "
-            f"(log: {arbiter.log})"
+            "the compiled engine without graphs did not run, so answers were compared with eager alone: "
+            f"{arbiter.error} (log: {arbiter.log})"
         )
     return "answers that differ from eager's were also compared with the compiled engine without graphs"

@@ -1,7 +1,10 @@
-"""What a bug report has to say, gathered in one go: versions, GPU, platform, how the plugin is loaded, settings, status, fleet, errors.
+"""What a bug report has to say, gathered in one go.
 
-Half of it may be missing, hostile or hanging: each part is gathered on its own, and what goes wrong in one is what that part says. What ends
-up in public is shown by allow lists: a value is printed only if it has the form that its name is known for, and every text is masked.
+It covers versions, GPU, platform, how the plugin is loaded, settings, status, fleet and errors.
+
+Half of it may be missing, hostile or hanging: each part is gathered on its own, and what goes wrong in one is what that
+part says. What ends up in public is shown by allow lists: a value is printed only if it has the form that its name is
+known for, and every text is masked.
 """
 
 from __future__ import annotations

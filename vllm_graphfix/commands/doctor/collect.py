@@ -95,7 +95,7 @@ def _vllm(vllm: Path | None) -> str:
 
 
 def _version(distribution: str) -> str | None:
-    """As the metadata say; None where it is not installed."""
+    """The version that the metadata name; None where the distribution is not installed."""
     from importlib import metadata
 
     try:
@@ -177,7 +177,10 @@ def _plugin(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Those that are set, by name: ours, and `VARIABLES`. Of a name of ours that is not known not even the name is sure to be harmless."""
+    """The variables that are set, by name: ours, and those in `VARIABLES`.
+
+    If a name of ours is not known, not even the name is sure to be harmless.
+    """
     found: list[dict[str, Any]] = []
     modes = {variable(fix.name): [mode.value for mode in Mode] for fix in FIXES}
     actions = [action.value for action in shadow_rate.Action]
@@ -272,7 +275,10 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
             "vllm": list(engine.told("vllm")),
             "vllm-graphfix": list(engine.told("graphfix")),
             "processes": len(engine.members),
-            "ranks": f"{engine.agreeing if engine.agreeing is not None else 'none'} of {engine.expected} compared and agreeing",
+            "ranks": (
+                f"{engine.agreeing if engine.agreeing is not None else 'none'} of {engine.expected} "
+                "compared and agreeing"
+            ),
             "states": {
                 fix: {state: len(members) for state, members in engine.states(fix).items()}
                 for fix in engine.fixes[:_MOST]

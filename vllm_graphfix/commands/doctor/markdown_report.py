@@ -39,7 +39,10 @@ def _variables_told(part: Mapping[str, Any]) -> Iterator[str]:
 def _status_told(part: Mapping[str, Any]) -> Iterator[str]:
     for fix in part["fixes"]:
         known = "" if fix["known_release"] else ", code that differs from every known stock release"
-        yield f"- {fix['name']}: {fix['diagnosis']}{known}; mode {fix['mode']}, would be {fix['would_be']}: {_code(fix['reason'])}"
+        yield (
+            f"- {fix['name']}: {fix['diagnosis']}{known}; mode {fix['mode']}, would be {fix['would_be']}: "
+            f"{_code(fix['reason'])}"
+        )
         yield from (f"  - {_code(note)}" for note in fix["notes"])
     if part["misconfigured"]:
         yield f"- misconfigured: {_code(part['misconfigured'])}"
@@ -48,7 +51,10 @@ def _status_told(part: Mapping[str, Any]) -> Iterator[str]:
 
 def _fleet_told(part: Mapping[str, Any]) -> Iterator[str]:
     for engine in part["engines"]:
-        yield f"- engine {_code(engine['engine'])}: {engine['status']}, {engine['processes']} processes, {engine['ranks']}"
+        yield (
+            f"- engine {_code(engine['engine'])}: {engine['status']}, {engine['processes']} processes, "
+            f"{engine['ranks']}"
+        )
         for key in ("vllm", "vllm-graphfix", "states", "events", "wrong", "notes"):
             if engine[key]:
                 yield f"  - {key}: {_code(engine[key])}"
@@ -69,7 +75,7 @@ _TELLERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[str]]] = {
 
 
 def _code(value: object) -> str:
-    """As code: what is in it is not read as markup."""
+    """*value* as code: nothing in it is read as markup."""
     if isinstance(value, Mapping):
         return "; ".join(f"{_code(key)} {_code(inner)}" for key, inner in value.items())
     if isinstance(value, list):

@@ -15,7 +15,10 @@ _QUERY = ("--query-gpu=name,driver_version,memory.total,compute_cap", "--format=
 
 
 def ask(program: str) -> tuple[str, str]:
-    """How nvidia-smi ended, and what it said. It may hang in a way in which it cannot be ended: nobody waits for it longer than `_PATIENCE`."""
+    """How nvidia-smi ended, and what it said.
+
+    It may hang in a way in which it cannot be ended: nobody waits for it longer than `_PATIENCE`.
+    """
     try:
         process = subprocess.Popen(
             [program, *_QUERY],

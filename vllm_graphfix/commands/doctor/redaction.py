@@ -1,4 +1,7 @@
-"""What may be shown: variables by an allow list and the form of their values, and texts without what is nobody's business."""
+"""What may be shown in a report.
+
+Variables are shown by an allow list and the form of their values, texts without what is nobody's business.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class _Variable(NamedTuple):
     why: str
     """What it has to do with a defect of CUDA graphs."""
     form: str
-    """Of a value that can be shown; anything else is `set` and no more."""
+    """The form of a value that can be shown; any other value is shown as `set` and no more."""
 
 
 _FLAG = r"0|1|true|false|True|False"
@@ -52,14 +55,16 @@ VARIABLES = (
     _Variable("NCCL_CUMEM_ENABLE", "collectives in graphs", _FLAG),
     _Variable("NCCL_GRAPH_MIXING_SUPPORT", "collectives in graphs", _FLAG),
 )
-"""Of vLLM, torch and CUDA. No other name is looked at, and no value that has another form is shown."""
+"""The variables of vLLM, torch and CUDA that are shown. No other name is looked at, and no value that has another form
+is shown."""
 
 HIDDEN = "(hidden)"
 NOT_SHOWN = "(set, not shown)"
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|SESSION|PRIVATE|DSN|WEBHOOK", re.IGNORECASE)
 _SECRETS = re.compile(
     r"""(?P<url>[a-z][a-z0-9+.-]{1,20}://)[^/\s@'"]{1,500}@  # user and password
-    |(?P<named>(?:api[_-]?key|token|secret|passw(?:or)?d|authorization)s?["']?\s{0,3}[=:]\s{0,3}["']?(?:bearer\s|basic\s)?
+    |(?P<named>(?:api[_-]?key|token|secret|passw(?:or)?d|authorization)s?["']?\s{0,3}[=:]\s{0,3}
+      ["']?(?:bearer\s|basic\s)?
       |--[\w-]{0,40}(?:key|token|secret|password)\s{1,3}|\b(?:bearer|basic)\s{1,3})[^\s"'&,;]{4,500}
     |\b(?:hf_|sk[-_]|pk_|rk_|gh[pousr]_|glpat-|github_pat_|xox[a-z]-|nvapi-|gsk_)[A-Za-z0-9_-]{8,500}
     |\b(?:AKIA|ASIA|AIza)[A-Za-z0-9_-]{12,60}

@@ -176,7 +176,7 @@ class Engine:
 
     @property
     def agreeing(self) -> int | None:
-        """Of these; None as long as none was compared."""
+        """The number of expected ranks that agree; None as long as none was compared."""
         compared = {m.world: m.record.agreement for m in self.ranked if m.record.agreement is not None}
         return sum(agreement.agreeing for agreement in compared.values()) if compared else None
 
@@ -213,7 +213,10 @@ def judged(engine: Engine) -> tuple[list[str], list[str]]:
     notes: list[str] = []
     for member in engine.members:
         if member.record.problem is not None:
-            what = f"stopped by vllm-graphfix {ago(member.age)}, according to {engine.name_of(member)}: {member.record.problem}"
+            what = (
+                f"stopped by vllm-graphfix {ago(member.age)}, according to {engine.name_of(member)}: "
+                f"{member.record.problem}"
+            )
             (wrong if member.age <= _STOPPED_LATELY else notes).append(what)
     hang = [m for m in engine.members if m.hangs]
     if hang:
@@ -233,17 +236,20 @@ def judged(engine: Engine) -> tuple[list[str], list[str]]:
         notes.append(f"starting for {lasting(max(m.unchanged for m in starting))}: {engine.several(starting)}")
     elif not any(member.record.rank is not None for member in engine.members):
         wrong.append(
-            f"no rank has reported: they are starting, or run on machines whose records are not here (put {STATUS_DIR} on shared storage)"
+            "no rank has reported: they are starting, "
+            f"or run on machines whose records are not here (put {STATUS_DIR} on shared storage)"
         )
     for absent, agreed in engine.missing():
         if agreed:
             verb = "runs on a machine" if len(absent) == 1 else "run on machines"
             notes.append(
-                f"{ranks_named(absent)} {verb} whose records are not here: put {STATUS_DIR} on shared storage to see them; they agreed with the others at start-up"
+                f"{ranks_named(absent)} {verb} whose records are not here: put {STATUS_DIR} on shared storage to see "
+                "them; they agreed with the others at start-up"
             )
         elif not starting:
             wrong.append(
-                f"no record of {ranks_named(absent)}: starting, without the plugin, or on machines whose records are not here (put {STATUS_DIR} on shared storage)"
+                f"no record of {ranks_named(absent)}: starting, without the plugin, or on machines whose records are "
+                f"not here (put {STATUS_DIR} on shared storage)"
             )
     uncompared = [member for member in engine.ranked if member.record.agreement is None]
     if uncompared:
@@ -270,8 +276,8 @@ def judged(engine: Engine) -> tuple[list[str], list[str]]:
         )
     live = [member for member in engine.members if member.live]
     wrong += [
-        f"misconfigured: {variable}={given} means nothing: what it is for is off, or at its default, until it is corrected and the engine "
-        "restarted"
+        f"misconfigured: {variable}={given} means nothing: what it is for is off, or at its default, "
+        "until it is corrected and the engine restarted"
         for variable, given in engine.misconfigured.items()
     ]
     for what, value in (

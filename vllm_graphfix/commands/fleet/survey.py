@@ -44,7 +44,10 @@ class Fleet:
 
 
 def look(folder: Path | None = None) -> Fleet:
-    """The engines whose records are below *folder*, or where the environment says. Raises FleetError if there is no such folder."""
+    """The engines whose records are below *folder*, or where the environment says.
+
+    Raises FleetError if there is no such folder.
+    """
     base = folder if folder is not None else base_folder(os.environ)
     if re.fullmatch(r"vllm-graphfix-\d+", base.name) and _is_folder(base):
         base = base.parent
@@ -52,7 +55,8 @@ def look(folder: Path | None = None) -> Fleet:
         source = "--dir" if folder is not None else STATUS_DIR
         place = shown_path(base)
         raise FleetError(
-            f"{source}={place!r} is not a folder that this user can read; give the one that {STATUS_DIR} names for the engines"
+            f"{source}={place!r} is not a folder that this user can read; "
+            f"give the one that {STATUS_DIR} names for the engines"
         )
     if not os.access(base, os.R_OK | os.X_OK):
         raise FleetError(f"{shown_path(base)!r} cannot be read by this user")

@@ -69,8 +69,9 @@ def shown(fleet: Fleet) -> RenderableType:
     if not fleet.engines and not fleet.unrecorded:
         parts.append(
             Text.from_markup(
-                f"No records in {escape(shown_path(fleet.folder))}, and no vLLM process on {escape(fleet.here.host)}. Engines on other machines show up "
-                f"if {STATUS_DIR} names the same folder on shared storage there and here."
+                f"No records in {escape(shown_path(fleet.folder))}, and no vLLM process on {escape(fleet.here.host)}. "
+                f"Engines on other machines show up if {STATUS_DIR} names the same "
+                "folder on shared storage there and here."
             )
         )
     parts += [Text.from_markup(f"[yellow]![/] {escape(note)}") for note in (*fleet.notes, *fleet.problems)]

@@ -125,7 +125,10 @@ def _reason(pid: int, environment: Mapping[str, str], command: Sequence[str], ag
     if filtered is not None:
         return filtered
     if _file_systems(pid) not in (None, _file_systems(os.getpid())):
-        return f"it has its own file systems, as in a container or under systemd's PrivateTmp: run `vllm-graphfix fleet` inside, or set {STATUS_DIR} to a folder that both sides share"
+        return (
+            "it has its own file systems, as in a container or under systemd's PrivateTmp: run `vllm-graphfix fleet` "
+            f"inside, or set {STATUS_DIR} to a folder that both sides share"
+        )
     if command and "PYTHONPATH" not in environment and _lacks_us(Path(command[0])):
         return f"vllm-graphfix is not installed for {command[0]}"
     if age < YOUNG:
@@ -134,7 +137,10 @@ def _reason(pid: int, environment: Mapping[str, str], command: Sequence[str], ag
 
 
 def _started_with(process: psutil.Process, processes: Mapping[int, psutil.Process]) -> tuple[dict[str, str], list[str]]:
-    """Environment and command line; a process that has given itself a title has lost both, and its parent's are as good."""
+    """The environment and the command line of *process*.
+
+    A process that has given itself a title has lost both, and its parent's are as good.
+    """
     import psutil
 
     current: psutil.Process | None = process
