@@ -67,7 +67,10 @@ class Diagnosis(NamedTuple):
 
     @classmethod
     def unrecognised(cls, what: str, place: "Function | str") -> "Diagnosis":
-        """*what* is "… in a way" or the like; *place* is a function, or the path of a file where no function is known."""
+        """A diagnosis of code that is not recognised.
+
+        *what* is "… in a way" or the like; *place* is a function, or the path of a file where no function is known.
+        """
         where = f"{place}:1" if isinstance(place, str) else place.where
         return cls(Verdict.UNRECOGNISED, f"{what} that this plugin does not recognise", where)
 
@@ -89,12 +92,17 @@ class Event:
 
 
 class Fallback:
-    """Whether a layer of a fix has met an error of its own while vLLM ran. It then lets vLLM do as stock does, for that call."""
+    """Whether a layer of a fix has met an error of its own while vLLM ran.
+
+    It then lets vLLM do as stock does, for that call.
+    """
 
     __slots__ = ("graphs", "reason")
     capturing: ClassVar[Callable[[], Hashable] | None] = None
-    """Where this process captures graphs, what names the one that is being captured, or None: what fails now stays in it
-    for as long as it is replayed."""
+    """Where this process captures graphs, what names the one that is being captured, or None.
+
+    What fails now stays in that graph for as long as it is replayed.
+    """
 
     def __init__(self) -> None:
         self.reason: str | None = None

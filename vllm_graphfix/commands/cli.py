@@ -138,7 +138,7 @@ def explain(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Symptom, cause, what the fix does and counts, how to tell whether you are affected, and the workaround without the plugin."""
+    """Symptom, cause, what the fix does and counts, how to tell whether you are affected, and the workaround."""
     from vllm_graphfix.commands import explain as explaining
 
     chosen = None if fix is None else _named(fix)
@@ -220,9 +220,9 @@ def compare(
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for each engine, start-up included.")] = 3600.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Does this model give the same tokens with CUDA graphs as without? Runs it greedily with your flags, one engine after the other.
+    """Does this model give the same tokens with CUDA graphs as without? Runs it greedily with your flags.
 
-    The environment decides whether the fixes are on; VLLM_GRAPHFIX=off shows stock.
+    One engine runs after the other. The environment decides whether the fixes are on; VLLM_GRAPHFIX=off shows stock.
 
     Exit code 0 if no answer is corrupt, 1 for corruption, 2 if nothing could be compared, 3 if there is no verdict, as
     without graphs.
@@ -328,9 +328,9 @@ def report(
 
 @app.command()
 def doctor(vllm: VllmOption = None, as_json: JsonOption = False) -> None:
-    """Everything a bug report needs, ready to paste: versions, GPU, platform, settings, status, fleet, errors. Secrets are masked.
+    """Everything a bug report needs, ready to paste: versions, GPU, platform, settings, status, fleet, errors.
 
-    Also says what could not be found out. Exit code 0.
+    Secrets are masked. Also says what could not be found out. Exit code 0.
     """
     from vllm_graphfix.commands import doctor as doctors
 

@@ -73,7 +73,10 @@ class AppliedFix:
 
     @property
     def engaged(self) -> bool:
-        """Its patches, those that put right or those that only look, are on vLLM, or will be when vLLM imports the targets."""
+        """Whether its patches are on vLLM, or will be when vLLM imports the targets.
+
+        They are those that put right, or those that only look.
+        """
         return self.state in (State.ACTIVE, State.OBSERVING, State.WAITING)
 
     @property
@@ -136,7 +139,10 @@ class AppliedFix:
         return self.state is State.FAILED and self.fix.fallback.reason is not None and applied
 
     def left_undone(self, *, v2: bool | None) -> bool:
-        """Whether this engine, on model runner V2 or not, has imported what the fix is for, and the fix is not on all of it."""
+        """Whether this engine has imported what the fix is for, and the fix is not on all of it.
+
+        *v2*: whether the engine is on model runner V2; None if that is not known.
+        """
         if self.fix.runner is not None and v2 is not None and (self.fix.runner == "V2") != v2:
             return False
         if self.state in (State.INCOMPATIBLE, State.CONFLICT, State.FAILED):

@@ -162,9 +162,9 @@ class FixManager:
 
     @_alone
     def revert(self, name: str) -> None:
-        """Takes the fix *name* back, in this process, from here on: neither `register` nor an import nor another engine brings it again.
+        """Takes the fix *name* back, in this process, from here on.
 
-        Graphs captured before keep what they recorded. A fix that cannot be without it is taken back too.
+        Neither `register` nor an import nor another engine brings it again. Graphs captured before keep what they recorded. A fix that cannot be without it is taken back too.
         """
         applied = self._applied[name]
         applied.take_back(State.OFF, _REVERTED)
@@ -297,9 +297,9 @@ class FixManager:
         self._lock, self._depth, self._log = threading.RLock(), 0, HeldLog()
 
     def left_undone(self, *, v2: bool | None, again: bool = False) -> tuple[str, ...]:
-        """The fixes that the user insists on, that this process needs and that are not applied, each with state and reason.
+        """The fixes that the user insists on, that this process needs and that are not applied.
 
-        *v2*: whether the engine is on model runner V2; None if that is not known. *again*: whether it has served, and
+        Each with state and reason. *v2*: whether the engine is on model runner V2; None if that is not known. *again*: whether it has served, and
         captures once more; a fix that failed in a step then, and stands where it was put, may do well in this capture,
         which will tell.
         """
@@ -328,9 +328,9 @@ class FixManager:
 
     @_alone
     def failed_in_capture(self) -> dict[str, dict[Any, str]]:
-        """The graphs that a fix which puts right has failed in since `begin_capture`, each with its first error, by fix.
+        """The graphs that fixes have failed in since `begin_capture`, each with its first error, by fix.
 
-        None stands for a graph that is not known.
+        Fixes that only observe are left out: they change nothing. None stands for a graph that is not known.
         """
         Fallback.capturing = None
         found: dict[str, dict[Any, str]] = {}
@@ -346,7 +346,10 @@ class FixManager:
 
     @_alone
     def settle_capture(self, name: str, what: str, *, failed: bool) -> None:
-        """Says *what* came of the graphs in which the fix *name* failed, on this rank or on another: of a fix that is applied here."""
+        """Says *what* came of the graphs in which the fix *name*, which is applied here, failed.
+
+        It may have failed on this rank or on another.
+        """
         applied = self._applied[name]
         if applied.state is not State.ACTIVE:
             return
