@@ -1,13 +1,16 @@
-"""What the fixes cost a real engine, and what full graphs are worth: on one GPU, engines of all configurations taking turns.
+"""What the fixes cost a real engine, and what full graphs are worth.
+
+All engines run on one GPU and take turns, in all configurations.
 
     python benchmarks/engine_cost.py [--site RELEASE=FOLDER …] --out FOLDER [--plot FILE]
     python benchmarks/engine_cost.py --from FOLDER/result.json [--markdown] [--plot FILE]
 
-FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one. For each case (`CASES`)
-the newest release that its fixes are for runs eager, with piecewise graphs, with full graphs stock (twice: the second
-engine is the noise) and patched; the first release given that has the upstream fix runs with full graphs. All are alive at once and
-decode one after the other, in alternating order, so that ratios are of neighbours in time. Then the engines end, and stock and
-patched ones of the first case start in pairs. The result is written after every step: what was measured is there however this ends.
+FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one. For each case
+(`CASES`) the newest release that its fixes are for runs eager, with piecewise graphs, with full graphs stock (twice:
+the second engine is the noise) and patched; the first release given that has the upstream fix runs with full graphs.
+All are alive at once and decode one after the other, in alternating order, so that ratios are of neighbours in time.
+Then the engines end, and stock and patched ones of the first case start in pairs. The result is written after every
+step: what was measured is there however this ends.
 
 What matters most comes first; --limit ends it in time. Exit code 1 if nothing was measured, 2 if nothing could be.
 """
@@ -257,7 +260,8 @@ class Benchmark:
     def _begin(self, made: Plan, configuration: Configuration, attempt: int, suffix: str = "") -> EngineProcess:
         case = made.case
         name = f"{case.name}-{configuration.name}{suffix}{f'-attempt-{attempt + 1}' if attempt else ''}"
-        # A compile cache of its own: two engines that compile at the same time do not meet in it, and its next start is warm.
+        # A compile cache of its own: two engines that compile at the same time do not meet in it, and its next start
+        # is warm.
         cache = self._scratch / f"cache-{case.name}-{configuration.name}"
         engine = EngineProcess(
             configuration.order(case, attempt, write_model(case, self._scratch), max(self._options.batches)),
@@ -425,7 +429,10 @@ def _named(group: Sequence[Plan]) -> str:
 
 def show(result: Mapping[str, Any], *, as_markdown: bool) -> None:
     device = result["device"]
-    facts = f"{device['name']}, driver {device['driver']}, torch {device['torch']}, vllm-graphfix {result['graphfix']}, {result['date']}"
+    facts = (
+        f"{device['name']}, driver {device['driver']}, torch {device['torch']}, "
+        f"vllm-graphfix {result['graphfix']}, {result['date']}"
+    )
     out = console()
     out.print(f"{facts}\n{result['machine']}", highlight=False)
     for case in result["cases"]:

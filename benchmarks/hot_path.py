@@ -1,11 +1,13 @@
-"""What the fixes that stay on the path of a decode step add to each call, against the stock function in the same process.
+"""What the fixes that stay on the path of a decode step add to each call.
+
+Each is compared with the stock function in the same process.
 
     python benchmarks/hot_path.py [--rounds N]
 
 "alone" puts the fix around a function of the same signature that does nothing, so that nothing but the fix is measured;
-"real" puts it around vLLM's own. "observed" is what stands in its place in mode observe, which counts and changes nothing.
-Tensors are the CPU's: a copy or fill costs another time on a GPU, and the same Python.
-The other fixes act while graphs are captured and are not called afterwards.
+"real" puts it around vLLM's own. "observed" is what stands in its place in mode observe, which counts and changes
+nothing. Tensors are the CPU's: a copy or fill costs another time on a GPU, and the same Python. The other fixes act
+while graphs are captured and are not called afterwards.
 """
 
 from __future__ import annotations
@@ -72,19 +74,23 @@ def main() -> None:
     out.print(made)
     counted = _counter(options.rounds)
     out.print(
-        f"counting an event: {counted.minimum:.3f} µs, median {counted.median:.3f} ({verdict(counted.minimum, COUNTER_TARGET, 'µs')})",
+        (
+            f"counting an event: {counted.minimum:.3f} µs, median {counted.median:.3f} "
+            f"({verdict(counted.minimum, COUNTER_TARGET, 'µs')})"
+        ),
         highlight=False,
     )
     versions = ", ".join(f"{_of(name).RELEASE} ({name})" for name in LAYERS)
     out.print(
-        f"{REQUESTS} requests in {PADDED_REQUESTS} rows, or {PADDED_REQUESTS} requests; vLLM {versions}. For flashmla-fp8, "
-        "stock is stock plus the two slice copies of the upstream fix; for padded rows of flashmla-padding, plus two slice fills.",
+        f"{REQUESTS} requests in {PADDED_REQUESTS} rows, or {PADDED_REQUESTS} requests; vLLM {versions}. "
+        "For flashmla-fp8, stock is stock plus the two slice copies of the upstream fix; for padded rows of "
+        "flashmla-padding, plus two slice fills.",
         highlight=False,
     )
 
 
 def _counter(rounds: int) -> Times:
-    """Of a loop that counts, less the loop."""
+    """The time of a loop that counts, less that of the loop."""
     event = Event("counted", "One call.")
 
     def counts() -> None:

@@ -1,11 +1,14 @@
-"""What the steps of an idle data-parallel rank do to the prefix cache, on the installed vLLM and two GPUs: `idle-rank`, with real ranks.
+"""What the steps of an idle data-parallel rank do to the prefix cache: `idle-rank`, with real ranks.
+
+It runs on the installed vLLM and two GPUs.
 
     python benchmarks/idle_ranks.py --out FOLDER [--model mixtral]
 
-A tiny mixture of experts, one rank on each GPU. Rank 1 answers a prompt with as many tokens as fill a block, which ends in its prefix
-cache; rank 0 then generates while rank 1 has nothing to do and runs steps of its own; then rank 1 is asked prompt and answer with a few
-tokens more. What it says has to be what it says where nothing was cached. Twice: with VLLM_GRAPHFIX off, and on. The plugin has to be
-installed. From 0.20.0 on such a step writes to no slots of an attention layer, and both are right.
+A tiny mixture of experts, one rank on each GPU. Rank 1 answers a prompt with as many tokens as fill a block, which ends
+in its prefix cache; rank 0 then generates while rank 1 has nothing to do and runs steps of its own; then rank 1 is
+asked prompt and answer with a few tokens more. What it says has to be what it says where nothing was cached. Twice:
+with VLLM_GRAPHFIX off, and on. The plugin has to be installed. From 0.20.0 on such a step writes to no slots of an
+attention layer, and both are right.
 
 Exit code 1 if an answer is wrong with the plugin, 2 if an engine does not come to its end.
 """
@@ -26,11 +29,10 @@ from vllm_graphfix.verify.engine import models
 from vllm_graphfix.verify.engine.models import VOCABULARY
 
 PROMPTS, CACHED, DECODED, MORE, ANSWER, MEANWHILE = 8, 64, 4, 8, 16, 48
-"""Prompts; tokens of each that are cached; how many of these are its answer's, so that the last slot is a decode's; tokens behind them; of
-the answer that counts, and of rank 0's meanwhile.
-"""
+"""The number of prompts; of tokens of each that are cached; of these, those of its answer, so that the last slot is a
+decode's; of tokens behind them; of tokens of the answer that counts; and of rank 0's tokens meanwhile."""
 NOISE = 0.01
-"""Of a log-probability, between a prompt that was computed in one piece and in two: kernels round."""
+"""The noise of a log-probability between a prompt that was computed in one piece and in two: kernels round."""
 TIMEOUT = 400.0
 
 
@@ -79,7 +81,10 @@ def told(model: str, out: Path, mode: str) -> dict[str, Any]:
 
 
 def alike(one: Any, two: Any) -> bool:
-    """Whether two answers, each tokens and their log-probabilities, are the same but for rounding; a tie ends the comparison."""
+    """Whether two answers are the same but for rounding; a tie ends the comparison.
+
+    Each has tokens and their log-probabilities.
+    """
     for a, b, of_a, of_b in zip(one[0], two[0], one[1], two[1], strict=True):
         if abs(of_a - of_b) > NOISE:
             return False
@@ -89,7 +94,7 @@ def alike(one: Any, two: Any) -> bool:
 
 
 async def answers(model: str) -> list[Any]:
-    """For each prompt the answer that nothing cached was used for, and the one behind the idle steps, both of rank 1."""
+    """For each prompt, the answer without anything cached and the one after the idle steps, both of rank 1."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

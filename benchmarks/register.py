@@ -55,7 +55,10 @@ def main() -> int:
     )
     processes = parser.parse_args().processes
     made = table(
-        f"register(), milliseconds beyond import wrapt; {processes} processes a row, fewer where vllm.plugins is imported",
+        (
+            f"register(), milliseconds beyond import wrapt; {processes} processes a row, fewer where vllm.plugins "
+            "is imported"
+        ),
         *(
             "process",
             "fixes needed",
@@ -118,7 +121,10 @@ def _is_heavy(module: str) -> bool:
 
 
 def _unknown(root: Path, folder: Path) -> Path:
-    """A vLLM whose files are no stock release's, although their code is: all that a diagnosis may read, a comment added."""
+    """A vLLM whose files are no stock release's, although their code is.
+
+    All files that a diagnosis may read have a comment added.
+    """
     for path in {"vllm/__init__.py", *(path for fix in FIXES for path in fix.reads)}:
         if (root / path).is_file():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)

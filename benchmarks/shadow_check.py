@@ -8,20 +8,22 @@ caught      every fix off, every replay checked: how many checks until the first
 quarantine  every fix off, quarantine: of each of three passes, the answers that are an eager engine's
 alone       every fix off and no check: answers have to be those of `caught`, which only looks
 others-on   the case's own fix off and no check: what is wrong then is this defect's doing alone
-silent      the fixes on, every replay checked: mismatches are false alarms. First the workload of `verify`, whose answers have to be
-            an eager engine's; then a load of requests that come, go, wait, are aborted and, where a cache can be that small, preempted,
-            until all cases together have made --checks
+silent      the fixes on, every replay checked: mismatches are false alarms. First the workload of `verify`, whose
+            answers have to be an eager engine's; then a load of requests that come, go, wait, are aborted and, where a
+            cache can be that small, preempted, until all cases together have made --checks
 budget      the fixes on, 0.1% and the same load for --seconds: what checks took of the time of all other steps
 
-ranks       on two GPUs, with tensor and with pipeline parallelism, under the same load for --seconds: every fix off and quarantine, the
-            fixes on, and a budget of 1 %; what each rank has counted, and which steps it has checked: with either the same on both
+ranks       on two GPUs, with tensor and with pipeline parallelism, under the same load for --seconds: every fix off and
+            quarantine, the fixes on, and a budget of 1 %; what each rank has counted, and which steps it has checked:
+            with either the same on both
 
 and models of 24 layers:
 
-throughput  the fixes on; nothing checked, 1/100 and 0.1% in turns in one engine: seconds to decode a batch, --rounds times, as ratios
+throughput  the fixes on; nothing checked, 1/100 and 0.1% in turns in one engine: seconds to decode a batch, --rounds
+            times, as ratios
 
-The result is written after every part to FOLDER/result.json. Exit code 1 if there was a false alarm, or an engine with the fixes on ended in
-an error; 2 if nothing could be run.
+The result is written after every part to FOLDER/result.json. Exit code 1 if there was a false alarm, or an engine with
+the fixes on ended in an error; 2 if nothing could be run.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ COMPILED = tuple(
     Case(name=f"llama-compiled-{runner.lower()}", model="llama", runner=runner, graphs=_DEFAULTS, workload=MLA.workload)
     for runner in ("V1", "V2")
 )
-"""As vLLM is by default: compiled, and an ordinary attention. No defect is known to show in it."""
+"""Engines as vLLM is by default: compiled, and with an ordinary attention. No defect is known to show in them."""
 MIXED = tuple(
     Case(
         name=f"llama-full-triton-{runner.lower()}",
@@ -79,11 +81,13 @@ MIXED = tuple(
     )
     for runner in ("V1", "V2")
 )
-"""Full graphs of prompts and decodes together, which are captured for one request: Triton's attention cuts its work by that."""
+"""Full graphs of prompts and decodes together, which are captured for one request: Triton's attention cuts its work by
+that."""
 OF_NO_VERIFY = {"prefill-dispatch": (GDN_MTP,)}
 """By name of a fix: an engine in which its defect shows, and that takes too long to compile for `verify`."""
 FEW_BLOCKS = 34
-"""Of a cache: enough for one request of the greatest length, and for a third of those that an engine may run."""
+"""The number of blocks of a cache: enough for one request of the greatest length, and for a third of those that an
+engine may run."""
 
 
 def main() -> int:
@@ -129,7 +133,7 @@ def _false_alarm(found: dict[str, Any]) -> bool:
 
 
 def full_graph_cases() -> list[Case]:
-    """Of `verify`, those with full graphs: of others nothing can be checked."""
+    """The cases of `verify` with full graphs: in others nothing can be checked."""
     cases = dict.fromkeys(
         case for fix in FIXES for case in (trial_of(fix.name).case, *further_cases(fix.name)) if case is not None
     )
@@ -218,7 +222,7 @@ class Measured:
     # -- the same engines under load ------------------------------------------------------------------------------
 
     def load(self, part: str) -> None:
-        """Of all cases at once: checks of a part together are what was asked for."""
+        """Loads all cases at once: checks of a part together are what was asked for."""
         rate = "1/1" if part == "silent" else "0.1%"
         each = -(-self._options.checks // len(self._cases)) if part == "silent" else 1 << 40
 
@@ -347,7 +351,10 @@ def _environment(extra: dict[str, str | None]) -> dict[str, str]:
 
 
 def _seen(ended: Ended, eager: Ended | None) -> dict[str, Any]:
-    """What the check counted in an engine, and how many answers of each pass are the eager engine's; its error if it did not end well."""
+    """What the check counted in an engine, and how many answers of each pass are the eager engine's.
+
+    It has the engine's error too, if it did not end well.
+    """
     if ended.said is None:
         return {"error": ended.error}
     found: dict[str, Any] = {
@@ -367,7 +374,7 @@ def _seen(ended: Ended, eager: Ended | None) -> dict[str, Any]:
 
 
 def _equal(one: Sequence[Sequence[Answer]], other: Sequence[Sequence[Answer]]) -> list[int]:
-    """Of each pass, how many answers have the same tokens."""
+    """How many answers of each pass have the same tokens."""
     return [
         sum(a.tokens == b.tokens for a, b in zip(*answers, strict=True)) for answers in zip(one, other, strict=True)
     ]

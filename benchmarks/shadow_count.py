@@ -2,8 +2,8 @@
 
     python benchmarks/shadow_count.py [--rounds N]
 
-Around calls that do nothing, so that the count alone is measured: of a `CUDAGraphWrapper` (V1), of `run_fullgraph` (V2), and of as many
-more of a drafter (V2). Target: 1 µs.
+Around calls that do nothing, so that the count alone is measured: of a `CUDAGraphWrapper` (V1), of `run_fullgraph`
+(V2), and of as many more of a drafter (V2). Target: 1 µs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RATES = ("1/2000", "0.1%")
 DRAFTS = (1, 3, 5)
 """Replays of a drafter in a step: one of all decodes, or one for each token."""
 CALLS = 200
-"""Of a round."""
+"""The number of calls of a round."""
 
 
 class Graphs:

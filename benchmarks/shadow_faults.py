@@ -1,6 +1,7 @@
 """What becomes of an engine of two ranks if one of them fails while the shadow check runs a step without its graph.
 
-    python benchmarks/shadow_faults.py --out FOLDER [--parallel tensor|pipeline …] [--mode check|quarantine …] [--fault FAULT …] [--runner V1|V2 …]
+    python benchmarks/shadow_faults.py --out FOLDER [--parallel tensor|pipeline …] [--mode check|quarantine …]
+            [--fault FAULT …] [--runner V1|V2 …]
 
 A tiny Llama with full graphs of decodes on the installed vLLM, on two GPUs, every fix off. Each engine has a process of
 its own, which is ended after --limit seconds. Either every replay is checked, or every graph is in quarantine; the
@@ -257,7 +258,10 @@ class Faults:
 
 
 def _gone(pids: list[int], folder: Path, until: float) -> float | None:
-    """Seconds from the fault until none of *pids*, the ranks' processes, is left; None if one is still there in the end."""
+    """Seconds from the fault until none of *pids* is left; None if one is still there in the end.
+
+    These are the ranks' processes.
+    """
     while any(_lives(pid) for pid in pids):
         if time.monotonic() > until:
             return None

@@ -1,4 +1,6 @@
-"""What status records and metrics cost: one record written, 64 ranks read, and what a scrape of /metrics takes for them.
+"""What status records and metrics cost.
+
+One record is written, 64 ranks are read, and a scrape of /metrics takes its time for them.
 
 python benchmarks/status_records.py [--rounds N]
 """
@@ -58,7 +60,10 @@ def main() -> None:
 
 
 def of_rank(rank: int) -> records.Record:
-    """As large as a worker's: each fix with a reason of its own on each rank, which no engine has, and all events."""
+    """A record as large as a worker's, with all events.
+
+    Each fix has a reason of its own on each rank, which no engine has.
+    """
     return records.Record(
         graphfix="0.1.0",
         vllm="0.21.0",

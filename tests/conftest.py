@@ -42,7 +42,10 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups, and before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what needs releases of vLLM. Tests of one release run in one process of pytest: a warm process of it serves them all."""
+    """Marks what needs releases of vLLM.
+
+    Tests of one release run in one process of pytest: a warm process of it serves them all.
+    """
     needing = modules_that_need_releases()
     for item in items:
         if item.path.stem in needing:
@@ -71,7 +74,8 @@ def release(request: pytest.FixtureRequest) -> str:
     return version
 
 
-# `nohup` and a shell's background jobs ignore these, and every process that a test starts and interrupts would inherit that.
+# `nohup` and a shell's background jobs ignore these, and every process that a test starts and interrupts would
+# inherit that.
 for ignored in (signal.SIGHUP, signal.SIGINT):
     if signal.getsignal(ignored) is signal.SIG_IGN:
         signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)

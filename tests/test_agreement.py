@@ -113,7 +113,7 @@ def test_a_word_is_there_for_whoever_compares_later() -> None:
 
 
 def test_ranks_that_join_later_are_compared_in_the_store_that_they_share() -> None:
-    """As when vLLM scales expert parallelism up: groups are made anew, and with them the store."""
+    """This happens when vLLM scales expert parallelism up: groups are made anew, and with them the store."""
     old, new = word(), word("node-b")
     leave(HashStore(), STAGE, 0, old)
     shared = HashStore()

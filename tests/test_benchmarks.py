@@ -1,4 +1,7 @@
-"""The benchmark of real engines, as far as it needs none: what it runs where, how engines take turns and end, its figures."""
+"""The benchmark of real engines, as far as it needs none.
+
+What it runs where, how engines take turns and end, and its figures.
+"""
 
 from __future__ import annotations
 

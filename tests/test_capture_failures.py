@@ -1,4 +1,7 @@
-"""A fix that fails while graphs are captured, on stock releases and in real process groups: right, stopped, or stock's, said aloud."""
+"""A fix that fails while graphs are captured, on stock releases and in real process groups.
+
+The outcome is right, stopped, or stock's, said aloud.
+"""
 
 from __future__ import annotations
 

@@ -363,7 +363,10 @@ PRINTING = ["status", "status --json", "explain", "explain mamba-padding", "flee
 
 
 def in_a_shell(command: str, outputs: str, folder: Path, stdout: int = subprocess.PIPE) -> tuple[int, str]:
-    """Exit code and standard error of *command*, about a release and the records in *folder*, with *outputs* as a shell has them."""
+    """Exit code and standard error of *command*, about a release and the records in *folder*.
+
+    Its *outputs* are as a shell has them.
+    """
     words = command.split()
     about = {"status": ["--vllm", str(release_root("0.18.1"))], "fleet": ["--dir", str(folder)]}.get(words[0], [])
     done = subprocess.run(

@@ -17,7 +17,10 @@ BEST, SECOND, OTHER = 10, 11, 12
 
 
 def answer(changes: dict[int, int] | None = None, ties: Sequence[int] = ()) -> Answer:
-    """`BEST` at each position but for *changes*; at *ties* the second is nearly as good. The engine's own choice is its best."""
+    """`BEST` at each position but for *changes*; at *ties* the second is nearly as good.
+
+    The engine's own choice is its best.
+    """
     changes = changes or {}
     tokens = tuple(changes.get(position, BEST) for position in range(LENGTH))
     top = []

@@ -1,6 +1,7 @@
 """`compare` from end to end on a real engine: PyPI's vLLM for CPUs, tiny models.
 
-An engine on a CPU has no CUDA graphs, and `compare` has to say so. What a defect of graphs does is planted (`planted_corruption`).
+An engine on a CPU has no CUDA graphs, and `compare` has to say so. What a defect of graphs does is planted
+(`planted_corruption`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Done = subprocess.CompletedProcess[str]
 SMALL = ("-O0", "--max-model-len", "256")
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 300], [3, 4, 5], [900, 800, 700, 600, 500]]
 TOKENS = (16, 14, 12, 10)
-"""Of the answers to four prompts."""
+"""The number of tokens of the answers to four prompts."""
 FIRST = TOKENS[-1]
 """The token from which on three of the four are decoded together, which is what the planted corruption hits."""
 
@@ -44,7 +45,10 @@ planted = pytest.mark.xdist_group("compare what is planted")
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> dict[str, Any]:
-    """Text through a tokenizer, a draft model, two ranks, every process that vLLM has in production: two minutes, for `make test-all`."""
+    """Text through a tokenizer, a draft model, two ranks, every process that vLLM has in production.
+
+    It takes two minutes, for `make test-all`.
+    """
     draft = json.dumps({"method": "eagle", "model": "./eagle", "num_speculative_tokens": 2})
     flags = (*SMALL, "-tp", "2", "--speculative-config", draft)
     every_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -136,7 +140,10 @@ def test_corruption_with_graphs_alone_is_found_where_it_begins(folder: Path) -> 
 @planted
 @pytest.mark.slow
 def test_what_is_there_without_graphs_too_is_not_called_corruption(folder: Path) -> None:
-    """On prompts that are made up. The user has a worker extension, so that the workers cannot be asked for their states."""
+    """The prompts are made up.
+
+    The user has a worker extension, so that the workers cannot be asked for their states.
+    """
     extension = ("--worker-extension-cls", "planted_corruption.WorkerExtension")
     # How many log-probabilities a user may ask for, and of what, is not what is compared.
     limits = ("--max-logprobs", "0", "--logprobs-mode", "processed_logits")

@@ -1,4 +1,7 @@
-"""vLLM's flags on the command line of `compare`: what is vLLM's reaches vLLM as it was given, and what is ours is ours."""
+"""vLLM's flags on the command line of `compare`.
+
+What is vLLM's reaches vLLM as it was given, and what is ours is ours.
+"""
 
 from __future__ import annotations
 
@@ -197,7 +200,7 @@ def engine_flags(release: str) -> set[str]:
 
 
 def test_none_of_our_options_is_a_flag_of_an_engine() -> None:
-    """Of none of the releases: what is ours would never reach vLLM."""
+    """An option of ours that is a flag of any of the releases would never reach vLLM."""
     group: Any = typer.main.get_command(app)
     ours = {name for option in group.commands["compare"].params for name in option.opts if name.startswith("-")}
     assert ours == {"--prompts", "--num-prompts", "--max-tokens", "--timeout", "--json"}
@@ -249,7 +252,7 @@ PARSED = """
                 "caching": args.enable_prefix_caching, "best": args.max_logprobs, "of": args.logprobs_mode,
                 "quiet": args.disable_log_stats, "extension": args.worker_extension_cls,
             }}))
-"""
+"""  # noqa: E501
 GIVEN = [
     *("-tp", "2", "-O3", "-cc.cudagraph_mode=FULL", "-cc.cudagraph_capture_sizes+=1,2", "--speculative-config", DRAFT),
     *("--kv-cache-dtype", "fp8", "--max_model_len", "1k", "--hf-overrides", '{"a": 1}', "--no-enable-prefix-caching"),
@@ -283,7 +286,7 @@ REACHED = {
 
 @pytest.mark.parametrize("release", slow_but_for(("0.15.0", "0.33.0"), ("0.15.0", "0.18.1", "0.29.0", "0.33.0")))
 def test_stock_vllm_takes_a_command_line_of_its_server_as_it_was_given(release: str) -> None:
-    """The oldest release that is affected, the last one without `LLM.from_engine_args`, one from between, and the newest."""
+    """Runs on the oldest release affected, the last without `LLM.from_engine_args`, one between, and the newest."""
     done = run_in_release(release, PARSED.format(flags=GIVEN), {"HF_HUB_OFFLINE": "0"})
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("unrecognized")] == [

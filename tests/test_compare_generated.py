@@ -12,7 +12,7 @@ from vllm_graphfix.verify.engine.job import GRAPHS, Job
 
 
 class TokenizerDouble:
-    """Of 90 tokens, three of them special, and a placeholder of images that was added."""
+    """A tokenizer of 90 tokens, three of them special, and a placeholder of images that was added."""
 
     all_special_ids = (0, 1, 88)
     added_tokens_encoder = {"<image>": 89}  # noqa: RUF012 - as a tokenizer's, an attribute

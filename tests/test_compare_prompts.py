@@ -129,7 +129,7 @@ def test_a_file_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
 
 
 def test_a_pipe_can_be_read(tmp_path: Path) -> None:
-    """As the shell's ``<(…)`` is one."""
+    """The shell's ``<(…)`` is a pipe."""
     reading, writing = os.pipe()
     os.write(writing, b"one\n")
     os.close(writing)

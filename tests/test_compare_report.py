@@ -141,7 +141,8 @@ def last(shown: Report) -> str:
 def test_the_page_names_what_was_compared_and_on_what() -> None:
     first, second = page(report()).splitlines()[:2]
     assert first == (
-        f"the/model -tp 2: vLLM 0.21.0, vllm-graphfix {__version__}, torch 2.11.0, GPU [of a test], driver 1, VLLM_GRAPHFIX=on, "
+        f"the/model -tp 2: vLLM 0.21.0, vllm-graphfix {__version__}, torch 2.11.0, GPU [of a test], driver 1, "
+        "VLLM_GRAPHFIX=on, "
         "seed 7"
     )
     assert second == "graphs: FULL; fixes: mamba-padding active"
@@ -213,9 +214,9 @@ def test_states_are_told_once_if_all_ranks_agree_and_as_they_are_if_not() -> Non
 
 def test_an_engine_that_fails_with_graphs_alone_is_corrupt_and_says_its_error() -> None:
     assert FAILED.corrupt
-    assert (
-        last(FAILED)
-        == "the engine runs without graphs and fails with them: CUDA error: an illegal memory access was encountered (log: /l)"
+    assert last(FAILED) == (
+        "the engine runs without graphs and fails with them: CUDA error: an illegal memory access was "
+        "encountered (log: /l)"
     )
 
 

@@ -20,7 +20,7 @@ PROJECT = CONTAINER.parent.parent
 
 
 def distribution(folder: Path, name: str, version: str) -> Path:
-    """As installed; without files of its own."""
+    """A distribution as installed; without files of its own."""
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

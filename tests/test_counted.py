@@ -118,7 +118,7 @@ def test_marks_on_the_device_are_not_read() -> None:
 
 
 class StateStandIn(NamedTuple):
-    """Of vLLM's ExecuteModelState, what is looked at."""
+    """What is looked at of vLLM's ExecuteModelState."""
 
     scheduler_output: Any
     hidden_states: Any
@@ -194,7 +194,7 @@ def test_steps_are_counted_in_which_a_prompt_is_scored_after_a_draft(changes: di
 
 
 def test_a_step_without_a_state_is_not_looked_at() -> None:
-    """Of a rank that is not the last of a pipeline."""
+    """The step is that of a rank that is not the last of a pipeline."""
     fix = BY_NAME["prompt-logprobs"]
     runner = SimpleNamespace(num_prompt_logprobs={"scored": 1}, execute_model_state=None, speculative_config=None)
     before = fix.events[0].count, fix.fallback.reason

@@ -54,11 +54,14 @@ def start(method, target, *arguments, name=None):
     process.start()
     process.join()
     assert process.exitcode == 0
-"""
+"""  # noqa: E501
 
 
 def told(code: str, model: Path, scratch: Path, env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """What the processes of *code*, the body of a main program, said of their decision, by the name that they were given."""
+    """What the processes of *code* said of their decision, by the name that they were given.
+
+    *code* is the body of a main program.
+    """
     script = scratch / "program.py"
     script.write_text(BEFORE + "\nif __name__ == '__main__':\n" + textwrap.indent(textwrap.dedent(code), "    "))
     done = subprocess.run(
@@ -183,12 +186,12 @@ def test_processes_of_the_second_engine_go_by_the_second_decision(who: str, foun
     "who", ["core that finds the decision for another engine", "core that finds the decision of another vLLM"]
 )
 def test_a_decision_that_was_not_made_for_this_engine_does_not_count(who: str, found: Found) -> None:
-    """As on a Ray node that keeps the environment of the engine that started it, which newer executors do not overwrite."""
+    """A Ray node may keep the environment of the engine that started it, which newer executors do not overwrite."""
     assert found[who]["engine"] not in (found["first"]["engine"], found["second"]["engine"])
     assert found[who]["canary"] is False
 
 
-# -- nodes that decide separately ----------------------------------------------------------------------------------------
+# -- nodes that decide separately --------------------------------------------------------------------------------------
 
 SEPARATE = """
 import json, os

@@ -122,7 +122,8 @@ TOLD: Mapping[str, Mapping[str, float | None]] = {
     "without the plugin": {ENGINES: None, RANKS: None, STATES: None, SPEED: None, FAILED: None},
     "of another model": {ENGINES: None, RANKS: None, STATES: 0, SPEED: None, FAILED: None},
 }
-"""What each judge is told of a fleet; None for nothing, which Argo takes for inconclusive and Flagger for a failed check."""
+"""What each judge is told of a fleet; None for nothing, which Argo takes for inconclusive and Flagger for a failed
+check."""
 
 
 @pytest.mark.parametrize("fleet", FLEETS)

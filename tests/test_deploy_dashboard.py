@@ -56,7 +56,7 @@ def test_panels_use_the_variables_that_the_dashboard_has() -> None:
 @pytest.fixture
 def fleet() -> Iterator[list[str]]:
     """Addresses of a double of six engines (`exporter_double.py`)."""
-    command = [sys.executable, str(PROJECT / "tests" / "exporter_double.py"), "--seconds", "90"]
+    command = [sys.executable, str(PROJECT / "tests" / "support" / "exporter_double.py"), "--seconds", "90"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout

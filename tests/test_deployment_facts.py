@@ -1,4 +1,7 @@
-"""What is known of a deployment: the GPU and the environment of this machine, who runs which model runner, other facts that fixes use."""
+"""What is known of a deployment.
+
+The GPU and the environment of this machine, who runs which model runner, and other facts that fixes use.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("among_models")
 FLAGS = st.sampled_from(
     """--kv-cache-dtype --kv-cache-dtype=fp8 --attention-backend -ac -cc -cc. -cc.cudagraph_mode=FULL -cc.a.b.c= -cc.+ -O -O3 -O= -O.
     --speculative-config --speculative-config.method=mtp -sc --model --config -- - --= --no-enforce-eager --enforce-eager= --m -dp -tp
-    --hf-overrides A=1 =1 env vllm serve ./v3 ./mamba2 --compilation-config={} -q --runner""".split()
+    --hf-overrides A=1 =1 env vllm serve ./v3 ./mamba2 --compilation-config={} -q --runner""".split()  # noqa: E501
 )
 LINES = st.lists(FLAGS | ARGUMENTS.map(shlex.quote) | JSON.map(dumped).map(shlex.quote) | TEXT, max_size=12).map(
     " ".join

@@ -48,12 +48,21 @@ def test_the_shipped_manifest_is_what_the_releases_give(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"name": "another-name"}, "another-name is not the FIX of fixes/another_name.py: a fix and its module have the same name"),
-        ({"number": FIXES[1].number}, f"{FIXES[0].name} and {FIXES[1].name} both have the number {FIXES[1].number}; the next free one is "),
-        ({"diagnose": lambda source: source.nothing}, f"{FIXES[0].name}: diagnose() raises on vLLM 0.33.0: AttributeError: "),
+        (
+            {"name": "another-name"},
+            "another-name is not the FIX of fixes/another_name.py: a fix and its module have the same name",
+        ),
+        (
+            {"number": FIXES[1].number},
+            f"{FIXES[0].name} and {FIXES[1].name} both have the number {FIXES[1].number}; the next free one is ",
+        ),
+        (
+            {"diagnose": lambda source: source.nothing},
+            f"{FIXES[0].name}: diagnose() raises on vLLM 0.33.0: AttributeError: ",
+        ),
     ],
     ids=["name", "number", "diagnosis"],
-)  # fmt: skip
+)
 def test_a_record_that_is_wrong_is_said_in_a_line_and_no_manifest_is_written(
     wrong: dict[str, Any],
     told: str,

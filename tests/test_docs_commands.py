@@ -33,10 +33,13 @@ CHEAP = ("status", "explain", "fleet", "report", "doctor")
 """Commands of vllm-graphfix that take well below a second, and need neither a GPU nor an engine."""
 
 NOT_RUN = {"kubectl delete pod POD...": "needs a cluster"}
-"""By command: why it is not run here. Of a block that tools/walk_rollout.py has written, none is: it ran them on real servers."""
+"""Why a command is not run here. Of a block that tools/walk_rollout.py has written, none is: it ran them on real
+servers."""
 
 ELSEWHERE = {
-    "vllm-graphfix fleet --watch 5": "test_fleet_command.py::test_watching_goes_on_until_it_is_interrupted_which_is_exit_0",
+    "vllm-graphfix fleet --watch 5": (
+        "test_fleet_command.py::test_watching_goes_on_until_it_is_interrupted_which_is_exit_0"
+    ),
     "unzip -p vllm_graphfix-*.whl '*/WHEEL'": "test_package.py::test_the_wheel_says_which_setuptools_made_it",
 }
 """By command: the test that runs it."""
@@ -62,7 +65,8 @@ MADE = {
     ".ci/run",
     "PIP_CONSTRAINT=/tmp/build/constraint make --old-file .venv/installed packages BIN=/tmp/build/bin",
 }
-"""Dry runs here: they take minutes, or write into the tree. CI runs lint, test and build; test_site.py builds what `make docs` does."""
+"""Dry runs here: they take minutes, or write into the tree. CI runs lint, test and build; test_site.py builds what
+`make docs` does."""
 
 PARSED = {
     "python benchmarks/shadow_check.py --out FOLDER [--only CASE] [--part PART]",
@@ -71,10 +75,14 @@ PARSED = {
     "python tools/walk_rollout.py canary --record 90 --photograph",
     "python tools/update_docs.py",
 }
-"""The script parses its arguments here, and does nothing: it needs a GPU, servers or a release to come, or writes the pages."""
+"""The script parses its arguments here, and does nothing: it needs a GPU, servers or a release to come, or writes the
+pages."""
 
 COMPARED = (
-    'export VLLM_USE_V2_MODEL_RUNNER=1 FLASHMLA="--skip-tokenizer-init --max-model-len 2048 --block-size 64 --attention-backend FLASHMLA"',
+    (
+        'export VLLM_USE_V2_MODEL_RUNNER=1 FLASHMLA="--skip-tokenizer-init --max-model-len 2048 --block-size 64 '
+        '--attention-backend FLASHMLA"'
+    ),
     "vllm-graphfix compare MODEL -tp 2",
     "vllm-graphfix compare MODEL -tp 2 --kv-cache-dtype fp8",
     "vllm-graphfix compare MODEL --prompts prompts.txt --max-tokens 256",
@@ -82,18 +90,23 @@ COMPARED = (
     "vllm-graphfix compare mla $FLASHMLA",
     """vllm-graphfix compare mla-mtp $FLASHMLA --speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'""",
     (
-        "VLLM_USE_V2_MODEL_RUNNER=0 vllm-graphfix compare mamba2 --skip-tokenizer-init --max-model-len 2048 --max-num-batched-tokens 64 "
+        "VLLM_USE_V2_MODEL_RUNNER=0 vllm-graphfix compare mamba2 --skip-tokenizer-init --max-model-len 2048 "
+        "--max-num-batched-tokens 64 "
         "--max-num-seqs 4 -tp 2 -cc.mode=0 -cc.cudagraph_mode=FULL_DECODE_ONLY"
     ),
     (
-        "vllm-graphfix compare llama --skip-tokenizer-init --max-model-len 2048 --kv-cache-memory-bytes 1073741824 --gpu-memory-utilization 0.1 "
+        "vllm-graphfix compare llama --skip-tokenizer-init --max-model-len 2048 --kv-cache-memory-bytes 1073741824 "
+        "--gpu-memory-utilization 0.1 "
         "--attention-backend FLASH_ATTN -tp 2 -dcp 2 -cc.mode=0 -cc.cudagraph_mode=FULL_DECODE_ONLY"
     ),
 )
 """In this order. Their engines need a GPU; here the command takes its options, and vLLM's parser the flags."""
 
 PATCHED = {
-    """kubectl patch deployment vllm --patch '{"spec": {"template": {"metadata": {"labels": {"vllm-graphfix/rollout": "25"}}}}}'""",
+    (
+        """kubectl patch deployment vllm --patch '{"spec": {"template": {"metadata": {"labels": """
+        """{"vllm-graphfix/rollout": "25"}}}}}'"""
+    ),
     """kubectl patch configmap vllm-graphfix --patch '{"data": {"VLLM_GRAPHFIX": "off"}}'""",
     "kubectl rollout restart deployment/vllm",
 }
@@ -109,14 +122,23 @@ SLOW = {
     "vllm-graphfix verify",
     "vllm-graphfix verify --vllm PATH",
     "vllm-graphfix verify --json > verified.json",
-    """PYTHONPATH=$(python tools/fetch_vllm.py 0.16.0) VLLM_GRAPHFIX=off python -c "from vllm_graphfix.verify.double.scenarios.mamba_all_mode import run; print(run())\"""",
-    """python -c "from pathlib import Path; from vllm_graphfix.verify.engine.models import write; [write(name, Path()) for name in ('mla', 'mla-mtp', 'mamba2')]\"""",
+    (
+        """PYTHONPATH=$(python tools/fetch_vllm.py 0.16.0) VLLM_GRAPHFIX=off python -c "from """
+        """vllm_graphfix.verify.double.scenarios.mamba_all_mode import run; print(run())\""""
+    ),
+    (
+        """python -c "from pathlib import Path; from vllm_graphfix.verify.engine.models import write; """
+        """[write(name, Path()) for name in ('mla', 'mla-mtp', 'mamba2')]\""""
+    ),
 }
 """Run with the slow tests."""
 
 
 def commands(page: str) -> list[str]:
-    """The commands of *page*, without their comments: the lines behind a prompt, or all lines of a block that has no prompt."""
+    """The commands of *page*, without their comments.
+
+    These are the lines behind a prompt, or all lines of a block that has no prompt.
+    """
     found = []
     for walked, block in BLOCK.findall(page):
         lines = block.replace("\\\n", "").splitlines()
@@ -132,7 +154,10 @@ RUN = [command for command in LEFT if re.match(rf"vllm-graphfix ({'|'.join(CHEAP
 
 
 def run(command: str, folder: Path) -> None:
-    """In *folder*, with stock 0.18.1 installed; PATH in a command is its folder, and shared storage is below *folder*."""
+    """Runs *command* in *folder*, with stock 0.18.1 installed.
+
+    PATH in a command is its folder, and shared storage is below *folder*.
+    """
     release = release_root("0.18.1")
     as_shown = re.sub(r"\bPATH\b", shlex.quote(str(release)), command).replace("/mnt/shared/graphfix", "records")
     (folder / "records").mkdir()
@@ -144,8 +169,13 @@ def run(command: str, folder: Path) -> None:
         "VLLM_GRAPHFIX_STATUS_DIR": str(folder / "records"),
     }
     done = subprocess.run(
-        ["/bin/bash", "-euo", "pipefail", "-c", as_shown], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )  # fmt: skip
+        ["/bin/bash", "-euo", "pipefail", "-c", as_shown],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode in expected(command), done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     if "--json" in command:
@@ -174,7 +204,10 @@ def test_the_table_lists_only_what_a_page_shows() -> None:
 
 
 def test_prompts_comments_and_continued_lines_are_understood() -> None:
-    page = "```console\n$ one  # first\nits output\n$ two \\\n  --more\n```\n```bash\n# nothing\nthree '#4'\n```\n```text\nno command\n```\n"
+    page = (
+        "```console\n$ one  # first\nits output\n$ two \\\n  --more\n```\n```bash\n# nothing\nthree '#4'\n```\n"
+        "```text\nno command\n```\n"
+    )
     assert commands(page) == ["one", "two   --more", "three '#4'"]
 
 
@@ -264,7 +297,7 @@ ACCEPTED = """
         args = worker._given(Job("", GRAPHS, flags=tuple(flags)))
         speculative = (args.speculative_config or {{}}).get("method")
         print("ACCEPTED", json.dumps([args.model, args.tensor_parallel_size, args.max_model_len, args.kv_cache_dtype, speculative]))
-"""
+"""  # noqa: E501
 
 
 def test_compare_takes_the_options_that_are_shown_and_vllm_the_flags(
@@ -273,7 +306,8 @@ def test_compare_takes_the_options_that_are_shown_and_vllm_the_flags(
     stand_in = tmp_path / "bin" / "vllm-graphfix"
     stand_in.parent.mkdir()
     stand_in.write_text(
-        f"#!{sys.executable}\nimport json, sys\nwith open('given', 'a') as file:\n    print(json.dumps(sys.argv[1:]), file=file)\n"
+        f"#!{sys.executable}\nimport json, sys\nwith open('given', 'a') as file:\n"
+        "    print(json.dumps(sys.argv[1:]), file=file)\n"
     )
     stand_in.chmod(0o700)
     (tmp_path / "prompts.txt").write_text("a prompt\n")

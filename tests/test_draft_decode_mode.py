@@ -1,4 +1,7 @@
-"""draft-decode-mode: what must hold beyond the numbers, on 0.17.x and on nightlies that lack either half of PR 39773, or both."""
+"""draft-decode-mode: what must hold beyond the numbers.
+
+Run on 0.17.x and on nightlies that lack either half of PR 39773, or both.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def _0_21_0(last_token_indices: list[int], step: object, input_buffers: object, 
 
 
 class IndicesStandIn(list[int]):
-    """As much of a tensor as is zeroed."""
+    """A stand-in for a tensor, as far as it is zeroed."""
 
     def __getitem__(self, rows: Any) -> Any:
         kept, chosen = self, range(len(self))[rows]

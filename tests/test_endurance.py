@@ -28,7 +28,7 @@ from vllm_graphfix import records
 from vllm_graphfix.fix import Patch
 from vllm_graphfix.patching import sites
 
-# -- many calls ----------------------------------------------------------------------------------------------------------
+# -- many calls --------------------------------------------------------------------------------------------------------
 
 ALLOWED = Left(ours=4096, blocks=200, objects=30, garbage=30)
 """Some for whatever Python does once in a while; less than one for each call."""
@@ -158,12 +158,13 @@ def test_layers_that_were_taken_back_are_forgotten(monkeypatch: pytest.MonkeyPat
     assert len(sites._stock_of) <= known + 1
 
 
-# -- a server under load -------------------------------------------------------------------------------------------------
+# -- a server under load -----------------------------------------------------------------------------------------------
 
 MINUTES = float(os.environ.get("ENDURANCE_MINUTES", "30"))
 """Less than that is for whoever works on this: so short a time tells little."""
 GROWTH = {"front-end": 512.0, "engine-core": 512.0, "worker": 2048.0}
-"""KiB beyond stock's, in the second half of that time: what two servers of one kind may differ by. A worker's kernels keep memory by the megabyte."""
+"""KiB beyond stock's, in the second half of that time: what two servers of one kind may differ by. A worker's kernels
+keep memory by the megabyte."""
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +235,7 @@ def test_both_servers_were_under_load(endured: Endured) -> None:
         assert min(calls.values()) > 30 * MINUTES
 
 
-# -- how a leak shows ----------------------------------------------------------------------------------------------------
+# -- how a leak shows --------------------------------------------------------------------------------------------------
 
 _PROGRAM = """
 import os, sys, threading, time
@@ -253,7 +254,7 @@ LEAKS = {
 
 
 def sampled(leak: str) -> list[Sample]:
-    """Of a small program, for two seconds."""
+    """Samples of a small program, for two seconds."""
     with subprocess.Popen([sys.executable, "-c", _PROGRAM.format(leak=leak)]) as program:
         try:
             process, began = psutil.Process(program.pid), time.monotonic()

@@ -15,7 +15,7 @@ from warm_release import run_in_fork
 REPORT = """
 import json, vllm_graphfix
 print("REPORT " + json.dumps({n: [s.mode.value, s.state.value, s.reason, s.diagnosis and s.diagnosis.verdict.value] for n, s in vllm_graphfix.states().items()}))
-"""
+"""  # noqa: E501
 LOAD = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
 
 
@@ -117,7 +117,7 @@ assert not any(a is b for a, b in zip(stock, patched))
 vllm_graphfix._this_process().manager.revert("capture-state")
 reverted = [cudagraph_utils.CudaGraphManager.capture_graph, cudagraph_utils.set_forward_context, cudagraph.prepare_inputs_to_capture, cudagraph.EagleCudaGraphManager.capture_graph]
 assert all(a is b for a, b in zip(stock, reverted))
-{REPORT}"""
+{REPORT}"""  # noqa: E501
     found = states("0.17.1", code)
     assert found["capture-state"][1] == "off"
     assert found["draft-decode-mode"][1] == "active"
@@ -143,7 +143,7 @@ pickled = pickle.dumps(manager)
 assert [told(*t) for t in targets] == before
 assert pickle.dumps(manager) == pickled and pickle.loads(pickled).size == 3
 assert isinstance(manager, CudaGraphManager) and ModelCudaGraphManager.capture is not CudaGraphManager.capture
-{REPORT}"""
+{REPORT}"""  # noqa: E501
     assert states("0.21.0", code)["capture-state"][1] == "active"
 
 
@@ -267,7 +267,10 @@ def test_a_vllm_without_cuda_still_serves_its_platform() -> None:
 
 @pytest.mark.parametrize("release", slow_but_for(("0.33.0",), ("0.15.0", "0.33.0")))
 def test_a_stage_of_a_rollout_changes_no_factor_of_vllms_compile_key(release: str) -> None:
-    """Else each stage would compile a fleet anew. The engine that is asked has decided: its decision is in the environment."""
+    """A change would make each stage compile a fleet anew.
+
+    The engine that is asked has decided: its decision is in the environment.
+    """
     code = f"""
 {LOAD}
 import json, os

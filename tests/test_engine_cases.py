@@ -1,4 +1,7 @@
-"""What is run for each fix: three engines that differ only in what they should, in words that every affected release knows."""
+"""What is run for each fix: three engines that differ only in what they should.
+
+They are described in words that every affected release knows.
+"""
 
 from __future__ import annotations
 
@@ -227,7 +230,10 @@ def test_scored_prompts_are_as_long_as_graphs_are_large_and_each_is_alone() -> N
 
 
 def test_prompts_are_scored_with_one_draft_token_where_more_of_them_change_the_targets_own_lengths() -> None:
-    """Up to 0.18.1 eager is not the same twice with more: what the drafter counts up is what the target's lengths are copied from."""
+    """Up to 0.18.1 eager is not the same twice with more draft tokens.
+
+    What the drafter counts up is what the target's lengths are copied from.
+    """
     case = CASES["prompt-logprobs"]
     for release in ALL_RELEASES:
         runs = case.on(stock_source(release))
@@ -256,7 +262,7 @@ def test_a_release_on_which_a_case_is_right_on_stock_too_skips_it(name: str, rel
         assert skipped is None
 
 
-def test_prompts_of_one_token_run_on_model_runner_v2_where_it_takes_recurrent_models_and_does_not_ask_for_their_phase() -> (
+def test_prompts_of_one_token_run_on_model_runner_v2_where_it_takes_recurrent_models_and_does_not_ask_for_their_phase() -> (  # noqa: E501
     None
 ):
     """0.21.0 - 0.22.1 have the code and refuse such models, 0.28.0 has the remedy."""

@@ -257,7 +257,8 @@ def test_cases_of_hoppers_kernels_alone_are_skipped_on_another_compute_capabilit
     if name in HOPPER_CASES:
         backend = CASES[name].arguments["attention_config"]["backend"]
         assert why == (
-            f"attention backend {backend} needs compute capability 9.0, Double of another has {capability[0]}.{capability[1]}; "
+            f"attention backend {backend} needs compute capability 9.0, Double of another has "
+            f"{capability[0]}.{capability[1]}; "
             "`verify --device cpu` proves the fix on the CPU double"
         )
     else:

@@ -20,7 +20,9 @@ OTHER = "_ZN2at6native29vectorized_elementwise_kernelILi4EEEvi"
 
 
 class GraphDouble:
-    """Of `torch.cuda.CUDAGraph`: a captured graph is there to be looked at until it is instantiated, or if it is kept.
+    """A double of `torch.cuda.CUDAGraph`.
+
+    A captured graph is there to be looked at until it is instantiated, or if it is kept.
 
     What is written down has the form in which CUDA describes a graph.
     """

@@ -59,7 +59,10 @@ def test_a_number_that_stays_none_has_not_changed() -> None:
 
 
 class EngineThatIdles:
-    """Of `vllm.LLM`: its step writes to the second block, as a request's does; its step without work to *idle*'s."""
+    """A double of `vllm.LLM`, whose steps have work or none.
+
+    Its step writes to the second block, as a request's does; its step without work to *idle*'s.
+    """
 
     def __init__(self, *idle: int) -> None:
         self.cache = torch.zeros(BLOCKS, 2)

@@ -17,8 +17,8 @@ from vllm_graphfix.verify.engine.models import MODELS, write
 from warm_release import run_in_fork
 
 WHOLE_MODELS = [name for name in MODELS if name not in ("eagle", "mixtral", "qwen3-next")]
-"""That transformers knows; an Eagle head, which is a draft without embeddings, it does not. Experts it joins while it
-loads."""
+"""Models that transformers knows; an Eagle head, which is a draft without embeddings, it does not. Experts it joins
+while it loads."""
 
 
 def written(name: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -186,7 +186,7 @@ LOADS_INTO_VLLM = """
             if config.speculative_config is not None:
                 draft = config.speculative_config.draft_model_config
                 print("loaded", name, type(get_model(vllm_config=config, model_config=draft)).__name__)
-"""
+"""  # noqa: E501
 
 LOADED = [
     (
@@ -236,7 +236,8 @@ def test_a_checkpoint_without_one_of_the_weights_is_refused_by_vllm() -> None:
         "    folder = Path.cwd()\n",
         "    folder = Path.cwd()\n"
         f"    values, config, shapes = models._values, *models.MODELS['mla-mtp']\n"
-        f"    models.MODELS['mla-mtp'] = (config, lambda c: {{{{k: v for k, v in shapes(c).items() if k != {name!r}}}}})\n",
+        f"    models.MODELS['mla-mtp'] = (config, lambda c: {{{{k: v for k, v in shapes(c).items() if k != "
+        f"{name!r}}}}})\n",
     )
     done = run_in_fork("0.21.0", code.format(names=["mla-mtp"]), check=False)
     assert done.returncode != 0

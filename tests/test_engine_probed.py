@@ -172,6 +172,9 @@ def test_what_drafts_were_like_is_told() -> None:
     runs = RUNS | with_(eager=eager, stock=said(RIGHT, "off", observed=observed))
     assert measure(CASES["draft-prefill-state"], runs, "stock").details == (
         "stock: FlashMLA's planner is recorded in 0 of 2 full graphs of the draft's prefill",
-        "stock: 7 of 7 tokens compared and equal to eager's; log-probabilities up to 0 apart (eager against itself 0; up to 0.062 counts as rounding)",
+        (
+            "stock: 7 of 7 tokens compared and equal to eager's; log-probabilities up to 0 apart (eager against "
+            "itself 0; up to 0.062 counts as rounding)"
+        ),
         "stock: draft tokens equal to eager's up to number 2 of 3",
     )

@@ -254,7 +254,7 @@ try:
     Engines(logs, 600.0).run(jobs, 2)
 except KeyboardInterrupt:
     sys.exit("interrupted")
-"""
+"""  # noqa: E501
 
 
 @contextmanager

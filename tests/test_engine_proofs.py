@@ -41,7 +41,8 @@ def test_wrong_tokens_on_stock_and_eagers_with_the_fix_prove_it() -> None:
     assert (proof.stock.numbers, proof.stock.eager) == ("tokens before corruption, of 7", (7.0,))
     assert (proof.stock.graphed, proof.patched.graphed) == ((4.0,), (7.0,))
     assert proof.stock.details[1] == (
-        "stock: corrupt prompts: 1 of 2, the first at token 1 of prompt 0, 9 instead of 2; eager's top two are 2.9 apart there"
+        "stock: corrupt prompts: 1 of 2, the first at token 1 of prompt 0, 9 instead of 2; eager's top two "
+        "are 2.9 apart there"
     )
 
 
@@ -240,7 +241,8 @@ def test_corruption_of_log_probabilities_alone_is_told_as_such() -> None:
     drifted = Answer((1, 2), ({1: -0.1, 7: -3.0}, {2: -1.5, 7: -3.0}))
     (_, line) = described(compare([answer(1, 2)], [drifted], 0.0))
     assert line == (
-        "corrupt prompts: 1 of 1, the first at token 1 of prompt 0, in its log-probability; eager's top two are 2.9 apart there"
+        "corrupt prompts: 1 of 1, the first at token 1 of prompt 0, in its log-probability; eager's top two "
+        "are 2.9 apart there"
     )
 
 

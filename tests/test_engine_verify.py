@@ -1,4 +1,7 @@
-"""`verify` on engines, the whole of it: with a double of vLLM in them and of the GPU that is found. Diagnosis is of the stock release."""
+"""`verify` on engines, the whole of it: with a double of vLLM in them and of the GPU that is found.
+
+Diagnosis is of the stock release.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +157,10 @@ def test_what_lacks_a_gpu_of_its_kind_is_skipped_and_the_rest_is_run(
 def test_a_further_case_of_a_fix_is_judged_for_itself_where_this_vllm_shows_it(
     root: str, cases: int, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Model runner V2 of 0.25.1, which is right on stock here; that of 0.22.1 takes no recurrent model, and nothing is said of it."""
+    """The model runner is V2 of 0.25.1, which is right on stock here.
+
+    That of 0.22.1 takes no recurrent model, and nothing is said of it.
+    """
     right_on_stock = RUNS | {"stock": came_to_its_end("stock", said(RIGHT, "off"))}
 
     def ended(source: object, cases: Any, *rest: object) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""A verdict is no better than what it rests on: each part of that, changed, is recognised or makes the verdict `unrecognised`.
+"""A verdict is no better than what it rests on.
+
+Each part of that, changed, is recognised or makes the verdict `unrecognised`.
 
 Never `known_release`, unless all of it is a release's; and upstream's main, from day to day, is judged by what it has.
 """

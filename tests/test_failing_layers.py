@@ -1,4 +1,7 @@
-"""A layer that meets an error of its own while vLLM runs: vLLM goes on as stock does, and the state of the fix says so."""
+"""A layer that meets an error of its own while vLLM runs.
+
+vLLM goes on as stock does, and the state of the fix says so.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ NEITHER = {
 """What leaves neither stock's numbers nor the right ones; said in the fix's state."""
 IN_MAKE_TEST = frozenset({"0.17.1", "0.21.0"})
 SEVENTH = 7
-"""Of the calls of a layer, `make test` lets every seventh fail."""
+"""`make test` lets every seventh of the calls of a layer fail."""
 
 
 # One run a release, whose tests share a process of pytest-xdist: `--dist loadgroup`.
@@ -57,7 +60,10 @@ def whole_and_failing(name: str, release: str, every: int) -> tuple[Told, list[T
 
 
 def of_both(told: Told, whole: Told) -> bool:
-    """Whether each number is stock's or the right one: a scenario may have several models, each with layers of its own."""
+    """Whether each number is stock's or the right one.
+
+    A scenario may have several models, each with layers of its own.
+    """
     if told["numbers"] == whole["stock"]["numbers"]:
         return True
     each = [re.findall(r"[^\s(),]+", of["numbers"]) for of in (told, whole["stock"], whole["right"])]

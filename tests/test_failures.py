@@ -1,4 +1,7 @@
-"""When something goes wrong: vLLM runs stock and says why, or, where the user insists, stops before the first capture."""
+"""When something goes wrong: vLLM runs stock and says why.
+
+Where the user insists, it stops before the first capture.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ fixes.FIXES = tuple(broken(fix) if fix.name == {name!r} else fix for fix in fixe
 # follow.
 WRONG = {
     "the source cannot be read": (
-        "import vllm_graphfix.source.files as s\ndef no(*a): raise PermissionError(13, 'not yours')\ns.Path.read_bytes = no\n",
+        (
+            "import vllm_graphfix.source.files as s\ndef no(*a): raise PermissionError(13, 'not yours')\n"
+            "s.Path.read_bytes = no\n"
+        ),
         {"flashmla-fp8": "failed", "flashmla-padding": "failed", "capture-state": "failed", "mamba-padding": "failed"},
         "not yours",
     ),
@@ -155,7 +161,7 @@ NAMES = """
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.spec_decode.eagle import cudagraph
 print("STOCK", *[getattr(m, "prepare_inputs_to_capture").__code__.co_filename.endswith("cudagraph_utils.py") for m in (cudagraph_utils, cudagraph)])
-"""
+"""  # noqa: E501
 
 
 def test_a_fix_that_fails_on_a_later_module_leaves_nothing_in_the_names_that_it_imported() -> None:
@@ -238,7 +244,10 @@ def start(**worker):
 
 
 def gate(before: str, worker: str, env: dict[str, str] | None = None) -> str:
-    """The name of the error with which a worker's start-up ends: GraphfixError, or the stock code's about a stand-in."""
+    """The name of the error with which a worker's start-up ends.
+
+    It is GraphfixError, or the stock code's about a stand-in.
+    """
     code = before + LOAD + imports("0.18.1") + WORKER + f"print('GATE', start({worker}))\n"
     return run_in_fork("0.18.1", code, env or INSISTENT).stdout.split("GATE ")[1].strip()
 
@@ -339,7 +348,10 @@ def test_a_broken_install_stops_only_who_insists_on_a_fix(env: dict[str, str], s
 
 @pytest.mark.parametrize("arguments", ["del sys.argv", pytest.param("sys.argv = [[], {}]", marks=pytest.mark.slow)])
 def test_fixes_do_not_depend_on_the_arguments_of_the_process(arguments: str) -> None:
-    code = f"import sys\n{arguments}\nexec('register()', {{'__name__': [], 'register': __import__('vllm_graphfix').register}})\n"
+    code = (
+        f"import sys\n{arguments}\n"
+        f"exec('register()', {{'__name__': [], 'register': __import__('vllm_graphfix').register}})\n"
+    )
     found = reported(run_in_fork("0.18.1", code + imports("0.18.1") + REPORT).stdout)
     assert found["flashmla-fp8"][1] == "active"
 

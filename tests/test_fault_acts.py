@@ -1,4 +1,7 @@
-"""A fault in every call that the plugin makes while vLLM captures its graphs, and while the shadow check looks at a step: right, stopped, or stock's and said."""
+"""A fault in every call that the plugin makes during captures and looks of the shadow check.
+
+vLLM captures its graphs, or the shadow check looks at a step. The outcome is right, stopped, or stock's and said.
+"""
 
 from __future__ import annotations
 

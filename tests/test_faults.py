@@ -1,4 +1,7 @@
-"""A fault in every call that the plugin makes into vLLM and the system, and in every file that it reads: stock is the worst case."""
+"""A fault in every call that the plugin makes into vLLM and the system, and in every file that it reads.
+
+Stock is the worst case.
+"""
 
 from __future__ import annotations
 

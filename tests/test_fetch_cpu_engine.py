@@ -30,13 +30,19 @@ COMPILED_TORCH = f"torch/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 @pytest.fixture
 def affected(make_wheel: MakeWheel) -> MakeWheel:
-    """vLLM 0.21.0, and a torch for CUDA with the libraries that it needs; returns what makes one of these wheels anew."""
+    """vLLM 0.21.0, and a torch for CUDA with the libraries that it needs.
+
+    Returns what makes one of these wheels anew.
+    """
     make_wheel({"vllm/a.py": b""}, version=AFFECTED)
 
     def make_torch(
         start: bytes = b"if True:\n    from torch._C import *  # noqa: F403\n\n\nclass SymInt: ...\n",
     ) -> Path:
-        names = "lib/libtorch_cuda.so lib/libc10.so lib/libtorch_cuda_linalg.so bin/protoc bin/torch_shm_manager include/a.h"
+        names = (
+            "lib/libtorch_cuda.so lib/libc10.so lib/libtorch_cuda_linalg.so bin/protoc bin/torch_shm_manager "
+            "include/a.h"
+        )
         files = {COMPILED_TORCH: b"\x7fELF", "torch/__init__.py": start, "torch/test/big.bin": b""}
         files |= {f"torch/{name}": b"\x7fELF" for name in names.split()}
         return make_wheel(files, "torch", fetch_cpu_engine.OWN_TORCH[AFFECTED])

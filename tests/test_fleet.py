@@ -237,7 +237,10 @@ def test_a_process_that_died_or_failed_while_it_started_is_exit_1(tmp_path: Path
 
 @pytest.mark.usefixtures("alone")
 def test_workers_that_never_come_to_a_capture_do_not_start_for_ever(tmp_path: Path) -> None:
-    """Another platform's workers have other functions than those that are wrapped; their engine core knows that all is up."""
+    """Another platform's workers have other functions than those that are wrapped.
+
+    Their engine core knows that all is up.
+    """
     leave(tmp_path, FRONT_END, CORE, *starting(*WORKERS))
     assert only(tmp_path).wrong[0].startswith("no rank has reported")
 
@@ -287,7 +290,10 @@ def test_ranks_that_agreed_and_are_on_machines_that_are_not_seen_are_said_and_no
     leave(tmp_path, record(), *(record(elsewhere(rank), rank, 8) for rank in range(4)))
     engine = only(tmp_path)
     assert engine.notes == (
-        "ranks 4-7 run on machines whose records are not here: put VLLM_GRAPHFIX_STATUS_DIR on shared storage to see them; they agreed with the others at start-up",
+        (
+            "ranks 4-7 run on machines whose records are not here: put VLLM_GRAPHFIX_STATUS_DIR on shared storage "
+            "to see them; they agreed with the others at start-up"
+        ),
     )
     assert look(tmp_path).exit_code == 0
 

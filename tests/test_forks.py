@@ -1,4 +1,6 @@
-"""What a forked child inherits of a process with the plugin while another thread was at work: no lock that nobody gives back, nothing half done.
+"""What a forked child inherits of a process with the plugin while another thread was at work.
+
+No lock that nobody gives back, and nothing half done.
 
 A lock is held in earnest, by the code that takes it, in a thread that stops there. A child that hangs says where.
 """
@@ -159,7 +161,7 @@ def engine_core():
     exec("from vllm.plugins import load_general_plugins; load_general_plugins()", core)
     for module in %s:
         importlib.import_module(module)
-"""
+"""  # noqa: E501
 )
 
 

@@ -1,4 +1,7 @@
-"""The gate before a capture, in real process groups of stock releases: which ranks start, and which stop with what message."""
+"""The gate before a capture, in real process groups of stock releases.
+
+Which ranks start, and which stop with what message.
+"""
 
 from __future__ import annotations
 
@@ -106,12 +109,15 @@ def run(world, ranks):
 
 for world, ranks in WORLDS.items():
     run(world, ranks)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, list[str]]:
-    """What each rank of each world of `WORLDS` said: real process groups of stock 0.21.0, around a double of a worker."""
+    """What each rank of each world of `WORLDS` said.
+
+    The process groups are real ones of stock 0.21.0, around a double of a worker.
+    """
     done = run_in_release("0.21.0", f"WORLDS = {WORLDS!r}\n" + PROGRAM, {"VLLM_LOGGING_LEVEL": "WARNING"}, warm=True)
     lines = [line.partition(": RANK ") for line in done.stdout.splitlines() if ": RANK " in line]
     return {world: sorted(told for name, _, told in lines if name == world) for world in WORLDS}
@@ -132,7 +138,10 @@ def said() -> dict[str, list[str]]:
     ],
 )
 def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
-    """Where they agree; and where a difference cannot hang: the kill switch brings an engine up in any case, mistyped too."""
+    """Ranks start where they agree, and where a difference cannot hang.
+
+    The kill switch brings an engine up in any case, mistyped too.
+    """
     assert said[world] == ["0 STARTS", "1 STARTS"]
 
 

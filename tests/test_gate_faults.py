@@ -74,7 +74,10 @@ def gate_of_two(
     ended: float = 20.0,
     timeout: str = "3",
 ) -> dict[int, str]:
-    """What becomes of two ranks on their way from profiling to the last gate; where one stops, the engine ends the other."""
+    """What becomes of two ranks on their way from profiling to the last gate.
+
+    Where one stops, the engine ends the other.
+    """
     shared = HashStore()
     shared.set_timeout(timedelta(seconds=5))
     real, barrier, outcomes = distributed_c10d.PrefixStore, threading.Barrier(2), dict[int, str]()

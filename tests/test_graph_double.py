@@ -190,7 +190,7 @@ def test_a_custom_operator_is_one_operation() -> None:
     ids=["item", "bool", "nonzero", "mask", "equal", "synchronize"],
 )
 def test_reading_a_value_on_the_host_is_an_error(reads_the_host: Callable[[torch.Tensor], object]) -> None:
-    """As on a GPU, a capture cannot wait for a value; the graph is then void and capturing is over."""
+    """On a GPU too, a capture cannot wait for a value; the graph is then void and capturing is over."""
     x = torch.arange(4.0)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), torch.cuda.graph(graph):

@@ -102,7 +102,7 @@ plan = FlashMLASchedMeta()
 print(has_consumed_plan((sparse(plan), {})), end=" ")
 plan.have_initialized = True
 print(has_consumed_plan((sparse(plan), {})))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("release", slow_but_for(("0.16.0", "0.22.1"), ("0.16.0", "0.18.1", "0.21.0", "0.22.1")))

@@ -1,4 +1,7 @@
-"""What is told on /metrics, from the records of an engine's ranks. With the real prometheus_client; on servers: ``test_server.py``."""
+"""What is told on /metrics, from the records of an engine's ranks.
+
+It is told with the real prometheus_client; on servers: ``test_server.py``.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +167,10 @@ def test_what_was_told_stays_with_its_time_when_the_folder_is_gone(scraped: Scra
 
 
 def test_several_api_servers_tell_of_one_engine_once(tmp_path: Path) -> None:
-    """prometheus_client adds counters of processes up, and takes the latest of the gauges: as vLLM runs it with --api-server-count 2."""
+    """prometheus_client adds counters of processes up, and takes the latest of the gauges.
+
+    That is how vLLM runs it with --api-server-count 2.
+    """
     server = f"""
     import multiprocessing, sys
     from pathlib import Path
@@ -247,7 +253,7 @@ def test_who_has_the_fixes_shows(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As `Questions of a rollout` asks for it: a kill switch is not 100 % with the fixes."""
+    """`Questions of a rollout` asks for it: a kill switch is not 100 % with the fixes."""
     from vllm_graphfix.settings import decision as rollout
     from vllm_graphfix.settings import environment as settings
 

@@ -1,4 +1,7 @@
-"""A layer that is given what it does not know: stock gets the very objects, its answer is handed on, and the fix remembers why."""
+"""A layer that is given what it does not know.
+
+Stock gets the very objects, its answer is handed on, and the fix remembers why.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,9 @@ def test_draft_decodes_are_counted_where_the_fix_is_active_too(tokens: int, coun
     assert draft_decode_mode.DECODE_PADDED_IN_PIECEWISE.count - before == counted
 
 
-@pytest.mark.parametrize(("given", "counted"), [((None, None, Mode.PIECEWISE), 1), ((Mode.PIECEWISE, Mode.PIECEWISE, Mode.FULL), 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "counted"), [((None, None, Mode.PIECEWISE), 1), ((Mode.PIECEWISE, Mode.PIECEWISE, Mode.FULL), 0)]
+)
 def test_draft_decodes_are_counted_by_the_third_argument_where_it_has_no_name(
     given: tuple[Any, ...], counted: int
 ) -> None:

@@ -1,4 +1,7 @@
-"""A statement more, less or elsewhere than in any release that was looked at: such a vLLM is not touched, and not called fixed."""
+"""A statement more, less or elsewhere than in any release that was looked at.
+
+Such a vLLM is not touched, and not called fixed.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,12 @@ BY_FACTORY: dict[str, Change] = {
     "another pass": twice(r"forward_fn\(CUDAGraphMode\.PIECEWISE\)"),
     "no pass of PIECEWISE": PIECEWISE,
     "one loop": swap(r"for mode in \[.*\]:", "with self.modes() as mode:"),
-    "two states in two ways": swap(r"^( {20})(forward_fn.* = create_forward_fn\(desc\))\n", r"\1if self.pool:\n\1    \2\n\1else:\n\1    \2\n"),
+    "two states in two ways": swap(
+        r"^( {20})(forward_fn.* = create_forward_fn\(desc\))\n", r"\1if self.pool:\n\1    \2\n\1else:\n\1    \2\n"
+    ),
     "another class": swap("class CudaGraphManager", "class Manager"),
     "the state is made elsewhere": swap(r"forward_fn.* = create_forward_fn\(desc\)", "forward_fn = self.made[desc]"),
-}  # fmt: skip
+}
 SECOND = r"^ {24}forward_fn, attn_state = create_forward_fn\(desc\)\n"
 WITH_TWO_STATES: dict[str, Change] = {
     "both before the warm-up": both(cut(SECOND), twice(r"forward_fn, attn_state = create_forward_fn")),
@@ -69,13 +74,15 @@ BY_CAPTURE_GRAPH: dict[str, Change] = {
     "another state": in_function("capture_graph", BUILT),
     "another graph": in_function("capture_graph", RECORDS),
     "another state and graph": in_function("capture_graph", BUILT, RECORDS),
-    "no state and no graph": both(swap(r"= prepare_inputs_to_capture\(", "= self.prepare("), swap(r"torch\.cuda\.graph\(", "self.graph(")),
+    "no state and no graph": both(
+        swap(r"= prepare_inputs_to_capture\(", "= self.prepare("), swap(r"torch\.cuda\.graph\(", "self.graph(")
+    ),
     "another context": in_function("capture_graph", ENTERED),
     "another pass": in_function("capture_graph", RAN),
     "another context and pass": in_function("capture_graph", ENTERED, RAN),
-    "one pass by another name": swap(r"model\(", "self.model(" ),
+    "one pass by another name": swap(r"model\(", "self.model("),
     "a loop": in_function("capture_graph", "for _ in self.graphs: pass"),
-}  # fmt: skip
+}
 OF_THE_DRAFT: dict[str, Change] = {
     "another state": in_function("capture_graph", BUILT),
     "no state": swap(r"= prepare_inputs_to_capture\(", "= self.prepare("),
@@ -141,7 +148,8 @@ CASES: dict[tuple[str, str, str], dict[str, Change]] = {
     ("capture-state", "0.21.0", CUDAGRAPHS): BY_FACTORY,
     ("capture-state", "0.22.1", CUDAGRAPHS): WITH_TWO_STATES,
     ("capture-state", "0.16.0", CUDAGRAPHS): BY_CAPTURE_GRAPH,
-    ("capture-state", "0.16.0", EAGLE_FIRST): OF_THE_DRAFT | {"another class": swap("class EagleCudaGraphManager", "class Manager")},
+    ("capture-state", "0.16.0", EAGLE_FIRST): OF_THE_DRAFT
+    | {"another class": swap("class EagleCudaGraphManager", "class Manager")},
     ("capture-state", "0.17.1", CUDAGRAPHS): {
         "a pass elsewhere": in_function("capture_graph", RAN),
         "a graph in both": in_function("_capture_full_graph", RECORDS),
@@ -165,47 +173,67 @@ CASES: dict[tuple[str, str, str], dict[str, Change]] = {
         "states that are changed": swap(r"return super\(\)\.capture\(", "return self.changed("),
         "nothing is returned at times": before(r"return captured_attn_states", "if self.pool: return None"),
     },
-    ("draft-prefill-state", "0.22.0", CUDAGRAPHS): {"one state for both passes": swap(r"create_forward_fn\(desc\)", "self.made(desc)")},
+    ("draft-prefill-state", "0.22.0", CUDAGRAPHS): {
+        "one state for both passes": swap(r"create_forward_fn\(desc\)", "self.made(desc)")
+    },
     ("draft-prefill-state", "0.33.0", TARGET_DEPENDENT): {
         "states that are given": swap(r"(^ *def capture\(\n *self,\n)", r"\1        attn_states,\n"),
         "states that are made elsewhere": swap(r"prepare_inputs_to_capture\(", "self.prepare("),
     },
     ("draft-prefill-state", "0.23.0", PREFILL): {
-        "no choice": swap(r"attn_state_pair\.warmup if warmup else attn_state_pair\.captured", "attn_state_pair.captured"),
+        "no choice": swap(
+            r"attn_state_pair\.warmup if warmup else attn_state_pair\.captured", "attn_state_pair.captured"
+        ),
         "chosen twice": twice(r"attn_state = attn_state_pair\.warmup if"),
         "the pair used once more": before(r"attn_state = attn_state_pair\.warmup if", "attn_state_pair"),
     },
     ("draft-prefill-state", "0.23.0", CUDAGRAPHS): {
-        "no pair of two states": swap(r"AttentionStatePair\(\s*warmup_attn_state, capture_attn_state", "AttentionStatePair(warmup_attn_state, warmup_attn_state"),
+        "no pair of two states": swap(
+            r"AttentionStatePair\(\s*warmup_attn_state, capture_attn_state",
+            "AttentionStatePair(warmup_attn_state, warmup_attn_state",
+        ),
         "no manager": swap(r"\bCudaGraphManager\b", "GraphManager"),
     },
-    ("draft-decode-mode", "0.16.0", CUDAGRAPHS): {"no mode": swap(r"if not cudagraph_mode\.has_full", "if cudagraph_mode.has_no")},
+    ("draft-decode-mode", "0.16.0", CUDAGRAPHS): {
+        "no mode": swap(r"if not cudagraph_mode\.has_full", "if cudagraph_mode.has_no")
+    },
     ("draft-decode-mode", "0.17.1", EAGLE_CUDAGRAPHS): {
-        "the mode taken twice": twice(r"self\.cudagraph_mode = self\.compilation_config\.cudagraph_mode\.decode_mode\(\)"),
+        "the mode taken twice": twice(
+            r"self\.cudagraph_mode = self\.compilation_config\.cudagraph_mode\.decode_mode\(\)"
+        ),
         "another class": swap("class EagleCudaGraphManager", "class Manager"),
         "the mode taken otherwise": swap(r"cudagraph_mode\.decode_mode\(\)", "cudagraph_mode.mixed_mode()"),
         "the mode of a copy": swap(r"(?<!self\.)cudagraph_mode = self\.cudagraph_mode\b", "cudagraph_mode = self.mode"),
         "the size from elsewhere": swap(r"self\.get_cudagraph_size\(num_tokens\)", "self.size(num_tokens)"),
         "the sizes of a copy": swap(r"self\.cudagraph_sizes\.get\(num_tokens\)", "self.sizes.get(num_tokens)"),
-        "captured in every mode": swap(r"if self\.cudagraph_mode == CUDAGraphMode\.NONE", "if self.cudagraph_mode is None"),
+        "captured in every mode": swap(
+            r"if self\.cudagraph_mode == CUDAGraphMode\.NONE", "if self.cudagraph_mode is None"
+        ),
         "no method for the mode": swap("def get_cudagraph_runtime_mode", "def runtime_mode"),
         "no method for the size": swap("def get_cudagraph_size", "def size"),
         "no method that captures": swap(r"def capture\(", "def captures("),
     },
     ("draft-decode-mode", "0.17.1", EAGLE): {
         "drafts with another parameter": swap(r"(def generate_draft\(\n *self,\n)", r"\1        more,\n"),
-        "drafts with another parameter, last in the alphabet": swap(r"(def generate_draft\(\n *self,\n)", r"\1        zeros,\n"),
+        "drafts with another parameter, last in the alphabet": swap(
+            r"(def generate_draft\(\n *self,\n)", r"\1        zeros,\n"
+        ),
     },
     ("draft-decode-mode", "0.20.0", EAGLE): {
-        "indices written elsewhere": swap(r"tl\.store\(last_token_indices_ptr \+ req_idx, .*\)", "write(last_token_index)"),
+        "indices written elsewhere": swap(
+            r"tl\.store\(last_token_indices_ptr \+ req_idx, .*\)", "write(last_token_index)"
+        ),
         "no pool that is shared, and no mode": both(
-            cut(r"^ *self\.decode_cudagraph_manager\.pool = .*\n"), swap(r"cudagraph_mode = CUDAGraphMode\.FULL_DECODE_ONLY", "pass")
+            cut(r"^ *self\.decode_cudagraph_manager\.pool = .*\n"),
+            swap(r"cudagraph_mode = CUDAGraphMode\.FULL_DECODE_ONLY", "pass"),
         ),
         "no mode, and drafts with another parameter": both(
-            swap(r"cudagraph_mode = CUDAGraphMode\.FULL_DECODE_ONLY", "pass"), swap(r"(def generate_draft\(\n *self,\n)", r"\1        more,\n")
+            swap(r"cudagraph_mode = CUDAGraphMode\.FULL_DECODE_ONLY", "pass"),
+            swap(r"(def generate_draft\(\n *self,\n)", r"\1        more,\n"),
         ),
         "no zeros, and no function that prepares": both(
-            swap(r"tl\.store\(last_token_indices_ptr \+ block, 0, mask=mask\)", "pass"), swap(r"def prepare_eagle_inputs\(", "def prepare_inputs(")
+            swap(r"tl\.store\(last_token_indices_ptr \+ block, 0, mask=mask\)", "pass"),
+            swap(r"def prepare_eagle_inputs\(", "def prepare_inputs("),
         ),
     },
     ("draft-decode-mode", "0.21.0", EAGLE): {
@@ -213,17 +241,23 @@ CASES: dict[tuple[str, str, str], dict[str, Change]] = {
         "two masks": swap(rf"({BLOCK})({MASK})({STORE})", r"\1\2\2\3"),
         "no block": swap(rf"({BLOCK})({MASK})({STORE})", r"\2\3"),
         "stored twice": swap(rf"({STORE})", r"\1\1"),
-        "not for all beyond the batch": swap(rf"range\(num_reqs, (max_num_reqs, BLOCK_SIZE\):\n{BLOCK}{MASK}{STORE})", r"range(num_reqs + 1, \1"),
+        "not for all beyond the batch": swap(
+            rf"range\(num_reqs, (max_num_reqs, BLOCK_SIZE\):\n{BLOCK}{MASK}{STORE})", r"range(num_reqs + 1, \1"
+        ),
         "the mode set once more": before(r"self\.decode_cudagraph_manager = ", "cudagraph_mode = self.mode"),
         "the mode set once less": swap(r"cudagraph_mode = CUDAGraphMode\.NONE", "pass"),
         "the manager made elsewhere": swap(r"self\.decode_cudagraph_manager = ", "self.manager = "),
-        "the manager made under a condition": swap(r"self\.decode_cudagraph_manager = (?=Decode)", "if self.device: self.decode_cudagraph_manager = "),
+        "the manager made under a condition": swap(
+            r"self\.decode_cudagraph_manager = (?=Decode)", "if self.device: self.decode_cudagraph_manager = "
+        ),
     },
     ("mamba-padding", "0.23.0", RUNNER): {
         **OF_THE_MARKS,
         "cleared twice": twice(CLEARED),
         "cleared behind something else": before(CLEARED, "pass"),
-        "cleared before they are marked": both(cut(rf"^ *{CLEARED}\n"), before(MARKED, "is_prefilling[num_reqs:] = False")),
+        "cleared before they are marked": both(
+            cut(rf"^ *{CLEARED}\n"), before(MARKED, "is_prefilling[num_reqs:] = False")
+        ),
         "marked and cleared twice": both(twice(CLEARED), twice(MARKED)),
         "marked in a condition": swap(rf"^( *)({MARKED}.*\n)", r"\1if self.chunked:\n\1    \2"),
     },
@@ -234,23 +268,34 @@ CASES: dict[tuple[str, str, str], dict[str, Change]] = {
     },
     ("mamba-padding", "0.21.0", MAMBA): {
         "split twice": before(r"num_decodes, num_prefills", "split_decodes_and_prefills(common_attn_metadata)"),
-        "another parameter": swap(r"(def _compute_common_metadata\(\n *self,\n *)common_attn_metadata:", r"\1metadata:"),
-        "a parameter of another name": swap(r"(def _compute_common_metadata\(\n *self,\n *)common_attn_metadata:", r"\1attn_metadata:"),
+        "another parameter": swap(
+            r"(def _compute_common_metadata\(\n *self,\n *)common_attn_metadata:", r"\1metadata:"
+        ),
+        "a parameter of another name": swap(
+            r"(def _compute_common_metadata\(\n *self,\n *)common_attn_metadata:", r"\1attn_metadata:"
+        ),
         "another function": swap(r"def _compute_common_metadata\(", "def _compute_metadata("),
         "not split": swap(r"split_decodes_and_prefills\(\n", "self.split(\n"),
         "not split by phase, which is named elsewhere": both(
-            cut(r"^ *treat_short_extends_as_decodes=False,\n"), swap(r"^import torch\n", "import torch\n\ntreat_short_extends_as_decodes = 1\n")
+            cut(r"^ *treat_short_extends_as_decodes=False,\n"),
+            swap(r"^import torch\n", "import torch\n\ntreat_short_extends_as_decodes = 1\n"),
         ),
         "split twice by phase": before(
             r"num_decodes, num_prefills",
-            "split_decodes_and_prefills(common_attn_metadata, decode_threshold=1, treat_short_extends_as_decodes=False)",
+            (
+                "split_decodes_and_prefills(common_attn_metadata, decode_threshold=1, "
+                "treat_short_extends_as_decodes=False)"
+            ),
         ),
         "split twice in the way that is not by phase": both(
             cut(r"^ *treat_short_extends_as_decodes=False,\n"),
-            before(r"num_decodes, num_prefills", "split_decodes_and_prefills(common_attn_metadata, decode_threshold=1)"),
+            before(
+                r"num_decodes, num_prefills", "split_decodes_and_prefills(common_attn_metadata, decode_threshold=1)"
+            ),
         ),
         "split twice, not by phase": both(
-            cut(r"^ *treat_short_extends_as_decodes=False,\n"), before(r"num_decodes, num_prefills", "split_decodes_and_prefills(1)")
+            cut(r"^ *treat_short_extends_as_decodes=False,\n"),
+            before(r"num_decodes, num_prefills", "split_decodes_and_prefills(1)"),
         ),
     },
     ("flashmla-fp8", "0.18.1", FLASHMLA): WITHOUT_BUFFERS,
@@ -275,7 +320,7 @@ CASES: dict[tuple[str, str, str], dict[str, Change]] = {
         "no __init__": swap(r"def __init__\(", "def init("),
         "another function": swap(r"def _build_decode\(", "def _build_decodes("),
     },
-}  # fmt: skip
+}
 
 
 def judged(name: str, release: str, path: str, change: Change) -> Diagnosis:
@@ -314,14 +359,30 @@ NO_ZEROS = cut(STORE)
 @pytest.mark.parametrize(
     ("change", "shape", "reason", "place"),
     [
-        (NO_MODE, "two-managers-mode", "draft decodes get the configured mode, PIECEWISE included", "def init_cudagraph_manager"),
-        (NO_ZEROS, "two-managers-indices", "last_token_indices keep old values beyond the batch", "def _prepare_eagle_inputs_kernel"),
-        (both(NO_MODE, NO_ZEROS), "two-managers-mode-indices",
-         ("draft decodes get the configured mode, PIECEWISE included; last_token_indices keep old values beyond the batch"),
-         "def init_cudagraph_manager"),
+        (
+            NO_MODE,
+            "two-managers-mode",
+            "draft decodes get the configured mode, PIECEWISE included",
+            "def init_cudagraph_manager",
+        ),
+        (
+            NO_ZEROS,
+            "two-managers-indices",
+            "last_token_indices keep old values beyond the batch",
+            "def _prepare_eagle_inputs_kernel",
+        ),
+        (
+            both(NO_MODE, NO_ZEROS),
+            "two-managers-mode-indices",
+            (
+                "draft decodes get the configured mode, PIECEWISE included; last_token_indices keep old "
+                "values beyond the batch"
+            ),
+            "def init_cudagraph_manager",
+        ),
     ],
     ids=["draft-decode-mode-mode", "draft-decode-mode-indices", "draft-decode-mode-both"],
-)  # fmt: skip
+)
 def test_what_is_missing_of_draft_decode_mode_is_said_with_its_place(
     change: Change, shape: str, reason: str, place: str
 ) -> None:

@@ -1,4 +1,7 @@
-"""`observe`: vLLM is as it was, and what a fix would have changed is counted; with the fix on the same is counted and put right."""
+"""`observe`: vLLM is as it was, and what a fix would have changed is counted.
+
+With the fix on the same is counted and put right.
+"""
 
 from __future__ import annotations
 

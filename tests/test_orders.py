@@ -19,12 +19,12 @@ from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.source.files import open_source
 from warm_release import WarmRelease, kept
 
-# T imports the targets, R registers, the second R does so again, A imports subclasses and `from … import` aliases of them, F forks,
-# S spawns, V reverts.
+# T imports the targets, R registers, the second R does so again, A imports subclasses and `from … import` aliases of
+# them, F forks, S spawns, V reverts.
 WITHOUT_REVERT = sorted({"".join(order) for order in itertools.permutations("TRRAFS")})
 ORDERS = sorted({"".join(order) for order in itertools.permutations("TRRAFSV")})
 PROCESSES = 3
-"""Of an order: its own, the forked one, the spawned one."""
+"""The number of processes of an order: its own, the forked one, the spawned one."""
 ELEVENTH = 11
 """No divisor of the number of orders: every eleventh has each event in each place."""
 SOME = 797
@@ -51,7 +51,10 @@ class Warm(NamedTuple):
     slow: bool
 
     def of(self, orders: Sequence[str], largest: int = 1) -> list[str]:
-        """Every *largest*-th on a release of each shape, every eleventh of these on the others; a few in `make test`."""
+        """Every *largest*-th order on a release of each shape, every eleventh of these on the others.
+
+        In `make test` they are a few.
+        """
         stride = SOME
         if self.slow:
             stride = largest if self.release in SAMPLE else largest * ELEVENTH
@@ -79,7 +82,7 @@ def on_releases(releases: Sequence[str], *, in_make_test: bool = True) -> pytest
     return pytest.mark.parametrize("warm", params, indirect=True)
 
 
-# -- what is to come of it ------------------------------------------------------------------------------------------------
+# -- what is to come of it ---------------------------------------------------------------------------------------------
 
 
 @cache
@@ -96,7 +99,7 @@ def patches(fix: str, release: str, *, observed: bool) -> Sequence[Patch]:
 
 @cache
 def modules(release: str) -> list[str]:
-    """Of all fixes, as far as *release* has them."""
+    """The modules of all fixes, as far as *release* has them."""
     named = dict.fromkeys(module for fix in FIXES for module in fix.modules)
     return [name for name in named if (release_root(release) / f"{name.replace('.', '/')}.py").exists()]
 
@@ -181,7 +184,7 @@ def expected(release: str, case: Case, *, observed: bool) -> dict[str, Any]:
     }
 
 
-# -- running ----------------------------------------------------------------------------------------------------------------
+# -- running -----------------------------------------------------------------------------------------------------------
 
 
 def check(

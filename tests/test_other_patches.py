@@ -1,4 +1,7 @@
-"""Other people's patches in the same process, before ours and after: `conflict` where a target is not the stock one, and `active` only where ours is called."""
+"""Other people's patches in the same process, before ours and after.
+
+The state is `conflict` where a target is not the stock one, and `active` only where ours is called.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def count(fix, patch, stock):
         return stock(*args, **kwargs)
     return layer
 fixes.FIXES = tuple(map(counted, fixes.FIXES))
-"""
+"""  # noqa: E501
 """Layers that count their calls in the place of those of the fixes, whose own work is no matter here."""
 
 CALL = """
@@ -101,7 +104,7 @@ class Outcome(NamedTuple):
 
 
 def outcome(warm: WarmRelease, code: str, target: str, env: dict[str, str]) -> Outcome:
-    """Of *code*, which loads the plugins, and of the start-up and one call of *target* after it."""
+    """The outcome of *code*, which loads the plugins, and of the start-up and one call of *target* after it."""
     done = warm.run(f"{PROBE}target = {target!r}\n{code}{GATE}{CALL}", env)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout
@@ -278,12 +281,19 @@ wrap(importlib.import_module({FLASHMLA.partition(":")[0]!r}).FlashMLAMetadataBui
 @pytest.mark.parametrize(
     ("warm", "release", "agent", "done"),
     [
-        pytest.param(release, release, agent, done, marks=() if release == "0.18.1" and name == "ddtrace" else pytest.mark.slow, id=f"{release}-{name}")
+        pytest.param(
+            release,
+            release,
+            agent,
+            done,
+            marks=() if release == "0.18.1" and name == "ddtrace" else pytest.mark.slow,
+            id=f"{release}-{name}",
+        )
         for release in TARGETS
         for name, agent, done in (("ddtrace", DDTRACE, DDTRACE_DONE), ("openlit", OPENLIT, OPENLIT_DONE))
     ],
     indirect=["warm"],
-)  # fmt: skip
+)
 def test_an_agent_that_traces_vllm_changes_no_state_and_is_changed_in_nothing(
     warm: WarmRelease, release: str, agent: str, done: str, order: str
 ) -> None:
@@ -364,7 +374,7 @@ for module, name in (
 ):
     wrapt.wrap_function_wrapper(module, name, traced)
 """
-"""As instrumentations of OpenTelemetry do it, on the functions that we wrap for other purposes than fixes."""
+"""Spans as instrumentations of OpenTelemetry make them, around functions that we wrap for other purposes than fixes."""
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -122,7 +122,10 @@ def test_plugin_is_installed_here() -> None:
 
 @pytest.mark.slow
 def test_an_empty_environment_judges_a_wheel_of_vllm(built: Path, tmp_path: Path) -> None:
-    """Without vLLM, torch or anything but what the wheel brings: what `uvx vllm-graphfix` and `pipx run vllm-graphfix` do."""
+    """Installed is nothing but what the wheel brings, neither vLLM nor torch.
+
+    `uvx vllm-graphfix` and `pipx run vllm-graphfix` do so.
+    """
     vllm = tmp_path / "vllm-0.18.1-cp38-abi3-manylinux_2_31_x86_64.whl"
     wheel_of(release_root("0.18.1"), vllm)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "empty")], check=True)
@@ -161,8 +164,13 @@ def shown(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
         for word, instead in here.items():
             command = command.replace(word, instead)
         done = subprocess.run(
-            ["/bin/bash", "-euo", "pipefail", "-c", command], cwd=tmp_path, input="y\n", capture_output=True, text=True, check=False
-        )  # fmt: skip
+            ["/bin/bash", "-euo", "pipefail", "-c", command],
+            cwd=tmp_path,
+            input="y\n",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

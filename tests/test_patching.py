@@ -1,4 +1,7 @@
-"""The patch engine on functions that look like vLLM's: whole or not at all, read back, taken back, never on foreign ground."""
+"""The patch engine on functions that look like vLLM's.
+
+Patches are whole or not at all, read back, taken back, never on foreign ground.
+"""
 
 from __future__ import annotations
 

@@ -84,7 +84,10 @@ def mistyped(environment: Mapping[str, str], name: str, meaningful: set[str]) ->
 @example({"VLLM_GRAPHFIX_FLASHMLA_FP8": "onn"})
 @example({"VLLM_GRAPHFIX_ROLLOUT": "half"})
 def test_a_value_that_means_nothing_never_applies_a_fix(environment: dict[str, str]) -> None:
-    """Neither as processes of an engine read it nor as `status` does; and it is told wherever there is a place for it."""
+    """No fix is applied, neither as processes of an engine read the value nor as `status` does.
+
+    It is told wherever there is a place for it.
+    """
     made = decide(settings.read(environment, NAMES), "0.18.1")
     wanted = Policy(made.master, made.modes, made.withheld, made.misconfigured)
     judged = status(SOURCE, environment)
@@ -154,7 +157,10 @@ MODULES = ("vllm.v1.engine.core", "vllm.v1.worker.worker_base", "vllm.model_exec
 
 
 def registered(scratch: Path, environment: dict[bytes, bytes], folder: str, module: str) -> tuple[list[str], str]:
-    """Calls `register` as *module* of vLLM does, whose place is taken by a stand-in. What was logged, and the decision that is handed on."""
+    """Calls `register` as *module* of vLLM does, whose place is taken by a stand-in.
+
+    Returns what was logged, and the decision that is handed on.
+    """
     status_folder.DEFAULT_FOLDER = str(scratch / "default")
     os.chdir(scratch)
     os.environb.update({name: b"a" * 100_000 if value == b"@long" else value for name, value in environment.items()})

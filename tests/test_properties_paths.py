@@ -1,4 +1,7 @@
-"""Whatever path `--vllm` names, whatever stands in place of a source file or in it: `status` says what it is, in time."""
+"""Whatever path `--vllm` names, `status` says what it is, in time.
+
+So it does whatever stands in place of a source file or in it.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ contents = (
 
 @pytest.fixture
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if no vLLM ran on this machine: it is not what these are about."""
+    """No vLLM seems to run on this machine: it is not what these tests are about."""
     monkeypatch.setattr("vllm_graphfix.commands.fleet.survey.without_record", lambda *_: ((), ()))
 
 

@@ -235,7 +235,7 @@ MANIFEST = {"schema": 1, "files": {RUNNER: {"0" * 24: "0.18.1"}}, "fixes": {"mam
 
 
 def of_lists(value: Any) -> Any:
-    """As a manifest is: a list of entries for a fix."""
+    """A value in the form of a manifest: a list of entries for a fix."""
     fixes = value.get("fixes")
     if isinstance(fixes, dict):
         value["fixes"] = {name: [entry] for name, entry in fixes.items()}

@@ -1,7 +1,9 @@
-"""What an engine decided is what its processes on Ray go by: real Ray, real actors, each release's own way of setting them up.
+"""What an engine decided is what its processes on Ray go by.
 
-`ray_engine.py` is the first process of the engines, `ray_workers.py` and `ray_platform.py` stand in for what needs a GPU, and `warm_python.py` starts all of
-these processes in a third of the time.
+Real Ray, real actors, each release's own way of setting them up.
+
+`ray_engine.py` is the first process of the engines, `ray_workers.py` and `ray_platform.py` stand in for what needs a
+GPU, and `warm_python.py` starts all of these processes in a third of the time.
 """
 
 from __future__ import annotations

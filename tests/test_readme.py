@@ -30,7 +30,7 @@ PAGES = (
 )
 FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 TOOL_VARIABLES = {"GRAPHFIX_RELEASES"}
-"""Of the project's tools, not of the plugin."""
+"""Variables of the project's tools, not of the plugin."""
 
 
 def commands(page: Path, program: str) -> list[list[str]]:
@@ -150,7 +150,7 @@ def test_a_manifest_that_lacks_something_is_said_in_a_line_and_nothing_is_writte
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As for a fix that is new, or after `make manifest` has failed."""
+    """A manifest lacks something for a fix that is new, or after `make manifest` has failed."""
     made = json.loads(manifest.PATH.read_text())
     change(made)
     (tmp_path / "manifest.json").write_text(json.dumps(made))

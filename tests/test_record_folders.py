@@ -40,7 +40,7 @@ from vllm_graphfix.records import (
 
 @contextmanager
 def nobody() -> Iterator[None]:
-    """As a user without privileges, whom a folder's permissions stop."""
+    """Acts as a user without privileges, whom a folder's permissions stop."""
     me = os.geteuid()
     if me == 0:
         os.seteuid(65534)
@@ -134,7 +134,7 @@ except OSError as error:
     print(error.errno, error.strerror)
 found = read(base)
 print(found.problems, len(found.found) >= 1, [name for path in base.glob("vllm-*") for name in os.listdir(path) if name.startswith(".")])
-"""
+"""  # noqa: E501
 
 
 def test_a_write_that_is_cut_short_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -108,7 +108,10 @@ def test_many_that_are_no_records_are_one_line_too(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert [one.record for one in found.found] == [GOOD]
     assert found.problems == (
-        f"{own_folder(tmp_path)}: 3 files are not records or cannot be read; the first: README: its name is not a record's",
+        (
+            f"{own_folder(tmp_path)}: 3 files are not records or cannot be read; the first: README: its name is "
+            "not a record's"
+        ),
     )
 
 

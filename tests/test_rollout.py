@@ -228,7 +228,8 @@ def test_where_nodes_decide_separately_a_percentage_without_a_key_puts_nobody_in
         together = alone.needing_a_key("--nnodes 2")
         assert not together.canary
         assert together.withheld == (
-            f"VLLM_GRAPHFIX_ROLLOUT={percentage} % without VLLM_GRAPHFIX_ROLLOUT_KEY: with --nnodes 2 the nodes of an engine decide "
+            f"VLLM_GRAPHFIX_ROLLOUT={percentage} % without VLLM_GRAPHFIX_ROLLOUT_KEY: with --nnodes 2 the nodes of an "
+            "engine decide "
             "separately, and need one key that all of them have; no node gets the fixes until it is set"
         )
         assert together.percentage == float(percentage), "what is set; nobody is in"

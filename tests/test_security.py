@@ -1,4 +1,7 @@
-"""What SECURITY.md says: what a process does, what a hostile wheel, tree or rank can, and that a release can be built again."""
+"""What SECURITY.md says.
+
+What a process does, what a hostile wheel, tree or rank can do, and that a release can be built again.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,10 @@ PLANTED = {
 def test_each_thing_that_is_forbidden_is_seen_when_it_happens(tmp_path: Path) -> None:
     """Planted in a function that looks like one of the package's."""
     body = "\n".join(f"    {code}" for code in PLANTED.values())
-    code = f"import os, sys\ndef planted():\n{body}\n    open('outside', 'w').close(); os.mkdir('made'); os.kill(os.getpid(), 0)\n"
+    code = (
+        f"import os, sys\ndef planted():\n{body}\n"
+        "    open('outside', 'w').close(); os.mkdir('made'); os.kill(os.getpid(), 0)\n"
+    )
     called = "planted = {'__name__': 'vllm_graphfix.planted'}\nexec(CODE, planted)\nplanted['planted']()\naudited()\n"
     done = subprocess.run(
         [sys.executable, "-c", f"CODE = {code!r}\n{audited.START}{called}"],
@@ -153,7 +159,10 @@ def test_what_looks_and_explains_writes_nothing_and_starts_nothing(arguments: li
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tree in which every file leaves a mark when it is executed, and `vllm.whl` of the same, with members that point out of it."""
+    """A tree in which every file leaves a mark when it is executed.
+
+    `vllm.whl` is a wheel of the same, with members that point out of it.
+    """
     folder = tmp_path_factory.mktemp("hostile")
     mark = f"open({str(folder / 'mark')!r}, 'w').close()\n"
     stock = release_root("0.18.1")
@@ -204,7 +213,10 @@ def test_a_proof_runs_the_vllm_that_it_is_given_and_no_module_of_the_folder_it_i
     for name in ("json", "importlib", "platform", "torch"):
         (tmp_path / "here" / f"{name}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w').close()\n")
     (tmp_path / "given/vllm/__init__.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()\n")
-    ask = f"import os, sys\nsys.path.remove('')\nos.chdir({str(tmp_path / 'here')!r})\nfrom vllm_graphfix.verify.engine import device\ndevice.find()\n"
+    ask = (
+        f"import os, sys\nsys.path.remove('')\nos.chdir({str(tmp_path / 'here')!r})\n"
+        "from vllm_graphfix.verify.engine import device\ndevice.find()\n"
+    )
     subprocess.run([sys.executable, "-c", ask], capture_output=True, check=True)
     command = [
         str(Path(sys.executable).parent / "vllm-graphfix"),
@@ -296,7 +308,10 @@ def packages(tree: Path, umask: int, **environment: str) -> dict[str, bytes]:
 
 
 def test_a_commit_and_its_sdist_give_the_same_bytes_elsewhere_and_later(tmp_path: Path) -> None:
-    """Folder, time, umask, time zone, language and order of sets differ; in the one git tells the time, in the other there is none."""
+    """Folder, time, umask, time zone, language and order of sets differ.
+
+    In the one git tells the time, in the other there is none.
+    """
     clone = tmp_path / "clone"
     shutil.copytree(PROJECT, clone, ignore=shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__"))
     for path in clone.rglob("*"):

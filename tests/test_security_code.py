@@ -1,4 +1,7 @@
-"""What is in the package's code: no process is started, no connection made, nothing evaluated, but for named exceptions."""
+"""What is in the package's code.
+
+No process is started, no connection made, nothing evaluated, but for named exceptions.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ MODULES = frozenset(
     socket socketserver ssl asyncio select selectors http urllib ftplib smtplib poplib imaplib telnetlib nntplib xmlrpc wsgiref webbrowser
     requests httpx aiohttp urllib3 zmq grpc
     pickle _pickle cPickle dill cloudpickle joblib marshal shelve dbm copyreg
-    code codeop runpy imp zipimport pkgutil ctypes _ctypes cffi""".split()
+    code codeop runpy imp zipimport pkgutil ctypes _ctypes cffi""".split()  # noqa: E501
 )
 BUILTINS = frozenset("eval exec compile __import__ breakpoint".split())
 OF_OS = re.compile(
@@ -25,13 +28,16 @@ OF_OS = re.compile(
 )
 ANYWHERE = frozenset(
     """import_module spec_from_file_location spec_from_loader module_from_spec exec_module load_module SourceFileLoader SourcelessFileLoader
-    ExtensionFileLoader load_library load_dynamic ProcessPoolExecutor""".split()
+    ExtensionFileLoader load_library load_dynamic ProcessPoolExecutor""".split()  # noqa: E501
 )
 """Attributes and names, whatever they are of."""
 
 
 def forbidden(code: str) -> set[str]:
-    """What *code* names that starts processes, opens connections, evaluates, unpickles, loads libraries, or imports by a path."""
+    """What *code* names that it must not.
+
+    This is what starts processes, opens connections, evaluates, unpickles, loads libraries, or imports by a path.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
@@ -117,7 +123,7 @@ os.system("true"); os.popen("true"); os.execv("a", []); os.spawnl(0, "a"); os.po
 from os import system; from posix import execv; os.forkpty()
 importlib.import_module(name); from importlib import import_module; util.spec_from_file_location("a", path); machinery.SourceFileLoader
 sys.path.insert(0, path); torch.load(path); torch.ops.load_library(path); pool = futures.ProcessPoolExecutor()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("line", [part.strip() for part in SAMPLE.replace("\n", ";").split(";") if part.strip()])

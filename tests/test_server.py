@@ -73,7 +73,7 @@ def samples(text: str, family: str) -> list[tuple[dict[str, str], float]]:
 
 
 def value(text: str, name: str) -> float:
-    """That of the only series of this name."""
+    """The value of the only series of this name."""
     ((labels, found),) = samples(text, name)
     assert labels == {}
     return found
@@ -159,7 +159,7 @@ def without_folder(installed: Installed, tmp_path_factory: pytest.TempPathFactor
         return look(server, until="graphfix_canary")
 
 
-# -- one rank, nothing set -----------------------------------------------------------------------------------------------
+# -- one rank, nothing set ---------------------------------------------------------------------------------------------
 
 
 def test_answers_are_those_of_a_stock_server(plain: Seen, filtered_out: Seen) -> None:
@@ -313,7 +313,7 @@ def wait_for(server: Server, status: str, seconds: float) -> bool:
     return True
 
 
-# -- two ranks -----------------------------------------------------------------------------------------------------------
+# -- two ranks ---------------------------------------------------------------------------------------------------------
 
 
 def test_two_ranks_agree(two_ranks: Seen) -> None:
@@ -355,7 +355,7 @@ def test_all_processes_killed_at_once_read_as_dead(two_ranks: Seen) -> None:
     )
 
 
-# -- two API servers -----------------------------------------------------------------------------------------------------
+# -- two API servers ---------------------------------------------------------------------------------------------------
 
 
 def test_two_api_servers_have_records_below_one_front_end(two_api_servers: Seen) -> None:
@@ -388,7 +388,7 @@ def test_a_server_that_is_stopped_leaves_no_record(two_api_servers: Seen) -> Non
     assert two_api_servers.left == []
 
 
-# -- VLLM_PLUGINS that filters it out ------------------------------------------------------------------------------------
+# -- VLLM_PLUGINS that filters it out ----------------------------------------------------------------------------------
 
 
 def test_a_server_without_the_plugin_has_neither_records_nor_metrics(filtered_out: Seen) -> None:
@@ -408,7 +408,7 @@ def test_exit_code_of_fleet_is_1_without_the_plugin(filtered_out: Seen) -> None:
     assert filtered_out.fleet.code == filtered_out.fleet.told["exit_code"] == 1
 
 
-# -- outside the rollout, in a hostile folder ----------------------------------------------------------------------------
+# -- outside the rollout, in a hostile folder --------------------------------------------------------------------------
 
 
 def test_outside_the_rollout_nothing_is_applied(outside: Seen) -> None:
@@ -440,7 +440,7 @@ def test_what_is_no_record_is_no_warning_in_the_log(outside: Seen) -> None:
     assert not [line for line in outside.log.splitlines() if "graphfix" in line and "INFO" not in line]
 
 
-# -- a folder that cannot be written to ----------------------------------------------------------------------------------
+# -- a folder that cannot be written to --------------------------------------------------------------------------------
 
 
 def test_without_a_folder_it_serves_as_ever(without_folder: Seen, filtered_out: Seen) -> None:

@@ -33,7 +33,10 @@ def test_model_runner(release: str, runner: str) -> None:
 
 
 def test_faults_of_one_of_two_ranks_whose_graphs_are_in_quarantine() -> None:
-    """And what would be served without the wait that keeps their collectives paired. Checks take as long again, nearly all of it asleep."""
+    """Shows also what would be served without the wait that keeps their collectives paired.
+
+    Checks take as long again, nearly all of it asleep.
+    """
     check_behaviours("0.21.0", "shadow_ranks", {SHADOW: "1/1"}, select="quarantine or sums")
 
 

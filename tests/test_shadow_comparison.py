@@ -82,7 +82,10 @@ def test_numbers_of_many_rows_are_compared_in_parts(monkeypatch: pytest.MonkeyPa
 
 
 def drafts_checked(runs: list[tuple[list[float], list[int]]], learned: float = 0.0) -> int:
-    """Mismatches of a replay, the first of *runs*, that two others are compared with: each of numbers and drawn tokens."""
+    """Mismatches of a replay, the first of *runs*, that two others are compared with.
+
+    Each run has numbers and drawn tokens.
+    """
     import torch
 
     from vllm_graphfix.shadow.runs import Step

@@ -131,7 +131,10 @@ def test_a_budget_is_kept_within_half_over_five_minutes(
 def test_five_minutes_are_enough_for_a_budget_of_a_thousandth_though_the_first_check_is_slow(
     first: float, later: float, step: float, replays: int
 ) -> None:
-    """As measured on a GPU: kernels that only run without graphs are loaded in the first. Of *replays* in a step three are a drafter's."""
+    """On a GPU it was measured so: kernels that only run without graphs are loaded in the first check.
+
+    Of *replays* in a step three are a drafter's.
+    """
     schedule = Schedule(Rate(share=0.001))
     now, spent = 0.0, 0.0
     while now + (steps := math.ceil((schedule.due - schedule.count) / replays)) * step < 300:

@@ -1,4 +1,6 @@
-"""Stages of a pipeline that keep a budget check the same steps, whatever a check costs each of them; and none waits for one that is behind it.
+"""Stages of a pipeline that keep a budget check the same steps, whatever a check costs each of them.
+
+None waits for a stage that is behind it.
 
 The counting and checking is that of model runner V1; stand-ins are the step, which always comes to the same, and the
 calls of the stages.
@@ -451,7 +453,10 @@ def test_a_last_stage_with_a_drafter_checks_the_steps_of_the_others_and_its_draf
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_stages_count_from_the_end_of_their_start_on(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """In which V1's last stage makes one call more than the others. An engine that is no pipeline counts on, and asks nobody."""
+    """During its start, V1's last stage makes one call more than the others.
+
+    An engine that is no pipeline counts on, and asks nobody.
+    """
     begun = Shadow(Rate(share=0.05), Action.REPORT, process.refuse)
     monkeypatch.setattr(process, "SHADOW", begun)
     monkeypatch.setattr(stages, "of_this_rank", lambda share, due: Stages(Place(0, size, "0"), share, due))
@@ -480,7 +485,7 @@ def test_stages_count_from_the_end_of_their_start_on(monkeypatch: pytest.MonkeyP
 
 
 def steps_checked(rate: Rate, drafts: int, steps: int) -> list[tuple[int, int]]:
-    """Of a stage on model runner V2, the steps that are checked; and which replay of them, 0 for the target model's."""
+    """The steps of a stage on model runner V2 that are checked; and which replay of them, 0 for the target model's."""
     schedule = Schedule(rate)
     schedule.count = 12 + drafts  # of its start, which is another number on each stage
     schedule.begin_in_pipeline(drafts=True)

@@ -1,4 +1,7 @@
-"""Waits of the shadow check that come to an end: that of the process, with a message and a record, or of the wait alone."""
+"""Waits of the shadow check that come to an end.
+
+What ends is the process, with a message and a record, or the wait alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""vLLMs that nobody has seen: mutants of real releases are put right, or recognised as unknown; never patched wrongly, never called fixed where they are not.
+"""vLLMs that nobody has seen: mutants of real releases are put right, or recognised as unknown.
+
+They are never patched wrongly, and never called fixed where they are not.
 
 vLLM's own classes decide, on the CPU double: what a mutant gives with the plugin has to be what it gives without
 graphs.

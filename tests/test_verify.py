@@ -1,4 +1,7 @@
-"""`verify` as users run it: the defect on stock, its absence with the plugin, and that it is the fix that makes it so."""
+"""`verify` as users run it.
+
+The defect on stock, its absence with the plugin, and that it is the fix that makes it so.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +54,15 @@ def verified(root: Path, fixes: Sequence[Fix] = FIXES) -> Report:
 
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both processes of `verified` are forks of one that has imported the libraries; those of other tests start as a user's."""
+    """Both processes of `verified` are forks of one that has imported the libraries.
+
+    Those of other tests start as a user's.
+    """
     monkeypatch.setattr(sys, "executable", warm_python.executable())
 
 
 def outcomes(report: Report) -> dict[str, str]:
-    """Of each fix; of a scenario that failed, with the reason."""
+    """The outcome of each fix; of a scenario that failed, with the reason."""
     return {proof.fix.name: ": ".join(filter(None, [proof.outcome, proof.failure])) for proof in report.proofs}
 
 
@@ -134,7 +140,7 @@ def forks(release: str, *ways: str) -> dict[str, Forked]:
 
 
 def proof(name: str, release: str, patched: str) -> Proof:
-    """Of the stock fork and the one that is named *patched*, as the command makes it of two processes."""
+    """The proof of the stock fork and the one that is named *patched*, as the command makes it of two processes."""
     plain = forks(release, "stock", "patched")
     stock, other = plain["stock"], (plain if patched in plain else forks(release, *affected_by(release)))[patched]
     return Proof(

@@ -1,4 +1,7 @@
-"""A module is patched only if it runs the source that was diagnosed: overlays, bytecode of another source, files exchanged while vLLM starts."""
+"""A module is patched only if it runs the source that was diagnosed.
+
+Overlays, bytecode of another source, and files exchanged while vLLM starts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ there = pathlib.Path(tempfile.mkdtemp())
 IMPORT = "import vllm.v1.attention.backends.mla.flashmla\n"
 OTHERWISE = {
     "an overlay that is another text": (
-        FIND + "(there / 'flashmla.py').write_text(text + '\\nTHEIRS = 1\\n')\npackage.__path__.insert(0, str(there))\n" + LOAD,
+        FIND
+        + "(there / 'flashmla.py').write_text(text + '\\nTHEIRS = 1\\n')\npackage.__path__.insert(0, str(there))\n"
+        + LOAD,
         "runs instead of",
     ),
     "an overlay that is the same text": (
@@ -37,13 +42,10 @@ OTHERWISE = {
         "does not run the code that was diagnosed",
     ),
     "a file that is exchanged between the diagnosis and the import": (
-        LOAD
-        + "import vllm.v1.worker.gpu.cudagraph_utils\n"
-        + FIND
-        + "stock.write_text(text + '\\nTHEIRS = 1\\n')\n",
+        LOAD + "import vllm.v1.worker.gpu.cudagraph_utils\n" + FIND + "stock.write_text(text + '\\nTHEIRS = 1\\n')\n",
         "does not run the code that was diagnosed",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""What runs elsewhere for this project: GitHub's workflows, and hooks of pre-commit. They call what is run here, by the same names."""
+"""What runs elsewhere for this project: GitHub's workflows, and hooks of pre-commit.
+
+They call what is run here, by the same names.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def test_workflows_are_what_github_takes() -> None:
 
 
 def test_workflows_are_pinned_ask_for_little_and_have_no_known_hole() -> None:
-    """As zizmor sees it, offline: permissions, actions without a version, credentials left behind, words of others in a shell."""
+    """zizmor sees no hole in them, offline.
+
+    It looks for permissions, actions without a version, credentials left behind, words of others in a shell.
+    """
     checked("zizmor", "--offline", "--no-progress", "--quiet", "--strict-collection", ".github")
 
 

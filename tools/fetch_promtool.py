@@ -1,4 +1,6 @@
-"""Fetches Prometheus and promtool from Debian's package `prometheus`, without installing it, for the tests and the picture of the dashboard.
+"""Fetches Prometheus and promtool from Debian's package `prometheus`, without installing it.
+
+They are for the tests and the picture of the dashboard.
 
 What is on the PATH is taken first. Prints the path of each on standard output.
 """
@@ -43,7 +45,10 @@ def tool(name: str, cache: Path | None = None) -> Path:
 
 
 def _download(staging: Path) -> Path:
-    """The package, with package lists of our own if the machine's are missing or old: apt-get needs no root for either."""
+    """The package, with package lists of our own if the machine's are missing or old.
+
+    apt-get needs no root for either.
+    """
     options = ["--quiet", "--quiet", "-o", "Debug::NoLocking=1", f"-o=Dir::Cache={staging}/cache"]
     if os.geteuid() == 0:
         options += ["-o", "APT::Sandbox::User=root"]  # its own user cannot write into a folder of ours

@@ -137,7 +137,10 @@ _RELEASE_WHEELS = ("--implementation", "cp", "--python-version", "3.12", *(f"--p
 
 
 def download(package: str, version: str, into: Path, progress: Progress, wheels: Sequence[str] = ()) -> Path:
-    """The wheel file of *package*, the one for this Python and machine unless *wheels*, options of pip, say otherwise."""
+    """The wheel file of *package* for this Python and machine.
+
+    *wheels*, options of pip, may say otherwise.
+    """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", *wheels]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--dest", str(into)]
     command.append(f"{package}=={version}")

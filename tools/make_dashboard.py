@@ -61,7 +61,10 @@ def quantile(of: float, histogram: str) -> str:
 
 
 def share_of_finished(reasons: str) -> str:
-    """Of all requests that finished; *reasons* are those of vLLM, and a release that lacks one has no series of it."""
+    """The share of all requests that finished.
+
+    *reasons* are those of vLLM, and a release that lacks one has no series of it.
+    """
     finished = f"rate(vllm:request_success_total{{{HERE}}}[$__rate_interval]) SIDE"
     those = finished.replace(HERE, f'{HERE}, finished_reason=~"{reasons}"')
     return f"sum({those})\n/ sum({finished})"
@@ -69,7 +72,10 @@ def share_of_finished(reasons: str) -> str:
 
 def an_engine(rate: str) -> str:
     """The sum of *rate*, divided by the number of engines."""
-    return f"sum({rate} SIDE)\n/ count(count by (cluster, namespace, job, instance) (vllm:num_requests_running{{{HERE}}} SIDE))"
+    return (
+        f"sum({rate} SIDE)\n"
+        f"/ count(count by (cluster, namespace, job, instance) (vllm:num_requests_running{{{HERE}}} SIDE))"
+    )
 
 
 def queries(of: Sequence[Query], *, instant: bool = False) -> list[prom.Dataquery]:
@@ -164,13 +170,19 @@ def rollout(to: board.Dashboard) -> None:
         number(
             "Engines without the plugin",
             "Not installed there, or filtered out by VLLM_PLUGINS.",
-            f"count(count by (cluster, namespace, job, instance) (vllm:num_requests_running{{{HERE}}} unless {ENGINE} graphfix_canary)) or vector(0)",
+            (
+                f"count(count by (cluster, namespace, job, instance) (vllm:num_requests_running{{{HERE}}} unless "
+                f"{ENGINE} graphfix_canary)) or vector(0)"
+            ),
         )
     )
     to.with_panel(
         number(
             "Rollout, set",
-            "VLLM_GRAPHFIX_ROLLOUT of the engines: the highest value, while they restart. 0 where they are switched off or only observe.",
+            (
+                "VLLM_GRAPHFIX_ROLLOUT of the engines: the highest value, while they restart. 0 where they are "
+                "switched off or only observe."
+            ),
             f"max({graphfix('graphfix_rollout_percent')})",
             "percent",
         )
@@ -178,7 +190,10 @@ def rollout(to: board.Dashboard) -> None:
     to.with_panel(
         number(
             "Rollout, reached",
-            "Share of the engines with the plugin that have the fixes. With few engines, a small percentage is met only roughly.",
+            (
+                "Share of the engines with the plugin that have the fixes. With few engines, a small percentage "
+                "is met only roughly."
+            ),
             f"100 * {canaries} / {known}",
             "percent",
         )
@@ -235,7 +250,10 @@ def rollout(to: board.Dashboard) -> None:
 
 def events(to: board.Dashboard) -> None:
     def at_work(rate: str, state: str) -> str:
-        return f'sum by (fix, event) ({rate} and on (cluster, namespace, job, instance, fix) (graphfix_fix_state{{state="{state}"}} > 0))'
+        return (
+            f"sum by (fix, event) ({rate} and on (cluster, namespace, job, instance, fix) "
+            f'(graphfix_fix_state{{state="{state}"}} > 0))'
+        )
 
     counter = graphfix("graphfix_events_total", 'fix!="shadow"')
     rate = f'(rate(graphfix_events_total{{namespace=~"$namespace", fix!="shadow"}}[$__rate_interval]) and {SERVING})'
@@ -243,7 +261,10 @@ def events(to: board.Dashboard) -> None:
     to.with_panel(
         lines(
             "Corrected per second",
-            "What active fixes corrected: without them the defect would have struck. Engines outside the rollout are stock and count nothing.",
+            (
+                "What active fixes corrected: without them the defect would have struck. Engines outside the "
+                "rollout are stock and count nothing."
+            ),
             [(at_work(rate, "active"), "{{fix}} {{event}}")],
             "cps",
         )
@@ -259,7 +280,10 @@ def events(to: board.Dashboard) -> None:
     to.with_panel(
         lines(
             "Since the engines started",
-            "Totals. Some defects happen once, while graphs are captured, before the first scrape: they show here and never as a rate.",
+            (
+                "Totals. Some defects happen once, while graphs are captured, before the first scrape: they show "
+                "here and never as a rate."
+            ),
             [
                 (at_work(counter, "active"), "{{fix}} {{event}}: corrected"),
                 (at_work(counter, "observing"), "{{fix}} {{event}}: seen"),
@@ -343,7 +367,10 @@ def comparison(to: board.Dashboard) -> None:
     to.with_panel(
         lines(
             "Requests that run to their token limit",
-            "Share of finished requests. Gibberish and loops run to the limit; fewer on the canary is what a fix is for.",
+            (
+                "Share of finished requests. Gibberish and loops run to the limit; fewer on the canary is what a "
+                "fix is for."
+            ),
             both(share_of_finished("length|repetition")),
             "percentunit",
         )
@@ -391,9 +418,13 @@ def restarts(to: board.Dashboard) -> None:
     to.with_panel(
         lines(
             "Restarts within an hour",
-            "Of engines that answer now. With --api-server-count above 1 vLLM exposes no start time; a counter that resets is used instead.",
+            (
+                "Of engines that answer now. With --api-server-count above 1 vLLM exposes no start time; a "
+                "counter that resets is used instead."
+            ),
             both(
-                f'sum((max {by} (changes(process_start_time_seconds{{namespace=~"$namespace"}}[1h])) or max {by} (resets(vllm:generation_tokens_total{{{HERE}}}[1h]))) and {SERVING} SIDE)'
+                f'sum((max {by} (changes(process_start_time_seconds{{namespace=~"$namespace"}}[1h])) or '
+                f"max {by} (resets(vllm:generation_tokens_total{{{HERE}}}[1h]))) and {SERVING} SIDE)"
             ),
             width=12,
         )
@@ -412,7 +443,10 @@ def restarts(to: board.Dashboard) -> None:
     to.with_panel(
         lines(
             "Age of the records",
-            "Seconds since an engine's front-end last read its ranks' records: the oldest. It grows if the status folder hangs.",
+            (
+                "Seconds since an engine's front-end last read its ranks' records: the oldest. It grows if the "
+                "status folder hangs."
+            ),
             [(f"time() - min({graphfix('graphfix_records_read_timestamp_seconds')})", "oldest")],
             "s",
             width=6,
@@ -438,7 +472,8 @@ def text() -> str:
         board.Dashboard("vLLM graphfix")
         .uid("vllm-graphfix")
         .description(
-            "Rollout of vllm-graphfix: which engines have the fixes, how often the fixes mattered, and how those engines compare with the rest."
+            "Rollout of vllm-graphfix: which engines have the fixes, how often the fixes mattered, and how "
+            "those engines compare with the rest."
         )
         .tags(["vllm", "graphfix"])
         .timezone("browser")

@@ -2,9 +2,9 @@
 
     python tools/make_manifest.py [--root FOLDER] [VERSION …]
 
-With versions: adds these (a new release) or looks at them again, and keeps the others. Without: all of `fetch_vllm.ALL_RELEASES`.
-Prints the verdicts, so that a new release is looked at by a person before the manifest is committed. Exit code 1, and nothing written, where
-something cannot be judged.
+With versions: adds these (a new release) or looks at them again, and keeps the others. Without: all of
+`fetch_vllm.ALL_RELEASES`. Prints the verdicts, so that a new release is looked at by a person before the manifest is
+committed. Exit code 1, and nothing written, where something cannot be judged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _looked_at(version: str, root: Path) -> dict[str, Any]:
             ) from error
         if found.verdict is Verdict.UNRECOGNISED:
             print(
-                f"{version}: {fix.name} is unrecognised ({found.reason}, {found.where}): look at it before committing the manifest"
+                f"{version}: {fix.name} is unrecognised ({found.reason}, {found.where}): look at it before "
+                "committing the manifest"
             )
         verdicts[fix.name] = {
             "verdict": found.verdict.value,
@@ -120,7 +121,8 @@ def check_records() -> None:
             raise JudgeError(f"{fix.name} is not the FIX of fixes/{module}.py: a fix and its module have the same name")
         if fix.number in numbers:
             raise JudgeError(
-                f"{numbers[fix.number]} and {fix.name} both have the number {fix.number}; the next free one is {FIXES[-1].number + 1}"
+                f"{numbers[fix.number]} and {fix.name} both have the number {fix.number}; the next free one "
+                f"is {FIXES[-1].number + 1}"
             )
         numbers[fix.number] = fix.name
 

@@ -1,8 +1,8 @@
-"""Mutation testing: one operator, comparison, number or keyword of a module is changed at a time, and tests must notice.
+"""Mutation testing: one operator, comparison, number or keyword of a module is changed at a time; tests must notice.
 
-In a copy of the tree. cosmic-ray makes the mutants; here they are filtered, and tested in forks of processes that have imported what takes
-long. The results are kept in ``build/mutation/`` for ``cr-report`` and ``cr-html``; what was stopped goes on where it was, and what
-survived is tested again.
+In a copy of the tree. cosmic-ray makes the mutants; here they are filtered, and tested in forks of processes that have
+imported what takes long. The results are kept in ``build/mutation/`` for ``cr-report`` and ``cr-html``; what was
+stopped goes on where it was, and what survived is tested again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,17 @@ from mutation_tests import Tests
 RESULTS = ROOT / "build" / "mutation"
 
 _REPLACED = {
-    "Comparison": "Eq_NotEq Eq_LtE Eq_GtE NotEq_Eq NotEq_Lt NotEq_Gt Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt Is_IsNot IsNot_Is",
-    "Binary": "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_Mul Pow_Mul BitOr_BitAnd BitAnd_BitOr BitXor_BitOr LShift_RShift RShift_LShift",
+    "Comparison": (
+        "Eq_NotEq Eq_LtE Eq_GtE NotEq_Eq NotEq_Lt NotEq_Gt Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt "
+        "GtE_Lt Is_IsNot IsNot_Is"
+    ),
+    "Binary": (
+        "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_Mul Pow_Mul BitOr_BitAnd BitAnd_BitOr BitXor_BitOr "
+        "LShift_RShift RShift_LShift"
+    ),
 }
-"""Each comparison is negated and its bounds are moved. cosmic-ray makes seven of one, and eleven of a binary operator, most of which are the
-same for these operands (``is`` and ``==``), or raise TypeError (``<`` of two functions)."""
+"""Each comparison is negated and its bounds are moved. cosmic-ray makes seven of one, and eleven of a binary operator,
+most of which are the same for these operands (``is`` and ``==``), or raise TypeError (``<`` of two functions)."""
 _CHOSEN = re.compile(
     "core/(?!Replace(?:Comparison|Binary)Operator_)|"
     + "|".join(f"core/Replace{kind}Operator_{pair}$" for kind, pairs in _REPLACED.items() for pair in pairs.split())
@@ -44,7 +50,10 @@ _CHOSEN = re.compile(
 
 
 class _Behaviour(ast.NodeTransformer):
-    """Takes out what has none: annotations, imports for them, the number of the pull request in a fix's record, and what tries it, below."""
+    """Takes out what has no behaviour.
+
+    These are annotations, imports for them, the number of the pull request in a fix's record, and what tries it, below.
+    """
 
     def visit_Module(self, node: ast.Module) -> ast.AST:
         ends = (
@@ -222,7 +231,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.modules if name not in SUITES]:
         parser.error(
-            f"no tests are known for {', '.join(unknown)}; name modules as in `fixes/mamba_padding.py`. A new fix has to be in the manifest: run `make manifest`"
+            f"no tests are known for {', '.join(unknown)}; name modules as in `fixes/mamba_padding.py`. A new "
+            "fix has to be in the manifest: run `make manifest`"
         )
     from cosmic_ray.work_db import use_db
 
@@ -266,7 +276,10 @@ def _cpu_of_children() -> float:
 
 
 def _prove(name: str, tests: Tests, told: Path) -> None:
-    """The suite passes on the code as it is, and fails on code that cannot be imported: it is this copy that is tested."""
+    """The suite passes on the code as it is, and fails on code that cannot be imported.
+
+    So it is this copy that is tested.
+    """
     suite, module = SUITES[name], tests.copy / "vllm_graphfix" / name
     for cached in module.parent.glob(f"__pycache__/{module.stem}.*"):
         cached.unlink()

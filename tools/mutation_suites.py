@@ -25,7 +25,10 @@ _LAYERS = tuple(f"tests/test_{name}.py" for name in ("observers", "counted", "la
 
 
 def _of_fix(name: str, *releases: str, units: str = "nothing_else", more: str = "nothing_else") -> Suite:
-    """With the fix's scenarios and behaviours on *releases*, one of each shape; *units* and *more* are names of further tests."""
+    """The suite with the fix's scenarios and behaviours on *releases*, one of each shape.
+
+    *units* and *more* are names of further tests.
+    """
     module = name.replace("-", "_")
     pairs = " or ".join(f"{name}-{release}" for release in releases)
     behaviours = (
@@ -38,8 +41,13 @@ def _of_fix(name: str, *releases: str, units: str = "nothing_else", more: str = 
             (*_LAYERS, "-k", f"({name} or {units} or every_target) and not sparse_flashmla"),
             ("tests/test_observe.py", *own, "-k", f"{scenarios} or test_{module}.py and ({behaviours})"),
         ),
-        diagnosis=("tests/test_mutation_shapes.py", "tests/test_diagnosis.py", "-k", f"structure_alone and ({_SHAPES}) or {name} or {more}"),
-    )  # fmt: skip
+        diagnosis=(
+            "tests/test_mutation_shapes.py",
+            "tests/test_diagnosis.py",
+            "-k",
+            f"structure_alone and ({_SHAPES}) or {name} or {more}",
+        ),
+    )
 
 
 CHOSEN = {
@@ -51,8 +59,20 @@ CHOSEN = {
         )
     ),
     "patching/sites.py": Suite((("tests/test_patching.py",),)),
-    "source/files.py": Suite((("tests/test_source.py",), ("tests/test_diagnosis.py", "-k", "structure_alone and (0.18.1 or 0.33.0) or deeper"))),
-    "source/functions.py": Suite((("tests/test_syntax.py",), ("tests/test_source.py",), ("tests/test_mutation_shapes.py",), ("tests/test_diagnosis.py", "-k", "structure_alone and (0.18.1 or 0.33.0) or deeper"))),
+    "source/files.py": Suite(
+        (
+            ("tests/test_source.py",),
+            ("tests/test_diagnosis.py", "-k", "structure_alone and (0.18.1 or 0.33.0) or deeper"),
+        )
+    ),
+    "source/functions.py": Suite(
+        (
+            ("tests/test_syntax.py",),
+            ("tests/test_source.py",),
+            ("tests/test_mutation_shapes.py",),
+            ("tests/test_diagnosis.py", "-k", "structure_alone and (0.18.1 or 0.33.0) or deeper"),
+        )
+    ),
     "fixes/mamba_padding.py": _of_fix("mamba-padding", "0.21.0", units="marks_on_the_device"),
     "fixes/flashmla_padding.py": _of_fix("flashmla-padding", "0.19.1", units="nothing_is_read"),
     "fixes/flashmla_fp8.py": _of_fix("flashmla-fp8", "0.18.1", units="plans_are_told"),
@@ -63,7 +83,7 @@ CHOSEN = {
     "fixes/capture_state.py": _of_fix(
         "capture-state", "0.16.0", "0.17.1", "0.18.1", "0.21.0", units="watched_factory or plan"
     ),
-}  # fmt: skip
+}
 """What is run if no module is named."""
 
 

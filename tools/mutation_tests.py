@@ -45,13 +45,17 @@ class _SyntaxTrees:
 
 
 _PYTEST = (
-    "-x -q --assert=plain --tb=short -W ignore::SyntaxWarning -p xdist.plugin -p _hypothesis_pytestplugin --hypothesis-profile=mutation -p no:cacheprovider -p no:unraisableexception "
+    "-x -q --assert=plain --tb=short -W ignore::SyntaxWarning -p xdist.plugin -p _hypothesis_pytestplugin "
+    "--hypothesis-profile=mutation -p no:cacheprovider -p no:unraisableexception "
     "-p no:threadexception"
 )
 
 
 class Tests:
-    """Runs suites on the copy in forks of this process, which has nothing of the package, and of processes of stock releases."""
+    """Runs suites on the copy in forks of this process, and of processes of stock releases.
+
+    This process has nothing of the package.
+    """
 
     def __init__(self, copy: Path) -> None:
         self.copy = copy
@@ -151,7 +155,10 @@ class Tests:
         timeout: float = 300,
         warm: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """In place of `run_in_release` and `run_in_fork`. A folder of links to a release runs in a fork of that release's process."""
+        """Stands in place of `run_in_release` and `run_in_fork`.
+
+        A folder of links to a release runs in a fork of that release's process.
+        """
         import stock
 
         root = stock.release_root(release) if isinstance(release, str) else release

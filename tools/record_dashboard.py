@@ -1,4 +1,6 @@
-"""Points a real Prometheus at engines, asks it what every panel of the dashboard asks, and draws the answers: docs/dashboard.svg.
+"""Points a real Prometheus at engines, and draws the answers: docs/dashboard.svg.
+
+It asks Prometheus what every panel of the dashboard asks.
 
     python tools/record_dashboard.py --seconds 120 http://127.0.0.1:8000/metrics ...
 
@@ -236,7 +238,10 @@ def picture(answers: Sequence[Answer], start: float, end: float, about: str) -> 
     """The dashboard as SVG, from *start* to *end*; *about* says whose figures these are."""
     height = max((each.panel.place["y"] + each.panel.place["h"]) * UNIT for each in answers) + 34
     drawn = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="11">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
+            'font-size="11">'
+        ),
         f'<rect width="{WIDTH}" height="{height}" fill="#f6f8fa"/>',
         _text(
             GAP,
@@ -270,7 +275,10 @@ def _text(
     x: float, y: float, words: str, *, size: int = 11, bold: bool = False, fill: str = INK, anchor: str = "start"
 ) -> str:
     weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"{weight}>{escape(words)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" '
+        f'text-anchor="{anchor}"{weight}>{escape(words)}</text>'
+    )
 
 
 def _shown(value: float, unit: str) -> str:

@@ -1,8 +1,11 @@
-"""Records in docs/evidence.md what `vllm-graphfix verify --device cpu` finds on every stock release: a row for each fix and outcome.
+"""Records in docs/evidence.md what `vllm-graphfix verify --device cpu` finds on every stock release.
+
+There is a row for each fix and outcome.
 
     python tools/record_evidence.py [FIX...] [--workers N]
 
-Ten minutes on two cores. With names only the rows of these fixes are recorded anew. Exit code 1 if something was not proven.
+Ten minutes on two cores. With names only the rows of these fixes are recorded anew. Exit code 1 if something was not
+proven.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A hook of MkDocs: pages of the site that are no files of docs/, and links that lead out of it.
 
-README.md is the first page, CHANGELOG.md and others of the root are pages too; a link to any other file of the tree leads to a copy of it
-in the site. So every page stays readable where it is, on a code forge, and is written once.
+README.md is the first page, CHANGELOG.md and others of the root are pages too; a link to any other file of the tree
+leads to a copy of it in the site. So every page stays readable where it is, on a code forge, and is written once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def in_tree(page: str, target: str) -> str:
-    """The file of the tree that *target* on *page* of the site names: `docs/` for a page of docs/, the root for one of `PAGES`."""
+    """The file of the tree that *target* on *page* of the site names.
+
+    It is in `docs/` for a page of docs/, in the root for one of `PAGES`.
+    """
     source = PurePosixPath(SOURCES.get(page, f"docs/{page}"))
     return posixpath.normpath(posixpath.join(source.parent, target))
 

@@ -1,9 +1,12 @@
-"""Writes what the pages say of fixes and releases anew: from the fixes' records, the manifest, and the head of each fix's own page.
+"""Writes what the pages say of fixes and releases anew.
+
+It is taken from the fixes' records, the manifest, and the head of each fix's own page.
 
     python tools/update_docs.py [--check]
 
 What is generated stands between `<!-- generated: NAME -->` and `<!-- end -->`; everything else is left alone. With
---check nothing is written, and the exit code is 1 if something would be. Exit code 2: a record, the manifest or a page lacks what the pages need.
+--check nothing is written, and the exit code is 1 if something would be. Exit code 2: a record, the manifest or a page
+lacks what the pages need.
 """
 
 from __future__ import annotations
@@ -98,7 +101,8 @@ def updated(text: str) -> str:
             made[name] = partial(facts, BY_NAME[name])
         if name not in made:
             raise DocsError(
-                f"`<!-- generated: {name} -->`: {name} is neither a fix nor a table; tables are {', '.join([*made, *COLUMNS])}"
+                f"`<!-- generated: {name} -->`: {name} is neither a fix nor a table; tables are "
+                f"{', '.join([*made, *COLUMNS])}"
             )
         lines = made[name]()
         return "\n".join([f"<!-- generated: {name} -->", *lines, "<!-- end -->"])
@@ -107,7 +111,10 @@ def updated(text: str) -> str:
 
 
 def head(fix: Fix) -> dict[str, str]:
-    """What stands between the dashes on top of the page of *fix*, and its name. Raises `DocsError` for a page without a key."""
+    """What stands between the dashes on top of the page of *fix*, and its name.
+
+    Raises `DocsError` for a page without a key.
+    """
     page = FIXES_PAGES[fix.name]
     wanted = {key for columns in COLUMNS.values() for key in columns} - {"name"}
     try:
@@ -161,7 +168,7 @@ def verdict_table() -> Iterator[str]:
 
 
 def watched() -> Iterator[str]:
-    """Of each fix, which of its replays the shadow check looks at when it is verified, or why it cannot see the defect."""
+    """Which replays of each fix the shadow check looks at when it is verified, or why it cannot see the defect."""
     runners = {each.name: each for each in RUNNERS}
     yield "| fix | on the CPU double | on a GPU | not watched, because |"
     yield "|---|---|---|---|"
@@ -198,7 +205,10 @@ def verdicts(fix: Fix) -> dict[str, str]:
 
 
 def facts(fix: Fix) -> Iterator[str]:
-    """What `vllm-graphfix explain` says, the events that are counted, and the shapes of code that the fix was written for."""
+    """What `vllm-graphfix explain` says of *fix*, and the events that are counted.
+
+    Also the shapes of code that the fix was written for.
+    """
     references = ", ".join(([f"PR {fix.pr}"] if fix.pr else []) + list(fix.references))
     together = "; ".join(f"`{other.name}`: without it {other.because}" for other in fix.together)
     rows = {

@@ -2,8 +2,9 @@
 
     python tools/walk_rollout.py [STAGE]... [--record SECONDS] [--photograph]
 
-What was printed stands between `<!-- walked: NAME -->` and `<!-- end -->`; everything else is left alone. At most two servers run at a
-time, with 2 GB each, and take up to a minute to start. Processes of other vLLMs of this machine would be on the page too: end them first.
+What was printed stands between `<!-- walked: NAME -->` and `<!-- end -->`; everything else is left alone. At most two
+servers run at a time, with 2 GB each, and take up to a minute to start. Processes of other vLLMs of this machine would
+be on the page too: end them first.
 """
 
 from __future__ import annotations

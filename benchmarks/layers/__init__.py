@@ -1,1 +1,4 @@
-"""Layers of fixes that stay on the path of a decode step: a module has the `RELEASE` it is measured with, and `measure`, run in its process."""
+"""Layers of fixes that stay on the path of a decode step.
+
+Each module has the `RELEASE` that it is measured with, and `measure`, which runs in its process.
+"""

@@ -22,7 +22,7 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
 
     real = flashmla_backend.FlashMLAMetadataBuilder._build_decode
     parts = 132
-    """Of the plan on an H200, which has as many multiprocessors."""
+    """The number of parts of the plan on an H200, which has as many multiprocessors."""
     builder = object.__new__(flashmla_backend.FlashMLAMetadataBuilder)
     builder.__dict__.update(
         is_fp8_kvcache=True,

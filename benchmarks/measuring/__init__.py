@@ -1,4 +1,4 @@
-"""What the benchmarks share: fresh processes under installed-like conditions, interleaved calls, the machine, tables."""
+"""What the benchmarks share: fresh processes as if installed, interleaved calls, the machine, tables."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from measuring import interleaved
 Function = Callable[..., Any]
 
 REQUESTS, PADDED_REQUESTS = 200, 256
-"""Of a batch with padding; one without has as many requests as rows."""
+"""The sizes of a batch with padding; one without has as many requests as rows."""
 CALLS = {"alone": 200, "real": 20}
 
 

@@ -1,4 +1,7 @@
-"""What `benchmarks/engine_cost.py` runs: models of a size at which ratios mean something, and the configurations that are compared."""
+"""What `benchmarks/engine_cost.py` runs: models, and the configurations that are compared.
+
+The models have a size at which ratios mean something.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ class Case:
     capability: int | None
     """Major compute capability that the attention kernels need."""
     gib: float
-    """Of GPU memory, an engine."""
+    """GPU memory of an engine."""
     environment: Mapping[str, str] = field(default_factory=dict)
     graphs: Mapping[str, tuple[Mapping[str, Any], ...]] = field(default_factory=lambda: GRAPHS)
 
@@ -54,8 +57,8 @@ GRAPHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "full": (_FULL, {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES}),
     "piecewise": (_PIECEWISE, _PIECEWISE | {"backend": "eager"}),
 }
-"""vLLM's `compilation_config`: as it is by default, and without its compiler, for a release whose compiler does not run on the torch
-that is here. The second is tried if an engine does not start with the first."""
+"""vLLM's `compilation_config`: as it is by default, and without its compiler, for a release whose compiler does not run
+on the torch that is here. The second is tried if an engine does not start with the first."""
 
 _MLA = models.MLA | {
     "num_hidden_layers": LAYERS,
@@ -174,7 +177,10 @@ class Configuration:
         return Order(arguments=arguments, plugin=self.plugin, runner=case.runner, largest_batch=largest_batch)
 
     def environment(self, case: Case, sites: Sequence[Site], cache: Path) -> dict[str, str]:
-        """Of the engine's process: its own vLLM, its own compile cache, the plugin or not, and no setting of anybody's."""
+        """The environment of the engine's process.
+
+        It has its own vLLM, its own compile cache, the plugin or not, and no setting of anybody's.
+        """
         unwanted = ("VLLM_", "PYTHONDONTWRITEBYTECODE")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
         others = {site.folder for site in sites}
@@ -249,7 +255,7 @@ def plan(case: Case, sites: Sequence[Site]) -> Plan | None:
 
 
 def rehearsal(sites: Sequence[Site]) -> tuple[Plan, ...]:
-    """Of the one CPU engine at hand, as if it were both an affected release and a fixed one."""
+    """Plans for the one CPU engine at hand, as if it were both an affected release and a fixed one."""
     return tuple(_plan(case, sites[0], sites[-1]) for case in REHEARSAL)
 
 

@@ -1,4 +1,7 @@
-"""Ratios, targets and tables of what `benchmarks/engine_cost.py` has measured: pure functions of its result file's content."""
+"""Ratios, targets and tables of what `benchmarks/engine_cost.py` has measured.
+
+They are pure functions of the content of its result file.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def throughput(case: CaseResult, name: str, reference: str, batch: int) -> Sprea
 
 
 def tokens_a_second(case: CaseResult, name: str, batch: int) -> float:
-    """Of all requests of a batch together; the median of the rounds."""
+    """Tokens a second of all requests of a batch together; the median of the rounds."""
     tokens: int = batch * (case["tokens"] - 1)
     return tokens / statistics.median(_seconds(case, name, batch))
 
@@ -117,7 +120,10 @@ def _target(
 
 
 def _alike(case: CaseResult, *names: str) -> bool:
-    """Whether the engines *names* were started in the same way: some release's compiler may not have run for one of them."""
+    """Whether the engines *names* were started in the same way.
+
+    The compiler of some release may not have run for one of them.
+    """
     return len({(_of(case, name).get("attempt"), _mode(case, name)) for name in names}) == 1
 
 

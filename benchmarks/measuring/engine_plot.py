@@ -1,4 +1,7 @@
-"""The picture of `benchmarks/engine_cost.py`: tokens a second of each engine over those of eager, as an SVG without a library."""
+"""The picture of `benchmarks/engine_cost.py`, as an SVG without a library.
+
+It shows the tokens a second of each engine over those of eager.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from measuring.engine_figures import CaseResult, Spread, batches, throughput, to
 
 COLOURS = {"eager": "#8c8c8c", "piecewise": "#5b8db8", "stock": "#c0504d", "patched": "#3a8a4d", "fixed": "#8064a2"}
 LABELS, PANEL, GAP, BAR, PITCH, HEAD = 285, 200, 24, 14, 20, 46
-"""Widths of the labels and of a panel, the space between panels, height of a bar and of its line, height of a case's heading."""
+"""Widths of the labels and of a panel, the space between panels, the height of a bar and of its line, and the height of
+a case's heading."""
 MARGIN = 16
 TITLE = "Decoding: tokens a second, relative to eager"
 
@@ -28,7 +32,10 @@ def svg(result: dict[str, Any]) -> str:
         body += lines
         y += height
     device = result["device"]
-    foot = f"{device['name']}, driver {device['driver']}, torch {device['torch']}, {result['date'][:10]}. Median of paired rounds; line: lowest to highest."
+    foot = (
+        f"{device['name']}, driver {device['driver']}, torch {device['torch']}, {result['date'][:10]}. Median of "
+        "paired rounds; line: lowest to highest."
+    )
     size = f'width="{width}" height="{y + 24}"'
     font = 'font-family="system-ui, sans-serif" font-size="12" fill="#222"'
     return "\n".join(

@@ -1,4 +1,7 @@
-"""The parent's side of `engine_worker.py`: engines in processes of their own, all alive at once, asked one after the other."""
+"""The parent's side of `engine_worker.py`.
+
+Engines run in processes of their own, all alive at once, and are asked one after the other.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +150,10 @@ class GpuMemory:
         self._nvml = None if failed else nvml
 
     def used(self) -> int | None:
-        """Bytes, once they stay the same: a process that has ended leaves its memory a moment later. None without NVML."""
+        """Bytes, once they stay the same; None without NVML.
+
+        A process that has ended leaves its memory a moment later.
+        """
         last = self._read()
         for _ in range(20 if last is not None else 0):
             time.sleep(0.1)

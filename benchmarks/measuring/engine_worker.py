@@ -2,10 +2,10 @@
 
     python engine_worker.py DESCRIPTOR
 
-DESCRIPTOR is this end of a `multiprocessing.Pipe`. The first message is the order, what `engine_process.Order` makes. The answers to
-it are the moment at which the engine was ready and then `_told`. After that each ``{"batch": …, "tokens": …}`` is answered with
-the seconds of its decode steps; ``"shadow"`` in it is the rate of the shadow check for them, in an engine that has one. An error is the last
-answer: ``{"error": …}``.
+DESCRIPTOR is this end of a `multiprocessing.Pipe`. The first message is the order, what `engine_process.Order` makes.
+The answers to it are the moment at which the engine was ready and then `_told`. After that each
+``{"batch": …, "tokens": …}`` is answered with the seconds of its decode steps; ``"shadow"`` in it is the rate of the
+shadow check for them, in an engine that has one. An error is the last answer: ``{"error": …}``.
 
 Imports nothing of the plugin unless the order says so: a stock engine must not pay for it.
 """
@@ -35,7 +35,7 @@ SEED = 7
 PROMPT = 100
 """Tokens of each prompt: the largest batch is prefilled in one step."""
 _SCHEDULES: dict[str, dict[str, Any]] = {}
-"""Of the shadow check, by rate: its attributes when it was last used."""
+"""The schedules of the shadow check by rate: their attributes when each was last used."""
 RUNNERS = {"V1": "vllm.v1.worker.gpu_model_runner", "V2": "vllm.v1.worker.gpu.model_runner"}
 
 
@@ -73,7 +73,10 @@ def main(parent: Any) -> int:
 
 @contextlib.contextmanager
 def _checked(rate: str | None) -> Iterator[None]:
-    """Another rate for a while, in the same engine: two engines differ by more than what a check costs. What each rate has counted stays."""
+    """Another rate for a while, in the same engine: two engines differ by more than what a check costs.
+
+    What each rate has counted stays.
+    """
     if rate is None:
         yield
         return
@@ -140,7 +143,10 @@ def _prompts(llm: LLM, largest_batch: int) -> list[dict[str, list[int]]]:
 
 
 def _decode(llm: LLM, prompts: Any, tokens: int) -> float:
-    """Seconds from the first token of all *prompts* to their last: as many steps as *tokens*, less one, of the whole batch."""
+    """Seconds from the first token of all *prompts* to their last.
+
+    These are as many steps of the whole batch as *tokens*, less one.
+    """
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)

@@ -1,8 +1,8 @@
 """Two ranks on one GPU: a stand-in for a machine with two, as a plugin of vLLM (0.21.0 has run so).
 
 Each rank takes device 0. NCCL refuses two ranks of one device on one host, so each says that it is a host of its own
-(``NCCL_HOSTID``): what they exchange is NCCL's, in graphs and without, over sockets instead of NVLink. vLLM's own custom
-all-reduce works as on two GPUs: its kernels wait for each other on the device. This shows nothing of speed.
+(``NCCL_HOSTID``): what they exchange is NCCL's, in graphs and without, over sockets instead of NVLink. vLLM's own
+custom all-reduce works as on two GPUs: its kernels wait for each other on the device. This shows nothing of speed.
 """
 
 from __future__ import annotations

@@ -53,7 +53,9 @@ def main(parent: Any) -> int:
 
 
 def _plant(worker: Any, wanted: dict[str, Any]) -> int:
-    """In each rank: the graphs of all batches into quarantine, if that is wanted; and in one, the fault, half-way through a run without its graph.
+    """Puts the graphs of all batches of each rank into quarantine, if that is wanted, and plants the fault in one rank.
+
+    The fault is half-way through a run without its graph.
 
     Half-way is before its last layer: on two ranks of one group, behind the sums of those before.
     """

@@ -2,7 +2,8 @@
 
     python shadow_load.py DESCRIPTOR
 
-As `engine_worker.py`, but for what is asked: each ``{"checks": …, "seconds": …, "seed": …}`` is answered with what `_load` returns.
+As `engine_worker.py`, but for what is asked: each ``{"checks": …, "seconds": …, "seed": …}`` is answered with what
+`_load` returns.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 _MOST = 12
 """Requests at a time, at most; more than an engine takes, so that some wait."""
 _CHANGE = 0.02
-"""Of the steps, those after which the number of requests that there are to be is another."""
+"""The share of the steps after which the wanted number of requests changes."""
 _ABORT = 0.01
-"""Of the steps, those after which a request is aborted."""
+"""The share of the steps after which a request is aborted."""
 
 
 def main(parent: Any) -> int:

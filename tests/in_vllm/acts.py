@@ -14,7 +14,10 @@ from vllm_graphfix.verify.double.scenarios import capture_state
 
 
 class Capture:
-    """vLLM's own manager captures the graphs of a model on lazy attention metadata, between the two sides of the gate."""
+    """vLLM's own manager captures the graphs of a model on lazy attention metadata.
+
+    The capture is between the two sides of the gate.
+    """
 
     def prepare(self) -> None:
         self._double = cpu_cuda_graphs()

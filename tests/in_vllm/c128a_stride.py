@@ -1,4 +1,4 @@
-"""c128a-stride on vLLM's own builder: which batches have rows as wide as their buffer, and what else is as stock has it."""
+"""c128a-stride on vLLM's own builder: which batches have rows as wide as their buffer, and what else is stock's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def batch(lengths: list[int], longest: int | None = None) -> Any:
 
 
 def width(built: Any) -> int:
-    """Of a row, and of the distance to the next one."""
+    """The width of a row, and the distance to the next one."""
     rows = built.c128a_global_decode_topk_indices
     assert rows.stride(0) == rows.shape[-1]
     found: int = rows.stride(0)

@@ -73,7 +73,10 @@ GATE._watch_capture("WorkerDouble", "compile_or_warm_up_model", SimpleNamespace(
 
 
 def started(captured: Capturing, *, failing: int | None = None, found: bool = True) -> WorkerDouble:
-    """An engine whose graphs have been captured; the attention state that is built as number *failing*, from 0, cannot be."""
+    """An engine whose graphs have been captured.
+
+    The attention state that is built as number *failing*, from 0, cannot be built.
+    """
     runner = SimpleNamespace(cudagraph_manager=None, speculator=SimpleNamespace(cudagraph_manager=None))
     if found:
         (runner if captured.kind == "target" else runner.speculator).cudagraph_manager = captured.manager

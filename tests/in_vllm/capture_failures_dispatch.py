@@ -166,7 +166,10 @@ def test_drafts_of_model_runner_v1_in_the_same_pass_are_left_out_too() -> None:
 
 
 def managed(failing: int | None, name: str) -> Any:
-    """A manager of model runner V2 in the runner's attribute *name*, after a capture in which the fix failed at so many tokens."""
+    """A manager of model runner V2 in the runner's attribute *name*.
+
+    It has made a capture in which the fix failed at *failing* tokens.
+    """
     values = {
         "vllm_config": configuration(),
         "device": torch.device("cpu"),

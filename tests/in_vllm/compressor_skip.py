@@ -1,4 +1,4 @@
-"""compressor-skip on vLLM's own compressor: in which passes entries are written, and what others see of the metadata."""
+"""compressor-skip on vLLM's own compressor: which passes write entries, and what others see of the metadata."""
 
 from __future__ import annotations
 

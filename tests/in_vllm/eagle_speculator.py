@@ -1,7 +1,7 @@
 """vLLM's own speculator for Eagle as its model runner has it after start-up.
 
-Stand-ins: the draft model with its attention, metadata builder and block tables; the configuration; the target model, whose part is what
-`propose` is given. Triton's kernels are vLLM's own, run on the CPU.
+Stand-ins: the draft model with its attention, metadata builder and block tables; the configuration; the target model,
+whose part is what `propose` is given. Triton's kernels are vLLM's own, run on the CPU.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class TablesStandIn:
     def gather_block_tables(self, *_: Any, **__: Any) -> None: ...
 
     def compute_slot_mappings(self, requests: Any, starts: Any, positions: Any, tokens: int) -> Any:
-        """Of a decode step: one token for a request, none for a padded one."""
+        """The slot mappings of a decode step: one token for a request, none for a padded one."""
         rows = len(requests)
         slots = requests.long() * LENGTH + positions[:rows]
         self.slot_mappings.fill_(-1)

@@ -32,7 +32,10 @@ def built(
     builder: type[FlashAttentionMetadataBuilder] | None = None,
     **given: bool,
 ) -> tuple[int, int | None, int]:
-    """The longest query in the metadata, that of the schedule, and how much was counted, for a batch of so many *tokens*."""
+    """The longest query in the metadata, that of the schedule, and how much was counted.
+
+    The batch has so many *tokens*.
+    """
     batch = Rows(REQUESTS).batch(queries, queries, REQUESTS, tokens)
     before = SCHEDULES_MADE_FOR_THE_GRAPH.count
     with flash_attention_stand_ins(version):
@@ -94,7 +97,7 @@ def test_a_draft_without_a_schedule_keeps_its_length() -> None:
 
 def test_a_builder_that_is_derived_from_it_has_the_length_of_its_own_batch() -> None:
     class Halved(FlashAttentionMetadataBuilder):  # type: ignore[misc]
-        """As those of vLLM that hand on a batch of their own."""
+        """A builder like those of vLLM that hand on a batch of their own."""
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             own = Rows(REQUESTS).batch([1, 2], [1, 2], REQUESTS, 4)

@@ -1,4 +1,7 @@
-"""idle-rank on vLLM's own worker, model runner and block tables: what a step without work finds, and what real steps find after it."""
+"""idle-rank on vLLM's own worker, model runner and block tables.
+
+What a step without work finds, and what real steps find after it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""indexer-padding on vLLM's own builder of the indexer's metadata: every way through it, and who reads the lengths afterwards."""
+"""indexer-padding on vLLM's own builder of the indexer's metadata.
+
+Every way through it, and who reads the lengths afterwards.
+"""
 
 from __future__ import annotations
 
@@ -180,7 +183,7 @@ def test_deep_gemms_schedule_is_made_of_what_is_corrected(monkeypatch: pytest.Mo
 
 
 def test_lengths_in_compressed_tokens_are_made_of_what_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of DeepSeek V4: -1 divided by 4 would be -1 again."""
+    """The lengths are those of DeepSeek V4: -1 divided by 4 would be -1 again."""
     monkeypatch.setattr(indexer, "get_compressed_slot_mapping", lambda *_, out, **__: out)
     own = fresh(1, compress_ratio=4)
     decode = prepared(own, [2, 2, 0], [60, 129, 0])

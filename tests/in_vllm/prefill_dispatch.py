@@ -1,4 +1,7 @@
-"""prefill-dispatch on vLLM's own dispatch: which steps have a full decode graph, of what model, and what other ranks are told."""
+"""prefill-dispatch on vLLM's own dispatch.
+
+Which steps of what model have a full decode graph, and what other ranks are told.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ def runner(
 
 
 def ask(made: Any, rows: list[Row], count: int | None = None, **forced: Any) -> Any:
-    """What `_determine_batch_execution_and_padding` says of a step that gives each of *rows* so many tokens, or those of a decode."""
+    """What `_determine_batch_execution_and_padding` says of a step.
+
+    The step gives each of *rows* so many tokens, or those of a decode.
+    """
     count = made.uniform_decode_query_len if count is None else count
     batch = made.input_batch
     for numbers, column in zip(
@@ -120,7 +126,7 @@ def test_the_last_token_of_a_preempted_request_with_its_drafts_is_a_decode(lengt
 
 
 def test_what_is_computed_may_run_ahead_of_what_is_known() -> None:
-    """As with asynchronous scheduling, which counts every draft as accepted."""
+    """This happens with asynchronous scheduling, which counts every draft as accepted."""
     assert mode_of(runner(2), [(3, 14, 12), (3, 12, 12)]) is FULL
 
 
@@ -234,7 +240,10 @@ def test_the_stages_of_a_pipeline_go_by_the_prompts_which_all_know() -> None:
 
 
 def test_pipelines_with_sequence_parallelism_are_left_alone() -> None:
-    """The worker asks for the number of tokens before the batch is updated, and must hear what the runner hears after it."""
+    """The worker must hear what the runner hears, although it asks earlier.
+
+    It asks for the number of tokens before the batch is updated, the runner after it.
+    """
     made = runner()
     parallel(made, pipeline_parallel_size=2)
     made.compilation_config.pass_config.enable_sp = True

@@ -1,4 +1,7 @@
-"""prompt-logprobs on vLLM's own `sample_tokens`: what the bookkeeping and the drafter are given, and which steps have no copy."""
+"""prompt-logprobs on vLLM's own `sample_tokens`.
+
+What the bookkeeping and the drafter are given, and which steps have no copy.
+"""
 
 from __future__ import annotations
 

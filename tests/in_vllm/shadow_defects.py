@@ -1,4 +1,7 @@
-"""The shadow check in the scenarios of `verify` on the CPU double: defects are caught where the release has them, and nothing where it has not."""
+"""The shadow check in the scenarios of `verify` on the CPU double.
+
+Defects are caught where the release has them, and nothing is where it has not.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ BACKENDS: dict[str, set[tuple[str, ...]]] = {
     "mamba-all-mode": {("Mamba2AttentionMetadata",)},
     "flash-mixed-schedule": {("FlashAttentionMetadata",)},
 }
-"""Of graphs that may be wrong."""
+"""The kinds of metadata of the graphs that may be wrong, by fix."""
 WATCHED = pytest.mark.parametrize("fix", [fix.name for fix in FIXES if trial_of(fix.name).watched])
 
 

@@ -1,4 +1,7 @@
-"""The shadow check on vLLM's own speculator for Eagle, its managers and forward context; graphs are the CPU double's."""
+"""The shadow check on vLLM's own speculator for Eagle, its managers and forward context.
+
+Graphs are the CPU double's.
+"""
 
 from __future__ import annotations
 

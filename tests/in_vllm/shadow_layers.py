@@ -1,4 +1,7 @@
-"""Which layer is the first whose cache differs: vLLM's own layer classes and backends, whose blocks are of several sizes and shapes."""
+"""Which layer is the first whose cache differs.
+
+The layer classes and backends are vLLM's own, whose blocks are of several sizes and shapes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ HEADS, HEAD, MANY = 3, 20, 7
 
 
 def layer_of(kind: type, backend: Any, tokens: int) -> Any:
-    """A layer of vLLM's own class with a cache of (MANY, …) blocks, in the shape that vLLM gives it; no other number of it is MANY."""
+    """A layer of vLLM's own class with a cache of (MANY, …) blocks, in the shape that vLLM gives it.
+
+    No other number of that shape is MANY.
+    """
     layer: Any = object.__new__(kind)
     torch.nn.Module.__init__(layer)
     layer._vllm_config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=False))

@@ -1,4 +1,6 @@
-"""The shadow check of two tensor-parallel ranks with a fault in one of them: what is served is right, or both processes end, and nothing hangs.
+"""The shadow check of two tensor-parallel ranks with a fault in one of them.
+
+What is served is right, or both processes end, and nothing hangs.
 
 Real are the processes, vLLM's own groups over gloo with its `all_reduce`, its `CUDAGraphWrapper`, and the watchdog,
 whose limits are shorter. Stand-ins: the model, as in `wrapped_model`; graphs, which are the CPU double's; and for what
@@ -52,7 +54,7 @@ class Ended(NamedTuple):
     """One rank."""
 
     code: int
-    """Of its exit; negative for a signal."""
+    """The exit code; negative for a signal."""
     said: list[Any]
     log: str
     seconds: float
@@ -171,7 +173,10 @@ def served(rank: int, action: Action, *, quarantined: bool) -> Iterator[tuple[Se
 
 
 def with_fault(fault: Callable[[], None] | None, place: int, *, quarantined: bool, everywhere: bool = False) -> Any:
-    """A scenario in which a rank, or each, has *fault*: it says of each step whether what was served is right, and how the check stands."""
+    """A scenario in which a rank, or each, has *fault*.
+
+    It says of each step whether what was served is right, and how the check stands.
+    """
 
     def scenario(rank: int, say: Say) -> None:
         action = Action.QUARANTINE if quarantined else Action.REPORT
@@ -193,7 +198,7 @@ def never_wrong(ended: list[Ended]) -> None:
 
 
 def clean_stop(ended: list[Ended], message: str) -> None:
-    """Of all that still lived: nothing wrong was served, and the log says why it is over."""
+    """All processes that still lived served nothing wrong, and the log says why it is over."""
     never_wrong(ended)
     left = [each for each in ended if each.code != -signal.SIGKILL]
     assert [each.code for each in left] == [watchdog.EXIT_CODE] * len(left), ended
@@ -283,7 +288,10 @@ class QueueStandIn:
 
 
 def queued_steps(rank: int, say: Say, *, sums: int, fails_after: int, quarantined: bool) -> None:
-    """Steps of *sums* sums each over both ranks, all queued. In one run without its graph a rank fails after so many of them."""
+    """Steps of *sums* sums each over both ranks, all queued.
+
+    In one run without its graph a rank fails after *fails_after* of them.
+    """
     device, group = QueueStandIn(), parallel_state.get_tp_group()
     shadow: Any = Shadow(EVERY_STEP, Action.QUARANTINE if quarantined else Action.REPORT, process.refuse)
     memory_of_step = torch.zeros(1, 1)

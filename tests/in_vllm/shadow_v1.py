@@ -112,7 +112,10 @@ def test_padded_rows_name_blocks_that_there_are_where_the_step_is_run_again_and_
     ],
 )
 def test_a_graph_that_rounds_as_its_capture_did_is_no_mismatch(known: int | None, by: str, mismatches: int) -> None:
-    """A capture is told of the longest request that there can be, and a step of its own: kernels that split their work by it differ."""
+    """Kernels that split their work by the length of the longest request differ.
+
+    A capture is told of the longest request that there can be, and a step of its own longest one.
+    """
     unwatched = Served(Rate(), splits_by=by)
     served = Served(model_config=SimpleNamespace(max_model_len=known), splits_by=by)
     for _ in range(2):
@@ -123,7 +126,7 @@ def test_a_graph_that_rounds_as_its_capture_did_is_no_mismatch(known: int | None
 
 
 def test_a_replay_that_comes_to_something_else_the_next_time_is_no_mismatch() -> None:
-    """As with atomic additions, whose odd results are rare: eager runs may never show one."""
+    """Atomic additions do this; their odd results are rare: eager runs may never show one."""
     unwatched, served = Served(Rate()), Served()
     entry = served.run.concrete_cudagraph_entries[BatchDescriptor(CAPTURED)]
     replay, oddly = entry.cudagraph.replay, iter([False] * 10 + [True])
@@ -166,7 +169,7 @@ def test_an_eager_run_that_fails_once_turns_the_check_off_and_serving_goes_on(at
 
 
 def test_a_step_that_cannot_be_run_without_its_graph_is_a_mismatch_and_is_replayed_also_in_quarantine() -> None:
-    """As with mamba-padding on stock releases: metadata of a prefill, and the graph of a decode."""
+    """mamba-padding does this on stock releases: metadata of a prefill, and the graph of a decode."""
     unwatched, served = Served(Rate()), Served(action=Action.QUARANTINE)
     served.model.breaks_eager = IndexError("index is out of bounds")
     for _ in range(4):
@@ -309,7 +312,7 @@ def test_what_a_batch_takes_without_a_graph_is_measured_in_its_warm_up_and_not_i
 
 
 def test_a_run_of_which_vllm_measures_the_peak_itself_is_not_measured() -> None:
-    """As when it sees how large its cache may be: without attention metadata."""
+    """This is how vLLM sees how large its cache may be: without attention metadata."""
     with mock.patch.object(memory, "_peak_from_here") as begun:
         served = Served()
         begun.reset_mock()

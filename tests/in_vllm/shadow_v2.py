@@ -1,7 +1,7 @@
 """The shadow check on vLLM's own `ModelCudaGraphManager` and forward context; graphs are the CPU double's.
 
-Stand-ins: the model, its metadata and the configuration, as in `wrapped_model`; and `execute_model`, with the variables that vLLM's has
-in every release (`tests/test_shadow.py` looks there).
+Stand-ins: the model, its metadata and the configuration, as in `wrapped_model`; and `execute_model`, with the variables
+that vLLM's has in every release (`tests/test_shadow.py` looks there).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""triton-mla-padding on vLLM's own builder, implementation and second kernel stage: what is left in the rows of a batch."""
+"""triton-mla-padding on vLLM's own builder, implementation and second kernel stage.
+
+What is left in the rows of a batch.
+"""
 
 from __future__ import annotations
 

@@ -307,7 +307,10 @@ def test_an_error_of_a_trial_comes_out_and_ends_it(
 
 
 def test_with_capture_state_both_are_right() -> None:
-    """Its scenario, target and draft, on attention followed by a layer that works in the workspace, which grows after the captures."""
+    """The scenario of `capture-state`, target and draft, with a layer behind the attention.
+
+    That layer works in the workspace, which grows after the captures.
+    """
     from vllm_graphfix.verify.double import decoding
     from vllm_graphfix.verify.double.scenarios import capture_state
 

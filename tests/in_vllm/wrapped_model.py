@@ -1,6 +1,7 @@
 """A model in vLLM's own `CUDAGraphWrapper`, with its forward context and layer classes.
 
-Stand-ins: the model, of a layer with a slot for each token and one with a state for each request; its metadata; the configuration.
+Stand-ins: the model, of a layer with a slot for each token and one with a state for each request; its metadata; the
+configuration.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class ModelStandIn:
         self.layers: dict[str, Any] = {"layer.0": SlotsStandIn(), "layer.1": StateStandIn()}
         self.eager_runs = 0
         self.least_block = torch.tensor(0)
-        """Of the block table, in an eager run."""
+        """The least block of the block table, in an eager run."""
         self.breaks_at: int | None = None
         self.breaks_eager: Exception | None = None
         self.random = False

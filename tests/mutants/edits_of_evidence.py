@@ -1,4 +1,6 @@
-"""Edits of what a verdict rests on besides the functions that are patched: factories, dispatch, builders, callers, names; and remedies in other words.
+"""Edits of what a verdict rests on besides the functions that are patched.
+
+These are factories, dispatch, builders, callers and names; and remedies in other words.
 
 Each with the verdicts that are right, where vLLM's own classes decide (`mutants_judged`): a remedy is `fixed`, or
 `unrecognised`; what is neither cured by the fix nor right by itself is `unrecognised`.
@@ -61,9 +63,20 @@ TAKES_IT = swap(
     r"(def create_forward_fn\(\n +desc: BatchExecutionDescriptor,\n)", r"\1            warmup: bool = False,\n"
 )
 BUILT_ONCE = both(
-    before(r"input_batch = InputBatch\.make_dummy\(num_reqs", "built = _BUILT.get((num_reqs, num_tokens))", "if built is not None:", "    return built"),
-    swap(r"return CapturedAttentionState\(attn_metadata, slot_mappings_by_layer\)\n", "built = _BUILT[num_reqs, num_tokens] = CapturedAttentionState(attn_metadata, slot_mappings_by_layer)\n    return built\n\n\n_BUILT = {}\n"),
-)  # fmt: skip
+    before(
+        r"input_batch = InputBatch\.make_dummy\(num_reqs",
+        "built = _BUILT.get((num_reqs, num_tokens))",
+        "if built is not None:",
+        "    return built",
+    ),
+    swap(
+        r"return CapturedAttentionState\(attn_metadata, slot_mappings_by_layer\)\n",
+        (
+            "built = _BUILT[num_reqs, num_tokens] = CapturedAttentionState(attn_metadata, "
+            "slot_mappings_by_layer)\n    return built\n\n\n_BUILT = {}\n"
+        ),
+    ),
+)
 KEPT_BY_A_DECORATOR = both(
     swap(r"^def prepare_inputs_to_capture\(", "@once_for_each_size\ndef prepare_inputs_to_capture("),
     swap(
@@ -129,7 +142,10 @@ def capture_state() -> Iterator[Case]:
         CUDAGRAPHS=both(
             swap(
                 r"attn_metadata, slot_mappings = prepare_inputs_to_capture\(((?:\n {16}.*)+)\n {12}\)",
-                r"if desc not in built:\n                built[desc] = prepare_inputs_to_capture(\1\n                )\n            attn_metadata, slot_mappings = built[desc]",
+                (
+                    r"if desc not in built:\n                built[desc] = prepare_inputs_to_capture(\1\n"
+                    r"                )\n            attn_metadata, slot_mappings = built[desc]"
+                ),
             ),
             before(r"def create_forward_fn\(\n", "built = {}", ""),
         ),
@@ -140,10 +156,18 @@ def capture_state() -> Iterator[Case]:
         LEFT_ALONE,
         "one state for each size, by the model's state",
         MODEL_STATE=both(
-            before(r"if cudagraph_mode == CUDAGraphMode\.FULL:\n +# Use padded", "built = vars(self).setdefault('built', {})", "if for_capture and input_batch.num_tokens in built:", "    return built[input_batch.num_tokens]"),
-            swap(r"( +)return attn_metadata\n", r"\1if for_capture:\n\1    built[num_tokens] = attn_metadata\n\1return attn_metadata\n"),
+            before(
+                r"if cudagraph_mode == CUDAGraphMode\.FULL:\n +# Use padded",
+                "built = vars(self).setdefault('built', {})",
+                "if for_capture and input_batch.num_tokens in built:",
+                "    return built[input_batch.num_tokens]",
+            ),
+            swap(
+                r"( +)return attn_metadata\n",
+                r"\1if for_capture:\n\1    built[num_tokens] = attn_metadata\n\1return attn_metadata\n",
+            ),
         ),
-    )  # fmt: skip
+    )
     yield edit(
         fix,
         V22,
@@ -151,7 +175,10 @@ def capture_state() -> Iterator[Case]:
         "one plan for all, in the builder",
         FLASHMLA=swap(
             r"scheduler_metadata, _ = get_mla_metadata\(((?:\n {12}.*)+)\n {8}\)",
-            r"if getattr(self, 'plan', None) is None:\n            self.plan, _ = get_mla_metadata(\1\n            )\n        scheduler_metadata = self.plan",
+            (
+                r"if getattr(self, 'plan', None) is None:\n            self.plan, _ = get_mla_metadata(\1\n"
+                r"            )\n        scheduler_metadata = self.plan"
+            ),
         ),
     )
     renamed = swap(r"\bFlashMLASchedMeta\b", "FlashMLASchedulerMetadata")
@@ -161,8 +188,11 @@ def capture_state() -> Iterator[Case]:
         "of the state": ("reset_plans(attn_state.attn_metadata)",),
         "of what is returned": ("captured_attn_states[desc].attn_metadata.clear()",),
         "of all": ("reset_all_plans()",),
-        "by a loop": ("for metadata in attn_state.attn_metadata.values():", "    metadata.decode.scheduler_metadata.have_initialized = False"),
-    }.items():  # fmt: skip
+        "by a loop": (
+            "for metadata in attn_state.attn_metadata.values():",
+            "    metadata.decode.scheduler_metadata.have_initialized = False",
+        ),
+    }.items():
         yield edit(fix, V21, NOT_NEEDED, f"plans reset between the passes, {how}", CUDAGRAPHS=before(GRAPH, *lines))
     yield edit(
         fix,
@@ -177,9 +207,12 @@ def capture_state() -> Iterator[Case]:
         NOT_NEEDED,
         "a warm-up without attention",
         CUDAGRAPHS=both(
-            swap(r"attn_metadata if cg_mode != CUDAGraphMode\.PIECEWISE else None,", "attn_metadata if torch.cuda.is_current_stream_capturing() else None,"),
+            swap(
+                r"attn_metadata if cg_mode != CUDAGraphMode\.PIECEWISE else None,",
+                "attn_metadata if torch.cuda.is_current_stream_capturing() else None,",
+            ),
         ),
-    )  # fmt: skip
+    )
     yield edit(
         fix,
         V18,
@@ -215,7 +248,10 @@ def capture_state() -> Iterator[Case]:
         NOT_NEEDED,
         "no attention in the warm-up",
         CUDAGRAPHS=swap(
-            r"(with set_forward_context\(\n +)attn_metadata(,\n +self\.vllm_config,\n +num_tokens=num_tokens,\n +cudagraph_runtime_mode=CUDAGraphMode\.NONE)",
+            (
+                r"(with set_forward_context\(\n +)attn_metadata(,\n +self\.vllm_config,\n"
+                r" +num_tokens=num_tokens,\n +cudagraph_runtime_mode=CUDAGraphMode\.NONE)"
+            ),
             r"\1None\2",
         ),
     )
@@ -247,13 +283,19 @@ def capture_state() -> Iterator[Case]:
             TAKES_IT,
             swap(
                 r"return forward_fn, CapturedAttentionState\(attn_metadata, slot_mappings\)",
-                "self.made = self.made if not warmup else (forward_fn, CapturedAttentionState(attn_metadata, slot_mappings))\n            return self.made",
+                (
+                    "self.made = self.made if not warmup else (forward_fn, CapturedAttentionState(attn_metadata, "
+                    "slot_mappings))\n            return self.made"
+                ),
             ),
         ),
         EAGLE_CUDAGRAPHS=TAKES_IT,
     )
     by_keyword = swap(
-        r"( +)generate_fn\(\n( +)num_reqs,\n +num_tokens,\n +attn_metadata,\n +slot_mappings,\n +num_tokens_across_dp,\n( +)CUDAGraphMode\.NONE,",
+        (
+            r"( +)generate_fn\(\n( +)num_reqs,\n +num_tokens,\n +attn_metadata,\n +slot_mappings,\n"
+            r" +num_tokens_across_dp,\n( +)CUDAGraphMode\.NONE,"
+        ),
         r"\1generate_fn(\n\2num_reqs=num_reqs,\n\2num_tokens_padded=num_tokens,\n\2attn_metadata=attn_metadata,\n\2slot_mappings=slot_mappings,\n"
         r"\2num_tokens_across_dp=num_tokens_across_dp,\n\3cudagraph_runtime_mode=CUDAGraphMode.NONE,",
     )
@@ -288,7 +330,11 @@ def capture_state() -> Iterator[Case]:
         EAGLE_CUDAGRAPHS=both(
             swap(
                 r"attn_state = prepare_inputs_to_capture\(((?:\n {16}.*)+)\n {12}\)",
-                r"if num_tokens not in built:\n                built[num_tokens] = prepare_inputs_to_capture(\1\n                )\n            attn_state = built[num_tokens]",
+                (
+                    r"if num_tokens not in built:\n"
+                    r"                built[num_tokens] = prepare_inputs_to_capture(\1\n                )\n"
+                    r"            attn_state = built[num_tokens]"
+                ),
             ),
             swap(r"( +)(def create_forward_fn\((?:.*\n)+?.*prepare_inputs)", r"\1built = {}\n\n\1\2"),
         ),
@@ -339,10 +385,20 @@ def draft_prefill_state() -> Iterator[Case]:
         LEFT_ALONE,
         "one state for each size",
         CUDAGRAPHS=both(
-            before(r"input_batch = InputBatch\.make_dummy\(num_reqs", "if (num_reqs, num_tokens) in _BUILT:", "    return _BUILT[num_reqs, num_tokens]"),
-            swap(r"return AttentionState\(attn_metadata, slot_mappings_by_layer\)\n", "return _BUILT.setdefault((num_reqs, num_tokens), AttentionState(attn_metadata, slot_mappings_by_layer))\n\n\n_BUILT = {}\n"),
+            before(
+                r"input_batch = InputBatch\.make_dummy\(num_reqs",
+                "if (num_reqs, num_tokens) in _BUILT:",
+                "    return _BUILT[num_reqs, num_tokens]",
+            ),
+            swap(
+                r"return AttentionState\(attn_metadata, slot_mappings_by_layer\)\n",
+                (
+                    "return _BUILT.setdefault((num_reqs, num_tokens), AttentionState(attn_metadata, "
+                    "slot_mappings_by_layer))\n\n\n_BUILT = {}\n"
+                ),
+            ),
         ),
-    )  # fmt: skip
+    )
     yield edit(
         fix,
         DRAFT_22,
@@ -389,7 +445,10 @@ def draft_prefill_state() -> Iterator[Case]:
         NOT_NEEDED,
         "the states are replaced in the factory",
         EAGLE_CUDAGRAPHS=swap(
-            r"attn_metadata, slot_mappings = attn_state\n( +)fwd = lambda cg_mode: forward_fn\((?=(?:.*\n)*?class Decode)",
+            (
+                r"attn_metadata, slot_mappings = attn_state\n( +)fwd = lambda cg_mode: forward_fn\("
+                r"(?=(?:.*\n)*?class Decode)"
+            ),
             r"attn_metadata, slot_mappings = self._fresh(attn_state)\n\1fwd = lambda cg_mode: forward_fn(",
         ),
     )
@@ -397,7 +456,10 @@ def draft_prefill_state() -> Iterator[Case]:
 
 def draft_decode_mode() -> Iterator[Case]:
     fix = "draft-decode-mode"
-    given = r"(self\.decode_cudagraph_manager = EagleCudaGraphManager\(\n +self\.vllm_config,\n +self\.device,\n +)cudagraph_mode,"
+    given = (
+        r"(self\.decode_cudagraph_manager = EagleCudaGraphManager\(\n +self\.vllm_config,\n +self\.device,\n"
+        r" +)cudagraph_mode,"
+    )
     configured = r"\1self.vllm_config.compilation_config.cudagraph_mode,"
     yield edit(fix, DECODE_20, CURED, "a mode chosen, and the configured one given", SPECULATOR=swap(given, configured))
     yield edit(
@@ -423,7 +485,11 @@ def draft_decode_mode() -> Iterator[Case]:
         "a mode chosen, and the manager made again",
         SPECULATOR=swap(
             r"( +)def load_model",
-            r"\1def _again(self):\n\1    self.decode_cudagraph_manager = EagleCudaGraphManager(self.vllm_config, self.device, self.mode, 1)\n\n\1def load_model",
+            (
+                r"\1def _again(self):\n"
+                r"\1    self.decode_cudagraph_manager = EagleCudaGraphManager(self.vllm_config, self.device, "
+                r"self.mode, 1)\n\n\1def load_model"
+            ),
         ),
     )
     yield edit(
@@ -442,8 +508,11 @@ def draft_decode_mode() -> Iterator[Case]:
         DECODE_17,
         NOT_NEEDED,
         "decodes are generated without a graph",
-        SPECULATOR=swap(r"cudagraph_runtime_mode=cudagraph_mode,\n( +\)\n +return)", r"cudagraph_runtime_mode=CUDAGraphMode.NONE,\n\1"),
-    )  # fmt: skip
+        SPECULATOR=swap(
+            r"cudagraph_runtime_mode=cudagraph_mode,\n( +\)\n +return)",
+            r"cudagraph_runtime_mode=CUDAGraphMode.NONE,\n\1",
+        ),
+    )
     yield edit(
         fix,
         NIGHTLY,
@@ -670,7 +739,10 @@ def flashmla_padding() -> Iterator[Case]:
     )
 
 
-CAPTURE = r"^    @torch\.inference_mode\(\)\n    def capture\(\n        self,\n        create_forward_fn(?:.*\n)+?(?=    def dispatch)"
+CAPTURE = (
+    r"^    @torch\.inference_mode\(\)\n    def capture\(\n        self,\n        create_forward_fn"
+    r"(?:.*\n)+?(?=    def dispatch)"
+)
 PLANNED_FP8 = r"^        if self\.is_fp8_kvcache:\n(?:(?: {12}.*)?\n)+(?=        return FlashMLADecodeMetadata)"
 PAIR_CHOSEN = both(
     swap(r"\bCapturedAttentionState\b", "AttentionState"),
@@ -681,7 +753,10 @@ PAIR_CHOSEN = both(
     ),
     swap(
         r"attn_state = full_cg_attn_states\[desc\]\n",
-        "attn_state_pair = attn_states[desc]\n            attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured\n",
+        (
+            "attn_state_pair = attn_states[desc]\n"
+            "            attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured\n"
+        ),
     ),
     swap(r"(def create_forward_fn\(\n +desc: BatchExecutionDescriptor,\n)", r"\1            warmup: bool,\n"),
 )

@@ -1,4 +1,7 @@
-"""Runs the scenario of one fix on the vLLM of this process, and prints a line of JSON: numbers, or what was raised, and the fix's state."""
+"""Runs the scenario of one fix on the vLLM of this process, and prints a line of JSON.
+
+The line has numbers, or what was raised, and the state of the fix.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def with_its_own_init(scenario: Any) -> Any:
-    """FlashMLA's metadata builder as its `__init__` makes it, its base's `__init__` left out; the scenario alone goes without."""
+    """FlashMLA's metadata builder as its `__init__` makes it, without the `__init__` of its base.
+
+    The scenario alone has a builder without its `__init__`.
+    """
     made = scenario._metadata_builder
 
     def builder(full_graphs: bool) -> Any:
@@ -99,7 +105,10 @@ def measured(fix: str) -> dict[str, Any]:
 
 
 class Calls:
-    """A context manager: which functions of vLLM call which meanwhile, and which are called by nobody of vLLM's; as (path, qualified name)."""
+    """A context manager that sees which functions of vLLM call which meanwhile, as (path, qualified name).
+
+    It also sees which are called by nobody of vLLM's.
+    """
 
     def __init__(self) -> None:
         import vllm
@@ -135,7 +144,11 @@ class Calls:
 
 
 def main(fix: str, renamed: dict[str, str], shape: str | None, traced: bool = False) -> None:
-    """With *shape* the fix is applied as if the diagnosis had named that one; *traced*: with the functions that call each other."""
+    """Runs the scenario of *fix*.
+
+    With *shape* the fix is applied as if the diagnosis had named that one; *traced*: with the functions that call each
+    other.
+    """
     import vllm_graphfix
     from vllm_graphfix import fixes
     from vllm_graphfix.fix import Diagnosis, Verdict

@@ -56,7 +56,10 @@ def around(
             flags=re.MULTILINE,
         )
         yield mutant(f"{method} moved to a base class", lambda _, with_base=with_base: with_base)  # type: ignore[misc]
-        subclass = f"class {cls}(_{cls}Base):\n    def {method}(self, *args, **kwargs):\n        return super().{method}(*args, **kwargs)\n"
+        subclass = (
+            f"class {cls}(_{cls}Base):\n    def {method}(self, *args, **kwargs):\n"
+            f"        return super().{method}(*args, **kwargs)\n"
+        )
         whole_base = re.sub(rf"^class {cls}\b", f"class _{cls}Base", text, count=1, flags=re.MULTILINE)
         split = whole_base.splitlines(keepends=True)
         split[(node.end_lineno or 0) : node.end_lineno or 0] = ["\n\n", subclass, "\n"]

@@ -1,9 +1,12 @@
-"""For every fix a family of mutants of what its verdict rests on and it does not patch: callers, factories, dispatch, builders, what they call.
+"""For every fix, a family of mutants of what its verdict rests on and it does not patch.
+
+These are callers, factories, dispatch, builders, and what they call.
 
 Which functions these are was seen: those that run in the fix's scenario near the ones that it patches or reads
-(``elsewhere.json``, which this module writes: ``PYTHONPATH=tests:tests/support:tools python tests/mutants/mutants_elsewhere.py [FIX …]``).
-Their mutants are made of affected releases, of those with upstream's remedy written in, of later ones that have it, and
-of these with the remedy cut out.
+(``elsewhere.json``, which this module writes:
+``PYTHONPATH=tests:tests/support:tools python tests/mutants/mutants_elsewhere.py [FIX …]``). Their mutants are made of
+affected releases, of those with upstream's remedy written in, of later ones that have it, and of these with the remedy
+cut out.
 """
 
 from __future__ import annotations
@@ -41,10 +44,26 @@ FAR = 3
 FUNCTIONS = 16
 """The nearest of each base."""
 _GENERAL = (
-    "vllm/config", "vllm/distributed", "vllm/envs", "vllm/forward_context", "vllm/ir", "vllm/logger", "vllm/logging_utils", "vllm/multimodal",
-    "vllm/platforms", "vllm/sampling_params", "vllm/third_party", "vllm/transformers_utils", "vllm/utils", "vllm/_", "vllm/model_executor/offloader",
-    "vllm/compilation", "vllm/v1/attention/ops/flashmla", "vllm/lora", "vllm/model_executor/models",
-)  # fmt: skip
+    "vllm/config",
+    "vllm/distributed",
+    "vllm/envs",
+    "vllm/forward_context",
+    "vllm/ir",
+    "vllm/logger",
+    "vllm/logging_utils",
+    "vllm/multimodal",
+    "vllm/platforms",
+    "vllm/sampling_params",
+    "vllm/third_party",
+    "vllm/transformers_utils",
+    "vllm/utils",
+    "vllm/_",
+    "vllm/model_executor/offloader",
+    "vllm/compilation",
+    "vllm/v1/attention/ops/flashmla",
+    "vllm/lora",
+    "vllm/model_executor/models",
+)
 """What every part of vLLM uses: its settings, platforms, tools. Nobody would look for a defect of graphs there, and
 nothing can be imported without."""
 
@@ -97,7 +116,10 @@ def where_of(mutant: Mutant) -> Where:
 
 
 def _of_the_other_family(fix: str) -> tuple[Where, ...]:
-    """What mutants of the functions themselves are made of: the first and the last with the defect, and one that never had it."""
+    """What mutants of the functions themselves are made of.
+
+    These are the first and the last release with the defect, and one that never had it.
+    """
     module = importlib.import_module(f"mutants_of_{fix.replace('-', '_')}")
     named = {base.name: base for base in vars(module).values() if isinstance(base, Base)}
     in_order = sorted(named.values(), key=lambda base: ALL_RELEASES.index(base.release))
@@ -123,7 +145,10 @@ def module_of(path: str) -> str:
 
 @cache
 def seen() -> dict[str, dict[str, list[tuple[str, str, int]]]]:
-    """Of each fix and base: functions that run near those that the fix patches or reads; path, name, calls between."""
+    """For each fix and base, the functions that run near those that the fix patches or reads.
+
+    Each is a path, a name, and the number of calls between.
+    """
     found: dict[str, dict[str, list[tuple[str, str, int]]]] = json.loads(SEEN.read_text())
     return found
 
@@ -200,8 +225,12 @@ def near(
     around = set(distance)
     for far in range(1, FAR + 1):
         around = {
-            node for pair in edges if None not in pair and set(pair) & around for node in pair if node and node not in distance
-        }  # fmt: skip
+            node
+            for pair in edges
+            if None not in pair and set(pair) & around
+            for node in pair
+            if node and node not in distance
+        }
         distance |= dict.fromkeys(around, far)
     chosen = [
         (path, name, far)
@@ -247,7 +276,10 @@ def look(names: list[str]) -> Iterator[tuple[str, Where, list[tuple[str, str, in
                     read = {tuple(each.split("::")) for each in evidence}
                     shape = judged.shape if judged.verdict is Verdict.AFFECTED else shape_of(name, where)
                     right = is_right(run)
-                    told = f"{judged.verdict.value}, {'right' if right else 'wrong'} {run.get('raised') or run.get('error') or ''}"
+                    told = (
+                        f"{judged.verdict.value}, {'right' if right else 'wrong'} "
+                        f"{run.get('raised') or run.get('error') or ''}"
+                    )
                     if judged.verdict is (Verdict.FIXED if right else Verdict.AFFECTED) and "raised" not in run:
                         found = near(name, where, shape, run["calls"], read)  # type: ignore[arg-type]
                         told += f", {len(found)} functions"
@@ -275,10 +307,14 @@ def main() -> None:
     for name, where, found in look(names):
         kept[name][where.base.name] = found
     ordered = {
-        fix.name: {where.base.name: kept[fix.name][where.base.name] for where in bases(fix.name) if where.base.name in kept[fix.name]}
+        fix.name: {
+            where.base.name: kept[fix.name][where.base.name]
+            for where in bases(fix.name)
+            if where.base.name in kept[fix.name]
+        }
         for fix in FIXES
         if fix.name in kept
-    }  # fmt: skip
+    }
     SEEN.write_text(json.dumps(ordered, indent=1).replace("\n     ", " ").replace("\n    ]", " ]") + "\n")
 
 

@@ -86,7 +86,10 @@ class Mutant(NamedTuple):
         return f"{self.fix} | {self.base.name} | {self.name}"
 
     def files(self, *, remedied: bool = False) -> dict[str, str]:
-        """Text of each file that is not the base's, the base's own changes included. LookupError where an edit has no place."""
+        """Text of each file that is not the base's, the base's own changes included.
+
+        Raises LookupError where an edit has no place.
+        """
         return _files(self, remedied)[0]
 
     def renamed(self) -> dict[str, str]:
@@ -272,7 +275,10 @@ def _hash(text: str) -> str:
 
 @cache
 def _trees(base: Base, steps: tuple[Step, ...]) -> tuple[tuple[Target, str, tuple[int, list[str]]], ...]:
-    """What each edited function has come to, as a hash, and around it. LookupError, SyntaxError, ValueError where that is no Python."""
+    """What each edited function has come to, as a hash, and what is around it.
+
+    Raises LookupError, SyntaxError or ValueError where that is no Python.
+    """
     found = []
     for target, draft in _drafts(base, steps, False).items():
         parts = [*draft.beside, draft.node, *draft.behind, *draft.appended]

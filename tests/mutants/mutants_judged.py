@@ -1,4 +1,7 @@
-"""Mutants run: with the plugin, as stock, and with upstream's correction in their place, in forks of a warm process; and judged."""
+"""Mutants run and judged, in forks of a warm process.
+
+Each runs with the plugin, as stock, and with upstream's correction in its place.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +152,7 @@ class Stage:
     def run_both(
         self, fix: str, files: dict[str, str], renamed: dict[str, str]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As stock, and patched."""
+        """The runs as stock, and patched."""
         self._put(files)
         env = {variable(fix): "auto", "TQDM_DISABLE": "1"}
         done = self._warm.run(f"{WORKER}\nmain_both({fix!r}, {renamed!r})\n", env, limit=120)
@@ -185,7 +188,7 @@ def is_right(run: dict[str, Any], eager: Any = None) -> bool:
 
 
 class Judge:
-    """Of mutants of one release."""
+    """Judges mutants of one release."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -271,7 +274,10 @@ class Judge:
 
 
 class JudgeElsewhere(Judge):
-    """Of mutants of what a fix does not patch: each is run as stock too, where the defect may have gone or come back."""
+    """Judges mutants of what a fix does not patch.
+
+    Each is run as stock too, where the defect may have gone or come back.
+    """
 
     def __init__(self, stage: Stage, shape: Callable[[Mutant], str], twin: Callable[[Mutant], Base | None]) -> None:
         super().__init__(stage)
@@ -370,7 +376,10 @@ def judged(mutants: Iterable[tuple[Mutant, Diagnosis]]) -> Iterator[Judged]:
 
 
 def judged_elsewhere(mutants: Iterable[tuple[Mutant, Diagnosis]], *, together: bool = False) -> Iterator[Judged]:
-    """Release by release and fix by fix: only what these mutants are about is not imported before. Few of several fixes: *together*."""
+    """Judges release by release and fix by fix: only what these mutants are about is not imported before.
+
+    Few mutants of several fixes are judged *together*.
+    """
     from mutants_elsewhere import module_of, shape_of, where_of
 
     groups: dict[tuple[str, str], list[tuple[Mutant, Diagnosis]]] = {}

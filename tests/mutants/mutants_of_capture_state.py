@@ -118,7 +118,10 @@ def capture_state() -> tuple[Mutant, ...]:
             ),
             the_warm_up_first=swap(
                 r"^( +)forward_fn, attn_state = create_forward_fn\(desc\)\n",
-                r"\1warm_up, _ = create_forward_fn(desc)\n\1warm_up(CUDAGraphMode.NONE)\n\1forward_fn, attn_state = create_forward_fn(desc)\n",
+                (
+                    r"\1warm_up, _ = create_forward_fn(desc)\n\1warm_up(CUDAGraphMode.NONE)\n"
+                    r"\1forward_fn, attn_state = create_forward_fn(desc)\n"
+                ),
             ),
             through_a_method=both(
                 before(GRAPH, "forward_fn, attn_state = self._asked_again(create_forward_fn, desc)"),
@@ -206,17 +209,26 @@ def capture_state() -> tuple[Mutant, ...]:
             the_factory_asked_for_all_first=both(
                 swap(
                     r"^( +)for desc in descs:\n",
-                    r"\1made = {desc: create_forward_fn(desc) for desc in self._capture_descs[mode]}\n\1for desc in descs:\n",
+                    (
+                        r"\1made = {desc: create_forward_fn(desc) for desc in self._capture_descs[mode]}\n"
+                        r"\1for desc in descs:\n"
+                    ),
                 ),
                 swap(ASKED, "forward_fn, attn_state = made[desc]\n"),
             ),
             the_warm_up_of_all_first=swap(
                 r"^( +)for desc in descs:\n",
-                r"\1for desc in self._capture_descs[mode]:\n\1    create_forward_fn(desc)[0](CUDAGraphMode.NONE)\n\1for desc in descs:\n",
+                (
+                    r"\1for desc in self._capture_descs[mode]:\n"
+                    r"\1    create_forward_fn(desc)[0](CUDAGraphMode.NONE)\n\1for desc in descs:\n"
+                ),
             ),
             in_an_exit_stack=swap(
                 r"with torch\.cuda\.graph\(graph, self\.pool\):",
-                "import contextlib\n                        with contextlib.ExitStack() as stack:\n                            stack.enter_context(torch.cuda.graph(graph, self.pool))",
+                (
+                    "import contextlib\n                        with contextlib.ExitStack() as stack:\n"
+                    "                            stack.enter_context(torch.cuda.graph(graph, self.pool))"
+                ),
             ),
             pool_by_keyword=swap(r"torch\.cuda\.graph\(graph, self\.pool\)", "torch.cuda.graph(graph, pool=self.pool)"),
             graph_by_keyword=swap(

@@ -13,7 +13,10 @@ from stock import release_root
 CHOSEN = (
     r"        # PIECEWISE cudagraphs are not supported(?:.*\n)*?            cudagraph_mode = CUDAGraphMode\.NONE\n\n"
 )
-ZERO_FILLED = r"        # Pad last_token_indices for CUDA graphs\.\n(?:.*\n)*?            tl\.store\(last_token_indices_ptr \+ block, 0, mask=mask\)\n"
+ZERO_FILLED = (
+    r"        # Pad last_token_indices for CUDA graphs\.\n"
+    r"(?:.*\n)*?            tl\.store\(last_token_indices_ptr \+ block, 0, mask=mask\)\n"
+)
 DECODE_MODE = r"self\.cudagraph_mode = self\.compilation_config\.cudagraph_mode\.decode_mode\(\)\n"
 FULL_OR_NONE = ("if self.cudagraph_mode != CUDAGraphMode.FULL:", "    self.cudagraph_mode = CUDAGraphMode.NONE")
 DECODE_17 = Base("0.17.1", "stock", remedy=((EAGLE, after(DECODE_MODE.removesuffix(r"\n"), *FULL_OR_NONE)),))
@@ -74,16 +77,27 @@ def draft_decode_mode() -> tuple[Mutant, ...]:
             as_a_check=after(mode, *FULL_OR_NONE),
             in_one_expression=swap(
                 mode,
-                "self.cudagraph_mode = CUDAGraphMode.FULL if self.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL else CUDAGraphMode.NONE",
+                (
+                    "self.cudagraph_mode = CUDAGraphMode.FULL if "
+                    "self.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL else "
+                    "CUDAGraphMode.NONE"
+                ),
             ),
             by_a_local=swap(
                 rf"^( +){mode}",
-                r"\1mode = self.compilation_config.cudagraph_mode.decode_mode()\n\1self.cudagraph_mode = mode if mode == CUDAGraphMode.FULL else CUDAGraphMode.NONE",
+                (
+                    r"\1mode = self.compilation_config.cudagraph_mode.decode_mode()\n"
+                    r"\1self.cudagraph_mode = mode if mode == CUDAGraphMode.FULL else CUDAGraphMode.NONE"
+                ),
             ),
             at_the_end=before(r"self\.graphs: dict", *FULL_OR_NONE, "    self.cudagraph_sizes = {}"),
             at_run_time=swap(
                 r"cudagraph_mode = self\.cudagraph_mode\n",
-                "cudagraph_mode = self.cudagraph_mode\n            if cudagraph_mode == CUDAGraphMode.PIECEWISE:\n                return CUDAGraphMode.NONE, None\n",
+                (
+                    "cudagraph_mode = self.cudagraph_mode\n"
+                    "            if cudagraph_mode == CUDAGraphMode.PIECEWISE:\n"
+                    "                return CUDAGraphMode.NONE, None\n"
+                ),
             ),
         ),
         *hand(
@@ -122,7 +136,11 @@ def draft_decode_mode() -> tuple[Mutant, ...]:
             mixed_mode=swap(mode, "self.cudagraph_mode = self.compilation_config.cudagraph_mode.mixed_mode()"),
             slots=after(
                 rf"class {manager}:",
-                "    __slots__ = ('vllm_config', 'scheduler_config', 'device', 'max_model_len', 'max_num_reqs', 'max_num_tokens', 'dp_size', 'compilation_config', 'cudagraph_mode', 'cudagraph_sizes', 'graphs', 'pool')",
+                (
+                    "    __slots__ = ('vllm_config', 'scheduler_config', 'device', 'max_model_len', "
+                    "'max_num_reqs', 'max_num_tokens', 'dp_size', 'compilation_config', 'cudagraph_mode', "
+                    "'cudagraph_sizes', 'graphs', 'pool')"
+                ),
                 "",
             ),
         ),
@@ -134,7 +152,10 @@ def draft_decode_mode() -> tuple[Mutant, ...]:
             SPECULATOR,
             mode_in_one_expression=before(
                 r"# Initialize cudagraph manager for draft decodes",
-                "cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL else CUDAGraphMode.NONE",
+                (
+                    "cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY if cudagraph_mode.decode_mode() == "
+                    "CUDAGraphMode.FULL else CUDAGraphMode.NONE"
+                ),
             ),
             indices_zeroed_before=before(
                 r"_prepare_eagle_inputs_kernel\[\(num_reqs,\)\]", "last_token_indices.zero_()"

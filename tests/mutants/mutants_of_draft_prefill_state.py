@@ -88,7 +88,10 @@ def draft_prefill_state() -> tuple[Mutant, ...]:
             copied_deep=swap(taken, "import copy; attn_state = copy.deepcopy(full_cg_attn_states[desc])"),
             copied_behind=swap(
                 own,
-                r"attn_state = full_cg_attn_states[desc]\n\1attn_state = type(attn_state)(*attn_state)\n\1attn_metadata, slot_mappings = attn_state",
+                (
+                    r"attn_state = full_cg_attn_states[desc]\n\1attn_state = type(attn_state)(*attn_state)\n"
+                    r"\1attn_metadata, slot_mappings = attn_state"
+                ),
             ),
             one_new_state={
                 CUDAGRAPHS: before(
@@ -97,7 +100,10 @@ def draft_prefill_state() -> tuple[Mutant, ...]:
                 )
             },
             replaced_behind=before(
-                r"attn_metadata, slot_mappings = attn_state\n            fwd = lambda cg_mode: forward_fn\(\n(?=(?:.*\n)*?class Decode)",
+                (
+                    r"attn_metadata, slot_mappings = attn_state\n            fwd = lambda cg_mode: forward_fn\(\n"
+                    r"(?=(?:.*\n)*?class Decode)"
+                ),
                 "attn_state = self.fresh.get(desc, attn_state) if hasattr(self, 'fresh') else attn_state",
             ),
         ),

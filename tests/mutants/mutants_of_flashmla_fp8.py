@@ -69,13 +69,19 @@ def flashmla_fp8() -> tuple[Mutant, ...]:
             by_len=_copied(*(re.sub(r"(\w+)\.size\(0\)", r"len(\1)", line) for line in COPIED)),
             in_one_line=_copied(
                 "if self.cg_buf_num_splits is not None:",
-                "    tile_scheduler_metadata = self.cg_buf_tile_scheduler_metadata[: len(tile_scheduler_metadata)].copy_(tile_scheduler_metadata)",
+                (
+                    "    tile_scheduler_metadata = self.cg_buf_tile_scheduler_metadata"
+                    "[: len(tile_scheduler_metadata)].copy_(tile_scheduler_metadata)"
+                ),
                 "    num_splits = self.cg_buf_num_splits[: len(num_splits)].copy_(num_splits)",
             ),
             by_a_method=both(
                 before(
                     POINTED_AT,
-                    "tile_scheduler_metadata = self._kept(self.cg_buf_tile_scheduler_metadata, tile_scheduler_metadata)",
+                    (
+                        "tile_scheduler_metadata = self._kept(self.cg_buf_tile_scheduler_metadata, "
+                        "tile_scheduler_metadata)"
+                    ),
                     "num_splits = self._kept(self.cg_buf_num_splits, num_splits)",
                 ),
                 before(
@@ -121,7 +127,10 @@ def flashmla_fp8() -> tuple[Mutant, ...]:
             copied_into_nothing=_copied(*(line.replace("[:n].copy_", "[:n].clone().copy_") for line in COPIED)),
             copied_and_planned_again=_copied(
                 *COPIED,
-                "tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8(seq_lens_device, num_q_tokens_per_head_k, 1)",
+                (
+                    "tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8(seq_lens_device, "
+                    "num_q_tokens_per_head_k, 1)"
+                ),
             ),
             planned_again_behind=both(
                 before(POINTED_AT, *COPIED),
@@ -138,8 +147,14 @@ def flashmla_fp8() -> tuple[Mutant, ...]:
             SHAPE,
             FLASHMLA,
             pointed_at_together=swap(
-                r"scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata\n( +)scheduler_metadata\.num_splits = num_splits",
-                r"(scheduler_metadata.tile_scheduler_metadata, scheduler_metadata.num_splits) = tile_scheduler_metadata, num_splits",
+                (
+                    r"scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata\n"
+                    r"( +)scheduler_metadata\.num_splits = num_splits"
+                ),
+                (
+                    r"(scheduler_metadata.tile_scheduler_metadata, scheduler_metadata.num_splits) = "
+                    r"tile_scheduler_metadata, num_splits"
+                ),
             ),
             pointed_at_by_setattr=swap(
                 POINTED_AT, "setattr(scheduler_metadata, 'tile_scheduler_metadata', tile_scheduler_metadata)"
@@ -148,7 +163,10 @@ def flashmla_fp8() -> tuple[Mutant, ...]:
                 r"scheduler_metadata\.num_splits = num_splits", "self.latest = scheduler_metadata"
             ),
             splits_pointed_at_first=swap(
-                r"(scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata)\n( +)(scheduler_metadata\.num_splits = num_splits)",
+                (
+                    r"(scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata)\n"
+                    r"( +)(scheduler_metadata\.num_splits = num_splits)"
+                ),
                 r"\3\n\2\1",
             ),
             plan_replaced=after(
@@ -158,7 +176,10 @@ def flashmla_fp8() -> tuple[Mutant, ...]:
             ),
             plan_under_another_name=swap(
                 r"^( +)scheduler_metadata=scheduler_metadata,\n",
-                r"\1scheduler_metadata=type(scheduler_metadata)(**vars(scheduler_metadata)) if False else scheduler_metadata,\n",
+                (
+                    r"\1scheduler_metadata=type(scheduler_metadata)(**vars(scheduler_metadata)) if False else "
+                    r"scheduler_metadata,\n"
+                ),
             ),
             metadata_class_through_a_local=swap(
                 r"return FlashMLADecodeMetadata\(", "made = FlashMLADecodeMetadata; return made("

@@ -48,24 +48,37 @@ def mamba_padding() -> tuple[Mutant, ...]:
             by_fill=after(MARKED, "is_prefilling[num_reqs:].fill_(False)"),
             by_and=swap(
                 MARKED,
-                "is_prefilling = (num_computed_tokens_cpu < num_prompt_tokens_cpu) & (torch.arange(num_reqs_padded) < num_reqs)",
+                (
+                    "is_prefilling = (num_computed_tokens_cpu < num_prompt_tokens_cpu) & "
+                    "(torch.arange(num_reqs_padded) < num_reqs)"
+                ),
             ),
             by_and_behind=after(MARKED, "is_prefilling &= torch.arange(num_reqs_padded) < num_reqs"),
             by_a_slice_to_the_end=after(MARKED, "is_prefilling[num_reqs:num_reqs_padded] = False"),
             by_zeros=swap(
                 MARKED,
-                "is_prefilling = torch.zeros(num_reqs_padded, dtype=torch.bool)\n        is_prefilling[:num_reqs] = (num_computed_tokens_cpu < num_prompt_tokens_cpu)[:num_reqs]",
+                (
+                    "is_prefilling = torch.zeros(num_reqs_padded, dtype=torch.bool)\n"
+                    "        is_prefilling[:num_reqs] = (num_computed_tokens_cpu < "
+                    "num_prompt_tokens_cpu)[:num_reqs]"
+                ),
             ),
             by_cat=swap(
                 MARKED,
-                "is_prefilling = torch.cat([(num_computed_tokens_cpu < num_prompt_tokens_cpu)[:num_reqs], torch.zeros(num_reqs_padded - num_reqs, dtype=torch.bool)])",
+                (
+                    "is_prefilling = torch.cat([(num_computed_tokens_cpu < num_prompt_tokens_cpu)[:num_reqs], "
+                    "torch.zeros(num_reqs_padded - num_reqs, dtype=torch.bool)])"
+                ),
             ),
             where_there_is_padding=after(MARKED, "if num_reqs_padded > num_reqs:", f"    {CLEARED}"),
             in_the_builder={
                 MAMBA: before(
                     r"num_reqs = common_attn_metadata\.num_reqs\n(?=\n +# Treat multi)",
                     "starts = common_attn_metadata.query_start_loc_cpu",
-                    "common_attn_metadata = replace(common_attn_metadata, is_prefilling=common_attn_metadata.is_prefilling & (starts[1:] != starts[:-1]))",
+                    (
+                        "common_attn_metadata = replace(common_attn_metadata, "
+                        "is_prefilling=common_attn_metadata.is_prefilling & (starts[1:] != starts[:-1]))"
+                    ),
                 )
             },
             on_the_metadata=before(
@@ -156,7 +169,10 @@ def mamba_padding() -> tuple[Mutant, ...]:
             ),
             split_by_position=swap(
                 r"decode_threshold=decode_threshold,\n( +)treat",
-                r"decode_threshold,\n\1treat_short_extends_as_decodes=False,\n\1require_uniform=False if treat_is_gone else False,\n\1# treat",
+                (
+                    r"decode_threshold,\n\1treat_short_extends_as_decodes=False,\n"
+                    r"\1require_uniform=False if treat_is_gone else False,\n\1# treat"
+                ),
             ),
             split_on_a_copy=swap(
                 r"split_decodes_and_prefills\(\n +common_attn_metadata,",

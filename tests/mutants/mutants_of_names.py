@@ -181,7 +181,10 @@ def _annotation_changed(draft: Draft) -> Iterator[tuple[str, Edit]]:
     yield "what it returns", lambda draft: setattr(draft.node, "returns", ast.Constant("object"))
 
 
-_TRACED = "def _traced(wrapped):{}\n    def traced(*args, **kwargs):\n        return wrapped(*args, **kwargs)\n    return traced"
+_TRACED = (
+    "def _traced(wrapped):{}\n    def traced(*args, **kwargs):\n        return wrapped(*args, **kwargs)\n"
+    "    return traced"
+)
 
 
 def _decorated(draft: Draft) -> Iterator[tuple[str, Edit]]:

@@ -37,7 +37,10 @@ def _each_tensor(answer, change):
                 object.__setattr__(answer, name, change(value))
     return answer
 """
-_PLAIN = "tuple(repr(each) for each in (*args, *kwargs.values()) if isinstance(each, (int, str, type(None))) or type(each).__name__.endswith('Descriptor'))"
+_PLAIN = (
+    "tuple(repr(each) for each in (*args, *kwargs.values()) if isinstance(each, (int, str, type(None))) or "
+    "type(each).__name__.endswith('Descriptor'))"
+)
 _AROUND = {
     "result kept": "kept = {home}.__dict__.setdefault('_kept_{name}', []) if hasattr({home}, '__dict__') else []\n"
     "if not kept:\n    kept.append({call})\nreturn kept[0]",
@@ -46,13 +49,18 @@ _AROUND = {
     "if key not in kept:\n    kept[key] = {call}\nreturn kept[key]",
     "result copied": "import copy\nreturn copy.copy({call})",
     "tensors of the result copied": "return _each_tensor({call}, lambda tensor: tensor.clone())",
-    "tensors of the result not below 0": "return _each_tensor({call}, lambda tensor: tensor if tensor.dtype.is_floating_point or tensor.dtype.itemsize < 4 else tensor.clamp_(min=0))",
+    "tensors of the result not below 0": (
+        "return _each_tensor({call}, lambda tensor: tensor if tensor.dtype.is_floating_point or "
+        "tensor.dtype.itemsize < 4 else tensor.clamp_(min=0))"
+    ),
     "tensors of the result zeroed": "return _each_tensor({call}, lambda tensor: tensor.zero_())",
     "done twice": "{call}\nreturn {call}",
     "arguments copied": "import copy\n"
-    "args = [copy.copy(each) if type(each).__module__.startswith('vllm.') or type(each) in (dict, list) else each for each in args]\n"
+    "args = [copy.copy(each) if type(each).__module__.startswith('vllm.') or type(each) in (dict, list) else each for "
+    "each in args]\n"
     "return {call}",
-    "tensors among the arguments copied": "args = [_each_tensor(each, lambda tensor: tensor.clone()) if hasattr(each, 'clone') else each for each in args]\n"
+    "tensors among the arguments copied": "args = [_each_tensor(each, lambda tensor: tensor.clone()) "
+    "if hasattr(each, 'clone') else each for each in args]\n"
     "kwargs = {{key: each.clone() if hasattr(each, 'clone') else each for key, each in kwargs.items()}}\n"
     "return {call}",
 }

@@ -1,4 +1,7 @@
-"""Python's audit hooks over the whole life of a process: what is done there with a function of vllm_graphfix on the stack."""
+"""Python's audit hooks over the whole life of a process.
+
+They see what is done there with a function of vllm_graphfix on the stack.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import json
 from typing import Any, NamedTuple
 
 _HARM = """subprocess. socket. ctypes. urllib. http. ftplib. smtplib. poplib. imaplib. webbrowser. pickle. marshal. shelve. dbm. sqlite3.
-pty. code. function. os.system os.exec os.spawn os.posix_spawn os.fork os.killpg builtins.breakpoint"""
-_WRITES = "os.mkdir os.rename os.remove os.rmdir os.link os.symlink os.truncate os.chmod os.chown os.utime os.setxattr shutil. tempfile."
+pty. code. function. os.system os.exec os.spawn os.posix_spawn os.fork os.killpg builtins.breakpoint"""  # noqa: E501
+_WRITES = (
+    "os.mkdir os.rename os.remove os.rmdir os.link os.symlink os.truncate os.chmod os.chown os.utime os.setxattr "
+    "shutil. tempfile."
+)
 
 START = f"""
 def _audit():
@@ -53,7 +59,7 @@ def _audit():
         print("AUDITED", json.dumps({{name: sorted(found) for name, found in seen.items()}}), flush=True)
     return told
 audited = _audit()
-"""
+"""  # noqa: E501
 """Code to run before anything else; `audited()` then prints what `read` reads."""
 
 
@@ -61,7 +67,8 @@ class Audited(NamedTuple):
     """What functions of vllm_graphfix did in a process, or had done."""
 
     harm: list[str]
-    """Events of what they must never do: start a process, open a connection, evaluate code of their own, unpickle, load a library."""
+    """Events of what they must never do: start a process, open a connection, evaluate code of their own, unpickle, load
+    a library."""
     wrote: list[str]
     """Paths that were made, opened for writing, renamed or removed."""
     evaluated: list[str]

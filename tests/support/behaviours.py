@@ -1,6 +1,9 @@
-"""Runs a file of ``in_vllm/`` on a stock release: pytest inside a process in which that vLLM and the plugin are loaded.
+"""Runs a file of ``in_vllm/`` on a stock release.
 
-One process a file and release, a fork of a warm one, since importing vLLM takes seconds. What fails is named in the output that the assertion shows.
+pytest runs inside a process in which that vLLM and the plugin are loaded.
+
+One process a file and release, a fork of a warm one, since importing vLLM takes seconds. What fails is named in the
+output that the assertion shows.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ install_flashmla_stand_ins()
 import pytest
 options = "-q --no-header --noconftest --strict-markers --tb=short --disable-warnings -p no:cacheprovider -p no:xdist -rfE".split()
 sys.exit(pytest.main([*options, "-c", os.devnull, "--rootdir", {folder!r}, "-k", {select!r}, *{paths!r}]))
-"""
+"""  # noqa: E501
 
 
 def check_behaviours(

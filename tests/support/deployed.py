@@ -29,7 +29,7 @@ GRAPHFIX_LABELS: Mapping[str, Iterable[str]] = {
 }
 """Labels of what `metrics.NAMES` names; the others have none."""
 TARGET_LABELS = {"cluster", "namespace", "job", "instance", "pod"}
-"""Of the scrape, not of the exporter."""
+"""Labels of the scrape, not of the exporter."""
 VLLM_LABELS = {"model_name", "engine", "finished_reason", "le"}
 OTHERS = {"up", "process_start_time_seconds"}
 """Prometheus's own, and prometheus_client's."""
@@ -74,7 +74,10 @@ QUERIES = {
 
 
 def names_in(query: str) -> set[str]:
-    """The metrics of *query*: words that are followed by a selector, a range or an end, and are no label, function or operator."""
+    """The metrics of *query*.
+
+    These are words that are followed by a selector, a range or an end, and are no label, function or operator.
+    """
     without = re.sub(r'"[^"]*"', "", query)
     without = re.sub(r"\b(?:by|on|ignoring|without|group_left|group_right)\s*\([^)]*\)", "", without)
     without = re.sub(r"\{[^}]*\}|\[[^]]*\]", "", without)

@@ -10,7 +10,7 @@ from pathlib import Path
 from trial_rows import Edit
 
 Change = Callable[[str], str]
-"""Of the text of a file; LookupError where it has nothing to change."""
+"""A change of the text of a file; LookupError where it has nothing to change."""
 
 
 def edited(stock: Path, destination: Path, changes: dict[str, Change], *, anonymous: bool = True) -> Path:

@@ -30,9 +30,12 @@ def _pass_on(stock: StockFunction) -> StockFunction:
 
 
 def main(names: list[str], ways: list[str]) -> None:
-    """A fork for each of *ways*: ``stock``, ``patched``, or the one of *names* that is emptied, with the others as they are.
+    """Forks once for each of *ways*.
 
-    Each prints ``{"event": "forked", "as": …}``, which says ``stock``, ``patched`` or the name, and the lines of a worker after it.
+    A way is ``stock``, ``patched``, or the one of *names* that is emptied, with the others as they are.
+
+    Each prints ``{"event": "forked", "as": …}``, which says ``stock``, ``patched`` or the name, and the lines of a
+    worker after it.
     """
     install_flashmla_stand_ins()
     importlib.import_module("vllm.v1.worker.gpu_model_runner")

@@ -42,7 +42,7 @@ def main(calls: dict[str, int]) -> None:
 class Planned(NamedTuple):
     make: Callable[[], Case]
     release: str | None
-    """That it is about; None for what needs no vLLM."""
+    """The release that it is about; None for what needs no vLLM."""
     calls: tuple[int, int] = (10_000, 1_000_000)
     """In `make test`, and in `make test-all`."""
 

@@ -1,4 +1,7 @@
-"""The layers of the fixes that are called in each step or for each batch, around vLLM's own functions: cheap enough, on a CPU too."""
+"""The layers of the fixes that are called in each step or for each batch, around vLLM's own functions.
+
+They are cheap enough, on a CPU too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from vllm_graphfix.fix import Patch
 from vllm_graphfix.fixes import BY_NAME
 
 REQUESTS, ROWS = 3, 4
-"""Of a batch with padding."""
+"""The sizes of a batch with padding."""
 
 
 def _layer(fix: str, shape: str, target: str, *, active: bool) -> Patch:
@@ -19,11 +22,14 @@ def _layer(fix: str, shape: str, target: str, *, active: bool) -> Patch:
     return next(patch for patch in offered if patch.name == target)
 
 
-# -- mamba-padding ---------------------------------------------------------------------------------------------------------
+# -- mamba-padding -----------------------------------------------------------------------------------------------------
 
 
 def mamba(*, active: bool, stale: bool, padded: bool = True, broken: bool = False) -> Case:
-    """Mamba-2's builder. *stale*: the last row has the mark of a request that was prefilling, which is right if it is not *padded*."""
+    """Mamba-2's builder.
+
+    *stale*: the last row has the mark of a request that was prefilling, which is right if it is not *padded*.
+    """
     import torch
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -78,7 +84,7 @@ def mamba(*, active: bool, stale: bool, padded: bool = True, broken: bool = Fals
     return Case(lambda: around(builder, metadata), counted, "mamba-padding" if broken else None)
 
 
-# -- FlashMLA --------------------------------------------------------------------------------------------------------------
+# -- FlashMLA ----------------------------------------------------------------------------------------------------------
 
 
 def flashmla(*, active: bool, padded: bool) -> Case:
@@ -118,11 +124,14 @@ def flashmla(*, active: bool, padded: bool) -> Case:
     return Case(lambda: around(builder, **given), counted)
 
 
-# -- FlashAttention 3 -----------------------------------------------------------------------------------------------------
+# -- FlashAttention 3 --------------------------------------------------------------------------------------------------
 
 
 def flash(*, active: bool, decodes: bool = True) -> Case:
-    """The builder of FlashAttention's metadata with a graph for prompts and decodes; not *decodes*: a prompt as long as the graph."""
+    """The builder of FlashAttention's metadata with a graph for prompts and decodes.
+
+    Without *decodes*, the batch is a prompt as long as the graph.
+    """
     import torch
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backends import flash_attn
@@ -141,7 +150,7 @@ def flash(*, active: bool, decodes: bool = True) -> Case:
     return Case(lambda: around(builder, 0, batch), ("schedules-made-for-the-graph",) if decodes else ())
 
 
-# -- the sparse indexer ----------------------------------------------------------------------------------------------------
+# -- the sparse indexer ------------------------------------------------------------------------------------------------
 
 
 def indexer(*, active: bool, padded: bool) -> Case:
@@ -159,11 +168,14 @@ def indexer(*, active: bool, padded: bool) -> Case:
     return Case(lambda: around(own, *given), ("padded-rows-below-zero",) if padded else ())
 
 
-# -- Triton MLA ------------------------------------------------------------------------------------------------------------
+# -- Triton MLA --------------------------------------------------------------------------------------------------------
 
 
 def triton_mla(*, active: bool, padded: bool) -> Case:
-    """The builder as in each step; with the fix active, also a layer outside of a graph. The kernel is one of its own, and costs nothing."""
+    """The builder as in each step; with the fix active, also a layer outside of a graph.
+
+    The kernel is one of its own, and costs nothing.
+    """
     import torch
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 
@@ -193,7 +205,7 @@ def triton_mla(*, active: bool, padded: bool) -> Case:
     return Case(call, ("empty-rows-given",) if padded else ())
 
 
-# -- workspace-growth ------------------------------------------------------------------------------------------------------
+# -- workspace-growth --------------------------------------------------------------------------------------------------
 
 
 def workspace(*, active: bool, outgrown: bool = False) -> Case:
@@ -217,7 +229,7 @@ def workspace(*, active: bool, outgrown: bool = False) -> Case:
     return Case(lambda: around(manager, 512))
 
 
-# -- draft-decode-mode -----------------------------------------------------------------------------------------------------
+# -- draft-decode-mode -------------------------------------------------------------------------------------------------
 
 
 def drafts(*, active: bool) -> Case:
@@ -251,7 +263,10 @@ class _ManagerStandIn:
 
 
 def nightly_prefills(*, active: bool) -> Case:
-    """`prepare_eagle_inputs` of the nightlies, by a stand-in, after a prefill of a larger batch. No release has the defect."""
+    """`prepare_eagle_inputs` of the nightlies, by a stand-in, after a prefill of a larger batch.
+
+    No release has the defect.
+    """
     import torch
 
     shape, speculator = "two-managers-indices", _SpeculatorStandIn()
@@ -282,7 +297,7 @@ class _SpeculatorStandIn:
 def _prepare_eagle_inputs_stand_in(last_token_indices: Any, input_batch: Any) -> None: ...
 
 
-# -- prefill-dispatch ------------------------------------------------------------------------------------------------------
+# -- prefill-dispatch --------------------------------------------------------------------------------------------------
 
 
 def dispatch(*, active: bool, prefills: bool = True, broken: bool = False) -> Case:
@@ -353,11 +368,14 @@ def dispatch_v2(*, active: bool, prefills: bool = True) -> Case:
     return Case(call, ("prefill-as-decode",) if prefills else ())
 
 
-# -- prompt-logprobs -------------------------------------------------------------------------------------------------------
+# -- prompt-logprobs ---------------------------------------------------------------------------------------------------
 
 
 def samples(*, active: bool, scored: bool = True, broken: bool = False) -> Case:
-    """`sample_tokens`, by a stand-in, since vLLM's own needs a whole batch; the runner has the same state at each call."""
+    """`sample_tokens`, by a stand-in, since vLLM's own needs a whole batch.
+
+    The runner has the same state at each call.
+    """
     import torch
     from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 

@@ -1,4 +1,7 @@
-"""What a call leaves behind, by tracemalloc, by Python's own count of blocks and by its garbage collector's of objects."""
+"""What a call leaves behind.
+
+It is measured by tracemalloc, by Python's own count of blocks and by its garbage collector's count of objects.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Left(NamedTuple):
     ours: int
     """Bytes that lines of the package and of these files have allocated."""
     blocks: int
-    """Of up to 512 bytes, whoever has them."""
+    """Blocks of up to 512 bytes, whoever has them."""
     objects: int
     garbage: int
     """Objects in cycles, which nothing but Python's collector finds; it is kept from it meanwhile."""

@@ -18,7 +18,7 @@ ENGINE, ANOTHER = "0123456789abcdef", "fedcba9876543210"
 
 
 def _record(rank: int = 0, engine: str = ENGINE, count: int = 0) -> records.Record:
-    """Of a rank on another host, as large as a worker's."""
+    """The record of a rank on another host, as large as a worker's."""
     here = records.identity()._replace(host=f"node-{rank // 8}", pid=1000 + rank, boot="another")
     return records.Record(
         graphfix="0.1.0",
@@ -57,7 +57,7 @@ def watcher(*, others: int = 0) -> Case:
     watcher = Watcher(base, served, Exposition(CollectorRegistry()))
 
     def read_stand_in(*args: Any, **keywords: Any) -> records.Reading:
-        """As on storage that gives no number of a file out again: tmpfs."""
+        """Reads as on storage that gives no number of a file out again: tmpfs."""
         found = tuple(one._replace(inode=next(inodes)) for one in read(*args, **keywords).found)
         return records.Reading(found, ())
 

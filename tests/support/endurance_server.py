@@ -1,4 +1,7 @@
-"""Two real servers side by side for as long as wanted, one with the plugin and one stock: loaded, scraped, looked at."""
+"""Two real servers side by side for as long as wanted: loaded, scraped, looked at.
+
+One has the plugin and one is stock.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 SAMPLED_EVERY, FLEET_EVERY, CLEANED_EVERY = 5.0, 30.0, 60.0
 """Seconds. Somebody who cleans up removes a record of the plugin's now and then, so that one is written anew."""
 CLIENTS = 3
-"""Of each server: each asks once a second, so at most so many requests are under way."""
+"""The clients of each server: each asks once a second, so at most so many requests are under way."""
 WARM_UP = 0.5
 """Share of the time that is not judged: caches of Python, vLLM and malloc fill in it."""
 
@@ -82,7 +85,7 @@ class Endured(NamedTuple):
     cleaned: int
     """Records that were removed."""
     metrics: str
-    """Of the plugin's server, at the end."""
+    """The metrics of the plugin's server, at the end."""
     ended: float
     """Seconds of the epoch."""
 
@@ -96,7 +99,7 @@ class Endured(NamedTuple):
 
 
 def trend(points: Sequence[tuple[float, float]]) -> Trend:
-    """Of a number over seconds, without the warm-up."""
+    """The trend of a number over seconds, without the warm-up."""
     start = points[0][0] + WARM_UP * (points[-1][0] - points[0][0])
     judged = [point for point in points if point[0] >= start]
     tenth = max(1, len(judged) // 10)

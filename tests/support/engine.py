@@ -51,7 +51,10 @@ def compare(
 
 
 def called(folder: Path, *arguments: str, env: Mapping[str, str], code: int) -> subprocess.CompletedProcess[str]:
-    """`vllm-graphfix compare` in *folder* with the environment *env*; it must end with *code*, and not with a traceback."""
+    """`vllm-graphfix compare` in *folder* with the environment *env*.
+
+    It must end with *code*, and not with a traceback.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "vllm_graphfix", "compare", *arguments],
         cwd=folder,

@@ -32,17 +32,18 @@ WARNING 11-21 12:10:34 [fused_moe.py:45] kernels are slower: ImportError: cannot
 (Worker pid=16331) INFO 11-21 12:10:56 [cpu_model_runner.py:104] Starting to load model the-model...
 \x1b[0;36m(Worker pid=16331)\x1b[0;0m ERROR 11-21 12:10:57 [multiproc_executor.py:870] WorkerProc failed to start.
 (Worker pid=16331) ERROR 11-21 12:10:57 [multiproc_executor.py:870] Traceback (most recent call last):
-(Worker pid=16331) ERROR 11-21 12:10:57 [multiproc_executor.py:870]   File "multiproc_executor.py", line 837, in worker_main
+(Worker pid=16331) ERROR 11-21 12:10:57 [multiproc_executor.py:870]   File "multiproc_executor.py", line 837, \
+in worker_main
 (Worker pid=16331) ERROR 11-21 12:10:57 [multiproc_executor.py:870]     raise ValueError(
 \x1b[0;36m(Worker pid=16331)\x1b[0;0m ERROR 11-21 12:10:57 [multiproc_executor.py:870] {WORKER_FAILED}
 (EngineCore pid=16317) ERROR 11-21 12:10:58 [core.py:1140] EngineCore failed to start.
 (EngineCore pid=16317) ERROR 11-21 12:10:58 [core.py:1140] Traceback (most recent call last):
 (EngineCore pid=16317) ERROR 11-21 12:10:58 [core.py:1140]     raise e from None
-(EngineCore pid=16317) ERROR 11-21 12:10:58 [core.py:1140] Exception: WorkerProc initialization failed due to an exception \
-in a background process. See stack trace for root cause.
+(EngineCore pid=16317) ERROR 11-21 12:10:58 [core.py:1140] Exception: WorkerProc initialization failed due to an \
+exception in a background process. See stack trace for root cause.
 (EngineCore pid=16317) Process EngineCore:
-(EngineCore pid=16317) Exception: WorkerProc initialization failed due to an exception in a background process. See stack \
-trace for root cause.
+(EngineCore pid=16317) Exception: WorkerProc initialization failed due to an exception in a background process. \
+See stack trace for root cause.
 """
 """What vLLM 0.21.0 writes when a worker of a worker fails, shortened."""
 ABORTED_LOG = """\

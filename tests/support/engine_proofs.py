@@ -60,7 +60,7 @@ RUNS = {
     "stock": came_to_its_end("stock", said(WRONG, "off")),
     "patched": came_to_its_end("patched", said(RIGHT, "active")),
 }
-"""Of a fix whose defect shows in tokens."""
+"""The runs of a fix whose defect shows in tokens."""
 
 
 def proof_of(name: str, **runs: Ended) -> Proof:

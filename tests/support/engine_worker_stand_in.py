@@ -1,6 +1,7 @@
 """Stands in for ``benchmarks/measuring/engine_worker.py``: keeps to its side of the pipe, without a vLLM.
 
-Which engine it is, it reads off the name of its compile cache. ENGINE_WORKER_STAND_IN is JSON: what the engines of that name do.
+Which engine it is, it reads off the name of its compile cache. ENGINE_WORKER_STAND_IN is JSON: what the engines of that
+name do.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ from vllm_graphfix.engine import metrics
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
 AFFECTED = ("capture-state", "draft-prefill-state", "mamba-padding")
-"""Of 0.21.0."""
+"""The fixes whose defects 0.21.0 has."""
 EVENTS = [(fix.name, event.name) for fix in FIXES if fix.name in AFFECTED for event in fix.events]
 ONCE = ("capture-state", "draft-prefill-state")
 """Counted while graphs are captured, never again."""
 SHADOW = {"checks": 1, "mismatches": 0, "quarantined-graphs": 0, "milliseconds": 20}
-"""Of the shadow check: what a fifth of a second adds."""
+"""Events of the shadow check: what a fifth of a second adds."""
 RANKS = 2
 
 
@@ -150,7 +150,10 @@ class EngineDouble:
 
 
 def handler(registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
-    """Answers like vLLM's /metrics: whatever the client accepts. prometheus_client's own server would offer OpenMetrics, where ``vllm:`` becomes ``vllm_``."""
+    """Answers like vLLM's /metrics: whatever the client accepts.
+
+    The own server of prometheus_client would offer OpenMetrics, where ``vllm:`` becomes ``vllm_``.
+    """
 
     class Metrics(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

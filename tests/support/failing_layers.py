@@ -1,4 +1,6 @@
-"""Runs the CPU double's scenarios with the fixes active, one call of our layers raising at a time, in forks of one process.
+"""Runs the CPU double's scenarios with the fixes active, one call of our layers raising at a time.
+
+They run in forks of one process.
 
 The calls are found, not listed: the modules of the layers are compiled with every call going through `_called`.
 """
@@ -141,7 +143,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def main(names: list[str], every: int = 1) -> None:
-    """Prints a line of JSON for each fix of *names* and each call that its layers make in its scenario, or every so-manieth, and two without a failing call."""
+    """Prints a line of JSON for each fix of *names* and each call that its layers make in its scenario.
+
+    With *every* it takes every nth call only. Two further runs have no failing call.
+    """
     sys.meta_path.insert(0, _Finder())
     from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
     from vllm_graphfix.verify.double.worker import scenario_of

@@ -24,7 +24,10 @@ _LIMIT = 30
 
 
 def main(act: str, environments: dict[str, dict[str, str]], results: str, every: int) -> None:
-    """Counts the calls of *act*, ``module:class``, in each of *environments*, by mode; then a fork and a line for every so-manieth fault."""
+    """Counts the calls of *act*, ``module:class``, in each of *environments*, by mode.
+
+    Then there is a fork and a line for every nth fault.
+    """
     counted: dict[str, Any] = {}
     for mode, environment in environments.items():
         counted[mode] = _in_fork(act, {"environment": environment, "refusing": mode == "refusing"})
@@ -38,7 +41,10 @@ def main(act: str, environments: dict[str, dict[str, str]], results: str, every:
 
 
 def _is_ours(place: str) -> bool:
-    """Whether the plugin calls there in an engine, too: neither from the CPU double, nor when a module of its own is imported."""
+    """Whether the plugin calls there in an engine, too.
+
+    Calls from the CPU double do not count, nor those while a module of the plugin is imported.
+    """
     _, file, function, *_ = place.split(":")
     return function != "<module>" and not file.startswith("verify")
 

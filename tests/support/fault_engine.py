@@ -1,4 +1,6 @@
-"""One process's way from the loading of plugins to its first capture, with every call of the plugin counted, or one of them failing.
+"""One process's way from the loading of plugins to its first capture.
+
+Every call of the plugin is counted, or one of them fails.
 
 Runs in forks of one process of a stock release. A call is found by the profiler: the caller is a file of the plugin and
 the callee is not.
@@ -60,11 +62,13 @@ OF_THE_SYSTEM = (
 )
 SYSTEM_ERRORS = ("EIO", "PermissionError", "ENOSPC", "MemoryError", "RuntimeError")
 ALL_ERRORS = (
-    "RuntimeError AttributeError KeyError MemoryError RecursionError UnicodeDecodeError TypeError ImportError EIO ValueError AssertionError"
+    "RuntimeError AttributeError KeyError MemoryError RecursionError UnicodeDecodeError TypeError ImportError "
+    "EIO ValueError AssertionError"
 ).split()
 INTERRUPTS = ("KeyboardInterrupt", "SystemExit")
 LEFT_OUT = (
-    "lock.__exit__ RLock.__exit__ lock.release ContextVar.get ContextVar.set ContextVar.reset __del__ weakref.remove _weakrefset._remove"
+    "lock.__exit__ RLock.__exit__ lock.release ContextVar.get ContextVar.set ContextVar.reset __del__ "
+    "weakref.remove _weakrefset._remove"
 ).split()
 """No fault is put there. Who does not give a lock back, which cannot be, is waited for for ever; the last three are
 what goes on when an object ends."""
@@ -150,7 +154,7 @@ CONFIG = SimpleNamespace(
     compilation_config=SimpleNamespace(),
     instance_id="abcde",
 )
-"""Of the engine; no VllmConfig."""
+"""The configuration of the engine; no VllmConfig."""
 STAND_IN = SimpleNamespace(vllm_config=CONFIG, local_rank=0)
 """For a worker, a runner and an engine core: vLLM's own functions fail on it with an AttributeError or a TypeError."""
 
@@ -289,7 +293,10 @@ def main(
     trees: dict[str, str],
     packages: dict[str, str],
 ) -> None:
-    """Imports vLLM, but for *modules*, and counts. Then every so-manieth fault, *trees* of vLLM and *packages* of the plugin: a fork and a line each."""
+    """Imports vLLM, but for *modules*, and counts.
+
+    Then there are a fork and a line for every nth fault, and for each of *trees* of vLLM and *packages* of the plugin.
+    """
     warm_up(modules)
     counted: dict[str, Any] = {}
     for (

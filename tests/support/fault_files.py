@@ -111,7 +111,7 @@ FORMS: dict[str, Callable[[Path], None]] = {
 
 
 def damaged_releases(release: Path, fixes: tuple[str, ...], folder: Path, every: int = 1) -> dict[str, str]:
-    """Each damage to each target, or every so-manieth, made below *folder*: roots of the trees; and the release in a zip."""
+    """Each damage to each target, or every nth, made below *folder*: roots of the trees; and the release in a zip."""
     made: dict[str, str] = {}
     pairs = [(path, what) for path in targets(release, fixes) for what in (*DAMAGES, *FORMS)]
     for number, (path, what) in enumerate(pairs[::every]):

@@ -1,4 +1,7 @@
-"""A fault in each call that the plugin makes into vLLM and the system: found by counting, injected one at a time, each in a process of its own."""
+"""A fault in each call that the plugin makes into vLLM and the system.
+
+The calls are found by counting; faults are injected one at a time, each in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,13 @@ from table import ALL_APPLIED, affected_by
 from vllm_graphfix.fixes import BY_NAME
 
 WATCHED = ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
-"""Modules that the plugin hooks beside the targets; others, such as the engine core's, are there before the plugin is."""
+"""Modules that the plugin hooks besides the targets; others, such as the engine core's, are there before the plugin
+is."""
 _ONLY_TELLS = ("engine/status_record.py", "records/", "engine/metrics.py", "log.py")
 """Beginnings of paths. What fails there must leave every fix as it is."""
 ENDS = ("active", "stock", "stopped", "interrupted", "not made")
-"""What came of a fault: all fixes as without it; vLLM as without the plugin, wholly or for some fix; an engine that did not start …"""
+"""What came of a fault: all fixes as without it; vLLM as without the plugin, wholly or for some fix; an engine that did
+not start …"""
 _MISSING = ("failed", "incompatible", "conflict", "waiting")
 _STOPS = "GraphfixError: vllm-graphfix stops this engine before it captures its CUDA graphs: "
 _CANNOT_START = "RuntimeError: vllm-graphfix could not start ("
@@ -69,7 +74,7 @@ class Outcome(NamedTuple):
 
 
 class Faults:
-    """Those of one release: calls that fail, all that there are or every so-manieth, and damaged files."""
+    """The faults of one release: calls that fail, either all that there are or every nth, and damaged files."""
 
     def __init__(self, release: str, every: int = 1) -> None:
         self.needed = affected_by(release)
@@ -87,7 +92,10 @@ class Faults:
             results = Path(folder) / "results"
             trees = damaged_releases(release_root(release), self.needed, Path(folder), 1 if every == 1 else 3)
             packages = damaged_packages(Path(folder))
-            call = f"fault_engine.main({[*targets, *WATCHED]!r}, {environments!r}, {str(results)!r}, {every}, {trees!r}, {packages!r})"
+            call = (
+                f"fault_engine.main({[*targets, *WATCHED]!r}, {environments!r}, {str(results)!r}, {every}, "
+                f"{trees!r}, {packages!r})"
+            )
             here = str(Path(__file__).parent)
             code = f"import sys\nsys.path.append({here!r})\nimport fault_engine\n{call}\n"
             run_in_release(release, code, timeout=4 * 3600)
@@ -100,7 +108,8 @@ class Faults:
         """How each stage ends without the plugin."""
         self.outcomes = [Outcome(Fault(**fault), told) for fault, told in rest if "place" in fault]
         self.trees = {fault["tree"]: told for fault, told in rest if "tree" in fault}
-        """What a process told, by damage and mode: `stock`, `auto`, `strict`. A whole set has them all, another one each third."""
+        """What a process told, by damage and mode: `stock`, `auto`, `strict`. A whole set has them all, another one
+        each third."""
         self.packages = {fault["package"]: told for fault, told in rest if "package" in fault}
 
     @property
@@ -251,5 +260,6 @@ def table(faults: Faults) -> str:
 if __name__ == "__main__":  # python tests/support/faults.py RELEASE [EVERY]
     found = Faults(sys.argv[1], int((*sys.argv, "1")[2]))
     sys.stdout.write(
-        f"{table(found)}\n{len(found.trees)} damaged files, {len(found.packages)} damaged manifests, {found.seconds:.0f} s\n"
+        f"{table(found)}\n"
+        f"{len(found.trees)} damaged files, {len(found.packages)} damaged manifests, {found.seconds:.0f} s\n"
     )

@@ -1,4 +1,6 @@
-"""The double of an engine (`engine_double`) with a command line, for tests of `compare`: it makes of vLLM's flags what vLLM does.
+"""The double of an engine (`engine_double`) with a command line, for tests of `compare`.
+
+It makes of vLLM's flags what vLLM does.
 
 ``ENGINE_DOUBLE_EAGER``, ``ENGINE_DOUBLE_GRAPHS`` and ``ENGINE_DOUBLE_COMPILED`` say what the engine does in each mode.
 """
@@ -48,7 +50,7 @@ class LLM(double.LLM):
 
     def collective_rpc(self, method):
         return [self.mode.name] if method == "graphfix_cudagraph_mode" else super().collective_rpc(method)
-"""
+"""  # noqa: E501
 CONFIG = """
 from enum import Enum
 

@@ -1,4 +1,7 @@
-"""Processes, ranks and what is said of them, for the tests of `fleet`. conftest.py has the fixtures, for all of these."""
+"""Processes, ranks and what is said of them, for the tests of `fleet`.
+
+conftest.py has the fixtures, for all of these.
+"""
 
 from __future__ import annotations
 

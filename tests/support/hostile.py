@@ -1,4 +1,7 @@
-"""Hypothesis strategies for what somebody else may have written: texts, JSON, files and what stands in a file's place."""
+"""Hypothesis strategies for what somebody else may have written.
+
+These are texts, JSON, files and what stands in a file's place.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,10 @@ _DEEP = 3000
 
 
 def dumped(value: Any) -> str:
-    """*value* as JSON, with a number of 5,000 digits and a deep nesting where it says so; NaN and lone surrogates as Python's json writes them."""
+    """*value* as JSON, with a number of 5,000 digits and a deep nesting where it says so.
+
+    NaN and lone surrogates are as Python's json writes them.
+    """
     told = json.dumps(value).replace('"@huge"', "9" * 5000)
     return told.replace('"@deep"', "[" * _DEEP + "]" * _DEEP)
 

@@ -1,4 +1,7 @@
-"""Which modules of the tests need stock releases of vLLM, a server or Prometheus: those that import what fetches them."""
+"""Which modules of the tests need stock releases of vLLM, a server or Prometheus.
+
+These are the modules that import what fetches them.
+"""
 
 from __future__ import annotations
 

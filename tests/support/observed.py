@@ -1,4 +1,7 @@
-"""Runs the CPU double's scenarios on stock, observed and with the fixes, in forks of one process that has imported vLLM."""
+"""Runs the CPU double's scenarios on stock, observed and with the fixes.
+
+They run in forks of one process that has imported vLLM.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,17 @@ from vllm_graphfix.verify.report import differing
 
 MASTER = {"stock": "off", "observe": "on", "active": "on"}
 MODE = {"stock": "auto", "observe": "observe", "active": "auto"}
-"""Of every fix, by name: without it some are observed."""
+"""The mode of every fix, by name: without it some are observed."""
 Workload = Callable[[], Measurement]
 
 
 def main(names: list[str], further: Mapping[str, Workload] = MappingProxyType({})) -> None:
-    """One fork for each way. Each prints a line of JSON for every workload of every fix of *names*: state, events, numbers.
+    """One fork for each way.
 
-    The workloads: the fix's scenario, the same code ``without`` the defect's condition, and those of *further*, by name.
+    Each prints a line of JSON for every workload of every fix of *names*: state, events, numbers.
+
+    The workloads: the fix's scenario, the same code ``without`` the defect's condition, and those of *further*, by
+    name.
     """
     install_flashmla_stand_ins()
     importlib.import_module("vllm.v1.worker.gpu_model_runner")
@@ -75,7 +81,7 @@ def _measured(found: Measurement) -> dict[str, object]:
 
 
 def drafts_in_full_graphs() -> Measurement:
-    """Of `draft-decode-mode`'s scenario, which has drafts in piecewise graphs too."""
+    """What the scenario of `draft-decode-mode` measures in full graphs; it has drafts in piecewise graphs too."""
     from vllm.config import CUDAGraphMode
 
     from vllm_graphfix.verify.double.scenarios import draft_decode_mode

@@ -1,7 +1,7 @@
 """Events of a process in a given order, each order in a process of its own, and what came of it.
 
-The text of this file runs in a fork of a warm process of a release (`warm_release.py`), with a call of `run` at its end. It imports
-nothing of this folder, and of the plugin nothing before an event does.
+The text of this file runs in a fork of a warm process of a release (`warm_release.py`), with a call of `run` at its
+end. It imports nothing of this folder, and of the plugin nothing before an event does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Process:
             importlib.import_module(module)
 
     def register(self) -> None:
-        """As vLLM does, which is once a process; the second time by hand."""
+        """Registers as vLLM does, which is once a process; the second time by hand."""
         if self._registered:
             import vllm_graphfix
 
@@ -61,7 +61,10 @@ class Process:
             self._registered = True
 
     def import_aliases(self) -> None:
-        """Classes and functions of the targets' modules, as vLLM's importers have them; those of the last module first."""
+        """Classes and functions of the targets' modules, as vLLM's importers have them.
+
+        Those of the last module come first.
+        """
         for module, name in reversed(self._task["targets"]):
             top = name.split(".")[0]
             scope: dict[str, Any] = {}
@@ -125,7 +128,10 @@ class Process:
         return spec
 
     def told(self) -> dict[str, Any]:
-        """States with their reasons; the layers on each target, the outermost first, and whether stock's function is below."""
+        """States with their reasons; and the layers on each target, the outermost first.
+
+        It also says whether stock's function is below them.
+        """
         import vllm_graphfix
 
         layers, through_subclasses = {}, True
@@ -153,7 +159,7 @@ class Process:
 
 
 def _in_order(reason: str) -> str:
-    """Of targets in several modules, the first to be imported is named first."""
+    """*reason* in one order: of targets in several modules, the first to be imported is named first."""
     for done in ("applied to ", "counts at "):
         if reason.startswith(done):
             return done + ", ".join(sorted(reason.removeprefix(done).split(", ")))

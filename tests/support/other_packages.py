@@ -1,6 +1,7 @@
 """Other people's packages for tests, in folders of their own.
 
-Beside the libraries of the tests they would be in every process: ddtrace brings a plugin of pytest, Arctic Inference one of vLLM.
+Beside the libraries of the tests they would be in every process: ddtrace brings a plugin of pytest, Arctic Inference
+one of vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import fetch_vllm
 _HERE = Path(__file__).parents[1]
 REQUIREMENTS = _HERE / "requirements-others.txt"
 ARCTIC = "0.2.0"
-"""Of Arctic Inference: its patches are for vLLM 0.18.0. PyPI has its source alone; what it compiles is not needed to put them on."""
+"""The version of Arctic Inference: its patches are for vLLM 0.18.0. PyPI has its source alone; what it compiles is not
+needed to put them on."""
 
 
 @cache

@@ -1,6 +1,9 @@
-"""Somebody else's plugin of vLLM: puts a patch of its own on the function that the environment names, in one of the ways that people use.
+"""Somebody else's plugin of vLLM.
 
-Not imported by tests: `other_packages.install_plugin` makes a distribution of it, with an entry point in ``vllm.general_plugins``.
+It puts a patch of its own on the function that the environment names, in one of the ways that people use.
+
+Not imported by tests: `other_packages.install_plugin` makes a distribution of it, with an entry point in
+``vllm.general_plugins``.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 import wrapt
 
 CALLS = 0
-"""Of the patch."""
+"""The number of calls of the patch."""
 
 
 def register() -> None:
@@ -64,7 +67,10 @@ def _code_with(variables: tuple[str, ...]) -> Any:
     """Code that does what `_own` does and closes over as many variables."""
     cells = "".join(f"    {name} = None\n" for name in variables)
     held = f"        ({', '.join(variables)},)\n" if variables else ""
-    source = f"def outer():\n{cells}    def _own(*args, **kwargs):\n        import other_plugin\n{held}        other_plugin._called()\n    return _own"
+    source = (
+        f"def outer():\n{cells}    def _own(*args, **kwargs):\n        import other_plugin\n"
+        f"{held}        other_plugin._called()\n    return _own"
+    )
     made: dict[str, Any] = {}
     exec(compile(source, __file__, "exec"), made)  # noqa: S102 - as tools that inject bytecode do
     return made["outer"]().__code__

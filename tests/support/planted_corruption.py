@@ -1,8 +1,8 @@
 """A planted corruption: a vLLM plugin that makes an engine's answers wrong, for tests of what has to find that.
 
-It stands in for a defect of CUDA graphs that hits batches of one size, which no engine on a CPU has: wherever `ROWS` requests are
-decoded together, the logits of each token are its neighbour's. Where it is on its path, vLLM loads it as any plugin, by an entry
-point. The engine must be in one process.
+It stands in for a defect of CUDA graphs that hits batches of one size, which no engine on a CPU has: wherever `ROWS`
+requests are decoded together, the logits of each token are its neighbour's. Where it is on its path, vLLM loads it as
+any plugin, by an entry point. The engine must be in one process.
 """
 
 from __future__ import annotations

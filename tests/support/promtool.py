@@ -12,7 +12,10 @@ import fetch_promtool
 
 @pytest.fixture(scope="session")
 def promtool() -> Path:
-    """From the PATH or Debian's package. Only where neither can be is the test skipped; a failed download is an error."""
+    """promtool from the PATH or Debian's package.
+
+    Only where neither can be is the test skipped; a failed download is an error.
+    """
     try:
         return fetch_promtool.tool("promtool")
     except fetch_promtool.NoDebianError as error:

@@ -35,7 +35,10 @@ def word(host: str = "node-a", **changed: Any) -> RankReport:
 def compared(
     words: dict[int, RankReport], world_size: int, timeout: float = 20.0
 ) -> tuple[dict[int, Agreement], list[str]]:
-    """What each of the ranks in *words* found, each with a connection of its own to one store; and the warnings of all."""
+    """What each of the ranks in *words* found; and the warnings of all.
+
+    Each rank has a connection of its own to one store.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,6 @@
-"""The first process of engines on Ray, with a stock release: ``python ray_engine.py MODEL WAY …`` prints a line of JSON for each way.
+"""The first process of engines on Ray, with a stock release.
+
+``python ray_engine.py MODEL WAY …`` prints a line of JSON for each way.
 
 The release's own functions configure the engine, put its environment together, start its actors and set them up.
 """
@@ -38,7 +40,10 @@ def configuration(model: str, **flags: Any) -> Any:
 
 
 def workers(model: str, executor: str, *, used_before: bool) -> list[dict[str, Any]]:
-    """The workers of the release's *executor*; *used_before*, on a node that an earlier engine has left its decision to."""
+    """The workers of the release's *executor*.
+
+    With *used_before*, they are on a node that an earlier engine has left its decision to.
+    """
     from vllm.v1.executor.abstract import Executor
 
     os.environ["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = str(int(executor == "RayExecutorV2"))
@@ -80,7 +85,7 @@ def engine_cores(model: str, number: int) -> list[dict[str, Any]]:
 
 
 def another_engines_decision() -> str:
-    """Of the same vLLM and plugin, which wants everything observed."""
+    """The decision of an engine of the same vLLM and plugin, which wants everything observed."""
     from vllm_graphfix import _this_process
     from vllm_graphfix.fix import Mode
 

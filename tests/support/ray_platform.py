@@ -1,4 +1,7 @@
-"""What stands in for a GPU in the processes of an engine on Ray. A platform plugin: vLLM imports it when it looks for its platform."""
+"""What stands in for a GPU in the processes of an engine on Ray.
+
+It is a platform plugin: vLLM imports it when it looks for its platform.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What stands in, in the processes of an engine on Ray, for what needs a GPU: model and worker. The rest is the release's own."""
+"""What stands in, in the processes of an engine on Ray, for what needs a GPU: model and worker.
+
+The rest is the release's own.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ class StandInWorker:
 
 
 class StandInExecutor:
-    """Of the release's own engine core, which loads the plugins before it makes this, and gets no further."""
+    """Stands in for the executor of the release's own engine core.
+
+    The core loads the plugins before it makes this, and gets no further.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
         folder = Path(os.environ["STAND_IN_TOLD"])

@@ -40,7 +40,7 @@ def of(pid: int) -> Identity:
 
 
 def record(process: Identity | None = None, rank: int | None = None, world_size: int = 1, **changes: Any) -> Record:
-    """Of a front-end; with *rank*, of a worker that agreed with all others."""
+    """The record of a front-end; with *rank*, of a worker that agreed with all others."""
     return Record(
         graphfix="0.1.0",
         vllm="0.21.0",

@@ -204,7 +204,10 @@ class Server:
         return Answer(done.returncode, json.loads(done.stdout))
 
     def records(self) -> list[dict[str, Any]]:
-        """The status records of this user's processes, as they lie in the folder; not what a test put there, of `NOBODY`."""
+        """The status records of this user's processes, as they lie in the folder.
+
+        What a test put there, of `NOBODY`, is not among them.
+        """
         folder = self.status_folder / f"vllm-graphfix-{os.getuid()}"
         files = sorted(path for path in folder.glob("[!.]*.json") if not path.name.startswith(NOBODY))
         return [json.loads(path.read_bytes()) for path in files]
@@ -226,7 +229,10 @@ class Server:
         return sorted(pid for pid, told in self.pids().items() if told.startswith(title))
 
     def kill_engine(self) -> int:
-        """Kills the engine core as the kernel would, out of memory; returns its pid when all of the server has ended."""
+        """Kills the engine core as the kernel would, out of memory.
+
+        Returns its pid when all of the server has ended.
+        """
         (core,) = self.named("VLLM::EngineCore")
         os.kill(core, signal.SIGKILL)
         self._process.wait(60)
@@ -274,7 +280,10 @@ class Server:
 
 @contextlib.contextmanager
 def started(installed: Installed, folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """A server that starts; with further *flags* and *env*. Its files are in *folder*, its processes end with the block."""
+    """A server that starts; with further *flags* and *env*.
+
+    Its files are in *folder*; its processes end with the block.
+    """
     server = Server(installed, folder, flags, env or {})
     try:
         yield server

@@ -1,4 +1,7 @@
-"""Stands in for `shadow_faults_engine.py`: no vLLM. ``SHADOW_FAULTS_STAND_IN`` says what becomes of the engine of each fault."""
+"""Stands in for `shadow_faults_engine.py`: no vLLM.
+
+``SHADOW_FAULTS_STAND_IN`` says what becomes of the engine of each fault.
+"""
 
 from __future__ import annotations
 

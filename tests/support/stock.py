@@ -37,8 +37,8 @@ def run_in_release(
 
     The plugin is there as it is in production: installed, found through its entry point. Of this process's environment
     no ``VLLM_`` variable reaches the other; *env* comes on top. With *check*, a non-zero exit code is an AssertionError
-    that shows the output. If it is *warm*, it is a fork of a Python that has imported torch and the like, nothing of vLLM's:
-    for what is not about how a process starts.
+    that shows the output. If it is *warm*, it is a fork of a Python that has imported torch and the like, nothing of
+    vLLM's: for what is not about how a process starts.
     """
     with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as scratch:
         done = subprocess.run(
@@ -57,13 +57,16 @@ def run_in_release(
 
 
 def release_environment(release: str | Path, scratch: str) -> dict[str, str]:
-    """Of a process in which *release* is importable, and which leaves what it writes in *scratch*."""
+    """The environment of a process in which *release* is importable, and which leaves what it writes in *scratch*."""
     root = release_root(release) if isinstance(release, str) else release
     return without_settings(scratch) | {"PYTHONPATH": str(root)}
 
 
 def without_settings(scratch: str) -> dict[str, str]:
-    """The environment of this process without settings of vLLM's and the plugin's, for a process that leaves what it writes in *scratch*."""
+    """The environment of this process without settings of vLLM's and the plugin's.
+
+    It is for a process that leaves what it writes in *scratch*.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     return clean | {
         "VLLM_LOGGING_LEVEL": "ERROR",

@@ -14,7 +14,7 @@ from vllm_graphfix.source.files import open_source
 
 
 def shapes(fix: Fix) -> tuple[str, ...]:
-    """Of stock's releases, and those that an edit of the trial names."""
+    """The shapes of stock's releases, and those that an edit of the trial names."""
     affected = (entry for entry in manifest.load()["fixes"][fix.name] if entry["verdict"] == "affected")
     named = (edit.shape for edit in edits_of(fix.name) if edit.verdict is Verdict.AFFECTED and edit.shape)
     return tuple(dict.fromkeys([*(entry["shape"] for entry in affected), *named]))
@@ -38,15 +38,25 @@ PARAMETERS = {
     "EagleCudaGraphManager.capture_graph": "self, num_tokens, generate_fn, input_buffers",
     "prepare_inputs_to_capture": "num_reqs, num_tokens, input_buffers",
     "PrefillEagleCudaGraphManager.capture": "self, forward_fn, full_cg_attn_states, progress_bar_desc",
-    "EagleSpeculator.generate_draft": "self, num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode",
+    "EagleSpeculator.generate_draft": (
+        "self, num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode"
+    ),
     "EagleSpeculator.init_cudagraph_manager": "self, cudagraph_mode",
     "prepare_eagle_inputs": "input_buffers, input_batch, last_token_indices, num_sampled",
     "BaseMambaAttentionMetadataBuilder._compute_common_metadata": "self, common_attn_metadata, num_accepted_tokens",
-    "FlashMLAMetadataBuilder._build_decode": "self, block_table_tensor, seq_lens_device, max_seq_len, query_start_loc_cpu, query_start_loc_device, num_decode_tokens, dcp_tot_seq_lens_device",
-    "GPUModelRunner._determine_batch_execution_and_padding": "self, num_tokens, num_reqs, num_scheduled_tokens_np, max_num_scheduled_tokens, use_cascade_attn",
+    "FlashMLAMetadataBuilder._build_decode": (
+        "self, block_table_tensor, seq_lens_device, max_seq_len, query_start_loc_cpu, query_start_loc_device, "
+        "num_decode_tokens, dcp_tot_seq_lens_device"
+    ),
+    "GPUModelRunner._determine_batch_execution_and_padding": (
+        "self, num_tokens, num_reqs, num_scheduled_tokens_np, max_num_scheduled_tokens, use_cascade_attn"
+    ),
     "GPUModelRunner.update_requests": "self, scheduler_output",
     "dispatch_cg_and_sync_dp": "cudagraph_manager, num_reqs, num_tokens, uniform_token_count, dp_size, dp_rank",
-    "DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors": "self, seq_lens, block_table, decode_lens, decode_lens_cpu, query_start_loc, num_decodes, num_decode_tokens, use_native, next_n, max_decode_len",
+    "DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors": (
+        "self, seq_lens, block_table, decode_lens, decode_lens_cpu, query_start_loc, num_decodes, "
+        "num_decode_tokens, use_native, next_n, max_decode_len"
+    ),
     "MLACommonMetadataBuilder.build": "self, common_prefix_len, common_attn_metadata, fast_build",
     "WorkspaceManager._ensure_workspace_size": "self, required_bytes",
     "GPUModelRunner.capture_model": "self",
@@ -60,7 +70,10 @@ PARAMETERS = {
 
 
 def stock_of(patch: Patch) -> Callable[..., Any]:
-    """A stand-in for the function that *patch* wraps: it returns what it was given, by the names of stock's parameters."""
+    """A stand-in for the function that *patch* wraps.
+
+    It returns what it was given, by the names of stock's parameters.
+    """
     parameters = PARAMETERS.get(patch.name) or _in_the_latest_release(patch)
     made: dict[str, Callable[..., Any]] = {}
     exec(f"def stand_in({parameters}): return told(locals())", {"told": _told}, made)  # noqa: S102 - a signature of stock's

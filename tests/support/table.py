@@ -1,4 +1,7 @@
-"""The table of defects: which stock release is affected by what, as the fixes' records say. The diagnosis has to come to the same."""
+"""The table of defects: which stock release is affected by what, as the fixes' records say.
+
+The diagnosis has to come to the same.
+"""
 
 from __future__ import annotations
 
@@ -73,11 +76,12 @@ SAMPLE = frozenset(
         "0.33.0",
     }
 )
-"""One release of each shape of the code, first and last ones among them: what `make test` runs where a release costs seconds."""
+"""One release of each shape of the code, first and last ones among them: what `make test` runs where a release costs
+seconds."""
 
 
 FEW = frozenset({"0.15.0", "0.17.1", "0.19.1", "0.21.0", "0.27.1", "0.33.0"})
-"""Of the sample, as few as have each fix: what `make test` runs where a release costs half a minute."""
+"""A part of the sample, as few as have each fix: what `make test` runs where a release costs half a minute."""
 
 
 def slow_but_for(some: Sequence[str], releases: Sequence[str]) -> list[Any]:

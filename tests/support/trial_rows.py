@@ -19,13 +19,15 @@ class Edit(NamedTuple):
     release: str
     path: str
     pattern: str
-    """Regular expression, where ``^`` and ``$`` are ends of lines; it has to occur. ``\\A`` in a file that the release lacks: a new one."""
+    """Regular expression, where ``^`` and ``$`` are ends of lines; it has to occur. ``\\A`` in a file that the release
+    lacks: a new one."""
     replacement: str
     verdict: Verdict
     also: tuple[tuple[str, str, str], ...] = ()
     """Path, pattern and replacement of what else is changed, one after the other: in another file, or in the same."""
     shape: str = ""
-    """What the diagnosis has to call it, if that matters: a shape that no stock release has is tested because an edit names it."""
+    """What the diagnosis has to call it, if that matters: a shape that no stock release has is tested because an edit
+    names it."""
     runs: bool = False
     """The scenario runs on it, and `verify` proves the fix there: for a remedy that is cut out."""
 
@@ -35,7 +37,8 @@ class Served(NamedTuple):
 
     release: str
     line: str
-    """Variables in front included. The model is one of `tests/support/served_models.py` (``./llama``, ``./mamba2``, ``./v3``, …), or ``./model``."""
+    """Variables in front included. The model is one of `tests/support/served_models.py` (``./llama``, ``./mamba2``,
+    ``./v3``, …), or ``./model``."""
     answer: Concern
     because: str
     """Some words of the reason."""
@@ -45,7 +48,11 @@ class Served(NamedTuple):
 
 
 def edits_of(fix: str) -> tuple[Edit, ...]:
-    """At least: upstream's remedy written into an affected release (`fixed`), and a change that the plugin does not recognise (`unrecognised`)."""
+    """The edits of the trial of *fix*.
+
+    There are at least upstream's remedy written into an affected release (`fixed`), and a change that the plugin does
+    not recognise (`unrecognised`).
+    """
     edits: tuple[Edit, ...] = _rows(fix).EDITS
     return edits
 

@@ -1,8 +1,13 @@
-"""Python programs in forks of one process that has imported torch and the like, which takes most of the start of anything in vLLM.
+"""Python programs in forks of one process that has imported torch and the like.
 
-``python warm_python.py SOCKET`` imports, prints a line, serves, and ends with its standard input; whatever it forked ends with it.
-``python warm_python.py SOCKET program.py …`` then does what ``python program.py …`` does, with its own environment, folder, input and
-outputs; so do ``-c`` and ``-m``. Nothing of vLLM and nothing of the plugin is imported before the fork: it serves every release.
+Those imports take most of the start of anything in vLLM.
+
+``python warm_python.py SOCKET`` imports, prints a line, serves, and ends with its standard input; whatever it forked
+ends with it.
+
+``python warm_python.py SOCKET program.py …`` then does what ``python program.py …`` does, with its own environment,
+folder, input and outputs; so do ``-c`` and ``-m``. Nothing of vLLM and nothing of the plugin is imported before the
+fork: it serves every release.
 """
 
 from __future__ import annotations
@@ -19,8 +24,10 @@ from types import ModuleType
 from typing import Any
 
 _PRELOADED = (
-    "torch torch._dynamo torch._inductor.compile_fx numba networkx transformers transformers.models.auto transformers.models.auto.modeling_auto "
-    "transformers.processing_utils mistral_common.protocol.instruct.request google.protobuf.descriptor_pb2 opentelemetry.sdk.trace openai fastapi aiohttp xgrammar"
+    "torch torch._dynamo torch._inductor.compile_fx numba networkx transformers transformers.models.auto "
+    "transformers.models.auto.modeling_auto transformers.processing_utils mistral_common.protocol.instruct.request "
+    "google.protobuf.descriptor_pb2 "
+    "opentelemetry.sdk.trace openai fastapi aiohttp xgrammar"
 )
 
 
@@ -29,9 +36,10 @@ _kept: list[tuple[str, int, contextlib.ExitStack]] = []
 
 
 def executable() -> str:
-    """A program that takes Python's arguments, and runs in a fork of the process that is kept for this one; see `end_kept`.
+    """A program that takes Python's arguments, and runs in a fork of the process that is kept for it; see `end_kept`.
 
-    For what is not about how a process starts: what the libraries read of the environment when they are imported was read before.
+    For what is not about how a process starts: what the libraries read of the environment when they are imported was
+    read before.
     """
     import shlex
     import subprocess

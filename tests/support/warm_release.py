@@ -1,4 +1,6 @@
-"""Code in forks of one process of a stock release that has imported all but some modules: thousands of processes, where a fresh one takes seconds.
+"""Code in forks of one process of a stock release that has imported all but some modules.
+
+It makes thousands of processes, where a fresh one takes seconds.
 
 A fork starts with vLLM imported as far as that goes without those modules, and with nothing of the plugin.
 """
@@ -33,7 +35,8 @@ _FORK_LIMIT = 60.0
 
 
 _kept: list[WarmRelease] = []
-"""The release that was asked for last: tests of one release follow each other in one process of pytest (`conftest.py`)."""
+"""The release that was asked for last: tests of one release follow each other in one process of pytest
+(`conftest.py`)."""
 
 
 def run_in_fork(
@@ -44,7 +47,9 @@ def run_in_fork(
     check: bool = True,
     timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
-    """As `run_in_release`, in a fork of a warm process of *release*: for what is not about how a process starts or ends.
+    """Does what `run_in_release` does, in a fork of a warm process of *release*.
+
+    It is for what is not about how a process starts or ends.
 
     Both outputs are in ``stdout``; nothing is done at exit.
     """
@@ -110,7 +115,9 @@ class WarmRelease:
     def run(
         self, code: str, env: Mapping[str, str] | None = None, *, limit: float = _FORK_LIMIT
     ) -> subprocess.CompletedProcess[str]:
-        """As `run_in_release` with ``check=False``; both outputs are in ``stdout``. What is done at exit is not done.
+        """Does what `run_in_release` with ``check=False`` does; both outputs are in ``stdout``.
+
+        What is done at exit is not done.
 
         *limit* is in seconds.
         """
@@ -132,7 +139,10 @@ class WarmRelease:
 
 
 class _NotYet(BaseException):
-    """A module that is left out was asked for: no ``except ImportError`` of vLLM's may take this for a missing dependency."""
+    """A module that is left out was asked for.
+
+    No ``except ImportError`` of vLLM's may take this for a missing dependency.
+    """
 
 
 class _Refusing:
@@ -170,7 +180,10 @@ def _imports(names: Iterable[str]) -> list[str]:
 
 
 def _drop_orphans() -> None:
-    """A package whose import failed is gone, and what it had imported of itself by then is not: a later import would have two copies."""
+    """Drops modules whose package is gone because its import failed.
+
+    What a package had imported of itself by then is not gone: a later import would have two copies.
+    """
     for name in sorted(sys.modules):
         if name.startswith("vllm.") and name.rpartition(".")[0] not in sys.modules:
             del sys.modules[name]

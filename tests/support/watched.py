@@ -1,4 +1,7 @@
-"""Runs a function in a forked process of its own: what it asked the system for, and whether it kept to a limit of time and memory."""
+"""Runs a function in a forked process of its own.
+
+It tells what the function asked the system for, and whether it kept to a limit of time and memory.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ class Watched(NamedTuple):
 
 
 def watched(function: Callable[[], Any], *, seconds: int = 30, memory: int = 512 << 20) -> Watched:
-    """Calls *function* in a forked process. AssertionError if it raises, needs more CPU time or wall time or grows by more bytes than that."""
+    """Calls *function* in a forked process.
+
+    Raises AssertionError if it raises, needs more CPU time or wall time or grows by more bytes than that.
+    """
     _import_all()
     # What is free but not given back counts as used before the call: the call could grow into it unseen.
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
@@ -135,7 +141,7 @@ def _peak() -> int:
 
 
 class Answer(NamedTuple):
-    """Of a command."""
+    """The answer of a command."""
 
     code: int
     out: str
@@ -143,7 +149,10 @@ class Answer(NamedTuple):
 
 
 def answer(*arguments: str, env: Mapping[str, str] | None = None) -> Answer:
-    """Of `vllm-graphfix`, called in this process. AssertionError if it ends in a traceback, or in an error that is not one printable line."""
+    """The answer of `vllm-graphfix`, called in this process.
+
+    Raises AssertionError if it ends in a traceback, or in an error that is not one printable line.
+    """
     done = CliRunner().invoke(app, list(arguments), env=env or {})
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise AssertionError(f"{arguments}: {type(done.exception).__name__}: {done.exception}") from done.exception

@@ -1,4 +1,4 @@
-"""Of c128a-stride: changes of vLLM that its diagnosis has to see, and deployments that it concerns or does not."""
+"""Trials of c128a-stride: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.c128a_stride import _BACKEND
 
 width = r"max_compressed_tokens=active_topk_width"
-rows = r"global_decode_buffer\.view\(-1\)\[\n +: num_decode_tokens \* max_compressed_tokens\n +\]\.view\(num_decode_tokens, max_compressed_tokens\)"
+rows = (
+    r"global_decode_buffer\.view\(-1\)\[\n +: num_decode_tokens \* max_compressed_tokens\n"
+    r" +\]\.view\(num_decode_tokens, max_compressed_tokens\)"
+)
 whole = "max_compressed_tokens=self.c128a_max_compressed"
 packed = "global_decode_buffer.view(-1)[:num_decode_tokens * max_compressed_tokens].view(num_decode_tokens, -1)"
 v4 = {

@@ -1,4 +1,4 @@
-"""Of capture-state: changes of vLLM that its diagnosis has to see, and deployments that it concerns or does not."""
+"""Trials of capture-state: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of draft-decode-mode: changes of vLLM that its diagnosis has to see, and deployments that it concerns or does not."""
+"""Trials of draft-decode-mode: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
 
 from __future__ import annotations
 

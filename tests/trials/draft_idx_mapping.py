@@ -1,4 +1,4 @@
-"""Of draft-idx-mapping: changes of vLLM that its diagnosis has to see, and deployments that it concerns or does not."""
+"""Trials of draft-idx-mapping: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from vllm_graphfix.fixes.draft_idx_mapping import _BASE, _DFLASH, _EAGLE, _GUMBE
 left_out = (
     _GUMBEL,
     r"^( +)temp = tl\.load\(temp_ptr \+ req_state_idx\)((?:.*\n)*?)( +)mask=mask,",
-    r"\1is_valid_req = req_state_idx >= 0\n\1temp = tl.load(temp_ptr + req_state_idx, mask=is_valid_req, other=0.0)\2\3mask=mask & is_valid_req,",
+    (
+        r"\1is_valid_req = req_state_idx >= 0\n"
+        r"\1temp = tl.load(temp_ptr + req_state_idx, mask=is_valid_req, other=0.0)\2\3mask=mask & is_valid_req,"
+    ),
 )
 mapped = r"^( +)self\.idx_mapping\[:num_reqs\]\.copy_\(.*\)\n"
 padded = r"\g<0>\1self.idx_mapping[num_reqs:].fill_(-1)\n"
 of_dflash = (_DFLASH, r"(out_sample_idx_mapping_ptr \+ block), 0,", r"\1, -1,")
 v2 = "VLLM_USE_V2_MODEL_RUNNER=1 "
-sampled = (
-    v2
-    + """./llama -sc '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3, "draft_sample_method": "%s"}'"""
+sampled = v2 + (
+    """./llama -sc '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3, """
+    """"draft_sample_method": "%s"}'"""
 )
 
 EDITS = (

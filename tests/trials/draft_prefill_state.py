@@ -1,4 +1,4 @@
-"""Of draft-prefill-state: changes of vLLM that its diagnosis has to see, and deployments that it concerns or does not."""
+"""Trials of draft-prefill-state: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
 
 from __future__ import annotations
 

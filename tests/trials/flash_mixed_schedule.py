@@ -1,4 +1,4 @@
-"""Of flash-mixed-schedule: changes of vLLM that its diagnosis has to see, and deployments that it concerns or does not."""
+"""Trials of flash-mixed-schedule: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ EDITS = (
         also=(
             (
                 _BACKEND,
-                r"^( +)(self\.scheduler_metadata\[:n\] = scheduler_metadata\n(?:.*\n)*?)( +return self\.scheduler_metadata\[:n\]\n)",
+                (
+                    r"^( +)(self\.scheduler_metadata\[:n\] = scheduler_metadata\n"
+                    r"(?:.*\n)*?)( +return self\.scheduler_metadata\[:n\]\n)"
+                ),
                 r"\3\1\2",
             ),
         ),

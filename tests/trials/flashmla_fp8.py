@@ -1,4 +1,4 @@
-"""Of flashmla-fp8: changes of vLLM that its diagnosis has to see, and deployments that it concerns or does not."""
+"""Trials of flashmla-fp8: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of idle-rank: changes of vLLM that its diagnosis has to see, and deployments that it concerns or does not."""
+"""Trials of idle-rank: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ EDITS = (
         "0.33.0",
         _RUNNER,
         r"^( *)self\.input_batch\.block_table\.commit_block_table\(num_reqs_padded\)\n",
-        r"\1for table in self.input_batch.block_table.block_tables:\n\1    table.get_device_tensor(num_reqs_padded).zero_()\n",
+        (
+            r"\1for table in self.input_batch.block_table.block_tables:\n"
+            r"\1    table.get_device_tensor(num_reqs_padded).zero_()\n"
+        ),
         Verdict.FIXED,
         also=(
             (
@@ -31,7 +34,10 @@ EDITS = (
         "0.33.0",
         _RUNNER,
         r"^( *)self\.input_batch\.block_table\.commit_block_table\(num_reqs_padded\)\n",
-        r"\1for table in self.input_batch.block_table.block_tables:\n\1    table.get_device_tensor(num_reqs_padded).zero_()\n",
+        (
+            r"\1for table in self.input_batch.block_table.block_tables:\n"
+            r"\1    table.get_device_tensor(num_reqs_padded).zero_()\n"
+        ),
         Verdict.UNRECOGNISED,
         also=(
             (
@@ -50,7 +56,10 @@ EDITS = (
         "slots not padded",
         "0.33.0",
         _RUNNER,
-        r"^ *if slot_mappings_by_group is not None:\n *for sm in slot_mappings_by_group\.values\(\):\n *sm\.fill_\(-1\)\n",
+        (
+            r"^ *if slot_mappings_by_group is not None:\n *for sm in slot_mappings_by_group\.values\(\):\n"
+            r" *sm\.fill_\(-1\)\n"
+        ),
         "",
         affected,
         shape="slots",

@@ -1,4 +1,4 @@
-"""Of mamba-all-mode: changes of vLLM that its diagnosis has to see, and deployments that it concerns or does not."""
+"""Trials of mamba-all-mode: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of prefill-dispatch: changes of vLLM that its diagnosis has to see, and deployments that it concerns or does not."""
+"""Trials of prefill-dispatch: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from vllm_graphfix.fixes.prefill_dispatch import _GRAPHS_V2, _RUNNER, _RUNNER_V2
 told = r"^( *)force_uniform_decode: bool \| None = None,\n( *)\) -> bool:"
 asks = r"\1force_uniform_decode: bool | None = None,\n\1past_prompt: bool = True,\n\2) -> bool:"
 phases = (
-    r"\1force_uniform_decode=force_uniform_decode,\n\1past_prompt=bool((self.input_batch.num_computed_tokens_cpu[:num_reqs] "
+    r"\1force_uniform_decode=force_uniform_decode,\n"
+    r"\1past_prompt=bool((self.input_batch.num_computed_tokens_cpu[:num_reqs] "
     r">= self.input_batch.num_prompt_tokens[:num_reqs]).all()),\n"
 )
 remedy = (

@@ -1,4 +1,4 @@
-"""Of prompt-logprobs: changes of vLLM that its diagnosis has to see, and deployments that it concerns or does not."""
+"""Trials of prompt-logprobs: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ EDITS = (
         "0.25.1",
         _RUNNER,
         r"^( {16})if input_fits_in_drafter:\n(?= *propose_draft_token_ids\(sampled_token_ids\)\n {16}else:)",
-        r"\1if input_fits_in_drafter:\n\1    if self.num_prompt_logprobs:\n\1        hidden_states = hidden_states[:].clone()\n",
+        (
+            r"\1if input_fits_in_drafter:\n\1    if self.num_prompt_logprobs:\n"
+            r"\1        hidden_states = hidden_states[:].clone()\n"
+        ),
         fixed,
     ),
     Edit(

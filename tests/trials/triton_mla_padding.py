@@ -1,4 +1,4 @@
-"""Of triton-mla-padding: changes of vLLM that its diagnosis has to see, and deployments that it concerns or does not."""
+"""Trials of triton-mla-padding: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
 
 from __future__ import annotations
 
