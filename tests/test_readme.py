@@ -210,6 +210,14 @@ def test_scripts_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_prose_is_no_wider_than_120_columns(page: Path) -> None:
+    """Tables, commands, what a page quotes, generated parts and the head for other pages are as wide as they are."""
+    left_out = r"\A---\n.*?\n---\n|^ *```.*?^ *```$|<!-- generated.*?<!-- end -->"
+    text = re.sub(left_out, "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 120 and not line.lstrip().startswith(("|", "#"))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     """Files, pictures and headings; addresses on the net are not followed."""
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

@@ -32,10 +32,10 @@ levels down."""
 
 
 def has_consumed_plan(state: object) -> bool:
-    """Whether a lazy plan in *state*, or in what a forward function keeps, was made: the pass that follows records no planner.
+    """Whether a lazy plan in *state*, or in what a forward function keeps, has already been made.
 
-    `FlashMLASchedMeta` says so in ``have_initialized``. Attention metadata without a lazy plan have none. Reads
-    attributes alone, no tensor and no property; never raises.
+    If so, the pass that follows records no planner. `FlashMLASchedMeta` says so in ``have_initialized``. Attention
+    metadata without a lazy plan have none. Reads attributes alone, no tensor and no property; never raises.
     """
     seen: dict[int, object] = {}
     level = [state]
@@ -102,7 +102,10 @@ BUILDS_STATES = (MANAGER, _MODEL_STATE, _ATTENTION, _FLASHMLA, *dict(_SPARSE), *
 _BUILT = "attn_metadata, slot_mappings = prepare_inputs_to_capture(...)"
 _GIVEN = (
     "set_forward_context(attn_metadata, *..., slot_mapping=slot_mappings)",
-    "set_forward_context(attn_metadata if cg_mode != CUDAGraphMode.PIECEWISE else None, *..., slot_mapping=slot_mappings)",
+    (
+        "set_forward_context(attn_metadata if cg_mode != CUDAGraphMode.PIECEWISE else None, *..., "
+        "slot_mapping=slot_mappings)"
+    ),
     "set_forward_context(*..., attn_metadata=attn_metadata, slot_mapping=slot_mappings)",
 )
 """How a pass gets its state."""
@@ -126,16 +129,17 @@ _PLANNED = "scheduler_metadata, _ = get_mla_metadata(...)"
 _PLANNED_SPARSE = (_PLANNED, "out[layer_type] = get_mla_metadata()[0]")
 # A call that is none of these may do something about the state.
 _CALLS_BETWEEN_PASSES = frozenset(
-    "CUDAGraph capture_fn cdiv copy_ create_forward_fn debug empty empty_like forward_fn generate_fn get_offloader getattr "
-    "make_num_tokens_across_dp min model nullcontext prepare_dummy_inputs prepare_inputs_to_capture set_forward_context "
-    "sync_prev_onload".split()
+    "CUDAGraph capture_fn cdiv copy_ create_forward_fn debug empty empty_like forward_fn generate_fn get_offloader "
+    "getattr make_num_tokens_across_dp min model nullcontext prepare_dummy_inputs prepare_inputs_to_capture "
+    "set_forward_context sync_prev_onload".split()
 )
 
 
 def forward_functions(capture: Function) -> list[ast.Assign]:
-    """Where `CudaGraphManager.capture(create_forward_fn, …)` asks for one: once for the warm-up and the graph, or once for each.
+    """Where `CudaGraphManager.capture(create_forward_fn, …)` asks for a forward function.
 
-    Empty for code of which it is not known that a FULL descriptor's passes are a warm-up and then the one in the graph.
+    It asks once for the warm-up and the graph, or once for each. Empty for code of which it is not known that a FULL
+    descriptor's passes are a warm-up and then the one in the graph.
     """
     from vllm_graphfix.source.functions import first_target
 
@@ -189,7 +193,10 @@ def _left_alone(capture: Function, ask: ast.Assign) -> bool:
 
 
 def builds_each_state(source: Source) -> bool:
-    """Whether the target's factory builds a state whenever it is asked, all the way down to the plan, and nobody keeps one (0.18.0+)."""
+    """Whether the target's factory builds a new state whenever it is asked, and nobody keeps one (0.18.0+).
+
+    This is followed all the way down to the plan.
+    """
     target = source.function(MANAGER, "ModelCudaGraphManager.capture")
     factory = target and target.inner("create_forward_fn")
     forward = factory and factory.inner("forward_fn")
@@ -282,7 +289,7 @@ def prepares_each_state(source: Source) -> bool:
 
 
 def plans_each_batch(build: Function) -> bool:
-    """Whether `FlashMLAMetadataBuilder._build_decode` hands on a plan of FlashMLA's made in this call, and does nothing else with it."""
+    """Whether `FlashMLAMetadataBuilder._build_decode` only hands on a FlashMLA plan that this call made."""
     return build.always(_PLANNED) and build.confines(
         "scheduler_metadata",
         _PLANNED,
@@ -296,7 +303,10 @@ _ONCE_AND_TWICE = {"prepare_inputs_to_capture": 1, "set_forward_context": 2}
 
 
 def hands_both_passes_one_state(captures: list[Function], run: str, *given: str) -> bool:
-    """Whether these, `capture_graph` and what it calls (0.15.0-0.17.1), build one state and *run* twice, *given* that state."""
+    """Whether *captures* (0.15.0-0.17.1) build one state and *run* twice, *given* that state.
+
+    *captures* are `capture_graph` and what it calls.
+    """
     found = [part for each in captures for part in each.find(_BUILT)]
     if len(found) != 1:
         return False
@@ -369,7 +379,10 @@ class FactoryPerPass:
 
 
 class _Passes:
-    """The forward function of one FULL descriptor: a warm-up on the state that was built first, and a pass on a state of its own."""
+    """The forward function of one FULL descriptor: a warm-up and a recorded pass with different states.
+
+    The warm-up has the state that was built first, the recorded pass a state of its own.
+    """
 
     def __init__(self, factory: FactoryPerPass, descriptor: Any, made: Any, create: Callable[[], Any]) -> None:
         self._factory, self._descriptor, self._create = factory, descriptor, create
@@ -391,7 +404,10 @@ class _Passes:
         return result
 
     def _prepare_recorded_pass(self, warmed_up: Any) -> None:
-        """After the warm-up: built before it, the state's views of builder-owned buffers could be overwritten (PR 48261)."""
+        """Prepares the state of the recorded pass after the warm-up.
+
+        If it were built before, the state's views of builder-owned buffers could be overwritten (PR 48261).
+        """
         try:
             self._factory.consumed += has_consumed_plan(warmed_up)
             made = self._create()
@@ -409,13 +425,17 @@ def _descriptor(asked: tuple[Any, ...], asked_by_name: dict[str, Any]) -> Any:
 
 
 class WatchedFactory:
-    """``create_forward_fn`` that hands on what the stock one makes, the very objects, and looks at them when their passes are over."""
+    """``create_forward_fn`` that returns what the stock one makes and inspects it after its passes.
+
+    It hands on the very objects that the stock one makes.
+    """
 
     def __init__(self, create: CreateForwardFn) -> None:
         self._create = create
         self._made: Any = None
         self.consumed = 0
-        """As in `FactoryPerPass`. Both passes have run on the one state; the plan went to the first."""
+        """FULL descriptors so far, counted as in `FactoryPerPass`. Both passes have run on the one state; the plan went
+        to the first."""
 
     def __call__(self, *asked: Any, **asked_by_name: Any) -> Any:
         self.look()
@@ -439,7 +459,10 @@ def is_full(descriptor: Any) -> bool:
 
 
 class RebuildableStates(dict[Any, Any]):
-    """What `CudaGraphManager.capture` returns (0.21.0-0.22.1), descriptor to attention state, and a way to build them again."""
+    """What `CudaGraphManager.capture` returns (0.21.0-0.22.1), and a way to build the states again.
+
+    That is a mapping from descriptor to attention state.
+    """
 
     def __init__(self, states: dict[Any, Any], create: CreateForwardFn) -> None:
         super().__init__(states)
@@ -457,7 +480,10 @@ class RebuildableStates(dict[Any, Any]):
 
 
 class UntouchedStates(dict[Any, Any]):
-    """Descriptor to attention state; for a FULL descriptor every look-up builds one that no forward pass has touched."""
+    """A mapping from descriptor to attention state that has untouched states for FULL descriptors.
+
+    For a FULL descriptor every look-up builds a state that no forward pass has touched.
+    """
 
     def __init__(self, states: RebuildableStates, fallback: Fallback) -> None:
         super().__init__(states)
@@ -478,7 +504,10 @@ asks_per_pass: ContextVar[bool] = ContextVar("graphfix_asks_per_pass", default=F
 
 
 class CaptureSession:
-    """One descriptor of `capture_graph` (0.15.0-0.17.1): how its attention state was built, and whether a pass has had it."""
+    """One descriptor of `capture_graph` (0.15.0-0.17.1).
+
+    Keeps how its attention state was built, and whether a pass has had it.
+    """
 
     def __init__(self, fallback: Fallback) -> None:
         self._fallback = fallback
@@ -497,7 +526,10 @@ class CaptureSession:
     def for_next_pass(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: tuple[Any, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of a call, by place or by name, with *state*, or that of the next pass, where the one that was built stands."""
+        """The arguments of a call, positional or keyword, with the state that was built replaced.
+
+        *state*, or the state of the next pass, takes its place.
+        """
         try:
             if not self.concerns(*args, *kwargs.values()):
                 return args, kwargs
@@ -527,7 +559,10 @@ class CaptureSession:
         return self._state
 
     def consumed(self) -> bool:
-        """Whether the warm-up has consumed the plan of the state that was built first, which stock would have recorded with."""
+        """Whether the warm-up has consumed the plan of the state that was built first.
+
+        Stock would have recorded the graph with that plan.
+        """
         return has_consumed_plan(self._state)
 
 

@@ -1,4 +1,7 @@
-"""`c128a-stride`: the rows of DeepSeek V4's compressed attention stay where graphs read them, however long a batch is (PR 51318)."""
+"""`c128a-stride`: rows of DeepSeek V4's compressed attention stay where graphs read them (PR 51318).
+
+They stay there however long a batch is.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,8 @@ _PACKED = (
 
 ROWS_CLOSER = Event(
     "rows-closer",
-    "A decode batch reached DeepSeek V4's compressed attention whose rows stock packs more closely than the capture did: from the second "
-    "row on, graphs read another request's.",
+    "A decode batch reached DeepSeek V4's compressed attention whose rows stock packs more closely than the capture "
+    "did: from the second row on, graphs read another request's.",
 )
 FALLBACK = Fallback()
 
@@ -75,7 +78,8 @@ def diagnose(source: Source) -> Diagnosis:
         ):
             return Diagnosis(
                 Verdict.AFFECTED,
-                "rows are packed as closely as the longest request of the batch allows, and graphs read them where the capture had them",
+                "rows are packed as closely as the longest request of the batch allows, and graphs read them where "
+                "the capture had them",
                 build.at(width),
                 "packed-by-length",
             )
@@ -92,9 +96,10 @@ def _at_the_buffers_stride(rows: Function) -> str | None:
 
 
 def _rows_as_wide_as_their_buffer(stock: StockFunction) -> StockFunction:
-    """Around `_build_c128a_metadata(cm, req_id_per_token)`: where a full graph is captured or may be replayed, rows are of one width.
+    """Wraps `_build_c128a_metadata(cm, req_id_per_token)` so that all rows have one width.
 
-    Stock takes the width from `max_seq_len`. Entries beyond a request's own are -1, and its count leaves them out.
+    This holds where a full graph is captured or may be replayed. Stock takes the width from `max_seq_len`. Entries
+    beyond a request's own are -1, and its count leaves them out.
     """
 
     @functools.wraps(stock)
@@ -129,7 +134,10 @@ def _watch_width(stock: StockFunction) -> StockFunction:
 
 
 def _rows_are_closer(builder: Any, cm: Any) -> bool:
-    """Whether a second row of this decode batch, of a size that has a graph, is nearer to the first than in their buffer."""
+    """Whether the second row of this decode batch is nearer to the first than it is in their buffer.
+
+    Only batches of a size that has a graph count.
+    """
     if cm.num_actual_tokens < 2 or cm.max_query_len > builder.reorder_batch_threshold:
         return False
     entries = max(cm.max_seq_len // builder.compress_ratio, _ALIGNMENT)
@@ -177,15 +185,19 @@ FIX = Fix(
     summary="rows of DeepSeek V4's compressed attention stay where graphs read them",
     releases="0.27.0 - 0.27.1",
     absent="0.14.1 - 0.19.1",
-    symptom="With full CUDA graphs and a --max-model-len above 16384, DeepSeek V4 gives wrong answers as soon as two requests decode together.",
-    cause="Layers with a compress_ratio of 128 read, for each token, a row of slots in the cache. Rows are packed as closely as the longest "
-    "request of the batch allows. A capture assumes the longest request that the model allows, and its graph reads rows that far apart; "
-    "later batches are shorter. From the second row on, it reads slots of other requests, or of earlier batches.",
-    remedy="For decode batches that a graph may be replayed for, rows are as wide as in the capture. What is beyond a request's own entries is "
-    "marked as such, and left out by its count, as before.",
+    symptom="With full CUDA graphs and a --max-model-len above 16384, DeepSeek V4 gives wrong answers as soon as two "
+    "requests decode together.",
+    cause="Layers with a compress_ratio of 128 read, for each token, a row of slots in the cache. Rows are packed as "
+    "closely as the longest request of the batch allows. A capture assumes the longest request that the model allows, "
+    "and its graph reads rows that far apart; later batches are shorter. From the second row on, it reads slots of "
+    "other requests, or of earlier batches.",
+    remedy="For decode batches that a graph may be replayed for, rows are as wide as in the capture. What is beyond a "
+    "request's own entries is marked as such, and left out by its count, as before.",
     detect="One request at a time gets a correct answer, two at once do not; with --enforce-eager both do.",
-    concerns="DeepSeek V4 with layers of compress_ratio 128, a cudagraph_mode that includes FULL, --max-model-len above 16384 (the model's own is).",
-    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or --max-model-len 16384.',
+    concerns="DeepSeek V4 with layers of compress_ratio 128, a cudagraph_mode that includes FULL, --max-model-len "
+    "above 16384 (the model's own is).",
+    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or --max-model-len '
+    "16384.",
     removable="with vLLM 0.28.0",
     runner=None,
     reads=(_BACKEND, _BACKEND_BEFORE, _UTILS),

@@ -1,4 +1,7 @@
-"""`capture-state`: full graphs of model runner V2 are captured on an attention state that no pass has touched (PR 42444)."""
+"""`capture-state`: full graphs of model runner V2 are captured on an untouched attention state (PR 42444).
+
+No pass has touched that state.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,8 @@ _EAGLE_MODULES = {shape: path.removesuffix(".py").replace("/", ".") for shape, p
 
 STATE_CONSUMED = Event(
     "state-consumed",
-    "A full graph was captured after its warm-up had consumed the attention plan: on stock every replay uses the plan of a dummy batch.",
+    "A full graph was captured after its warm-up had consumed the attention plan: on stock every replay uses the plan "
+    "of a dummy batch.",
 )
 FALLBACK = Fallback()
 
@@ -217,7 +221,10 @@ def _of_full_graph(
 
 
 def _generate_with_a_state_per_pass(generate_fn: Any) -> Any:
-    """`generate_fn` of an Eagle manager. It is called inside the graph: the recorded pass's state must be there before."""
+    """`generate_fn` of an Eagle manager, with a state for each pass.
+
+    It is called inside the graph: the recorded pass's state must be there before.
+    """
     prepared: list[tuple[Any, Any]] = []
 
     def generate(*args: Any, **kwargs: Any) -> Any:
@@ -275,12 +282,13 @@ FIX = Fix(
     releases="0.15.0 - 0.21.0",
     symptom="With model runner V2 and full CUDA graphs, DeepSeek models on FlashMLA answer with gibberish or loop. "
     "Upstream measured gsm8k 0.169 with the defect and 0.954 without.",
-    cause="The manager warms up and captures on one attention state. FlashMLA plans its tiles in the first kernel call that sees a "
-    "state, which is the warm-up's, so the planner is not in the graph and every replay uses the plan of the dummy batch.",
-    remedy="The pass that a full graph records gets an attention state of its own, built by vLLM's own factory, outside the graph, "
-    "after the warm-up has returned. PIECEWISE captures are as before.",
-    detect="Output differs from --enforce-eager on the same prompts from the first decoded tokens on, and more so the further sequence lengths "
-    "are from those of the capture.",
+    cause="The manager warms up and captures on one attention state. FlashMLA plans its tiles in the first kernel "
+    "call that sees a state, which is the warm-up's, so the planner is not in the graph and every replay uses the "
+    "plan of the dummy batch.",
+    remedy="The pass that a full graph records gets an attention state of its own, built by vLLM's own factory, "
+    "outside the graph, after the warm-up has returned. PIECEWISE captures are as before.",
+    detect="Output differs from --enforce-eager on the same prompts from the first decoded tokens on, and more so the "
+    "further sequence lengths are from those of the capture.",
     concerns="VLLM_USE_V2_MODEL_RUNNER=1, a cudagraph_mode that includes FULL, MLA models on FlashMLA (Hopper).",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or model runner V1.',
     removable="with vLLM 0.22.0",

@@ -1,4 +1,7 @@
-"""`compressor-skip`: graphs of DeepSeek V4 write the compressed entries of groups that their capture did not complete (as in 0.33.0)."""
+"""`compressor-skip`: graphs of DeepSeek V4 write all compressed entries (as in 0.33.0).
+
+They also write those of groups that their capture did not complete.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,8 @@ _SHAPES = {
 
 LAYER_LEFT_OUT = Event(
     "layer-left-out",
-    "A layer of DeepSeek V4 was recorded into a graph that leaves out what writes compressed entries: on stock no replay writes one there.",
+    "A layer of DeepSeek V4 was recorded into a graph that leaves out what writes compressed entries: on stock no "
+    "replay writes one there.",
 )
 FALLBACK = Fallback()
 
@@ -81,8 +85,8 @@ def diagnose(source: Source) -> Diagnosis:
             if shape is not None:
                 return Diagnosis(
                     Verdict.AFFECTED,
-                    "a step that completes no group of 128 tokens leaves its entries out, also one that a graph records while the "
-                    "forward context says NONE or PIECEWISE",
+                    "a step that completes no group of 128 tokens leaves its entries out, also one that a graph "
+                    "records while the forward context says NONE or PIECEWISE",
                     forward.at(left_out),
                     shape,
                 )
@@ -118,10 +122,11 @@ def _shape(source: Source, forward: Function, build: Function) -> str | None:
 
 
 def _written_by_graphs(stock: StockFunction) -> StockFunction:
-    """Around `DeepseekCompressor.forward`: while a graph is captured, no layer is told that the batch completes no group.
+    """Wraps `DeepseekCompressor.forward`: while a graph is captured, each layer writes its entries.
 
-    A graph cannot decide anew in each replay, and the batch of a capture is a dummy. Where no group is completed, the
-    kernel of the layer writes nothing. Without a capture everything is as it was, warm-ups included.
+    No layer is told that the batch completes no group. A graph cannot decide anew in each replay, and the batch of a
+    capture is a dummy. Where no group is completed, the kernel of the layer writes nothing. Without a capture
+    everything is as it was, warm-ups included.
     """
     import torch
 
@@ -172,7 +177,10 @@ def _is_recorded(torch: Any) -> bool:
 
 
 def _leaves_out(layer: Any) -> Any | None:
-    """The metadata of this step because of which stock leaves out what writes *layer*'s entries; None if it does not."""
+    """The metadata of this step that make stock leave out the kernel that writes *layer*'s entries.
+
+    None if stock runs that kernel.
+    """
     from vllm.forward_context import get_forward_context
     from vllm.platforms import current_platform
 
@@ -226,19 +234,20 @@ FIX = Fix(
     summary="graphs of DeepSeek V4 write compressed entries of groups that their capture did not complete",
     releases="0.27.0 - 0.32.0; before 0.30.0 only microbatches of model runner V1",
     absent="0.14.1 - 0.19.1",
-    symptom="With CUDA graphs and model runner V2, DeepSeek V4 forgets what is further back than its sliding window: answers that need it are "
-    "wrong, and more of them the longer the request. Nothing else tells of it.",
-    cause="Layers with a compress_ratio of 128 attend to one entry for each group of 128 tokens. A step that completes no group does not "
-    "run what writes entries, unless the forward context says that it is of a full graph. Model runner V2 captures its full graphs under "
-    "a context that says NONE, and piecewise ones under PIECEWISE, on dummy batches that complete no group; model runner V1 captures so "
-    "with microbatches. Their graphs hold no such kernel: in none of their replays an entry is written, and attention reads what another "
-    "request has left in its place.",
-    remedy="While a graph is captured, a layer is not told that the batch completes no group, so that the graph holds the kernel. It writes "
-    "where a group is completed, and nothing elsewhere. Steps without a graph are as before.",
-    detect="Questions about the beginning of a long prompt get worse answers than with --enforce-eager. The counter of `observe` counts layers as soon "
-    "as graphs have been captured.",
-    concerns="DeepSeek V4 with layers of compress_ratio 128, CUDA graphs, model runner V2 from 0.30.0 on (the default there) or --enable-dbo; not "
-    "with drafts under asynchronous scheduling.",
+    symptom="With CUDA graphs and model runner V2, DeepSeek V4 forgets what is further back than its sliding window: "
+    "answers that need it are wrong, and more of them the longer the request. Nothing else tells of it.",
+    cause="Layers with a compress_ratio of 128 attend to one entry for each group of 128 tokens. A step that "
+    "completes no group does not run what writes entries, unless the forward context says that it is of a full graph. "
+    "Model runner V2 captures its full graphs under a context that says NONE, and piecewise ones under PIECEWISE, on "
+    "dummy batches that complete no group; model runner V1 captures so with microbatches. Their graphs hold no such "
+    "kernel: in none of their replays an entry is written, and attention reads what another request has left in its "
+    "place.",
+    remedy="While a graph is captured, a layer is not told that the batch completes no group, so that the graph holds "
+    "the kernel. It writes where a group is completed, and nothing elsewhere. Steps without a graph are as before.",
+    detect="Questions about the beginning of a long prompt get worse answers than with --enforce-eager. The counter "
+    "of `observe` counts layers as soon as graphs have been captured.",
+    concerns="DeepSeek V4 with layers of compress_ratio 128, CUDA graphs, model runner V2 from 0.30.0 on (the default "
+    "there) or --enable-dbo; not with drafts under asynchronous scheduling.",
     workaround="--enforce-eager; or model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0) without --enable-dbo.",
     removable="with vLLM 0.33.0",
     runner=None,

@@ -1,4 +1,7 @@
-"""`dcp-context-lens`: with decode context parallelism, FlashAttention's graphs read a rank's context lengths of their own batch (PR 36070)."""
+"""`dcp-context-lens`: FlashAttention's graphs read a rank's context lengths of their own batch (PR 36070).
+
+This concerns decode context parallelism.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ _KEPT = "_graphfix_dcp_context_kv_lens"
 
 LENGTHS_OF_ANOTHER_BATCH = Event(
     "lengths-of-another-batch",
-    "A batch small enough for a graph reached FlashAttention with decode context parallelism: on stock a full graph attends to as much "
-    "context as its capture had, or as the reused memory happens to say.",
+    "A batch small enough for a graph reached FlashAttention with decode context parallelism: on stock a full graph "
+    "attends to as much context as its capture had, or as the reused memory happens to say.",
 )
 FALLBACK = Fallback()
 
@@ -69,7 +72,10 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _gives_what_it_assigns(build: Function) -> bool:
-    """Whether the metadata have the lengths that are assigned last, and nothing else is done with these but to schedule by them."""
+    """Whether the metadata have the lengths that are assigned last.
+
+    Apart from that, the lengths must only be used for scheduling.
+    """
     assigned = build.assignments(_LENGTHS, "...")
     return (
         len(assigned) in _MENTIONS
@@ -79,7 +85,10 @@ def _gives_what_it_assigns(build: Function) -> bool:
 
 
 def _are_kept(build: Function, assigned: ast.Assign) -> bool:
-    """Whether the lengths are the first rows of an attribute of the builder, which are written before, in the same block."""
+    """Whether the lengths are the first rows of an attribute of the builder.
+
+    The attribute must be written before, in the same block.
+    """
     kept = assigned.value
     if not (isinstance(kept, ast.Subscript) and isinstance(kept.value, ast.Attribute)):
         return False
@@ -116,7 +125,10 @@ def _own_lengths(stock: StockFunction) -> StockFunction:
 
 
 def _kept(builder: Any, lengths: torch.Tensor) -> torch.Tensor:
-    """The builder's buffer, for as many requests as a batch may have; made with its first metadata, which no graph is captured before."""
+    """The builder's buffer of lengths, for as many requests as a batch may have.
+
+    It is made with the builder's first metadata, which no graph is captured before.
+    """
     kept: torch.Tensor | None = getattr(builder, _KEPT, None)
     if kept is None:
         from torch import inference_mode
@@ -180,15 +192,17 @@ FIX = Fix(
     references=(),
     summary="with decode context parallelism, graphs read the context lengths of their own batch",
     releases="0.14.1 - 0.19.1",
-    symptom="With --decode-context-parallel-size above 1 and full CUDA graphs, models on FlashAttention answer with text that has nothing to do with "
-    "the prompt, as if they had read none of it, or only a part.",
-    cause="How many tokens of each request's context are on this rank is computed in every step, into a new tensor. A full graph reads the "
-    "tensor of its capture, which has been freed since: it sees the context lengths of the capture's dummy batch, or whatever that "
-    "memory holds now.",
-    remedy="The lengths are copied into a buffer that each attention metadata builder keeps and whose address the graph recorded. Rows beyond the batch are 0.",
-    detect="Answers are wrong with --decode-context-parallel-size, and right with --enforce-eager or without that flag.",
-    concerns="Models without latent attention (MLA) on FlashAttention, --decode-context-parallel-size above 1 (which needs more tensor-parallel ranks than "
-    "KV heads), a cudagraph_mode that includes FULL. Both model runners.",
+    symptom="With --decode-context-parallel-size above 1 and full CUDA graphs, models on FlashAttention answer with "
+    "text that has nothing to do with the prompt, as if they had read none of it, or only a part.",
+    cause="How many tokens of each request's context are on this rank is computed in every step, into a new tensor. A "
+    "full graph reads the tensor of its capture, which has been freed since: it sees the context lengths of the "
+    "capture's dummy batch, or whatever that memory holds now.",
+    remedy="The lengths are copied into a buffer that each attention metadata builder keeps and whose address the "
+    "graph recorded. Rows beyond the batch are 0.",
+    detect="Answers are wrong with --decode-context-parallel-size, and right with --enforce-eager or without that "
+    "flag.",
+    concerns="Models without latent attention (MLA) on FlashAttention, --decode-context-parallel-size above 1 (which "
+    "needs more tensor-parallel ranks than KV heads), a cudagraph_mode that includes FULL. Both model runners.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
     removable="with vLLM 0.20.0",
     runner=None,

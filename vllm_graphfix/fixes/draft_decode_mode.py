@@ -67,22 +67,33 @@ _DISPATCHED = (
     "self.generate_draft(num_reqs, num_tokens_padded, *..., cudagraph_runtime_mode=cudagraph_mode)",
 )
 _DISPATCHED_BY_TWO = (
-    "decode_batch_desc, num_tokens_across_dp = dispatch_cg_and_sync_dp(self.decode_cudagraph_manager, num_reqs, num_reqs, *...)",
+    (
+        "decode_batch_desc, num_tokens_across_dp = dispatch_cg_and_sync_dp(self.decode_cudagraph_manager, num_reqs, "
+        "num_reqs, *...)"
+    ),
     "decode_batch_desc.cg_mode == CUDAGraphMode.FULL",
     "decode_batch_desc.num_reqs or num_reqs",
     "self.block_tables.compute_slot_mappings(..., ..., ..., decode_batch_desc.num_tokens)",
-    "self._build_draft_attn_metadata(*..., num_reqs_padded=decode_batch_desc.num_reqs or num_reqs, num_tokens_padded=decode_batch_desc.num_tokens)",
+    (
+        "self._build_draft_attn_metadata(*..., num_reqs_padded=decode_batch_desc.num_reqs or num_reqs, "
+        "num_tokens_padded=decode_batch_desc.num_tokens)"
+    ),
     "self.decode_cudagraph_manager.run_fullgraph(decode_batch_desc)",
-    "self.generate_draft(num_reqs, decode_batch_desc.num_tokens, *..., cudagraph_runtime_mode=decode_batch_desc.cg_mode)",
+    (
+        "self.generate_draft(num_reqs, decode_batch_desc.num_tokens, *..., "
+        "cudagraph_runtime_mode=decode_batch_desc.cg_mode)"
+    ),
 )
 
 DECODE_PADDED_IN_PIECEWISE = Event(
     "decode-padded-in-piecewise",
-    "On stock, draft decodes would run in piecewise graphs with more tokens than requests: attention reads past what is valid for the batch.",
+    "On stock, draft decodes would run in piecewise graphs with more tokens than requests: attention reads past what "
+    "is valid for the batch.",
 )
 PREFILL_WITH_OLD_INDICES = Event(
     "prefill-with-old-indices",
-    "On stock, a draft prefill that is captured in full graphs has token indices of an earlier batch beyond its own requests.",
+    "On stock, a draft prefill that is captured in full graphs has token indices of an earlier batch beyond its own "
+    "requests.",
 )
 FALLBACK = Fallback()
 
@@ -165,7 +176,10 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
 
 
 def _mode_for_decodes(init: Function, manager: str) -> Any:
-    """The statement that chooses a mode for the draft decodes, which their *manager*, made in the same block behind it, is given."""
+    """The statement that chooses the mode of the draft decodes.
+
+    Their *manager*, which is made later in the same block, is given that mode.
+    """
     parts = init.each(_CHOSEN, f"self.{manager} = ...")
     if not parts or not init.in_one_block(*parts) or _mode_given(init, manager) != "cudagraph_mode":
         return None
@@ -273,7 +287,10 @@ def _no_piecewise_draft_decodes(stock: StockFunction) -> StockFunction:
 
 
 class _OldIndices:
-    """How far stock's `last_token_indices` hold old values, by what the host knows: the largest batch since all were zeroed."""
+    """Tracks how far stock's `last_token_indices` hold old values, by what the host knows.
+
+    That is the largest batch since all of them were zeroed.
+    """
 
     def __init__(self) -> None:
         self._speculator: Any = None
@@ -293,7 +310,10 @@ class _OldIndices:
 
 
 def _around_init(stock: StockFunction, indices: _OldIndices, *, mode_too: bool) -> StockFunction:
-    """Around `EagleSpeculator.init_cudagraph_manager` of the nightlies: with *mode_too* the decode manager is made anew."""
+    """Wraps `EagleSpeculator.init_cudagraph_manager` of the nightlies.
+
+    With *mode_too* the decode manager is made anew.
+    """
 
     @functools.wraps(stock)
     def init_cudagraph_manager(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -321,9 +341,10 @@ def _give_decodes_their_own_mode(speculator: Any) -> None:
 
 
 def _tokens_by(stock_manager: Any, replacement: Any) -> Callable[[int], int]:
-    """With how many tokens stock's decode manager would run so many requests in a piecewise graph; else the requests themselves.
+    """A function for how many tokens stock's decode manager would run a number of requests with.
 
-    It captures nothing and holds no graph: its dispatch alone is used.
+    That is the number of tokens of a piecewise graph, or else the number of requests itself. The stock manager
+    captures nothing and holds no graph: its dispatch alone is used.
     """
 
     def stock_tokens(num_reqs: int) -> int:
@@ -335,7 +356,10 @@ def _tokens_by(stock_manager: Any, replacement: Any) -> Callable[[int], int]:
 
 
 def _around_drafts(stock: StockFunction) -> StockFunction:
-    """Around `EagleSpeculator.generate_draft`, which runs the decodes of a draft where no full graph does. Changes nothing."""
+    """Wraps `EagleSpeculator.generate_draft` without changing anything.
+
+    It runs the decodes of a draft where no full graph does.
+    """
 
     @functools.wraps(stock)
     def generate_draft(
@@ -366,7 +390,10 @@ def _mode(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
 
 
 def _around_inputs(stock: StockFunction, indices: _OldIndices, *, zeroed: bool) -> StockFunction:
-    """Around the name `prepare_eagle_inputs` of the nightlies. Raises ValueError if it takes other arguments than known."""
+    """Wraps the function that is named `prepare_eagle_inputs` in the nightlies.
+
+    Raises ValueError if it takes other arguments than known.
+    """
     # Their order has changed between releases, their names have not.
     parameters = stock.__code__.co_varnames[: stock.__code__.co_argcount]
     batch_at, indices_at = parameters.index("input_batch"), parameters.index("last_token_indices")
@@ -434,15 +461,19 @@ FIX = Fix(
     references=("PR 37588",),
     summary="draft decodes run in full graphs or none, never piecewise",
     releases="0.17.0 - 0.17.1, and nightlies between PR 37588 and PR 39773",
-    symptom="With FlashInfer and Eagle on model runner V2: RuntimeError about 'PrefillSplitQOKVIndptr', kv_indptr should be non-negative; or "
-    "out-of-range reads while drafting.",
-    cause="Draft decodes may run in PIECEWISE mode, which pads the tokens but not the requests; attention backends then read past the valid "
-    "metadata. In the nightlies a captured draft prefill also gathers with indices left over from an earlier, larger batch.",
-    remedy="Draft decodes use full graphs where the configured decode mode is FULL, and none otherwise; in the nightlies draft prefill keeps "
-    "the configured mode, both share one graph pool, and indices beyond the batch are zeroed.",
+    symptom="With FlashInfer and Eagle on model runner V2: RuntimeError about 'PrefillSplitQOKVIndptr', kv_indptr "
+    "should be non-negative; or out-of-range reads while drafting.",
+    cause="Draft decodes may run in PIECEWISE mode, which pads the tokens but not the requests; attention backends "
+    "then read past the valid metadata. In the nightlies a captured draft prefill also gathers with indices left over "
+    "from an earlier, larger batch.",
+    remedy="Draft decodes use full graphs where the configured decode mode is FULL, and none otherwise; in the "
+    "nightlies draft prefill keeps the configured mode, both share one graph pool, and indices beyond the batch are "
+    "zeroed.",
     detect="The engine stops with the message above while drafting; it does not with --enforce-eager.",
-    concerns="VLLM_USE_V2_MODEL_RUNNER=1, --speculative-config with eagle or eagle3, a cudagraph_mode that runs decodes in PIECEWISE.",
-    workaround='--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\', or serving without speculative decoding.',
+    concerns="VLLM_USE_V2_MODEL_RUNNER=1, --speculative-config with eagle or eagle3, a cudagraph_mode that runs "
+    "decodes in PIECEWISE.",
+    workaround='--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\', or serving without speculative '
+    "decoding.",
     removable="with vLLM 0.18.0",
     runner="V2",
     reads=(_FIRST_MANAGER, _MANAGER, _UTILS, _PACKAGE, *(path for path, _, _ in _SPECULATORS)),

@@ -29,7 +29,10 @@ _BUFFERS = (
     "self.idx_mapping = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)",
     "self.temperature = torch.zeros(self.max_num_reqs, dtype=torch.float32, device=device)",
     "self.seeds = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)",
-    "self.draft_logits = torch.zeros(self.max_num_reqs, self.num_speculative_steps, self.vocab_size, dtype=torch.float32, device=device)",
+    (
+        "self.draft_logits = torch.zeros(self.max_num_reqs, self.num_speculative_steps, self.vocab_size, "
+        "dtype=torch.float32, device=device)"
+    ),
 )
 _COPIES = ("self.temperature.copy_(temperature)", "self.seeds.copy_(seeds)")
 _OWNERS = {_BASE: ("DraftModelSpeculator", "_copy_request_inputs"), _EAGLE: ("EagleSpeculator", "propose")}
@@ -49,7 +52,8 @@ to a function."""
 
 ROWS_PADDED_WITH_REQUESTS = Event(
     "rows-padded-with-requests",
-    "Drafts were sampled in a graph with more rows than requests: on stock a padded row writes its logits to the request that it stood for before.",
+    "Drafts were sampled in a graph with more rows than requests: on stock a padded row writes its logits to the "
+    "request that it stood for before.",
 )
 FALLBACK = Fallback()
 
@@ -148,7 +152,10 @@ def _longer(fresh: torch.Tensor) -> torch.Tensor:
 
 
 def _pad_before(stock: StockFunction) -> StockFunction:
-    """Around `propose`, which writes the requests of the batch's rows into `idx_mapping`, (max requests,) int32: before, all are the spare row."""
+    """Wraps `propose`: before it runs, all rows of `idx_mapping` are set to the spare row.
+
+    `propose` then writes the requests of the batch's rows into `idx_mapping`, which is (max requests,) int32.
+    """
     from torch import inference_mode  # the target is imported by now, and torch with it
 
     @functools.wraps(stock)
@@ -167,7 +174,10 @@ def _pad_before(stock: StockFunction) -> StockFunction:
 
 
 def _pad_behind(stock: StockFunction) -> StockFunction:
-    """Around `_copy_request_inputs`, which does the same for several speculators: afterwards, rows behind the batch are the spare row."""
+    """Wraps `_copy_request_inputs`: afterwards, rows behind the batch are set to the spare row.
+
+    That function does the same as `propose`, for several speculators.
+    """
     from torch import inference_mode
 
     @functools.wraps(stock)
@@ -190,9 +200,10 @@ def _pad_behind(stock: StockFunction) -> StockFunction:
 
 
 def _pad_samples(stock: StockFunction) -> StockFunction:
-    """Around DFlash's `prepare_dflash_inputs`: behind the batch's, the tokens to be sampled are of the spare row, and not of request 0.
+    """Wraps DFlash's `prepare_dflash_inputs`: samples behind the batch's belong to the spare row.
 
-    Its buffer `sample_idx_mapping` is (max requests * draft tokens,) int32.
+    On stock these tokens belong to request 0. DFlash's buffer `sample_idx_mapping` is (max requests * draft tokens,)
+    int32.
     """
     from torch import inference_mode
 
@@ -243,7 +254,8 @@ def _watch_all(stock: StockFunction) -> StockFunction:
 
 
 _MANAGERS = ("decode_cudagraph_manager", "query_cudagraph_manager", "cudagraph_manager")
-"""Of the graphs that sample drafts behind the first token, or all; by the name that a speculator has for it."""
+"""The names by which speculators have the manager of the graphs that sample drafts behind the first token, or all
+drafts."""
 
 
 _SIZES = "_graphfix_sizes"
@@ -321,16 +333,20 @@ FIX = Fix(
     summary="padded rows of a draft graph write to no request's draft logits",
     releases="0.19.0 - 0.24.0",
     absent="0.14.1 - 0.18.1",
-    symptom="With model runner V2, full CUDA graphs and sampled drafts, answers are wrong or gibberish at temperatures above 0, for some "
-    "requests of batches whose size is between two capture sizes.",
-    cause="A draft graph samples in each of its rows, and writes the row's logits to the request that the row stands for. Padded rows still "
-    "stand for requests of an earlier, larger batch (DFlash's: for request 0). The rejection sampler then mistakes these logits for "
-    "those that a draft token was sampled from.",
-    remedy="Padded rows stand for a spare row, which draft logits, temperatures and seeds get after their last one. Rows of real requests are unchanged.",
-    detect="With draft tokens and a batch size between two capture sizes, answers are wrong at temperature 1 and right at 0; with --enforce-eager they are right at both.",
-    concerns='Model runner V2, a speculator with "draft_sample_method": "probabilistic" ("gumbel" in 0.21, "rejection_sample_method": "probabilistic" before), '
+    symptom="With model runner V2, full CUDA graphs and sampled drafts, answers are wrong or gibberish at "
+    "temperatures above 0, for some requests of batches whose size is between two capture sizes.",
+    cause="A draft graph samples in each of its rows, and writes the row's logits to the request that the row stands "
+    "for. Padded rows still stand for requests of an earlier, larger batch (DFlash's: for request 0). The rejection "
+    "sampler then mistakes these logits for those that a draft token was sampled from.",
+    remedy="Padded rows stand for a spare row, which draft logits, temperatures and seeds get after their last one. "
+    "Rows of real requests are unchanged.",
+    detect="With draft tokens and a batch size between two capture sizes, answers are wrong at temperature 1 and "
+    "right at 0; with --enforce-eager they are right at both.",
+    concerns='Model runner V2, a speculator with "draft_sample_method": "probabilistic" ("gumbel" in 0.21, '
+    '"rejection_sample_method": "probabilistic" before), '
     "temperatures above 0, a cudagraph_mode that includes FULL.",
-    workaround="draft_sample_method greedy (before 0.21 rejection_sample_method strict), which are the defaults, or --enforce-eager.",
+    workaround="draft_sample_method greedy (before 0.21 rejection_sample_method strict), which are the defaults, or "
+    "--enforce-eager.",
     removable="with vLLM 0.25.0",
     runner="V2",
     reads=(_BASE, _EAGLE, _DRAFTS, _DFLASH, _GUMBEL, _GRAPHS, _DATA_PARALLEL),

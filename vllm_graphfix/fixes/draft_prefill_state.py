@@ -42,7 +42,8 @@ _PAIR = "the draft's warm-up has an attention state of its own"
 
 CAPTURED_STATE_REUSED = Event(
     "captured-state-reused",
-    "A full graph of the draft's prefill was captured: stock captures it on the target's attention state, whose plan belongs to the target's graph.",
+    "A full graph of the draft's prefill was captured: stock captures it on the target's attention state, whose plan "
+    "belongs to the target's graph.",
 )
 FALLBACK = Fallback()
 
@@ -83,7 +84,10 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _state_of_a_pair(source: Source, capture: Function) -> ast.stmt | ast.expr | None:
-    """Where the draft takes the target's state of its warm-up for its own, and the captured one for its graph; None if that is not known."""
+    """Where the draft takes over the target's states: that of its warm-up and the captured one.
+
+    It uses the former for its own warm-up, and the latter for its graph. None if that is not known.
+    """
     chosen = capture.only("attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured")
     manager = source.function(MANAGER, "CudaGraphManager.capture")
     if manager is None or chosen is None or len(forward_functions(manager)) != 2:
@@ -116,7 +120,11 @@ def _used_as_known(capture: Function) -> bool:
 
 
 def _states_as_known(source: Source) -> bool:
-    """Whether the target's passes are a warm-up and a graph, and its states are built whenever they are asked for, and returned as they are."""
+    """Whether the target's passes and states are as known.
+
+    The passes must be a warm-up and a graph; the states must be built whenever they are asked for, and returned as they
+    are.
+    """
     manager = source.function(MANAGER, "CudaGraphManager.capture")
     target = source.function(MANAGER, "ModelCudaGraphManager.capture")
     if manager is None or target is None or not manager.takes.startswith("self, create_forward_fn, "):
@@ -260,15 +268,17 @@ FIX = Fix(
     summary="the draft's prefill is captured on attention states of its own",
     releases="0.21.0 - 0.22.1",
     absent="0.14.1 - 0.20.2",
-    symptom="With MTP or Eagle on model runner V2: CUDA launch failures while capturing, or drafts that are hardly ever accepted.",
-    cause="The draft's prefill is warmed up and captured on the target's captured attention states. Such a state says that it is "
-    "initialised, but its buffers belong to a graph that was recorded and has never run: the warm-up reads memory that nothing has written, and the "
-    "capture skips the planner.",
-    remedy="Every pass of the draft's capture gets an attention state that no forward pass has touched, built by the target's own factory "
-    "just before that pass.",
-    detect="The engine dies while 'Capturing eagle prefill CUDA graphs', or the acceptance rate with graphs is lower than with --enforce-eager.",
-    concerns="VLLM_USE_V2_MODEL_RUNNER=1 (the default for more and more models from 0.22.0 on), --speculative-config with eagle, eagle3 or mtp, "
-    "a cudagraph_mode that includes FULL, attention backends with lazy metadata (FlashMLA).",
+    symptom="With MTP or Eagle on model runner V2: CUDA launch failures while capturing, or drafts that are hardly "
+    "ever accepted.",
+    cause="The draft's prefill is warmed up and captured on the target's captured attention states. Such a state says "
+    "that it is initialised, but its buffers belong to a graph that was recorded and has never run: the warm-up reads "
+    "memory that nothing has written, and the capture skips the planner.",
+    remedy="Every pass of the draft's capture gets an attention state that no forward pass has touched, built by the "
+    "target's own factory just before that pass.",
+    detect="The engine dies while 'Capturing eagle prefill CUDA graphs', or the acceptance rate with graphs is lower "
+    "than with --enforce-eager.",
+    concerns="VLLM_USE_V2_MODEL_RUNNER=1 (the default for more and more models from 0.22.0 on), --speculative-config "
+    "with eagle, eagle3 or mtp, a cudagraph_mode that includes FULL, attention backends with lazy metadata (FlashMLA).",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or serving without speculative decoding.',
     removable="with vLLM 0.23.0",
     runner="V2",

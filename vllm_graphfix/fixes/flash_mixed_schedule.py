@@ -1,4 +1,7 @@
-"""`flash-mixed-schedule`: the schedule of FlashAttention 3 is made for the kernel that a full graph of prompts and decodes launches."""
+"""`flash-mixed-schedule`: FlashAttention 3's schedule is made for the kernel that a full graph launches.
+
+The graph is one of prompts and decodes.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ _FULL_GRAPHS = "self.use_full_cuda_graph = self.compilation_config.cudagraph_mod
 
 SCHEDULES_MADE_FOR_THE_GRAPH = Event(
     "schedules-made-for-the-graph",
-    "FlashAttention 3 made a schedule for a batch whose longest query is not as long as the graph for it: on stock the kernel in the graph "
-    "was launched for another length.",
+    "FlashAttention 3 made a schedule for a batch whose longest query is not as long as the graph for it: on stock "
+    "the kernel in the graph was launched for another length.",
 )
 FALLBACK = Fallback()
 
@@ -46,7 +49,8 @@ def diagnose(source: Source) -> Diagnosis:
             if len(longest) == 1 and builder.find("AttentionCGSupport.ALWAYS") and _launches_by_it(source):
                 return Diagnosis(
                     Verdict.AFFECTED,
-                    "a schedule is made for the longest query of its step, and a graph launches a kernel for that of its capture",
+                    "a schedule is made for the longest query of its step, and a graph launches a kernel for that of "
+                    "its capture",
                     build.at(longest[0]),
                     "longest-of-the-step",
                 )
@@ -58,7 +62,10 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _is_as_published(build: Function, init: Function) -> bool:
-    """Whether the builder reads the lengths where the layer puts them, and knows when there is a schedule and when there are full graphs."""
+    """Whether the builder reads the lengths where the layer puts them.
+
+    It must also know when there is a schedule and when there are full graphs.
+    """
     return (
         build.takes == "self, common_prefix_len, common_attn_metadata, fast_build"
         and len(
@@ -76,7 +83,10 @@ def _is_as_published(build: Function, init: Function) -> bool:
 
 
 def _schedules_by_it(build: Function, builder: Function) -> bool:
-    """Whether every schedule but that of a common prefix, which no graph has, is made for the longest query, and goes into the builder's buffer."""
+    """Whether every schedule is made for the longest query, and goes into the builder's buffer.
+
+    The schedule of a common prefix, which no graph has, is left out of account.
+    """
     made = [*build.find("schedule(...)"), *build.find("self._get_scheduler_metadata(...)")]
     lengths = [
         ast.unparse(keyword.value)
@@ -118,10 +128,10 @@ def _is_for_graphs(build: Function, assigned: ast.Assign) -> bool:
 
 
 def _tokens_of_graph(builder: Any, common_attn_metadata: Any) -> int | None:
-    """How many tokens the graph for a batch has, if its longest query is not as long; None also where no graph holds prompts and decodes.
+    """The number of tokens of the graph for a batch, if the batch's longest query is not as long.
 
-    The same for a graph's capture and all its replays, whether or not the batch is padded by now: model runner V2 of up
-    to 0.17.1 pads later.
+    None otherwise, and where no graph holds prompts and decodes. The same for a graph's capture and all its replays,
+    whether or not the batch is padded by now: model runner V2 of up to 0.17.1 pads later.
     """
     config = builder.compilation_config
     if not (builder.aot_schedule and builder.use_full_cuda_graph and config.cudagraph_mode.name == "FULL"):
@@ -134,10 +144,10 @@ def _tokens_of_graph(builder: Any, common_attn_metadata: Any) -> int | None:
 
 
 def _for_the_graph(stock: StockFunction) -> StockFunction:
-    """Around `build(common_prefix_len, common_attn_metadata, …)`: it sees a batch whose longest query is as long as the graph for it.
+    """Wraps `build(common_prefix_len, common_attn_metadata, …)`: the longest query is set for the graph.
 
-    The metadata have this length too, so that a kernel that is launched without a graph agrees with its schedule. It is
-    an upper bound to any.
+    The builder sees a batch whose longest query is as long as the graph for it. The metadata have this length too, so
+    that a kernel that is launched without a graph agrees with its schedule. It is an upper bound to any.
     """
 
     @functools.wraps(stock)
@@ -203,18 +213,22 @@ FIX = Fix(
     references=("https://github.com/pytorch/torchtitan/issues/3668",),
     summary="with cudagraph_mode FULL, the schedule of FlashAttention 3 is made for the kernel in the graph",
     releases="0.14.1 - 0.33.0; no stock release up to 0.33.0 has a remedy",
-    symptom="With cudagraph_mode FULL, which is no default, models on FlashAttention 3 (Hopper) answer with garbage: on model runner V1 almost always, on V2 "
-    "where prompts and decodes are in one batch.",
-    cause="Before each step FlashAttention's builder makes a schedule for the longest query of that step, in the buffer that graphs read. The kernel in "
-    "the graph was launched for the longest query of the capture: all tokens of the graph in one request (V1), or a few each (V2, some releases). "
-    "It cuts its work otherwise than the schedule says.",
-    remedy="With cudagraph_mode FULL, the builder sees a batch whose longest query is as long as the graph for it, at the capture and in each step.",
-    detect="Answers are wrong with cudagraph_mode FULL, and right with FULL_AND_PIECEWISE, FULL_DECODE_ONLY or --enforce-eager.",
-    concerns="Models without latent attention (MLA) on FlashAttention 3, which is Hopper's, and cudagraph_mode FULL, where every layer can take it. Both "
-    "model runners. vLLM itself makes FULL of the default, and logs it, with fuse_attn_quant in pass_config, with enable_sp or fuse_gemm_comms there "
-    "(0.20.0 - 0.31.0), and with empty splitting_ops.",
-    workaround='--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\'; or FULL_AND_PIECEWISE, which is the default, where vLLM does not make '
-    "FULL of it.",
+    symptom="With cudagraph_mode FULL, which is no default, models on FlashAttention 3 (Hopper) answer with garbage: "
+    "on model runner V1 almost always, on V2 where prompts and decodes are in one batch.",
+    cause="Before each step FlashAttention's builder makes a schedule for the longest query of that step, in the "
+    "buffer that graphs read. The kernel in the graph was launched for the longest query of the capture: all tokens "
+    "of the graph in one request (V1), or a few each (V2, some releases). It cuts its work otherwise than the "
+    "schedule says.",
+    remedy="With cudagraph_mode FULL, the builder sees a batch whose longest query is as long as the graph for it, at "
+    "the capture and in each step.",
+    detect="Answers are wrong with cudagraph_mode FULL, and right with FULL_AND_PIECEWISE, FULL_DECODE_ONLY or "
+    "--enforce-eager.",
+    concerns="Models without latent attention (MLA) on FlashAttention 3, which is Hopper's, and cudagraph_mode FULL, "
+    "where every layer can take it. Both model runners. vLLM itself makes FULL of the default, and logs it, with "
+    "fuse_attn_quant in pass_config, with enable_sp or fuse_gemm_comms there (0.20.0 - 0.31.0), and with empty "
+    "splitting_ops.",
+    workaround='--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\'; or FULL_AND_PIECEWISE, which is '
+    "the default, where vLLM does not make FULL of it.",
     removable="not yet: no release up to 0.33.0 has a remedy",
     runner=None,
     reads=(_BACKEND, _KERNELS),

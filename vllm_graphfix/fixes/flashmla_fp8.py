@@ -43,7 +43,8 @@ _MADE = (
 
 PLAN_OUTSIDE_BUFFERS = Event(
     "plan-outside-buffers",
-    "The planner returned a plan for fp8 decodes outside the persistent buffers: on stock a replayed full graph does not see it.",
+    "The planner returned a plan for fp8 decodes outside the persistent buffers: on stock a replayed full graph does "
+    "not see it.",
 )
 FALLBACK = Fallback()
 
@@ -163,7 +164,10 @@ def _watch_plans(stock: StockFunction) -> StockFunction:
 
 
 def _plan_outside_buffers(builder: Any, metadata: Any) -> Any:
-    """The plan of *metadata* if full graphs read one at another address; None otherwise. Compares addresses, reads no tensor."""
+    """The plan of *metadata* if full graphs read one at another address; None otherwise.
+
+    Compares addresses and reads no tensor.
+    """
     tiles = builder.cg_buf_tile_scheduler_metadata
     if tiles is None or not builder.is_fp8_kvcache:  # the buffers exist with full graphs only
         return None
@@ -178,8 +182,8 @@ def _rows(buffer: Any, values: Any, name: str) -> Any:
     rows = values.shape[0]
     if rows > buffer.shape[0]:
         raise AssertionError(
-            f"FlashMLA's {name} for this batch has {rows} rows, the buffer that CUDA graphs read has {buffer.shape[0]}: "
-            "lower --max-num-seqs, or serve without full CUDA graphs"
+            f"FlashMLA's {name} for this batch has {rows} rows, the buffer that CUDA graphs read has "
+            f"{buffer.shape[0]}: lower --max-num-seqs, or serve without full CUDA graphs"
         )
     return buffer[:rows]
 
@@ -210,9 +214,10 @@ FIX = Fix(
     releases="0.15.0 - 0.18.1",
     absent="0.14.1",
     symptom="With --kv-cache-dtype fp8, FlashMLA and full CUDA graphs, output turns to garbage (DeepSeek-V3.1).",
-    cause="The builder gets new tensors from the planner for every batch. The graph recorded the addresses of those from its capture, which nothing refreshes.",
-    remedy="The plan of each batch is copied into the builder's persistent buffers, and the metadata point there. A plan that does not fit "
-    "raises an error that gives both sizes.",
+    cause="The builder gets new tensors from the planner for every batch. The graph recorded the addresses of those "
+    "from its capture, which nothing refreshes.",
+    remedy="The plan of each batch is copied into the builder's persistent buffers, and the metadata point there. A "
+    "plan that does not fit raises an error that gives both sizes.",
     detect="Output differs from --enforce-eager on the same prompts, and with --kv-cache-dtype auto it does not.",
     concerns="--kv-cache-dtype fp8, MLA models on FlashMLA (Hopper), a cudagraph_mode that includes FULL.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --kv-cache-dtype auto.',

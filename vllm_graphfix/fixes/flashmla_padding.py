@@ -1,4 +1,4 @@
-"""`flashmla-padding`: what dense fp8 FlashMLA is given for padded rows is a length and a block that exist (issue 33664)."""
+"""`flashmla-padding`: padded rows of dense fp8 FlashMLA get a length and a block that exist (issue 33664)."""
 
 from __future__ import annotations
 
@@ -212,11 +212,14 @@ FIX = Fix(
     summary="padded rows of fp8 FlashMLA point to memory that exists",
     releases="0.15.0 - 0.19.1",
     absent="0.14.1",
-    symptom="Illegal memory access under concurrency with --kv-cache-dtype fp8, FlashMLA and CUDA graphs (issue 40435: 25-56 % of requests succeed).",
-    cause="The model runner pads a batch with sequence lengths of 0 and block-table entries of -1. The dense fp8 kernel computes a negative "
-    "cache offset from them; whether that faults depends on what lies there.",
-    remedy="Before planner and kernel see them, padded rows get length 1 and the null block. Real rows and bf16 are untouched.",
-    detect="compute-sanitizer on a short run with a batch size between two capture sizes; or CUDA errors that vanish with --kv-cache-dtype auto.",
+    symptom="Illegal memory access under concurrency with --kv-cache-dtype fp8, FlashMLA and CUDA graphs (issue "
+    "40435: 25-56 % of requests succeed).",
+    cause="The model runner pads a batch with sequence lengths of 0 and block-table entries of -1. The dense fp8 "
+    "kernel computes a negative cache offset from them; whether that faults depends on what lies there.",
+    remedy="Before planner and kernel see them, padded rows get length 1 and the null block. Real rows and bf16 are "
+    "untouched.",
+    detect="compute-sanitizer on a short run with a batch size between two capture sizes; or CUDA errors that vanish "
+    "with --kv-cache-dtype auto.",
     concerns="--kv-cache-dtype fp8, MLA models on FlashMLA (Hopper), a cudagraph_mode that includes FULL.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --kv-cache-dtype auto.',
     removable="with vLLM 0.20.0",

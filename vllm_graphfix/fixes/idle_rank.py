@@ -36,11 +36,12 @@ _STALE_V2 = {"inputs": "inputs", "tables": "block tables", "drafts": "drafts' bl
 _PAD = -1
 """vLLM's PAD_SLOT_ID: nothing is written for such a token."""
 _NULL_BLOCK = 0
-"""Of every cache, in every release: no request has it."""
+"""The null block of every cache, in every release: no request has it."""
 
 IDLE_STEP_ON_REAL_BLOCKS = Event(
     "idle-step-on-real-blocks",
-    "An idle rank ran a step after a real batch whose cache blocks the step's buffers still named: on stock the step writes to them.",
+    "An idle rank ran a step after a real batch whose cache blocks the step's buffers still named: on stock the step "
+    "writes to them.",
 )
 FALLBACK = Fallback()
 
@@ -65,7 +66,10 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _is_one_step(idle: Function) -> bool:
-    """Whether it calls the model runner for one step, of one runner or the other, and uses it for nothing else but the step's size."""
+    """Whether the function calls the model runner for one step, and uses it otherwise only for the step's size.
+
+    The step may be that of either model runner.
+    """
     first, second = idle.find("self.model_runner._dummy_run(...)"), idle.find("self.model_runner.execute_model(...)")
     size = idle.find("getattr(self.model_runner, 'uniform_decode_query_len', 1)")
     uses = len(first) + len(second) + len(size)
@@ -274,7 +278,10 @@ def _leave(num_reqs: int) -> None:
 
 
 def _padded(compute: StockFunction) -> StockFunction:
-    """Around `compute_slot_mappings`: the null block, which its slots would be in, is read by padded rows, and is not to be written."""
+    """Wraps `compute_slot_mappings` so that an idle step does not write to the null block.
+
+    Its slots would be in that block, which padded rows read.
+    """
 
     def compute_slot_mappings(*args: Any, **kwargs: Any) -> Any:
         return compute(*args, **kwargs).fill_(_PAD)
@@ -320,7 +327,10 @@ def _of_v2(shape: str) -> str:
 
 
 def _named(runner: Any, shape: str) -> bool:
-    """Whether on stock the step writes to blocks of a real batch, by what the host knows: nothing is read from a device."""
+    """Whether on stock the step writes to blocks of a real batch, by what the host knows.
+
+    Nothing is read from a device.
+    """
     if hasattr(runner, "input_batch"):
         batch = runner.input_batch
         if shape.startswith("slots") or any(_tensors(getattr(runner, "drafter", None), "slot_mapping")):
@@ -360,19 +370,23 @@ FIX = Fix(
     references=("PR 34866", "PR 37728", "PR 49757", "PR 56734"),
     summary="an idle rank writes to no cache block",
     releases="0.14.1 - 0.33.0",
-    symptom="With data parallelism, on ranks that were idle for a while, answers turn to garbage or NaN, or a prompt with a cached prefix is "
-    "answered differently than before.",
-    cause="An idle rank runs a step of its own, so that the others can go on. Its buffers still hold what the last batch, or requests that "
-    "wait on this rank, put there: slots (up to 0.19.1), a drafter's slots (model runner V1), block-table rows, which are the states of "
-    "Mamba and its kind, and request rows from which drafts compute slots (model runner V2 up to 0.30.0). The step writes there, though "
-    "the blocks may belong to other requests by then, or to the prefix cache.",
-    remedy="During such a step, slots are set to the pad slot and block-table rows to the null block, in the persistent buffers, so that graphs "
-    "read them too. Rows that grow with a request are restored afterwards. Captures and warm-ups are untouched.",
-    detect="Bursts of requests with pauses between them, on an engine with --data-parallel-size above 1; a prompt that hits the prefix cache "
-    "answers differently after a pause.",
-    concerns="Data parallelism, which in practice is expert parallelism of MoE models; since 0.20.0 only models with Mamba, GDN or "
-    "short-convolution layers, and speculative decoding. Both model runners; full graphs and, for slots, eager and PIECEWISE too.",
-    workaround="None in the engine; one engine per rank behind a router (no --data-parallel-size), where the model fits.",
+    symptom="With data parallelism, on ranks that were idle for a while, answers turn to garbage or NaN, or a prompt "
+    "with a cached prefix is answered differently than before.",
+    cause="An idle rank runs a step of its own, so that the others can go on. Its buffers still hold what the last "
+    "batch, or requests that wait on this rank, put there: slots (up to 0.19.1), a drafter's slots (model runner V1), "
+    "block-table rows, which are the states of Mamba and its kind, and request rows from which drafts compute slots "
+    "(model runner V2 up to 0.30.0). The step writes there, though the blocks may belong to other requests by then, "
+    "or to the prefix cache.",
+    remedy="During such a step, slots are set to the pad slot and block-table rows to the null block, in the "
+    "persistent buffers, so that graphs read them too. Rows that grow with a request are restored afterwards. "
+    "Captures and warm-ups are untouched.",
+    detect="Bursts of requests with pauses between them, on an engine with --data-parallel-size above 1; a prompt "
+    "that hits the prefix cache answers differently after a pause.",
+    concerns="Data parallelism, which in practice is expert parallelism of MoE models; since 0.20.0 only models with "
+    "Mamba, GDN or short-convolution layers, and speculative decoding. Both model runners; full graphs and, for "
+    "slots, eager and PIECEWISE too.",
+    workaround="None in the engine; one engine per rank behind a router (no --data-parallel-size), where the model "
+    "fits.",
     removable="not yet: no release has a remedy; later with one that `status` calls fixed",
     runner=None,
     reads=(_WORKER, _RUNNER, _TABLE, _BATCH, _PROPOSER, _EAGLE, _RUNNER_V2, _TABLE_V2, _SPECULATOR_V2),

@@ -1,4 +1,7 @@
-"""`indexer-padding`: no token of a padded row has a length below 0 in the sparse indexer of DeepSeek models (issue 51593)."""
+"""`indexer-padding`: no token of a padded row has a negative length in the sparse indexer (issue 51593).
+
+The indexer is that of DeepSeek models.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ _WRITTEN = {
         "seq_lens = self.decode_seq_lens_buffer[:num_decodes, :max_decode_len]",
     ),
     "view-of-a-row": (
-        "seq_lens_buffer = self.decode_seq_lens_buffer[:num_decodes * max_decode_len].view(num_decodes, max_decode_len)",
+        (
+            "seq_lens_buffer = self.decode_seq_lens_buffer[:num_decodes * max_decode_len].view(num_decodes, "
+            "max_decode_len)"
+        ),
         f"seq_lens_buffer[:] = {_LENGTH}",
         "seq_lens = seq_lens_buffer",
     ),
@@ -52,7 +58,8 @@ _PREPARED = "seq_lens, block_table, decode_lens, batch_size, requires_padding = 
 
 PADDED_ROWS_BELOW_ZERO = Event(
     "padded-rows-below-zero",
-    "A decode batch with padded rows and draft tokens reached the sparse indexer: on stock the first tokens of those rows have negative lengths.",
+    "A decode batch with padded rows and draft tokens reached the sparse indexer: on stock the first tokens of those "
+    "rows have negative lengths.",
 )
 FALLBACK = Fallback()
 
@@ -103,7 +110,10 @@ def _gives_the_kernels_lengths(kernel: Function, forms: tuple[str, ...]) -> bool
 
 
 def _returns_what_it_wrote(prepare: Function) -> bool:
-    """Whether a batch with several tokens in a row comes back as the beginning of the persistent buffer, on all three ways."""
+    """Whether a batch with several tokens in a row is returned as the start of the persistent buffer.
+
+    This must hold on all three paths.
+    """
     flat = prepare.find("return seq_lens, block_table, decode_lens, num_decode_tokens, False")
     native = prepare.find("return seq_lens, block_table, decode_lens, num_decodes, requires_padding")
     of_flat = prepare.find("seq_lens = self.decode_seq_lens_buffer[:num_decode_tokens]")
@@ -122,7 +132,10 @@ def _clamped_when_written(prepare: Function) -> ast.stmt | ast.expr | None:
 
 
 def _clamped_after(build: Function) -> ast.stmt | ast.expr | None:
-    """What makes all lengths at least 0 right after they are prepared, if there is one: in place, where graphs read them."""
+    """What makes all lengths at least 0 right after they are prepared, if there is such a place.
+
+    It must do so in place, where graphs read them.
+    """
     prepared = build.only(_PREPARED)
     in_place = [clamp.format("seq_lens") for clamp in _CLAMPS if "_(" in clamp]
     done = _only_of(build, [form for clamp in in_place for form in (clamp, f"seq_lens = {clamp}")])
@@ -130,7 +143,10 @@ def _clamped_after(build: Function) -> ast.stmt | ast.expr | None:
 
 
 def _hands_on_what_was_prepared(build: Function) -> bool:
-    """Whether DeepGEMM's schedule and the layer's metadata are made of the lengths after they are prepared, as they are."""
+    """Whether DeepGEMM's schedule and the layer's metadata are made of the lengths as prepared.
+
+    Both must be made after the lengths are prepared.
+    """
     prepared = build.only(_PREPARED)
     scheduled = build.only("get_paged_mqa_logits_metadata(...)")
     made = build.only("decode_metadata = DeepSeekV32IndexerDecodeMetadata(...)")
@@ -265,17 +281,19 @@ FIX = Fix(
     summary="padded rows of the sparse indexer have no negative lengths",
     releases="0.20.0 - 0.27.1",
     absent="0.14.1 - 0.19.1",
-    symptom="With speculative decoding and full CUDA graphs, DeepSeek V3.2 and V4 hang while a batch drains: GPUs at full load, no token, "
-    "timeouts of the executor (issue 51593).",
-    cause="For each token of a decode batch, the indexer's builder subtracts the number of tokens after it from its request's length. A padded "
-    "row has length 0, so its first token gets -1 with one draft token, and less with more. The top-k kernel reads lengths as unsigned: "
-    "one of its blocks waits for others that have already exited.",
-    remedy="Negative lengths become 0, on the device and in the buffer whose address the graph recorded, before anything is computed from them. "
-    "Tokens of real requests keep their lengths.",
-    detect="With draft tokens the engine hangs when the number of running requests is between two capture sizes; with PIECEWISE graphs it does not.",
-    concerns="Models with DeepSeek's sparse attention and its indexer, speculative decoding (MTP), a cudagraph_mode that includes FULL. "
-    "On GPUs other than datacenter Blackwell: one draft token.",
-    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or no speculative decoding.',
+    symptom="With speculative decoding and full CUDA graphs, DeepSeek V3.2 and V4 hang while a batch drains: GPUs at "
+    "full load, no token, timeouts of the executor (issue 51593).",
+    cause="For each token of a decode batch, the indexer's builder subtracts the number of tokens after it from its "
+    "request's length. A padded row has length 0, so its first token gets -1 with one draft token, and less with "
+    "more. The top-k kernel reads lengths as unsigned: one of its blocks waits for others that have already exited.",
+    remedy="Negative lengths become 0, on the device and in the buffer whose address the graph recorded, before "
+    "anything is computed from them. Tokens of real requests keep their lengths.",
+    detect="With draft tokens the engine hangs when the number of running requests is between two capture sizes; with "
+    "PIECEWISE graphs it does not.",
+    concerns="Models with DeepSeek's sparse attention and its indexer, speculative decoding (MTP), a cudagraph_mode "
+    "that includes FULL. On GPUs other than datacenter Blackwell: one draft token.",
+    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or no speculative '
+    "decoding.",
     removable="with vLLM 0.28.0",
     runner=None,
     reads=(_INDEXER, _UTILS),

@@ -1,4 +1,7 @@
-"""`mamba-all-mode`: each group of Mamba-2 layers has the block indices of its batch where its own graphs read them (PR 34874)."""
+"""`mamba-all-mode`: each group of Mamba-2 layers has its block indices where its own graphs read them (PR 34874).
+
+The indices are those of its batch.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ _FOR_GRAPHS = "_update_metadata_for_cudagraph_capture"
 
 INDICES_OF_ANOTHER_GROUP = Event(
     "indices-of-another-group",
-    "A decode batch reached a second or later group of Mamba-2 layers with its block indices in the first group's buffers only: on stock "
-    "this group's graphs read those of the capture.",
+    "A decode batch reached a second or later group of Mamba-2 layers with its block indices in the first group's "
+    "buffers only: on stock this group's graphs read those of the capture.",
 )
 FALLBACK = Fallback()
 
@@ -63,7 +66,8 @@ def diagnose(source: Source) -> Diagnosis:
         ):
             return Diagnosis(
                 Verdict.AFFECTED,
-                "for further groups only the block table is updated, and their graphs keep the block indices of the capture",
+                "for further groups only the block table is updated, and their graphs keep the block indices of the "
+                "capture",
                 update.at(replaced),
                 "indices-of-the-first-group",
             )
@@ -127,10 +131,10 @@ def _watch_indices(stock: StockFunction) -> StockFunction:
 
 
 def _indices_elsewhere(builder: Any, updated: Any) -> list[Any] | None:
-    """The block indices of *updated*, (num_reqs,) int32 each, where the graphs of *builder* need them and do not have them.
+    """The block indices of *updated*, (num_reqs,) int32 each, if the graphs of *builder* lack them.
 
-    They need them where stock has put the block table in the builder's own buffer: decodes alone, no more than the
-    largest graph has.
+    None if the graphs do not need them, or have them already. They need them where stock has put the block table in the
+    builder's own buffer: decodes alone, no more than the largest graph has.
     """
     scheduled = updated.block_idx_last_scheduled_token
     if scheduled is None or updated.num_prefills:
@@ -155,10 +159,11 @@ _SEVERAL_GROUPS = frozenset(
 )
 """Mamba-2 layers, of which a model has many more than of attention, and prefix caching with a state for each block."""
 _ONE_GROUP = frozenset(
-    """FalconH1ForCausalLM FalconMambaForCausalLM JambaForCausalLM KimiLinearForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Mamba2ForCausalLM
-    MambaForCausalLM MiniMaxText01ForCausalLM Plamo2ForCausalLM Qwen3NextForCausalLM""".split()
+    "FalconH1ForCausalLM FalconMambaForCausalLM JambaForCausalLM KimiLinearForCausalLM Lfm2ForCausalLM "
+    "Lfm2MoeForCausalLM Mamba2ForCausalLM\n"
+    "    MambaForCausalLM MiniMaxText01ForCausalLM Plamo2ForCausalLM Qwen3NextForCausalLM".split()
 )
-"""As many layers of each kind, one kind alone, or another kind of states."""
+"""Models with as many layers of each kind, with one kind alone, or with another kind of states."""
 
 
 def applies(deployment: Deployment, shape: str) -> Answer:
@@ -189,18 +194,20 @@ FIX = Fix(
     summary="each group of Mamba-2 layers reads the block indices of its own batch",
     releases="0.14.1 - 0.16.0",
     absent="0.32.0 - 0.33.0",
-    symptom="With prefix caching, Mamba-2 hybrids such as Nemotron-H answer long prompts with garbage or NaN under full CUDA graphs, and leave wrong states "
-    "in the prefix cache.",
-    cause="With prefix caching each block of a Mamba layer has a state (mode `all`), and a decode finds the block that it reads and the one "
-    "that it writes by two indices. The first group's builder copies them where its graphs read them. For further groups vLLM only swaps "
-    "the block table: their graphs go on reading the indices of the capture, which name each request's first block.",
-    remedy="Whenever a further group's block table is copied to where its graphs read it, so are the indices, with one copy on the device.",
-    detect="With --enable-prefix-caching, prompts longer than a Mamba block get wrong answers, even when sent for the first time; without that "
-    "flag or with --enforce-eager they get right ones.",
-    concerns="Hybrids with more Mamba-2 layers than attention layers (Nemotron-H, Granite 4, Bamba, Zamba2), --enable-prefix-caching, model "
-    "runner V1, a cudagraph_mode that includes FULL.",
-    workaround='leave out --enable-prefix-caching, or --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager; from 0.15.0 on '
-    "--mamba-cache-mode align.",
+    symptom="With prefix caching, Mamba-2 hybrids such as Nemotron-H answer long prompts with garbage or NaN under "
+    "full CUDA graphs, and leave wrong states in the prefix cache.",
+    cause="With prefix caching each block of a Mamba layer has a state (mode `all`), and a decode finds the block "
+    "that it reads and the one that it writes by two indices. The first group's builder copies them where its graphs "
+    "read them. For further groups vLLM only swaps the block table: their graphs go on reading the indices of the "
+    "capture, which name each request's first block.",
+    remedy="Whenever a further group's block table is copied to where its graphs read it, so are the indices, with "
+    "one copy on the device.",
+    detect="With --enable-prefix-caching, prompts longer than a Mamba block get wrong answers, even when sent for the "
+    "first time; without that flag or with --enforce-eager they get right ones.",
+    concerns="Hybrids with more Mamba-2 layers than attention layers (Nemotron-H, Granite 4, Bamba, Zamba2), "
+    "--enable-prefix-caching, model runner V1, a cudagraph_mode that includes FULL.",
+    workaround='leave out --enable-prefix-caching, or --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', '
+    "or --enforce-eager; from 0.15.0 on --mamba-cache-mode align.",
     removable="with vLLM 0.17.0",
     runner="V1",
     reads=(_RUNNER, _BUILDER, _LATER, _UTILS),

@@ -50,7 +50,8 @@ _BUILDS = (
 
 PADDED_ROW_PREFILLING = Event(
     "padded-row-prefilling",
-    "A batch reached a group of Mamba layers with a padded row that is marked as prefilling: on stock a decode graph replays with stale state indices.",
+    "A batch reached a group of Mamba layers with a padded row that is marked as prefilling: on stock a decode graph "
+    "replays with stale state indices.",
 )
 FALLBACK = Fallback()
 
@@ -98,7 +99,10 @@ def _confined(build: Function, *cleared: str) -> bool:
 
 
 def _stale_and_split_as_known(source: Source, build: Function) -> bool:
-    """Whether padded rows have the numbers of requests that were there before, and the builders are given their marks and split by them."""
+    """Whether padded rows have the numbers of requests that were there before.
+
+    The builders must also be given the marks of these rows and split by them.
+    """
     batch = source.function(_BATCH, "InputBatch")
     condense = batch and batch.inner("condense")
     split = source.function(_UTILS, "split_decodes_and_prefills")
@@ -215,11 +219,14 @@ FIX = Fix(
     releases="0.19.0 - 0.21.0",
     absent="0.14.1 - 0.18.1",
     symptom="Under load, Mamba and hybrid models now and then decode wrong tokens with full CUDA graphs.",
-    cause="The model runner computes the prefilling mark for padded rows, too. A slot beyond the batch keeps the numbers of a request that was "
-    "moved away while it was still prefilling. Mamba's builder splits by that mark: a padded row turns a pure decode batch into decode + "
-    "prefill, and the persistent buffers that the graph reads are not refreshed.",
-    remedy="The Mamba builder splits on a copy of the metadata in which rows without scheduled tokens are not prefilling. Real rows keep their mark.",
-    detect="Long prompts with chunked prefill next to short requests that finish meanwhile; output differs from --enforce-eager for some requests only.",
+    cause="The model runner computes the prefilling mark for padded rows, too. A slot beyond the batch keeps the "
+    "numbers of a request that was moved away while it was still prefilling. Mamba's builder splits by that mark: a "
+    "padded row turns a pure decode batch into decode + prefill, and the persistent buffers that the graph reads are "
+    "not refreshed.",
+    remedy="The Mamba builder splits on a copy of the metadata in which rows without scheduled tokens are not "
+    "prefilling. Real rows keep their mark.",
+    detect="Long prompts with chunked prefill next to short requests that finish meanwhile; output differs from "
+    "--enforce-eager for some requests only.",
     concerns="Mamba, Mamba-2 and hybrid models, model runner V1, a cudagraph_mode that includes FULL, chunked prefill.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
     removable="with vLLM 0.22.0",

@@ -1,4 +1,7 @@
-"""`prefill-dispatch`: a prefill that has the shape of a decode never replays a decode graph of a recurrent model (PR 53059)."""
+"""`prefill-dispatch`: a prefill that has the shape of a decode never replays a decode graph (PR 53059).
+
+This concerns recurrent models.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,8 @@ _BOTH = "shape-only-v1-v2"
 
 PREFILL_AS_DECODE = Event(
     "prefill-as-decode",
-    "A step of a model with recurrent layers had the shape of a decode but contained a prefill: on stock it replays a full decode graph, "
-    "with stale indices wherever a builder sees the prefill.",
+    "A step of a model with recurrent layers had the shape of a decode but contained a prefill: on stock it replays a "
+    "full decode graph, with stale indices wherever a builder sees the prefill.",
 )
 FALLBACK = Fallback()
 
@@ -98,7 +101,10 @@ def _of_v1(source: Source) -> Diagnosis:
 
 
 def _asked_phase(place: Function, uniform: Function) -> str | None:
-    """Where *place* compares what is computed with the prompts, if the answer goes to the predicate or in its stead (PRs 53059, 47123)."""
+    """Where *place* compares the number of computed tokens with the prompts (PRs 53059, 47123).
+
+    The answer must go to the predicate or take its place.
+    """
     compared = [part for pattern in _PHASES for part in place.find(pattern)]
     more = [name for name in uniform.parameters if name not in _TAKES.split(", ") and uniform.mentions(**{name: 1})]
     goes_on = place.gives(_DETERMINE, "force_uniform_decode=...") or any(
@@ -128,7 +134,8 @@ def _of_v2(source: Source) -> Diagnosis:
         shape_alone = (
             by_shape.takes == "num_reqs, num_tokens, max_query_len"
             and by_shape.only(
-                "if max_query_len == num_tokens // num_reqs and num_tokens == max_query_len * num_reqs: return max_query_len"
+                "if max_query_len == num_tokens // num_reqs and num_tokens == max_query_len * num_reqs: return "
+                "max_query_len"
             )
             and by_shape.mentions(num_reqs=2, num_tokens=2, max_query_len=3)
         )
@@ -233,13 +240,16 @@ def _recurrent(kv_cache_config: Any) -> bool:
 
 
 def _kind(spec: Any) -> Any:
-    """Of a group whose layers are of one type and several sizes, the specification of one of them."""
+    """The layer specification of a group; of one with one type and several sizes, that of one of its layers."""
     together = getattr(spec, "kv_cache_specs", None)
     return next(iter(together.values())) if together else spec
 
 
 def _decode_graphs(manager: Any) -> bool:
-    """Whether decodes have full graphs of their own: FULL_DECODE_ONLY, FULL_AND_PIECEWISE. In mode FULL no shape is asked for."""
+    """Whether decodes have full graphs of their own: FULL_DECODE_ONLY, FULL_AND_PIECEWISE.
+
+    In mode FULL no shape is asked for.
+    """
     mode = manager.cudagraph_mode
     return bool(mode.separate_routine()) and mode.decode_mode().name == "FULL"
 
@@ -278,10 +288,11 @@ def _note_phase(stock: StockFunction) -> StockFunction:
 
 
 def _prefills_in_decode_shape(runner: Any, scheduled: Any) -> bool:
-    """Whether one of the scheduled requests of a recurrent model is not past its prefill, while all may have as many tokens.
+    """Whether a scheduled request of a recurrent model is not past its prefill, in a step shaped like a decode.
 
-    Reads `req_states`: `num_computed_prefill_tokens` and `prefill_len`, (max_num_reqs,) int32 of NumPy. A request that
-    was preempted comes again as one whose own tokens are to be prefilled.
+    In that shape all requests may have as many tokens as a decode. Reads `req_states`: `num_computed_prefill_tokens`
+    and `prefill_len`, (max_num_reqs,) int32 of NumPy. A request that was preempted comes again as one whose own tokens
+    are to be prefilled.
     """
     tokens = scheduled.num_scheduled_tokens
     rows, total = len(tokens), scheduled.total_num_scheduled_tokens
@@ -365,16 +376,20 @@ FIX = Fix(
     references=("PR 47123", "PR 39945", "issue 49918", "issue 53051", "issue 57720"),
     summary="a prefill never replays a decode graph of a recurrent model",
     releases="0.14.1 - 0.33.0",
-    symptom="If a prompt, or what is left of one, is exactly one token long (with speculative decoding: one token more than are drafted), Mamba, "
-    "GDN and short-convolution models answer with text that has nothing to do with it, different each time. Other requests of the same "
-    "batch may be hit too.",
-    cause="The model runner treats a step as a decode if every request has as many tokens as a decode, whatever phase it is in. Such a "
-    "prefill replays a full decode graph, while the layers' builders see a prefill and do not refresh the buffers that the graph reads.",
-    remedy="A step is a decode only if each of its requests is past its prefill. Otherwise it runs as other steps with prefills do: in "
-    "piecewise graphs or eager. Models without recurrent layers, captures and dummy runs are as before.",
-    detect="At temperature 0 the same prompt of one token (or one token more than are drafted) gets a different answer each time, and always the same one with --enforce-eager.",
-    concerns="Models with recurrent layers (Mamba, GDN, linear attention, short convolutions), cudagraph_mode FULL_DECODE_ONLY or FULL_AND_PIECEWISE. "
-    "Model runner V1 in all releases, V2 in 0.23.0 - 0.27.1: 0.21.0 - 0.22.1 have its defect too, and refuse such models on V2.",
+    symptom="If a prompt, or what is left of one, is exactly one token long (with speculative decoding: one token "
+    "more than are drafted), Mamba, GDN and short-convolution models answer with text that has nothing to do with it, "
+    "different each time. Other requests of the same batch may be hit too.",
+    cause="The model runner treats a step as a decode if every request has as many tokens as a decode, whatever phase "
+    "it is in. Such a prefill replays a full decode graph, while the layers' builders see a prefill and do not "
+    "refresh the buffers that the graph reads.",
+    remedy="A step is a decode only if each of its requests is past its prefill. Otherwise it runs as other steps "
+    "with prefills do: in piecewise graphs or eager. Models without recurrent layers, captures and dummy runs are as "
+    "before.",
+    detect="At temperature 0 the same prompt of one token (or one token more than are drafted) gets a different "
+    "answer each time, and always the same one with --enforce-eager.",
+    concerns="Models with recurrent layers (Mamba, GDN, linear attention, short convolutions), cudagraph_mode "
+    "FULL_DECODE_ONLY or FULL_AND_PIECEWISE. Model runner V1 in all releases, V2 in 0.23.0 - 0.27.1: 0.21.0 - 0.22.1 "
+    "have its defect too, and refuse such models on V2.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
     removable="not yet: no release up to 0.33.0 has the remedy for model runner V1",
     runner=None,

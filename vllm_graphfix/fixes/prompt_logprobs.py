@@ -1,4 +1,7 @@
-"""`prompt-logprobs`: log-probabilities of prompts are computed from what the target said, not the drafter (PR 53520)."""
+"""`prompt-logprobs`: log-probabilities of prompts are computed from the target's output (PR 53520).
+
+The drafter's output is not used for them.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ _MODELS = ("use_eagle", "uses_draft_model", "uses_extract_hidden_states")
 """Methods of a SpeculativeConfig, not all in every release: whether the drafter is a model that may have CUDA
 graphs."""
 _NO_MODELS = ("use_ngram_gpu",)
-"""Of a drafter that runs before the bookkeeping too, compiled for CUDAGraphMode.NONE."""
+"""The methods for a drafter that is no model but also runs before the bookkeeping, compiled for CUDAGraphMode.NONE."""
 
 READ_AFTER_DRAFT = Event(
     "prompt-logprobs-after-draft",
-    "A step had to compute prompt log-probabilities from hidden states that may lie in CUDA graph memory, after the drafter had run: on "
-    "stock they are computed from what its graphs leave there.",
+    "A step had to compute prompt log-probabilities from hidden states that may lie in CUDA graph memory, after the "
+    "drafter had run: on stock they are computed from what its graphs leave there.",
 )
 FALLBACK = Fallback()
 
@@ -68,7 +71,10 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _drafts(sample: Function) -> list[ast.stmt | ast.expr]:
-    """Where `sample_tokens` runs the drafter, in source order: it calls a function of its own, or the drafter's dummy run."""
+    """Where `sample_tokens` runs the drafter, in source order.
+
+    It calls a function of its own, or the drafter's dummy run.
+    """
     calls = sample.find("propose_draft_token_ids(...)") + sample.find("self.drafter.dummy_run(...)")
     return sorted(calls, key=lambda call: call.lineno)
 
@@ -105,7 +111,11 @@ def _reads_late(source: Source, sample: Function, bookkeep: Function, prompts: F
     unpacked = sample.assignments("scheduler_output", _STATE)
     if state is None or not state.find("NamedTuple") or len(unpacked) != 1 or len(sample.find(_STATE)) != 3:
         return False
-    fields = [node.target.id for node in state.node.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]  # fmt: skip
+    fields = [
+        node.target.id
+        for node in state.node.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
     names = [getattr(name, "id", None) for name in getattr(unpacked[0].targets[0], "elts", ())]
     asked = {
         node.attr
@@ -134,7 +144,10 @@ def _reads_late(source: Source, sample: Function, bookkeep: Function, prompts: F
 
 
 def _state_read_late(runner: Any) -> Any:
-    """The state of a step in which the drafter runs before log-probabilities of a prompt are computed; None for every other step."""
+    """The state of a step whose drafter runs before log-probabilities of a prompt are computed.
+
+    None for every other step.
+    """
     state, draft = runner.execute_model_state, runner.speculative_config
     if state is None or draft is None or draft.disable_padded_drafter_batch:
         return None
@@ -221,15 +234,19 @@ FIX = Fix(
     references=("issue 53488",),
     summary="with a draft model, prompt_logprobs are the target's",
     releases="0.14.1 - 0.33.0; no stock release up to 0.33.0 has a remedy",
-    symptom="With Eagle, MTP or a draft model, prompt_logprobs of prompts up to the largest capture size are silently wrong. Generated tokens are right.",
-    cause="The drafter runs before prompt log-probabilities are computed from the target's hidden states. These are the output of a CUDA "
-    "graph, kept only as an address: their memory is in the pool that the drafter's graphs share, and those graphs write there.",
-    remedy="In a step that computes prompt log-probabilities after a draft, the hidden states are copied before the draft, for that step. "
-    "Nothing is copied in a step without such a request, in one with more tokens than the largest graph takes, or where the drafter runs "
-    "afterwards.",
-    detect="The same prompt scored with and without --speculative-config, or just below and just above the largest capture size: prompt_logprobs differ.",
-    concerns="Model runner V1, --speculative-config with eagle, eagle3, mtp, dflash, dspark, draft_model or extract_hidden_states (as far as the release has them), "
-    "a cudagraph_mode in which prompts run in graphs (PIECEWISE, FULL, FULL_AND_PIECEWISE), requests with prompt_logprobs.",
+    symptom="With Eagle, MTP or a draft model, prompt_logprobs of prompts up to the largest capture size are silently "
+    "wrong. Generated tokens are right.",
+    cause="The drafter runs before prompt log-probabilities are computed from the target's hidden states. These are "
+    "the output of a CUDA graph, kept only as an address: their memory is in the pool that the drafter's graphs "
+    "share, and those graphs write there.",
+    remedy="In a step that computes prompt log-probabilities after a draft, the hidden states are copied before the "
+    "draft, for that step. Nothing is copied in a step without such a request, in one with more tokens than the "
+    "largest graph takes, or where the drafter runs afterwards.",
+    detect="The same prompt scored with and without --speculative-config, or just below and just above the largest "
+    "capture size: prompt_logprobs differ.",
+    concerns="Model runner V1, --speculative-config with eagle, eagle3, mtp, dflash, dspark, draft_model or "
+    "extract_hidden_states (as far as the release has them), a cudagraph_mode in which prompts run in graphs "
+    "(PIECEWISE, FULL, FULL_AND_PIECEWISE), requests with prompt_logprobs.",
     workaround="Score prompts on an engine without --speculative-config, or with --enforce-eager, "
     "or '\"disable_padded_drafter_batch\": true' in --speculative-config.",
     removable="once PR 53520 is in the release that you run",

@@ -21,8 +21,8 @@ _COMMON_BEFORE = "vllm/v1/attention/backends/mla/common.py"
 _UTILS = "vllm/v1/attention/backends/utils.py"
 _BUILDER = "TritonMLAMetadataBuilder"
 _PARAMETERS = (
-    "q, k_buffer, v_buffer, o, lse, req_to_token, b_seq_len, attn_logits, num_kv_splits, sm_scale, page_size, logit_cap, "
-    "k_scale, v_scale, is_mla"
+    "q, k_buffer, v_buffer, o, lse, req_to_token, b_seq_len, attn_logits, num_kv_splits, sm_scale, page_size, "
+    "logit_cap, k_scale, v_scale, is_mla"
 )
 _FULL = ("ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE")
 _EMPTY = ("e_sum == 0", "e_sum <= 0", "cur_batch_seq_len == 0", "cur_batch_seq_len <= 0", "cur_batch_seq_len < 1")
@@ -161,9 +161,10 @@ def _zeros_for_empty_rows(stock: StockFunction) -> StockFunction:
 
 
 def _watch_padding(stock: StockFunction) -> StockFunction:
-    """Around `MLACommonMetadataBuilder.build`, which Triton's builder inherits: a replay runs no other Python of Triton MLA.
+    """Wraps `MLACommonMetadataBuilder.build`, which Triton's builder inherits.
 
-    Rows of length 0 that the query starts do not show are not counted, since only the device knows them.
+    A replay runs no other Python of Triton MLA. Rows of length 0 that the query starts do not show are not counted,
+    since only the device knows them.
     """
 
     @functools.wraps(stock)
@@ -208,15 +209,17 @@ FIX = Fix(
     references=("issue 57017", "PR 57094", "PR 42885"),
     summary="padded rows of Triton MLA are zeros, not NaN",
     releases="0.22.0 - 0.33.0",
-    symptom="NaN logits for every request of a batch whose size lies between two capture sizes (issue 57017: DeepSeek-V2-Lite with "
-    "--quantization fp8, from three requests on).",
-    cause="Since 0.22.0 Triton MLA decodes in full graphs, whose padded rows have length 0. The kernel divides their sum over no tokens by 0. "
-    "Code that quantises activations with one scale for the whole batch, as online fp8 MoE does, then gets NaN as its scale.",
-    remedy="After the kernel, inside the graph, rows of length 0 are filled with zeros. Rows with tokens keep the kernel's output; the "
-    "log-sum-exp, which is -inf in padded rows, is left as it is.",
-    detect="Wrong output, or NaN log-probabilities, only at batch sizes between two capture sizes; with --enforce-eager both are right.",
-    concerns="MLA models on Triton MLA (what GPUs before Hopper get), a cudagraph mode with FULL; wrong for whole batches with "
-    "--quantization fp8 and experts.",
+    symptom="NaN logits for every request of a batch whose size lies between two capture sizes (issue 57017: "
+    "DeepSeek-V2-Lite with --quantization fp8, from three requests on).",
+    cause="Since 0.22.0 Triton MLA decodes in full graphs, whose padded rows have length 0. The kernel divides their "
+    "sum over no tokens by 0. Code that quantises activations with one scale for the whole batch, as online fp8 MoE "
+    "does, then gets NaN as its scale.",
+    remedy="After the kernel, inside the graph, rows of length 0 are filled with zeros. Rows with tokens keep the "
+    "kernel's output; the log-sum-exp, which is -inf in padded rows, is left as it is.",
+    detect="Wrong output, or NaN log-probabilities, only at batch sizes between two capture sizes; with "
+    "--enforce-eager both are right.",
+    concerns="MLA models on Triton MLA (what GPUs before Hopper get), a cudagraph mode with FULL; wrong for whole "
+    "batches with --quantization fp8 and experts.",
     workaround='--compilation-config \'{"cudagraph_mode": "NONE"}\', or --enforce-eager.',
     removable="not yet: no release up to 0.33.0 has a remedy",
     runner=None,

@@ -1,4 +1,7 @@
-"""`workspace-growth`: a workspace that a graph of model runner V2 has recorded is kept when a larger one takes its place (PR 55341)."""
+"""`workspace-growth`: a recorded workspace is kept when a larger one takes its place (PR 55341).
+
+A graph of model runner V2 has recorded it.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ _SLOTS = "for ubatch_id in range(self._num_ubatches): ..."
 
 RECORDED_WORKSPACE_OUTGROWN = Event(
     "recorded-workspace-outgrown",
-    "A larger workspace replaced one that a graph had recorded: on stock that memory is freed, and the graph still reads and "
-    "writes there.",
+    "A larger workspace replaced one that a graph had recorded: on stock that memory is freed, and the graph still "
+    "reads and writes there.",
 )
 FALLBACK = Fallback()
 
@@ -56,7 +59,8 @@ def diagnose(source: Source) -> Diagnosis:
             if shape:
                 return Diagnosis(
                     Verdict.AFFECTED,
-                    "model runner V2 lets the workspace grow after a capture, and the one that graphs have recorded is freed",
+                    "model runner V2 lets the workspace grow after a capture, and the one that graphs have recorded "
+                    "is freed",
                     ensure.at(cleared),
                     shape,
                 )
@@ -64,7 +68,10 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _locked(source: Source, capture: Function) -> str | None:
-    """Where the workspace is locked after every capture: by model runner V2 itself, or by the worker of both runners."""
+    """Where the workspace is locked after every capture.
+
+    Model runner V2 locks it itself, or the worker of both runners does.
+    """
     lock = source.function(_WORKSPACE, "WorkspaceManager.lock")
     if lock is None or not lock.only("self._locked = True"):
         return None
@@ -108,7 +115,7 @@ def _kept(ensure: Function, cleared: ast.stmt | ast.expr) -> ast.stmt | ast.expr
 
 
 def _shape(source: Source, ensure: Function, capture: Function) -> str:
-    """Of code in which what is wrapped does what the layers rely on; else empty."""
+    """The shape of code in which what is wrapped does what the layers rely on; empty for other code."""
     manager = source.function(_WORKSPACE, "WorkspaceManager")
     handed_out = source.function(_WORKSPACE, "WorkspaceManager.get_simultaneous")
     slots = len(ensure.find(_SLOTS))
@@ -143,7 +150,10 @@ def _shape(source: Source, ensure: Function, capture: Function) -> str:
 
 
 class _Captures:
-    """Whether model runner V2 is capturing, and what captures on trial, whose graphs are thrown away again, have recorded."""
+    """Whether model runner V2 is capturing, and what trial captures have recorded.
+
+    The graphs of trial captures are thrown away again.
+    """
 
     __slots__ = ("on_trial", "running")
 
@@ -153,7 +163,10 @@ class _Captures:
 
 
 class _Recorded:
-    """The workspaces of one manager that graphs have recorded: those that it hands out still, and those that it has outgrown."""
+    """The workspaces of one manager that graphs have recorded.
+
+    Those are the ones that it still hands out, and those that it has outgrown.
+    """
 
     __slots__ = ("current", "outgrown")
 
@@ -197,7 +210,10 @@ _CAPTURES = _Captures()
 
 
 def _hold_what_is_recorded(stock: StockFunction, hold: Callable[[Workspace], Held]) -> StockFunction:
-    """Around `WorkspaceManager._ensure_workspace_size(required_bytes)`, which every request for a workspace goes through."""
+    """Wraps `WorkspaceManager._ensure_workspace_size(required_bytes)`.
+
+    Every request for a workspace goes through it.
+    """
     from torch import cuda  # the target is imported by now, and torch with it
 
     @functools.wraps(stock)
@@ -293,16 +309,21 @@ FIX = Fix(
     references=("issue 55336",),
     summary="a workspace that a graph has recorded outlives its replacement",
     releases="0.14.1 - 0.29.0",
-    symptom="With model runner V2, an illegal memory access right after the engine has captured its graphs, or at some step while serving, or "
-    "wrong output of requests whose tensors lie where the old workspace was. Upstream saw a DeepSeek V4 engine abort during start-up.",
-    cause="Mixture-of-experts, sparse attention and other layers share one workspace, whose address their graphs record. A batch that needs "
-    "more makes the manager free it and allocate a larger one: the warm-up after the captures (from 0.17.0 on), or a request. V1 locks "
-    "the workspace when its graphs are captured; V2 does not, and its graphs go on using memory that is no longer theirs.",
-    remedy="A workspace that was handed out while model runner V2 captured is kept by its manager when a larger one replaces it. After the "
-    "captures that is at most one for each slot, smaller than the one in use; without a capture nothing is kept.",
-    detect="VLLM_DEBUG_WORKSPACE=1 logs 'Resized workspace' after 'Graph capturing finished'; --enforce-eager does not fail.",
-    concerns="VLLM_USE_V2_MODEL_RUNNER=1 (the default for more and more models from 0.22.0 on), CUDA graphs of any mode, layers that use the "
-    "workspace: mixture-of-experts, sparse MLA and its indexer, decode context parallelism, TurboQuant, from 0.25.0 on Triton MLA.",
+    symptom="With model runner V2, an illegal memory access right after the engine has captured its graphs, or at "
+    "some step while serving, or wrong output of requests whose tensors lie where the old workspace was. Upstream saw "
+    "a DeepSeek V4 engine abort during start-up.",
+    cause="Mixture-of-experts, sparse attention and other layers share one workspace, whose address their graphs "
+    "record. A batch that needs more makes the manager free it and allocate a larger one: the warm-up after the "
+    "captures (from 0.17.0 on), or a request. V1 locks the workspace when its graphs are captured; V2 does not, and "
+    "its graphs go on using memory that is no longer theirs.",
+    remedy="A workspace that was handed out while model runner V2 captured is kept by its manager when a larger one "
+    "replaces it. After the captures that is at most one for each slot, smaller than the one in use; without a "
+    "capture nothing is kept.",
+    detect="VLLM_DEBUG_WORKSPACE=1 logs 'Resized workspace' after 'Graph capturing finished'; --enforce-eager does "
+    "not fail.",
+    concerns="VLLM_USE_V2_MODEL_RUNNER=1 (the default for more and more models from 0.22.0 on), CUDA graphs of any "
+    "mode, layers that use the workspace: mixture-of-experts, sparse MLA and its indexer, decode context parallelism, "
+    "TurboQuant, from 0.25.0 on Triton MLA.",
     workaround="--enforce-eager, or model runner V1.",
     removable="with vLLM 0.30.0",
     runner="V2",

@@ -164,7 +164,8 @@ class FixManager:
     def revert(self, name: str) -> None:
         """Takes the fix *name* back, in this process, from here on.
 
-        Neither `register` nor an import nor another engine brings it again. Graphs captured before keep what they recorded. A fix that cannot be without it is taken back too.
+        Neither `register` nor an import nor another engine brings it again. Graphs captured before keep what they
+        recorded. A fix that cannot be without it is taken back too.
         """
         applied = self._applied[name]
         applied.take_back(State.OFF, _REVERTED)
@@ -299,9 +300,9 @@ class FixManager:
     def left_undone(self, *, v2: bool | None, again: bool = False) -> tuple[str, ...]:
         """The fixes that the user insists on, that this process needs and that are not applied.
 
-        Each with state and reason. *v2*: whether the engine is on model runner V2; None if that is not known. *again*: whether it has served, and
-        captures once more; a fix that failed in a step then, and stands where it was put, may do well in this capture,
-        which will tell.
+        Each with state and reason. *v2*: whether the engine is on model runner V2; None if that is not known. *again*:
+        whether it has served, and captures once more; a fix that failed in a step then, and stands where it was put,
+        may do well in this capture, which will tell.
         """
         states = self.states().values()
         self._may_capture = True

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 ROUNDING = 0.0625
-"""Log-probabilities this close are never called different: bfloat16 has this step between 8 and 16, where logits tend to be."""
+"""Log-probabilities this close are never called different: bfloat16 has this step between 8 and 16, where logits tend
+to be."""
 NOISE_FACTOR = 3.0
-"""How far beyond the largest difference that was seen between two runs without graphs a difference still counts as rounding."""
+"""The factor by which a difference may exceed the largest one that was seen between two runs without graphs, and still
+count as rounding."""
 
 Top = dict[int, float]
 """The best tokens at one position, the chosen one among them, with their log-probabilities (natural)."""
@@ -26,7 +28,7 @@ class Answer:
 
     tokens: tuple[int, ...]
     top: tuple[Top, ...]
-    """As many as tokens."""
+    """The best tokens at each position of the answer: as many entries as there are tokens."""
 
 
 class Kind(str, Enum):
@@ -53,7 +55,8 @@ class Judgement:
     margin: float | None = None
     """Between the two best log-probabilities of the reference there."""
     gap: float | None = None
-    """How much less likely than its own token the reference finds the other one: at least this, if that is not among its best."""
+    """How much less likely than its own token the reference finds the other one: at least this, if that is not among
+    its best."""
     distance: float = 0.0
     """The largest difference of log-probabilities, up to and including the first difference of tokens."""
 
@@ -102,14 +105,17 @@ class Comparison:
 
 
 def tolerance_of(noise: float) -> float:
-    """Noise that is not finite excuses nothing: then the reference itself is in question, not what is compared with it."""
+    """The distance up to which a difference counts as rounding, from the *noise* of the reference.
+
+    Noise that is not finite excuses nothing: then the reference itself is in question, not what is compared with it.
+    """
     return max(ROUNDING, NOISE_FACTOR * noise) if math.isfinite(noise) else ROUNDING
 
 
 def noise_between(one: Sequence[Answer], other: Sequence[Answer]) -> float:
-    """Of two runs that are both right: the largest difference of log-probabilities of the same tokens in the same place.
+    """The largest difference of log-probabilities between two runs that are both right.
 
-    Infinite if one of them is no number.
+    Only the same tokens in the same place are compared. Infinite if one of them is no number.
     """
     noise = 0.0
     for a, b in zip(one, other, strict=True):
@@ -168,7 +174,10 @@ def _comparable(a: Answer, b: Answer) -> int:
 
 
 def _distance(a: Answer, b: Answer, position: int) -> float:
-    """Of the two engines' log-probabilities of the tokens that they chose; infinite where one of them is no number."""
+    """The largest difference between the two engines' log-probabilities of the tokens they chose.
+
+    Infinite where one of them is no number.
+    """
     one, other = a.top[position], b.top[position]
     chosen = {a.tokens[position], b.tokens[position]}
     return max(_apart(one, other, token) for token in chosen)

@@ -36,7 +36,10 @@ _TIMEOUT = 900
 
 
 def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
-    """Proves *fixes* on *source* with the CPU double. Progress goes to *console*. Raises `VerifyError`, `SourceError`."""
+    """Proves *fixes* on *source* with the CPU double. Progress goes to *console*.
+
+    Raises `VerifyError`, `SourceError`.
+    """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     diagnoses = {fix.name: manifest.diagnose(fix, source) for fix in fixes}
@@ -109,7 +112,10 @@ class _Worker(threading.Thread):
         self.watched: dict[str, list[Watch]] = {}
         self.torch = "unknown"
         self._progress, self._task, self._names = progress, task, names
-        self._log = tempfile.NamedTemporaryFile(prefix=f"graphfix-verify-{kind}-", suffix=".log", delete=False)  # noqa: SIM115 - kept for the user if the process fails
+        # The log is kept for the user if the process fails.
+        self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115
+            prefix=f"graphfix-verify-{kind}-", suffix=".log", delete=False
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "vllm_graphfix.verify.double.worker", str(folder), *names, "--", *others],
             cwd=_PACKAGE,  # `-m` looks there first, and the user's folder may hold a json.py of its own
@@ -137,7 +143,8 @@ class _Worker(threading.Thread):
             tail = Path(self._log.name).read_text(errors="replace").strip().splitlines()[-1:]
             raise VerifyError(
                 f"the {self.kind} process ended with {self._process.returncode}: {' '.join(tail) or 'no message'}. "
-                f"Use a Python that has torch and what vLLM imports; this one is {sys.executable}. The log is {self._log.name}"
+                f"Use a Python that has torch and what vLLM imports; this one is {sys.executable}. The log is "
+                f"{self._log.name}"
             )
         if not self.failed:
             Path(self._log.name).unlink(missing_ok=True)

@@ -40,12 +40,14 @@ _MOST = 6
 """Engines at a time; more get in each other's way while they start."""
 _NO_CASE = "no tiny model on a GPU shows this defect; `verify --device cpu` proves the fix on the CPU double"
 _LOUD = 0.2
-"""Eager's own noise on a tiny model, in log-probability, beyond which a defect could pass for rounding: stock's are off by 0.5 to 1."""
+"""Eager's own noise on a tiny model, in log-probability, beyond which a defect could pass for rounding: stock's are off
+by 0.5 to 1."""
 _ENOUGH = 0.5
-"""Of the patched engine's tokens: if fewer could be compared, because answers part early at ties, nothing is proven."""
+"""The share of the patched engine's tokens that must be compared: if fewer could be, because answers part early at
+ties, nothing is proven."""
 
 Runs = Mapping[str, Ended]
-"""Of one case, by mode."""
+"""The runs of one case, by mode."""
 
 
 def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) -> Report:
@@ -133,12 +135,19 @@ def why_skipped(case: Case, device: Device) -> str | None:
             f"{'.'.join(map(str, device.capability))}; `verify --device cpu` proves the fix on the CPU double"
         )
     if device.free_gib < GIB_PER_ENGINE:
-        return f"{GIB_PER_ENGINE} GiB of free GPU memory are needed, but only {device.free_gib} GiB are free; stop whatever else uses the GPU"
+        return (
+            f"{GIB_PER_ENGINE} GiB of free GPU memory are needed, but only {device.free_gib} GiB are free; stop "
+            "whatever else uses the GPU"
+        )
     return None
 
 
 def _missing(case: Case, source: Source) -> str | None:
-    """The package that *case* needs and this machine has not, or that this vLLM does not show its defect with it; or None."""
+    """Why *case* cannot show its defect here, or None.
+
+    The answer names the package that it needs and this machine has not, or says that this vLLM does not show its defect
+    with it.
+    """
     folder = source.folder
     if case.shows_with is not None and not source.says(*case.shows_with[:2]):
         return f"on this vLLM {case.shows_with[2]}; `verify --device cpu` proves the fix on the CPU double"
@@ -176,7 +185,10 @@ def prove(
     skipped: str | None = None,
     watched: Runs | None = None,
 ) -> Proof:
-    """What the three runs of a fix's case say about it, and the shadow check of those in which every replay was *watched*."""
+    """What the three runs of a fix's case, and the shadow check of the *watched* ones, say about it.
+
+    In the *watched* runs every replay was checked.
+    """
     if case is None or runs is None:
         nothing = ("", skipped or "")
         return Proof(fix, diagnosis, None, None, None, nothing, nothing, skipped)
@@ -212,7 +224,10 @@ def _why_nothing_is_proven(case: Case, runs: Runs) -> str | None:
     if eager is not None and patched is not None:
         comparison = compare(eager.passes[0], patched.passes[0], noise)
         if not comparison.corrupt and comparison.compared < _ENOUGH * comparison.tokens:
-            return f"patched: answers diverge early at ties, so only {comparison.compared} of {comparison.tokens} tokens could be compared"
+            return (
+                f"patched: answers diverge early at ties, so only {comparison.compared} of {comparison.tokens} tokens "
+                "could be compared"
+            )
     signs = ((mode, _sign(case, end)) for mode, end in runs.items() if mode != "eager" and not end.error)
     return next((f"{mode}: {sign.unseen}" for mode, sign in signs if sign is not None and sign.unseen), None)
 
@@ -280,7 +295,10 @@ def described(comparison: Comparison) -> list[str]:
     agreed = f"{comparison.compared} of {comparison.tokens} tokens compared and equal to eager's"
     apart = f"log-probabilities up to {comparison.distance:.2g} apart"
     lines = [
-        f"{agreed}; {apart} (eager against itself {comparison.noise:.2g}; up to {comparison.tolerance:.2g} counts as rounding)"
+        (
+            f"{agreed}; {apart} (eager against itself {comparison.noise:.2g}; up to {comparison.tolerance:.2g} counts "
+            "as rounding)"
+        )
     ]
     corrupt = comparison.of(Kind.CORRUPT)
     if corrupt:
@@ -293,8 +311,8 @@ def described(comparison: Comparison) -> list[str]:
         )
         margin = "" if first.margin is None else f"; eager's top two are {first.margin:.2g} apart there"
         lines.append(
-            f"corrupt prompts: {len(corrupt)} of {len(comparison.judgements)}, the first at token {first.position} of prompt "
-            f"{number}, {what}{margin}"
+            f"corrupt prompts: {len(corrupt)} of {len(comparison.judgements)}, the first at token {first.position} of "
+            f"prompt {number}, {what}{margin}"
         )
     ties = len(comparison.of(Kind.TIE))
     return [*lines, f"prompts that diverge at a tie: {ties}"] if ties else lines

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Watch:
-    """What the shadow check made of one engine, or of one scenario on the CPU double, in which every replay was checked."""
+    """What the shadow check made of one engine, or of one scenario on the CPU double.
+
+    Every replay in it was checked.
+    """
 
     checks: int
     mismatches: int
@@ -48,8 +51,7 @@ class Measurement:
     details: tuple[str, ...] = ()
     """What else is worth a line in the report."""
     deciding: int | None = None
-    """So many of the first numbers have to be wrong on stock to show the defect: the others, or an error, may be another
-    defect's doing. None: any of them, or an error, shows it.
-    """
+    """The number of first numbers that have to be wrong on stock to show the defect: the others, or an error, may be
+    another defect's doing. None: any of them, or an error, shows it."""
     counted: Mapping[str, int] = field(default_factory=dict)
     """What the fix has to count meanwhile on an affected release, by event, where the scenario knows."""

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 SCHEMA = 1
 MODES_OF_A_PROOF = f"{PREFIX}=off (stock), every fix auto (patched)"
 _TOLERANCE = 1e-6
-"""Relative to the largest number. The same operations on the same device in float32 come out equal; this is for their order."""
+"""The tolerance relative to the largest number. The same operations on the same device in float32 come out equal; this
+is for their order."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Proof:
     skipped: str | None = None
     """Why it was not run."""
     watched: Mapping[str, Watch] = field(default_factory=dict)
-    """What the shadow check made of an engine each, ``stock`` and ``patched``, where the defect is one that it has to see."""
+    """What the shadow check made of an engine each, ``stock`` and ``patched``, where the defect is one that it has to
+    see."""
     further: str | None = None
     """Name of the engines' case, if it is not the fix's first one: the fix has been judged before."""
     why_unwatched: str = ""
@@ -85,7 +87,7 @@ class Proof:
 
     @property
     def unwatched(self) -> str | None:
-        """Of a fix that was tried without the shadow check: why that cannot see the defect in a replay."""
+        """Why the shadow check cannot see the defect in a replay, if the fix was tried without it."""
         tried = self.stock is not None and self.further is None and not self.watched
         return (self.why_unwatched or None) if tried else None
 
@@ -109,7 +111,7 @@ class Report:
 
     @property
     def holds(self) -> bool:
-        """Of everything that was run."""
+        """Whether everything that was run holds."""
         return all(proof.holds for proof in self.proofs if proof.skipped is None)
 
     @property
@@ -118,7 +120,10 @@ class Report:
 
 
 def _wrongly_checked(stock: Watch | None, patched: Watch | None) -> str | None:
-    """What the check did wrong. Stock may crash before it is checked, and the check may be for other engines, and says so."""
+    """What the check did wrong, or None.
+
+    Stock may crash before it is checked, and the check may be for other engines, and says so.
+    """
     for watch in (patched, None if stock and stock.error else stock):
         if watch and (watch.error or watch.state == State.FAILED.value):
             return "the shadow check failed"
@@ -203,7 +208,8 @@ def show(report: Report, console: Console) -> None:
     from rich.table import Table
 
     console.print(
-        f"vLLM [bold]{report.vllm or '(version unknown)'}[/] in {escape(report.source)}, verified on the [bold]{escape(report.device)}[/]",
+        f"vLLM [bold]{report.vllm or '(version unknown)'}[/] in {escape(report.source)}, verified on the "
+        f"[bold]{escape(report.device)}[/]",
         highlight=False,
         soft_wrap=True,
     )
@@ -251,7 +257,10 @@ def _found(measured: Measurement, first: int) -> str:
 
 
 def _first_difference(measured: Measurement | None) -> int:
-    """Where the numbers that are shown begin: there is more to see where stock goes wrong than where it is still right."""
+    """Where the numbers that are shown begin.
+
+    There is more to see where stock goes wrong than where it is still right.
+    """
     if measured is None:
         return 0
     pairs = zip(measured.eager, measured.graphed, strict=False)

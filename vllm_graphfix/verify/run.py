@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def run(source: Source, fixes: Sequence[Fix], device: str | None, console: Console) -> Report:
-    """Proves *fixes* on *source*; *device* is ``gpu``, ``cpu``, or None to choose. Raises `VerifyError`, `SourceError`."""
+    """Proves *fixes* on *source*; *device* is ``gpu``, ``cpu``, or None to choose.
+
+    Raises `VerifyError`, `SourceError`.
+    """
     from vllm_graphfix.verify.engine.processes import terminated_like_interrupted
 
     with terminated_like_interrupted():
@@ -44,7 +47,10 @@ def _run(source: Source, fixes: Sequence[Fix], device: str | None, console: Cons
 
 
 def _cannot_run(folder: Path | None) -> str | None:
-    """Why the vLLM in *folder* has no kernels to run, or None. Where kernels lie differs; that there are some does not."""
+    """Why the vLLM in *folder* has no kernels to run, or None.
+
+    Where kernels lie differs; that there are some does not.
+    """
     if folder is None:
         return "the wheel file is not installed"
     if os.pathsep in str(folder):

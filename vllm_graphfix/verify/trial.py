@@ -19,7 +19,8 @@ class Scenario(Protocol):
     def __call__(self, *, hit: bool = True) -> Measurement:
         """The same computation twice. On stock the two differ; with the fix they are equal, and something is counted.
 
-        Not *hit*: the same code, without what it takes for the defect to show. The two are equal everywhere, and nothing is counted.
+        Not *hit*: the same code, without what it takes for the defect to show. The two are equal everywhere, and
+        nothing is counted.
         """
 
 
@@ -33,18 +34,21 @@ class Watched(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What shows that a fix is needed, and that it works. It is the `TRIAL` of a module of `trials` named as the fix's."""
+    """What shows that a fix is needed, and that it works.
+
+    It is the `TRIAL` of a module of `trials` named as the fix's.
+    """
 
     case: Case | None = None
     """An engine on a GPU in which the defect shows. Without one, `verify --device gpu` skips the fix and says so."""
     further: tuple[Case, ...] = ()
     """More of them, where the defect is in several places of vLLM: each is judged for itself."""
     watched: Watched | None = None
-    """Of a scenario whose defect shows in what a replay puts out."""
+    """A scenario whose defect shows in what a replay puts out."""
     watched_further: tuple[Watched, ...] = ()
     """The same on graphs of other kinds: each is judged for itself."""
     unwatched: str = ""
-    """Of any other: a clause that says why the shadow check cannot see the defect in a replay."""
+    """Why the shadow check cannot see the defect in a replay, as a clause, for every other scenario."""
     scenario: str = ""
     """Where the `Scenario` is, ``module:function``; `scenario_of` has the place where it is without."""
 

@@ -15,7 +15,10 @@ def known_to(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[st
 def input_batch(
     requests: int, longest: int, tokens: int, block_sizes: Sequence[int], device: Any, vocabulary: int = 8
 ) -> Any:
-    """Model runner V1's batch of *requests* of *longest* tokens each, with a group of layers for each of *block_sizes*."""
+    """Model runner V1's batch of *requests* of *longest* tokens each.
+
+    It has a group of layers for each of *block_sizes*.
+    """
     from vllm.v1.worker.gpu_input_batch import InputBatch
 
     given = {

@@ -45,7 +45,10 @@ def flash_attention_stand_ins(version: int) -> Iterator[None]:
 
 
 def _schedule_stand_in(*, max_seqlen_q: int, **_: Any) -> torch.Tensor:
-    """The schedule of FlashAttention 3, (1,) int32: all that the stand-in of the kernel knows of it is which longest query it was made for."""
+    """The schedule of FlashAttention 3, (1,) int32.
+
+    All that the stand-in of the kernel knows of it is which longest query it was made for.
+    """
     return torch.full((1,), max_seqlen_q, dtype=torch.int32)
 
 
@@ -72,15 +75,16 @@ def _varlen_stand_in(**given: Any) -> Any:
 
 @functools.cache
 def _attention_stand_in() -> tuple[Any, object]:
-    """Each request's query tokens, attending to as many tokens of its blocks as *lengths* says: an operation, which no capture runs.
+    """An operation, which no capture runs, in which each request's query tokens attend to its blocks.
 
-    An assumption stands in it, which engines on an H100 support: a kernel of FlashAttention 3 that was launched for another longest query
-    than its schedule was made for gives wrong results. Which ones is not known; here it writes zeros.
+    They attend to as many tokens of them as *lengths* says. An assumption stands in it, which engines on an H100
+    support: a kernel of FlashAttention 3 that was launched for another longest query than its schedule was made for
+    gives wrong results. Which ones is not known; here it writes zeros.
     """
     library = torch.library.Library("vllm_graphfix_flash_attention", "FRAGMENT")
     library.define(
-        "attend(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor lengths, Tensor table, Tensor? schedule, int longest, float scale)"
-        " -> (Tensor, Tensor)"
+        "attend(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor lengths, Tensor table, Tensor? schedule, int "
+        "longest, float scale) -> (Tensor, Tensor)"
     )
 
     def kernel(
@@ -133,7 +137,10 @@ def metadata_builder(mode: CUDAGraphMode, requests: int, sizes: Sequence[int]) -
 
 
 class Rows:
-    """The persistent tensors of a model runner, for so many *requests*, and batches in them, padded as both model runners do it."""
+    """The persistent tensors of a model runner for *requests* requests, and batches in them.
+
+    Batches are padded as both model runners do it.
+    """
 
     def __init__(self, requests: int) -> None:
         self._lengths = torch.zeros(requests, dtype=torch.int32)
@@ -141,7 +148,10 @@ class Rows:
         self._table = torch.arange(requests * BLOCKS, dtype=torch.int32).view(requests, BLOCKS)
 
     def batch(self, queries: Sequence[int], lengths: Sequence[int], rows: int, tokens: int) -> Any:
-        """Requests with so many query tokens each, of which they have as many as *lengths* with these, as *rows* requests of *tokens* in all."""
+        """The metadata of a batch, padded to *rows* requests of *tokens* in all.
+
+        The requests have the given numbers of query tokens each, and *lengths* tokens with these.
+        """
         requests = len(queries)
         self._lengths[:requests], self._lengths[requests:] = torch.tensor(lengths), 0
         self._starts[1 : 1 + requests] = torch.tensor(queries).cumsum(0)
@@ -163,7 +173,7 @@ class Rows:
 
 
 Batch = tuple[Sequence[int], Sequence[int]]
-"""Of each request, its query tokens, and its length with these."""
+"""The query tokens of each request, and its length with these."""
 
 
 def attend(
@@ -171,8 +181,8 @@ def attend(
 ) -> list[float]:
     """The attention of each step's tokens by vLLM's own layer.
 
-    If *builder* is for full graphs, all steps are replays of one for so many *requests* and *tokens*, captured with the batch *capture*.
-    *wrapped*: it is in vLLM's wrapper.
+    If *builder* is for full graphs, all steps are replays of one for so many *requests* and *tokens*, captured with the
+    batch *capture*. *wrapped*: it is in vLLM's wrapper.
     """
     random = torch.Generator().manual_seed(0)
     blocks, backend = requests * BLOCKS, flash_attn.FlashAttentionBackend

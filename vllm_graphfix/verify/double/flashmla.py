@@ -202,7 +202,10 @@ def _dense_decode_fwd(
     num_splits: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As the compiled one: plan only where no plan is given. A composite: a graph sees planner and decode apart."""
+    """Stands in for the compiled operation: plans only where no plan is given.
+
+    It is a composite: a graph sees planner and decode apart.
+    """
     if tile_scheduler_metadata is None or num_splits is None:
         tile_scheduler_metadata, num_splits = torch.ops._flashmla_C.plan_stand_in(cache_seqlens, k_cache.shape[1])
     attended, lse = torch.ops._flashmla_C.decode_stand_in(

@@ -1,4 +1,7 @@
-"""As much of vLLM's model runners as the shadow check looks at where a full graph is replayed: V1's of 0.15.0 - 0.33.0, V2's of 0.18.0 on."""
+"""The parts of vLLM's model runners that the shadow check looks at where a full graph is replayed.
+
+Those are V1's of 0.15.0 - 0.33.0, and V2's of 0.18.0 on.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ class WrappedModel:
     def __init__(
         self, layers: Mapping[str, object], forward: Callable[[Any, int], torch.Tensor], block_size: int
     ) -> None:
-        """*forward* takes attention metadata by layer, and the tokens of the batch, padding included; without a graph too."""
+        """*forward* takes attention metadata by layer, and the tokens of the batch, padding included.
+
+        It is also called without a graph.
+        """
         self._layers = tuple(layers)
         self._config = _config(dict(layers), block_size)
 
@@ -87,7 +93,10 @@ class WrappedGraphs(WrappedModel):
 
 
 class ManagedGraphs:
-    """The same of a model of one layer under vLLM's own `ModelCudaGraphManager`, called as model runner V2 calls it (0.21.0 on)."""
+    """The same for a model of one layer under vLLM's own `ModelCudaGraphManager` (0.21.0 on).
+
+    The manager is called as model runner V2 calls it.
+    """
 
     def __init__(
         self,
@@ -116,7 +125,7 @@ class ManagedGraphs:
         self._model = model
 
     def capture(self, padded_tokens: int, metadata: object) -> None:
-        """As the manager does, less the metadata that it has made for it; the largest graph first."""
+        """Captures like the manager, but with the given metadata; the largest graph comes first."""
         manager, descriptor = self._manager, self._descriptor(padded_tokens)
         slots = {self._name: torch.zeros(padded_tokens, dtype=torch.int64)}
         graph = manager.graphs[descriptor] = torch.cuda.CUDAGraph()
@@ -149,7 +158,7 @@ class ManagedGraphs:
 
 
 def _config(layers: dict[str, Any], block_size: int) -> Any:
-    """Of a `VllmConfig` what wrappers, managers and a forward context read."""
+    """The parts of a `VllmConfig` that wrappers, managers and a forward context read."""
     return SimpleNamespace(
         compilation_config=SimpleNamespace(
             static_forward_context=layers,

@@ -2,7 +2,8 @@
 
     python -m vllm_graphfix.verify.double.worker FOLDER [FIX…] [-- FIX…]
 
-FOLDER holds ``vllm/``. Behind the dashes: fixes that are not needed, whose code is imported to see that nobody touched it.
+FOLDER holds ``vllm/``. Behind the dashes: fixes that are not needed, whose code is imported to see that nobody touched
+it.
 
 Whether the fixes are on is the environment's to say, as in production.
 """
@@ -37,7 +38,10 @@ def _results() -> TextIO:
 
 
 def scenario_of(fix: str) -> Scenario:
-    """What *fix* is shown with. Imports what the fix patches, so that its state is not `waiting` when the scenario begins."""
+    """The scenario that *fix* is shown with.
+
+    Imports what the fix patches, so that its state is not `waiting` when the scenario begins.
+    """
     list(_targets(fix))
     scenario: Scenario = _found(trials.scenario_of(fix))
     return scenario
@@ -100,9 +104,10 @@ def use(folder: str) -> None:
 
 
 def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Watch]]:
-    """Has the shadow check look at every replay in the scenarios of the fixes *names*, where these are made for it and it knows their graphs.
+    """Has the shadow check look at every replay in the scenarios of the fixes *names*.
 
-    Told for each kind of graphs. From here on the check is wrapped around vLLM's functions, also where the environment has switched every fix off.
+    It does so where these are made for it and it knows their graphs. Told for each kind of graphs. From here on the
+    check is wrapped around vLLM's functions, also where the environment has switched every fix off.
     """
     from vllm_graphfix.fix import Mode, State
     from vllm_graphfix.patching.manager import FixManager, Policy

@@ -42,7 +42,8 @@ class Case:
     """A file of vLLM, a word in it, and what takes the place of *arguments* of that name where the word is."""
     draft: str | None = None
     probes: tuple[str, ...] = ()
-    """What looks inside the engine: a name of `probes.PROBES`, or ``module:function`` of a function that makes a `Probe`."""
+    """What looks inside the engine: a name of `probes.PROBES`, or ``module:function`` of a function that makes a
+    `Probe`."""
     prompt_logprobs: bool = False
     """The prompts are scored too, and their tokens count as the answers' do."""
     sampled: bool = False
@@ -55,9 +56,11 @@ class Case:
     needs: str | None = None
     """A package that its kernels come from, and that vLLM may be without."""
     shows_with: tuple[str, str, str] | None = None
-    """A file of vLLM, and a word in it without which this case is right on stock too; and what is wrong there instead."""
+    """A file of vLLM, and a word in it without which this case is right on stock too; and what is wrong there
+    instead."""
     shows_on: Callable[[Source], bool] | None = None
-    """Of a further case of a fix: whether this vLLM can run it and gets it wrong. On another one it is not spoken of."""
+    """Whether a given vLLM can run this further case of a fix and gets it wrong. On another one the case is not
+    mentioned."""
     seconds: float | None = None
     """From the last thing that a probe saw to the end of an engine with graphs, if its defect is a hang."""
     judge: Judge | None = None
@@ -65,7 +68,8 @@ class Case:
     padded: bool = False
     """Some batches lie between the sizes of the graphs: the defect is about padding."""
     watched: bool = False
-    """It shows in what a replay puts out: the shadow check has to see it in a fourth engine, and nothing in a fifth with the fixes."""
+    """Whether the defect shows in what a replay puts out: the shadow check then has to see it in a fourth engine, and
+    nothing in a fifth with the fixes."""
     compiles: bool = False
     """Kernels of it are compiled for minutes the first time, FlashInfer's, DeepGEMM's or Triton's: it begins first."""
 
@@ -74,13 +78,16 @@ class Case:
         return (self.model,) if self.draft is None else (self.model, self.draft)
 
     def on(self, source: Source) -> Case:
-        """As it is run with the vLLM of *source*."""
+        """The case as it is run with the vLLM of *source*."""
         if self.where_said is None or not source.says(*self.where_said[:2]):
             return self
         return replace(self, arguments=self.arguments | self.where_said[2], where_said=None)
 
     def jobs(self, models: Path) -> list[Job]:
-        """Eager twice in one process, for its own noise; stock and patched once each. *models* holds the models' folders."""
+        """Eager twice in one process, for its own noise; stock and patched once each.
+
+        *models* holds the models' folders.
+        """
         chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
         prompts = tuple(tuple(chance.choices(range(1, VOCABULARY), k=length)) for length, _ in self.workload)
         arguments = _ENGINE | {"model": str(models / self.model)} | self.arguments
@@ -112,7 +119,10 @@ class Case:
         ]
 
     def watched_jobs(self, models: Path) -> list[Job]:
-        """As stock and patched, but that every replay is checked: the plugin is there on stock too, with every fix off."""
+        """The jobs of stock and patched, but with every replay checked.
+
+        The plugin is there on stock too, with every fix off.
+        """
         jobs = dict(zip(MODES, self.jobs(models), strict=True))
         checked: dict[str, str | None] = {settings.PREFIX: "on", settings.SHADOW: "1/1"}
         off: dict[str, str | None] = dict.fromkeys(map(variable, BY_NAME), "off")
@@ -139,13 +149,14 @@ _ENGINE: dict[str, Any] = {
     "seed": 0,
 }
 GIB_PER_ENGINE = 5
-"""Of GPU memory: the cache, CUDA's context, FlashInfer's workspace, graphs."""
+"""GPU memory for one engine: the cache, CUDA's context, FlashInfer's workspace, graphs."""
 
 _ENVIRONMENT: dict[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that probes see the engine
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # From 0.21.0 on, an engine would compile FlashInfer's top-k and top-p for two minutes when it starts, and nothing here uses them.
+    # From 0.21.0 on, an engine would compile FlashInfer's top-k and top-p for two minutes when it starts, and nothing
+    # here uses them.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "OMP_NUM_THREADS": "2",  # engines share the machine
     "TQDM_DISABLE": "1",
@@ -209,8 +220,8 @@ MLA_MTP = Case(
     probes=("planners-in-draft-graphs", "drafts"),
     capability=9,
 )
-# The long prompt is prefilled in chunks in the last slot, the first request finishes meanwhile, and the decode batch that
-# follows is padded over the slot left behind.
+# The long prompt is prefilled in chunks in the last slot, the first request finishes meanwhile, and the decode batch
+# that follows is padded over the slot left behind.
 MAMBA2 = Case(
     name="mamba2",
     model="mamba2",
@@ -254,8 +265,9 @@ LLAMA_EAGLE = Case(
     padded=True,
     compiles=True,
 )
-# Every layer works in the shared workspace. The probe makes it grow when graphs are captured, in place of a batch that does: what
-# grows it while serving is another layer than the one that profiling has seen, such as sparse attention, and needs a larger model.
+# Every layer works in the shared workspace. The probe makes it grow when graphs are captured, in place of a batch that
+# does: what grows it while serving is another layer than the one that profiling has seen, such as sparse attention, and
+# needs a larger model.
 MIXTRAL = Case(
     name="mixtral",
     model="mixtral",
@@ -291,9 +303,9 @@ LFM2_ONE_TOKEN = Case(
     workload=((1, 48),) * 8,
     watched=True,
 )
-# GDN layers take a one-token prompt for a decode without graphs too. With drafts, a prompt of as many tokens as a request of a decode
-# has is told from one, but by the graph: `prefill-dispatch`. No fix's own case, since Triton compiles its kernels for three minutes;
-# benchmarks/shadow_check.py runs it.
+# GDN layers take a one-token prompt for a decode without graphs too. With drafts, a prompt of as many tokens as a
+# request of a decode has is told from one, but by the graph: `prefill-dispatch`. No fix's own case, since Triton
+# compiles its kernels for three minutes; benchmarks/shadow_check.py runs it.
 GDN_MTP = Case(
     name="gdn-mtp",
     model="qwen3-next",
@@ -326,8 +338,8 @@ SPARSE_MTP = Case(
     padded=True,
     compiles=True,
 )
-# One prompt a step, in one chunk, as long as a graph is large: eager computes in the same shapes. Cut into pieces, without which the
-# drafter has no graphs, and not compiled further, so that the same kernels run as in eager.
+# One prompt a step, in one chunk, as long as a graph is large: eager computes in the same shapes. Cut into pieces,
+# without which the drafter has no graphs, and not compiled further, so that the same kernels run as in eager.
 LLAMA_EAGLE_SCORED = Case(
     name="llama-eagle-scored",
     model="llama",
@@ -342,8 +354,8 @@ LLAMA_EAGLE_SCORED = Case(
     },
     workload=((8, 8), (16, 8), (32, 8), (64, 8)),
     arguments={"max_num_seqs": 1, "speculative_config": {"method": "eagle", "num_speculative_tokens": 3}},
-    # There a drafter of more than one token counts up, on the host, the very lengths that are still to be copied to the GPU: where that
-    # is busy, the target attends to tokens that come later, without graphs too.
+    # There a drafter of more than one token counts up, on the host, the very lengths that are still to be copied to the
+    # GPU: where that is busy, the target attends to tokens that come later, without graphs too.
     where_said=(
         "vllm/v1/worker/gpu_model_runner.py",
         "_seq_lens_cpu=self.seq_lens.cpu",
@@ -352,7 +364,8 @@ LLAMA_EAGLE_SCORED = Case(
     environment={"VLLM_DISABLE_COMPILE_CACHE": "1"},
     prompt_logprobs=True,
 )
-# Full graphs of prompts and decodes together, and FlashAttention 3: each decode is in a graph that was captured for a prompt.
+# Full graphs of prompts and decodes together, and FlashAttention 3: each decode is in a graph that was captured for a
+# prompt.
 LLAMA_FULL_FLASH_V1 = Case(
     name="llama-full-flash-v1",
     model="llama",

@@ -42,7 +42,10 @@ class Device:
 
 
 def find(models: Path | None = None, names: tuple[str, ...] = ()) -> Device:
-    """The GPU here. Makes the tiny models *names* in the folder *models* on the way. Raises VerifyError without torch."""
+    """The GPU of this machine. Raises VerifyError without torch.
+
+    Makes the tiny models *names* in the folder *models* on the way.
+    """
     arguments = [str(models), *names] if models is not None else []
     path = os.pathsep.join(filter(None, [str(PACKAGE), os.environ.get("PYTHONPATH", "")]))
     try:
@@ -96,7 +99,7 @@ def _ask_torch() -> Device:
 
 
 def driver() -> str:
-    """Of NVML, which torch does not ask for it."""
+    """The version of the driver, asked of NVML: torch does not ask for it."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         text = ctypes.create_string_buffer(80)

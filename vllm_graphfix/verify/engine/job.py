@@ -10,7 +10,7 @@ from typing import Any
 from vllm_graphfix.verify.comparison import Answer
 
 GRAPHS = "graphs"
-"""As the arguments say."""
+"""The mode in which graphs are as the arguments say."""
 COMPILED = "no graphs"
 """The same without graphs: what torch.compile does is still done."""
 EAGER = "eager"
@@ -22,7 +22,7 @@ class Job:
     """One engine, started, asked and ended in a process of its own."""
 
     name: str
-    """Of the run; its log and its result are named so."""
+    """The name of the run; its log and its result are named so."""
     mode: str
     """`GRAPHS`, `COMPILED` or `EAGER`."""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -39,17 +39,19 @@ class Job:
     """Token ids or text; none: as many as `generated` are made, the same for the same model."""
     generated: int = 0
     max_tokens: tuple[int, ...] = ()
-    """Of each prompt's answer."""
+    """The number of tokens of each prompt's answer."""
     prompt_logprobs: bool = False
     """Score the prompts too: an answer then begins with the prompt's second token."""
     sampled: bool = False
     """Answers and drafts are drawn at temperature 1, with a seed for each prompt, and not the likeliest tokens."""
     again: int = 0
-    """Ask so many times more, every other time in the reverse order: what differs in the second pass is the engine's own noise."""
+    """Ask so many times more, every other time in the reverse order: what differs in the second pass is the engine's
+    own noise."""
     probes: tuple[str, ...] = ()
     """What to look at inside the engine; names that `probes.probe_of` takes. The engine must be in one process."""
     seconds: float | None = None
-    """From the last thing that its probes saw to its end, where a hang is what is expected: compiling kernels before does not count."""
+    """Seconds from the last thing that its probes saw to its end, where a hang is what is expected: compiling kernels
+    before does not count."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))

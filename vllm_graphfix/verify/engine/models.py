@@ -1,7 +1,7 @@
 """Tiny models with random weights, made on the spot: folders that vLLM loads like any checkpoint.
 
-Two layers each. Norms are 1 and matrices normal(0, 1/sqrt(fan-in)): with vLLM's own dummy weights, which are near zero, every
-output is the same. Each tensor has a seed of its own, so that two folders made anywhere hold the same numbers.
+Two layers each. Norms are 1 and matrices normal(0, 1/sqrt(fan-in)): with vLLM's own dummy weights, which are near zero,
+every output is the same. Each tensor has a seed of its own, so that two folders made anywhere hold the same numbers.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ LFM2: Config = _COMMON | {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,  # vLLM ties them whatever is said here
 }
-"""A short convolution and an attention layer: the smallest hybrid. Model runner V2 takes recurrent models as hybrids alone."""
+"""A short convolution and an attention layer: the smallest hybrid. Model runner V2 takes recurrent models as hybrids
+alone."""
 MIXTRAL: Config = LLAMA | {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",

@@ -1,4 +1,7 @@
-"""Looks inside an engine for what its tokens do not show. The engine is in this process; nothing of vLLM's code is changed."""
+"""Looks inside an engine for what its tokens do not show.
+
+The engine is in this process; nothing of vLLM's code is changed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ Observed = dict[str, list[float]]
 
 
 class Probe:
-    """Writes what it sees into *observed*; calls *save* when something new is there, since the engine may crash next."""
+    """Writes what it sees into *observed*, and calls *save* when something new is there.
+
+    It saves at once, since the engine may crash next.
+    """
 
     name: str
 
@@ -38,7 +44,10 @@ class Probe:
 
 
 class PaddedRows(Probe):
-    """The lowest sequence length and block id that the planner and the kernel of dense fp8 FlashMLA are given in a decode batch."""
+    """The lowest sequence length and block id that dense fp8 FlashMLA is given in a decode batch.
+
+    Both its planner and its kernel count.
+    """
 
     name = "padded-rows"
 
@@ -165,7 +174,10 @@ class PlannersInDraftGraphs(Probe):
 
 
 def nodes_of(graph: Any) -> list[str]:
-    """What CUDA says of each kernel node of a captured graph that keeps its nodes. Raises RuntimeError if it says nothing."""
+    """What CUDA says of each kernel node of a captured graph that keeps its nodes.
+
+    Raises RuntimeError if it says nothing.
+    """
     graph.enable_debug_mode()
     with tempfile.TemporaryDirectory() as folder:
         dot = Path(folder) / "graph.dot"
@@ -209,9 +221,9 @@ class Drafts(Probe):
 
 
 class PiecewiseDraftDecodes(Probe):
-    """Draft decodes that ran in piecewise graphs with more tokens than requests: attention reads past what is valid for them.
+    """Draft decodes that ran in piecewise graphs with more tokens than requests, and all draft decodes.
 
-    And all draft decodes.
+    In the former, attention reads past what is valid for them.
     """
 
     name = "piecewise-draft-decodes"
@@ -239,8 +251,8 @@ class PiecewiseDraftDecodes(Probe):
 class OutgrownWorkspace(Probe):
     """Makes the workspace grow, as a layer does that needs more, and puts tensors of its own where memory is free then.
 
-    Seen are bytes of these tensors that were written to by somebody else, and whether they were looked at. The engine may end in an
-    illegal memory access before.
+    Seen are bytes of these tensors that were written to by somebody else, and whether they were looked at. The engine
+    may end in an illegal memory access before.
     """
 
     name = "outgrown-workspace"
@@ -278,9 +290,10 @@ class OutgrownWorkspace(Probe):
 
 
 class BlocksChangedByAnIdleStep(Probe):
-    """Blocks that the steps of a rank without work change, and blocks that were looked at. The null block, which nothing reads, is neither.
+    """Blocks that the steps of a rank without work change, and blocks that were looked at.
 
-    Such steps are made here, between those of the engine, since without data parallelism it makes none.
+    The null block, which nothing reads, is neither. Such steps are made here, between those of the engine, since
+    without data parallelism it makes none.
     """
 
     name = "blocks-changed-by-an-idle-step"

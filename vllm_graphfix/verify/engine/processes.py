@@ -34,13 +34,16 @@ _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)|[\x00-\
 
 
 CRASH = re.compile(
-    r"illegal (memory access|address|instruction)|misaligned address|launch fail|device-side assert|kv_indptr.*non-negative"
-    r"|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)|CUDA error.{0,200}?: (invalid (configuration )?argument|operation (not permitted|failed|would))",
+    r"illegal (memory access|address|instruction)|misaligned address|launch fail|device-side assert"
+    r"|kv_indptr.*non-negative"
+    r"|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)"
+    r"|CUDA error.{0,200}?: (invalid (configuration )?argument|operation (not permitted|failed|would))",
     re.IGNORECASE | re.DOTALL,
 )
-"""The crashes that defects of CUDA graphs lead to. An engine that ends in another error says nothing of its graphs: out of memory, say."""
+"""The crashes that defects of CUDA graphs lead to. An engine that ends in another error says nothing of its graphs: out
+of memory, say."""
 HANG = re.compile(r"did not finish in \d+ s")
-"""Of an engine that was ended from outside: by a defect's doing, or because the machine is slow."""
+"""The error of an engine that was ended from outside: by a defect's doing, or because the machine is slow."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,10 @@ def terminated_like_interrupted() -> Iterator[None]:
 
 
 def _put_the_plugin_alone(folder: Path) -> None:
-    """Links this very copy and its metadata into *folder*: where it is installed, another vLLM than the one asked for may lie beside it."""
+    """Links this very copy and its metadata into *folder*.
+
+    Where it is installed, another vLLM than the one asked for may lie beside it.
+    """
     folder.mkdir(exist_ok=True)
     for part in PACKAGE.glob("vllm_graphfix*"):
         if not (folder / part.name).is_symlink():

@@ -10,12 +10,13 @@ Observed = Mapping[str, Sequence[float]]
 
 
 class Sign(NamedTuple):
-    """Of one engine with graphs."""
+    """What the probes saw in one engine with graphs, and what they should have seen."""
 
     numbers: str
     """What the numbers are, in one phrase for the report."""
     right: tuple[float, ...]
-    """What they should be. On stock the defect shows only where they are others, or where the engine crashed before they could be."""
+    """What they should be. On stock the defect shows only where they are others, or where the engine crashed before
+    they could be."""
     found: tuple[float, ...]
     told: str = ""
     """The same for people, in a line; nothing where nothing was seen."""

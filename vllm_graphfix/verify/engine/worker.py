@@ -2,9 +2,9 @@
 
     python -m vllm_graphfix.verify.engine.worker JOB RESULT [PIPE]
 
-JOB is a file that `Job.write` made. RESULT is a file of JSON: what `to_json` makes, and before the engine came to its end, or if
-it did not, ``{"observed": …, "error": …}``. vLLM's own output goes where the process's goes.
-PIPE is the descriptor of a pipe: when its other end is closed, this process ends, and all that it started.
+JOB is a file that `Job.write` made. RESULT is a file of JSON: what `to_json` makes, and before the engine came to its
+end, or if it did not, ``{"observed": …, "error": …}``. vLLM's own output goes where the process's goes. PIPE is the
+descriptor of a pipe: when its other end is closed, this process ends, and all that it started.
 
 Whether the fixes are on is the environment's to say, as in production.
 """
@@ -59,8 +59,8 @@ def main(job: Job, result: Path) -> int:
 def _end_with_the_other_end_of(pipe: int) -> None:
     """However that ended: an engine that nobody reads must not keep the GPU's memory.
 
-    A process that watches, since this one may hang in CUDA, and since a signal at the death of its parent would reach it alone,
-    and not the processes that an engine has.
+    A process that watches, since this one may hang in CUDA, and since a signal at the death of its parent would reach
+    it alone, and not the processes that an engine has.
     """
     if os.fork():
         os.close(pipe)
@@ -141,7 +141,10 @@ def _engine(job: Job) -> LLM:
 
 
 def _drawn_drafts() -> dict[str, str]:
-    """Drafts that are drawn from the draft model's distribution, in the words of this vLLM: 0.21 and 0.22 have changed them."""
+    """Drafts that are drawn from the draft model's distribution, in the words of this vLLM.
+
+    0.21 and 0.22 have changed these words.
+    """
     from vllm.config import speculative
 
     methods = get_args(getattr(speculative, "DraftSampleMethod", None))
@@ -169,7 +172,10 @@ def _given(job: Job) -> EngineArgs:
 
 
 def _parsed(flags: tuple[str, ...]) -> Any:
-    """As `vllm serve` parses them, so that its command line can be taken over: what the server alone knows is dropped later."""
+    """The *flags* as `vllm serve` parses them, so that its command line can be taken over.
+
+    What the server alone knows is dropped later.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -199,7 +205,10 @@ def _generated(job: Job, llm: LLM) -> tuple[tuple[int, ...], ...]:
 
 
 def _words(llm: LLM, vocabulary: int) -> list[int]:
-    """Token ids that stand for text: placeholders of images and the like want an image, and ids beyond the tokenizer's are padding."""
+    """Token ids that stand for text.
+
+    Placeholders of images and the like want an image, and ids beyond the tokenizer's are padding.
+    """
     special: set[int] = set()
     try:
         tokenizer = llm.get_tokenizer()
@@ -237,7 +246,10 @@ def _answer(output: Any) -> Answer:
 
 
 def _states(llm: LLM, job: Job) -> dict[str, dict[str, str]]:
-    """Of every worker, by rank; none if they cannot be asked, because the user has a worker extension of their own."""
+    """The states of the fixes in every worker, by rank.
+
+    Empty if the workers cannot be asked, because the user has a worker extension of their own.
+    """
     try:
         told: list[dict[str, str]] = llm.collective_rpc("graphfix_states")
     except Exception:
@@ -266,7 +278,10 @@ def _events() -> dict[str, list[float]]:
 
 
 def _cudagraph_mode(llm: LLM) -> str:
-    """Of the workers, which take it back where their attention cannot do it; if they cannot be asked, what they were given."""
+    """The workers' CUDA graph mode, which they take back where their attention cannot do it.
+
+    If they cannot be asked, the mode that they were given.
+    """
     try:
         return " and ".join(sorted(set(llm.collective_rpc("graphfix_cudagraph_mode"))))
     except Exception:

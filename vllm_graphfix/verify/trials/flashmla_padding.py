@@ -25,6 +25,6 @@ def judge(observed: Observed) -> Sign:
 
 TRIAL = Trial(
     case=replace(MLA_FP8_PADDED, judge=judge),
-    unwatched="padded rows alone read what is not the cache's; the rows of requests, which are compared, are right until a "
-    "replay ends in an error",
+    unwatched="padded rows alone read what is not the cache's; the rows of requests, which are compared, are right "
+    "until a replay ends in an error",
 )

@@ -7,5 +7,6 @@ from vllm_graphfix.verify.trial import Trial
 
 TRIAL = Trial(
     case=LLAMA_EAGLE_SCORED,
-    unwatched="what the target model's graph puts out is right; a drafter's piecewise graphs, which are not checked, overwrite it later",
+    unwatched="what the target model's graph puts out is right; a drafter's piecewise graphs, which are not checked, "
+    "overwrite it later",
 )

@@ -152,7 +152,10 @@ def _cpu_kernels() -> Iterator[None]:
 def _attention_stand_in(
     *, q: Any, extra_k_cache: Any, extra_indices_in_kvcache: Any, extra_topk_length: Any, out: Any, **_: object
 ) -> tuple[Any, None]:
-    """Attends to the compressed entries alone: q and out (tokens, 1, heads, width), indices (tokens, 1, entries), of which so many count."""
+    """Attends to the compressed entries alone.
+
+    q and out are (tokens, 1, heads, width), indices (tokens, 1, entries), of which so many count.
+    """
     indices = extra_indices_in_kvcache.squeeze(1)
     counts = torch.arange(indices.shape[1]) < extra_topk_length.unsqueeze(1)
     keys = extra_k_cache.flatten(0, 2)[indices.clamp(min=0).long()]

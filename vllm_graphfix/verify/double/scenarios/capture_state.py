@@ -44,7 +44,10 @@ TARGET, DRAFT = "target.attention", "draft.attention"
 
 
 def run(*, hit: bool = True) -> Measurement:
-    """Hidden states of the target model and of a draft model, request by request, step by step. Not *hit*: without a planner."""
+    """Hidden states of the target model and of a draft model, request by request, step by step.
+
+    Not *hit*: without a planner.
+    """
     numbers = f"hidden states of target and draft model over {len(STEPS)} decode steps of 1 to {MAX_REQUESTS} requests"
     with nullcontext() if hit else attention_without_a_plan():
         return measure(numbers, _eager, _graphed, {"state-consumed": 2 * len(SIZES)})
@@ -64,7 +67,10 @@ def _eager() -> list[torch.Tensor]:
 
 
 def watched(*, hit: bool = True) -> None:
-    """The target model's replays of `run`, as model runner V2 makes them, for the shadow check. A drafter's are of vLLM's speculators."""
+    """The target model's replays of `run`, as model runner V2 makes them, for the shadow check.
+
+    A drafter's replays are made by vLLM's speculators.
+    """
     from vllm_graphfix.verify.double.model_runners import RunnerV2StandIn, wrappers_on_the_double
 
     with wrappers_on_the_double(), nullcontext() if hit else attention_without_a_plan():

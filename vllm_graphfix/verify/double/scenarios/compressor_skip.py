@@ -1,7 +1,7 @@
 """compressor-skip: in graphs whose capture completed no group of 128 tokens, requests of DeepSeek V4 complete some.
 
-Model runner V2 (0.30.0 on) decodes in a full graph and prefills in a piecewise one; model runner V1 decodes in a full graph of two
-microbatches. The cache entries of the groups are what is compared.
+Model runner V2 (0.30.0 on) decodes in a full graph and prefills in a piecewise one; model runner V1 decodes in a full
+graph of two microbatches. The cache entries of the groups are what is compared.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ REQUESTS, MAX_MODEL_LEN, VOCABULARY = 4, 512, 32
 PROMPT, CAPTURED_TOKENS = 130, 136
 """Tokens of the prompt, and of the piecewise graph that it runs in: a capture has 34 for each request."""
 LENGTHS, STEPS = (126, 300, 255), 3
-"""Of the decoding requests in the first step: the last completes a group in the second step, the first in the third."""
+"""Lengths of the decoding requests in the first step, and the number of steps: the last request completes a group in
+the second step, the first in the third."""
 LAYER = "model.layers.0.attn"
 STATES = f"{LAYER}.compressor.state_cache"
 OF_V2 = "seq_lens_cpu_upper_bound" in compressor._get_c128_boundary.__code__.co_names
@@ -108,7 +109,10 @@ class LayerStandIn:
 
 
 class EntryMetadataBuilderStandIn:
-    """Stands in for the builder of the layer that attends to the entries: of its metadata the compressor reads the slots."""
+    """Stands in for the builder of the layer that attends to the entries.
+
+    The compressor reads only the slots of its metadata.
+    """
 
     supports_update_block_table = False
 
@@ -240,7 +244,7 @@ def _decode_in_microbatches(*, in_graph: bool, known_in_time: bool) -> list[floa
     slots = torch.full((2, REQUESTS), -1)
 
     def step(found: list[int]) -> None:
-        """Of so many tokens of each request, this one's included."""
+        """Runs a step in which each request has *found* tokens, this step's included."""
         lengths.copy_(torch.tensor(found))
         given: dict[str, Any] = {
             "query_start_loc": starts,
@@ -351,7 +355,7 @@ def _tokens(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _entries(model: LayerStandIn, groups: dict[int, int]) -> list[float]:
-    """Of the requests in *groups*, the entry of that group."""
+    """The entry of the given group for each of the requests in *groups*."""
     slots = [
         int(_tables()[1][row, group * RATIO // BLOCK]) * (BLOCK // RATIO) + group % 2 for row, group in groups.items()
     ]
@@ -441,7 +445,10 @@ def _rows_stand_in(common: Any, buffer: torch.Tensor) -> torch.Tensor:
 def _save_stand_in(
     *, kv: Any, score: Any, ape: Any, positions: Any, state_cache: Any, slot_mapping: Any, **_: object
 ) -> None:
-    """Saves kv and score, (tokens, width), in the slots of state_cache, (blocks, tokens, 2 x width); padding goes to block 0."""
+    """Saves kv and score, (tokens, width), in the slots of state_cache, (blocks, tokens, 2 x width).
+
+    Padding goes to block 0.
+    """
     states = torch.cat([kv, score + ape[positions % RATIO]], dim=-1)
     state_cache.flatten(0, 1).index_copy_(0, slot_mapping.clamp(min=0), states)
 
@@ -459,7 +466,10 @@ def _compress_stand_in(
     k_cache_metadata: Any,
     **_: object,
 ) -> None:
-    """For the last token of each group, the group's states weighted by their scores; others go to block 0. No norm, no RoPE."""
+    """Writes, for the last token of each group, the group's states weighted by their scores.
+
+    Other tokens go to block 0. There is no norm and no RoPE.
+    """
     positions, slots = positions[:num_actual], k_cache_metadata.slot_mapping[:num_actual]
     group = (positions // RATIO * RATIO).unsqueeze(1) + torch.arange(RATIO)
     blocks = block_table[token_to_req_indices[:num_actual].long()].gather(1, group // block_size).long()

@@ -27,13 +27,17 @@ STEPS = [[9 + step, 23 + step, 14 + step] for step in range(3)]
 
 
 def run(*, hit: bool = True) -> Measurement:
-    """One of two ranks that share the context decodes three requests in a graph for four. Not *hit*: it has the context to itself."""
+    """One of two ranks that share the context decodes three requests in a graph for four.
+
+    Not *hit*: it has the context to itself.
+    """
     ranks = 2 if hit else 1
     eager = _decode(ranks, captured=False)
     with cpu_cuda_graphs():
         graphed = _decode(ranks, captured=True)
     return Measurement(
-        f"attention of 3 requests padded to 4 over {len(STEPS)} decode steps, on one of {ranks} ranks that share the context",
+        f"attention of 3 requests padded to 4 over {len(STEPS)} decode steps, on one of {ranks} ranks that share the "
+        "context",
         tuple(eager),
         tuple(graphed),
     )

@@ -67,9 +67,10 @@ class PlanningError(RuntimeError):
 class PagedAttentionStandIn:
     """Stands in for FlashInfer: metadata builder, planner and kernel of the draft model's one layer.
 
-    As FlashInfer's, the builder keeps the page offsets of all requests in one persistent array, and plans a decode for as
-    many of them as the metadata has tokens. 0.17.x describes the unpadded tokens and pads only the query: the backends in
-    vLLM cut the query to size there. This one takes a request for each row that it is given, and so is stricter.
+    Like FlashInfer's, the builder keeps the page offsets of all requests in one persistent array, and plans a decode
+    for as many of them as the metadata has tokens. 0.17.x describes the unpadded tokens and pads only the query: the
+    backends in vLLM cut the query to size there. This one takes a request for each row that it is given, and so is
+    stricter.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """draft-idx-mapping (PR 47066): six requests draft in a graph, then five of them in the same graph.
 
-A padded row stands for the request that it had before, and writes its logits to that request's. vLLM's own speculator for Eagle, with
-a model of no attention.
+A padded row stands for the request that it had before, and writes its logits to that request's. vLLM's own speculator
+for Eagle, with a model of no attention.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ def watched(*, hit: bool = True) -> None:
 
 
 def _draft(mode: Any, batches: list[list[int]]) -> list[float]:
-    """What each step leaves for the rejection sampler: draft tokens of its requests, and the logits that they were sampled from."""
+    """What each step leaves for the rejection sampler.
+
+    That is the draft tokens of its requests, and the logits that they were sampled from.
+    """
     numbers: list[float] = []
     random = torch.Generator().manual_seed(2)
     with _kernels():
@@ -91,7 +94,10 @@ def _kernels() -> ExitStack:
 
 
 def _speculator(mode: Any, sampling: str | None = None) -> Any:
-    """vLLM's own for Eagle, as the model runner has it after start-up, with a model of no attention. By default its drafts are sampled."""
+    """vLLM's own speculator for Eagle, as the model runner has it after start-up.
+
+    It has a model of no attention. By default its drafts are sampled.
+    """
     if sampling is None:  # called gumbel in 0.21, and told by the method of rejection before
         sampling = get_args(getattr(speculative, "DraftSampleMethod", Literal["strict", "probabilistic"]))[1]
     compilation = CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=list(SIZES))
@@ -166,7 +172,10 @@ def _model() -> Any:
 
 
 def _propose(speculator: Any, batch: list[int], computed: int, random: torch.Generator) -> torch.Tensor:
-    """Calls the speculator as the model runner does after a target step; each request has computed so many tokens before."""
+    """Calls the speculator as the model runner does after a target step.
+
+    Each request has computed so many tokens before.
+    """
     rows, width = len(batch), 1 + DRAFT_TOKENS
     tokens = rows * width
     # The target model has run in a full graph, too.

@@ -83,7 +83,10 @@ def watched(*, hit: bool = True) -> None:
 def propose(
     self: Any, input_batch: Any, attn_metadata: Any, slot_mappings: Any, desc: Any, *, dummy_run: bool = False
 ) -> None:
-    """Stands in for the speculator's method that replays a draft prefill, with the variables that the shadow check looks for."""
+    """Stands in for the speculator's method that replays a draft prefill.
+
+    It has the variables that the shadow check looks for.
+    """
     num_reqs, num_tokens_across_dp, mm_inputs = input_batch.num_reqs, None, None
     self.prefill_cudagraph_manager.run_fullgraph(desc)
     del num_reqs, num_tokens_across_dp, mm_inputs

@@ -16,7 +16,7 @@ REQUESTS, TOKENS = 4, 8
 STEPS: list[Batch] = [([1, 1, 1], [9, 23, 14]), ([1, 5, 1], [10, 9, 15]), ([1, 1, 4, 1], [11, 10, 4, 16])]
 """Query tokens and lengths of the requests, step by step: decodes, and prompts among them."""
 ALONE: list[Batch] = [([TOKENS], [TOKENS + length]) for length in (0, 6, 13)]
-"""As at the capture: one request of as many tokens as the graph has."""
+"""Steps like that of the capture: one request of as many tokens as the graph has."""
 
 
 def run(*, hit: bool = True) -> Measurement:
@@ -26,7 +26,8 @@ def run(*, hit: bool = True) -> Measurement:
     with cpu_cuda_graphs():
         graphed = _serve(steps, captured=True)
     return Measurement(
-        f"attention of {sum(len(queries) for queries, _ in steps)} requests in {len(steps)} steps of a graph for {TOKENS} tokens",
+        f"attention of {sum(len(queries) for queries, _ in steps)} requests in {len(steps)} steps of a graph for "
+        f"{TOKENS} tokens",
         tuple(eager),
         tuple(graphed),
         counted={"schedules-made-for-the-graph": len(steps) if hit else 0},

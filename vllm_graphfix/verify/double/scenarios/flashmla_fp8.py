@@ -41,7 +41,10 @@ def run(*, hit: bool = True) -> Measurement:
 
 
 def watched(*, hit: bool = True) -> None:
-    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check. Not *hit*: at the lengths of the capture."""
+    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check.
+
+    Not *hit*: at the lengths of the capture.
+    """
     install_flashmla_stand_ins()
     from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
@@ -71,7 +74,8 @@ class LengthsStandIn:
 class DenseFP8Decode:
     """V1's GPUModelRunner from lengths and block tables to attention metadata, and a FlashMLA layer with an fp8 cache.
 
-    `captured_requests` is the size of its one decode graph, to which a step's batch is padded; None is eager. *wrapped*: in vLLM's wrapper.
+    `captured_requests` is the size of its one decode graph, to which a step's batch is padded; None is eager.
+    *wrapped*: in vLLM's wrapper.
     """
 
     def __init__(self, captured_requests: int | None = None, *, wrapped: bool = False) -> None:
@@ -119,7 +123,10 @@ class DenseFP8Decode:
         return values
 
     def _capture(self, requests: int, wrapped: bool) -> None:
-        """As the runner's dummy run does it: every request one token long, the metadata built outside of the graph."""
+        """Captures as the runner's dummy run does: every request is one token long.
+
+        The metadata are built outside of the graph.
+        """
         metadata = self._metadata([1] * requests, requests, for_cudagraph_capture=True)
         if wrapped:
             from vllm_graphfix.verify.double.model_runners import WrappedGraphs

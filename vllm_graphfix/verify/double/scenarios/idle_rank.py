@@ -1,9 +1,9 @@
-"""idle-rank (PR 39444): a rank without work runs its step between the steps of its requests, and after the last of them.
+"""idle-rank (PR 39444): a rank without work runs its step between its requests' steps and after the last.
 
-Two requests decode; the rank has nothing to do for a step while they wait, after the first has ended and the second has moved
-into its row, and after both have ended: what they leave in the cache is what a prefix hit finds. The reference is a rank that
-never idles.
-Twice: a hybrid of Mamba and attention in full graphs, and attention with an Eagle drafter without graphs.
+Two requests decode; the rank has nothing to do for a step while they wait, after the first has ended and the second has
+moved into its row, and after both have ended: what they leave in the cache is what a prefix hit finds. The reference is
+a rank that never idles. Twice: a hybrid of Mamba and attention in full graphs, and attention with an Eagle drafter
+without graphs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PAGE = 4
 WIDTH = 2
 MIXER, ATTENTION, DRAFT = "model.layers.0.mixer", "model.layers.1.self_attn", "draft.layers.0.self_attn"
 BLOCKS = {"first": (1, [2, 3, 4, 5]), "second": (6, [7, 8, 9, 10])}
-"""Of each request: its state's, and those of its keys."""
+"""The blocks of each request: its state's, and those of its keys."""
 PROMPT = 3
 IDLE = "a step without work"
 STEPS: list[tuple[str, ...] | str] = [
@@ -145,7 +145,10 @@ class _Off(SimpleNamespace):
 
 
 class _Rank:
-    """A Worker with the model runner of a Mamba hybrid: its batch, its buffers, its metadata builders, its own step without work."""
+    """A Worker with the model runner of a Mamba hybrid.
+
+    It has that runner's batch, buffers, metadata builders, and its own step without work.
+    """
 
     mode = CUDAGraphMode.FULL
 
@@ -162,7 +165,7 @@ class _Rank:
         return [(Mamba2AttentionBackend, [MIXER], state), _KEYS]
 
     def _decide(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As where another rank has as many requests as the graph takes."""
+        """Decides as where another rank has as many requests as the graph takes."""
         full = self.mode == CUDAGraphMode.FULL
         tokens = REQUESTS if full else 1
         return self.mode, BatchDescriptor(num_tokens=tokens, num_reqs=tokens if full else None), False, None, None

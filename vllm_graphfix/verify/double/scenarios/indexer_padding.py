@@ -50,7 +50,8 @@ def run(*, hit: bool = True) -> Measurement:
         except RuntimeError as e:
             error = str(e).splitlines()[0]
     return Measurement(
-        numbers=f"the {TOP_K} best positions for {tokens} tokens of 3 requests padded to 4 over {len(STEPS)} decode steps",
+        numbers=f"the {TOP_K} best positions for {tokens} tokens of 3 requests padded to 4 over {len(STEPS)} decode "
+        "steps",
         eager=tuple(chain.from_iterable(expected)),
         graphed=tuple(chain.from_iterable(replayed)),
         error=error,
@@ -73,8 +74,8 @@ def _top_k(logits: torch.Tensor, lengths: torch.Tensor, max_seq_len: int) -> tor
     for row, length in enumerate(lengths.flatten().tolist()):
         if length % 2**32 > RADIX_THRESHOLD >= max_seq_len:
             raise RuntimeError(
-                f"hangs (CPU stand-in): a block of the top-k kernel takes row {row} of {len(logits)}, of length {length}, "
-                f"for one of {length % 2**32} tokens, and waits for blocks that have left"
+                f"hangs (CPU stand-in): a block of the top-k kernel takes row {row} of {len(logits)}, of length "
+                f"{length}, for one of {length % 2**32} tokens, and waits for blocks that have left"
             )
         found = logits[row, :length].topk(min(TOP_K, length)).indices
         best[row, : len(found)] = found.int()
@@ -123,7 +124,10 @@ class Decode:
         return chosen
 
     def _index(self, metadata: Any) -> torch.Tensor:
-        """As the layer does it for a decode batch: logits of all cached tokens of a request, of which its lengths count."""
+        """Computes what the layer computes for a decode batch: logits of all cached tokens of a request.
+
+        The request's lengths say which of them count.
+        """
         decode = metadata.decode
         rows = len(decode.seq_lens)
         keys = self._keys[decode.block_table[:rows].long()].flatten(1, 2)
@@ -133,7 +137,10 @@ class Decode:
 
 
 class Batches:
-    """The persistent tensors of a model runner, and the metadata of a batch in them, padded as both model runners do it."""
+    """The persistent tensors of a model runner, and the metadata of a batch in them.
+
+    The batch is padded as both model runners do it.
+    """
 
     def __init__(self, requests: int) -> None:
         self.lengths = torch.zeros(requests, dtype=torch.int32)
@@ -142,7 +149,10 @@ class Batches:
         self.table = torch.zeros(requests, MAX_BLOCKS, dtype=torch.int32)
 
     def batch(self, scheduled: list[int], lengths: list[int], **further: Any) -> Any:
-        """Of rows that schedule so many tokens and have such lengths; padded rows, at the end, are 0 in both."""
+        """The metadata of a batch whose rows schedule so many tokens and have such lengths.
+
+        Padded rows, at the end, are 0 in both.
+        """
         rows = len(scheduled)
         self.lengths[:rows] = torch.tensor(lengths, dtype=torch.int32)
         self.starts_cpu[: rows + 1] = torch.tensor([0, *scheduled]).cumsum(0)

@@ -162,7 +162,7 @@ def _add_requests(runner: Any, caching: bool) -> None:
 
 
 def _metadata(runner: Any, lengths: list[int], padded: int, **capture: bool) -> Any:
-    """Of both layers, for a decode of requests of these *lengths* in a graph of *padded* rows."""
+    """The metadata of both layers, for a decode of requests of these *lengths* in a graph of *padded* rows."""
     rows = len(lengths)
     runner.query_start_loc.np[:] = [min(row, rows) for row in range(CAPTURED + 1)]
     runner.seq_lens.np[:] = [*lengths, *[0] * (CAPTURED - rows)]
@@ -217,7 +217,10 @@ def _mixer(cache_config: Any, name: str, random: Any) -> Any:
 
 
 def _cpu_kernels() -> Any:
-    """Stand-ins for the two Triton kernels of a decode: a state goes on by half, and is read and written where theirs would."""
+    """Stand-ins for the two Triton kernels of a decode.
+
+    A state goes on by half, and is read and written where the kernels would do it.
+    """
     return mock.patch.multiple(
         mamba_mixer2, causal_conv1d_update=_convolution_stand_in, selective_state_update=_state_update_stand_in
     )
@@ -234,7 +237,10 @@ def _convolution_stand_in(
     block_idx_last_scheduled_token: Any,
     initial_state_idx: Any,
 ) -> Any:
-    """x (rows, width), conv_state (blocks, width, 1); indices (rows, blocks of a request), or (rows,) without the two columns to pick."""
+    """x (rows, width), conv_state (blocks, width, 1); indices (rows, blocks of a request), or (rows,).
+
+    Indices are (rows,) without the two columns to pick.
+    """
 
     def picked(column: Any) -> Any:
         if column is None:
@@ -260,7 +266,10 @@ def _state_update_stand_in(
     out: Any,
     **_: object,
 ) -> None:
-    """state (blocks, heads, width, N), x and out (rows, heads, width), B and C (rows, 1, N), indices (rows,), below 0 for padded rows."""
+    """state (blocks, heads, width, N), x and out (rows, heads, width), B and C (rows, 1, N).
+
+    Indices are (rows,), below 0 for padded rows.
+    """
     # A padded row's is the null block, which no request has.
     read, written = (blocks.clamp(min=0).long() for blocks in (state_batch_indices, dst_state_batch_indices))
     updated = state[read] / 2 + x.unsqueeze(-1) * B.unsqueeze(2)

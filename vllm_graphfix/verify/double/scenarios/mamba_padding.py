@@ -108,7 +108,10 @@ class SelectiveStateStandIn:
 
 
 def _serve(backend: Any, mode: CUDAGraphMode, steps: Sequence[dict[str, int]], *, wrapped: bool = False) -> list[float]:
-    """The decode outputs of every step that only decodes, a request after the other. *wrapped*: the graph is in vLLM's wrapper."""
+    """The decode outputs of every step that only decodes, one request after the other.
+
+    *wrapped*: the graph is in vLLM's wrapper.
+    """
     runner, layer = _runner(backend, mode), recurrent(SelectiveStateStandIn) if wrapped else SelectiveStateStandIn()
     replay: Callable[[Any, int], torch.Tensor] | None = None
     if mode == CUDAGraphMode.FULL:

@@ -1,7 +1,8 @@
 """prefill-dispatch (PR 53059): while two requests decode, a prompt comes that has just as many tokens as a decode.
 
-Two tokens with one draft token on GDN layers, one token on Mamba-2 layers. The rest of a longer prompt is that long too. Of the
-model runner runs what decides about graphs, of the layers their builders; model runner V2 where it has recurrent models.
+Two tokens with one draft token on GDN layers, one token on Mamba-2 layers. The rest of a longer prompt is that long
+too. Of the model runner runs what decides about graphs, of the layers their builders; model runner V2 where it has
+recurrent models.
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ def run(*, hit: bool = True) -> Measurement:
 
 
 def watched(*, hit: bool = True) -> None:
-    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check; of model runner V1, whose wrapper it is."""
+    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check.
+
+    They are those of model runner V1, whose wrapper it is.
+    """
     _watched(DispatchV1, hit)
 
 
@@ -126,12 +130,18 @@ class _StatesStandIn:
 
 
 class GatedDeltaStandIn(_StatesStandIn):
-    """Stands in for a GDN layer and its kernels: a state for each token of a decode, which goes on from the last accepted one."""
+    """Stands in for a GDN layer and its kernels: a state for each token of a decode.
+
+    A decode goes on from the state of the last accepted token.
+    """
 
     backend, length = GDNAttentionBackend, 2
 
     def decode(self, metadata: Any) -> torch.Tensor:
-        """`length` tokens of each row, whatever number of them the batch really has; row r's block of token t is [r, t]."""
+        """Decodes `length` tokens of each row, whatever number of them the batch really has.
+
+        Row r's block of token t is [r, t].
+        """
         return self._decode(metadata, self.hidden[: len(metadata.spec_state_indices_tensor) * self.length])
 
     def _decode(self, metadata: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -242,7 +252,10 @@ class _DispatchedError(Exception):
 
 
 class DispatchV2:
-    """Model runner V2 from the beginning of `execute_model` to its dispatch. Its states are on the host, and of NumPy alone."""
+    """Model runner V2 from the beginning of `execute_model` to its dispatch.
+
+    Its states are on the host, and of NumPy alone.
+    """
 
     def __init__(self, config: Any, layers: KVCacheConfig, longer: int = 0) -> None:
         from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
@@ -276,7 +289,7 @@ class DispatchV2:
         raise _DispatchedError(descriptor)
 
     def __call__(self, scheduled: dict[str, int], computed: dict[str, int]) -> int | None:
-        """As above."""
+        """The rows of the full graph that is to be replayed; None where there is none."""
         known = [name for name in scheduled if name in self._states.req_id_to_index]
         for name in scheduled:
             if name not in known:
@@ -332,7 +345,10 @@ def _scheduler_output(scheduled: dict[str, int], known: list[str], computed: dic
 def _serve(
     layer_kind: Any, dispatch_kind: Any, longer: int, mode: CUDAGraphMode, *, wrapped: bool = False
 ) -> list[float]:
-    """The outputs of every token, step by step, a request after the other. *wrapped*: the graphs are in vLLM's wrapper or manager."""
+    """The outputs of every token, step by step, one request after the other.
+
+    *wrapped*: the graphs are in vLLM's wrapper or manager.
+    """
     layer, length = recurrent(layer_kind) if wrapped else layer_kind(), layer_kind.length
     config = _config(mode, length)
     spec = MambaSpec(

@@ -1,7 +1,8 @@
-"""prompt-logprobs (PR 53520): a drafter's graph writes where the target's hidden states lie, before a prompt is scored from them.
+"""prompt-logprobs (PR 53520): a drafter's graph overwrites the target's hidden states.
 
-Three requests, two of which ask for log-probabilities of their prompts: one prompt in a single step, one in two chunks. In each
-step the target runs, vLLM samples, drafts and does its bookkeeping; target and drafter have graphs that share one pool.
+That happens before a prompt is scored from them. Three requests, two of which ask for log-probabilities of their
+prompts: one prompt in a single step, one in two chunks. In each step the target runs, vLLM samples, drafts and does its
+bookkeeping; target and drafter have graphs that share one pool.
 """
 
 from __future__ import annotations
@@ -148,7 +149,10 @@ class Graphed:
 
 
 class DrafterStandIn(gpu_model_runner.EagleProposer):  # type: ignore[misc]  # vLLM is a peer
-    """Stands in for an EagleProposer, whose kernels need a GPU: the draft model runs on the target's tokens, in its graph."""
+    """Stands in for an EagleProposer, whose kernels need a GPU.
+
+    The draft model runs on the target's tokens, in its graph.
+    """
 
     supports_mm_inputs = False
 

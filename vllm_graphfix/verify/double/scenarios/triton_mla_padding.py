@@ -1,7 +1,8 @@
-"""triton-mla-padding (issue 57017): two requests in a graph of four, and the NaN of the padded rows reaches them by a common scale.
+"""triton-mla-padding (issue 57017): two requests in a graph of four, and padded rows that hold NaN.
 
-Real: vLLM's builder, implementation and wrappers of Triton MLA, and the second stage of its decode kernel. Stand-ins: the first
-stage, which writes nothing for a row without tokens; quantisation to fp8 with one scale for the batch, as online MoE does it.
+The NaN of the padded rows reaches the requests by a common scale. Real: vLLM's builder, implementation and wrappers of
+Triton MLA, and the second stage of its decode kernel. Stand-ins: the first stage, which writes nothing for a row
+without tokens; quantisation to fp8 with one scale for the batch, as online MoE does it.
 """
 
 from __future__ import annotations
@@ -71,9 +72,10 @@ def first_stage_stand_in(
     *_: object,
     **__: object,
 ) -> None:
-    """Stands in for `_fwd_grouped_kernel_stage1`: attention of each row to each split of its tokens, and its log-sum-exp.
+    """Stands in for `_fwd_grouped_kernel_stage1`.
 
-    Writes `att_out` (rows, heads, splits, values + 1); what belongs to a split without tokens is left as it is.
+    It computes the attention of each row to each split of its tokens, and its log-sum-exp. Writes `att_out` (rows,
+    heads, splits, values + 1); what belongs to a split without tokens is left as it is.
     """
     torch.ops.vllm_graphfix.mla_decode_splits(
         [q, k_buffer, att_out, req_to_tokens, b_seqlen], num_kv_splits, sm_scale, page_size
@@ -106,7 +108,10 @@ def _(tensors: list[torch.Tensor], splits: int, scale: float, page_size: int) ->
 
 
 def quantised_with_one_scale(states: torch.Tensor) -> torch.Tensor:
-    """Stands in for the activations of online fp8 MoE: to fp8 and back, with the largest value of the batch for a scale."""
+    """Stands in for the activations of online fp8 MoE.
+
+    They go to fp8 and back, with the largest value of the batch for a scale.
+    """
     scale = states.abs().amax() / torch.finfo(torch.float8_e4m3fn).max
     return (states / scale).to(torch.float8_e4m3fn).float() * scale
 
@@ -114,8 +119,8 @@ def quantised_with_one_scale(states: torch.Tensor) -> torch.Tensor:
 class TritonMLADecode:
     """The persistent buffers of a model runner, and a Triton MLA layer whose output is quantised.
 
-    `captured_requests` is the size of its one decode graph, to which a step's batch is padded as both model runners do it: length 0,
-    the null block, no query token. None is eager.
+    `captured_requests` is the size of its one decode graph, to which a step's batch is padded as both model runners do
+    it: length 0, the null block, no query token. None is eager.
     """
 
     def __init__(self, captured_requests: int | None = None) -> None:
@@ -153,7 +158,10 @@ class TritonMLADecode:
         return self.builder.build(0, common_metadata(self, padded_requests))
 
     def _capture(self, requests: int) -> None:
-        """As the runner's dummy run does it: every request one token long, the metadata built outside of the graph."""
+        """Captures as the runner's dummy run does: every request is one token long.
+
+        The metadata are built outside of the graph.
+        """
         metadata = self.metadata([1] * requests, requests)
         self._layer(metadata, requests)  # the warm-up
         self.graph = torch.cuda.CUDAGraph()

@@ -1,8 +1,8 @@
-"""workspace-growth (PR 55341): a long prompt outgrows the workspace that a graph has recorded, and an image takes the memory.
+"""workspace-growth (PR 55341): a long prompt outgrows the workspace that a graph has recorded.
 
-Four requests decode in a full graph, whose mixture-of-experts layer works in the shared workspace. A first chunk of
-sixteen tokens needs a larger one. What the image of its prompt was encoded to waits for the second chunk, in memory that has come free;
-the others decode meanwhile.
+An image then takes the memory. Four requests decode in a full graph, whose mixture-of-experts layer works in the shared
+workspace. A first chunk of sixteen tokens needs a larger one. What the image of its prompt was encoded to waits for the
+second chunk, in memory that has come free; the others decode meanwhile.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def run(*, hit: bool = True) -> Measurement:
 class DeviceMemoryStandIn:
     """Stands in for a GPU's memory and its allocator: blocks of one tensor, the first that is large enough.
 
-    A block is free when the tensor that was given for it is gone, as on a GPU: a graph holds addresses, and no tensor. Its next
-    owner finds poison.
+    A block is free when the tensor that was given for it is gone, as on a GPU: a graph holds addresses, and no tensor.
+    Its next owner finds poison.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,10 @@ class MixtureStandIn:
 
 
 class RunnerStandIn(GPUModelRunner):  # type: ignore[misc]
-    """Model runner V2 with no more than what its `capture_model` asks for; a batch of decodes is all that it captures."""
+    """Model runner V2 with no more than what its `capture_model` asks for.
+
+    A batch of decodes is all that it captures.
+    """
 
     def __init__(self, layer: MixtureStandIn, hidden: torch.Tensor) -> None:
         self.layer, self.hidden = layer, hidden
@@ -104,7 +107,7 @@ class RunnerStandIn(GPUModelRunner):  # type: ignore[misc]
         return True
 
     def capture(self, *_: Any, **__: Any) -> dict[Any, Any]:
-        """Of the manager of CUDA graphs: a warm-up, and the pass in the graph."""
+        """The capture of the manager of CUDA graphs: a warm-up, and the pass in the graph."""
         self.layer.forward(self.hidden)
         graph = self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
