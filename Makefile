@@ -111,7 +111,7 @@ release: $(STAMP)  ## the changelog of a release: make release VERSION=0.2.0
 manifest: releases  ## fingerprints of the stock releases, made again
 	$(BIN)/python tools/make_manifest.py
 
-# Of cosmic-ray. Minutes for patching.py, an hour or two for all on two cores: MODULES='patching.py rollout.py' takes some.
+# Of cosmic-ray. Minutes for patching/sites.py, an hour or two for all on two cores: MODULES='patching/sites.py settings/decision.py' takes some.
 mutation: releases  ## operators, numbers and conditions of the fixes changed one at a time, in a copy: the tests must notice
 	$(BIN)/python tools/mutate.py $(MODULES)
 

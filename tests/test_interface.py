@@ -1,0 +1,66 @@
+"""What people's scripts and running engines of version 0.1.0 were told is told still: JSON, and the files of records.
+
+`support/interface/` was written by that version, on 2026-11-23.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from records import ENGINE, elsewhere, leave, only, record
+from stock import release_root
+from vllm_graphfix.commands import explain
+from vllm_graphfix.commands.fleet import as_json, look
+from vllm_graphfix.commands.status import status
+from vllm_graphfix.records import own_folder
+from vllm_graphfix.source.files import open_source
+
+FOLDER = Path(__file__).parent / "support" / "interface"
+
+
+def told_before(name: str) -> Any:
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("release", ["0.18.1", "0.33.0"])
+def test_status_tells_the_same(release: str) -> None:
+    told = status(open_source(release_root(release)), {"VLLM_GRAPHFIX_MAMBA_PADDING": "off"}).as_json()
+    del told["source"]
+    assert told == told_before("status")[release]
+
+
+def test_explain_tells_the_same() -> None:
+    assert explain.all_as_json() == told_before("explain")
+
+
+def test_a_record_of_a_running_older_version_is_read_and_written_alike(tmp_path: Path) -> None:
+    """An engine that was started before an upgrade goes on writing its own records, which a newer `fleet` reads."""
+    file = own_folder(tmp_path) / f"{ENGINE}-node-b-4242.json"
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    file.write_bytes((FOLDER / "record.json").read_bytes())
+    file.chmod(0o600)
+    here = record(elsewhere(4242), rank=0, world_size=2)
+    assert only(tmp_path).record == here
+    leave(tmp_path, here)
+    assert file.read_bytes() == (FOLDER / "record.json").read_bytes()
+
+
+def test_fleet_tells_it_in_the_same_form(tmp_path: Path) -> None:
+    workers = (record(elsewhere(4242 + rank), rank=rank, world_size=2) for rank in (0, 1))
+    leave(tmp_path, *workers, record(elsewhere(4241)))
+    assert form_of(as_json(look(tmp_path))) == told_before("fleet")
+
+
+def form_of(value: Any) -> Any:
+    """Names and kinds of values: how old a record is differs each time."""
+    if isinstance(value, dict):
+        return {name: form_of(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [form_of(value[0])] if value else []
+    if value is None:
+        return "none"
+    return "text" if isinstance(value, str) else "truth" if isinstance(value, bool) else "number"
