@@ -30,7 +30,7 @@ from vllm_graphfix.records import (
     Liveness,
     Record,
     identity,
-    liveness,
+    liveness_of,
     own_folder,
     prune,
     read,
@@ -47,7 +47,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def judged(one: Record, heartbeat: float = 0.0, among: tuple[Found, ...] = ()) -> Liveness:
     found = Found(one, time.time() - heartbeat, Path("folder", one.file_name))
-    return liveness(found, time.time(), identity(), among)
+    return liveness_of(found, time.time(), identity(), among)
 
 
 def test_a_process_that_writes_once_is_alive_as_long_as_it_runs_here(sleeper: subprocess.Popen[bytes]) -> None:

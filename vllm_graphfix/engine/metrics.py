@@ -226,7 +226,7 @@ class Watcher:
         self._foreign.update((each.path.name, each.inode) for each in foreign)
         if len(self._foreign) > _REMEMBERED:
             self._foreign.clear()
-        heard = [(each.record, records.liveness(each, now, here)) for each in of_ours]
+        heard = [(each.record, records.liveness_of(each, now, here)) for each in of_ours]
         ranks = [record for record, state in heard if state is not records.Liveness.DEAD]
         if ranks:
             silent = sum(state is records.Liveness.SILENT for _, state in heard)

@@ -25,7 +25,7 @@ def visible(record: Record, here: Identity) -> bool:
     return "" != record.boot == here.boot and "" != record.pid_namespace == here.pid_namespace
 
 
-def liveness(found: Found, now: float, here: Identity, among: Collection[Found] = ()) -> Liveness:
+def liveness_of(found: Found, now: float, here: Identity, among: Collection[Found] = ()) -> Liveness:
     """Whether the process of *found* runs, at *now* in seconds of the epoch.
 
     A process that keeps its record has to be heard of, also where it can be seen to exist. One that does not is alive
@@ -56,10 +56,10 @@ def liveness(found: Found, now: float, here: Identity, among: Collection[Found] 
 
 
 def all_liveness(found: Collection[Found], now: float, here: Identity) -> list[Liveness]:
-    """`liveness` of each of *found*, among all of them: there may be thousands."""
+    """`liveness_of` each of *found*, among all of them: there may be thousands."""
     last: dict[tuple[str, str, Path], Found] = {}
     places = [(one.record.engine, one.record.host, one.path.parent) for one in found]
     for place, one in zip(places, found, strict=True):
         if place not in last or last[place].heartbeat < one.heartbeat:
             last[place] = one
-    return [liveness(one, now, here, (last[place],)) for place, one in zip(places, found, strict=True)]
+    return [liveness_of(one, now, here, (last[place],)) for place, one in zip(places, found, strict=True)]
