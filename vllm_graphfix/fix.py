@@ -99,9 +99,9 @@ class Fallback:
 
     __slots__ = ("graphs", "reason")
     capturing: ClassVar[Callable[[], Hashable] | None] = None
-    """Where this process captures graphs, what names the one that is being captured, or None.
+    """A function that names the graph that is being captured; None while this process captures none.
 
-    What fails now stays in that graph for as long as it is replayed.
+    What fails during a capture stays in that graph for as long as it is replayed.
     """
 
     def __init__(self) -> None:

@@ -13,11 +13,9 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import os
-import signal
 from typing import Any
 
-from fault_engine import Kept, Profiler, error_of, plan
+from fault_engine import Kept, Profiler, error_of, plan, told_by_fork
 
 _LIMIT = 30
 """Seconds for one process."""
@@ -30,14 +28,14 @@ def main(act: str, environments: dict[str, dict[str, str]], results: str, every:
     """
     counted: dict[str, Any] = {}
     for mode, environment in environments.items():
-        counted[mode] = _in_fork(act, {"environment": environment, "refusing": mode == "refusing"})
+        counted[mode] = _told(act, {"environment": environment, "refusing": mode == "refusing"})
         assert counted[mode] is not None, mode
     faults = [fault for fault in plan(counted, tuple(environments)) if _is_ours(fault["place"])]
     with open(results, "w") as file:  # noqa: PTH123
         print(json.dumps({"counted": counted, "planned": len(faults)}), file=file, flush=True)
         for fault in faults[::every]:
             job = fault | {"environment": environments[fault["mode"]], "refusing": fault["mode"] == "refusing"}
-            print(json.dumps([fault, _in_fork(act, job)]), file=file, flush=True)
+            print(json.dumps([fault, _told(act, job)]), file=file, flush=True)
 
 
 def _is_ours(place: str) -> bool:
@@ -49,22 +47,10 @@ def _is_ours(place: str) -> bool:
     return function != "<module>" and not file.startswith("verify")
 
 
-def _in_fork(act: str, job: dict[str, Any]) -> dict[str, Any] | None:
+def _told(act: str, job: dict[str, Any]) -> dict[str, Any] | None:
     """What became of *job*, as in `fault_engine`; None if the process died, or hung."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        signal.alarm(_LIMIT)
-        os.environ.update(job["environment"])
-        told = json.dumps(_run(act, job)).encode()
-        with os.fdopen(writing, "wb") as pipe:
-            pipe.write(told)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        word = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(word) if word else None
+    told: dict[str, Any] | None = told_by_fork(job["environment"], _LIMIT, lambda: _run(act, job))
+    return told
 
 
 def _run(act: str, job: dict[str, Any]) -> dict[str, Any]:

@@ -351,12 +351,18 @@ def in_fork(modules: list[str], targets: dict[str, Any] | None, job: dict[str, A
     log fails too; ``tree``, from which what is not there yet of vLLM is imported; ``package``, from which the plugin
     is.
     """
+    told: dict[str, Any] | None = told_by_fork(job["environment"], _LIMIT, lambda: _run(modules, targets, job))
+    return told
+
+
+def told_by_fork(environment: dict[str, str], limit: int, run: Callable[[], Any]) -> Any:
+    """What *run* returns in a fork with *environment* besides; None if the process died, or took *limit* seconds."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        signal.alarm(_LIMIT)
-        os.environ.update(job["environment"])
-        told = json.dumps(_run(modules, targets, job)).encode()
+        signal.alarm(limit)
+        os.environ.update(environment)
+        told = json.dumps(run()).encode()
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(told)
         os._exit(0)

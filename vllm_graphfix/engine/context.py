@@ -39,16 +39,16 @@ class EngineContext:
         return found | {process.NAME: process.state(self.shadow.states(diagnose=diagnose))}
 
     def serve(self, worker: Any) -> None:
-        """*worker* has captured its graphs, and what it runs from now on are the steps of requests."""
+        """Begins the shadow check: *worker* has captured its graphs, and from now on it runs the steps of requests."""
         if self.shadow is not None:
             from vllm_graphfix.shadow import process
 
             process.serve(worker)
 
     def begin_capture(self) -> None:
-        """The next that fails, fails in a graph."""
-        for process in filter(None, (self.manager, self.shadow)):
-            process.begin_capture(graph_being_captured)
+        """Notes from now on in which graph a fix fails."""
+        for manager in filter(None, (self.manager, self.shadow)):
+            manager.begin_capture(graph_being_captured)
 
     def failed_in_capture(self) -> dict[str, dict[Graph | None, str]]:
         """The graphs in which a fix failed since, by the name of the fix.
@@ -61,14 +61,14 @@ class EngineContext:
         return self.manager.failed_in_capture()
 
     def forget_capture(self) -> None:
-        """What failed has been dealt with, or was in graphs that are not kept."""
-        for process in filter(None, (self.manager, self.shadow)):
-            process.forget_capture()
+        """Ends that: what failed has been dealt with, or was in graphs that are not kept."""
+        for manager in filter(None, (self.manager, self.shadow)):
+            manager.forget_capture()
 
     def forked(self) -> None:
-        """In a forked child, where nothing has been counted and nothing has failed yet."""
-        for process in filter(None, (self.manager, self.shadow)):
-            process.forked()
+        """Resets locks, counters and failures, which a forked child has copies of; it is called in that child."""
+        for manager in filter(None, (self.manager, self.shadow)):
+            manager.forked()
         for fix in self.fixes:
             for event in fix.events:
                 event.count = 0

@@ -20,7 +20,7 @@ class StatusRecord:
 
     def _begin(self) -> None:
         self.forked = False
-        """In a forked child whose part in an engine is not known yet."""
+        """Whether this process is a forked child whose part in an engine is not known yet."""
         self.rank: tuple[int, int | None, int, int] | None = None
         """Rank, local rank, world size, data-parallel rank."""
         self.agreement: Any = None
@@ -31,7 +31,7 @@ class StatusRecord:
         self._kept = False
 
     def forked_off(self) -> None:
-        """In a forked child: it has told nothing of itself yet."""
+        """Forgets what the process told that this one was forked from; it is called in the child."""
         self._begin()
         self.forked = True
 

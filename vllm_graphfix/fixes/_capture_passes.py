@@ -136,7 +136,7 @@ _CALLS_BETWEEN_PASSES = frozenset(
 
 
 def forward_functions(capture: Function) -> list[ast.Assign]:
-    """Where `CudaGraphManager.capture(create_forward_fn, …)` asks for a forward function.
+    """The assignments in which `CudaGraphManager.capture(create_forward_fn, …)` asks for a forward function.
 
     It asks once for the warm-up and the graph, or once for each. Empty for code of which it is not known that a FULL
     descriptor's passes are a warm-up and then the one in the graph.

@@ -84,7 +84,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _state_of_a_pair(source: Source, capture: Function) -> ast.stmt | ast.expr | None:
-    """Where the draft takes over the target's states: that of its warm-up and the captured one.
+    """The statement by which the draft takes over two states of the target: its warm-up's and the captured one.
 
     It uses the former for its own warm-up, and the latter for its graph. None if that is not known.
     """
