@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from measuring import Times, console, machine, table, verdict
 from vllm_graphfix import records
-from vllm_graphfix.engine.metrics import Engine, Exposition, Watcher
+from vllm_graphfix.engine.metrics import Exposition, ServedEngine, Watcher
 from vllm_graphfix.fixes import FIXES
 
 RANKS = 64
@@ -35,7 +35,7 @@ def main() -> None:
         for rank in range(RANKS):
             records.write(base, of_rank(rank))
         registry, empty = CollectorRegistry(), CollectorRegistry()
-        watcher = Watcher(base, Engine(ENGINE, canary=True, percentage=25.0, ranks=RANKS), Exposition(registry))
+        watcher = Watcher(base, ServedEngine(ENGINE, canary=True, percentage=25.0, ranks=RANKS), Exposition(registry))
         watcher.look()
         measured: dict[str, tuple[Callable[[], object], float | None]] = {
             "a record written": (lambda: records.write(base, of_rank(0)), None),
@@ -75,7 +75,7 @@ def of_rank(rank: int) -> records.Record:
         decision=records.Decided(canary=True, bucket=1234, percentage=25.0, master="on", inherited=True),
         fixes={fix.name: records.FixReport("auto", "active", f"applied to {fix.name} on rank {rank}") for fix in FIXES},
         events={fix.name: {event.name: 12 for event in fix.events} for fix in FIXES},
-        agreement=records.Agreement("a-token", RANKS, RANKS, None),
+        agreement=records.AgreementReport("a-token", RANKS, RANKS, None),
         leader=ENGINE,
         written=time.time(),
     )

@@ -14,7 +14,7 @@ import pytest
 from fleets import OTHER_ENGINE, SILENT_AFTER, Start, failed, keeping, only, ranks, text
 from records import AN_HOUR, ENGINE, elsewhere, eventually, leave, needs_root, of, record
 from vllm_graphfix.commands.fleet import as_json, look
-from vllm_graphfix.records import Agreement, Decided, FixReport, Identity, Rank, Record, own_folder
+from vllm_graphfix.records import AgreementReport, Decided, FixReport, Identity, Rank, Record, own_folder
 
 
 @pytest.mark.usefixtures("alone")
@@ -37,7 +37,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"graphfix": "0.2.0"}, "vllm-graphfix differs: 0.1.0 on rank 0, front-end "),
     ({"decision": Decided(False, 9000, 25.0, "on", True)}, "in the rollout differs: yes on rank 0, front-end "),
     (
-        {"agreement": Agreement("a-token", 2, 1, "capture-state is 'active' on rank 0 (a); 'off' on rank 1 (b).")},
+        {
+            "agreement": AgreementReport(
+                "a-token", 2, 1, "capture-state is 'active' on rank 0 (a); 'off' on rank 1 (b)."
+            )
+        },
         "the ranks do not agree. capture-state is 'active' on rank 0 (a); 'off' on rank 1 (b).",
     ),
 ]
@@ -188,7 +192,7 @@ STARTING: dict[str, tuple[Record, ...]] = {
     "workers of a node without an engine core": (FRONT_END, *starting(*WORKERS)),
     "an engine in its user's program": starting(FRONT_END._replace(kept=True)),
     "the second replica": (
-        *(FRONT_END, CORE._replace(rank=Rank(0, 0, 1, 0), agreement=Agreement("a-token", 1, 1, None))),
+        *(FRONT_END, CORE._replace(rank=Rank(0, 0, 1, 0), agreement=AgreementReport("a-token", 1, 1, None))),
         *starting(CORE._replace(pid=3)),
     ),
 }
@@ -375,7 +379,7 @@ def test_worlds_of_data_parallelism_are_counted_each_for_itself(tmp_path: Path, 
                     elsewhere(10 * replica + rank),
                     rank,
                     2,
-                    agreement=Agreement(f"token-{replica}", 2, 2, None) if compared else None,
+                    agreement=AgreementReport(f"token-{replica}", 2, 2, None) if compared else None,
                 )._replace(rank=Rank(rank, rank, 2, replica)),
             )
     engine = only(tmp_path)

@@ -19,13 +19,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from records import ENGINE, elsewhere, leave, of, record
 from vllm_graphfix.engine import metrics
-from vllm_graphfix.engine.metrics import NAMES, Engine, Exposition, Watcher
-from vllm_graphfix.records import Agreement, FixReport, own_folder
+from vllm_graphfix.engine.metrics import NAMES, Exposition, ServedEngine, Watcher
+from vllm_graphfix.records import AgreementReport, FixReport, own_folder
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
-SERVED = Engine(
+SERVED = ServedEngine(
     ENGINE, canary=True, percentage=25.0, ranks=2, misconfigured={"VLLM_GRAPHFIX_SHADOW_ACTION": "quarantin"}
 )
 
@@ -38,7 +38,7 @@ def told(text: bytes | str, name: str) -> list[Sample]:
 class Scraped:
     """An engine's metrics in a registry of their own, read from records in a folder."""
 
-    def __init__(self, base: Path, engine: Engine = SERVED) -> None:
+    def __init__(self, base: Path, engine: ServedEngine = SERVED) -> None:
         self.registry = CollectorRegistry()
         self.watcher = Watcher(base, engine, Exposition(self.registry))
 
@@ -124,7 +124,12 @@ def test_a_rank_that_is_not_heard_of_shows_and_stays_in_what_it_said_last(scrape
 
 
 def test_a_disagreement_shows(scraped: Scraped, tmp_path: Path) -> None:
-    ranks(tmp_path, 0, 0, agreement=Agreement("a-token", 2, 1, "capture-state is 'active' on rank 0; 'off' on rank 1."))
+    ranks(
+        tmp_path,
+        0,
+        0,
+        agreement=AgreementReport("a-token", 2, 1, "capture-state is 'active' on rank 0; 'off' on rank 1."),
+    )
     scraped.look()
     assert scraped.value("graphfix_ranks_agreeing") == 1
 
@@ -175,7 +180,7 @@ def test_several_api_servers_tell_of_one_engine_once(tmp_path: Path) -> None:
     import multiprocessing, sys
     from pathlib import Path
     from prometheus_client import REGISTRY
-    from vllm_graphfix.engine.metrics import Engine, Exposition, Watcher
+    from vllm_graphfix.engine.metrics import Exposition, ServedEngine, Watcher
     multiprocessing.current_process().name = sys.argv[2]
     from vllm_graphfix.engine import metrics
     metrics.EVERY = 0.05

@@ -17,7 +17,7 @@ from records import ENGINE, elsewhere, leave, record
 from vllm_graphfix.commands.fleet import unrecorded
 from vllm_graphfix.records import (
     FILES,
-    Agreement,
+    AgreementReport,
     FixReport,
     Found,
     Liveness,
@@ -136,7 +136,7 @@ def crowd(base: Path, count: int, kind: str) -> None:
         if kind == "engines":
             one = one._replace(engine=f"{number:016x}")
         elif kind == "worlds":
-            one = one._replace(agreement=Agreement(f"group-{number}", 2**62, 1, "different"))
+            one = one._replace(agreement=AgreementReport(f"group-{number}", 2**62, 1, "different"))
         elif kind == "front-ends":
             one = one._replace(rank=None, role="front-end", agreement=None, engine=f"{number % 2:016x}")
         path = own_folder(base) / one.file_name

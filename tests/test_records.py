@@ -18,7 +18,7 @@ from records import (
 )
 from vllm_graphfix.records import (
     LARGEST,
-    Agreement,
+    AgreementReport,
     Decided,
     FixReport,
     Rank,
@@ -211,7 +211,7 @@ def test_text_for_terminals_is_printable() -> None:
 def test_a_record_fits_whatever_its_texts_are(tmp_path: Path) -> None:
     text = "\U0001f600" * 10_000
     six = {f"fix-{n}": FixReport("auto", "failed", text) for n in range(6)}
-    agreement = Agreement("a-token", 2, 1, text)
+    agreement = AgreementReport("a-token", 2, 1, text)
     write(tmp_path, record(rank=0, fixes=six, problem=text, model=text, agreement=agreement))
     problem = only(tmp_path).record.problem
     assert problem is not None

@@ -62,7 +62,7 @@ class WatcherDouble:
     """In place of `metrics.Watcher`: made-up snapshots instead of records that were read."""
 
     def __init__(self, role: Role) -> None:
-        self.engine = metrics.Engine(f"{id(role):016x}", role.canary, 25.0, RANKS)
+        self.engine = metrics.ServedEngine(f"{id(role):016x}", role.canary, 25.0, RANKS)
         self._role = role
         self.events: dict[tuple[str, ...], int] = (
             {(fix, event): 12 if fix in ONCE else 0 for fix, event in EVENTS} if role.canary else {}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from vllm_graphfix.records import (
-    Agreement,
+    AgreementReport,
     Decided,
     FixReport,
     Found,
@@ -52,7 +52,7 @@ def record(process: Identity | None = None, rank: int | None = None, world_size:
         decision=Decided(canary=True, bucket=1234, percentage=25.0, master="on", inherited=rank is not None),
         fixes={"capture-state": FixReport("auto", "active", "applied to GPUModelRunner.capture_model")},
         events={"capture-state": {"state-consumed": 12}},
-        agreement=None if rank is None else Agreement("a-token", world_size, world_size, None),
+        agreement=None if rank is None else AgreementReport("a-token", world_size, world_size, None),
         written=1763740000.0,
     )._replace(**changes)
 

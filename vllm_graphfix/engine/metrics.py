@@ -47,7 +47,7 @@ NAMES = (
 """Every series that is exposed."""
 
 
-class Engine(NamedTuple):
+class ServedEngine(NamedTuple):
     """The engine that a process serves."""
 
     id: str
@@ -152,7 +152,7 @@ class Exposition:
 
         return Gauge(f"graphfix_{name}", documentation, labels, registry=self._registry, multiprocess_mode="mostrecent")
 
-    def tell_engine(self, engine: Engine) -> None:
+    def tell_engine(self, engine: ServedEngine) -> None:
         self._canary.set(engine.canary)
         self._percent.set(engine.percentage)
         wrong = set(engine.misconfigured.items())
@@ -190,7 +190,7 @@ class Exposition:
 class Watcher:
     """Reads the records of one engine in a thread of its own, for as long as the process lives."""
 
-    def __init__(self, base: Path, engine: Engine, exposition: Exposition) -> None:
+    def __init__(self, base: Path, engine: ServedEngine, exposition: Exposition) -> None:
         self._base = base
         self._exposition = exposition
         self._foreign: dict[str, int] = {}
@@ -198,7 +198,7 @@ class Watcher:
         again."""
         self.engine = engine
 
-    def serve(self, engine: Engine) -> None:
+    def serve(self, engine: ServedEngine) -> None:
         """Another engine than before."""
         self.engine, self._foreign = engine, {}
 
@@ -242,7 +242,7 @@ def expose(base: Path, decision: Decision, ranks: int | None) -> None:
     Called again, for a later engine of the process, it tells of that one.
     """
     global _watcher  # noqa: PLW0603 # one process serves one engine
-    engine = Engine(decision.engine, decision.applies, decision.percentage, ranks, decision.misconfigured)
+    engine = ServedEngine(decision.engine, decision.applies, decision.percentage, ranks, decision.misconfigured)
     if _watcher is None:
         from prometheus_client import REGISTRY
 

@@ -40,7 +40,8 @@ class EngineProcess(EngineContext):
         given = tuple(fixes)
         self._names = tuple(fix.name for fix in given)
         self._observed = frozenset(fix.name for fix in given if fix.default is Mode.OBSERVE)
-        wanted = settings.read(environment, self._names, self._observed)
+        self._environment_read = settings.asked(environment)
+        wanted = self._settings_read = settings.read(environment, self._names, self._observed)
         manager = FixManager(given, Policy(wanted.master, wanted.modes, None, wanted.misconfigured))
         super().__init__(given, environment, manager)
         self._lock = threading.Lock()
@@ -106,8 +107,16 @@ class EngineProcess(EngineContext):
         # Data-parallel engine cores on Ray have their rank appended to it (0.21.0 and later).
         return decision.instance is not None and f"{instance}_dp".startswith(f"{decision.instance}_dp")
 
+    def _settings(self) -> settings.Settings:
+        """What the environment says now; it is read again only where a variable has changed."""
+        environment = settings.asked(self.environment)
+        if environment != self._environment_read:
+            self._environment_read = environment
+            self._settings_read = settings.read(self.environment, self._names, self._observed)
+        return self._settings_read
+
     def _decide(self) -> None:
-        wanted = settings.read(self.environment, self._names, self._observed)
+        wanted = self._settings()
         decision = rollout.decide(wanted, _vllm_version())
         problems = [*wanted.problems, *filter(None, [decision.refused])]
         if self.decision is not None and decision.same_choice(self.decision):

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from vllm_graphfix.settings.environment import is_brief
+from vllm_graphfix.settings.json_object import JsonObject
 from vllm_graphfix.text import printable, ranks_named
 
 WARN_AFTER = 30.0
@@ -25,8 +26,8 @@ _SLICE = 3.0
 """Seconds after which a rank that waits looks whether the engine has ended on another."""
 TIMEOUT_FOR_A_WARNING = 10.0
 """Seconds where a silent rank does not stop the engine."""
-_MOST, _LONGEST = 64, 255
-"""Fixes, and characters of a text, in another rank's word."""
+_LONGEST = 255
+"""Characters of a text in another rank's word."""
 MOST_GRAPHS = 4096
 """Graphs in another rank's word: more than vLLM captures, for all fixes."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
@@ -218,53 +219,52 @@ def _read(store: Any, key: str) -> RankReport | None:
     if not store.check([key]):  # `get` would wait for it
         return None
     try:
-        told = json.loads(store.get(key))
-        word = RankReport(**{name: told[name] for name in RankReport._fields if name in told})
-    except (ValueError, TypeError, KeyError, RecursionError):
+        said = JsonObject(json.loads(store.get(key)), "the report")
+        return RankReport(**{name: _FIELDS[name](said, name) for name in RankReport._fields if name in said})
+    except (ValueError, TypeError, RecursionError):
         return None
-    return word if _sound(word) else None
 
 
-def _sound(word: RankReport) -> bool:
-    """Whether all of *word* is of the kind that ranks leave: it is shown to people, and kept in records."""
-    tables = (word.modes, word.states, word.reasons, word.failed)
-    if not all(isinstance(table, dict) and len(table) <= _MOST for table in (*tables, word.misconfigured)):
-        return False
-    made_up: tuple[object, ...] = (word.engine, word.token)
-    kinds: tuple[tuple[object, type], ...] = (
-        (word.pid, int),
-        (word.canary, bool),
-        (word.off, bool),
-        (word.can_leave_out, bool),
-        (word.ended, bool),
-    )
-    texts: list[object] = [
-        word.host,
-        word.graphfix,
-        word.vllm,
-        word.master,
-        word.fault,
-        *(text for table in tables for text in table.values()),
-    ]
-    return (
-        all(isinstance(text, str) and len(text) <= _LONGEST and text.isprintable() for text in texts)
-        and all(_NAME.fullmatch(name) for table in tables for name in table)
-        and all(is_brief(name, value) for name, value in word.misconfigured.items())
-        and all(isinstance(name, str) and _MADE_UP.fullmatch(name) for name in made_up)
-        and all(type(value) is kind for value, kind in kinds)
-        and _sound_graphs(word.graphs)
-    )
+def _text(said: JsonObject, key: str) -> str:
+    return said.line(key, _LONGEST)
 
 
-def _sound_graphs(graphs: object) -> bool:
-    return isinstance(graphs, (list, tuple)) and len(graphs) <= MOST_GRAPHS and all(map(_sound_graph, graphs))
+def _made_up(said: JsonObject, key: str) -> str:
+    return said.name(key, _MADE_UP)
 
 
-def _sound_graph(graph: object) -> bool:
-    if not isinstance(graph, (list, tuple)) or len(graph) != 2 or not all(isinstance(part, str) for part in graph):
+def _texts(said: JsonObject, key: str) -> dict[str, str]:
+    return said.table(key, lambda name, value: _NAME.fullmatch(name) is not None and _is_line(value))
+
+
+def _is_line(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST and value.isprintable()
+
+
+def _graphs(said: JsonObject, key: str) -> list[tuple[str, str]]:
+    graphs = said.get(key)
+    if not isinstance(graphs, list) or len(graphs) > MOST_GRAPHS or not all(map(_is_graph, graphs)):
+        said.refuse(key, "pairs of a fix and a graph")
+    return [(fix, name) for fix, name in graphs]
+
+
+def _is_graph(graph: object) -> bool:
+    if not isinstance(graph, list) or len(graph) != 2 or not all(isinstance(part, str) for part in graph):
         return False
     fix, name = graph
     return _NAME.fullmatch(fix) is not None and (not name or _GRAPH.fullmatch(name) is not None)
+
+
+# What is left is shown to people, and kept in records.
+_FIELDS: dict[str, Callable[[JsonObject, str], Any]] = {
+    **dict.fromkeys(("host", "graphfix", "vllm", "master", "fault"), _text),
+    **dict.fromkeys(("engine", "token"), _made_up),
+    **dict.fromkeys(("modes", "states", "reasons", "failed"), _texts),
+    **dict.fromkeys(("canary", "off", "can_leave_out", "ended"), JsonObject.truth),
+    "pid": JsonObject.whole,
+    "misconfigured": lambda said, key: said.table(key, is_brief),
+    "graphs": _graphs,
+}
 
 
 def _let_others_read(store: Any, stage: str, rank: int, heard: list[int]) -> None:

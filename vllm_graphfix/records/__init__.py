@@ -11,16 +11,15 @@ from vllm_graphfix.records.liveness import Liveness, all_liveness, liveness_of, 
 from vllm_graphfix.records.process_identity import Identity, identity
 from vllm_graphfix.records.pruning import PRUNED_AFTER, prune
 from vllm_graphfix.records.reading import FILES, Found, Reading, read
-from vllm_graphfix.records.record import LARGEST, Agreement, Decided, FixReport, Rank, Record, Wrong
+from vllm_graphfix.records.record import LARGEST, AgreementReport, Decided, FixReport, Rank, Record, RecordError, Wrong
 from vllm_graphfix.records.reporter import Reporter
-from vllm_graphfix.records.validation import RecordError
 from vllm_graphfix.records.writing import remove, touch, write
 
 __all__ = [
     "FILES",
     "LARGEST",
     "PRUNED_AFTER",
-    "Agreement",
+    "AgreementReport",
     "Decided",
     "FixReport",
     "Found",

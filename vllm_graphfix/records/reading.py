@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_graphfix.records.folder import ENTRIES, OPEN_FOLDER, check_owner, own_folder, shown_path, why
-from vllm_graphfix.records.record import LARGEST, Record
-from vllm_graphfix.records.validation import RecordError
+from vllm_graphfix.records.record import LARGEST, Record, RecordError
 from vllm_graphfix.text import printable
 
 FILES = 4096

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, overload
 
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.records.process_identity import reduced
-from vllm_graphfix.records.validation import LONGEST_TEXT, Checked, RecordError
 from vllm_graphfix.settings.environment import Master, is_brief
+from vllm_graphfix.settings.json_object import LONGEST_TEXT, JsonError, JsonObject
 from vllm_graphfix.text import printable
 
 SCHEMA = 1
@@ -26,6 +26,10 @@ _WORD = re.compile(r"[!-~]{0,128}")
 _MASTERS = frozenset(master.value for master in Master)
 _MODES = frozenset(mode.value for mode in Mode)
 _STATES = frozenset(state.value for state in State)
+
+
+class RecordError(ValueError):
+    """What is not a status record, and why."""
 
 
 class Rank(NamedTuple):
@@ -68,7 +72,7 @@ class Wrong(NamedTuple):
     check: int
 
 
-class Agreement(NamedTuple):
+class AgreementReport(NamedTuple):
     """What the comparison before the first capture came to."""
 
     group: str
@@ -94,7 +98,7 @@ class Record(NamedTuple):
     decision: Decided
     fixes: Mapping[str, FixReport]
     events: Mapping[str, Mapping[str, int]]
-    agreement: Agreement | None = None
+    agreement: AgreementReport | None = None
     leader: str | None = None
     problem: str | None = None
     serves_metrics: bool = False
@@ -149,19 +153,23 @@ class Record(NamedTuple):
 
         Raises RecordError; keys that this version does not know are left out.
         """
-        given = Checked(value, "the record")
+        try:
+            return cls._checked(JsonObject(value, "the record"))
+        except JsonError as error:
+            raise RecordError(str(error)) from None
+
+    @classmethod
+    def _checked(cls, given: JsonObject) -> Record:
         schema = given.whole("schema")
         if schema > SCHEMA:
-            raise RecordError(
-                f"it has schema {schema}, but this vllm-graphfix knows only {SCHEMA}: use a newer version"
-            )
+            raise JsonError(f"it has schema {schema}, but this vllm-graphfix knows only {SCHEMA}: use a newer version")
         if schema != SCHEMA:
             given.refuse("schema")
-        rank, agreement, misconfigured = given.maybe("rank"), given.maybe("agreement"), given.maybe("misconfigured")
-        decision = Checked(given.get("decision"), "decision")
-        fixes = {name: Checked(fix, f"fixes.{name}") for name, fix in given.named("fixes")}
-        events = {name: Checked(counts, f"events.{name}") for name, counts in given.named("events")}
-        wrong = [Checked(each, f"wrong.{name}") for name, each in given.named("wrong")] if given.has("wrong") else []
+        rank, agreement = given.maybe("rank"), given.maybe("agreement")
+        decision = JsonObject(given.get("decision"), "decision")
+        fixes = {name: JsonObject(fix, f"fixes.{name}") for name, fix in given.named("fixes")}
+        events = {name: JsonObject(counts, f"events.{name}") for name, counts in given.named("events")}
+        wrong = [JsonObject(each, f"wrong.{name}") for name, each in given.named("wrong")] if given.has("wrong") else []
         return cls(
             graphfix=given.text("graphfix"),
             vllm=given.text("vllm"),
@@ -195,7 +203,7 @@ class Record(NamedTuple):
             events={name: {event: counts.whole(event) for event in counts.names()} for name, counts in events.items()},
             agreement=None
             if agreement is None
-            else Agreement(
+            else AgreementReport(
                 agreement.name("group", _TOKEN),
                 agreement.whole("world_size"),
                 agreement.whole("agreeing"),
@@ -217,7 +225,7 @@ class Record(NamedTuple):
                 )
                 for each in wrong
             ),
-            misconfigured={} if misconfigured is None else misconfigured.table(is_brief),
+            misconfigured=given.table("misconfigured", is_brief) if given.has("misconfigured") else {},
             starting=given.truth("starting") if given.has("starting") else False,
             kept=given.truth("kept") if given.has("kept") else False,
             written=given.number("written", 1e11),

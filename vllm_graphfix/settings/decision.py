@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from vllm_graphfix import text
 from vllm_graphfix.fix import Mode
 from vllm_graphfix.settings import environment, shadow_rate
+from vllm_graphfix.settings.json_object import JsonObject
 
 BUCKETS = 10_000
 """A percentage is a number of buckets: 0.01 % is one."""
@@ -25,6 +26,7 @@ _LONGEST_KEY = 200
 """Characters of a key that a decision tells. Linux starts no process with a variable of 128 KiB, which a long key made
 of escapes would be."""
 _ENGINE = re.compile(r"[0-9a-f]{16}")
+_MODES = frozenset(mode.value for mode in Mode)
 
 
 def bucket(key: str) -> int:
@@ -216,45 +218,37 @@ def decode(text: str) -> Decision | None:
     if len(text) > _LONGEST:
         return None
     try:
-        told = json.loads(text)
-        if not isinstance(told, dict) or told.pop("schema", None) != _SCHEMA:
+        said = JsonObject(json.loads(text), "the decision")
+        if set(said.keys()) != {"schema", *Decision._fields} or said.get("schema") != _SCHEMA:
             return None
-        told["master"] = environment.Master(told["master"])
-        told["modes"] = {name: Mode(mode) for name, mode in told["modes"].items()}
-        told["shadow"] = shadow_rate.normal(told["shadow"])
-        told["shadow_action"] = shadow_rate.Action(told["shadow_action"])
-        decision = Decision(**told)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        modes = said.table("modes", lambda name, mode: isinstance(mode, str) and mode in _MODES)
+        return Decision(
+            engine=said.name("engine", _ENGINE),  # the name of a file begins with it
+            instance=said.text("instance") if said.has("instance") else None,
+            graphfix=said.text("graphfix"),
+            vllm=said.text("vllm"),
+            host=said.text("host"),
+            pid=said.whole("pid"),
+            key=said.text("key") if said.has("key") else None,
+            bucket=said.whole("bucket", BUCKETS) if said.has("bucket") else None,
+            rollout=said.whole("rollout", BUCKETS + 1) if said.has("rollout") else None,
+            canary=said.truth("canary"),
+            refused=said.line("refused") if said.has("refused") else None,
+            master=environment.Master(said.get("master")),
+            modes={name: Mode(mode) for name, mode in modes.items()},
+            shadow=shadow_rate.normal(said.text("shadow")),
+            shadow_action=shadow_rate.Action(said.get("shadow_action")),
+            agreement_timeout=_timeout(said.number("agreement_timeout", environment.MOST_PATIENCE)),
+            misconfigured=said.table("misconfigured", environment.is_brief),
+        )
+    except (ValueError, RecursionError):
         return None
-    return decision if _sound(decision) else None
 
 
-def _sound(decision: Decision) -> bool:
-    kinds: dict[str, Any] = {
-        "engine": str,
-        "graphfix": str,
-        "vllm": str,
-        "host": str,
-        "pid": int,
-        "canary": bool,
-        "instance": (str, type(None)),
-        "key": (str, type(None)),
-        "refused": (str, type(None)),
-        "bucket": (int, type(None)),
-        "rollout": (int, type(None)),
-    }
-    return (
-        all(isinstance(getattr(decision, name), kind) for name, kind in kinds.items())
-        and _ENGINE.fullmatch(decision.engine) is not None  # the name of a file begins with it
-        and decision.pid < 2**63
-        and (decision.bucket is None or 0 <= decision.bucket < BUCKETS)
-        and (decision.rollout is None or 0 <= decision.rollout <= BUCKETS)
-        and (decision.refused is None or decision.refused.isprintable())
-        and type(decision.agreement_timeout) is float
-        and 0 < decision.agreement_timeout <= environment.MOST_PATIENCE
-        and isinstance(decision.misconfigured, dict)
-        and all(environment.is_brief(name, value) for name, value in decision.misconfigured.items())
-    )
+def _timeout(seconds: float) -> float:
+    if seconds <= 0:
+        raise ValueError("no time at all")
+    return seconds
 
 
 def handed_on(left: str | None, vllm: str, fixes: frozenset[str]) -> Decision | None:

@@ -76,6 +76,11 @@ def names(fixes: Iterable[str]) -> tuple[str, ...]:
     return (PREFIX, *map(variable, fixes), *others)
 
 
+def asked(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of *environment* that `read` may go by, or complain of."""
+    return {name: value for name, value in environment.items() if name.upper().startswith("VLLM_")}
+
+
 def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Container[str] = ()) -> Settings:
     """What *environment* says of the fixes named *fixes*, of which *observed* are observed where it says nothing.
 

@@ -1,4 +1,4 @@
-"""Values of a JSON object that somebody else has written, each what it has to be."""
+"""A JSON object that another process has written, whose values are checked one by one."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from vllm_graphfix.text import printable
 
 LONGEST_TEXT = 1500
 """Characters: nine texts of so many, of four bytes each, fit in a record."""
-_NAMES = 64
-"""Fixes of a record, events of a fix."""
+_ENTRIES = 64
+"""Entries of a table: fixes of a record, events of a fix."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 
 
-class RecordError(ValueError):
-    """What is not a status record, and why."""
+class JsonError(ValueError):
+    """What is wrong with a JSON object."""
 
 
-class Checked:
-    """A JSON object whose values are what they have to be, or RecordError says which is not."""
+class JsonObject:
+    """A JSON object whose values are what they have to be, or JsonError says which is not."""
 
     __slots__ = ("_place", "_value")
 
     def __init__(self, value: object, place: str) -> None:
         if not isinstance(value, dict):
-            raise RecordError(f"{place} is {_shown(value)}, not an object")
+            raise JsonError(f"{place} is {_shown(value)}, not an object")
         self._value: dict[str, object] = value
         self._place = "" if place == "the record" else f"{place}."
 
     def refuse(self, key: str, wanted: str = "") -> NoReturn:
         if key not in self._value:
-            raise RecordError(f"{self._place}{key} is missing")
-        raise RecordError(f"{self._place}{key} is {_shown(self._value[key])}" + (wanted and f", not {wanted}"))
+            raise JsonError(f"{self._place}{key} is missing")
+        raise JsonError(f"{self._place}{key} is {_shown(self._value[key])}" + (wanted and f", not {wanted}"))
 
     def get(self, key: str) -> object:
         if key not in self._value:
@@ -43,34 +43,41 @@ class Checked:
     def has(self, key: str) -> bool:
         return self._value.get(key) is not None
 
-    def maybe(self, key: str) -> Checked | None:
-        return Checked(self._value[key], f"{self._place}{key}") if self.has(key) else None
+    def maybe(self, key: str) -> JsonObject | None:
+        return JsonObject(self._value[key], f"{self._place}{key}") if self.has(key) else None
 
     def names(self) -> Collection[str]:
-        if len(self._value) > _NAMES:
-            raise RecordError(f"{self._place[:-1]} has {len(self._value)} entries; at most {_NAMES} are allowed")
+        if len(self._value) > _ENTRIES:
+            raise JsonError(f"{self._place[:-1]} has {len(self._value)} entries; at most {_ENTRIES} are allowed")
         for name in self._value:
             if not _NAME.fullmatch(name):
-                raise RecordError(f"{self._place[:-1]} has an entry named {_shown(name)}")
+                raise JsonError(f"{self._place[:-1]} has an entry named {_shown(name)}")
         return self._value.keys()
 
     def named(self, key: str) -> Collection[tuple[str, object]]:
-        inner = Checked(self.get(key), f"{self._place}{key}")
+        inner = JsonObject(self.get(key), f"{self._place}{key}")
         inner.names()
         return inner._value.items()
 
-    def table(self, fits: Callable[[str, object], bool]) -> dict[str, str]:
-        """All of it, if every name and value *fits*."""
-        if len(self._value) > _NAMES:
-            raise RecordError(f"{self._place[:-1]} has {len(self._value)} entries; at most {_NAMES} are allowed")
-        for name, value in self._value.items():
+    def table(self, key: str, fits: Callable[[str, object], bool]) -> dict[str, str]:
+        """The object at *key*, if every name and value in it *fits*."""
+        inner = JsonObject(self.get(key), f"{self._place}{key}")
+        if len(inner._value) > _ENTRIES:
+            raise JsonError(f"{inner._place[:-1]} has {len(inner._value)} entries; at most {_ENTRIES} are allowed")
+        for name, value in inner._value.items():
             if not fits(name, value):
-                raise RecordError(f"{self._place[:-1]} has an entry {_shown(name)}: {_shown(value)}")
-        return {name: str(value) for name, value in self._value.items()}
+                raise JsonError(f"{inner._place[:-1]} has an entry {_shown(name)}: {_shown(value)}")
+        return {name: str(value) for name, value in inner._value.items()}
 
-    def whole(self, key: str) -> int:
+    def keys(self) -> Collection[str]:
+        return self._value.keys()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._value
+
+    def whole(self, key: str, below: int = 2**63) -> int:
         value = self._value.get(key)
-        if type(value) is not int or not 0 <= value < 2**63:
+        if type(value) is not int or not 0 <= value < below:
             self.refuse(key, "a whole number from 0 on")
         return value
 
@@ -91,6 +98,13 @@ class Checked:
         if not isinstance(value, str) or len(value) > LONGEST_TEXT:
             self.refuse(key, f"a text of at most {LONGEST_TEXT} characters")
         return printable(value)
+
+    def line(self, key: str, longest: int = LONGEST_TEXT) -> str:
+        """A text that is printable as it is."""
+        value = self._value.get(key)
+        if not isinstance(value, str) or len(value) > longest or not value.isprintable():
+            self.refuse(key, f"a printable text of at most {longest} characters")
+        return value
 
     def name(self, key: str, pattern: re.Pattern[str]) -> str:
         value = self._value.get(key)
