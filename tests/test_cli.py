@@ -25,8 +25,8 @@ from vllm_files import FLASHMLA
 from vllm_graphfix import __version__
 from vllm_graphfix.commands.cli import app, main
 from vllm_graphfix.fix import Diagnosis, Verdict, variable
-from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT
-from vllm_graphfix.source.files import SourceError
+from vllm_graphfix.fixes import BY_NAME, FIXES, OBSERVED_BY_DEFAULT, about
+from vllm_graphfix.source.files import SourceError, open_source
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.report import Proof, Report
@@ -178,13 +178,63 @@ def test_status_tells_what_to_act_on() -> None:
 
 
 @pytest.mark.parametrize("release", ["0.14.1", "0.18.1", "0.21.0", "0.33.0"])
-def test_the_table_for_eyes_has_a_row_for_every_fix(release: str) -> None:
+def test_status_begins_with_a_verdict_and_has_a_row_for_each_defect_of_this_vllm_alone(release: str) -> None:
     out, _ = call("status", "--vllm", str(release_root(release)))
-    lines = out.splitlines()
-    assert f"vLLM {release} in" in lines[0]
-    for fix in FIXES:
-        (row,) = [line for line in lines if line.startswith(fix.name)]
-        assert state_by_default(fix.name, release) in row
+    lines, here = out.splitlines(), affected_by(release)
+    assert lines[0] == f"vLLM {release}, stock release"
+    assert lines[1].startswith(f"{len(here)} of {len(FIXES)} known defects are in it. At the next start: ")
+    group = ""
+    for line in lines[2:]:
+        group = next((title for title in ("FIXED", "COUNTED") if line.startswith(title)), group)
+        for name in (fix.name for fix in FIXES if line.startswith(f"{fix.name} ")):
+            assert group == {"active": "FIXED", "observing": "COUNTED"}[state_by_default(name, release)]
+            here = tuple(each for each in here if each != name)
+            assert about(BY_NAME[name]).seen.replace("`", "")[:20] in line
+    assert not here
+    assert f"not in this vLLM: {len(FIXES) - len(affected_by(release))} (--all)" in out
+    everything, _ = call("status", "--all", "--vllm", str(release_root(release)))
+    assert all(fix.name in everything for fix in FIXES)
+    places, _ = call("status", "--verbose", "--vllm", str(release_root(release)))
+    assert all(
+        place in places
+        for place in (row["where"] for row in status(release)["fixes"] if row["diagnosis"] == "affected")
+    )
+
+
+def test_a_failed_check_says_why_in_its_last_line() -> None:
+    root = str(release_root("0.18.1"))
+    out, _ = call("status", "--check", "--vllm", root, env={"VLLM_GRAPHFIX": "off"}, code=3)
+    assert out.splitlines()[-1] == "check failed: 9 needed fixes not applied (VLLM_GRAPHFIX=off)"
+    out, err = call("status", "--check", "--json", "--vllm", root, env={"VLLM_GRAPHFIX": "observ"}, code=3)
+    assert json.loads(out)["vllm"] == "0.18.1"
+    assert "a value that means nothing (VLLM_GRAPHFIX=observ)" in err
+
+
+def test_a_folder_with_none_of_the_code_is_no_all_clear(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("")
+    out, _ = call("status", "--check", "--vllm", str(tmp_path), code=3)
+    assert "is this vLLM, 0.14 or later?" in out
+
+
+def test_a_gpu_that_is_not_known_is_an_error_that_names_it() -> None:
+    _, err = call("status", "--for", "./m", "--gpu", "H20O", "--vllm", str(release_root("0.18.1")), code=2)
+    assert "'H20O'" in err
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_no_name_is_cut_in_a_narrow_terminal(width: int) -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from vllm_graphfix.commands.status import status as judge
+    from vllm_graphfix.commands.status_table import show
+
+    written = StringIO()
+    show(judge(open_source(release_root("0.21.0")), {}), Console(file=written, width=width))
+    assert all(name in written.getvalue() for name in affected_by("0.21.0"))
+    assert "…" not in written.getvalue().replace("kv_indptr …", "")
 
 
 def test_a_pipe_gets_neither_colour_nor_control_codes() -> None:
@@ -195,23 +245,24 @@ def test_a_pipe_gets_neither_colour_nor_control_codes() -> None:
 
 @pytest.mark.parametrize("fix", FIXES, ids=[fix.name for fix in FIXES])
 def test_explain_says_all_that_there_is(fix: Any) -> None:
+    said = about(fix)
     out, _ = call("explain", fix.name)
     words = " ".join(out.split())
     for text in (
-        fix.symptom,
-        fix.cause,
-        fix.remedy,
-        fix.detect,
-        fix.concerns,
-        fix.workaround,
-        fix.removable,
-        fix.releases,
+        said.symptom,
+        said.cause,
+        said.remedy,
+        said.detect,
+        *(text for need in fix.needs() for text in (need.text, need.detail)),
+        said.workaround,
+        said.removable,
+        said.releases,
         *(f"{event.name}: {event.meaning}" for event in fix.events),
     ):
         assert " ".join(text.split()) in words
     assert f"{fix.variable}=off" in words
     found = json.loads(call("explain", fix.name.upper().replace("-", "_"), "--json")[0])
-    assert (found["schema"], found["name"], found["pr"], found["cause"]) == (1, fix.name, fix.pr, fix.cause)
+    assert (found["schema"], found["name"], found["pr"], found["cause"]) == (1, fix.name, said.pr, said.cause)
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=[fix.name for fix in FIXES])
@@ -232,7 +283,7 @@ def test_explain_without_a_name_lists_the_fixes() -> None:
 WRONG = [
     (("explain", "mamba-pading"), "did you mean mamba-padding?"),
     (("explain", "xyzzy"), "there are: capture-state"),
-    (("verify", "flashmla"), "did you mean flashmla-fp8?"),
+    (("verify", "flashmla"), "did you mean flashmla-fp8 or flashmla-padding?"),
     (("status", "--vllm", "/nowhere"), "/nowhere does not exist"),
     (("verify", "--vllm", "/nowhere"), "/nowhere does not exist"),
     (("status", "--vllm", "/proc"), "holds no vllm/__init__.py"),

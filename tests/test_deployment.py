@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from stock import release_root
 from trial_rows import Served, served_of
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.deployment import Concern, read_deployment
+from vllm_graphfix.deployment.needs import judge
 from vllm_graphfix.fix import Diagnosis, Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
-from vllm_graphfix.fixes.draft_decode_mode import applies as draft_decode_mode_applies
+from vllm_graphfix.fixes.draft_decode_mode import needs as needs_of_draft_decode_mode
 from vllm_graphfix.source.files import open_source
 
 pytestmark = pytest.mark.usefixtures("among_models")
@@ -141,7 +143,7 @@ TABLE: list[tuple[str, str, str, str | None, Concern, str]] = [
     (
         "0.21.0",
         "draft-prefill-state",
-        V2 + './v3 --attention-backend FLASHMLA -sc \'{"model": "draft"}\'',
+        V2 + './v3 --attention-backend FLASHMLA --speculative-config \'{"model": "draft"}\'',
         HOPPER,
         MAYBE,
         "`method`",
@@ -204,7 +206,7 @@ def test_the_nightlies_shapes_of_draft_decode_mode_have_conditions_of_their_own(
     shape: str, line: str, concern: Concern
 ) -> None:
     deployment = read_deployment(f"{V2} vllm serve ./llama {line}", open_source(release_root("0.18.1")))
-    assert draft_decode_mode_applies(deployment, shape).concern is concern
+    assert judge(needs_of_draft_decode_mode(), deployment, shape).concern is concern
 
 
 def test_code_that_nobody_has_looked_at_never_makes_it_sure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,8 +233,52 @@ def test_json_has_the_answer_of_each_fix_and_nothing_of_the_line() -> None:
 
 
 def test_the_table_for_eyes_has_an_answer_for_each_fix() -> None:
-    lines = call("--for", "./llama").stdout.split("with these flags")[1].splitlines()
-    assert all(any(line.startswith(name) and "does not" in line for line in lines) for name in BY_NAME)
+    lines = call("--for", "./llama", "--all").stdout.split("does not concern you:")[1].splitlines()
+    assert all(any(line.startswith(f"  {name}: ") for line in lines) for name in BY_NAME)
+
+
+def test_what_concerns_a_deployment_is_said_first_and_nothing_else_without_asking() -> None:
+    out = call("--for", "./v3 --kv-cache-dtype fp8", "--gpu", HOPPER).stdout
+    lines = out.splitlines()
+    assert lines[2].startswith("2 of these 9 concern you: flashmla-fp8, flashmla-padding")
+    assert "mamba" not in out
+    assert call("--for", "./llama --enforce-eager").stdout.splitlines()[2].startswith("None of these 9 concerns you")
+
+
+@pytest.mark.parametrize(
+    ("flag", "nearest"),
+    [
+        ("--data-paralel-size 8", "--data-parallel-size"),
+        ("--data_paralel_size=8", "--data-parallel-size"),
+        ("-sc '{}'", None),
+        ("--quantisation fp8", "--quantization"),
+    ],
+)
+def test_a_flag_that_this_vllm_does_not_know_is_an_error_with_the_nearest_one(flag: str, nearest: str | None) -> None:
+    done = call("--for", f"./v3 -tp 8 {flag}")
+    named = re.split("[ =]", flag)[0]
+    told = f"did you mean {nearest}?" if nearest else "`vllm serve --help=all` lists its flags"
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == f"vllm-graphfix: {named!r} is no flag of vLLM 0.18.1; {told}\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["-tp8", "--tensor_parallel_size 8", "--tensor-parallel 8", "-O3", "-cc.mode=3", "--no-enable-prefix-caching"],
+)
+def test_a_flag_may_be_short_cut_short_negated_or_have_underscores(line: str) -> None:
+    assert call("--for", f"./v3 {line}").exit_code == 0
+
+
+def test_a_model_of_the_hub_is_found_where_it_was_fetched_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text((Path("llama") / "config.json").read_text())
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert "None of these 9 concerns you" in call("--for", "some/model").stdout
+    assert "config.json of another/model" in call("--for", "another/model").stdout
 
 
 def test_check_counts_no_fix_that_does_not_concern_the_deployment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,6 @@ FACTS = [
 
 @pytest.mark.parametrize(("fact", "line", "holds"), FACTS, ids=[f"{fact}: {line}" for fact, line, _ in FACTS])
 def test_a_fact_holds_or_does_not_or_is_not_known(fact: str, line: str, holds: bool | None) -> None:
-    found = getattr(read_deployment(line, open_source(release_root("0.21.0"))), fact)()
+    found = getattr(read_deployment(line, open_source(release_root("0.22.1"))), fact)()
     assert found.holds is holds
     assert found.told

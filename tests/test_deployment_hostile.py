@@ -15,6 +15,7 @@ from hostile import ARGUMENTS, JSON, KINDS, TEXT, dumped, plant, share
 from served_models import HOPPER
 from stock import release_root
 from vllm_graphfix.deployment import FlagsError, read_deployment
+from vllm_graphfix.deployment.needs import judge
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.source.files import open_source
 
@@ -40,10 +41,9 @@ def test_no_line_raises_anything_else_or_takes_long(line: str, gpu: str | None) 
     except FlagsError:
         return
     for fix in FIXES:
-        if fix.applies is not None:
-            told = fix.applies(deployment, "")
-            assert told.reason
-            assert told.reason.isprintable()
+        told = judge(fix.needs(), deployment, "")
+        assert told.reason
+        assert told.reason.isprintable()
     assert time.process_time() - started < 5
 
 
@@ -56,8 +56,7 @@ def test_no_model_raises(config: dict[str, Any], tmp_path_factory: pytest.TempPa
     (folder / "config.json").write_text(dumped(config), encoding="utf-8", errors="surrogatepass")
     deployment = read_deployment(str(folder), SOURCE, HOPPER, {})
     for fix in FIXES:
-        if fix.applies is not None:
-            assert fix.applies(deployment, "").reason.isprintable()
+        assert judge(fix.needs(), deployment, "").reason.isprintable()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ import pytest
 from stock import release_root
 from vllm_graphfix.commands.status import status
 from vllm_graphfix.deployment import Concern, hardware, read_deployment
-from vllm_graphfix.fixes import FLAGS
+from vllm_graphfix.fixes import flags
 from vllm_graphfix.source.files import open_source
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -60,7 +60,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }
 V2 = "VLLM_USE_V2_MODEL_RUNNER=1 "
 MTP = """ --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""
-EAGLE = """ -sc '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}'"""
+EAGLE = """ --speculative-config '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}'"""
 HOPPER, AMPERE, BLACKWELL = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"
 
 
@@ -82,7 +82,7 @@ def among_models(served_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answer(release: str, fix: str, line: str, gpu: str | None = None) -> tuple[Concern, str]:
     source = open_source(release_root(release))
-    found = status(source, {}, read_deployment(line, source, gpu, {}, FLAGS))
+    found = status(source, {}, read_deployment(line, source, gpu, {}, flags()))
     (told,) = [row.answer for row in found.rows if row.fix.name == fix]
     assert told is not None
     return told.concern, told.reason

@@ -43,9 +43,9 @@ EDITS = (
 )
 
 SERVED = (
-    Served("0.17.1", f"{v2}./llama -O1 -sc '{eagle}'", affects, "PIECEWISE"),
-    Served("0.17.1", f"{v2}./llama -sc '{eagle}'", does_not, "FULL_AND_PIECEWISE"),
-    Served("0.17.1", f"{v2}./llama -O1 -sc '{mtp}'", does_not, "one token"),
-    Served("0.17.1", f"{v2}./llama -O1 -sc.method=eagle", unknown, "num_speculative_tokens"),
-    Served("0.17.1", f"./llama -O1 -sc '{eagle}'", does_not, "V1"),
+    Served("0.17.1", f"{v2}./llama -O1 --speculative-config '{eagle}'", affects, "PIECEWISE"),
+    Served("0.17.1", f"{v2}./llama --speculative-config '{eagle}'", does_not, "FULL_AND_PIECEWISE"),
+    Served("0.17.1", f"{v2}./llama -O1 --speculative-config '{mtp}'", does_not, "one token"),
+    Served("0.17.1", f"{v2}./llama -O1 --speculative-config.method=eagle", unknown, "num_speculative_tokens"),
+    Served("0.17.1", f"./llama -O1 --speculative-config '{eagle}'", does_not, "V1"),
 )

@@ -15,7 +15,8 @@ import typer
 
 from vllm_graphfix._version import __version__
 from vllm_graphfix.fix import Fix
-from vllm_graphfix.fixes import BY_NAME, FIXES, FLAGS
+from vllm_graphfix.fixes import BY_NAME, FIXES, about
+from vllm_graphfix.fixes import flags as asked_flags
 from vllm_graphfix.manifest import ManifestError
 from vllm_graphfix.source.files import SourceError, open_source
 from vllm_graphfix.text import printable
@@ -61,7 +62,7 @@ VllmOption = Annotated[
 
 def _complete_fix(incomplete: str) -> list[tuple[str, str]]:
     """For a shell's completion: names of fixes, with what each does."""
-    return [(fix.name, fix.summary) for fix in FIXES if fix.name.startswith(incomplete)]
+    return [(fix.name, about(fix).summary) for fix in FIXES if fix.name.startswith(incomplete)]
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, a stable interface with a schema version.")]
@@ -107,24 +108,39 @@ def status(
         str | None,
         typer.Option(metavar="NAME", help="With --for: the GPU that serves the model; default: this machine's."),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also the defects that this vLLM does not have, or that are not yours.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also what each verdict rests on, with its place in the source.")
+    ] = False,
 ) -> None:
-    """Which fixes this vLLM needs, and what would be done about each in this environment. vLLM is not imported."""
+    """Which known defects this vLLM has, and what would be done about each in this environment.
+
+    vLLM is not imported.
+    """
     from vllm_graphfix.commands.status import status as judge
     from vllm_graphfix.commands.status_table import show
     from vllm_graphfix.deployment import FlagsError, read_deployment
+    from vllm_graphfix.deployment.hardware import capability
 
     if gpu is not None and flags is None:
         _stop("--gpu only goes with --for: vllm-graphfix status --for 'MODEL …' --gpu NAME")
+    if gpu is not None and capability(gpu) is None:
+        _stop(f"no GPU that this plugin knows is called {gpu!r}; say H100, or its compute capability, such as 9.0")
     try:
         source = open_source(vllm)
-        found = judge(source, deployment=None if flags is None else read_deployment(flags, source, gpu, asked=FLAGS))
+        found = judge(
+            source, deployment=None if flags is None else read_deployment(flags, source, gpu, asked=asked_flags())
+        )
     except (SourceError, ManifestError, FlagsError) as error:
         _stop(str(error))
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
-        show(found, _console())
+        show(found, _console(), everything=everything, verbose=verbose)
     if check and found.left_undone:
+        typer.echo(f"check failed: {found.why_left_undone}", err=as_json)
         raise typer.Exit(EXIT_LEFT_UNDONE)
 
 
@@ -363,14 +379,16 @@ def main() -> None:
 
 
 def _named(name: str) -> Fix:
-    found = BY_NAME.get(name.lower().replace("_", "-"))
+    asked = name.lower().replace("_", "-")
+    found = BY_NAME.get(asked)
     if found is None:
         from difflib import get_close_matches
 
-        close = get_close_matches(name.lower(), BY_NAME, n=1)
+        # A part of a name comes first: `mamba` is nearer to mamba-padding than any measure of letters says.
+        close = [each for each in BY_NAME if asked and asked in each] or get_close_matches(asked, BY_NAME, n=1)
         _stop(
             f"there is no fix named {name!r}"
-            + (f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(BY_NAME)}")
+            + (f"; did you mean {' or '.join(close)}?" if close else f"; there are: {', '.join(BY_NAME)}")
         )
     return found
 

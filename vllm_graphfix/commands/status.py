@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from vllm_graphfix import manifest
 from vllm_graphfix._version import __version__
-from vllm_graphfix.deployment import Answer, Concern, Deployment
+from vllm_graphfix.deployment import Answer, Concern, Deployment, needs
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, State, Verdict, variable
-from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT
+from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT, about
 from vllm_graphfix.patching.applied_fix import AppliedFix, Policy
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
@@ -30,6 +30,8 @@ class Row(NamedTuple):
     diagnosis: Diagnosis
     mode: Mode
     would_be: State
+    reason: str
+    """Why it would be in that state."""
     notes: tuple[str, ...]
     answer: Answer | None = None
     """Whether the defect can show in the deployment that was asked about."""
@@ -55,9 +57,29 @@ class Status(NamedTuple):
     """Variables whose value means nothing, each with that value."""
 
     @property
+    def is_nothing_known(self) -> bool:
+        """Whether none of the code that the fixes concern is there, which no vLLM from 0.14 on lacks all of."""
+        return all(row.diagnosis.verdict is Verdict.ABSENT for row in self.rows)
+
+    @property
     def left_undone(self) -> bool:
         """Whether something needed would not be applied, or a setting means nothing: what it was to do is not known."""
-        return bool(self.misconfigured) or any(row.left_undone for row in self.rows)
+        return bool(self.misconfigured) or self.is_nothing_known or any(row.left_undone for row in self.rows)
+
+    @property
+    def why_left_undone(self) -> str:
+        """The reason of `left_undone`, in one line."""
+        rows = [row for row in self.rows if row.left_undone]
+        told = []
+        if self.misconfigured:
+            values = ", ".join(f"{name}={value}" for name, value in self.misconfigured.items())
+            told.append(f"a value that means nothing ({values})")
+        if self.is_nothing_known:
+            told.append("none of the code that the fixes concern is there: is this vLLM, 0.14 or later?")
+        if rows:
+            why = ", ".join(dict.fromkeys(row.reason for row in rows))
+            told.append(f"{len(rows)} needed fix{'es' if len(rows) > 1 else ''} not applied ({why})")
+        return "; ".join(told)
 
     def as_json(self) -> dict[str, Any]:
         """The stable interface; `SCHEMA` changes with it."""
@@ -71,8 +93,8 @@ class Status(NamedTuple):
             "fixes": [
                 {
                     "name": row.fix.name,
-                    "pr": row.fix.pr,
-                    "references": list(row.fix.references),
+                    "pr": about(row.fix).pr,
+                    "references": list(about(row.fix).references),
                     "diagnosis": row.diagnosis.verdict.value,
                     "reason": row.diagnosis.reason,
                     "where": row.diagnosis.where,
@@ -126,9 +148,7 @@ def _no_longer_needed(row: Row, wanted: Settings) -> bool:
 def _answer(fix: Fix, diagnosis: Diagnosis, deployment: Deployment) -> Answer:
     if diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT):
         return Answer(Concern.DOES_NOT, f"this vLLM does not have the defect: {diagnosis.reason}")
-    if fix.applies is None:
-        return Answer(Concern.UNKNOWN, f"comparing your flags with what the fix concerns: {fix.concerns}")
-    found = fix.applies(deployment, diagnosis.shape)
+    found = needs.judge(fix.needs(), deployment, diagnosis.shape)
     if diagnosis.verdict is Verdict.UNRECOGNISED and found.concern is Concern.CONCERNS:
         return Answer(Concern.UNKNOWN, f"a person who reads the code: {diagnosis.reason}")
     return found
@@ -152,7 +172,7 @@ def _row(fix: Fix, found: Mapping[str, Diagnosis], would: Mapping[str, AppliedFi
             notes.append(f"{together.name} is not switched on: where {together.because}, this fix is reverted")
         else:
             notes.append(f"{together.name} is not switched on: {together.because}")
-    return Row(fix, found[fix.name], applied.mode, would_be, tuple(notes))
+    return Row(fix, found[fix.name], applied.mode, would_be, applied.reason, tuple(notes))
 
 
 def _would(found: Mapping[str, Diagnosis], policy: Policy, filtered: str | None) -> dict[str, AppliedFix]:

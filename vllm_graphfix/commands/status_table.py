@@ -1,76 +1,152 @@
-"""What `status` shows on a terminal."""
+"""What `status` shows on a terminal: one line of verdict, then what this vLLM has, then the rest if it is asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from vllm_graphfix.deployment import Concern
+from vllm_graphfix.deployment.needs import briefly
 from vllm_graphfix.fix import State, Verdict
+from vllm_graphfix.fixes import about
 from vllm_graphfix.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vllm_graphfix.commands.status import Status
+    from vllm_graphfix.commands.status import Row, Status
 
-_COLOURS = {
-    Verdict.AFFECTED.value: "yellow",
-    Verdict.UNRECOGNISED.value: "red",
-    Verdict.FIXED.value: "green",
-    Verdict.ABSENT.value: "dim",
-    State.ACTIVE.value: "bold green",
-    State.OBSERVING.value: "cyan",
-    State.OFF.value: "red",
-    State.NOT_IN_CANARY.value: "yellow",
-    State.INCOMPATIBLE.value: "red",
-    State.NOT_NEEDED.value: "dim",
-}
-
-_CONCERN_COLOURS = {"concerns you": "yellow", "does not": "green", "cannot tell without": "cyan"}
+_NARROW = 80
+"""Columns below which a table has a line for each cell."""
 
 
-def show(found: Status, console: Console) -> None:
+def show(found: Status, console: Console, *, everything: bool = False, verbose: bool = False) -> None:
+    """Prints *found*.
+
+    *everything*: also what this vLLM does not have, and with a deployment what does not concern it. *verbose*: what
+    each verdict rests on, with its place in the source.
+    """
+    from rich.markup import escape
+
+    def line(text: str, style: str = "") -> None:
+        console.print(escape(text), style=style, highlight=False, soft_wrap=True)
+
+    needed = [row for row in found.rows if row.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)]
+    asked = any(row.answer for row in found.rows)
+    concerned = [row for row in needed if row.answer is None or row.answer.concern is not Concern.DOES_NOT]
+    known = all(row.diagnosis.known for row in found.rows)
+    origin = "stock release" if known else "no stock release that was looked at: judged by its code"
+    where = f" in {printable(found.source.label)}" if verbose or not known else ""
+    line(f"vLLM {found.source.version or '(version unknown)'}{where}, {origin}")
+    line(_verdict(needed, len(found.rows)), "bold")
+    if asked:
+        line(_concerning(needed), "bold")
+    for name, value in found.misconfigured.items():
+        line(f"misconfigured: {name}={value}", "bold red")
+    for note in found.notes:
+        line(f"! {note}", "yellow")
+    groups = [("NOT FIXED", "red"), ("FIXED", "green"), ("COUNTED", "cyan")]
+    of_group = {title: [row for row in concerned if _group(row) == title] for title, _ in groups}
+    for title, colour in groups:
+        if of_group[title]:
+            console.print()
+            _table(title, colour, of_group[title], console, asked=asked, verbose=verbose)
+    absent = [row for row in found.rows if row not in needed]
+    left_out = [row for row in needed if row not in concerned]
+    if everything:
+        for title, rows in (("does not concern you", left_out), ("not in this vLLM", absent)):
+            if rows:
+                console.print()
+                line(f"{title}:")
+            for row in rows:
+                reason = row.answer.reason if row.answer is not None else row.diagnosis.reason
+                line(f"  {row.fix.name}: {reason}")
+    console.print()
+    if not everything:
+        parts = [(len(left_out), "not yours"), (len(absent), "not in this vLLM")]
+        hidden = [f"{what}: {number}" for number, what in parts if number]
+        if hidden:
+            line(f"{', '.join(hidden)} (--all)", "dim")
+    yours = "" if asked else 'Yours?  vllm-graphfix status --for "MODEL FLAGS"    '
+    line(f"{yours}Where?  --verbose    More?  vllm-graphfix explain FIX", "dim")
+
+
+def _group(row: Row) -> str:
+    return {State.ACTIVE: "FIXED", State.OBSERVING: "COUNTED"}.get(row.would_be, "NOT FIXED")
+
+
+def _verdict(needed: Sequence[Row], known: int) -> str:
+    has = [row for row in needed if row.diagnosis.verdict is Verdict.AFFECTED]
+    unknown = len(needed) - len(has)
+    if not needed:
+        return f"None of {known} known defects is in it: nothing will be patched."
+    said = f"{len(has)} of {known} known defects {'is' if len(has) == 1 else 'are'} in it"
+    if unknown:
+        said += f", {unknown} cannot be told from its code"
+    each = {title: sum(_group(row) == title for row in needed) for title in ("FIXED", "COUNTED", "NOT FIXED")}
+    told = [f"{each['FIXED']} fixed"] if each["FIXED"] else []
+    told += [f"{each['COUNTED']} only counted"] if each["COUNTED"] else []
+    told += [f"{each['NOT FIXED']} NOT fixed"] if each["NOT FIXED"] else []
+    return f"{said}. At the next start: {', '.join(told)}."
+
+
+def _concerning(needed: Sequence[Row]) -> str:
+    """Which of what this vLLM has the deployment is hit by."""
+    said = {concern: [row for row in needed if row.answer and row.answer.concern is concern] for concern in Concern}
+    hit, unknown, spared = said[Concern.CONCERNS], said[Concern.UNKNOWN], said[Concern.DOES_NOT]
+    if not needed:
+        return "So none concerns you."
+    parts = []
+    if hit:
+        verb = "concerns" if len(hit) == 1 else "concern"
+        parts.append(f"{len(hit)} of these {len(needed)} {verb} you: {', '.join(row.fix.name for row in hit)}")
+    elif not unknown:
+        reasons = {row.answer.reason for row in spared if row.answer}
+        why = f": {reasons.pop()}" if len(reasons) == 1 else ""
+        parts.append(f"None of these {len(needed)} concerns you{why}")
+    else:
+        parts.append(f"None of these {len(needed)} certainly concerns you")
+    if unknown:
+        parts.append(f"{len(unknown)} cannot be told without more")
+    return "; ".join(parts) + "."
+
+
+def _table(title: str, colour: str, rows: Sequence[Row], console: Console, *, asked: bool, verbose: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    known = all(row.diagnosis.known for row in found.rows)
-    origin = "a known stock release" if known else "not a known stock release; judged by its code"
-    console.print(
-        f"vLLM [bold]{found.source.version or '(version unknown)'}[/] in {escape(printable(found.source.label))}, "
-        f"{origin}",
-        highlight=False,
-        soft_wrap=True,
+    if console.width < _NARROW:
+        console.print(f"[bold {colour}]{title}[/]")
+        for row in rows:
+            console.print(f"[bold]{row.fix.name}[/]: {escape(_plain(about(row.fix).seen))}", highlight=False)
+            for text in _more(row, asked=asked, verbose=verbose):
+                console.print(f"  {escape(text)}", highlight=False)
+        return
+    table = Table(
+        f"[bold {colour}]{title}[/]", "WITHOUT IT", "YOURS" if asked else "ONLY WITH", box=None, pad_edge=False
     )
-    table = Table("fix", "diagnosis", "mode", "would be", "because", box=None, pad_edge=False)
-    for row in found.rows:
-        verdict, would_be = row.diagnosis.verdict.value, row.would_be.value
-        place = (
-            f" [dim]({escape(row.diagnosis.where)})[/]"
-            if row.diagnosis.where and row.diagnosis.verdict is not Verdict.FIXED
-            else ""
-        )
-        because = "\n".join(
-            [escape(row.diagnosis.reason) + place, *(f"[yellow]{escape(note)}[/]" for note in row.notes)]
-        )
-        table.add_row(
-            f"[bold]{row.fix.name}[/]",
-            f"[{_COLOURS.get(verdict, '')}]{verdict}[/]",
-            row.mode.value,
-            f"[{_COLOURS.get(would_be, '')}]{would_be}[/]",
-            because,
-        )
+    table.columns[0].no_wrap = True
+    for row in rows:
+        last, *more = _more(row, asked=asked, verbose=verbose)
+        said = "\n".join([escape(last), *(f"[yellow]{escape(text)}[/]" for text in more)])
+        table.add_row(f"[bold]{row.fix.name}[/]", escape(_plain(about(row.fix).seen)), said)
     console.print(table)
-    if found.misconfigured:
-        told = ", ".join(f"{name}={value}" for name, value in found.misconfigured.items())
-        console.print(f"[bold red]misconfigured:[/] {escape(told)}", highlight=False, soft_wrap=True)
-    for note in found.notes:
-        console.print(f"[yellow]![/] {escape(note)}", highlight=False)
-    if any(row.answer for row in found.rows):
-        console.print()
-        concerned = Table("fix", "with these flags", "because", box=None, pad_edge=False)
-        for row in found.rows:
-            if row.answer is not None:
-                colour = _CONCERN_COLOURS[row.answer.concern.value]
-                concerned.add_row(
-                    f"[bold]{row.fix.name}[/]", f"[{colour}]{row.answer.concern.value}[/]", escape(row.answer.reason)
-                )
-        console.print(concerned)
+
+
+def _more(row: Row, *, asked: bool, verbose: bool) -> Iterator[str]:
+    """Who is hit, or why this deployment is; then what there is to say of this fix here."""
+    if asked and row.answer is not None:
+        yours = row.answer.concern is Concern.CONCERNS
+        yield row.answer.reason if yours else f"{row.answer.concern.value} {row.answer.reason}"
+    else:
+        yield briefly(row.fix.needs())
+    yield from row.notes
+    if row.would_be not in (State.ACTIVE, State.OBSERVING) and not row.notes:
+        yield f"{row.would_be.value}: {row.reason}"
+    if verbose or row.diagnosis.verdict is Verdict.UNRECOGNISED:
+        place = f" ({row.diagnosis.where})" if row.diagnosis.where else ""
+        yield f"{row.diagnosis.verdict.value}: {row.diagnosis.reason}{place}"
+
+
+def _plain(text: str) -> str:
+    return text.replace("`", "")

@@ -7,7 +7,7 @@ things: each fact is true, false or not known, with the reason. Nothing is concl
 from __future__ import annotations
 
 from vllm_graphfix.deployment.answers import Answer, Concern, Fact, all_of, any_of
-from vllm_graphfix.deployment.facts import Deployment, Judge, read_deployment
+from vllm_graphfix.deployment.facts import Deployment, read_deployment
 from vllm_graphfix.deployment.line import FlagsError
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "Deployment",
     "Fact",
     "FlagsError",
-    "Judge",
     "all_of",
     "any_of",
     "read_deployment",

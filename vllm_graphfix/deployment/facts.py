@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from vllm_graphfix.deployment.answers import Answer, Fact
+from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.attention import Attention
 from vllm_graphfix.deployment.graphs import Graphs
 from vllm_graphfix.deployment.runner import Runner
@@ -64,10 +64,6 @@ class Deployment(Graphs, Runner, Attention, Speculation):
         return None
 
 
-Judge = Callable[["Deployment", str], Answer]
-"""Takes the deployment and the shape of the code that the diagnosis named."""
-
-
 def read_deployment(
     line: str,
     source: Source,
@@ -75,5 +71,5 @@ def read_deployment(
     environment: Mapping[str, str] = os.environ,
     asked: Collection[str] = (),
 ) -> Deployment:
-    """What the line of a `vllm serve` says; *asked* are flags that fixes ask for (`Fix.flags`). Raises FlagsError."""
+    """What the line of a `vllm serve` says; *asked* are flags that fixes ask for (`fixes.flags`). Raises FlagsError."""
     return Deployment(line, environment, source, gpu, asked)

@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.deployment.answers import Fact
-from vllm_graphfix.deployment.line import json_or, parse
+from vllm_graphfix.deployment.known_flags import flags_of, nearest, unknown
+from vllm_graphfix.deployment.line import FlagsError, json_or, parse
+from vllm_graphfix.text import shown
 
 if TYPE_CHECKING:
     from vllm_graphfix.source.files import Source
@@ -28,6 +30,14 @@ class Flags:
     ) -> None:
         """Raises FlagsError. *gpu*: the name of the GPU that serves; without it this machine's."""
         parsed = parse(line, asked)
+        known = flags_of(source)
+        for name in parsed.named:
+            if unknown(name, known):
+                close = nearest(name, known)
+                raise FlagsError(
+                    f"{shown(name)} is no flag of vLLM {source.version or 'as given'}"
+                    + (f"; did you mean {close}?" if close else "; `vllm serve --help=all` lists its flags")
+                )
         self._line = line.lower()
         self._flags = parsed.flags
         self._models = parsed.models

@@ -43,7 +43,8 @@ _VALUES = frozenset(
     --pipeline-parallel-size --data-parallel-size --data-parallel-rank --data-parallel-start-rank
     --data-parallel-size-local --data-parallel-backend --nnodes --distributed-executor-backend
     --decode-context-parallel-size --block-size --runner --convert --task --hf-overrides --hf-config-path
-    --kv-transfer-config --all2all-backend --max-cudagraph-capture-size --quantization --kv-offloading-size""".split()
+    --kv-transfer-config --revision --all2all-backend --max-cudagraph-capture-size --quantization
+    --kv-offloading-size""".split()
 )
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _NO_VALUE = re.compile(
@@ -84,6 +85,8 @@ class Line(NamedTuple):
     environment: dict[str, str]
     flags: dict[str, Given]
     models: list[str]
+    named: list[str]
+    """The flags as they stand on the line, without values."""
 
 
 def parse(line: str, asked: Collection[str]) -> Line:
@@ -120,10 +123,11 @@ def _without_program(words: list[str]) -> list[str]:
     return words
 
 
-def _flags(words: Sequence[str], known: _Known) -> tuple[dict[str, Given], list[str]]:
+def _flags(words: Sequence[str], known: _Known) -> tuple[dict[str, Given], list[str], list[str]]:
     flags: dict[str, Given] = {}
     nested: dict[str, dict[str, Any]] = {}
     models: list[str] = []
+    named: list[str] = []
     at = 0
     while at < len(words):
         word = words[at]
@@ -132,6 +136,7 @@ def _flags(words: Sequence[str], known: _Known) -> tuple[dict[str, Given], list[
             models.append(word)
             continue
         name, equals, value = word.partition("=")
+        named.append(name)
         given: str | None = value if equals else None
         if name.startswith("-O") and not name.startswith("-O."):
             # -O3, -O=3, -O 3
@@ -172,7 +177,7 @@ def _flags(words: Sequence[str], known: _Known) -> tuple[dict[str, Given], list[
         # vLLM puts these behind all others, where they replace what was given as JSON.
         unsure = f"{name} given in one form, either as JSON or with dots" if name in flags else None
         flags[name] = Given(json.dumps(inner), unsure)
-    return flags, models
+    return flags, models, named
 
 
 def _is_flag(word: str) -> bool:

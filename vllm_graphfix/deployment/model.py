@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,24 @@ OTHER_RECURRENT = frozenset(
 _RECURRENT_WORDS = re.compile(r"mamba|ssm|conv|recurrent|linear_|hybrid|delta|rwkv|retention", re.IGNORECASE)
 
 
+def _in_the_hub_cache(name: str, revision: str | None, environment: Mapping[str, str]) -> Path | None:
+    """The folder of a model that was fetched from Hugging Face's hub to this machine.
+
+    The hub's own library is asked for it, if that is there. Nothing is fetched.
+    """
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        cache = environment.get("HF_HUB_CACHE") or (
+            str(Path(environment["HF_HOME"], "hub")) if environment.get("HF_HOME") else HF_HUB_CACHE
+        )
+        found = try_to_load_from_cache(name, "config.json", cache_dir=cache, revision=revision)
+    except Exception:  # not installed, or no name of a model
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
 class Model(Flags):
     @cached_property
     def _config(self) -> tuple[dict[str, Any], str | None]:
@@ -68,7 +86,10 @@ class Model(Flags):
         except (OSError, ValueError, RuntimeError):
             return {}, "the model's config.json: name the folder that contains it"
         if not found:
-            return {}, f"the config.json of {printable(place[:80])}: name a local folder that contains it"
+            cached = _in_the_hub_cache(place, self.value("--revision")[0], self._environment)
+            if cached is None:
+                return {}, f"the config.json of {printable(place[:80])}: name a local folder that contains it"
+            folder = cached
         text = hardware.small_text(folder / "config.json", _LARGEST_CONFIG + 1)
         if text is None or len(text) > _LARGEST_CONFIG:
             return {}, f"a readable config.json in {printable(place[:80])}"

@@ -179,6 +179,12 @@ def _installed() -> Source:
         raise SourceError("vLLM is not installed in this Python; install it, or name one with --vllm PATH")
     root = Path(locations[0]).parent
     if not (root / "vllm" / "__init__.py").is_file():
+        folder = Path(locations[0])
+        if folder.is_dir() and not any(folder.glob("__init__.*")):
+            raise SourceError(
+                f"{folder}, a folder without a Python package, is found before vLLM; "
+                "run the command from another folder"
+            )
         raise SourceError(
             f"vLLM is imported from {root}, where its source cannot be read (bytecode only, or an archive)"
         )
