@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
 
-.PHONY: help venv releases demo test test-all lint check fix docs build install-check packages audit manifest release mutation bench bench-engine clean
+.PHONY: help venv releases demo test test-all lint check fix docs build install-check packages audit manifest generated release mutation bench bench-engine clean
 .DELETE_ON_ERROR:
 # The tests import vLLM some hundred times: where no bytecode is kept, each time compiles it anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -110,6 +110,9 @@ release: $(STAMP)  ## the changelog of a release: make release VERSION=0.2.0
 
 manifest: releases  ## fingerprints of the stock releases, made again
 	$(BIN)/python tools/make_manifest.py
+
+generated: manifest  ## the manifest, the pages of the fixes and the tables, made again
+	$(BIN)/python tools/update_docs.py
 
 # Of cosmic-ray. Minutes for patching/sites.py, an hour or two for all on two cores: MODULES='patching/sites.py settings/decision.py' takes some.
 mutation: releases  ## operators, numbers and conditions of the fixes changed one at a time, in a copy: the tests must notice

@@ -146,14 +146,14 @@ def wrong(case: dict[str, dict[str, Any]]) -> bool:
 def plant(fix: str, which: str, way: str) -> None:
     """Has the layers of *fix* fail in the graphs that *which* names, from now on."""
     from vllm_graphfix.engine import graph_dispatch
-    from vllm_graphfix.fix import Fallback
+    from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes import _capture_passes, mamba_padding
 
     most = 0
 
     def fails() -> bool:
         nonlocal most
-        graph = graph_dispatch.graph_being_captured() if Fallback.capturing else None
+        graph = graph_dispatch.graph_being_captured() if Activity.capturing else None
         if graph is None or not graph.kept or graph.mode != "FULL":
             return False
         most = max(most, graph.tokens)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from measuring import console, interleaved, machine, table, verdict
+from vllm_graphfix.fix import Activity
 from vllm_graphfix.settings.shadow_rate import NEVER, Action, parse
 from vllm_graphfix.shadow import drafter_v2, process, runner_v1, runner_v2
 
@@ -43,7 +44,7 @@ def _added(rate: str, rounds: int) -> dict[str, float]:
     assert shadow is not None  # noqa: S101 - for mypy
     shadow.schedule.due = NEVER
     stock, counted = Graphs(), runner_v1._checked_class(Graphs, shadow)()
-    checked = runner_v2._checked(Graphs.run_fullgraph)
+    checked = runner_v2._checked(Graphs.run_fullgraph, Activity())
     drafted = drafter_v2._counted(stock.run_fullgraph, drafter_v2._Drafter(None, stock, {}), shadow)
 
     def step_of(target: Call, draft: Call, drafts: int) -> Callable[[], None]:

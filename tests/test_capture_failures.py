@@ -15,7 +15,7 @@ from behaviours import check_behaviours
 from stock import run_in_release
 from table import slow_but_for
 
-FOLDER = Path(__file__).parent / "in_vllm"
+FOLDER, SUPPORT = Path(__file__).parent / "in_vllm", Path(__file__).parent / "support"
 SHAPES = ("0.16.0", "0.17.1", "0.18.1", "0.20.0", "0.21.0")
 """A release of each way in which model runner V2 captures, of those that need the fix."""
 
@@ -66,7 +66,7 @@ import multiprocessing, os, signal, socket, sys, time
 from types import SimpleNamespace
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 install_flashmla_stand_ins()
-sys.path.insert(0, IN_VLLM)
+sys.path[:0] = [IN_VLLM, SUPPORT]
 import torch
 from torch import distributed
 import vllm.v1.attention.backends.mamba_attn
@@ -127,7 +127,7 @@ for world, ranks in WORLDS.items():
 @pytest.fixture(scope="module")
 def said() -> dict[str, list[str]]:
     """What each rank of each world said at the end: real process groups, and vLLM's own manager on the CPU double."""
-    code = f"WORLDS = {WORLDS!r}\nIN_VLLM = {str(FOLDER)!r}\n" + PROGRAM
+    code = f"WORLDS = {WORLDS!r}\nIN_VLLM, SUPPORT = {str(FOLDER)!r}, {str(SUPPORT)!r}\n" + PROGRAM
     done = run_in_release("0.21.0", code, {"VLLM_LOGGING_LEVEL": "ERROR"}, warm=True)
     lines = re.findall(r"^(.+): RANK (\d) True (.*)$", done.stdout, re.MULTILINE)
     return {world: [told for name, _, told in sorted(lines) if name == world] for world in WORLDS}

@@ -8,9 +8,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from activities import Layer, layers
 from stock_stand_ins import given_to, stock_of
+from vllm_graphfix.fix import Activity
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.fixes.draft_decode_mode import DECODE_PADDED_IN_PIECEWISE
+
+
+def observer_of(fix: str, shape: str) -> tuple[Activity, Layer]:
+    """What the fix counts where it changes nothing, and its one observer."""
+    activity, (layer,) = layers(BY_NAME[fix], shape, corrects=False)
+    return activity, layer
+
+
+def count_of(activity: Activity) -> int:
+    """How often its one event was met."""
+    (count,) = activity.counts.values()
+    return count
 
 
 @pytest.mark.parametrize(
@@ -27,11 +40,11 @@ from vllm_graphfix.fixes.draft_decode_mode import DECODE_PADDED_IN_PIECEWISE
 def test_draft_decodes_are_counted_where_attention_reads_past_the_batch(
     requests: int, tokens: int, mode: str, metadata: object, counted: int
 ) -> None:
-    (patch,) = BY_NAME["draft-decode-mode"].observers("one-manager")
-    speculator, before = SimpleNamespace(cudagraph_manager=object()), DECODE_PADDED_IN_PIECEWISE.count
+    activity, patch = observer_of("draft-decode-mode", "one-manager")
+    speculator = SimpleNamespace(cudagraph_manager=object())
     given = (speculator, requests, tokens, metadata, None, None)
     patch.wrap(stock_of(patch))(*given, cudagraph_runtime_mode=SimpleNamespace(name=mode))
-    assert DECODE_PADDED_IN_PIECEWISE.count - before == counted
+    assert activity.counts["decode-padded-in-piecewise"] == counted
 
 
 class DeviceTensorStandIn:
@@ -48,26 +61,24 @@ class DeviceTensorStandIn:
 
 
 def test_nothing_is_read_from_the_device_to_see_padded_rows() -> None:
-    (patch,) = BY_NAME["flashmla-padding"].observers("minus-one")
-    (event,) = BY_NAME["flashmla-padding"].events
+    activity, patch = observer_of("flashmla-padding", "minus-one")
     given = given_to(patch, DeviceTensorStandIn)
     starts = {"on the CPU": SimpleNamespace(numpy=lambda: np.array([0, 1, 1])), "on the device": DeviceTensorStandIn()}
     for where, counted in (("on the CPU", 1), ("on the device", 0)):
-        before = event.count
+        activity.reset()
         builder = SimpleNamespace(is_fp8_kvcache=True)
         patch.wrap(stock_of(patch))(**given | {"self": builder, "query_start_loc_cpu": starts[where]})
-        assert (where, event.count - before) == (where, counted)
+        assert (where, count_of(activity)) == (where, counted)
 
 
 def test_nothing_is_read_from_the_device_to_see_tokens_of_padded_rows() -> None:
-    (patch,) = BY_NAME["indexer-padding"].observers("view-of-a-row")
-    (event,) = BY_NAME["indexer-padding"].events
+    activity, patch = observer_of("indexer-padding", "view-of-a-row")
     given = given_to(patch, DeviceTensorStandIn) | {"use_native": True, "max_decode_len": 2}
     for last, counted in ((0, 1), (2, 0)):
-        before = event.count
+        activity.reset()
         tokens = SimpleNamespace(numpy=lambda last=last: np.array([2, 2, last]))
         patch.wrap(stock_of(patch))(**given | {"decode_lens_cpu": tokens})
-        assert (last, event.count - before) == (last, counted)
+        assert (last, count_of(activity)) == (last, counted)
 
 
 @pytest.mark.parametrize(
@@ -77,15 +88,13 @@ def test_nothing_is_read_from_the_device_to_see_tokens_of_padded_rows() -> None:
 )
 @pytest.mark.parametrize("tritons", [True, False])
 def test_padded_rows_of_tritons_builder_alone_are_counted(tritons: bool, starts: list[int], counted: int) -> None:
-    (patch,) = BY_NAME["triton-mla-padding"].observers("divides-by-nothing")
-    (event,) = BY_NAME["triton-mla-padding"].events
+    activity, patch = observer_of("triton-mla-padding", "divides-by-nothing")
     module = "vllm.v1.attention.backends.mla.triton_mla" if tritons else "vllm.v1.attention.backends.mla.flashmla"
     above = type("TritonMLAMetadataBuilder", (), {"__module__": module})
     of_a_model = type("OfAModel", (above,), {})
     metadata = SimpleNamespace(query_start_loc_cpu=SimpleNamespace(numpy=lambda: np.array(starts)))
-    before = event.count
     patch.wrap(stock_of(patch))(of_a_model(), 0, metadata, False)
-    assert event.count - before == (counted if tritons else 0)
+    assert count_of(activity) == (counted if tritons else 0)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +103,7 @@ def test_padded_rows_of_tritons_builder_alone_are_counted(tritons: bool, starts:
     ids=["inside", "tiles above", "tiles below", "splits above", "splits below"],
 )
 def test_plans_are_told_by_their_addresses(plan: int, splits: int, counted: int) -> None:
-    (patch,) = BY_NAME["flashmla-fp8"].observers("new-plan")
-    (event,) = BY_NAME["flashmla-fp8"].events
+    activity, patch = observer_of("flashmla-fp8", "new-plan")
     builder = SimpleNamespace(
         is_fp8_kvcache=True,
         cg_buf_tile_scheduler_metadata=DeviceTensorStandIn(8),
@@ -105,14 +113,23 @@ def test_plans_are_told_by_their_addresses(plan: int, splits: int, counted: int)
         tile_scheduler_metadata=DeviceTensorStandIn(plan), num_splits=DeviceTensorStandIn(splits)
     )
     metadata = SimpleNamespace(scheduler_metadata=scheduler)
-    before, attributes = event.count, dict(vars(scheduler))
+    attributes = dict(vars(scheduler))
     assert patch.wrap(lambda self: metadata)(builder) is metadata
-    assert event.count - before == counted
+    assert count_of(activity) == counted
     assert vars(scheduler) == attributes
 
 
+def test_only_where_plans_are_corrected_an_assertion_stops_the_engine() -> None:
+    """It is that of a plan which does not fit; whoever only counts has nothing to refuse."""
+    activity, patch = observer_of("flashmla-fp8", "new-plan")
+    builder = SimpleNamespace(is_fp8_kvcache=True, cg_buf_tile_scheduler_metadata=DeviceTensorStandIn(8))
+    unreadable = DeviceTensorStandIn()
+    assert patch.wrap(lambda self: unreadable)(builder) is unreadable
+    assert (count_of(activity), str(activity.error).partition(":")[0]) == (0, "AssertionError")
+
+
 def test_marks_on_the_device_are_not_read() -> None:
-    (patch,) = BY_NAME["mamba-padding"].observers("prefilling-over-padding")
+    _, patch = observer_of("mamba-padding", "prefilling-over-padding")
     given = given_to(patch, object) | {"common_attn_metadata": SimpleNamespace(is_prefilling=DeviceTensorStandIn())}
     assert patch.wrap(stock_of(patch))(**given) == given
 
@@ -169,8 +186,7 @@ class RowsStandIn:
     ],
 )
 def test_steps_are_counted_in_which_a_prompt_is_scored_after_a_draft(changes: dict[str, Any], counted: int) -> None:
-    (patch,) = BY_NAME["prompt-logprobs"].observers("draft-first")
-    (event,) = BY_NAME["prompt-logprobs"].events
+    activity, patch = observer_of("prompt-logprobs", "draft-first")
     given: dict[str, Any] = {
         "asked": {"scored": 1},
         "rows": 16,
@@ -187,17 +203,14 @@ def test_steps_are_counted_in_which_a_prompt_is_scored_after_a_draft(changes: di
         speculative_config=speculation if given["method"] else None,
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=given["largest"]),
     )
-    before = event.count
     assert patch.wrap(stock_of(patch))(runner, None) == {"self": runner, "grammar_output": None}
-    assert event.count - before == counted
+    assert count_of(activity) == counted
     assert runner.execute_model_state is state
 
 
 def test_a_step_without_a_state_is_not_looked_at() -> None:
     """The step is that of a rank that is not the last of a pipeline."""
-    fix = BY_NAME["prompt-logprobs"]
+    activity, patch = observer_of("prompt-logprobs", "draft-first")
     runner = SimpleNamespace(num_prompt_logprobs={"scored": 1}, execute_model_state=None, speculative_config=None)
-    before = fix.events[0].count, fix.fallback.reason
-    (patch,) = fix.observers("draft-first")
     patch.wrap(stock_of(patch))(runner, None)
-    assert (fix.events[0].count, fix.fallback.reason) == before
+    assert (count_of(activity), activity.error) == (0, None)

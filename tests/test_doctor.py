@@ -24,7 +24,7 @@ from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.doctor import collect
 from vllm_graphfix.commands.doctor.redaction import Mask
 from vllm_graphfix.deployment import hardware
-from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.fixes import BY_NAME, FIXES, about
 from vllm_graphfix.records import FixReport
 from vllm_graphfix.settings import environment as settings
 
@@ -312,7 +312,11 @@ PLAIN = [
     "DeepseekV32IndexerMetadataBuilder",
     "rows that schedule no token are never prefilling",
     "vllm/v1/attention/backends/mla/flashmla.py:172",
-    *(text for fix in FIXES for text in (fix.symptom, fix.cause, fix.remedy, fix.workaround)),
+    *(
+        text
+        for fix in FIXES
+        for text in (about(fix).symptom, about(fix).cause, about(fix).remedy, about(fix).workaround)
+    ),
 ]
 
 

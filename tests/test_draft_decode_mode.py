@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from activities import layers
 from behaviours import check_behaviours
 from nightly import SPECULATOR, make_nightly
 from stock import release_root
@@ -68,7 +69,8 @@ def test_old_indices_are_found_in_whatever_order_the_arguments_come(stock: Calla
     }
     names = stock.__code__.co_varnames[: stock.__code__.co_argcount]
     given = {name: named.get(name, 5) for name in names}
-    patch = next(patch for patch in FIX.patches("two-managers-indices") if patch.name == "prepare_eagle_inputs")
+    _, offered = layers(FIX, "two-managers-indices")
+    patch = next(patch for patch in offered if patch.name == "prepare_eagle_inputs")
     patched = patch.wrap(stock)
     assert (patched(**given) if by_name else patched(*given.values())) == 5
     assert list(indices) == [7, 7, 0, 0]

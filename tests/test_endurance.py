@@ -25,7 +25,7 @@ from records import record
 from server import install, serve
 from stock import run_in_release
 from vllm_graphfix import records
-from vllm_graphfix.fix import Patch
+from vllm_graphfix.fix import Activity, Patch
 from vllm_graphfix.patching import sites
 
 # -- many calls --------------------------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ def test_layers_that_were_taken_back_are_forgotten(monkeypatch: pytest.MonkeyPat
     module = ModuleType(name)
     exec("def target(value): return value", vars(module))  # noqa: S102 - a function of that module
     monkeypatch.setitem(sys.modules, name, module)
-    known = len(sites._stock_of)
+    known, patch = len(sites._stock_of), Patch(name, "target", lambda stock, _: _kept_nowhere(stock))
     for _ in range(100):
-        sites.take_back("a-fix", sites.apply("a-fix", [Patch(name, "target", _kept_nowhere)]))
+        sites.take_back("a-fix", sites.apply("a-fix", [patch], Activity()))
     assert len(sites._stock_of) <= known + 1
 
 

@@ -34,7 +34,8 @@ def unmakeable(name: str) -> str:
     return f"""
 import vllm_graphfix.fixes as fixes
 def broken(fix):
-    return fix._replace(patches=lambda shape: [p._replace(wrap=lambda stock: 1 / 0) for p in fix.patches(shape)])
+    fail = lambda stock, activity: 1 / 0  # noqa: E731
+    return fix._replace(patches=lambda shape: [patch._replace(wrap=fail) for patch in fix.patches(shape)])
 fixes.FIXES = tuple(broken(fix) if fix.name == {name!r} else fix for fix in fixes.FIXES)
 """
 
@@ -394,7 +395,8 @@ logging.getLogger("vllm.graphfix").setLevel(logging.DEBUG)
 
 
 def test_a_companion_that_fails_before_a_capture_takes_its_partner_with_it_and_not_later() -> None:
-    fail = "import vllm_graphfix.fixes.flashmla_padding as padding\npadding.FALLBACK.take(RuntimeError('odd'))\n"
+    activity = "vllm_graphfix._this_process().manager.activity('flashmla-padding')"
+    fail = f"import vllm_graphfix\n{activity}.failed(RuntimeError('odd'))\n"
     code = LOAD + imports("0.18.1")
     before = reported(run_in_fork("0.18.1", code + fail + GATE + REPORT).stdout)
     assert (before["flashmla-padding"][1], before["flashmla-fp8"][1]) == ("failed", "incompatible")

@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 
+from activities import Layer, layers
 from stock_stand_ins import Hostile, given_to, shapes, stock_of
-from vllm_graphfix.fix import Patch
-from vllm_graphfix.fixes import BY_NAME, FIXES, draft_decode_mode
+from vllm_graphfix.fix import Activity, Counter
+from vllm_graphfix.fixes import FIXES, draft_decode_mode
 
 LAYERS = [
-    pytest.param(fix.name, patch, id=f"{fix.name}-{shape}-{patch.name}")
+    pytest.param(activity, layer, id=f"{fix.name}-{shape}-{layer.name}")
     for fix in FIXES
     for shape in shapes(fix)
-    for patch in fix.patches(shape)
+    for activity, offered in [layers(fix, shape)]
+    for layer in offered
 ]
 WRAPPED = {"create_forward_fn", "generate_fn"}
 """Arguments in whose place stock gets one of ours that calls it."""
@@ -33,20 +35,18 @@ TELLS = {
 """Those that look at what they are given before or after stock does."""
 
 
-@pytest.mark.parametrize(("name", "patch"), LAYERS)
+@pytest.mark.parametrize(("activity", "patch"), LAYERS)
 @pytest.mark.parametrize("kind", [object, Hostile], ids=["object", "hostile"])
-def test_a_layer_that_fails_lets_vllm_do_as_stock_does(name: str, patch: Patch, kind: Any) -> None:
-    fix = BY_NAME[name]
-    fix.fallback.reason = None
-    before = [event.count for event in fix.events]
+def test_a_layer_that_fails_lets_vllm_do_as_stock_does(activity: Activity, patch: Layer, kind: Any) -> None:
+    activity.error = None
+    before = activity.counts
     given = given_to(patch, kind)
     returned = patch.wrap(stock_of(patch))(*given.values())
-    assert [event.count for event in fix.events] == before
+    assert activity.counts == before
     if not patch.name.endswith(".__init__"):  # which returns nothing
         assert all(returned[key] is value for key, value in given.items() if key not in WRAPPED)
     if patch.name in TELLS:
-        assert str(fix.fallback.reason).startswith(("AttributeError: ", "RuntimeError: ", "TypeError: "))
-    fix.fallback.reason = None
+        assert str(activity.error).startswith(("AttributeError: ", "RuntimeError: ", "TypeError: "))
 
 
 class Mode(enum.Enum):
@@ -71,7 +71,8 @@ def test_draft_decodes_are_counted_by_what_stock_would_have_run(mode: Mode, kept
     def stock(self: Any) -> None:
         self.cudagraph_mode, self.cudagraph_sizes, self.pool = mode, {3: 4}, "a pool"
 
-    (patch,) = (p for p in BY_NAME["draft-decode-mode"].patches("one-manager") if p.name.endswith("__init__"))
+    _, offered = layers(draft_decode_mode.FIX, "one-manager")
+    (patch,) = (layer for layer in offered if layer.name.endswith("__init__"))
     manager = SimpleNamespace()
     patch.wrap(stock)(manager)
     found = (manager.cudagraph_mode, manager.cudagraph_sizes, manager.pool)
@@ -96,11 +97,10 @@ def test_draft_decodes_are_counted_by_the_dispatch_of_stocks_manager(mode: Mode,
 
 @pytest.mark.parametrize(("tokens", "counted"), [(3, 0), (4, 1)])
 def test_draft_decodes_are_counted_where_the_fix_is_active_too(tokens: int, counted: int) -> None:
-    (patch,) = BY_NAME["draft-decode-mode"].observers("one-manager")
+    activity, (patch,) = layers(draft_decode_mode.FIX, "one-manager", corrects=False)
     manager = SimpleNamespace(graphfix_stock_tokens=lambda _: tokens)
-    before = draft_decode_mode.DECODE_PADDED_IN_PIECEWISE.count
     patch.wrap(stock_of(patch))(SimpleNamespace(cudagraph_manager=manager), 3, 8, {}, None, None, Mode.NONE)
-    assert draft_decode_mode.DECODE_PADDED_IN_PIECEWISE.count - before == counted
+    assert activity.counts["decode-padded-in-piecewise"] == counted
 
 
 @pytest.mark.parametrize(
@@ -109,17 +109,16 @@ def test_draft_decodes_are_counted_where_the_fix_is_active_too(tokens: int, coun
 def test_draft_decodes_are_counted_by_the_third_argument_where_it_has_no_name(
     given: tuple[Any, ...], counted: int
 ) -> None:
-    (patch,) = BY_NAME["draft-decode-mode"].observers("one-manager")
-    before = draft_decode_mode.DECODE_PADDED_IN_PIECEWISE.count
+    activity, (patch,) = layers(draft_decode_mode.FIX, "one-manager", corrects=False)
     patch.wrap(stock_of(patch))(SimpleNamespace(cudagraph_manager=object()), 3, 8, {}, *given)
-    assert draft_decode_mode.DECODE_PADDED_IN_PIECEWISE.count - before == counted
+    assert activity.counts["decode-padded-in-piecewise"] == counted
 
 
 def test_old_indices_begin_with_none() -> None:
-    indices, count = draft_decode_mode._OldIndices(), draft_decode_mode.PREFILL_WITH_OLD_INDICES.count
-    indices.look(SimpleNamespace(num_reqs=0))  # belongs to nobody
+    indices, old_indices = draft_decode_mode._OldIndices(), Counter()
+    indices.look(SimpleNamespace(num_reqs=0), old_indices)  # belongs to nobody
     speculator = type("Speculator", (), {"prefill_cudagraph_manager": SimpleNamespace(graphs={1: 1})})()
     indices.belong_to(speculator)
     for num_reqs, counted in ((0, 0), (2, 0), (1, 1), (2, 1), (0, 2)):
-        indices.look(SimpleNamespace(num_reqs=num_reqs))
-        assert draft_decode_mode.PREFILL_WITH_OLD_INDICES.count - count == counted
+        indices.look(SimpleNamespace(num_reqs=num_reqs), old_indices)
+        assert old_indices.count == counted

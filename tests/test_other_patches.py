@@ -56,7 +56,7 @@ import vllm_graphfix.fixes as fixes
 LAYERS = {}
 def counted(fix):
     return fix._replace(patches=lambda shape: [p._replace(wrap=functools.partial(count, fix.name, p)) for p in fix.patches(shape)])
-def count(fix, patch, stock):
+def count(fix, patch, stock, activity):
     key = f"{fix} {patch.module}:{patch.name}"
     @functools.wraps(stock)
     def layer(*args, **kwargs):

@@ -12,7 +12,7 @@ import itertools
 import pickle
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import wrapt
 
-from vllm_graphfix.fix import Patch, StockFunction
+from vllm_graphfix.fix import Activity, Patch, StockFunction
 from vllm_graphfix.patching import sites as patching
 
 TARGET = "vllm.standin_target"
@@ -69,8 +69,12 @@ def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop(IMPORTER, None)
 
 
+def apply(fix: str, patches: Iterable[Patch], diagnosed: patching.Read = lambda _: None) -> list[patching.Site]:
+    return patching.apply(fix, patches, Activity(), diagnosed)
+
+
 def adding(amount: int) -> Any:
-    def wrap(stock: StockFunction) -> StockFunction:
+    def wrap(stock: StockFunction, _: Activity) -> StockFunction:
         @functools.wraps(stock)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return stock(*args, **kwargs) + amount
@@ -85,7 +89,7 @@ def capture(amount: int, module: str = TARGET) -> Patch:
 
 
 def test_a_patched_method_is_called_through_instances_subclasses_and_super(target: Any) -> None:
-    patching.apply("one", [capture(10)])
+    apply("one", [capture(10)])
     assert target.Manager().capture(1) == 14
     assert target.Inheriting().capture(1) == 14
     assert target.Special().capture(1) == 114
@@ -94,7 +98,7 @@ def test_a_patched_method_is_called_through_instances_subclasses_and_super(targe
 def test_a_patched_method_looks_like_the_stock_one(target: Any) -> None:
     stock = target.Manager.capture
     signature, source_file = inspect.signature(stock), inspect.getfile(stock)
-    patching.apply("one", [capture(10)])
+    apply("one", [capture(10)])
     patched = target.Manager.capture
     assert inspect.isfunction(patched)
     assert inspect.signature(patched) == signature
@@ -109,7 +113,7 @@ def test_a_patched_method_looks_like_the_stock_one(target: Any) -> None:
 
 
 def test_instances_and_functions_pickle_as_before(target: Any) -> None:
-    patching.apply("one", [capture(10), Patch(TARGET, "helper", adding(1))])
+    apply("one", [capture(10), Patch(TARGET, "helper", adding(1))])
     again = pickle.loads(pickle.dumps(target.Manager(5)))
     assert isinstance(again, target.Manager)
     assert again.size == 5
@@ -118,22 +122,22 @@ def test_instances_and_functions_pickle_as_before(target: Any) -> None:
 
 
 def test_a_name_is_patched_where_it_is_looked_up(target: Any) -> None:
-    patching.apply("one", [Patch(TARGET, "helper", adding(1))])
+    apply("one", [Patch(TARGET, "helper", adding(1))])
     assert target.Manager().capture(1) == 5
 
 
 def test_applying_twice_is_applying_once(target: Any) -> None:
     for _ in range(10):
-        patching.apply("one", [capture(10)])
+        apply("one", [capture(10)])
     assert target.Manager().capture(1) == 14
 
 
 @pytest.mark.parametrize("name", ["vllm.a_user", "vllm.user"])
 def test_a_name_carried_into_another_module_before_or_after_is_wrapped_once(target: Any, name: str) -> None:
     before = _module(name, f"from {TARGET} import helper")
-    patching.apply("one", [Patch(TARGET, "helper", adding(1))])
+    apply("one", [Patch(TARGET, "helper", adding(1))])
     after = _module(IMPORTER, f"from {TARGET} import helper")
-    sites = patching.apply("one", [Patch(name, "helper", adding(1)), Patch(IMPORTER, "helper", adding(1))])
+    sites = apply("one", [Patch(name, "helper", adding(1)), Patch(IMPORTER, "helper", adding(1))])
     assert before.helper(1) == after.helper(1) == target.helper(1) == 2
     patching.take_back("one", sites)
     assert before.helper(1) == after.helper(1) == 1
@@ -146,7 +150,7 @@ def test_a_copy_of_our_function_in_a_module_that_was_not_patched_is_dropped_and_
 ) -> None:
     stock = target.helper
     patches = [Patch(TARGET, "helper", adding(1)), Patch(IMPORTER, "helper", adding(1))]
-    sites = patching.apply("one", patches[:1])
+    sites = apply("one", patches[:1])
     copied = _module(IMPORTER, f"from {TARGET} import helper")
     patching.drop_copies(patches)
     assert (target.helper(1), copied.helper(1)) == (2, 1)
@@ -158,9 +162,7 @@ def test_a_copy_of_our_function_in_a_module_that_was_not_patched_is_dropped_and_
 @pytest.mark.parametrize("order", list(itertools.permutations(["one", "two", "three"])))
 def test_layers_of_several_fixes_come_off_in_any_order(target: Any, order: tuple[str, ...]) -> None:
     stock = target.Manager.capture
-    sites = {
-        name: patching.apply(name, [capture(amount)]) for name, amount in (("one", 10), ("two", 20), ("three", 40))
-    }
+    sites = {name: apply(name, [capture(amount)]) for name, amount in (("one", 10), ("two", 20), ("three", 40))}
     assert target.Manager().capture(1) == 74
     left = 74
     for name in order:
@@ -171,7 +173,7 @@ def test_layers_of_several_fixes_come_off_in_any_order(target: Any, order: tuple
 
 
 def test_what_was_taken_back_in_part_is_taken_back_whole(target: Any) -> None:
-    sites = patching.apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
+    sites = apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
     patching.take_back("one", sites[:1])
     patching.take_back("one", sites)
     assert target.Manager().capture(1) == 4
@@ -180,14 +182,14 @@ def test_what_was_taken_back_in_part_is_taken_back_whole(target: Any) -> None:
 def test_a_fix_is_applied_whole_or_not_at_all(target: Any) -> None:
     stock = target.Manager.capture
     with pytest.raises(AttributeError, match=r"no Manager\.gone of its own"):
-        patching.apply("one", [capture(10), Patch(TARGET, "Manager.gone", adding(1))])
+        apply("one", [capture(10), Patch(TARGET, "Manager.gone", adding(1))])
     assert target.Manager.capture is stock
 
-    def broken(_: StockFunction) -> StockFunction:
+    def broken(stock: StockFunction, _: Activity) -> StockFunction:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        patching.apply("one", [capture(10), Patch(TARGET, "helper", broken)])
+        apply("one", [capture(10), Patch(TARGET, "helper", broken)])
     assert target.Manager.capture is stock
 
 
@@ -198,30 +200,30 @@ def test_what_does_not_read_back_is_an_error_and_undone(target: Any) -> None:
 
     target.Manager = Stubborn("Manager", (), {"capture": target.Manager.capture, "__module__": TARGET})
     with pytest.raises(RuntimeError, match="reads back as something other than what was set"):
-        patching.apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
+        apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
     assert target.helper(1) == 1
 
 
 def test_a_layer_that_is_no_plain_wrapper_is_refused(target: Any) -> None:
     with pytest.raises(TypeError, match="not a plain function"):
-        patching.apply("one", [Patch(TARGET, "helper", lambda stock: FunctionType(stock.__code__, {}))])
+        apply("one", [Patch(TARGET, "helper", lambda stock, _: FunctionType(stock.__code__, {}))])
     assert target.helper(1) == 1
 
 
 def test_a_method_that_a_subclass_inherits_is_not_the_subclass_s_own(target: Any) -> None:
     with pytest.raises(AttributeError, match="of its own"):
-        patching.apply("one", [Patch(TARGET, "Inheriting.capture", adding(1))])
+        apply("one", [Patch(TARGET, "Inheriting.capture", adding(1))])
 
 
 def test_decorators_of_the_standard_library_are_stock(target: Any) -> None:
-    def passing_on(stock: StockFunction) -> StockFunction:
+    def passing_on(stock: StockFunction, _: Activity) -> StockFunction:
         @functools.wraps(stock)
         def wrapper(value: Any) -> Any:
             return stock(value + 1)
 
         return wrapper
 
-    patching.apply("one", [Patch(TARGET, "context", passing_on)])
+    apply("one", [Patch(TARGET, "context", passing_on)])
     with target.context(1) as value:
         assert value == 2
 
@@ -231,7 +233,7 @@ def _foreign_function(target: Any) -> None:
 
 
 def _foreign_wrapper(target: Any) -> None:
-    target.Manager.capture = adding(1)(target.Manager.capture)
+    target.Manager.capture = adding(1)(target.Manager.capture, Activity())
 
 
 def _foreign_proxy(target: Any) -> None:
@@ -271,13 +273,13 @@ def test_somebody_else_s_patch_is_a_conflict_that_names_them_and_stays(target: A
     foreign(target)
     theirs = vars(target.Manager)["capture"]
     with pytest.raises(patching.ConflictError, match=re.escape(FOREIGN[foreign])):
-        patching.apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
+        apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
     assert vars(target.Manager)["capture"] is theirs
     assert target.helper(1) == 1
 
 
 def test_a_patch_that_came_after_ours_is_seen_and_kept(target: Any) -> None:
-    (site,) = patching.apply("one", [capture(10)])
+    (site,) = apply("one", [capture(10)])
     _foreign_wrapper(target)
     assert site.holds()
     theirs = target.Manager.capture
@@ -289,27 +291,28 @@ def test_a_patch_that_came_after_ours_is_seen_and_kept(target: Any) -> None:
 
 
 def test_a_target_is_named_as_people_write_it(target: Any) -> None:
-    sites = patching.apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
+    sites = apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
     assert [site.name for site in sites] == ["standin_target.helper", "Manager.capture"]
 
 
 @pytest.mark.parametrize("package", ["vllm.tracing.standin", "torch.utils.standin", "contextlib", "functools"])
 def test_decorators_of_vllm_and_of_torch_are_stock(target: Any, package: str) -> None:
-    decorated = FunctionType(adding(1)(target.helper).__code__, {"__name__": package}, closure=_closure(target.helper))
+    code = adding(1)(target.helper, Activity()).__code__
+    decorated = FunctionType(code, {"__name__": package}, closure=_closure(target.helper))
     target.helper = functools.wraps(target.helper)(decorated)
-    patching.apply("one", [Patch(TARGET, "helper", adding(1))])
+    apply("one", [Patch(TARGET, "helper", adding(1))])
     assert target.helper(1) == 3
 
 
 def _closure(stock: Any) -> Any:
-    return adding(1)(stock).__closure__
+    return adding(1)(stock, Activity()).__closure__
 
 
 def test_a_module_in_the_place_of_vllms_is_a_conflict_as_nobody_looks_names_up_there(target: Any) -> None:
     sys.modules[TARGET] = copied = ModuleType(TARGET)
     vars(copied).update(vars(target))
     with pytest.raises(patching.ConflictError, match="another module with its name"):
-        patching.apply("one", [Patch(TARGET, "helper", adding(1))])
+        apply("one", [Patch(TARGET, "helper", adding(1))])
     assert copied.helper is target.helper
 
 
@@ -363,7 +366,7 @@ def _put_what_answers_to_every_name(target: Any) -> None:
     ],
 )
 def test_what_is_no_longer_called_is_told_with_who_did_it(target: Any, happens: Any, told: str) -> None:
-    (site,) = patching.apply("one", [capture(10)])
+    (site,) = apply("one", [capture(10)])
     assert site.lost() is None
     happens(target)
     assert str(site.lost()).startswith(told)
@@ -383,7 +386,7 @@ def _from_a_file(folder: Path) -> Any:
 
 def test_functions_are_known_by_the_code_in_their_file(target: Any, tmp_path: Path) -> None:
     target = _from_a_file(tmp_path)
-    patching.apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
+    apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
     assert target.Manager().capture(1) == 15
 
 
@@ -391,7 +394,7 @@ def test_other_code_in_a_function_is_a_conflict_that_says_where_it_is_from(targe
     target = _from_a_file(tmp_path)
     target.Manager.capture.__code__ = (lambda self, count: 7).__code__
     with pytest.raises(patching.ConflictError, match=rf"given the code of {re.escape(__file__)}:\d+"):
-        patching.apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
+        apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
     assert target.helper(1) == 1
 
 
@@ -399,12 +402,12 @@ def test_functions_that_have_run_often_are_known_by_their_code_too(target: Any, 
     target = _from_a_file(tmp_path)
     for _ in range(1000):  # the interpreter rewrites the bytecode of what is run often
         target.Manager().capture(1)
-    patching.apply("one", [capture(10)])
+    apply("one", [capture(10)])
     assert target.Manager().capture(1) == 14
 
 
 def test_a_patch_on_one_target_keeps_no_layer_on_the_others(target: Any) -> None:
-    sites = patching.apply("one", [capture(10), Patch(TARGET, "helper", adding(1))])
+    sites = apply("one", [capture(10), Patch(TARGET, "helper", adding(1))])
     _foreign_wrapper(target)
     with pytest.raises(
         patching.ConflictError, match=r"Manager\.capture was patched by function Manager\.capture of test_patching"
@@ -427,7 +430,7 @@ def test_only_a_module_of_the_source_that_was_diagnosed_is_patched(
     monkeypatch.setitem(sys.modules, "vllm.standin_on_disk", module)
     spec.loader.exec_module(module)
 
-    def wrap(stock: StockFunction) -> Any:
+    def wrap(stock: StockFunction, _: Activity) -> Any:
         @functools.wraps(stock)
         def layer(*args: Any) -> Any:
             return stock(*args)
@@ -437,8 +440,8 @@ def test_only_a_module_of_the_source_that_was_diagnosed_is_patched(
     patch = Patch("vllm.standin_on_disk", "Manager.capture", wrap)
     said = {"as it is": text, "another": text + b"\nMORE = 1\n", None: None}[diagnosed]
     if applied:
-        assert patching.apply("one", [patch], lambda _: said)
+        assert apply("one", [patch], lambda _: said)
     else:
         with pytest.raises(patching.ConflictError, match="does not run the code that was diagnosed"):
-            patching.apply("one", [patch], lambda _: said)
+            apply("one", [patch], lambda _: said)
         assert module.Manager.capture.__code__.co_filename == str(file)

@@ -18,7 +18,7 @@ from fetch_vllm import ALL_RELEASES
 from vllm_graphfix import manifest
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.fix import Fix, Mode
-from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.fixes import BY_NAME, FIXES, about
 from vllm_graphfix.settings import environment
 
 PROJECT = Path(__file__).parent.parent
@@ -86,36 +86,32 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
 
 @pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
 def test_every_fix_has_a_page_with_its_facts(fix: Fix) -> None:
-    page = update_docs.FIXES_PAGES[fix.name].read_text()
-    assert f"---\n\n# {fix.name}\n\n<!-- generated: {fix.name} -->" in page
-    assert all(f"| {fact} |" in page for fact in (fix.symptom, fix.cause, fix.releases))
+    page, said = update_docs.FIXES_PAGES[fix.name].read_text(), about(fix)
+    assert page.startswith(f"# {fix.name}\n\n<!-- generated: {fix.name} -->")
+    assert all(f"| {fact} |" in page for fact in (said.symptom, said.cause, said.releases))
     assert f"| Variable | `{fix.variable}`{', `observe` by default' if fix.default is Mode.OBSERVE else ''} |" in page
-    assert page.rpartition("<!-- end -->")[2].strip(), "what is wrapped, what must hold, and what is easy to get wrong"
 
 
 def test_every_page_of_a_fix_is_of_one_that_is_there() -> None:
     assert set((PROJECT / "docs" / "fixes").iterdir()) == set(update_docs.FIXES_PAGES.values())
 
 
-@pytest.mark.parametrize(
-    ("page", "told"),
-    [
-        ("---\nseen: something\n---\n\n# capture-state\n", r"capture-state\.md: the head has \['seen'\] in place of"),
-        ("---\nsomething\n---\n", r"capture-state\.md: the head has no keys in place of"),
-        ("# capture-state\n", r"capture-state\.md does not begin with a head"),
-        ('---\nseen: "some\n---\n', r"capture-state\.md: the head is not YAML: "),
-        (None, r"docs/fixes/capture-state\.md is missing; docs/adding-a-fix\.md"),
-    ],
-)
-def test_a_page_that_lacks_something_is_an_error_that_names_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, page: str | None, told: str
-) -> None:
-    written = tmp_path / "capture-state.md"
-    if page is not None:
-        written.write_text(page)
-    monkeypatch.setitem(update_docs.FIXES_PAGES, "capture-state", written)
-    with pytest.raises(update_docs.DocsError, match=told):
-        update_docs.head(BY_NAME["capture-state"])
+def test_a_fix_without_a_page_gets_one_with_its_facts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = tmp_path / "capture-state.md"
+    monkeypatch.setitem(update_docs.FIXES_PAGES, "capture-state", page)
+    monkeypatch.setattr(update_docs, "PAGES", (page,))
+    ((written_to, empty),) = update_docs._written()
+    made = update_docs.updated(empty)
+    assert written_to == page
+    assert made.startswith("# capture-state\n\n<!-- generated: capture-state -->\n")
+    assert about(BY_NAME["capture-state"]).symptom in made
+
+
+def test_a_page_of_no_fix_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(update_docs, "PAGES", (tmp_path / "faq.md",))
+    monkeypatch.setattr(update_docs, "PROJECT", tmp_path)
+    with pytest.raises(update_docs.DocsError, match=r"faq\.md is missing"):
+        list(update_docs._written())
 
 
 def test_a_generated_part_of_nothing_is_an_error_that_names_it() -> None:
@@ -211,8 +207,8 @@ def test_scripts_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_prose_is_no_wider_than_120_columns(page: Path) -> None:
-    """Tables, commands, what a page quotes, generated parts and the head for other pages are as wide as they are."""
-    left_out = r"\A---\n.*?\n---\n|^ *```.*?^ *```$|<!-- generated.*?<!-- end -->"
+    """Tables, commands, what a page quotes and generated parts are as wide as they are."""
+    left_out = r"^ *```.*?^ *```$|<!-- generated.*?<!-- end -->"
     text = re.sub(left_out, "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert [line for line in text.splitlines() if len(line) > 120 and not line.lstrip().startswith(("|", "#"))] == []
 

@@ -29,6 +29,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from vllm_graphfix.engine.process import EngineProcess
+from vllm_graphfix.fix import Activity
 from vllm_graphfix.patching.manager import FixManager, Policy
 from vllm_graphfix.settings.environment import Master
 from vllm_graphfix.settings.shadow_rate import NEVER, Action, Rate
@@ -80,7 +81,7 @@ class StageV2StandIn(StageStandIn):
         super().__init__(share, wanted)
         manager: Any = SimpleNamespace(vllm_config=None, rows=1, stage=self)
         drafter = drafter_v2._Drafter(None, manager, {})
-        replay = runner_v2._checked(lambda manager, desc: torch.zeros(1, 1))
+        replay = runner_v2._checked(lambda manager, desc: torch.zeros(1, 1), Activity())
         self.in_turn = [
             functools.partial(replay, manager, "target"),
             *drafts

@@ -1,6 +1,7 @@
 """Writes what the pages say of fixes and releases anew.
 
-It is taken from the fixes' records, the manifest, and the head of each fix's own page.
+It is taken from the fixes' records, what they say to people (`ABOUT`), their trials and the manifest. A fix without a
+page gets one.
 
     python tools/update_docs.py [--check]
 
@@ -20,12 +21,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from fetch_vllm import ALL_RELEASES
 from vllm_graphfix import manifest
+from vllm_graphfix.commands.explain import references
+from vllm_graphfix.deployment.needs import briefly, described
 from vllm_graphfix.fix import Fix, Mode, Verdict
-from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.fixes import BY_NAME, FIXES, about
+from vllm_graphfix.fixes._about import About
 from vllm_graphfix.shadow.process import DRAFTER
 from vllm_graphfix.shadow.runners import RUNNERS
 from vllm_graphfix.verify.trial import trial_of
@@ -45,14 +47,39 @@ PAGES = (
     *(DOCS / f"{name}.md" for name in ("fixes", "configuration", "am-i-hit", "long-lived-caches", "verifying")),
     *FIXES_PAGES.values(),
 )
-COLUMNS = {
-    "summary": {"name": "fix", "in short": "what you see without it", "concerned": "who is affected"},
-    "symptoms": {"seen": "what you see", "name": "look at", "first test": "first test"},
-    "needs": {"name": "fix", "needs": "it needs all of this"},
-    "engines": {"name": "fix", "engine": "model, engine", "shows in": "where the defect shows"},
-    "caches": {"name": "fix", "in caches": "what the defect may have left in a store", "how sure": "how sure"},
+Row = tuple[str, ...]
+TABLES: dict[str, tuple[Row, Callable[[Fix, About], Row]]] = {
+    "summary": (
+        ("fix", "what you see without it", "who is affected"),
+        lambda fix, said: (
+            f"{_code(fix)}{' ¹' if fix.default is Mode.OBSERVE else ''}",
+            said.seen,
+            briefly(fix.needs()),
+        ),
+    ),
+    "symptoms": (
+        ("what you see", "only with", "look at", "first test"),
+        lambda fix, said: (said.seen, briefly(fix.needs()), _code(fix), said.first_test),
+    ),
+    "needs": (("fix", "it needs all of this"), lambda fix, said: (_code(fix), _needs(fix))),
+    "engines": (
+        ("fix", "model, engine", "where the defect shows"),
+        lambda fix, said: (_code(fix), trial_of(fix.name).engine, trial_of(fix.name).shows_in),
+    ),
+    "caches": (
+        ("fix", "what the defect may have left in a store", "how sure"),
+        lambda fix, said: (_code(fix), said.in_caches, said.how_sure),
+    ),
 }
-"""Tables with a row for each fix: keys of the head of its page, and what stands above them."""
+"""Tables with a row for each fix: what stands above the columns, and the row."""
+
+
+def _code(fix: Fix) -> str:
+    return f"`{fix.name}`"
+
+
+def _needs(fix: Fix) -> str:
+    return described(fix.needs())
 
 
 def main() -> int:
@@ -78,9 +105,9 @@ def _written() -> Iterator[tuple[Path, str]]:
         try:
             yield page, page.read_text()
         except FileNotFoundError:
-            raise DocsError(
-                f"{page.relative_to(PROJECT)} is missing; docs/adding-a-fix.md says what goes into it"
-            ) from None
+            if page not in FIXES_PAGES.values():
+                raise DocsError(f"{page.relative_to(PROJECT)} is missing") from None
+            yield page, f"# {page.stem}\n\n<!-- generated: {page.stem} -->\n<!-- end -->\n"
 
 
 def updated(text: str) -> str:
@@ -95,14 +122,14 @@ def updated(text: str) -> str:
             "fixes": list_of_fixes,
             "watched": watched,
         }
-        if name in COLUMNS:
-            made[name] = partial(of_heads, COLUMNS[name])
+        if name in TABLES:
+            made[name] = partial(a_row_for_each_fix, *TABLES[name])
         if name in BY_NAME:
             made[name] = partial(facts, BY_NAME[name])
         if name not in made:
             raise DocsError(
                 f"`<!-- generated: {name} -->`: {name} is neither a fix nor a table; tables are "
-                f"{', '.join([*made, *COLUMNS])}"
+                f"{', '.join([*made, *TABLES])}"
             )
         lines = made[name]()
         return "\n".join([f"<!-- generated: {name} -->", *lines, "<!-- end -->"])
@@ -110,42 +137,15 @@ def updated(text: str) -> str:
     return re.sub(r"<!-- generated: (\S+) -->\n.*?<!-- end -->", generate, text, flags=re.DOTALL)
 
 
-def head(fix: Fix) -> dict[str, str]:
-    """What stands between the dashes on top of the page of *fix*, and its name.
-
-    Raises `DocsError` for a page without a key.
-    """
-    page = FIXES_PAGES[fix.name]
-    wanted = {key for columns in COLUMNS.values() for key in columns} - {"name"}
-    try:
-        said = yaml.safe_load(page.read_text().split("---\n", 2)[1])
-    except FileNotFoundError:
-        raise DocsError(f"docs/fixes/{page.name} is missing; docs/adding-a-fix.md says what goes into it") from None
-    except IndexError:
-        raise DocsError(
-            f"{page.name} does not begin with a head between two lines `---`; docs/adding-a-fix.md shows one"
-        ) from None
-    except yaml.YAMLError as error:
-        raise DocsError(f"{page.name}: the head is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(said, dict) or set(said) != wanted:
-        there = sorted(map(str, said)) if isinstance(said, dict) else "no keys"
-        raise DocsError(f"{page.name}: the head has {there} in place of {sorted(wanted)}")
-    return {**said, "name": f"`{fix.name}`"}
-
-
-def of_heads(columns: dict[str, str]) -> Iterator[str]:
-    yield f"| {' | '.join(columns.values())} |"
+def a_row_for_each_fix(columns: Row, row: Callable[[Fix, About], Row]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
-    for fix in FIXES:
-        said = head(fix)
-        if "in short" in columns and fix.default is Mode.OBSERVE:
-            said["name"] += " ¹"
-        yield f"| {' | '.join(said[key] for key in columns)} |"
+    yield from (f"| {' | '.join(row(fix, about(fix)))} |" for fix in FIXES)
 
 
 def list_of_fixes() -> Iterator[str]:
     yield ""
-    yield from (f"- [{fix.name}](fixes/{fix.name}.md): {fix.summary}" for fix in FIXES)
+    yield from (f"- [{fix.name}](fixes/{fix.name}.md): {about(fix).summary}" for fix in FIXES)
     yield ""
 
 
@@ -209,18 +209,18 @@ def facts(fix: Fix) -> Iterator[str]:
 
     Also the shapes of code that the fix was written for.
     """
-    references = ", ".join(([f"PR {fix.pr}"] if fix.pr else []) + list(fix.references))
+    said = about(fix)
     together = "; ".join(f"`{other.name}`: without it {other.because}" for other in fix.together)
     rows = {
-        "Symptom": fix.symptom,
-        "Cause": fix.cause,
-        "Remedy": fix.remedy,
-        "How to tell": fix.detect,
-        "Concerns": fix.concerns,
-        "Without the plugin": fix.workaround,
-        "Upstream": references,
-        "Affected": fix.releases,
-        "Not needed from": fix.removable.removeprefix("with "),
+        "Symptom": said.symptom,
+        "Cause": said.cause,
+        "Remedy": said.remedy,
+        "How to tell": said.detect,
+        "Concerns": _needs(fix),
+        "Without the plugin": said.workaround,
+        "Upstream": references(said),
+        "Affected": said.releases,
+        "Not needed from": said.removable.removeprefix("with "),
         "Variable": f"`{fix.variable}`" + (", `observe` by default" if fix.default is Mode.OBSERVE else ""),
         "Goes with": together,
     }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 from vllm_graphfix.log import logger
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Judge
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -75,63 +75,88 @@ class Diagnosis(NamedTuple):
         return cls(Verdict.UNRECOGNISED, f"{what} that this plugin does not recognise", where)
 
 
-class Event:
-    """Something that a fix looks for: what `observe` would have changed, and what `active` did change.
+class Event(NamedTuple):
+    """Something that a fix looks for: what `observe` would have changed, and what `active` did change."""
 
-    Counted where it happens with ``event.count += 1``, which takes no lock, allocates nothing that lasts and writes
+    name: str
+    meaning: str
+    """One sentence for people: what one more of it says."""
+
+
+class Counter:
+    """How often a fix has met one of its events.
+
+    Counted where it happens with ``counter.count += 1``, which takes no lock, allocates nothing that lasts and writes
     nothing: one thread runs the model, and who reads the number may be one behind.
     """
 
-    __slots__ = ("count", "meaning", "name")
+    __slots__ = ("count",)
 
-    def __init__(self, name: str, meaning: str) -> None:
-        self.name = name
-        self.meaning = meaning
-        """One sentence for people: what one more of it says."""
+    def __init__(self) -> None:
         self.count = 0
 
 
-class Fallback:
-    """Whether a layer of a fix has met an error of its own while vLLM ran.
+class Activity:
+    """What one fix does in this process: whether it corrects or only counts, what it has counted, and how it failed.
 
-    It then lets vLLM do as stock does, for that call.
+    Its wrappers are given it. A wrapper that meets an error of its own lets vLLM do as stock does, for that call.
     """
 
-    __slots__ = ("graphs", "reason")
+    __slots__ = ("_counters", "corrects", "error", "graphs")
     capturing: ClassVar[Callable[[], Hashable] | None] = None
     """A function that names the graph that is being captured; None while this process captures none.
 
     What fails during a capture stays in that graph for as long as it is replayed.
     """
 
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        """Of the first such error."""
+    def __init__(self, events: Sequence[Event] = (), *, corrects: bool = True) -> None:
+        self.corrects = corrects
+        """Whether its wrappers put right what they find; without it they change nothing, and count."""
+        self._counters = {event.name: Counter() for event in events}
+        self.error: str | None = None
+        """The first error of a wrapper outside of captures."""
         self.graphs: dict[Hashable, str] = {}
         """Graphs whose capture it failed in, each with its first error; None stands for an error that belongs to no
         graph that is known."""
 
-    def take(self, error: Exception) -> None:
-        """Never raises. The first is in the log; what goes wrong once on the decode path may go wrong at every step."""
-        first = self.reason is None and not self.graphs
+    def counter(self, event: Event) -> Counter:
+        return self._counters[event.name]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each event was met, by its name."""
+        return {name: counter.count for name, counter in self._counters.items()}
+
+    def failed(self, error: Exception) -> None:
+        """Takes down an error of a wrapper. Never raises.
+
+        The first is in the log; what goes wrong once on the decode path may go wrong at every step.
+        """
+        first = self.error is None and not self.graphs
         try:
             reason = f"{type(error).__name__}: {error}"
-            if Fallback.capturing is not None:
-                # What becomes of these graphs is decided after the capture, by all ranks together: see `Gate`.
-                self.graphs.setdefault(Fallback.capturing(), reason)
-            elif self.reason is None:
-                self.reason = reason
+            if Activity.capturing is not None:
+                # What becomes of these graphs is decided after the capture, by all ranks together: see `CaptureGate`.
+                self.graphs.setdefault(Activity.capturing(), reason)
+            elif self.error is None:
+                self.error = reason
         except Exception:  # an error that cannot be told, or no file to import from: it has failed all the same
-            if Fallback.capturing is not None:
+            if Activity.capturing is not None:
                 self.graphs[None] = type(error).__name__
             else:
-                self.reason = self.reason or type(error).__name__
+                self.error = self.error or type(error).__name__
         if first:
             logger.warning("graphfix: a fix failed in use; vLLM runs its own code there", exc_info=error)
 
+    def reset(self) -> None:
+        """Begins anew, in a forked child: what was counted, and what failed, was its parent's."""
+        for counter in self._counters.values():
+            counter.count = 0
+        self.error, self.graphs = None, {}
+
 
 StockFunction = Callable[..., Any]
-Wrap = Callable[[StockFunction], Callable[..., Any]]
+Wrap = Callable[[StockFunction, Activity], Callable[..., Any]]
 
 
 class Patch(NamedTuple):
@@ -141,7 +166,11 @@ class Patch(NamedTuple):
     name: str
     """``Class.method``, or a name that the functions of the module look up in its globals."""
     wrap: Wrap
-    """Takes the stock function, returns a plain function made with `functools.wraps`."""
+    """Takes the stock function and the activity of the fix, returns a plain function made with `functools.wraps`.
+
+    It counts, and changes nothing unless the activity corrects."""
+    observes: bool = True
+    """Whether it is put there where the fix only counts, too."""
 
 
 class Together(NamedTuple):
@@ -173,37 +202,22 @@ class Patchable(Protocol):
     @property
     def together(self) -> tuple[Together, ...]: ...
     @property
-    def fallback(self) -> Fallback: ...
+    def events(self) -> tuple[Event, ...]: ...
     @property
     def diagnose(self) -> Callable[["Source"], Diagnosis]: ...
     @property
     def patches(self) -> Callable[[str], Sequence[Patch]]: ...
-    @property
-    def observers(self) -> Callable[[str], Sequence[Patch]]: ...
 
 
 class Fix(NamedTuple):
-    """One upstream correction, brought to stock wheels at run time."""
+    """One upstream correction, brought to stock wheels at run time: what the machinery needs of it.
+
+    What people read of it stands beside it, in the `ABOUT` of its module.
+    """
 
     number: int
     """Its place among the fixes: the order in which they are applied, and of every table. No two have the same."""
     name: str
-    pr: int | None
-    references: tuple[str, ...]
-    summary: str
-    releases: str
-    """Affected stock releases, ``first - last`` and what else there is to say, for people and tests; a diagnosis never
-    reads it."""
-    symptom: str
-    cause: str
-    remedy: str
-    detect: str
-    """How to tell that a deployment is hit."""
-    concerns: str
-    """Flags, models and hardware."""
-    workaround: str
-    """Without the plugin."""
-    removable: str
     runner: str | None
     """``V1`` or ``V2`` if an engine on the other model runner does not need it."""
     reads: tuple[str, ...]
@@ -212,22 +226,13 @@ class Fix(NamedTuple):
     """Every module that a patch of this fix may touch."""
     diagnose: Callable[["Source"], Diagnosis]
     patches: Callable[[str], Sequence[Patch]]
-    """Of the shape that the diagnosis named; they put right, and count `events`."""
-    observers: Callable[[str], Sequence[Patch]]
-    """Of the shape that the diagnosis named; they change nothing, and count `events`."""
+    """Of the shape that the diagnosis named."""
     events: tuple[Event, ...]
-    fallback: Fallback
+    needs: Callable[[], "tuple[Need, ...]"]
+    """Who is affected: what the defect needs of a deployment, for people and for `status --for`."""
     together: tuple[Together, ...] = ()
     default: Mode = Mode.AUTO
     """The mode where the user sets none: `observe` as long as no GPU has shown the defect in an engine's answers."""
-    applies: "Judge | None" = None
-    """Whether the defect can show in a deployment, for `status --for`: `concerns` for machines. Takes the shape that
-    the diagnosis named, too."""
-    flags: tuple[str, ...] = ()
-    """Flags of `vllm serve` that `applies` asks for and the facts of a `Deployment` do not: ``--switch``, or
-    ``--option=`` for one with a value."""
-    absent: str = ""
-    """Stock releases without the component, as in `releases`."""
     evidence: tuple[str, ...] = ()
     """Functions that the defect rests on and `diagnose` does not look at, ``path::name``: where one is another, the
     release is not a known one."""

@@ -15,6 +15,7 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
+    from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.c128a_stride import FIX
 
     graphs = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL, max_cudagraph_capture_size=PADDED_REQUESTS)
@@ -41,8 +42,10 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
 
     def builds_nothing(self: Any, cm: Any, req_id_per_token: Any) -> None: ...
 
-    (patch,), (watch,) = FIX.patches("packed-by-length"), FIX.observers("packed-by-length")
-    functions = (builds_nothing, patch.wrap(builds_nothing), builds_nothing, watch.wrap(builds_nothing))
+    (patch,) = FIX.patches("packed-by-length")
+    fixed = patch.wrap(builds_nothing, Activity(FIX.events))
+    observed = patch.wrap(builds_nothing, Activity(FIX.events, corrects=False))
+    functions = (builds_nothing, fixed, builds_nothing, observed)
     found = []
     for label, metadata in (("rows packed closer", batch(1000)), ("rows as in the capture", batch(1024 * 128))):
         calls = Calls(*(call(function, builder, metadata, None) for function in functions))

@@ -13,6 +13,7 @@ RELEASE = "0.19.1"
 def measure(rounds: int) -> list[tuple[object, ...]]:
     import torch
 
+    from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.dcp_context_lens import FIX
 
     def builder(ranks: int) -> Any:
@@ -30,8 +31,10 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
         metadata.dcp_context_kv_lens = lengths
         return metadata
 
-    (patch,), (watch,) = FIX.patches("new-lengths"), FIX.observers("new-lengths")
-    functions = (makes_lengths, patch.wrap(makes_lengths), makes_lengths, watch.wrap(makes_lengths))
+    (patch,) = FIX.patches("new-lengths")
+    fixed = patch.wrap(makes_lengths, Activity(FIX.events))
+    observed = patch.wrap(makes_lengths, Activity(FIX.events, corrects=False))
+    functions = (makes_lengths, fixed, makes_lengths, observed)
     found = []
     for label, own in (("two ranks share the context", builder(2)), ("no rank shares it", builder(1))):
         calls = Calls(*(call(function, own, 0, None) for function in functions))

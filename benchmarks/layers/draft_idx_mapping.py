@@ -13,6 +13,7 @@ RELEASE = "0.23.0"
 def measure(rounds: int) -> list[tuple[object, ...]]:
     import torch
 
+    from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.draft_idx_mapping import _SPARE, FIX
 
     sizes = (1, 2, 4, *range(8, PADDED_REQUESTS + 1, 16), PADDED_REQUESTS)
@@ -25,9 +26,10 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
 
     def copies_nothing(self: Any, num_reqs: Any, *_: Any) -> None: ...
 
-    patch = next(patch for patch in FIX.patches("all-but-dflash") if patch.name.endswith("._copy_request_inputs"))
-    (watch,) = FIX.observers("all-but-dflash")
-    functions = (copies_nothing, patch.wrap(copies_nothing), copies_nothing, watch.wrap(copies_nothing))
+    (patch,) = (patch for patch in FIX.patches("all-but-dflash") if patch.observes)
+    fixed = patch.wrap(copies_nothing, Activity(FIX.events))
+    observed = patch.wrap(copies_nothing, Activity(FIX.events, corrects=False))
+    functions = (copies_nothing, fixed, copies_nothing, observed)
     found = []
     for label, requests in (("padding", REQUESTS - 1), ("no padding", PADDED_REQUESTS)):
         calls = Calls(*(call(function, speculator, requests, None, None, None) for function in functions))

@@ -15,6 +15,7 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
+    from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.flash_mixed_schedule import FIX
 
     def builder(mode: CUDAGraphMode) -> Any:
@@ -39,8 +40,10 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     def makes_a_schedule(self: Any, common_prefix_len: Any, common_attn_metadata: Any, fast_build: Any = False) -> Any:
         return metadata
 
-    (patch,), (watch,) = FIX.patches("longest-of-the-step"), FIX.observers("longest-of-the-step")
-    functions = (makes_a_schedule, patch.wrap(makes_a_schedule), makes_a_schedule, watch.wrap(makes_a_schedule))
+    (patch,) = FIX.patches("longest-of-the-step")
+    fixed = patch.wrap(makes_a_schedule, Activity(FIX.events))
+    observed = patch.wrap(makes_a_schedule, Activity(FIX.events, corrects=False))
+    functions = (makes_a_schedule, fixed, makes_a_schedule, observed)
     found = []
     for label, own in (
         ("decodes, `FULL`", builder(CUDAGraphMode.FULL)),

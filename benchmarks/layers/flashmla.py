@@ -18,6 +18,7 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     install_flashmla_stand_ins()
     from vllm.v1.attention.backends.mla import flashmla as flashmla_backend
 
+    from vllm_graphfix.fix import Activity, Fix
     from vllm_graphfix.fixes import flashmla_fp8, flashmla_padding
 
     real = flashmla_backend.FlashMLAMetadataBuilder._build_decode
@@ -97,19 +98,23 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
             "dcp_tot_seq_lens_device": None,
         }
 
-    (persistent,), (padding,) = flashmla_fp8.FIX.patches("new-plan"), flashmla_padding.FIX.patches("minus-one")
-    (plans,), (rows,) = flashmla_fp8.FIX.observers("new-plan"), flashmla_padding.FIX.observers("minus-one")
+    def both(fix: Fix, shape: str, stock: Function) -> tuple[Function, Function]:
+        """Corrected, and only observed."""
+        (patch,) = fix.patches(shape)
+        return patch.wrap(stock, Activity(fix.events)), patch.wrap(stock, Activity(fix.events, corrects=False))
+
     full, padded = arguments(PADDED_REQUESTS), arguments(REQUESTS)
     found = []
     for around, stock, reference in (
         ("alone", hands_out_a_plan, hands_out_a_persistent_plan),
         ("real", real, real_with_two_copies),
     ):
-        functions = (reference, persistent.wrap(stock), stock, plans.wrap(stock))
+        fixed, observed = both(flashmla_fp8.FIX, "new-plan", stock)
+        functions = (reference, fixed, stock, observed)
         calls = Calls(*(call(function, builder, **full) for function in functions))
         found.append(compared("flashmla-fp8, any batch", around, calls, rounds, target=True))
     for around, stock in (("alone", hands_out_a_plan), ("real", real)):
-        fixed, observed = padding.wrap(stock), rows.wrap(stock)
+        fixed, observed = both(flashmla_padding.FIX, "minus-one", stock)
         for label, reference, given in (("no padding", stock, full), ("padding", with_two_fills(stock), padded)):
             calls = Calls(*(call(function, builder, **given) for function in (reference, fixed, stock, observed)))
             found.append(compared(f"flashmla-padding, {label}", around, calls, rounds, target=False))

@@ -13,6 +13,7 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     import torch
     from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
 
+    from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.indexer_padding import FIX
     from vllm_graphfix.verify.double.scenarios.indexer_padding import builder
 
@@ -54,14 +55,16 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
         "indexer-padding, no padding": arguments(PADDED_REQUESTS, 2),
         "indexer-padding, padding": arguments(REQUESTS, 2),
     }
-    (patch,), (watch,) = FIX.patches("view-of-a-row"), FIX.observers("view-of-a-row")
+    (patch,) = FIX.patches("view-of-a-row")
     found = []
     for around, stock in (
         ("alone", does_nothing),
         ("real", DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors),
     ):
+        fixed = patch.wrap(stock, Activity(FIX.events))
+        observed = patch.wrap(stock, Activity(FIX.events, corrects=False))
+        functions = (stock, fixed, stock, observed)
         for label, given in batches.items():
-            functions = (stock, patch.wrap(stock), stock, watch.wrap(stock))
             calls = Calls(*(call(function, own, **given) for function in functions))
             found.append(compared(label, around, calls, rounds, target=True))
     return found

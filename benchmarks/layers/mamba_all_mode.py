@@ -13,6 +13,7 @@ RELEASE = "0.16.0"
 def measure(rounds: int) -> list[tuple[object, ...]]:
     import torch
 
+    from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.mamba_all_mode import FIX
 
     indices = ("state_indices_tensor", "block_idx_last_scheduled_token", "block_idx_last_computed_token")
@@ -27,8 +28,10 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     def returns_it(self: Any, metadata: Any, blk_table: Any, slot_mapping: Any) -> Any:
         return metadata
 
-    (patch,), (watch,) = FIX.patches("indices-of-the-first-group"), FIX.observers("indices-of-the-first-group")
-    functions = (returns_it, patch.wrap(returns_it), returns_it, watch.wrap(returns_it))
+    (patch,) = FIX.patches("indices-of-the-first-group")
+    fixed = patch.wrap(returns_it, Activity(FIX.events))
+    observed = patch.wrap(returns_it, Activity(FIX.events, corrects=False))
+    functions = (returns_it, fixed, returns_it, observed)
     found = []
     for label, metadata in (("decodes", decodes), ("a prefill among them", prefills)):
         calls = Calls(*(call(function, own, metadata, None, None) for function in functions))

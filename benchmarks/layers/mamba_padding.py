@@ -19,6 +19,7 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     from vllm.v1.kv_cache_interface import MambaSpec
     from vllm.v1.worker.utils import AttentionGroup
 
+    from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.mamba_padding import FIX
 
     config = SimpleNamespace(
@@ -64,11 +65,12 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
         "mamba-padding, padding that does not read as prefilling": right,
         stale: batch(REQUESTS, stale_row=True),
     }
-    (patch,), (watch,) = FIX.patches("prefilling-over-padding"), FIX.observers("prefilling-over-padding")
+    (patch,) = FIX.patches("prefilling-over-padding")
     real = BaseMambaAttentionMetadataBuilder._compute_common_metadata
     found = []
     for around, stock in (("alone", does_nothing), ("real", real)):
-        fixed, observed = patch.wrap(stock), watch.wrap(stock)
+        fixed = patch.wrap(stock, Activity(FIX.events))
+        observed = patch.wrap(stock, Activity(FIX.events, corrects=False))
         for label, metadata in batches.items():
             if around == "real" and metadata.is_prefilling.any() and label != stale:
                 continue  # what a prefill adds needs pinned memory, and would hide the fix

@@ -16,6 +16,7 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.prefill_dispatch import FIX
     from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
 
@@ -50,11 +51,12 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
         "decodes": step(hybrid, prefills=False),
         "a prefill of their shape": step(hybrid, prefills=True),
     }
-    (patch,), (watch,) = FIX.patches("shape-only-v1"), FIX.observers("shape-only-v1")
+    (patch,) = FIX.patches("shape-only-v1")
     found = []
     real = GPUModelRunner._determine_batch_execution_and_padding
     for around, stock in (("alone", does_nothing), ("real", real)):
-        fixed, observed = patch.wrap(stock), watch.wrap(stock)
+        fixed = patch.wrap(stock, Activity(FIX.events))
+        observed = patch.wrap(stock, Activity(FIX.events, corrects=False))
         for label, (runner, given) in steps.items():
             # Stock takes another way where it takes a prefill for a decode: the right one is the stricter measure.
             right = {"force_uniform_decode": False} if label.startswith("a prefill") else {}

@@ -16,6 +16,7 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     from vllm.config import CUDAGraphMode
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
+    from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.prefill_dispatch import FIX
     from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
 
@@ -51,13 +52,14 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
         "decodes, and the slot of one that ended in its prefill": step(REQUESTS, prefilling=PADDED_REQUESTS - 1),
         "a prefill of their shape": step(PADDED_REQUESTS, prefilling=0),
     }
+    stock = (updates_nothing, dispatches_nothing)
     fixed, observed = (
-        tuple(patch.wrap(stock) for patch, stock in zip(offered, (updates_nothing, dispatches_nothing), strict=True))
-        for offered in (FIX.patches("shape-only-v2"), FIX.observers("shape-only-v2"))
+        tuple(patch.wrap(each, activity) for patch, each in zip(FIX.patches("shape-only-v2"), stock, strict=True))
+        for activity in (Activity(FIX.events), Activity(FIX.events, corrects=False))
     )
     found = []
     for label, (runner, scheduled) in steps.items():
-        ways = ((updates_nothing, dispatches_nothing), fixed, (updates_nothing, dispatches_nothing), observed)
+        ways = (stock, fixed, stock, observed)
         calls = Calls(*(both(update, choose, runner, scheduled) for update, choose in ways))
         found.append(compared(f"prefill-dispatch, V2, {label}", "alone", calls, rounds, target=True))
     return found

@@ -14,6 +14,7 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     import torch
     from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
+    from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.prompt_logprobs import FIX
 
     state = ExecuteModelState(
@@ -36,8 +37,9 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
         """What any remedy must do, at the least."""
         self.execute_model_state.hidden_states.clone()
 
-    (patch,), (watch,) = FIX.patches("draft-first"), FIX.observers("draft-first")
-    fixed, observed = patch.wrap(does_nothing), watch.wrap(does_nothing)
+    (patch,) = FIX.patches("draft-first")
+    fixed = patch.wrap(does_nothing, Activity(FIX.events))
+    observed = patch.wrap(does_nothing, Activity(FIX.events, corrects=False))
     found = []
     for label, reference, scored in (
         ("nobody asks for prompt_logprobs", does_nothing, {}),

@@ -12,13 +12,14 @@ RELEASE = "0.25.1"
 def measure(rounds: int) -> list[tuple[object, ...]]:
     import torch
 
+    from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.triton_mla_padding import FIX
     from vllm_graphfix.verify.double.scenarios.triton_mla_padding import metadata_builder
 
     builder = metadata_builder()
     real = type(builder).build
     zeros, counts = FIX.patches("divides-by-nothing")
-    (watch,) = FIX.observers("divides-by-nothing")
+    active, observing = Activity(FIX.events), Activity(FIX.events, corrects=False)
 
     def builds_nothing(
         self: Any, common_prefix_len: Any, common_attn_metadata: Any, fast_build: Any = False
@@ -42,7 +43,7 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
 
     found = []
     for around, stock in (("alone", builds_nothing), ("real", real)):
-        fixed, observed = counts.wrap(stock), watch.wrap(stock)
+        fixed, observed = counts.wrap(stock, active), counts.wrap(stock, observing)
         for label, metadata in (("no padding", batch(PADDED_REQUESTS)), ("padding", batch(REQUESTS))):
             calls = Calls(*(call(function, builder, 0, metadata) for function in (stock, fixed, stock, observed)))
             found.append(compared(f"triton-mla-padding, {label}", around, calls, rounds, target=True))
@@ -53,7 +54,8 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
 
     # Its Python runs in a step without a full graph alone, once a layer; in a graph it is two kernels.
     given = (None, None, None, torch.zeros(REQUESTS, 1, 1), None, None, torch.ones(REQUESTS, dtype=torch.int32))
-    functions = (decode_attention_fwd, zeros.wrap(decode_attention_fwd), decode_attention_fwd, decode_attention_fwd)
+    fixed = zeros.wrap(decode_attention_fwd, active)
+    functions = (decode_attention_fwd, fixed, decode_attention_fwd, decode_attention_fwd)
     calls = Calls(*(call(function, *given) for function in functions))
     found.append(compared("triton-mla-padding, a layer outside of a graph", "alone", calls, rounds, target=False))
     return found

@@ -14,6 +14,7 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     import torch
     from vllm.v1.worker.workspace import WorkspaceManager
 
+    from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.workspace_growth import FIX
 
     real = WorkspaceManager._ensure_workspace_size
@@ -29,18 +30,18 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
         real(made, size)
         if recorded:
             capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
-            capture.wrap(lambda runner: around(made, size))(None)
+            capture.wrap(lambda runner: around(made, size), active)(None)
             torch.cuda.is_current_stream_capturing = capturing
         if recorded == "outgrown":
             real(made, larger)
             around(made, larger)
         return made
 
-    patch, capture, *_ = FIX.patches("one-slot")
-    watch, *_ = FIX.observers("one-slot")
+    growth, capture = FIX.patches("one-slot")
+    active, observing = Activity(FIX.events), Activity(FIX.events, corrects=False)
     found = []
     for name, stock in (("alone", does_nothing), ("real", real)):
-        fixed, observed = patch.wrap(stock), watch.wrap(stock)
+        fixed, observed = growth.wrap(stock, active), growth.wrap(stock, observing)
         for label, recorded in (
             ("no capture", ""),
             ("a recorded one", "in use"),

@@ -10,7 +10,8 @@ import torch
 from vllm.config import CUDAGraphMode
 
 import vllm_graphfix
-from vllm_graphfix.fixes.c128a_stride import FALLBACK, ROWS_CLOSER
+from activities import activity_of
+from vllm_graphfix.fixes.c128a_stride import ROWS_CLOSER
 from vllm_graphfix.verify.double.scenarios.c128a_stride import (
     CAPTURED,
     MAX_MODEL_LEN,
@@ -21,14 +22,16 @@ from vllm_graphfix.verify.double.scenarios.c128a_stride import (
 )
 
 NARROW, WIDE = 128, MAX_MODEL_LEN // 128
+ACTIVITY = activity_of("c128a-stride")
+CLOSER_ROWS = ACTIVITY.counter(ROWS_CLOSER)
 
 
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
-    ROWS_CLOSER.count, FALLBACK.reason = 0, None
+    ACTIVITY.reset()
     with _cpu_kernels():
         yield
-    assert FALLBACK.reason is None
+    assert ACTIVITY.error is None
 
 
 def batch(lengths: list[int], longest: int | None = None) -> Any:
@@ -55,7 +58,7 @@ def test_a_capture_and_a_shorter_batch_have_rows_at_the_same_places() -> None:
     built = builder.build(0, given)
     rows = built.c128a_global_decode_topk_indices
     assert [row.data_ptr() for row in rows] == [row.data_ptr() for row in captured]
-    assert (ROWS_CLOSER.count, built.max_seq_len, given.max_seq_len) == (1, 1500, 1500)
+    assert (CLOSER_ROWS.count, built.max_seq_len, given.max_seq_len) == (1, 1500, 1500)
     assert built.c128a_decode_topk_lens.tolist() == [5, 11]
     assert [row[0, :count].min() >= 0 for row, count in zip(rows, (5, 11), strict=True)] == [True, True]
     assert (rows[0, 0, 5:] == -1).all()
@@ -64,19 +67,19 @@ def test_a_capture_and_a_shorter_batch_have_rows_at_the_same_places() -> None:
 
 def test_one_request_is_right_on_stock_and_left_alone() -> None:
     assert width(_builder(MAX_MODEL_LEN, in_graph=True).build(0, batch([700]))) == NARROW
-    assert ROWS_CLOSER.count == 0
+    assert CLOSER_ROWS.count == 0
 
 
 def test_rows_that_are_wide_already_are_left_alone() -> None:
     assert width(_builder(MAX_MODEL_LEN, in_graph=True).build(0, batch([700, 1500], 16512))) == WIDE
-    assert ROWS_CLOSER.count == 0
+    assert CLOSER_ROWS.count == 0
 
 
 def test_batches_beyond_the_largest_graph_are_left_alone() -> None:
     builder = _builder(MAX_MODEL_LEN, in_graph=True)
     builder.vllm_config.compilation_config.max_cudagraph_capture_size = 1
     assert width(builder.build(0, batch([700, 1500]))) == NARROW
-    assert ROWS_CLOSER.count == 0
+    assert CLOSER_ROWS.count == 0
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
@@ -84,7 +87,7 @@ def test_without_full_graphs_all_batches_are_left_alone(mode: CUDAGraphMode) -> 
     builder = _builder(MAX_MODEL_LEN, in_graph=True)
     builder.vllm_config.compilation_config.cudagraph_mode = mode
     assert width(builder.build(0, batch([700, 1500]))) == NARROW
-    assert ROWS_CLOSER.count == 0
+    assert CLOSER_ROWS.count == 0
 
 
 def test_prefills_keep_their_narrower_rows() -> None:
@@ -96,4 +99,4 @@ def test_prefills_keep_their_narrower_rows() -> None:
     given.positions, given.slot_mapping = torch.tensor([2, 1498, 1499]), torch.zeros(3, dtype=torch.int64)
     built = builder.build(0, given)
     assert built.c128a_prefill_topk_indices.shape == (2, NARROW)
-    assert ROWS_CLOSER.count == 0
+    assert CLOSER_ROWS.count == 0

@@ -15,14 +15,15 @@ from capture_state import Capturing, by_factory
 from vllm.config.compilation import CUDAGraphMode
 
 import vllm_graphfix
+from activities import activity_of
 from vllm_graphfix import _this_process
 from vllm_graphfix.engine.capture_gate import GraphfixError
 from vllm_graphfix.engine.graph_dispatch import graph_being_captured
-from vllm_graphfix.fixes import BY_NAME, _capture_passes
+from vllm_graphfix.fixes import _capture_passes
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 
 FIX = "capture-state"
-FALLBACK = BY_NAME[FIX].fallback
+ACTIVITY = activity_of(FIX)
 STRICT = os.environ.get("VLLM_GRAPHFIX") == "strict"
 quietly = pytest.mark.skipif(STRICT, reason="strict stops the engine")
 strictly = pytest.mark.skipif(not STRICT, reason="of strict")
@@ -34,7 +35,7 @@ def _graphs() -> Iterator[None]:
     before = progress.state, progress.reason
     with cpu_cuda_graphs():
         yield
-    FALLBACK.reason = None
+    ACTIVITY.error = None
     progress.set_state(*before)
 
 
@@ -191,7 +192,7 @@ def test_one_that_failed_in_a_step_does_not_stop_a_later_capture_in_which_it_doe
     """Elastic expert parallelism captures again in an engine that serves."""
     captured = Capturing("target")
     worker = started(captured)
-    FALLBACK.take(RuntimeError("once, in a step"))
+    ACTIVITY.failed(RuntimeError("once, in a step"))
     assert state().state == "failed"
     captured.manager.graphs.clear()
     worker.compile_or_warm_up_model()
@@ -230,16 +231,16 @@ def test_an_error_that_cannot_be_told_is_one_all_the_same() -> None:
 
     process = _this_process().manager
     process.begin_capture(graph_being_captured)
-    FALLBACK.take(UnprintableError())
-    assert FALLBACK.graphs == {None: "UnprintableError"}
+    ACTIVITY.failed(UnprintableError())
+    assert ACTIVITY.graphs == {None: "UnprintableError"}
     process.forget_capture()
-    FALLBACK.take(UnprintableError())
-    assert FALLBACK.reason == "UnprintableError"
+    ACTIVITY.failed(UnprintableError())
+    assert ACTIVITY.error == "UnprintableError"
 
 
 @strictly
 def test_without_graphs_nothing_is_captured_and_nothing_stops() -> None:
-    WorkerDouble(None, lambda: FALLBACK.take(RuntimeError("in a warm-up")), "NONE").compile_or_warm_up_model()
+    WorkerDouble(None, lambda: ACTIVITY.failed(RuntimeError("in a warm-up")), "NONE").compile_or_warm_up_model()
 
 
 @quietly
@@ -249,9 +250,9 @@ def test_an_error_of_vllms_own_comes_out_as_it_is_and_the_next_failure_is_of_a_s
     with pytest.raises(type(error)) as raised:
         started(captured, failing=1)
     assert raised.value is error
-    assert not FALLBACK.graphs
-    FALLBACK.take(RuntimeError("in a step"))
-    assert FALLBACK.reason == "RuntimeError: in a step"
+    assert not ACTIVITY.graphs
+    ACTIVITY.failed(RuntimeError("in a step"))
+    assert ACTIVITY.error == "RuntimeError: in a step"
 
 
 @by_factory
@@ -263,9 +264,9 @@ def test_an_observer_that_fails_takes_no_graph_out_of_dispatch() -> None:
     try:
         progress.mode = vllm_graphfix.fix.Mode.OBSERVE
         process.begin_capture(graph_being_captured)
-        FALLBACK.graphs = {None: "RuntimeError: seen"}
+        ACTIVITY.graphs = {None: "RuntimeError: seen"}
         assert not process.failed_in_capture()
-        assert FALLBACK.reason == "RuntimeError: seen"
+        assert ACTIVITY.error == "RuntimeError: seen"
     finally:
         progress.mode = vllm_graphfix.fix.Mode.AUTO
         process.forget_capture()

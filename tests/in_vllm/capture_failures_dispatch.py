@@ -20,12 +20,12 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu import cudagraph_utils as v2
 
 import vllm_graphfix
+from activities import activity_of
 from vllm_graphfix import _this_process
-from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 
 FIX = next(name for name, found in vllm_graphfix.states().items() if found.state == "active")
-FALLBACK = BY_NAME[FIX].fallback
+ACTIVITY = activity_of(FIX)
 NAMES = ("cudagraph_manager", "speculator.prefill_cudagraph_manager")
 
 by_factory = pytest.mark.skipif(not hasattr(v2.CudaGraphManager, "dispatch"), reason="captures without a factory")
@@ -37,7 +37,7 @@ def _graphs() -> Iterator[None]:
     before = progress.state, progress.reason
     with cpu_cuda_graphs(), torch.inference_mode():
         yield
-    FALLBACK.reason = None
+    ACTIVITY.error = None
     progress.set_state(*before)
 
 
@@ -100,7 +100,7 @@ class RunnerV1Double:
     def _dummy_run(self, tokens: int, *, cudagraph_runtime_mode: Any, **kwargs: Any) -> None:
         self.ran.append((cudagraph_runtime_mode.name, tokens))
         if tokens == self.failing and cudagraph_runtime_mode is self.mode:
-            FALLBACK.take(MemoryError("no room"))
+            ACTIVITY.failed(MemoryError("no room"))
 
     def maybe_remove_all_loras(self, lora_config: object) -> None:
         pass
@@ -194,7 +194,7 @@ def managed(failing: int | None, name: str) -> Any:
                     and desc.cg_mode is CUDAGraphMode.FULL
                     and not torch.cuda.is_current_stream_capturing()
                 ):
-                    FALLBACK.take(MemoryError("no room"))
+                    ACTIVITY.failed(MemoryError("no room"))
 
             return (forward, None) if hands_states_on else forward
 

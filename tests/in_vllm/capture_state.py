@@ -16,7 +16,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
 import vllm_graphfix
-from vllm_graphfix.fixes import _capture_passes, capture_state
+from activities import activity_of
+from vllm_graphfix.fixes import _capture_passes
 from vllm_graphfix.verify.double.decoding import (
     DEVICE,
     HIDDEN,
@@ -373,6 +374,7 @@ def test_an_error_in_the_factory_comes_out_as_it_is() -> None:
 def test_where_only_the_second_state_cannot_be_built_the_capture_is_stocks_and_the_fix_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capture_state.FALLBACK, "reason", None)
+    activity = activity_of("capture-state")
+    monkeypatch.setattr(activity, "error", None)
     assert len(_capture_by_factory(_factory_that_fails(2))[0].graphs) == 2
-    assert str(capture_state.FALLBACK.reason).startswith("Stop")
+    assert str(activity.error).startswith("Stop")

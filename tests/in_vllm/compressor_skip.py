@@ -13,12 +13,15 @@ from vllm.forward_context import create_forward_context, override_forward_contex
 from vllm.models.deepseek_v4 import compressor
 from vllm.models.deepseek_v4.compressor import CompressorMetadata
 
-from vllm_graphfix.fixes.compressor_skip import FALLBACK, LAYER_LEFT_OUT
+from activities import activity_of
+from vllm_graphfix.fixes.compressor_skip import LAYER_LEFT_OUT
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios import compressor_skip
 from vllm_graphfix.verify.double.scenarios.compressor_skip import LAYER, RATIO, STATES, LayerStandIn
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+ACTIVITY = activity_of("compressor-skip")
+LEFT_OUT_LAYERS = ACTIVITY.counter(LAYER_LEFT_OUT)
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +66,9 @@ class Step:
 
 
 def counted(step: Step) -> int:
-    before = LAYER_LEFT_OUT.count
+    before = LEFT_OUT_LAYERS.count
     step.capture_and_replay()
-    return LAYER_LEFT_OUT.count - before
+    return LEFT_OUT_LAYERS.count - before
 
 
 @pytest.mark.parametrize("mode", [NONE, PIECEWISE])
@@ -81,10 +84,10 @@ def test_a_graph_that_stock_gets_right_is_not_counted(mode: CUDAGraphMode, bound
 
 
 def test_a_warm_up_and_a_step_without_a_graph_leave_out_what_they_need_not_do() -> None:
-    step, before = Step(NONE), LAYER_LEFT_OUT.count
+    step, before = Step(NONE), LEFT_OUT_LAYERS.count
     step.run()
     assert not step.wrote()
-    assert before == LAYER_LEFT_OUT.count
+    assert before == LEFT_OUT_LAYERS.count
 
 
 def test_the_other_layers_of_the_metadata_see_what_the_builder_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +102,7 @@ def test_the_other_layers_of_the_metadata_see_what_the_builder_wrote(monkeypatch
     with pytest.raises(RuntimeError, match="out of memory"):
         step.capture_and_replay()
     assert step.metadata.c128_boundary is False
-    assert FALLBACK.reason is None
+    assert ACTIVITY.error is None
 
 
 def test_layers_of_another_ratio_leave_nothing_out_and_are_not_counted() -> None:
@@ -109,14 +112,14 @@ def test_layers_of_another_ratio_leave_nothing_out_and_are_not_counted() -> None
 
 
 def test_a_dummy_run_without_metadata_is_left_alone() -> None:
-    step, before = Step(NONE), LAYER_LEFT_OUT.count
+    step, before = Step(NONE), LEFT_OUT_LAYERS.count
     step._context.attn_metadata = None
     step.capture_and_replay()
     assert not step.wrote()
-    assert before == LAYER_LEFT_OUT.count
+    assert before == LEFT_OUT_LAYERS.count
 
 
 def test_a_torch_without_cuda_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", torch.cuda.graphs.is_current_stream_capturing)
     Step(NONE).run()
-    assert FALLBACK.reason is None
+    assert ACTIVITY.error is None

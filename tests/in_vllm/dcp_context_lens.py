@@ -10,17 +10,19 @@ import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
 import vllm_graphfix
-from vllm_graphfix.fixes.dcp_context_lens import _KEPT, FALLBACK
+from activities import activity_of
+from vllm_graphfix.fixes.dcp_context_lens import _KEPT
 from vllm_graphfix.verify.double.flash_attention import Rows
 from vllm_graphfix.verify.double.scenarios.dcp_context_lens import CAPTURED, decode_builder, one_of_ranks
 
 STOCK = FlashAttentionMetadataBuilder.build.__wrapped__
+ACTIVITY = activity_of("dcp-context-lens")
 LARGE, SMALL = [9, 23, 14, 30], [8, 5]
 
 
 @pytest.fixture(autouse=True)
 def _two_ranks() -> Iterator[None]:
-    FALLBACK.reason = None
+    ACTIVITY.error = None
     with one_of_ranks(2):
         yield
 
@@ -44,7 +46,7 @@ def test_lengths_are_those_of_stock_at_one_address_and_zeros_are_behind_them() -
     assert replayed.data_ptr() == captured.data_ptr()
     assert (replayed.tolist(), captured.tolist()) == ([4, 2], [4, 2, 0, 0])
     assert replayed.dtype == STOCK(builder, 0, _decodes(rows, SMALL, 2)).dcp_context_kv_lens.dtype
-    assert FALLBACK.reason is None
+    assert ACTIVITY.error is None
 
 
 def test_each_builder_has_lengths_of_its_own() -> None:
@@ -59,7 +61,7 @@ def test_a_buffer_made_in_inference_mode_is_written_outside_of_it_too() -> None:
     with torch.inference_mode():
         builder.build(0, _decodes(rows, LARGE, 4))
     assert builder.build(0, _decodes(rows, SMALL, 2)).dcp_context_kv_lens.tolist() == [4, 2]
-    assert FALLBACK.reason is None
+    assert ACTIVITY.error is None
 
 
 def test_without_full_graphs_the_metadata_are_stocks() -> None:
@@ -72,4 +74,4 @@ def test_a_batch_of_more_requests_than_there_may_be_has_stocks_lengths() -> None
     builder = decode_builder(True)
     builder.vllm_config.scheduler_config.max_num_seqs = 2
     assert builder.build(0, _decodes(Rows(CAPTURED), LARGE, 4)).dcp_context_kv_lens.tolist() == [4, 11, 7, 15]
-    assert FALLBACK.reason is not None
+    assert ACTIVITY.error is not None

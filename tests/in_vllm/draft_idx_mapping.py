@@ -12,7 +12,8 @@ import torch
 from vllm.config import CUDAGraphMode
 
 import vllm_graphfix
-from vllm_graphfix.fixes.draft_idx_mapping import _SPARE, FALLBACK, ROWS_PADDED_WITH_REQUESTS, _are_padded
+from activities import activity_of
+from vllm_graphfix.fixes.draft_idx_mapping import _SPARE, ROWS_PADDED_WITH_REQUESTS, _are_padded
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios.draft_idx_mapping import (
     DRAFT_TOKENS,
@@ -24,13 +25,16 @@ from vllm_graphfix.verify.double.scenarios.draft_idx_mapping import (
 )
 from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 
+ACTIVITY = activity_of("draft-idx-mapping")
+PADDED_ROWS = ACTIVITY.counter(ROWS_PADDED_WITH_REQUESTS)
+
 
 @pytest.fixture(autouse=True)
 def _on_the_double() -> Iterator[None]:
-    FALLBACK.reason, ROWS_PADDED_WITH_REQUESTS.count = None, 0
+    ACTIVITY.reset()
     with cpu_cuda_graphs(), _kernels():
         yield
-    assert FALLBACK.reason is None
+    assert ACTIVITY.error is None
 
 
 def drafted(speculator: Any, batch: list[int]) -> None:
@@ -71,7 +75,7 @@ def test_a_speculator_that_drafts_the_likeliest_tokens_is_left_alone() -> None:
     drafted(speculator, [0, 1, 2, 3, 4, 5])
     drafted(speculator, [5, 0, 3, 1])
     assert speculator.idx_mapping.tolist() == [5, 0, 3, 1, 4, 5]
-    assert ROWS_PADDED_WITH_REQUESTS.count == 0
+    assert PADDED_ROWS.count == 0
 
 
 def test_padded_is_a_batch_between_two_sizes() -> None:

@@ -10,17 +10,20 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
 import vllm_graphfix
-from vllm_graphfix.fixes.flash_mixed_schedule import FALLBACK, SCHEDULES_MADE_FOR_THE_GRAPH
+from activities import activity_of
+from vllm_graphfix.fixes.flash_mixed_schedule import SCHEDULES_MADE_FOR_THE_GRAPH
 from vllm_graphfix.verify.double.flash_attention import Rows, flash_attention_stand_ins, metadata_builder
 
 REQUESTS, SIZES = 4, (4, 8)
+ACTIVITY = activity_of("flash-mixed-schedule")
+SCHEDULES = ACTIVITY.counter(SCHEDULES_MADE_FOR_THE_GRAPH)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_fails() -> Iterator[None]:
-    FALLBACK.reason = None
+    ACTIVITY.error = None
     yield
-    assert FALLBACK.reason is None
+    assert ACTIVITY.error is None
 
 
 def built(
@@ -37,7 +40,7 @@ def built(
     The batch has so many *tokens*.
     """
     batch = Rows(REQUESTS).batch(queries, queries, REQUESTS, tokens)
-    before = SCHEDULES_MADE_FOR_THE_GRAPH.count
+    before = SCHEDULES.count
     with flash_attention_stand_ins(version):
         made = metadata_builder(mode, REQUESTS, SIZES)
         if builder is not None:
@@ -49,7 +52,7 @@ def built(
     return (
         metadata.max_query_len,
         None if schedule is None else int(schedule[0]),
-        SCHEDULES_MADE_FOR_THE_GRAPH.count - before,
+        SCHEDULES.count - before,
     )
 
 

@@ -11,6 +11,7 @@ from dense_fp8 import Batch, Planner, builder
 from vllm.v1.attention.backends.mla import flashmla
 
 import vllm_graphfix
+from activities import layers
 from vllm_graphfix.fixes import flashmla_fp8, flashmla_padding
 from vllm_graphfix.verify.double.flashmla import SM_PARTS
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
@@ -141,7 +142,7 @@ def test_both_fixes_give_the_same_in_either_order() -> None:
     stock: Any = flashmla.FlashMLAMetadataBuilder._build_decode
     while hasattr(stock, "__wrapped__"):
         stock = stock.__wrapped__
-    (fp8,), (padding,) = flashmla_fp8.patches("new-plan"), flashmla_padding.patches("minus-one")
+    (_, (fp8,)), (_, (padding,)) = layers(flashmla_fp8.FIX, "new-plan"), layers(flashmla_padding.FIX, "minus-one")
     for build_decode in (fp8.wrap(padding.wrap(stock)), padding.wrap(fp8.wrap(stock))):
         own, batch = builder(), Batch([1, 1, 0, 0], [70, 9, 0, 0])
         metadata = build_decode(own, **batch.arguments())

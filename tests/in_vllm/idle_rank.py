@@ -17,22 +17,26 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker import gpu_worker
 
 import vllm_graphfix
+from activities import activity_of, layers
+from vllm_graphfix.fix import Activity
 from vllm_graphfix.fixes import idle_rank as fix
-from vllm_graphfix.fixes.idle_rank import FALLBACK, IDLE_STEP_ON_REAL_BLOCKS
+from vllm_graphfix.fixes.idle_rank import IDLE_STEP_ON_REAL_BLOCKS
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios import idle_rank as scenario
 from vllm_graphfix.verify.double.scenarios.idle_rank import DRAFT, REQUESTS, _DraftingRank, _Rank
 
 BOTH = ("first", "second")
 HAS_DRAFT_SLOTS = hasattr(EagleProposer, "_get_slot_mapping")
+ACTIVITY = activity_of("idle-rank")
+STEPS_ON_REAL_BLOCKS = ACTIVITY.counter(IDLE_STEP_ON_REAL_BLOCKS)
 
 
 @pytest.fixture(autouse=True)
 def _no_error_of_a_layer(request: pytest.FixtureRequest) -> Any:
-    FALLBACK.reason = None
+    ACTIVITY.error = None
     yield
     if "meets_an_error" not in request.node.name:
-        assert FALLBACK.reason is None
+        assert ACTIVITY.error is None
 
 
 def hybrid() -> _Rank:
@@ -158,18 +162,18 @@ def test_what_ended_requests_left_for_the_prefix_cache_stays() -> None:
 def test_a_rank_that_never_had_a_request_idles_uncounted() -> None:
     rank = _Rank()
     rank.capture()
-    before = IDLE_STEP_ON_REAL_BLOCKS.count
+    before = STEPS_ON_REAL_BLOCKS.count
     rank.idle()
-    assert IDLE_STEP_ON_REAL_BLOCKS.count == before
+    assert STEPS_ON_REAL_BLOCKS.count == before
     assert not any(rank.cache.blocks())
 
 
 def test_after_a_batch_every_idle_step_is_counted() -> None:
     rank = hybrid()
-    before = IDLE_STEP_ON_REAL_BLOCKS.count
+    before = STEPS_ON_REAL_BLOCKS.count
     for _ in range(2):
         rank.idle()
-    assert IDLE_STEP_ON_REAL_BLOCKS.count == before + 2
+    assert STEPS_ON_REAL_BLOCKS.count == before + 2
 
 
 def test_where_stock_pads_the_slots_attention_alone_is_not_counted() -> None:
@@ -224,11 +228,11 @@ def test_a_layer_that_meets_an_error_lets_stock_run_and_brings_back_what_it_took
         return stock(*args, **kwargs)
 
     rank.runner._dummy_run = run
-    before = IDLE_STEP_ON_REAL_BLOCKS.count
+    before = STEPS_ON_REAL_BLOCKS.count
     rank.idle()
     assert ran == [False]
-    assert FALLBACK.reason == "TypeError: no tensor"
-    assert IDLE_STEP_ON_REAL_BLOCKS.count == before
+    assert ACTIVITY.error == "TypeError: no tensor"
+    assert STEPS_ON_REAL_BLOCKS.count == before
 
 
 def test_runs_that_are_no_steps_of_an_idle_rank_are_untouched() -> None:
@@ -238,11 +242,11 @@ def test_runs_that_are_no_steps_of_an_idle_rank_are_untouched() -> None:
     seen: list[Any] = []
     rank.runner.model = lambda **inputs: seen.append([t.block_table.gpu.clone() for t in tables(rank)])
     rows = [table.block_table.gpu.clone() for table in tables(rank)]
-    before = IDLE_STEP_ON_REAL_BLOCKS.count
+    before = STEPS_ON_REAL_BLOCKS.count
     with scenario._cpu_step(), pytest.raises(TypeError, match="NoneType"):
         rank.runner._dummy_run(1, uniform_decode=True, cudagraph_runtime_mode=CUDAGraphMode.NONE)
     assert all(map(torch.equal, seen[0], rows))
-    assert IDLE_STEP_ON_REAL_BLOCKS.count == before
+    assert STEPS_ON_REAL_BLOCKS.count == before
     for table, slot in zip(tables(rank), slots, strict=True):
         assert torch.equal(table.slot_mapping.gpu[1:], slot[1:]), "stock pads the first from 0.20 on"
 
@@ -304,9 +308,13 @@ class RunnerStandIn:
         return "what stock returns"
 
 
-def idle(runner: RunnerStandIn, shape: str) -> None:
-    step = fix._name_no_block(lambda self: self.model_runner.run(), shape)
+def idle(runner: RunnerStandIn, shape: str) -> Activity:
+    """What the fix did in a step of its own."""
+    activity, (layer,) = layers(fix.FIX, shape)
+    step = layer.wrap(lambda self: self.model_runner.run())
     assert step(SimpleNamespace(model_runner=runner)) == "what stock returns"
+    assert activity.error is None
+    return activity
 
 
 @pytest.mark.parametrize("shape", ["slots-and-inputs", "rows-and-tables", "rows-and-drafts"])
@@ -358,9 +366,8 @@ def test_on_v2_what_stock_would_write_is_counted(
     shape: str, speculator: bool, states: bool, blocks: int, counted: bool
 ) -> None:
     runner = RunnerStandIn(speculator, states, blocks)
-    before = IDLE_STEP_ON_REAL_BLOCKS.count
-    idle(runner, shape)
-    assert IDLE_STEP_ON_REAL_BLOCKS.count - before == counted
+    activity = idle(runner, shape)
+    assert activity.counter(IDLE_STEP_ON_REAL_BLOCKS).count == counted
 
 
 def test_the_target_is_the_one_that_executors_call() -> None:

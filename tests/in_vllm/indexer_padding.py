@@ -13,13 +13,16 @@ import torch
 from vllm.v1.attention.backends.mla import indexer
 
 import vllm_graphfix
-from vllm_graphfix.fixes.indexer_padding import FALLBACK, PADDED_ROWS_BELOW_ZERO, patches
+from activities import activity_of, layers
+from vllm_graphfix.fixes.indexer_padding import FIX, PADDED_ROWS_BELOW_ZERO
 from vllm_graphfix.verify.double.scenarios.indexer_padding import CAPTURED, Batches, builder
 from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 
 KIND = indexer.DeepseekV32IndexerMetadataBuilder
 UNWRITTEN = -7
 """What is in the builder's buffer before: a clamp that goes too far would show."""
+ACTIVITY = activity_of("indexer-padding")
+PADDED_BATCHES = ACTIVITY.counter(PADDED_ROWS_BELOW_ZERO)
 
 
 def prepared(own: Any, scheduled: list[int], lengths: list[int], **further: Any) -> Any:
@@ -57,9 +60,9 @@ one_draft_token = pytest.mark.parametrize(("scheduled", "lengths"), ONE_DRAFT_TO
 
 @pytest.fixture(autouse=True)
 def _nothing_fails() -> Any:
-    FALLBACK.reason = None
+    ACTIVITY.error = None
     yield
-    assert FALLBACK.reason is None
+    assert ACTIVITY.error is None
 
 
 def test_the_fix_is_active() -> None:
@@ -204,9 +207,9 @@ def test_the_share_of_a_context_parallel_rank_is_made_of_what_is_corrected(rank:
 def test_the_captures_dummy_batch_is_stock() -> None:
     scheduled = lengths = [2] * CAPTURED
     stock, _ = on_stock(1, scheduled, lengths)
-    before = PADDED_ROWS_BELOW_ZERO.count
+    before = PADDED_BATCHES.count
     assert torch.equal(prepared(fresh(1), scheduled, lengths).seq_lens, stock)
-    assert PADDED_ROWS_BELOW_ZERO.count == before
+    assert PADDED_BATCHES.count == before
 
 
 def test_every_batch_is_in_the_buffer_that_was_captured() -> None:
@@ -233,9 +236,9 @@ def test_every_batch_is_in_the_buffer_that_was_captured() -> None:
 def test_batches_are_counted_whose_padding_gives_lengths_below_zero_on_stock(
     draft_tokens: int, scheduled: list[int], lengths: list[int], counted: int
 ) -> None:
-    before = PADDED_ROWS_BELOW_ZERO.count
+    before = PADDED_BATCHES.count
     prepared(fresh(draft_tokens), scheduled, lengths)
-    assert PADDED_ROWS_BELOW_ZERO.count - before == counted
+    assert PADDED_BATCHES.count - before == counted
 
 
 def test_a_forks_builder_is_corrected_too() -> None:
@@ -274,16 +277,16 @@ def test_it_is_called_by_position_or_by_name(keywords: bool) -> None:
 
 
 def test_lengths_that_are_not_in_the_builders_buffer_are_somebody_elses() -> None:
-    (patch,) = patches("view-of-a-row")
+    activity, (layer,) = layers(FIX, "view-of-a-row")
     theirs = torch.tensor([[-1, 0]])
     answer = (theirs, None, None, 2, False)
-    assert patch.wrap(lambda *_: answer)(fresh(1), *arguments().values()) is answer
+    assert layer.wrap(lambda *_: answer)(fresh(1), *arguments().values()) is answer
     assert theirs.tolist() == [[-1, 0]]
+    assert activity.error is None
 
 
 def test_an_answer_that_is_unknown_is_handed_on() -> None:
-    (patch,) = patches("view-of-a-row")
+    activity, (layer,) = layers(FIX, "view-of-a-row")
     answer = object()
-    assert patch.wrap(lambda *_: answer)(fresh(1), *arguments().values()) is answer
-    assert "not subscriptable" in str(FALLBACK.reason)
-    FALLBACK.reason = None
+    assert layer.wrap(lambda *_: answer)(fresh(1), *arguments().values()) is answer
+    assert "not subscriptable" in str(activity.error)

@@ -13,12 +13,15 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilde
 from vllm.v1.kv_cache_interface import MambaSpec
 
 import vllm_graphfix
-from vllm_graphfix.fixes.mamba_all_mode import FALLBACK, INDICES_OF_ANOTHER_GROUP
+from activities import activity_of
+from vllm_graphfix.fixes.mamba_all_mode import INDICES_OF_ANOTHER_GROUP
 
 LARGEST, BLOCK, BLOCKS = 4, 4, 8
 INDICES = ("block_idx_last_scheduled_token", "block_idx_last_computed_token")
 OLD = 5
 """What the buffers hold before."""
+ACTIVITY = activity_of("mamba-all-mode")
+INDICES_OF_OTHERS = ACTIVITY.counter(INDICES_OF_ANOTHER_GROUP)
 
 
 def builder(graphs: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE, cache_mode: str = "all") -> Any:
@@ -57,12 +60,12 @@ def batch(lengths: list[int], scheduled: list[int]) -> Any:
 
 def updated(first: Any, second: Any, lengths: list[int], scheduled: list[int]) -> tuple[Any, Any, int]:
     """What the first builder built, what the second one made of it for its block table, and how much was counted."""
-    before = INDICES_OF_ANOTHER_GROUP.count
+    before = INDICES_OF_OTHERS.count
     common = batch(lengths, scheduled)
     built = first.build(0, common)
     made = second.update_block_table(built, common.block_table_tensor + 100, common.slot_mapping)
-    assert FALLBACK.reason is None
-    return built, made, INDICES_OF_ANOTHER_GROUP.count - before
+    assert ACTIVITY.error is None
+    return built, made, INDICES_OF_OTHERS.count - before
 
 
 def test_the_fix_is_active() -> None:

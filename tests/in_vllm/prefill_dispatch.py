@@ -12,13 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prefill_steps import LENGTHS, attention, layers, nothing_counted, recurrent  # noqa: F401 - a fixture among them
+from prefill_steps import (  # noqa: F401 - a fixture among them
+    ACTIVITY,
+    AS_DECODE,
+    LENGTHS,
+    attention,
+    layers,
+    nothing_counted,
+    recurrent,
+)
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker import gpu_model_runner
 
 import vllm_graphfix
-from vllm_graphfix.fixes.prefill_dispatch import FALLBACK, PREFILL_AS_DECODE
 from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
@@ -81,7 +88,7 @@ def test_decodes_have_their_graph(length: int, rows: int) -> None:
     made = runner(length)
     assert mode_of(made, [decode(3 + row) for row in range(rows)]) is FULL
     assert mode_of(made, [decode(3, further=1)] * rows) is FULL, "the first decode after a prompt"
-    assert PREFILL_AS_DECODE.count == 0
+    assert AS_DECODE.count == 0
 
 
 PREFILLS: dict[str, Callable[[int], Row]] = {
@@ -105,7 +112,7 @@ def test_one_row_that_is_not_past_its_prefill_keeps_the_step_out_of_a_decode_gra
         rows = [decode()] * others
         rows.insert(place, prefill(length))
         assert mode_of(runner(length), rows) is NONE
-    assert PREFILL_AS_DECODE.count == others + 1
+    assert AS_DECODE.count == others + 1
 
 
 @LENGTHS
@@ -134,9 +141,9 @@ def test_what_is_computed_may_run_ahead_of_what_is_known() -> None:
 def test_rows_beyond_the_batch_are_nobodys_phase(length: int) -> None:
     made = runner(length)
     ask(made, [decode(), decode(), (40, 8, 40), (40, 0, 40)])
-    counted = PREFILL_AS_DECODE.count
+    counted = AS_DECODE.count
     assert mode_of(made, [decode(), decode()]) is FULL
-    assert PREFILL_AS_DECODE.count == counted
+    assert AS_DECODE.count == counted
 
 
 @LENGTHS
@@ -147,7 +154,7 @@ def test_captures_and_dummy_runs_which_force_the_answer_get_it(length: int, pref
     assert mode_of(made, [prefill(length)], force_uniform_decode=False) is NONE
     assert mode_of(made, [decode()], force_uniform_decode=False) is NONE
     assert mode_of(made, [prefill(length)], force_eager=True) is NONE
-    assert PREFILL_AS_DECODE.count == 0
+    assert AS_DECODE.count == 0
 
 
 @LENGTHS
@@ -156,7 +163,7 @@ def test_models_without_recurrent_layers_keep_their_graphs(length: int, prefill:
     together = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": attention(), "b": attention()})
     for groups in (layers(attention()), layers(attention(), attention()), layers(together), layers()):
         assert mode_of(runner(length, groups=groups), [decode(), prefill(length)]) is FULL
-    assert PREFILL_AS_DECODE.count == 0
+    assert AS_DECODE.count == 0
 
 
 @pytest.mark.parametrize(
@@ -171,26 +178,26 @@ def test_models_without_recurrent_layers_keep_their_graphs(length: int, prefill:
 )
 def test_a_group_of_recurrent_layers_is_found_wherever_it_is(groups: Callable[[], KVCacheConfig]) -> None:
     assert mode_of(runner(groups=groups()), [decode(), (1, 0, 1)]) is NONE
-    assert PREFILL_AS_DECODE.count == 1
+    assert AS_DECODE.count == 1
 
 
 @pytest.mark.parametrize("mode", [NONE, PIECEWISE], ids=str)
 def test_where_decodes_have_no_graphs_of_their_own_nothing_is_counted(mode: CUDAGraphMode) -> None:
     assert mode_of(runner(mode=mode), [(1, 0, 1)]) is mode
-    assert PREFILL_AS_DECODE.count == 0
+    assert AS_DECODE.count == 0
 
 
 def test_a_batch_that_is_larger_than_its_graphs_is_not_counted() -> None:
     made = runner()
     made.compilation_config.max_cudagraph_capture_size = 1
     assert mode_of(made, [decode(), (1, 0, 1)]) is NONE
-    assert PREFILL_AS_DECODE.count == 0
+    assert AS_DECODE.count == 0
 
 
 def test_a_step_that_has_not_the_shape_of_a_decode_is_stocks() -> None:
     assert mode_of(runner(2), [(3, 0, 3)], count=3) is NONE
     assert mode_of(runner(2), [(3, 0, 3)], count=1) is NONE
-    assert PREFILL_AS_DECODE.count == 0
+    assert AS_DECODE.count == 0
 
 
 def parallel(made: Any, **sizes: int) -> None:
@@ -229,7 +236,7 @@ def test_a_rank_that_only_decodes_follows_one_that_prefills(monkeypatch: pytest.
     made = runner()
     parallel(made, data_parallel_size=2)
     assert mode_of(made, [decode()]) is NONE
-    assert PREFILL_AS_DECODE.count == 0
+    assert AS_DECODE.count == 0
 
 
 def test_the_stages_of_a_pipeline_go_by_the_prompts_which_all_know() -> None:
@@ -249,7 +256,7 @@ def test_pipelines_with_sequence_parallelism_are_left_alone() -> None:
     made.compilation_config.pass_config.enable_sp = True
     answers = {mode_of(made, rows) for rows in ([decode(), (1, 0, 1)], [decode(), decode()])}
     assert answers == {FULL}
-    assert PREFILL_AS_DECODE.count == 0
+    assert AS_DECODE.count == 0
 
 
 def test_sequence_parallelism_without_a_pipeline_is_put_right() -> None:
@@ -261,10 +268,10 @@ def test_sequence_parallelism_without_a_pipeline_is_put_right() -> None:
 def test_nothing_is_made_of_arguments_that_are_not_given_by_name() -> None:
     made = runner()
     ask(made, [(1, 0, 1)])
-    counted = PREFILL_AS_DECODE.count
+    counted = AS_DECODE.count
     mode, *_ = made._determine_batch_execution_and_padding(1, 1, np.ones(1, dtype=np.int32), 1, False)
     assert mode is FULL
-    assert PREFILL_AS_DECODE.count == counted
+    assert AS_DECODE.count == counted
 
 
 def test_the_batch_is_not_changed() -> None:
@@ -287,5 +294,5 @@ def test_an_error_of_the_fix_leaves_the_step_to_stock() -> None:
         use_cascade_attn=False,
     )
     assert mode is FULL
-    assert FALLBACK.reason is not None
-    FALLBACK.reason = None
+    assert ACTIVITY.error is not None
+    ACTIVITY.error = None

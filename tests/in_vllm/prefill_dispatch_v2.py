@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from prefill_steps import LENGTHS, attention, layers, nothing_counted, recurrent  # noqa: F401 - a fixture among them
+from prefill_steps import (  # noqa: F401 - a fixture among them
+    ACTIVITY,
+    AS_DECODE,
+    LENGTHS,
+    attention,
+    layers,
+    nothing_counted,
+    recurrent,
+)
 from vllm.config import CUDAGraphMode
 
-from vllm_graphfix.fixes.prefill_dispatch import FALLBACK, PREFILL_AS_DECODE
 from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
 
 FULL, NONE = CUDAGraphMode.FULL, CUDAGraphMode.NONE
@@ -52,7 +59,7 @@ def test_decodes_have_their_graph(length: int) -> None:
     made = V2(length)
     assert made.step("one")
     assert made.step("one", "other")
-    assert PREFILL_AS_DECODE.count == 0
+    assert AS_DECODE.count == 0
 
 
 @LENGTHS
@@ -63,10 +70,10 @@ def test_prefills_of_that_shape_have_none(length: int) -> None:
     assert not made.step("one", "new")
     assert not made.step("rest", "one", "other")
     assert not made.step("new")
-    assert PREFILL_AS_DECODE.count == 3
+    assert AS_DECODE.count == 3
     made.computed["new"] = length
     assert made.step("one", "new")
-    assert PREFILL_AS_DECODE.count == 3
+    assert AS_DECODE.count == 3
 
 
 def test_a_preempted_request_comes_again_with_its_own_tokens_to_prefill() -> None:
@@ -82,14 +89,14 @@ def test_requests_that_are_not_in_the_step_do_not_count() -> None:
     del made.dispatch._states.index_to_req_id[made.dispatch._states.req_id_to_index.pop("waiting")]
     del made.computed["waiting"]
     assert made.step("one", "other"), "nor does the slot of one that is gone"
-    assert PREFILL_AS_DECODE.count == 0
+    assert AS_DECODE.count == 0
 
 
 def test_models_without_recurrent_layers_keep_their_graphs() -> None:
     made = V2(groups=layers(attention()))
     made.add("new", prefill=1, computed=0)
     assert made.step("one", "new")
-    assert PREFILL_AS_DECODE.count == 0
+    assert AS_DECODE.count == 0
 
 
 def test_steps_of_another_shape_are_stocks() -> None:
@@ -97,7 +104,7 @@ def test_steps_of_another_shape_are_stocks() -> None:
     made.add("new", prefill=3, computed=0)
     assert not made.step("new", count=3)
     assert not made.step("new", count=1)
-    assert PREFILL_AS_DECODE.count == 0
+    assert AS_DECODE.count == 0
 
 
 def test_a_dummy_run_after_a_step_that_was_not_dispatched_has_its_graph() -> None:
@@ -114,7 +121,7 @@ def test_a_dummy_run_after_a_step_that_was_not_dispatched_has_its_graph() -> Non
     made.runner.update_requests(nothing)  # such a step is over before its dispatch
     descriptor, _ = runner_v2.dispatch_cg_and_sync_dp(made.runner.cudagraph_manager, 1, 1, 1, 1, 0)
     assert descriptor.cg_mode is FULL
-    assert PREFILL_AS_DECODE.count == 0
+    assert AS_DECODE.count == 0
 
 
 def test_one_dispatch_is_corrected_and_the_next_is_not() -> None:
@@ -123,7 +130,7 @@ def test_one_dispatch_is_corrected_and_the_next_is_not() -> None:
     assert not made.step("one", "new")
     descriptor, _ = runner_v2.dispatch_cg_and_sync_dp(made.runner.cudagraph_manager, 1, 1, 1, 1, 0)
     assert descriptor.cg_mode is FULL
-    assert PREFILL_AS_DECODE.count == 1
+    assert AS_DECODE.count == 1
 
 
 def test_an_eager_step_is_not_counted() -> None:
@@ -134,7 +141,7 @@ def test_an_eager_step_is_not_counted() -> None:
     scheduled.scheduled_encoder_inputs = {"new": [0]}
     with pytest.raises(scenario._DispatchedError):
         made.runner.execute_model(scheduled)
-    assert PREFILL_AS_DECODE.count == 0
+    assert AS_DECODE.count == 0
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -161,5 +168,5 @@ def test_an_error_of_the_fix_leaves_the_step_to_stock() -> None:
     made.add("new", prefill=1, computed=0)
     made.runner.decode_query_len = None
     assert made.step("one", "new")
-    assert FALLBACK.reason is not None
-    FALLBACK.reason = None
+    assert ACTIVITY.error is not None
+    ACTIVITY.error = None

@@ -9,19 +9,22 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
-from vllm_graphfix.fixes.prefill_dispatch import FALLBACK, PREFILL_AS_DECODE
+from activities import activity_of
+from vllm_graphfix.fixes.prefill_dispatch import PREFILL_AS_DECODE
 from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
 
 LENGTHS = pytest.mark.parametrize("length", [1, 2, 4])
 """Tokens of a decode: one, and its drafts."""
+ACTIVITY = activity_of("prefill-dispatch")
+AS_DECODE = ACTIVITY.counter(PREFILL_AS_DECODE)
 
 
 @pytest.fixture(autouse=True)
 def nothing_counted() -> Iterator[None]:
-    PREFILL_AS_DECODE.count, FALLBACK.reason = 0, None
+    ACTIVITY.reset()
     with scenario._unpinned():
         yield
-    assert FALLBACK.reason is None
+    assert ACTIVITY.error is None
 
 
 def recurrent(kind: Any = MambaSpec) -> Any:

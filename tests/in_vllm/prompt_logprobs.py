@@ -17,17 +17,20 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import vllm_graphfix
-from vllm_graphfix.fixes.prompt_logprobs import FALLBACK, READ_AFTER_DRAFT
+from activities import activity_of
+from vllm_graphfix.fixes.prompt_logprobs import READ_AFTER_DRAFT
 from vllm_graphfix.verify.double.scenarios import prompt_logprobs as scenario
 from vllm_graphfix.verify.double.scenarios.prompt_logprobs import SCORED, STEPS, make_runner, one_memory, prepare, step
 
 PROMPTS, _ = STEPS
 GRAPHS = CUDAGraphMode.FULL
+ACTIVITY = activity_of("prompt-logprobs")
+READS_AFTER_DRAFT = ACTIVITY.counter(READ_AFTER_DRAFT)
 
 
 @pytest.fixture(autouse=True)
 def _graphs() -> Iterator[None]:
-    READ_AFTER_DRAFT.count, FALLBACK.reason = 0, None
+    ACTIVITY.reset()
     with one_memory():
         yield
 
@@ -65,8 +68,8 @@ def sample(
 
 def has_no_copy(runner: Any, *given: Any, **keywords: Any) -> bool:
     hidden_states, _, read = sample(runner, *given, **keywords)
-    assert FALLBACK.reason is None
-    assert READ_AFTER_DRAFT.count == int(read.given[0] is not hidden_states)
+    assert ACTIVITY.error is None
+    assert READS_AFTER_DRAFT.count == int(read.given[0] is not hidden_states)
     return read.given[0] is hidden_states
 
 
@@ -81,7 +84,7 @@ def test_the_bookkeeping_reads_the_targets_hidden_states_after_a_draft(asynchron
     assert read.drafts == [1]
     assert torch.equal(read.values[0], values)
     assert not torch.equal(hidden_states, values), "the drafter's graph has written there"
-    assert (READ_AFTER_DRAFT.count, FALLBACK.reason) == (1, None)
+    assert (READS_AFTER_DRAFT.count, ACTIVITY.error) == (1, None)
 
 
 def test_the_drafter_is_given_the_targets_hidden_states_as_ever() -> None:
@@ -139,7 +142,7 @@ def test_the_copy_is_gone_when_the_step_is_over(collected: bool) -> None:
         output = runner.sample_tokens(None)
         if collected:
             gc.collect()
-        assert READ_AFTER_DRAFT.count == 1
+        assert READS_AFTER_DRAFT.count == 1
         assert copies[0]() is None
         assert output.prompt_logprobs_dict
     finally:
@@ -155,7 +158,7 @@ def test_every_chunk_of_a_prompt_is_scored_from_the_target() -> None:
             assert torch.equal(found[name].logprobs, scored.logprobs)
             assert torch.equal(found[name].logprob_token_ids, scored.logprob_token_ids)
             assert torch.equal(found[name].selected_token_ranks, scored.selected_token_ranks)
-    assert READ_AFTER_DRAFT.count == len(STEPS)
+    assert READS_AFTER_DRAFT.count == len(STEPS)
 
 
 def test_generated_tokens_and_drafts_are_those_of_eager() -> None:
@@ -178,7 +181,7 @@ def test_decodes_after_a_scored_prompt_have_none() -> None:
     runner = make_runner(GRAPHS)
     for scheduled in STEPS:
         step(runner, scheduled)
-    READ_AFTER_DRAFT.count = 0
+    READS_AFTER_DRAFT.count = 0
     assert has_no_copy(runner, dict.fromkeys(PROMPTS, 1))
 
 
@@ -199,7 +202,7 @@ def test_a_drafter_that_runs_after_the_bookkeeping_has_none() -> None:
     hidden_states, values, read = sample(runner)
     assert read.given[0] is hidden_states
     assert torch.equal(read.values[0], values)
-    assert (read.drafts, len(runner.drafter.seen), READ_AFTER_DRAFT.count) == ([0], 1, 0)
+    assert (read.drafts, len(runner.drafter.seen), READS_AFTER_DRAFT.count) == ([0], 1, 0)
 
 
 def test_a_drafter_without_a_model_has_none() -> None:
@@ -239,7 +242,7 @@ def test_a_rank_without_a_state_does_as_stock_does() -> None:
     runner = make_runner(GRAPHS)
     runner.num_prompt_logprobs["scored"] = 1
     runner.sample_tokens(None)
-    assert (READ_AFTER_DRAFT.count, FALLBACK.reason) == (0, None)
+    assert (READS_AFTER_DRAFT.count, ACTIVITY.error) == (0, None)
 
 
 @pytest.mark.skipif(
@@ -271,8 +274,8 @@ def test_an_error_of_the_layers_own_leaves_the_step_as_it_was() -> None:
     runner.compilation_config.max_cudagraph_capture_size = None  # nothing to compare with
     hidden_states, _, read = sample(runner)
     assert read.given[0] is hidden_states
-    assert READ_AFTER_DRAFT.count == 0
-    assert "TypeError" in (FALLBACK.reason or "")
+    assert READS_AFTER_DRAFT.count == 0
+    assert "TypeError" in (ACTIVITY.error or "")
 
 
 def test_the_answer_of_a_copy_that_fails_is_stocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +298,7 @@ def test_the_answer_of_a_copy_that_fails_is_stocks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runner.drafter, "propose", lambda **_: torch.zeros(3, scenario.DRAFT_TOKENS, dtype=torch.int32))
     runner.sample_tokens(None)
     assert given[0] is state.hidden_states
-    assert "no memory for a copy" in (FALLBACK.reason or "")
+    assert "no memory for a copy" in (ACTIVITY.error or "")
 
 
 def test_an_error_of_stock_comes_out_and_leaves_no_copy_behind() -> None:
@@ -309,4 +312,4 @@ def test_an_error_of_stock_comes_out_and_leaves_no_copy_behind() -> None:
     with pytest.raises(RuntimeError, match="the drafter's own"):
         runner.sample_tokens(None)
     assert runner.execute_model_state is None
-    assert FALLBACK.reason is None
+    assert ACTIVITY.error is None

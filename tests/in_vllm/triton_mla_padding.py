@@ -16,7 +16,9 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.v1.attention.backends.mla import triton_mla
 
 import vllm_graphfix
-from vllm_graphfix.fixes.triton_mla_padding import EMPTY_ROWS_GIVEN, FALLBACK, FIX
+from activities import activity_of, layers
+from vllm_graphfix.fix import Activity
+from vllm_graphfix.fixes.triton_mla_padding import EMPTY_ROWS_GIVEN, FIX
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios.triton_mla_padding import (
     CAPTURED,
@@ -95,10 +97,10 @@ def test_without_a_graph_a_row_without_tokens_is_zeros_too(lengths: list[int]) -
 
 
 def test_a_batch_without_rows_is_one() -> None:
-    wrapped = FIX.patches("divides-by-nothing")[0].wrap(kernel_that_leaves(float("nan")))
+    wrapped, activity = with_zeros(kernel_that_leaves(float("nan")))
     given = arguments(rows=0)
     assert wrapped(**given) is given
-    assert FALLBACK.reason is None
+    assert activity.error is None
 
 
 @pytest.mark.skipif(
@@ -109,6 +111,12 @@ def test_every_token_of_a_padded_row_is_zeros() -> None:
     assert output.flatten(1).any(1).tolist() == [True, True, True, True, False, False]
     assert output.isfinite().all()
     assert (log_sums[4:] == MINUS_INFINITY).all()
+
+
+def with_zeros(kernel: Any) -> tuple[Any, Activity]:
+    """What the backend calls in the place of *kernel*, and the activity that it tells of its errors."""
+    activity, (zeros, _) = layers(FIX, "divides-by-nothing")
+    return zeros.wrap(kernel), activity
 
 
 def kernel_that_leaves(value: float) -> Any:
@@ -132,7 +140,7 @@ def arguments(rows: int, lengths: list[int] | None = None) -> dict[str, Any]:
 
 
 def test_the_output_is_written_in_place_and_what_stock_returns_is_handed_on() -> None:
-    wrapped = FIX.patches("divides-by-nothing")[0].wrap(kernel_that_leaves(3.0))
+    wrapped, _ = with_zeros(kernel_that_leaves(3.0))
     given = arguments(3, [4, 0, 1])
     output, lengths = given["o"], given["b_seq_len"].clone()
     assert wrapped(**given) is given
@@ -142,7 +150,7 @@ def test_the_output_is_written_in_place_and_what_stock_returns_is_handed_on() ->
 
 
 def test_it_is_called_by_position_too() -> None:
-    wrapped = FIX.patches("divides-by-nothing")[0].wrap(kernel_that_leaves(3.0))
+    wrapped, _ = with_zeros(kernel_that_leaves(3.0))
     given = arguments(2, [0, 1])
     names = ("q", "k_buffer", "v_buffer", "o", "lse", "req_to_token", "b_seq_len")
     wrapped(*(given[name] for name in names), returned=None)
@@ -150,15 +158,12 @@ def test_it_is_called_by_position_too() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[0], [0, 0], [0, 0, 0, 0, 0]])
-def test_other_lengths_than_rows_leave_the_output_as_the_kernel_did(
-    monkeypatch: pytest.MonkeyPatch, lengths: list[int]
-) -> None:
-    monkeypatch.setattr(FALLBACK, "reason", None)
-    wrapped = FIX.patches("divides-by-nothing")[0].wrap(kernel_that_leaves(3.0))
+def test_other_lengths_than_rows_leave_the_output_as_the_kernel_did(lengths: list[int]) -> None:
+    wrapped, activity = with_zeros(kernel_that_leaves(3.0))
     given = arguments(4, lengths)
     assert wrapped(**given) is given
     assert (given["o"] == 3.0).all()
-    assert FALLBACK.reason is not None
+    assert activity.error is not None
 
 
 def test_an_error_of_the_kernel_comes_out_as_it_is() -> None:
@@ -167,8 +172,9 @@ def test_an_error_of_the_kernel_comes_out_as_it_is() -> None:
     def decode_attention_fwd(*_: Any, **__: Any) -> None:
         raise error
 
+    wrapped, _ = with_zeros(decode_attention_fwd)
     with pytest.raises(ZeroDivisionError) as raised:
-        FIX.patches("divides-by-nothing")[0].wrap(decode_attention_fwd)(**arguments(1))
+        wrapped(**arguments(1))
     assert raised.value is error
 
 
@@ -182,8 +188,9 @@ def test_the_kernel_is_given_what_stock_gives_it(served: TritonMLADecode) -> Non
 
 @pytest.fixture
 def count() -> Any:
-    before = EMPTY_ROWS_GIVEN.count
-    return lambda: EMPTY_ROWS_GIVEN.count - before
+    given = activity_of("triton-mla-padding").counter(EMPTY_ROWS_GIVEN)
+    before = given.count
+    return lambda: given.count - before
 
 
 def test_a_padded_batch_is_counted_once(served: TritonMLADecode, count: Any) -> None:

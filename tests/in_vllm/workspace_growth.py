@@ -13,7 +13,8 @@ from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu import model_runner
 
 import vllm_graphfix
-from vllm_graphfix.fixes.workspace_growth import FALLBACK, FIX
+from activities import activity_of, layers
+from vllm_graphfix.fixes.workspace_growth import FIX, RECORDED_WORKSPACE_OUTGROWN
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios.workspace_growth import (
     CPU,
@@ -23,15 +24,16 @@ from vllm_graphfix.verify.double.scenarios.workspace_growth import (
     memory_of_a_device,
 )
 
-(EVENT,) = FIX.events
+ACTIVITY = activity_of("workspace-growth")
+OUTGROWN = ACTIVITY.counter(RECORDED_WORKSPACE_OUTGROWN)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_failed() -> Iterator[None]:
-    EVENT.count = 0
+    OUTGROWN.count = 0
     yield
-    reason, FALLBACK.reason = FALLBACK.reason, None
-    assert reason is None
+    error, ACTIVITY.error = ACTIVITY.error, None
+    assert error is None
 
 
 @pytest.fixture
@@ -81,14 +83,14 @@ def test_growth_before_the_first_capture_keeps_nothing(memory: DeviceMemoryStand
     for number in (256, 512, 1024):
         needs(number)
         assert blocks(memory) == [number]
-    assert EVENT.count == 0
+    assert OUTGROWN.count == 0
 
 
 def test_what_a_warm_up_outgrows_is_not_kept(memory: DeviceMemoryStandIn) -> None:
     needs(256)
     captured(512)
     assert blocks(memory) == [512]
-    assert EVENT.count == 0
+    assert OUTGROWN.count == 0
 
 
 def test_what_a_graph_has_recorded_stays_and_is_nobody_elses(memory: DeviceMemoryStandIn) -> None:
@@ -97,7 +99,7 @@ def test_what_a_graph_has_recorded_stays_and_is_nobody_elses(memory: DeviceMemor
     assert needs(512).data_ptr() != address
     assert blocks(memory) == [256, 512]
     assert memory.empty((256,), torch.uint8).data_ptr() != address
-    assert EVENT.count == 1
+    assert OUTGROWN.count == 1
 
 
 def test_after_the_captures_no_more_than_one_is_kept(memory: DeviceMemoryStandIn) -> None:
@@ -105,20 +107,20 @@ def test_after_the_captures_no_more_than_one_is_kept(memory: DeviceMemoryStandIn
     for number in (512, 1024, 2048, 4096):
         needs(number)
     assert blocks(memory) == [256, 4096]
-    assert EVENT.count == 1
+    assert OUTGROWN.count == 1
 
 
 def test_a_request_that_fits_changes_nothing(memory: DeviceMemoryStandIn) -> None:
     captured(512)
     assert needs(512).data_ptr() == needs(256).data_ptr()
     assert blocks(memory) == [512]
-    assert EVENT.count == 0
+    assert OUTGROWN.count == 0
 
 
 def test_each_workspace_that_a_capture_outgrows_is_kept(memory: DeviceMemoryStandIn) -> None:
     runner = captured(256, 256, 512, 1024)
     assert blocks(memory) == [256, 512, 1024]
-    assert EVENT.count == 2
+    assert OUTGROWN.count == 2
     for graph in runner.graphs:
         graph.replay()
     assert blocks(memory) == [256, 512, 1024]
@@ -127,7 +129,7 @@ def test_each_workspace_that_a_capture_outgrows_is_kept(memory: DeviceMemoryStan
 def test_growth_inside_a_graph_keeps_the_one_before(memory: DeviceMemoryStandIn) -> None:
     captured(256, 512, warm_up=False)
     assert blocks(memory) == [256, 512]
-    assert EVENT.count == 1
+    assert OUTGROWN.count == 1
 
 
 def test_a_second_capture_adds_what_it_records(memory: DeviceMemoryStandIn) -> None:
@@ -136,7 +138,7 @@ def test_a_second_capture_adds_what_it_records(memory: DeviceMemoryStandIn) -> N
     captured(512)
     needs(1024)
     assert blocks(memory) == [256, 512, 1024]
-    assert EVENT.count == 2
+    assert OUTGROWN.count == 2
 
 
 def test_graphs_that_model_runner_v2_did_not_capture_keep_nothing(memory: DeviceMemoryStandIn) -> None:
@@ -147,7 +149,7 @@ def test_graphs_that_model_runner_v2_did_not_capture_keep_nothing(memory: Device
         needs(256).add_(1)
     needs(512)
     assert blocks(memory) == [512]
-    assert EVENT.count == 0
+    assert OUTGROWN.count == 0
 
 
 def test_a_locked_workspace_does_not_grow(memory: DeviceMemoryStandIn) -> None:
@@ -158,7 +160,7 @@ def test_a_locked_workspace_does_not_grow(memory: DeviceMemoryStandIn) -> None:
             needs(512)
     assert needs(256).numel() == 256
     assert blocks(memory) == [256]
-    assert EVENT.count == 0
+    assert OUTGROWN.count == 0
 
 
 def test_what_is_kept_goes_with_its_manager(memory: DeviceMemoryStandIn) -> None:
@@ -170,7 +172,7 @@ def test_what_is_kept_goes_with_its_manager(memory: DeviceMemoryStandIn) -> None
     needs(1024)
     needs(2048)
     assert blocks(memory) == [2048]
-    assert EVENT.count == 1
+    assert OUTGROWN.count == 1
 
 
 def test_each_micro_batch_has_what_it_recorded(memory: DeviceMemoryStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +189,7 @@ def test_each_micro_batch_has_what_it_recorded(memory: DeviceMemoryStandIn, monk
     current[0] = 1
     needs(512)
     assert blocks(memory) == [256, 512, 512], "the first has recorded nothing"
-    assert EVENT.count == 1
+    assert OUTGROWN.count == 1
 
 
 def test_each_lane_has_what_it_recorded(memory: DeviceMemoryStandIn) -> None:
@@ -199,7 +201,7 @@ def test_each_lane_has_what_it_recorded(memory: DeviceMemoryStandIn) -> None:
         assert blocks(memory) == [256, 256, 512]
     needs(1024)
     assert blocks(memory) == [256, 256, 512, 1024]
-    assert EVENT.count == 2
+    assert OUTGROWN.count == 2
 
 
 def test_an_error_of_a_capture_comes_out_and_ends_it(memory: DeviceMemoryStandIn) -> None:
@@ -233,10 +235,10 @@ def test_a_manager_that_refuses_attributes_is_stocks(memory: DeviceMemoryStandIn
         captured(256)
     assert needs(512).numel() == 512
     assert blocks(memory) == [512]
-    assert EVENT.count == 0
-    assert FALLBACK.reason is not None
-    assert "graphfix_recorded" in FALLBACK.reason
-    FALLBACK.reason = None
+    assert OUTGROWN.count == 0
+    assert ACTIVITY.error is not None
+    assert "graphfix_recorded" in ACTIVITY.error
+    ACTIVITY.error = None
 
 
 def test_outside_of_a_capture_no_stream_is_asked(memory: DeviceMemoryStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,10 +249,12 @@ def test_outside_of_a_capture_no_stream_is_asked(memory: DeviceMemoryStandIn, mo
 
 
 def test_observed_no_memory_is_held_and_the_same_is_counted(memory: DeviceMemoryStandIn) -> None:
-    kind = workspace.WorkspaceManager
-    patch = next(patch for patch in FIX.observers("one-slot") if patch.name.startswith("WorkspaceManager."))
-    watched = patch.wrap(kind._ensure_workspace_size.__wrapped__)
-    with mock.patch.object(kind, "_ensure_workspace_size", watched):
+    activity, (growth, captures) = layers(FIX, "one-slot", corrects=False)
+    manager, runner = workspace.WorkspaceManager, model_runner.GPUModelRunner
+    with (
+        mock.patch.object(manager, "_ensure_workspace_size", growth.wrap(manager._ensure_workspace_size.__wrapped__)),
+        mock.patch.object(runner, "capture_model", captures.wrap(runner.capture_model)),
+    ):
         captured(256)
         for number in (512, 1024):
             needs(number)
@@ -258,7 +262,8 @@ def test_observed_no_memory_is_held_and_the_same_is_counted(memory: DeviceMemory
         captured(1024)
         needs(2048)
     assert blocks(memory) == [2048]
-    assert EVENT.count == 2
+    assert (activity.counts, activity.error) == ({RECORDED_WORKSPACE_OUTGROWN.name: 2}, None)
+    assert OUTGROWN.count == 0
 
 
 def test_a_trial_capture_keeps_until_its_graphs_are_gone(
@@ -347,7 +352,7 @@ def test_with_capture_state_both_are_right() -> None:
                 runner.capture_model()
     (image,) = images
     assert image.unique().tolist() == [7.0]
-    assert EVENT.count == 1
+    assert OUTGROWN.count == 1
     assert len(eager) == len(graphed) > 0
     for expected, found in zip(eager, graphed, strict=True):
         torch.testing.assert_close(found, expected)

@@ -170,7 +170,7 @@ def main(fix: str, renamed: dict[str, str], shape: str | None, traced: bool = Fa
     if calls is not None:
         result["calls"] = sorted(calls.seen, key=repr)
     state = vllm_graphfix.states()[fix]
-    fallback = next(each.fallback.reason for each in fixes.FIXES if each.name == fix)
+    fallback = vllm_graphfix._this_process().manager.activity(fix).error
     print(json.dumps(result | {"state": state.state.value, "reason": state.reason, "fallback": fallback}))  # noqa: T201 - the result
 
 

@@ -18,6 +18,7 @@ _FOLDER = Path(__file__).parents[1] / "in_vllm"
 
 _CODE = """
 import os, sys
+sys.path.append({support!r})
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
@@ -36,7 +37,7 @@ def check_behaviours(
     Raises AssertionError with pytest's report if one fails, or if there was none to run.
     """
     paths = [str(_FOLDER / f"{each}.py") for each in (name, also) if each]
-    code = _CODE.format(folder=str(_FOLDER), paths=paths, select=select)
+    code = _CODE.format(folder=str(_FOLDER), support=str(Path(__file__).parent), paths=paths, select=select)
     if isinstance(release, str):
         run_in_fork(release, code, env)
     else:

@@ -11,7 +11,7 @@ import traceback
 from typing import Any
 
 from vllm_graphfix import fixes
-from vllm_graphfix.fix import Fix, StockFunction
+from vllm_graphfix.fix import Activity, Fix, StockFunction
 from vllm_graphfix.verify.double import worker
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 
@@ -21,7 +21,7 @@ def emptied(fix: Fix) -> Fix:
     return fix._replace(patches=lambda shape: [patch._replace(wrap=_pass_on) for patch in fix.patches(shape)])
 
 
-def _pass_on(stock: StockFunction) -> StockFunction:
+def _pass_on(stock: StockFunction, _: Activity) -> StockFunction:
     @functools.wraps(stock)
     def unchanged(*args: Any, **kwargs: Any) -> Any:
         return stock(*args, **kwargs)

@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import endurance_layers as layers
 import endurance_records as of_records
 from endurance_left import Case, left_by
-from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.fix import Activity
+from vllm_graphfix.fixes import BY_NAME
 
 
 def main(calls: dict[str, int]) -> None:
     """Prints a line of JSON for each case of *calls*, which says how often."""
     logging.disable()
-    events = [event for fix in FIXES for event in fix.events]
-
-    def afresh() -> None:
-        for event in events:
-            event.count = 0
-
     for name, times in calls.items():
         case = CASES[name].make()
-        for fix in FIXES:
-            fix.fallback.reason = None
-        left = left_by(case.call, times, afresh)
+        activities = case.activities
+        for activity in activities.values():
+            activity.error = None
+        left = left_by(case.call, times, functools.partial(_count_afresh, activities))
+        counts = {event: count for activity in activities.values() for event, count in activity.counts.items()}
         told = {
             "case": name,
             "left": left._asdict(),
-            "counted": {event.name: event.count for event in events if event.count},
+            "counted": {event: count for event, count in counts.items() if count},
             "expected": dict.fromkeys(case.counted, times),
-            "failing": [fix.name for fix in FIXES if fix.fallback.reason is not None],
+            "failing": [fix for fix, activity in activities.items() if activity.error is not None],
             "expected_failing": [] if case.failing is None else [case.failing],
         }
         print(json.dumps(told), flush=True)  # noqa: T201 - the result
+
+
+def _count_afresh(activities: Mapping[str, Activity]) -> None:
+    """Sets what has been counted to 0; what failed before stays."""
+    for fix, activity in activities.items():
+        for event in BY_NAME[fix].events:
+            activity.counter(event).count = 0
 
 
 class Planned(NamedTuple):

@@ -9,17 +9,26 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import activities
 from endurance_left import Case
-from vllm_graphfix.fix import Patch
+from vllm_graphfix.fix import Activity, StockFunction
 from vllm_graphfix.fixes import BY_NAME
 
 REQUESTS, ROWS = 3, 4
 """The sizes of a batch with padding."""
 
 
-def _layer(fix: str, shape: str, target: str, *, active: bool) -> Patch:
-    offered = BY_NAME[fix].patches(shape) if active else BY_NAME[fix].observers(shape)
-    return next(patch for patch in offered if patch.name == target)
+class _Layers:
+    """What one fix puts around stock functions; without *active*, to count alone."""
+
+    def __init__(self, fix: str, shape: str, *, active: bool) -> None:
+        activity, offered = activities.layers(BY_NAME[fix], shape, corrects=active)
+        self._wraps = {layer.name: layer.wrap for layer in offered}
+        self.activities: dict[str, Activity] = {fix: activity}
+        """For the case: what the fix does, by its name."""
+
+    def around(self, target: str, stock: StockFunction) -> StockFunction:
+        return self._wraps[target](stock)
 
 
 # -- mamba-padding -----------------------------------------------------------------------------------------------------
@@ -73,15 +82,11 @@ def mamba(*, active: bool, stale: bool, padded: bool = True, broken: bool = Fals
         def stock(self: Any, common_attn_metadata: Any, *, num_accepted_tokens: Any = None) -> None:
             """Stands in for it."""
 
-    layer = _layer(
-        "mamba-padding",
-        "prefilling-over-padding",
-        f"{BaseMambaAttentionMetadataBuilder.__name__}.{name}",
-        active=active,
-    )
-    around = layer.wrap(stock)
+    layers = _Layers("mamba-padding", "prefilling-over-padding", active=active)
+    around = layers.around(f"{BaseMambaAttentionMetadataBuilder.__name__}.{name}", stock)
     counted = ("padded-row-prefilling",) if stale and padded and not broken else ()
-    return Case(lambda: around(builder, metadata), counted, "mamba-padding" if broken else None)
+    failing = "mamba-padding" if broken else None
+    return Case(lambda: around(builder, metadata), counted, failing, layers.activities)
 
 
 # -- FlashMLA ----------------------------------------------------------------------------------------------------------
@@ -107,8 +112,10 @@ def flashmla(*, active: bool, padded: bool) -> Case:
         cg_buf_num_splits=torch.zeros_like(splits),
     )
     around = flashmla.FlashMLAMetadataBuilder._build_decode
-    for fix, shape in (("flashmla-fp8", "new-plan"), ("flashmla-padding", "minus-one")):
-        around = _layer(fix, shape, name, active=active).wrap(around)
+    plans = _Layers("flashmla-fp8", "new-plan", active=active)
+    padding = _Layers("flashmla-padding", "minus-one", active=active)
+    for layers in (plans, padding):
+        around = layers.around(name, around)
     requests = REQUESTS if padded else ROWS
     starts = torch.arange(ROWS + 1, dtype=torch.int32).clamp(max=requests)
     given = {
@@ -121,7 +128,7 @@ def flashmla(*, active: bool, padded: bool) -> Case:
         "dcp_tot_seq_lens_device": None,
     }
     counted = ("plan-outside-buffers", *(("padded-rows-given",) if padded else ()))
-    return Case(lambda: around(builder, **given), counted)
+    return Case(lambda: around(builder, **given), counted, activities=plans.activities | padding.activities)
 
 
 # -- FlashAttention 3 --------------------------------------------------------------------------------------------------
@@ -143,11 +150,12 @@ def flash(*, active: bool, decodes: bool = True) -> Case:
     schedule = torch.zeros(1, dtype=torch.int32)
     flash_attn.get_scheduler_metadata = lambda **_: schedule  # a kernel; here it costs nothing
     target = f"{flash_attn.FlashAttentionMetadataBuilder.__name__}.build"
-    layer = _layer("flash-mixed-schedule", "longest-of-the-step", target, active=active)
-    around = layer.wrap(flash_attn.FlashAttentionMetadataBuilder.build)
+    layers = _Layers("flash-mixed-schedule", "longest-of-the-step", active=active)
+    around = layers.around(target, flash_attn.FlashAttentionMetadataBuilder.build)
     queries = [1] * REQUESTS if decodes else [ROWS]
     batch = Rows(ROWS).batch(queries, queries, ROWS, ROWS)
-    return Case(lambda: around(builder, 0, batch), ("schedules-made-for-the-graph",) if decodes else ())
+    counted = ("schedules-made-for-the-graph",) if decodes else ()
+    return Case(lambda: around(builder, 0, batch), counted, activities=layers.activities)
 
 
 # -- the sparse indexer ------------------------------------------------------------------------------------------------
@@ -160,12 +168,13 @@ def indexer(*, active: bool, padded: bool) -> Case:
 
     from vllm_graphfix.verify.double.scenarios.indexer_padding import builder
 
-    layer = _layer("indexer-padding", "view-of-a-row", f"{Builder.__name__}._prepare_decode_tensors", active=active)
-    around, own = layer.wrap(Builder._prepare_decode_tensors), builder(1, requests=ROWS)
+    layers, own = _Layers("indexer-padding", "view-of-a-row", active=active), builder(1, requests=ROWS)
+    around = layers.around(f"{Builder.__name__}._prepare_decode_tensors", Builder._prepare_decode_tensors)
     scheduled = (torch.arange(ROWS) < (REQUESTS if padded else ROWS)).int() * 2
     table, starts = torch.zeros(ROWS, 3, dtype=torch.int32), scheduled.cumsum(0, dtype=torch.int32) - scheduled
     given = (scheduled * 5, table, scheduled, scheduled, starts, ROWS, 2 * ROWS, True, 2, 2)
-    return Case(lambda: around(own, *given), ("padded-rows-below-zero",) if padded else ())
+    counted = ("padded-rows-below-zero",) if padded else ()
+    return Case(lambda: around(own, *given), counted, activities=layers.activities)
 
 
 # -- Triton MLA --------------------------------------------------------------------------------------------------------
@@ -181,9 +190,8 @@ def triton_mla(*, active: bool, padded: bool) -> Case:
 
     from vllm_graphfix.verify.double.scenarios import triton_mla_padding as scenario
 
-    decode, shape = scenario.TritonMLADecode(), "divides-by-nothing"
-    builds = _layer("triton-mla-padding", shape, "MLACommonMetadataBuilder.build", active=active)
-    build = builds.wrap(MLACommonMetadataBuilder.build)
+    decode, layers = scenario.TritonMLADecode(), _Layers("triton-mla-padding", "divides-by-nothing", active=active)
+    build = layers.around("MLACommonMetadataBuilder.build", MLACommonMetadataBuilder.build)
     metadata = scenario.common_metadata(decode, ROWS)
     requests = REQUESTS if padded else ROWS
     metadata.query_start_loc_cpu.copy_(torch.arange(ROWS + 1).clamp(max=requests))
@@ -196,13 +204,13 @@ def triton_mla(*, active: bool, padded: bool) -> Case:
 
     around = decode_attention_fwd
     if active:
-        around = _layer("triton-mla-padding", shape, "decode_attention_fwd", active=True).wrap(around)
+        around = layers.around("decode_attention_fwd", around)
 
     def call() -> None:
         build(decode.builder, 0, metadata)
         around(None, None, None, output, None, None, lengths)
 
-    return Case(call, ("empty-rows-given",) if padded else ())
+    return Case(call, ("empty-rows-given",) if padded else (), activities=layers.activities)
 
 
 # -- workspace-growth --------------------------------------------------------------------------------------------------
@@ -213,23 +221,26 @@ def workspace(*, active: bool, outgrown: bool = False) -> Case:
     import torch
     from vllm.v1.worker.workspace import WorkspaceManager
 
-    fix, name = "workspace-growth", "WorkspaceManager._ensure_workspace_size"
-    around = _layer(fix, "one-slot", name, active=active).wrap(WorkspaceManager._ensure_workspace_size)
-    capture = _layer(fix, "one-slot", "GPUModelRunner.capture_model", active=active)
+    layers = _Layers("workspace-growth", "one-slot", active=active)
+    around = layers.around("WorkspaceManager._ensure_workspace_size", WorkspaceManager._ensure_workspace_size)
     manager = WorkspaceManager(torch.device("cpu"))
+    capture = layers.around("GPUModelRunner.capture_model", lambda runner: around(manager, 1024))
     with (
         mock.patch.object(torch.accelerator, "empty_cache"),  # it grows here, and there is no device
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
         around(manager, 1024)
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-            capture.wrap(lambda runner: around(manager, 1024))(None)
+            capture(None)
         if outgrown:
             around(manager, 2048)
-    return Case(lambda: around(manager, 512))
+    return Case(lambda: around(manager, 512), activities=layers.activities)
 
 
 # -- draft-decode-mode -------------------------------------------------------------------------------------------------
+
+
+_DRAFTS = "draft-decode-mode"
 
 
 def drafts(*, active: bool) -> Case:
@@ -238,10 +249,10 @@ def drafts(*, active: bool) -> Case:
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-    manager = _ManagerStandIn(CUDAGraphMode.PIECEWISE)
+    manager, layers = _ManagerStandIn(CUDAGraphMode.PIECEWISE), _Layers(_DRAFTS, "one-manager", active=active)
     if active:
-        init = _layer("draft-decode-mode", "one-manager", "EagleCudaGraphManager.__init__", active=True)
-        init.wrap(_ManagerStandIn.__init__)(manager, CUDAGraphMode.PIECEWISE)
+        init = layers.around("EagleCudaGraphManager.__init__", _ManagerStandIn.__init__)
+        init(manager, CUDAGraphMode.PIECEWISE)
     speculator = object.__new__(EagleSpeculator)
     speculator.__dict__.update(
         cudagraph_manager=manager,
@@ -249,10 +260,11 @@ def drafts(*, active: bool) -> Case:
         idx_mapping=torch.zeros(ROWS, dtype=torch.int32),
         input_buffers=SimpleNamespace(positions=torch.zeros(ROWS), query_start_loc=torch.zeros(ROWS + 1)),
     )
-    layer = _layer("draft-decode-mode", "one-manager", "EagleSpeculator.generate_draft", active=active)
-    around, mode = layer.wrap(EagleSpeculator.generate_draft), manager.cudagraph_mode
+    around = layers.around("EagleSpeculator.generate_draft", EagleSpeculator.generate_draft)
+    mode, counted = manager.cudagraph_mode, ("decode-padded-in-piecewise",)
     tokens = REQUESTS if active else ROWS  # without a graph there is no padding
-    return Case(lambda: around(speculator, REQUESTS, tokens, {}, None, None, mode), ("decode-padded-in-piecewise",))
+    given: tuple[Any, ...] = (speculator, REQUESTS, tokens, {}, None, None, mode)
+    return Case(lambda: around(*given), counted, activities=layers.activities)
 
 
 class _ManagerStandIn:
@@ -269,18 +281,17 @@ def nightly_prefills(*, active: bool) -> Case:
     """
     import torch
 
-    shape, speculator = "two-managers-indices", _SpeculatorStandIn()
-    offered = BY_NAME["draft-decode-mode"].patches(shape) if active else BY_NAME["draft-decode-mode"].observers(shape)
-    init, inputs = (patch.wrap for patch in offered)
-    init(_SpeculatorStandIn.init_cudagraph_manager)(speculator)
-    around = inputs(_prepare_eagle_inputs_stand_in)
+    layers, speculator = _Layers(_DRAFTS, "two-managers-indices", active=active), _SpeculatorStandIn()
+    stock = _SpeculatorStandIn.init_cudagraph_manager
+    layers.around("EagleSpeculator.init_cudagraph_manager", stock)(speculator)
+    around = layers.around("prepare_eagle_inputs", _prepare_eagle_inputs_stand_in)
     small, large, indices = (*map(_BatchStandIn, (REQUESTS, ROWS)), torch.zeros(ROWS, dtype=torch.int64))
     around(indices, large)
 
     def call(speculator: object = speculator) -> None:  # which nobody else holds
         around(indices, small)
 
-    return Case(call, ("prefill-with-old-indices",))
+    return Case(call, ("prefill-with-old-indices",), activities=layers.activities)
 
 
 class _BatchStandIn:
@@ -320,8 +331,8 @@ def dispatch(*, active: bool, prefills: bool = True, broken: bool = False) -> Ca
     if broken:
         batch.num_prompt_tokens = None
     name = "_determine_batch_execution_and_padding"
-    layer = _layer("prefill-dispatch", "shape-only-v1", f"GPUModelRunner.{name}", active=active)
-    around = layer.wrap(getattr(GPUModelRunner, name))
+    layers = _Layers("prefill-dispatch", "shape-only-v1", active=active)
+    around = layers.around(f"GPUModelRunner.{name}", getattr(GPUModelRunner, name))
     given = {
         "num_tokens": REQUESTS,
         "num_reqs": REQUESTS,
@@ -330,7 +341,8 @@ def dispatch(*, active: bool, prefills: bool = True, broken: bool = False) -> Ca
         "use_cascade_attn": False,
     }
     counted = ("prefill-as-decode",) if prefills and not broken else ()
-    return Case(lambda: around(made.runner, **given), counted, "prefill-dispatch" if broken else None)
+    failing = "prefill-dispatch" if broken else None
+    return Case(lambda: around(made.runner, **given), counted, failing, layers.activities)
 
 
 def dispatch_v2(*, active: bool, prefills: bool = True) -> Case:
@@ -352,20 +364,16 @@ def dispatch_v2(*, active: bool, prefills: bool = True) -> Case:
         made._states.add(name, 5)
     made._states.look_up(computed)
     scheduled = scenario._scheduler_output(dict.fromkeys(scenario.REQUESTS, 1), list(scenario.REQUESTS), computed)
-    update, choose = (
-        _layer("prefill-dispatch", "shape-only-v2", target, active=active).wrap(stock)
-        for target, stock in (
-            ("GPUModelRunner.update_requests", GPUModelRunner.update_requests),
-            ("dispatch_cg_and_sync_dp", dispatch_cg_and_sync_dp),
-        )
-    )
+    layers = _Layers("prefill-dispatch", "shape-only-v2", active=active)
+    update = layers.around("GPUModelRunner.update_requests", GPUModelRunner.update_requests)
+    choose = layers.around("dispatch_cg_and_sync_dp", dispatch_cg_and_sync_dp)
     manager, tokens = made.runner.cudagraph_manager, len(scenario.REQUESTS)
 
     def call() -> None:
         update(made.runner, scheduled)
         choose(manager, tokens, tokens, 1, 1, 0)
 
-    return Case(call, ("prefill-as-decode",) if prefills else ())
+    return Case(call, ("prefill-as-decode",) if prefills else (), activities=layers.activities)
 
 
 # -- prompt-logprobs ---------------------------------------------------------------------------------------------------
@@ -394,11 +402,12 @@ def samples(*, active: bool, scored: bool = True, broken: bool = False) -> Case:
     def sample_tokens(self: Any, grammar_output: Any) -> None:
         self.execute_model_state = None
 
-    around = _layer("prompt-logprobs", "draft-first", "GPUModelRunner.sample_tokens", active=active).wrap(sample_tokens)
+    layers = _Layers("prompt-logprobs", "draft-first", active=active)
+    around = layers.around("GPUModelRunner.sample_tokens", sample_tokens)
 
     def call() -> None:
         runner.execute_model_state = state
         around(runner, None)
 
     counted = ("prompt-logprobs-after-draft",) if scored and not broken else ()
-    return Case(call, counted, "prompt-logprobs" if broken else None)
+    return Case(call, counted, "prompt-logprobs" if broken else None, layers.activities)

@@ -9,11 +9,12 @@ import gc
 import itertools
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import vllm_graphfix
+from vllm_graphfix.fix import Activity
 
 WARM_UP = 0.05
 """So many calls more, as a share, before anything is measured: caches and free lists fill."""
@@ -70,3 +71,5 @@ class Case(NamedTuple):
     """Events that each call has to count, and no other."""
     failing: str | None = None
     """The fix that has an error of its own at each call."""
+    activities: Mapping[str, Activity] = {}
+    """What the fixes that are called do, by their names."""

@@ -31,7 +31,7 @@ def _record(rank: int = 0, engine: str = ENGINE, count: int = 0) -> records.Reco
         decision=records.Decided(canary=True, bucket=1234, percentage=25.0, master="on", inherited=True),
         fixes={fix.name: records.FixReport("auto", "active", f"applied on rank {rank}") for fix in FIXES},
         events={fix.name: {event.name: count for event in fix.events} for fix in FIXES},
-        agreement=records.Agreement("a-token", RANKS, RANKS, None),
+        agreement=records.AgreementReport("a-token", RANKS, RANKS, None),
         leader=engine,
         written=time.time(),
     )
@@ -46,14 +46,14 @@ def watcher(*, others: int = 0) -> Case:
     """The records of 64 ranks read and told; beside so many of another engine, which are written anew all the time."""
     from prometheus_client import CollectorRegistry
 
-    from vllm_graphfix.engine.metrics import Engine, Exposition, Watcher
+    from vllm_graphfix.engine.metrics import Exposition, ServedEngine, Watcher
 
     base, inodes, read = _folder(), itertools.count(1), records.read
     for rank in range(RANKS):
         records.write(base, _record(rank))
     for rank in range(others):
         records.write(base, _record(rank, ANOTHER))
-    served = Engine(ENGINE, canary=True, percentage=25.0, ranks=RANKS)
+    served = ServedEngine(ENGINE, canary=True, percentage=25.0, ranks=RANKS)
     watcher = Watcher(base, served, Exposition(CollectorRegistry()))
 
     def read_stand_in(*args: Any, **keywords: Any) -> records.Reading:
@@ -87,7 +87,8 @@ def reporter(*, base: Path | None = None, changing: bool = False, engines: bool 
 def telling() -> Case:
     """What a rank asks itself every ten seconds; with the fixes on what has been imported so far."""
     vllm_graphfix.register()
-    telling = vllm_graphfix._this_process().status_record
+    process = vllm_graphfix._this_process()
+    telling = process.status_record
     telling.rank = (0, 0, 1, 0)
     assert telling.record().fixes["mamba-padding"].state == "active"
-    return Case(telling.record)
+    return Case(telling.record, activities={fix.name: process.manager.activity(fix.name) for fix in FIXES})

@@ -68,7 +68,7 @@ class _ThroughUs(ast.NodeTransformer):
         self._module = module.rpartition(".")[2]
         defined = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
         imported = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-        self._ours = {*vars(builtins), "FALLBACK", "functools", "inspect", *(node.name for node in defined)}
+        self._ours = {*vars(builtins), "activity", "functools", "inspect", *(node.name for node in defined)}
         self._ours |= {alias.name for node in imported for alias in node.names}
 
         self._function = ""

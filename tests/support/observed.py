@@ -56,18 +56,16 @@ def main(names: list[str], further: Mapping[str, Workload] = MappingProxyType({}
 
 def _run(way: str, names: list[str], further: Mapping[str, Workload]) -> None:
     import vllm_graphfix
-    from vllm_graphfix.fixes import BY_NAME
 
     vllm_graphfix.register()
     for name in names:
-        events, scenario = BY_NAME[name].events, scenario_of(name)
+        activity, scenario = vllm_graphfix._this_process().manager.activity(name), scenario_of(name)
         workloads: dict[str, Workload] = {"scenario": scenario, "without": partial(scenario, hit=False), **further}
         for workload, run in workloads.items():
-            for event in events:
-                event.count = 0
+            activity.reset()
             told = {"way": way, "fix": name, "workload": workload} | _measured(run())
             told["state"] = vllm_graphfix.states()[name].state.value
-            told["events"] = {event.name: event.count for event in events}
+            told["events"] = activity.counts
             print(json.dumps(told), flush=True)  # noqa: T201 - the result
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from activities import Layer
 from stock import ALL_RELEASES, release_root
 from trial_rows import edits_of
 from vllm_graphfix import manifest
@@ -69,7 +70,7 @@ PARAMETERS = {
 """By function. Of others, as the latest release has them."""
 
 
-def stock_of(patch: Patch) -> Callable[..., Any]:
+def stock_of(patch: Patch | Layer) -> Callable[..., Any]:
     """A stand-in for the function that *patch* wraps.
 
     It returns what it was given, by the names of stock's parameters.
@@ -80,7 +81,7 @@ def stock_of(patch: Patch) -> Callable[..., Any]:
     return made["stand_in"]
 
 
-def _in_the_latest_release(patch: Patch) -> str:
+def _in_the_latest_release(patch: Patch | Layer) -> str:
     path = patch.module.replace(".", "/") + ".py"
     for release in reversed(ALL_RELEASES):
         source = open_source(release_root(release))
@@ -109,6 +110,6 @@ class Hostile:
         raise RuntimeError("len")
 
 
-def given_to(patch: Patch, kind: Callable[[], Any]) -> dict[str, Any]:
+def given_to(patch: Patch | Layer, kind: Callable[[], Any]) -> dict[str, Any]:
     code = stock_of(patch).__code__
     return {name: kind() for name in code.co_varnames[: code.co_argcount]}

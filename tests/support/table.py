@@ -13,7 +13,7 @@ import pytest
 
 from fetch_vllm import ALL_RELEASES
 from vllm_graphfix.fix import variable
-from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT
+from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT, about
 
 
 def between(first: str, last: str) -> tuple[str, ...]:
@@ -27,8 +27,8 @@ def _span(releases: str) -> tuple[str, ...]:
     return between(found[1], found[2] or found[1])
 
 
-AFFECTED = {fix.name: _span(fix.releases) for fix in FIXES}
-ABSENT = {fix.name: _span(fix.absent) for fix in FIXES if fix.absent}
+AFFECTED = {fix.name: _span(about(fix).releases) for fix in FIXES}
+ABSENT = {fix.name: _span(about(fix).absent) for fix in FIXES if about(fix).absent}
 """Releases without the component."""
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_graphfix.deployment import needs
 from vllm_graphfix.fix import Fix, Mode
-from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.fixes import FIXES, about
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,20 +20,23 @@ _OBSERVED_BY_DEFAULT = (
 
 
 def as_json(fix: Fix) -> dict[str, Any]:
-    return {"schema": SCHEMA, "name": fix.name, "pr": fix.pr, **_sections(fix)}
+    return {"schema": SCHEMA, "name": fix.name, "pr": about(fix).pr, **_sections(fix)}
 
 
 def show(fix: Fix, console: Console) -> None:
     from rich.padding import Padding
 
-    console.print(f"[bold]{fix.name}[/]  {fix.summary}")
+    console.print(f"[bold]{fix.name}[/]  {about(fix).summary}")
     for title, text in _sections(fix).items():
         console.print(f"\n[bold]{title.replace('_', ' ').capitalize()}[/]")
         console.print(Padding(text, (0, 0, 0, 2)), markup=False, highlight=False)
 
 
 def all_as_json() -> dict[str, Any]:
-    listed = [{"name": fix.name, "pr": fix.pr, "summary": fix.summary, "releases": fix.releases} for fix in FIXES]
+    said = {fix.name: about(fix) for fix in FIXES}
+    listed = [
+        {"name": name, "pr": each.pr, "summary": each.summary, "releases": each.releases} for name, each in said.items()
+    ]
     return {"schema": SCHEMA, "fixes": listed}
 
 
@@ -40,27 +45,30 @@ def show_all(console: Console) -> None:
 
     table = Table("fix", "what it does", "affected releases", "upstream", box=None, pad_edge=False)
     for fix in FIXES:
-        table.add_row(f"[bold]{fix.name}[/]", fix.summary, fix.releases, _references(fix))
+        said = about(fix)
+        table.add_row(f"[bold]{fix.name}[/]", said.summary, said.releases, references(said))
     console.print(table)
 
 
-def _references(fix: Fix) -> str:
-    return ", ".join(([f"PR {fix.pr}"] if fix.pr else []) + list(fix.references))
+def references(said: About) -> str:
+    """Where upstream speaks of the defect."""
+    return ", ".join(([f"PR {said.pr}"] if said.pr else []) + list(said.references))
 
 
 def _sections(fix: Fix) -> dict[str, str]:
+    said = about(fix)
     return {
-        "symptom": fix.symptom,
-        "cause": fix.cause,
-        "what_the_fix_does": fix.remedy,
+        "symptom": said.symptom,
+        "cause": said.cause,
+        "what_the_fix_does": said.remedy,
         "what_it_counts": "\n".join(f"{event.name}: {event.meaning}" for event in fix.events),
-        "upstream": _references(fix),
-        "releases": fix.releases,
-        "how_to_tell_that_you_are_hit": fix.detect,
-        "concerns": fix.concerns,
+        "upstream": references(said),
+        "releases": said.releases,
+        "how_to_tell_that_you_are_hit": said.detect,
+        "concerns": needs.described(fix.needs()),
         **({"observed_by_default": _OBSERVED_BY_DEFAULT.format(fix.variable)} if fix.default is Mode.OBSERVE else {}),
-        "without_the_plugin": fix.workaround,
+        "without_the_plugin": said.workaround,
         "switch_it_off": f"{fix.variable}=off for this one, VLLM_GRAPHFIX=off for all; then restart the engine.",
-        "no_longer_needed": fix.removable,
+        "no_longer_needed": said.removable,
         **({"goes_with": "; ".join(f"{t.name}: without it {t.because}" for t in fix.together)} if fix.together else {}),
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_graphfix.engine.graph_dispatch import Graph, graph_being_captured
 from vllm_graphfix.engine.role import Role
-from vllm_graphfix.fix import Fallback, Fix
+from vllm_graphfix.fix import Activity, Fix
 from vllm_graphfix.patching.applied_fix import FixState
 from vllm_graphfix.patching.manager import FixManager
 from vllm_graphfix.settings.decision import Decision
@@ -69,8 +69,4 @@ class EngineContext:
         """Resets locks, counters and failures, which a forked child has copies of; it is called in that child."""
         for manager in filter(None, (self.manager, self.shadow)):
             manager.forked()
-        for fix in self.fixes:
-            for event in fix.events:
-                event.count = 0
-            fix.fallback.reason, fix.fallback.graphs = None, {}
-        Fallback.capturing = None
+        Activity.capturing = None

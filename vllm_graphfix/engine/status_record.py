@@ -123,9 +123,8 @@ class StatusRecord:
                 name: records.FixReport(state.mode.value, state.state.value, state.reason)
                 for name, state in context.states(diagnose=captures).items()
             },
-            events={fix.name: {event.name: event.count for event in fix.events} for fix in context.fixes if fix.events}
-            | shadow.counts(),
-            agreement=records.Agreement(agreed.group, agreed.world_size, agreed.agreeing, agreed.difference)
+            events=context.manager.counts() | shadow.counts(),
+            agreement=records.AgreementReport(agreed.group, agreed.world_size, agreed.agreeing, agreed.difference)
             if agreed
             else None,
             leader=agreed.leader if agreed else None,

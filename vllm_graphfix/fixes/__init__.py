@@ -1,4 +1,4 @@
-"""One module a fix: every module of this folder has a `FIX`, but for those whose names begin with ``_``."""
+"""One module a fix, with its `FIX` and its `ABOUT`; modules whose names begin with ``_`` are something else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from vllm_graphfix.fix import Fix, Mode
+from vllm_graphfix.fixes._about import About
 
 FIXES: tuple[Fix, ...] = tuple(
     sorted(
@@ -19,6 +20,15 @@ FIXES: tuple[Fix, ...] = tuple(
 )
 """In the order of application and of every table."""
 BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
-FLAGS = frozenset(flag for fix in FIXES for flag in fix.flags)
-"""Flags of `vllm serve` that fixes ask for, besides those that a `Deployment` needs."""
 OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)
+
+
+def about(fix: Fix) -> About:
+    """What people read of *fix*."""
+    found: About = import_module(f"{__name__}.{fix.name.replace('-', '_')}").ABOUT
+    return found
+
+
+def flags() -> frozenset[str]:
+    """Flags of `vllm serve` that fixes ask for, besides those that a `Deployment` needs."""
+    return frozenset(flag for fix in FIXES for need in fix.needs() for flag in need.flags)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Fallback
+from vllm_graphfix.fix import Activity
 
 if TYPE_CHECKING:
     from vllm_graphfix.source.files import Source
@@ -332,13 +331,13 @@ class FactoryPerPass:
     """``create_forward_fn`` of `CudaGraphManager.capture` (0.18.0-0.22.1), asked for each pass of a FULL descriptor.
 
     Takes a descriptor, and what else the stock factory takes; returns what that returns: a forward function, or
-    (0.21.0+) that and the attention state. What goes wrong in it is taken by *fallback*, and stock's factory decides;
-    an error of stock's own comes out as it is.
+    (0.21.0+) that and the attention state. What goes wrong in it is told to *activity*, and stock's factory
+    decides; an error of stock's own comes out as it is.
     """
 
-    def __init__(self, create: CreateForwardFn, fallback: Fallback) -> None:
+    def __init__(self, create: CreateForwardFn, activity: Activity) -> None:
         self._create = create
-        self.fallback = fallback
+        self.activity = activity
         self._passes: dict[Any, _Passes] = {}
         self.consumed = 0
         """FULL descriptors so far, of whose first state the warm-up has consumed the plan: stock would have recorded
@@ -347,12 +346,12 @@ class FactoryPerPass:
         """The state of the recorded pass by FULL descriptor, where the factory returns states."""
 
     @classmethod
-    def around(cls, create: CreateForwardFn, fallback: Fallback) -> CreateForwardFn:
+    def around(cls, create: CreateForwardFn, activity: Activity) -> CreateForwardFn:
         """*create* itself if it is one already: two fixes may ask for the same."""
         try:
-            return create if isinstance(create, cls) else cls(create, fallback)
+            return create if isinstance(create, cls) else cls(create, activity)
         except Exception as error:
-            fallback.take(error)
+            activity.failed(error)
             return create
 
     def __call__(self, *asked: Any, **asked_by_name: Any) -> Any:
@@ -363,7 +362,7 @@ class FactoryPerPass:
                 return passes.next  # this capture asks for each pass by itself, as from 0.22.0 on
             create = functools.partial(self._create, *asked, **asked_by_name)
         except Exception as error:
-            self.fallback.take(error)
+            self.activity.failed(error)
             return self._create(*asked, **asked_by_name)
         made = self._create(*asked, **asked_by_name)
         try:
@@ -373,7 +372,7 @@ class FactoryPerPass:
             returned = passes if passes.alone else (passes, *made[1:])
             self._passes[descriptor] = passes
         except Exception as error:
-            self.fallback.take(error)
+            self.activity.failed(error)
             return made
         return returned
 
@@ -415,7 +414,7 @@ class _Passes:
                 self._factory.recorded_states[self._descriptor] = made[1]
             self.next = made
         except Exception as error:
-            self._factory.fallback.take(error)
+            self._factory.activity.failed(error)
             self.next = warmed_up
 
 
@@ -485,17 +484,17 @@ class UntouchedStates(dict[Any, Any]):
     For a FULL descriptor every look-up builds a state that no forward pass has touched.
     """
 
-    def __init__(self, states: RebuildableStates, fallback: Fallback) -> None:
+    def __init__(self, states: RebuildableStates, activity: Activity) -> None:
         super().__init__(states)
         self._create = states.create
-        self._fallback = fallback
+        self._activity = activity
 
     def __getitem__(self, descriptor: Any) -> Any:
         try:
             if descriptor.cg_mode.name == "FULL":
                 return self._create(descriptor)[1]
         except Exception as error:
-            self._fallback.take(error)
+            self._activity.failed(error)
         return super().__getitem__(descriptor)
 
 
@@ -509,11 +508,23 @@ class CaptureSession:
     Keeps how its attention state was built, and whether a pass has had it.
     """
 
-    def __init__(self, fallback: Fallback) -> None:
-        self._fallback = fallback
+    def __init__(self, activity: Activity) -> None:
+        self._activity = activity
+        self._outer: CaptureSession | None = None
         self._build: Callable[[], tuple[Any, Any]] | None = None
         self._state: tuple[Any, Any] = (None, None)
         self._handed_over = False
+
+    def begin(self) -> None:
+        """From now on this is the `current_session`, until `end`."""
+        self._outer = _session.get()
+        _session.set(self)
+
+    def end(self) -> None:
+        try:
+            _session.set(self._outer)
+        except Exception as error:
+            self._activity.failed(error)
 
     def built(self, build: Callable[[], tuple[Any, Any]], state: tuple[Any, Any]) -> None:
         """*build* made *state* (attention metadata, slot mappings) and can make one like it."""
@@ -535,7 +546,7 @@ class CaptureSession:
                 return args, kwargs
             return self._with_state(self.state_for_next_pass() if state is None else state, args, kwargs)
         except Exception as error:
-            self._fallback.take(error)
+            self._activity.failed(error)
             return args, kwargs
 
     def _with_state(
@@ -554,16 +565,20 @@ class CaptureSession:
             try:
                 return self._build()
             except Exception as error:
-                self._fallback.take(error)
+                self._activity.failed(error)
         self._handed_over = True
         return self._state
 
     def consumed(self) -> bool:
         """Whether the warm-up has consumed the plan of the state that was built first.
 
-        Stock would have recorded the graph with that plan.
+        Stock would have recorded the graph with that plan. Never raises.
         """
-        return has_consumed_plan(self._state)
+        try:
+            return has_consumed_plan(self._state)
+        except Exception as error:
+            self._activity.failed(error)
+            return False
 
 
 _session: ContextVar[CaptureSession | None] = ContextVar("graphfix_capture_session", default=None)
@@ -571,13 +586,3 @@ _session: ContextVar[CaptureSession | None] = ContextVar("graphfix_capture_sessi
 
 def current_session() -> CaptureSession | None:
     return _session.get()
-
-
-@contextmanager
-def capture_session(fallback: Fallback) -> Iterator[CaptureSession]:
-    session = CaptureSession(fallback)
-    token = _session.set(session)
-    try:
-        yield session
-    finally:
-        _session.reset(token)

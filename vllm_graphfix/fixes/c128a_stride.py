@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment, Fact
+    from vllm_graphfix.deployment import Deployment, Fact
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -44,7 +46,6 @@ ROWS_CLOSER = Event(
     "A decode batch reached DeepSeek V4's compressed attention whose rows stock packs more closely than the capture "
     "did: from the second row on, graphs read another request's.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -95,39 +96,26 @@ def _at_the_buffers_stride(rows: Function) -> str | None:
     return rows.at((taken + narrower)[0]) if rows.find("global_decode_buffer.stride(0)") else None
 
 
-def _rows_as_wide_as_their_buffer(stock: StockFunction) -> StockFunction:
+def _rows_as_wide_as_their_buffer(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps `_build_c128a_metadata(cm, req_id_per_token)` so that all rows have one width.
 
     This holds where a full graph is captured or may be replayed. Stock takes the width from `max_seq_len`. Entries
     beyond a request's own are -1, and its count leaves them out.
     """
+    closer_rows, corrects = activity.counter(ROWS_CLOSER), activity.corrects
 
     @functools.wraps(stock)
     def _build_c128a_metadata(self: Any, cm: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             if _rows_are_closer(self, cm):
-                # A copy: other builders, and this one's metadata, have the length of the batch.
-                longest = object.__new__(type(cm))
-                longest.__dict__.update(cm.__dict__, max_seq_len=self.c128a_max_compressed * self.compress_ratio)
-                cm = longest
-                ROWS_CLOSER.count += 1
+                if corrects:
+                    # A copy: other builders, and this one's metadata, have the length of the batch.
+                    longest = object.__new__(type(cm))
+                    longest.__dict__.update(cm.__dict__, max_seq_len=self.c128a_max_compressed * self.compress_ratio)
+                    cm = longest
+                closer_rows.count += 1
         except Exception as error:
-            FALLBACK.take(error)
-        return stock(self, cm, *args, **kwargs)
-
-    return _build_c128a_metadata
-
-
-def _watch_width(stock: StockFunction) -> StockFunction:
-    """Around the same."""
-
-    @functools.wraps(stock)
-    def _build_c128a_metadata(self: Any, cm: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if _rows_are_closer(self, cm):
-                ROWS_CLOSER.count += 1
-        except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return stock(self, cm, *args, **kwargs)
 
     return _build_c128a_metadata
@@ -153,19 +141,19 @@ def patches(shape: str) -> tuple[Patch, ...]:
     return (Patch(_BACKEND_MODULE, _TARGET, _rows_as_wide_as_their_buffer),)
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BACKEND_MODULE, _TARGET, _watch_width),)
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
+    from vllm_graphfix.deployment.needs import Need
 
-
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of
-
-    return all_of(
-        deployment.sparse_mla(), deployment.compressed_by(128), _rows_differ(deployment), deployment.full_graphs()
+    return (
+        needs.SPARSE_MLA,
+        Need("DeepSeek V4", lambda deployment, _: deployment.compressed_by(128), "layers with a compress_ratio of 128"),
+        Need("--max-model-len above 16384", _rows_differ, "the model's own is", ("--max-model-len=",)),
+        needs.FULL_GRAPHS,
     )
 
 
-def _rows_differ(deployment: Deployment) -> Fact:
+def _rows_differ(deployment: Deployment, _: str) -> Fact:
     """Requests may have more than 128 entries of 128 tokens each."""
     from vllm_graphfix.deployment import Fact
 
@@ -180,11 +168,28 @@ def _rows_differ(deployment: Deployment) -> Fact:
 FIX = Fix(
     number=14,
     name="c128a-stride",
+    runner=None,
+    reads=(_BACKEND, _BACKEND_BEFORE, _UTILS),
+    modules=(_BACKEND_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    events=(ROWS_CLOSER,),
+    needs=needs,
+    default=Mode.OBSERVE,
+    evidence=(
+        *(f"{_BACKEND}::DeepseekV4FlashMLAMetadataBuilder.{name}" for name in ("__init__", "build")),
+        f"{_UTILS}::split_decodes_and_prefills",
+    ),
+)
+
+ABOUT = About(
     pr=51318,
     references=("PR 50004", "PR 52823"),
     summary="rows of DeepSeek V4's compressed attention stay where graphs read them",
     releases="0.27.0 - 0.27.1",
     absent="0.14.1 - 0.19.1",
+    seen="wrong answers as soon as two requests run at once: they read each other's context",
+    first_test="one request at a time: right?",
     symptom="With full CUDA graphs and a --max-model-len above 16384, DeepSeek V4 gives wrong answers as soon as two "
     "requests decode together.",
     cause="Layers with a compress_ratio of 128 read, for each token, a row of slots in the cache. Rows are packed as "
@@ -194,24 +199,11 @@ FIX = Fix(
     remedy="For decode batches that a graph may be replayed for, rows are as wide as in the capture. What is beyond a "
     "request's own entries is marked as such, and left out by its count, as before.",
     detect="One request at a time gets a correct answer, two at once do not; with --enforce-eager both do.",
-    concerns="DeepSeek V4 with layers of compress_ratio 128, a cudagraph_mode that includes FULL, --max-model-len "
-    "above 16384 (the model's own is).",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or --max-model-len '
     "16384.",
     removable="with vLLM 0.28.0",
-    runner=None,
-    reads=(_BACKEND, _BACKEND_BEFORE, _UTILS),
-    modules=(_BACKEND_MODULE,),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(ROWS_CLOSER,),
-    fallback=FALLBACK,
-    default=Mode.OBSERVE,
-    applies=applies,
-    evidence=(
-        *(f"{_BACKEND}::DeepseekV4FlashMLAMetadataBuilder.{name}" for name in ("__init__", "build")),
-        f"{_UTILS}::split_decodes_and_prefills",
-    ),
-    flags=("--max-model-len=",),
+    in_caches="wrong entries of generated tokens, of every request but the first of a batch: each layer's entries are "
+    "made of what the layers before attended to, which may be other requests'. Prompts are computed without such "
+    "graphs and are right, unless they continue from such entries",
+    how_sure="that rows are mixed up was shown; what reaches a store follows from the code",
 )

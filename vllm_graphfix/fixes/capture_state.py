@@ -10,14 +10,15 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Together, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Together, Verdict
+from vllm_graphfix.fixes._about import About
 from vllm_graphfix.fixes._capture_passes import (
     BUILDS_STATES,
     MANAGER,
+    CaptureSession,
     FactoryPerPass,
     WatchedFactory,
     builds_each_state,
-    capture_session,
     current_session,
     forward_functions,
     hands_both_passes_one_state,
@@ -25,7 +26,7 @@ from vllm_graphfix.fixes._capture_passes import (
 )
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
 
 _FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
@@ -49,7 +50,6 @@ STATE_CONSUMED = Event(
     "A full graph was captured after its warm-up had consumed the attention plan: on stock every replay uses the plan "
     "of a dummy batch.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -105,43 +105,39 @@ def _affected(shape: str, where: str) -> Diagnosis:
     )
 
 
-def _capture_with_a_state_per_pass(stock: StockFunction) -> StockFunction:
-    """Around `CudaGraphManager.capture(create_forward_fn, …)`, 0.18.0-0.21.0."""
+def _capture_with_a_state_per_pass(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `CudaGraphManager.capture(create_forward_fn, …)`, 0.18.0-0.21.0: each pass has a state of its own.
+
+    Where it only counts, the factory is the one argument that is wrapped; what it makes is stock's.
+    """
+    consumed_states, corrects = activity.counter(STATE_CONSUMED), activity.corrects
 
     @functools.wraps(stock)
     def capture(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
-        factory = FactoryPerPass.around(create_forward_fn, FALLBACK)
+        if corrects:
+            factory = FactoryPerPass.around(create_forward_fn, activity)
+        elif isinstance(create_forward_fn, FactoryPerPass):  # another fix hands each of these passes a state of its own
+            return stock(self, create_forward_fn, *args, **kwargs)
+        else:
+            factory = WatchedFactory(create_forward_fn)
         returned = stock(self, factory, *args, **kwargs)
         try:
-            if isinstance(factory, FactoryPerPass):
-                STATE_CONSUMED.count += factory.consumed
+            if isinstance(factory, WatchedFactory):
+                factory.look()
+                consumed_states.count += factory.consumed
+            elif isinstance(factory, FactoryPerPass):
+                consumed_states.count += factory.consumed
                 if isinstance(returned, dict):
                     returned.update(factory.recorded_states)
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return returned
 
     return capture
 
 
-def _watch_capture(stock: StockFunction) -> StockFunction:
-    """Around the same. The factory is the one argument that is wrapped; what it makes is stock's."""
-
-    @functools.wraps(stock)
-    def capture(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(create_forward_fn, FactoryPerPass):  # another fix hands each of these passes a state of its own
-            return stock(self, create_forward_fn, *args, **kwargs)
-        factory = WatchedFactory(create_forward_fn)
-        returned = stock(self, factory, *args, **kwargs)
-        factory.look()
-        STATE_CONSUMED.count += factory.consumed
-        return returned
-
-    return capture
-
-
-def _remember_how_states_are_built(stock: StockFunction) -> StockFunction:
-    """Around the name `prepare_inputs_to_capture`, 0.15.0-0.17.1."""
+def _remember_how_states_are_built(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps the name `prepare_inputs_to_capture`, 0.15.0-0.17.1: the running session learns what was built, and how."""
 
     @functools.wraps(stock)
     def prepare_inputs_to_capture(*args: Any, **kwargs: Any) -> Any:
@@ -154,8 +150,11 @@ def _remember_how_states_are_built(stock: StockFunction) -> StockFunction:
     return prepare_inputs_to_capture
 
 
-def _hand_each_pass_its_state(stock: StockFunction) -> StockFunction:
-    """Around the name `set_forward_context`, which `capture_graph` enters before the graph: still outside of it."""
+def _hand_each_pass_its_state(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps the name `set_forward_context`: the recorded pass gets a state that the warm-up has not touched.
+
+    `capture_graph` enters that context before the graph: what is built here is still outside of it.
+    """
 
     @functools.wraps(stock)
     def set_forward_context(*args: Any, **kwargs: Any) -> Any:
@@ -167,38 +166,35 @@ def _hand_each_pass_its_state(stock: StockFunction) -> StockFunction:
     return set_forward_context
 
 
-def _capture_graph_in_a_session(stock: StockFunction) -> StockFunction:
-    """Around `CudaGraphManager.capture_graph` and `EagleCudaGraphManager.capture_graph`, 0.15.0-0.17.1."""
+def _capture_graph_in_a_session(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `capture_graph` of `CudaGraphManager` and `EagleCudaGraphManager`, 0.15.0-0.17.1.
+
+    The capture of a full graph has a session, which knows the state that was built first. Where this corrects, passes
+    of `generate_fn` get their states here, those of a model in `set_forward_context`.
+    """
     signature = inspect.signature(stock)
+    consumed_states, corrects = activity.counter(STATE_CONSUMED), activity.corrects
 
     @functools.wraps(stock)
     def capture_graph(*args: Any, **kwargs: Any) -> Any:
-        arguments = _of_full_graph(signature, args, kwargs)
-        if arguments is None:
+        session = None
+        try:
+            arguments = _of_full_graph(signature, args, kwargs)
+            if arguments is not None:
+                generate_fn = arguments.arguments.get("generate_fn")
+                if corrects and generate_fn is not None:
+                    arguments.arguments["generate_fn"] = _generate_with_a_state_per_pass(generate_fn)
+                    args, kwargs = arguments.args, arguments.kwargs
+                session = CaptureSession(activity)
+                session.begin()
+        except Exception as error:
+            activity.failed(error)
+        try:
             return stock(*args, **kwargs)
-        with capture_session(FALLBACK) as session:
-            generate_fn = arguments.arguments.get("generate_fn")
-            if generate_fn is not None:
-                arguments.arguments["generate_fn"] = _generate_with_a_state_per_pass(generate_fn)
-            returned = stock(*arguments.args, **arguments.kwargs)
-        STATE_CONSUMED.count += session.consumed()
-        return returned
-
-    return capture_graph
-
-
-def _watch_capture_graph(stock: StockFunction) -> StockFunction:
-    """Around the same."""
-    signature = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def capture_graph(*args: Any, **kwargs: Any) -> Any:
-        if _of_full_graph(signature, args, kwargs) is None:
-            return stock(*args, **kwargs)
-        with capture_session(FALLBACK) as session:
-            returned = stock(*args, **kwargs)
-        STATE_CONSUMED.count += session.consumed()
-        return returned
+        finally:
+            if session is not None:
+                session.end()
+                consumed_states.count += session.consumed()
 
     return capture_graph
 
@@ -211,13 +207,8 @@ def _of_full_graph(
         arguments = signature.bind(*args, **kwargs)
     except TypeError:  # it is stock's to complain of wrong arguments
         return None
-    try:
-        mode = arguments.arguments.get("capture_cg_mode")
-        full = mode is None or mode.name == "FULL"
-    except Exception as error:
-        FALLBACK.take(error)
-        return None
-    return arguments if full else None
+    mode = arguments.arguments.get("capture_cg_mode")
+    return arguments if mode is None or mode.name == "FULL" else None
 
 
 def _generate_with_a_state_per_pass(generate_fn: Any) -> Any:
@@ -247,39 +238,46 @@ def patches(shape: str) -> tuple[Patch, ...]:
     eagle = _EAGLE_MODULES[shape]
     return (
         Patch(_MANAGER_MODULE, "prepare_inputs_to_capture", _remember_how_states_are_built),
-        Patch(_MANAGER_MODULE, "set_forward_context", _hand_each_pass_its_state),
+        Patch(_MANAGER_MODULE, "set_forward_context", _hand_each_pass_its_state, observes=False),
         Patch(_MANAGER_MODULE, "CudaGraphManager.capture_graph", _capture_graph_in_a_session),
         Patch(eagle, "prepare_inputs_to_capture", _remember_how_states_are_built),
         Patch(eagle, "EagleCudaGraphManager.capture_graph", _capture_graph_in_a_session),
     )
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    if shape.startswith("factory"):
-        return (Patch(_MANAGER_MODULE, "CudaGraphManager.capture", _watch_capture),)
-    return tuple(
-        Patch(module, name, wrap)
-        for module, manager in ((_MANAGER_MODULE, "CudaGraphManager"), (_EAGLE_MODULES[shape], "EagleCudaGraphManager"))
-        for name, wrap in (
-            ("prepare_inputs_to_capture", _remember_how_states_are_built),
-            (f"{manager}.capture_graph", _watch_capture_graph),
-        )
-    )
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
 
-
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of
-
-    return all_of(deployment.runner("V2"), deployment.full_graphs(), deployment.flashmla())
+    return (needs.RUNNER_V2, needs.FULL_GRAPHS, needs.FLASHMLA)
 
 
 FIX = Fix(
     number=1,
     name="capture-state",
+    runner="V2",
+    reads=(*BUILDS_STATES, _RUNNER, _OPERATORS, _EAGLE["capture-graph-inline"]),
+    modules=(_MANAGER_MODULE, *_EAGLE_MODULES.values()),
+    diagnose=diagnose,
+    patches=patches,
+    events=(STATE_CONSUMED,),
+    needs=needs,
+    together=(
+        Together(
+            name="draft-prefill-state",
+            module="vllm.v1.worker.gpu.spec_decode.eagle.cudagraph",
+            because="a speculator would warm up on states that were recorded and never run",
+            may_be_off=False,
+        ),
+    ),
+)
+
+ABOUT = About(
     pr=42444,
     references=("PR 48261",),
     summary="full graphs of model runner V2 record the attention planner",
     releases="0.15.0 - 0.21.0",
+    seen="gibberish or loops, from the first decoded tokens on",
+    first_test="the same prompts with `--enforce-eager`",
     symptom="With model runner V2 and full CUDA graphs, DeepSeek models on FlashMLA answer with gibberish or loop. "
     "Upstream measured gsm8k 0.169 with the defect and 0.954 without.",
     cause="The manager warms up and captures on one attention state. FlashMLA plans its tiles in the first kernel "
@@ -289,24 +287,9 @@ FIX = Fix(
     "outside the graph, after the warm-up has returned. PIECEWISE captures are as before.",
     detect="Output differs from --enforce-eager on the same prompts from the first decoded tokens on, and more so the "
     "further sequence lengths are from those of the capture.",
-    concerns="VLLM_USE_V2_MODEL_RUNNER=1, a cudagraph_mode that includes FULL, MLA models on FlashMLA (Hopper).",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or model runner V1.',
     removable="with vLLM 0.22.0",
-    runner="V2",
-    reads=(*BUILDS_STATES, _RUNNER, _OPERATORS, _EAGLE["capture-graph-inline"]),
-    modules=(_MANAGER_MODULE, *_EAGLE_MODULES.values()),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(STATE_CONSUMED,),
-    fallback=FALLBACK,
-    together=(
-        Together(
-            name="draft-prefill-state",
-            module="vllm.v1.worker.gpu.spec_decode.eagle.cudagraph",
-            because="a speculator would warm up on states that were recorded and never run",
-            may_be_off=False,
-        ),
-    ),
-    applies=applies,
+    in_caches="wrong entries of generated tokens, and of the last token of a prompt if it was computed in a step of "
+    "its own (a remainder of one token, or a prompt that was in the cache except for its last token)",
+    how_sure="follows from the code: only decode graphs replay the wrong plan",
 )

@@ -9,10 +9,12 @@ import ast
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment, Fact
+    from vllm_graphfix.deployment import Deployment, Fact
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -59,7 +61,6 @@ LAYER_LEFT_OUT = Event(
     "A layer of DeepSeek V4 was recorded into a graph that leaves out what writes compressed entries: on stock no "
     "replay writes one there.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -121,7 +122,7 @@ def _shape(source: Source, forward: Function, build: Function) -> str | None:
     return shapes[0] if known and len(shapes) == 1 else None
 
 
-def _written_by_graphs(stock: StockFunction) -> StockFunction:
+def _written_by_graphs(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps `DeepseekCompressor.forward`: while a graph is captured, each layer writes its entries.
 
     No layer is told that the batch completes no group. A graph cannot decide anew in each replay, and the batch of a
@@ -130,38 +131,26 @@ def _written_by_graphs(stock: StockFunction) -> StockFunction:
     """
     import torch
 
+    left_out_layers, corrects = activity.counter(LAYER_LEFT_OUT), activity.corrects
+
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        metadata = None
+        corrected = None
         try:
             if self.compress_ratio == _RATIO and _is_recorded(torch):
                 metadata = _leaves_out(self)
                 if metadata is not None:
-                    metadata.c128_boundary = None
-                    LAYER_LEFT_OUT.count += 1
+                    if corrects:
+                        corrected = metadata
+                        corrected.c128_boundary = None
+                    left_out_layers.count += 1
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         try:
             return stock(self, *args, **kwargs)
         finally:
-            if metadata is not None:  # of all layers of this ratio, and each is counted
-                metadata.c128_boundary = False
-
-    return forward
-
-
-def _watch_capture(stock: StockFunction) -> StockFunction:
-    """Around the same."""
-    import torch
-
-    @functools.wraps(stock)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if self.compress_ratio == _RATIO and _is_recorded(torch) and _leaves_out(self) is not None:
-                LAYER_LEFT_OUT.count += 1
-        except Exception as error:
-            FALLBACK.take(error)
-        return stock(self, *args, **kwargs)
+            if corrected is not None:  # of all layers of this ratio, and each is counted
+                corrected.c128_boundary = False
 
     return forward
 
@@ -196,23 +185,43 @@ def patches(shape: str) -> tuple[Patch, ...]:
     return (Patch(_MODULE, _TARGET, _written_by_graphs),)
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_MODULE, _TARGET, _watch_capture),)
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
+    from vllm_graphfix.deployment.needs import Need
+
+    return (
+        needs.SPARSE_MLA,
+        Need(
+            "DeepSeek V4", lambda deployment, _: deployment.compressed_by(_RATIO), "layers with a compress_ratio of 128"
+        ),
+        Need("CUDA graphs", _in_graphs, "full ones on model runner V1"),
+        Need(
+            "model runner V2 or --enable-dbo",
+            _builds_without_the_batch,
+            "before 0.30.0 model runner V1 with --enable-dbo",
+            ("--enable-dbo",),
+        ),
+        Need("no drafts under asynchronous scheduling", _known_in_time, flags=("--async-scheduling",)),
+    )
 
 
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of, any_of
+def _in_graphs(deployment: Deployment, shape: str) -> Fact:
+    first = shape == "by-computed-tokens" or deployment.runner("V2").holds is False
+    return deployment.full_graphs() if first else deployment.graphs()
 
-    second, microbatches = deployment.runner("V2"), deployment.switched_on("--enable-dbo")
-    model = (deployment.sparse_mla(), deployment.compressed_by(_RATIO))
+
+def _builds_without_the_batch(deployment: Deployment, shape: str) -> Fact:
+    """The builder is not told which requests the batch has: microbatches and model runner V2 do not say."""
+    from vllm_graphfix.deployment import any_of
+
+    microbatches = deployment.switched_on("--enable-dbo")
     if shape == "by-computed-tokens":  # which model runner V2 does not tell
         first = deployment.runner("V1")
-        return all_of(*model, deployment.full_graphs(), microbatches, first, _known_in_time(deployment))
-    graphs = deployment.full_graphs() if second.holds is False else deployment.graphs()
-    return all_of(*model, graphs, any_of(second, microbatches), _known_in_time(deployment))
+        return microbatches if microbatches.holds is False or first.holds else first
+    return any_of(deployment.runner("V2"), microbatches)
 
 
-def _known_in_time(deployment: Deployment) -> Fact:
+def _known_in_time(deployment: Deployment, _: str) -> Fact:
     """The builder knows which step completes a group: not with drafts under asynchronous scheduling."""
     from vllm_graphfix.deployment import Fact
 
@@ -229,11 +238,28 @@ def _known_in_time(deployment: Deployment) -> Fact:
 FIX = Fix(
     number=18,
     name="compressor-skip",
+    runner=None,
+    reads=(_COMPRESSOR, _COMPRESSOR_BEFORE),
+    modules=(_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    events=(LAYER_LEFT_OUT,),
+    needs=needs,
+    default=Mode.OBSERVE,
+    evidence=(
+        f"{_COMPRESSOR}::CompressorMetadataBuilder.__init__",
+        f"{_COMPRESSOR}::_prefer_two_stage_compressor",
+    ),
+)
+
+ABOUT = About(
     pr=None,
     references=("PR 48957", "PR 55353"),
     summary="graphs of DeepSeek V4 write compressed entries of groups that their capture did not complete",
     releases="0.27.0 - 0.32.0; before 0.30.0 only microbatches of model runner V1",
     absent="0.14.1 - 0.19.1",
+    seen="the model forgets what is far back in a request",
+    first_test="`--enforce-eager`: gone?",
     symptom="With CUDA graphs and model runner V2, DeepSeek V4 forgets what is further back than its sliding window: "
     "answers that need it are wrong, and more of them the longer the request. Nothing else tells of it.",
     cause="Layers with a compress_ratio of 128 attend to one entry for each group of 128 tokens. A step that "
@@ -246,23 +272,9 @@ FIX = Fix(
     "the kernel. It writes where a group is completed, and nothing elsewhere. Steps without a graph are as before.",
     detect="Questions about the beginning of a long prompt get worse answers than with --enforce-eager. The counter "
     "of `observe` counts layers as soon as graphs have been captured.",
-    concerns="DeepSeek V4 with layers of compress_ratio 128, CUDA graphs, model runner V2 from 0.30.0 on (the default "
-    "there) or --enable-dbo; not with drafts under asynchronous scheduling.",
     workaround="--enforce-eager; or model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0) without --enable-dbo.",
     removable="with vLLM 0.33.0",
-    runner=None,
-    reads=(_COMPRESSOR, _COMPRESSOR_BEFORE),
-    modules=(_MODULE,),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(LAYER_LEFT_OUT,),
-    fallback=FALLBACK,
-    default=Mode.OBSERVE,
-    applies=applies,
-    evidence=(
-        f"{_COMPRESSOR}::CompressorMetadataBuilder.__init__",
-        f"{_COMPRESSOR}::_prefer_two_stage_compressor",
-    ),
-    flags=("--enable-dbo", "--async-scheduling"),
+    in_caches="compressed entries that were never written, of prompts and of generated tokens: what was in the block "
+    "before is stored in their place. Entries computed from these layers' outputs are wrong, too",
+    how_sure="that entries are not written was shown; what reaches a store follows from the code",
 )

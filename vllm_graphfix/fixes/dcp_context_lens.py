@@ -9,12 +9,14 @@ import ast
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_graphfix.deployment import Answer, Deployment, Fact
+    from vllm_graphfix.deployment import Deployment, Fact
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -34,7 +36,6 @@ LENGTHS_OF_ANOTHER_BATCH = Event(
     "A batch small enough for a graph reached FlashAttention with decode context parallelism: on stock a full graph "
     "attends to as much context as its capture had, or as the reused memory happens to say.",
 )
-FALLBACK = Fallback()
 
 _FLAG = "--decode-context-parallel-size"
 
@@ -97,28 +98,30 @@ def _are_kept(build: Function, assigned: ast.Assign) -> bool:
     return rows.startswith("self.") and ast.unparse(kept) == rows and build.in_one_block(*written[-1:], assigned)
 
 
-def _own_lengths(stock: StockFunction) -> StockFunction:
-    """Around `build`: the metadata's context lengths of this rank, (requests,) int32, are in a buffer of the builder.
+def _own_lengths(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `build`: the metadata's context lengths of this rank, (requests,) int32, are in a buffer of the builder.
 
     Copied on the device, to the address that graphs recorded, and 0 in the rows behind: a graph for any kind of batch
     has as many rows as requests at its capture. The schedule of FlashAttention 3 was made of the same lengths, and is
     in a buffer of vLLM's.
     """
+    lengths_of_others, corrects = activity.counter(LENGTHS_OF_ANOTHER_BATCH), activity.corrects
 
     @functools.wraps(stock)
     def build(self: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = stock(self, *args, **kwargs)
         try:
             if self.dcp_world_size > 1 and self.use_full_cuda_graph:
-                lengths = metadata.dcp_context_kv_lens
-                kept, rows = _kept(self, lengths), lengths.shape[0]
-                kept[:rows].copy_(lengths)
-                kept[rows:].zero_()
-                metadata.dcp_context_kv_lens = kept[:rows]
+                if corrects:
+                    lengths = metadata.dcp_context_kv_lens
+                    kept, rows = _kept(self, lengths), lengths.shape[0]
+                    kept[:rows].copy_(lengths)
+                    kept[rows:].zero_()
+                    metadata.dcp_context_kv_lens = kept[:rows]
                 if metadata.num_actual_tokens <= self.max_cudagraph_size:
-                    LENGTHS_OF_ANOTHER_BATCH.count += 1
+                    lengths_of_others.count += 1
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return metadata
 
     return build
@@ -139,41 +142,22 @@ def _kept(builder: Any, lengths: torch.Tensor) -> torch.Tensor:
     return kept
 
 
-def _watch_lengths(stock: StockFunction) -> StockFunction:
-    """Around the same."""
-
-    @functools.wraps(stock)
-    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        metadata = stock(self, *args, **kwargs)
-        try:
-            if (
-                self.dcp_world_size > 1
-                and self.use_full_cuda_graph
-                and metadata.num_actual_tokens <= self.max_cudagraph_size
-            ):
-                LENGTHS_OF_ANOTHER_BATCH.count += 1
-        except Exception as error:
-            FALLBACK.take(error)
-        return metadata
-
-    return build
-
-
 def patches(shape: str) -> tuple[Patch, ...]:
     return (Patch(_BACKEND_MODULE, _TARGET, _own_lengths),)
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BACKEND_MODULE, _TARGET, _watch_lengths),)
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
+    from vllm_graphfix.deployment.needs import Need
+
+    return (
+        Need(f"{_FLAG} above 1", _shares_the_context, "which needs more tensor-parallel ranks than KV heads"),
+        needs.FULL_GRAPHS,
+        Need("FlashAttention", lambda deployment, _: deployment.flash_attention(), "so no latent attention (MLA)"),
+    )
 
 
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of
-
-    return all_of(_shares_the_context(deployment), deployment.full_graphs(), deployment.flash_attention())
-
-
-def _shares_the_context(deployment: Deployment) -> Fact:
+def _shares_the_context(deployment: Deployment, _: str) -> Fact:
     """There are several ranks of decode context parallelism."""
     from vllm_graphfix.deployment import Fact
 
@@ -188,10 +172,26 @@ def _shares_the_context(deployment: Deployment) -> Fact:
 FIX = Fix(
     number=15,
     name="dcp-context-lens",
+    runner=None,
+    reads=(_BACKEND, _UTILS),
+    modules=(_BACKEND_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    events=(LENGTHS_OF_ANOTHER_BATCH,),
+    needs=needs,
+    evidence=(
+        f"{_BACKEND}::FlashAttentionImpl.forward",
+        f"{_UTILS}::get_dcp_local_seq_lens",
+    ),
+)
+
+ABOUT = About(
     pr=36070,
     references=(),
     summary="with decode context parallelism, graphs read the context lengths of their own batch",
     releases="0.14.1 - 0.19.1",
+    seen="answers that ignore the prompt, or a part of it",
+    first_test="`--enforce-eager`: gone?",
     symptom="With --decode-context-parallel-size above 1 and full CUDA graphs, models on FlashAttention answer with "
     "text that has nothing to do with the prompt, as if they had read none of it, or only a part.",
     cause="How many tokens of each request's context are on this rank is computed in every step, into a new tensor. A "
@@ -201,21 +201,8 @@ FIX = Fix(
     "graph recorded. Rows beyond the batch are 0.",
     detect="Answers are wrong with --decode-context-parallel-size, and right with --enforce-eager or without that "
     "flag.",
-    concerns="Models without latent attention (MLA) on FlashAttention, --decode-context-parallel-size above 1 (which "
-    "needs more tensor-parallel ranks than KV heads), a cudagraph_mode that includes FULL. Both model runners.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
     removable="with vLLM 0.20.0",
-    runner=None,
-    reads=(_BACKEND, _UTILS),
-    modules=(_BACKEND_MODULE,),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(LENGTHS_OF_ANOTHER_BATCH,),
-    fallback=FALLBACK,
-    applies=applies,
-    evidence=(
-        f"{_BACKEND}::FlashAttentionImpl.forward",
-        f"{_UTILS}::get_dcp_local_seq_lens",
-    ),
+    in_caches="entries of generated tokens; those of prompts too with cudagraph_mode FULL",
+    how_sure="follows from the code; the wrong answers were shown",
 )

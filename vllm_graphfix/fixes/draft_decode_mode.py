@@ -9,10 +9,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Counter, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.deployment import Deployment, Fact
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -95,7 +97,6 @@ PREFILL_WITH_OLD_INDICES = Event(
     "On stock, a draft prefill that is captured in full graphs has token indices of an earlier batch beyond its own "
     "requests.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -265,8 +266,8 @@ def _indices_as_known(source: Source, path: str) -> bool:
     return propose is not None and call is not None and propose.confines("last_token_indices", ast.unparse(call))
 
 
-def _no_piecewise_draft_decodes(stock: StockFunction) -> StockFunction:
-    """Around `EagleCudaGraphManager.__init__`, 0.17.x, which captures draft decodes only.
+def _no_piecewise_draft_decodes(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `EagleCudaGraphManager.__init__`, 0.17.x: draft decodes, which alone it captures, have full graphs or none.
 
     Its mode is one that runs, FULL or PIECEWISE; FULL_DECODE_ONLY, a pair of modes, means FULL here.
     """
@@ -281,7 +282,7 @@ def _no_piecewise_draft_decodes(stock: StockFunction) -> StockFunction:
                 self.graphfix_stock_tokens = lambda num_reqs: sizes.get(num_reqs, num_reqs)
                 self.cudagraph_mode, self.cudagraph_sizes, self.pool = none, {}, None
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
 
     return init
 
@@ -301,29 +302,31 @@ class _OldIndices:
         with suppress(TypeError):  # not vLLM's, and without weak references
             self._speculator, self._rows = weakref.ref(speculator), 0
 
-    def look(self, batch: Any) -> None:
+    def look(self, batch: Any, old_indices: Counter) -> None:
+        """Counts *batch* if stock's indices have old values beyond its requests."""
         speculator = self._speculator and self._speculator()
         if speculator is not None and speculator.prefill_cudagraph_manager.graphs:
             if batch.num_reqs < self._rows:
-                PREFILL_WITH_OLD_INDICES.count += 1
+                old_indices.count += 1
             self._rows = max(self._rows, batch.num_reqs)
 
 
-def _around_init(stock: StockFunction, indices: _OldIndices, *, mode_too: bool) -> StockFunction:
-    """Wraps `EagleSpeculator.init_cudagraph_manager` of the nightlies.
+def _around_init(stock: StockFunction, activity: Activity, *, indices: _OldIndices, mode_too: bool) -> StockFunction:
+    """Wraps `EagleSpeculator.init_cudagraph_manager` of the nightlies: *indices* belong to its speculator.
 
     With *mode_too* the decode manager is made anew.
     """
+    makes_anew = mode_too and activity.corrects
 
     @functools.wraps(stock)
     def init_cudagraph_manager(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
         indices.belong_to(self)
-        if mode_too:
+        if makes_anew:
             try:
                 _give_decodes_their_own_mode(self)
             except Exception as error:
-                FALLBACK.take(error)
+                activity.failed(error)
         return result
 
     return init_cudagraph_manager
@@ -355,11 +358,12 @@ def _tokens_by(stock_manager: Any, replacement: Any) -> Callable[[int], int]:
     return stock_tokens
 
 
-def _around_drafts(stock: StockFunction) -> StockFunction:
+def _around_drafts(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps `EagleSpeculator.generate_draft` without changing anything.
 
     It runs the decodes of a draft where no full graph does.
     """
+    padded_decodes = activity.counter(DECODE_PADDED_IN_PIECEWISE)
 
     @functools.wraps(stock)
     def generate_draft(
@@ -376,9 +380,9 @@ def _around_drafts(stock: StockFunction) -> StockFunction:
                 else:
                     tokens = num_reqs
                 if tokens > num_reqs:
-                    DECODE_PADDED_IN_PIECEWISE.count += 1
+                    padded_decodes.count += 1
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return stock(self, num_reqs, num_tokens_padded, attn_metadata, *args, **kwargs)
 
     return generate_draft
@@ -389,11 +393,12 @@ def _mode(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     return getattr(mode, "name", None)
 
 
-def _around_inputs(stock: StockFunction, indices: _OldIndices, *, zeroed: bool) -> StockFunction:
-    """Wraps the function that is named `prepare_eagle_inputs` in the nightlies.
+def _around_inputs(stock: StockFunction, activity: Activity, *, indices: _OldIndices) -> StockFunction:
+    """Wraps the name `prepare_eagle_inputs` of the nightlies: the token indices beyond the batch's requests are 0.
 
     Raises ValueError if it takes other arguments than known.
     """
+    old_indices, corrects = activity.counter(PREFILL_WITH_OLD_INDICES), activity.corrects
     # Their order has changed between releases, their names have not.
     parameters = stock.__code__.co_varnames[: stock.__code__.co_argcount]
     batch_at, indices_at = parameters.index("input_batch"), parameters.index("last_token_indices")
@@ -403,64 +408,76 @@ def _around_inputs(stock: StockFunction, indices: _OldIndices, *, zeroed: bool) 
         result = stock(*args, **kwargs)
         try:
             batch = kwargs["input_batch"] if "input_batch" in kwargs else args[batch_at]
-            if zeroed:
+            if corrects:
                 given = kwargs["last_token_indices"] if "last_token_indices" in kwargs else args[indices_at]
                 given[batch.num_reqs :].zero_()
-            indices.look(batch)
+            indices.look(batch, old_indices)
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return result
 
     return prepare_eagle_inputs
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
+    drafts = Patch(_SPECULATOR_MODULE, _DRAFT, _around_drafts)
     if shape == "one-manager":
-        return (
-            Patch(_MANAGER_MODULE, "EagleCudaGraphManager.__init__", _no_piecewise_draft_decodes),
-            Patch(_SPECULATOR_MODULE, _DRAFT, _around_drafts),
-        )
-    return _of_two_managers(shape, put_right=True)
-
-
-def observers(shape: str) -> tuple[Patch, ...]:
-    if shape == "one-manager":
-        return (Patch(_SPECULATOR_MODULE, _DRAFT, _around_drafts),)
-    return _of_two_managers(shape, put_right=False)
-
-
-def _of_two_managers(shape: str, *, put_right: bool) -> tuple[Patch, ...]:
+        init = _no_piecewise_draft_decodes
+        return (Patch(_MANAGER_MODULE, "EagleCudaGraphManager.__init__", init, observes=False), drafts)
     mode_too, indices_too, indices = "-mode" in shape, "-indices" in shape, _OldIndices()
-    wanted = []
-    if indices_too or put_right:
-        init = functools.partial(_around_init, indices=indices, mode_too=mode_too and put_right)
-        wanted.append(Patch(_SPECULATOR_MODULE, "EagleSpeculator.init_cudagraph_manager", init))
-    if mode_too:
-        wanted.append(Patch(_SPECULATOR_MODULE, _DRAFT, _around_drafts))
-    if indices_too:
-        inputs = functools.partial(_around_inputs, indices=indices, zeroed=put_right)
-        wanted.append(Patch(_SPECULATOR_MODULE, "prepare_eagle_inputs", inputs))
-    return tuple(wanted)
+    around_init = functools.partial(_around_init, indices=indices, mode_too=mode_too)
+    around_inputs = functools.partial(_around_inputs, indices=indices)
+    return (
+        Patch(_SPECULATOR_MODULE, "EagleSpeculator.init_cudagraph_manager", around_init, observes=indices_too),
+        *((drafts,) if mode_too else ()),
+        *((Patch(_SPECULATOR_MODULE, "prepare_eagle_inputs", around_inputs),) if indices_too else ()),
+    )
 
 
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of, any_of
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
+    from vllm_graphfix.deployment.needs import Need
+
+    return (
+        needs.RUNNER_V2,
+        Need("eagle, eagle3 or mtp", _drafts_with_decodes, "more than one draft token"),
+        Need("piecewise decodes", _graphs, "in nightlies between 0.17.1 and 0.18.0 decodes in any graphs"),
+    )
+
+
+def _drafts_with_decodes(deployment: Deployment, shape: str) -> Fact:
+    # Decodes of a draft are its tokens after the first.
+    return deployment.speculator("eagle", "eagle3", "mtp", several="-indices" not in shape and bool(shape))
+
+
+def _graphs(deployment: Deployment, shape: str) -> Fact:
+    from vllm_graphfix.deployment import any_of
 
     mode, indices = shape != "two-managers-indices", "-indices" in shape or not shape
     # A draft's prefill gathers with old indices wherever it is captured.
-    concerned = any_of(*([deployment.piecewise_decodes()] if mode else []), *([deployment.graphs()] if indices else []))
-    # Decodes of a draft are its tokens after the first.
-    drafts = deployment.speculator("eagle", "eagle3", "mtp", several=not indices)
-    return all_of(deployment.runner("V2"), drafts, concerned)
+    return any_of(*([deployment.piecewise_decodes()] if mode else []), *([deployment.graphs()] if indices else []))
 
 
 FIX = Fix(
     number=3,
     name="draft-decode-mode",
+    runner="V2",
+    reads=(_FIRST_MANAGER, _MANAGER, _UTILS, _PACKAGE, *(path for path, _, _ in _SPECULATORS)),
+    modules=(_MANAGER_MODULE, _SPECULATOR_MODULE),
+    diagnose=diagnose,
+    patches=patches,
+    events=(DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES),
+    needs=needs,
+    evidence=(f"{_UTILS}::get_cudagraph_sizes",),
+)
+
+ABOUT = About(
     pr=39773,
     references=("PR 37588",),
     summary="draft decodes run in full graphs or none, never piecewise",
     releases="0.17.0 - 0.17.1, and nightlies between PR 37588 and PR 39773",
+    seen="`kv_indptr … should be non-negative` while drafting, or out-of-range reads",
+    first_test="`--enforce-eager`: gone?",
     symptom="With FlashInfer and Eagle on model runner V2: RuntimeError about 'PrefillSplitQOKVIndptr', kv_indptr "
     "should be non-negative; or out-of-range reads while drafting.",
     cause="Draft decodes may run in PIECEWISE mode, which pads the tokens but not the requests; attention backends "
@@ -470,19 +487,10 @@ FIX = Fix(
     "nightlies draft prefill keeps the configured mode, both share one graph pool, and indices beyond the batch are "
     "zeroed.",
     detect="The engine stops with the message above while drafting; it does not with --enforce-eager.",
-    concerns="VLLM_USE_V2_MODEL_RUNNER=1, --speculative-config with eagle or eagle3, a cudagraph_mode that runs "
-    "decodes in PIECEWISE.",
     workaround='--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\', or serving without speculative '
     "decoding.",
     removable="with vLLM 0.18.0",
-    runner="V2",
-    reads=(_FIRST_MANAGER, _MANAGER, _UTILS, _PACKAGE, *(path for path, _, _ in _SPECULATORS)),
-    modules=(_MANAGER_MODULE, _SPECULATOR_MODULE),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES),
-    fallback=FALLBACK,
-    applies=applies,
-    evidence=(f"{_UTILS}::get_cudagraph_sizes",),
+    in_caches="wrong entries of the drafter's own layers, if the connector stores those. The crash ends the engine "
+    "while other requests are being written",
+    how_sure="whether padded rows were written anywhere is not known; it was never observed",
 )

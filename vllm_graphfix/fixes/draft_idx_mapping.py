@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_graphfix.deployment import Answer, Deployment, Fact
+    from vllm_graphfix.deployment import Deployment, Fact
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -55,7 +57,6 @@ ROWS_PADDED_WITH_REQUESTS = Event(
     "Drafts were sampled in a graph with more rows than requests: on stock a padded row writes its logits to the "
     "request that it stood for before.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -125,8 +126,8 @@ def _padding_of_dflash(source: Source, request: str) -> bool:
     )
 
 
-def _with_a_spare_row(stock: StockFunction) -> StockFunction:
-    """Around the speculator's `__init__`: what is looked up by request has one row more than its length tells.
+def _with_a_spare_row(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps the speculator's `__init__`: what is looked up by request has one row more than its length tells.
 
     Before any graph is captured, so that it records the new addresses. The row behind the last request's is read and
     written by kernels alone: whoever asks for the shape sees stock's.
@@ -141,7 +142,7 @@ def _with_a_spare_row(stock: StockFunction) -> StockFunction:
                 self.draft_logits, self.temperature, self.seeds = logits, temperature, seeds
                 setattr(self, _SPARE, len(logits))
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
 
     return __init__
 
@@ -151,55 +152,69 @@ def _longer(fresh: torch.Tensor) -> torch.Tensor:
     return fresh.new_zeros((len(fresh) + 1, *fresh.shape[1:]))[:-1]
 
 
-def _pad_before(stock: StockFunction) -> StockFunction:
+def _pad_before(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps `propose`: before it runs, all rows of `idx_mapping` are set to the spare row.
 
     `propose` then writes the requests of the batch's rows into `idx_mapping`, which is (max requests,) int32.
     """
     from torch import inference_mode  # the target is imported by now, and torch with it
 
+    padded_rows, corrects = activity.counter(ROWS_PADDED_WITH_REQUESTS), activity.corrects
+
     @functools.wraps(stock)
     def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            spare = getattr(self, _SPARE, None)
-            if spare is not None:
-                with inference_mode():
-                    self.idx_mapping.fill_(spare)
-                ROWS_PADDED_WITH_REQUESTS.count += _are_padded(self, input_batch.num_reqs)
+            if corrects:
+                spare = getattr(self, _SPARE, None)
+                writes_logits = spare is not None
+                if writes_logits:
+                    with inference_mode():
+                        self.idx_mapping.fill_(spare)
+            else:
+                writes_logits = self.draft_logits is not None
+            if writes_logits:
+                padded_rows.count += _are_padded(self, input_batch.num_reqs)
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return stock(self, input_batch, *args, **kwargs)
 
     return propose
 
 
-def _pad_behind(stock: StockFunction) -> StockFunction:
+def _pad_behind(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps `_copy_request_inputs`: afterwards, rows behind the batch are set to the spare row.
 
     That function does the same as `propose`, for several speculators.
     """
     from torch import inference_mode
 
+    padded_rows, corrects = activity.counter(ROWS_PADDED_WITH_REQUESTS), activity.corrects
+
     @functools.wraps(stock)
     def _copy_request_inputs(self: Any, num_reqs: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, num_reqs, *args, **kwargs)
         try:
-            spare = getattr(self, _SPARE, None)
-            if spare is not None:
-                with inference_mode():
-                    self.idx_mapping[num_reqs:].fill_(spare)
-                if hasattr(self, "sample_idx_mapping"):
-                    # DFlash's, which is filled by a function that knows no speculator.
-                    setattr(self.sample_idx_mapping, _SPARE, spare)
-                ROWS_PADDED_WITH_REQUESTS.count += _are_padded(self, num_reqs)
+            if corrects:
+                spare = getattr(self, _SPARE, None)
+                writes_logits = spare is not None
+                if writes_logits:
+                    with inference_mode():
+                        self.idx_mapping[num_reqs:].fill_(spare)
+                    if hasattr(self, "sample_idx_mapping"):
+                        # DFlash's, which is filled by a function that knows no speculator.
+                        setattr(self.sample_idx_mapping, _SPARE, spare)
+            else:
+                writes_logits = self.draft_logits is not None
+            if writes_logits:
+                padded_rows.count += _are_padded(self, num_reqs)
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return result
 
     return _copy_request_inputs
 
 
-def _pad_samples(stock: StockFunction) -> StockFunction:
+def _pad_samples(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps DFlash's `prepare_dflash_inputs`: samples behind the batch's belong to the spare row.
 
     On stock these tokens belong to request 0. DFlash's buffer `sample_idx_mapping` is (max requests * draft tokens,)
@@ -217,40 +232,10 @@ def _pad_samples(stock: StockFunction) -> StockFunction:
                 with inference_mode():
                     samples[requests * steps :].fill_(spare)
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return result
 
     return prepare_dflash_inputs
-
-
-def _watch_eagle(stock: StockFunction) -> StockFunction:
-    """Around `propose`."""
-
-    @functools.wraps(stock)
-    def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if self.draft_logits is not None:
-                ROWS_PADDED_WITH_REQUESTS.count += _are_padded(self, input_batch.num_reqs)
-        except Exception as error:
-            FALLBACK.take(error)
-        return stock(self, input_batch, *args, **kwargs)
-
-    return propose
-
-
-def _watch_all(stock: StockFunction) -> StockFunction:
-    """Around `_copy_request_inputs`."""
-
-    @functools.wraps(stock)
-    def _copy_request_inputs(self: Any, num_reqs: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if self.draft_logits is not None:
-                ROWS_PADDED_WITH_REQUESTS.count += _are_padded(self, num_reqs)
-        except Exception as error:
-            FALLBACK.take(error)
-        return stock(self, num_reqs, *args, **kwargs)
-
-    return _copy_request_inputs
 
 
 _MANAGERS = ("decode_cudagraph_manager", "query_cudagraph_manager", "cudagraph_manager")
@@ -283,29 +268,36 @@ def _are_padded(speculator: Any, requests: int) -> bool:
 def patches(shape: str) -> tuple[Patch, ...]:
     if shape == "eagle":
         return (
-            Patch(_EAGLE_MODULE, "EagleSpeculator.__init__", _with_a_spare_row),
+            Patch(_EAGLE_MODULE, "EagleSpeculator.__init__", _with_a_spare_row, observes=False),
             Patch(_EAGLE_MODULE, "EagleSpeculator.propose", _pad_before),
         )
     of_all = (
-        Patch(_BASE_MODULE, "DraftModelSpeculator.__init__", _with_a_spare_row),
+        Patch(_BASE_MODULE, "DraftModelSpeculator.__init__", _with_a_spare_row, observes=False),
         Patch(_BASE_MODULE, "DraftModelSpeculator._copy_request_inputs", _pad_behind),
     )
-    return (*of_all, Patch(_DFLASH_MODULE, "prepare_dflash_inputs", _pad_samples)) if shape == "all" else of_all
+    of_dflash = Patch(_DFLASH_MODULE, "prepare_dflash_inputs", _pad_samples, observes=False)
+    return (*of_all, of_dflash) if shape == "all" else of_all
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    if shape == "eagle":
-        return (Patch(_EAGLE_MODULE, "EagleSpeculator.propose", _watch_eagle),)
-    return (Patch(_BASE_MODULE, "DraftModelSpeculator._copy_request_inputs", _watch_all),)
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
+    from vllm_graphfix.deployment.needs import Need, unseen
+
+    return (
+        needs.RUNNER_V2,
+        needs.DRAFTS,
+        Need(
+            "sampled drafts",
+            _sampled_drafts,
+            '"draft_sample_method": "probabilistic" ("gumbel" in 0.21.0, '
+            '"rejection_sample_method": "probabilistic" before)',
+        ),
+        unseen("temperatures above 0"),
+        needs.FULL_GRAPHS,
+    )
 
 
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of
-
-    return all_of(deployment.runner("V2"), deployment.drafts(), _sampled_drafts(deployment), deployment.full_graphs())
-
-
-def _sampled_drafts(deployment: Deployment) -> Fact:
+def _sampled_drafts(deployment: Deployment, _: str) -> Fact:
     """Drafts are sampled, and not the likeliest tokens: their logits are kept for the rejection sampler."""
     import json
 
@@ -328,35 +320,13 @@ def _sampled_drafts(deployment: Deployment) -> Fact:
 FIX = Fix(
     number=16,
     name="draft-idx-mapping",
-    pr=47066,
-    references=(),
-    summary="padded rows of a draft graph write to no request's draft logits",
-    releases="0.19.0 - 0.24.0",
-    absent="0.14.1 - 0.18.1",
-    symptom="With model runner V2, full CUDA graphs and sampled drafts, answers are wrong or gibberish at "
-    "temperatures above 0, for some requests of batches whose size is between two capture sizes.",
-    cause="A draft graph samples in each of its rows, and writes the row's logits to the request that the row stands "
-    "for. Padded rows still stand for requests of an earlier, larger batch (DFlash's: for request 0). The rejection "
-    "sampler then mistakes these logits for those that a draft token was sampled from.",
-    remedy="Padded rows stand for a spare row, which draft logits, temperatures and seeds get after their last one. "
-    "Rows of real requests are unchanged.",
-    detect="With draft tokens and a batch size between two capture sizes, answers are wrong at temperature 1 and "
-    "right at 0; with --enforce-eager they are right at both.",
-    concerns='Model runner V2, a speculator with "draft_sample_method": "probabilistic" ("gumbel" in 0.21, '
-    '"rejection_sample_method": "probabilistic" before), '
-    "temperatures above 0, a cudagraph_mode that includes FULL.",
-    workaround="draft_sample_method greedy (before 0.21 rejection_sample_method strict), which are the defaults, or "
-    "--enforce-eager.",
-    removable="with vLLM 0.25.0",
     runner="V2",
     reads=(_BASE, _EAGLE, _DRAFTS, _DFLASH, _GUMBEL, _GRAPHS, _DATA_PARALLEL),
     modules=(_EAGLE_MODULE, _BASE_MODULE, _DFLASH_MODULE),
     diagnose=diagnose,
     patches=patches,
-    observers=observers,
     events=(ROWS_PADDED_WITH_REQUESTS,),
-    fallback=FALLBACK,
-    applies=applies,
+    needs=needs,
     evidence=(
         *(
             f"{_EAGLE}::EagleSpeculator.{name}"
@@ -375,4 +345,29 @@ FIX = Fix(
         *(f"{_GRAPHS}::CudaGraphManager.{name}" for name in ("dispatch", "run_fullgraph")),
         f"{_DATA_PARALLEL}::dispatch_cg_and_sync_dp",
     ),
+)
+
+ABOUT = About(
+    pr=47066,
+    references=(),
+    summary="padded rows of a draft graph write to no request's draft logits",
+    releases="0.19.0 - 0.24.0",
+    absent="0.14.1 - 0.18.1",
+    seen="wrong or garbled answers with sampled drafts",
+    first_test="`draft_sample_method` greedy: gone?",
+    symptom="With model runner V2, full CUDA graphs and sampled drafts, answers are wrong or gibberish at "
+    "temperatures above 0, for some requests of batches whose size is between two capture sizes.",
+    cause="A draft graph samples in each of its rows, and writes the row's logits to the request that the row stands "
+    "for. Padded rows still stand for requests of an earlier, larger batch (DFlash's: for request 0). The rejection "
+    "sampler then mistakes these logits for those that a draft token was sampled from.",
+    remedy="Padded rows stand for a spare row, which draft logits, temperatures and seeds get after their last one. "
+    "Rows of real requests are unchanged.",
+    detect="With draft tokens and a batch size between two capture sizes, answers are wrong at temperature 1 and "
+    "right at 0; with --enforce-eager they are right at both.",
+    workaround="draft_sample_method greedy (before 0.21 rejection_sample_method strict), which are the defaults, or "
+    "--enforce-eager.",
+    removable="with vLLM 0.25.0",
+    in_caches="entries of tokens that were accepted or sampled wrongly: right for these tokens, which are not the "
+    "model's",
+    how_sure="follows from the code; the wrong answers were shown",
 )

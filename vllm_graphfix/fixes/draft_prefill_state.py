@@ -6,7 +6,8 @@ import functools
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Counter, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 from vllm_graphfix.fixes._capture_passes import (
     BUILDS_STATES,
     MANAGER,
@@ -24,7 +25,7 @@ from vllm_graphfix.fixes._capture_passes import (
 if TYPE_CHECKING:
     import ast
 
-    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -45,7 +46,6 @@ CAPTURED_STATE_REUSED = Event(
     "A full graph of the draft's prefill was captured: stock captures it on the target's attention state, whose plan "
     "belongs to the target's graph.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -162,112 +162,113 @@ def _older_layout(source: Source) -> bool:
     return source.read(f"{_SPEC_DECODE}/eagle_cudagraph.py") is not None
 
 
-def _capture_and_remember_the_factory(stock: StockFunction) -> StockFunction:
-    """Around `CudaGraphManager.capture`: the states it returns can be built again."""
+def _capture_and_remember_the_factory(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `CudaGraphManager.capture`: the states it returns can be built again."""
 
     @functools.wraps(stock)
     def capture(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
         if asks_per_pass.get():
-            return stock(self, FactoryPerPass.around(create_forward_fn, FALLBACK), *args, **kwargs)
+            return stock(self, FactoryPerPass.around(create_forward_fn, activity), *args, **kwargs)
         returned = stock(self, create_forward_fn, *args, **kwargs)
         try:
             return RebuildableStates(returned, create_forward_fn) if isinstance(returned, dict) else returned
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
             return returned
 
     return capture
 
 
-def _capture_on_untouched_states(stock: StockFunction) -> StockFunction:
-    """Around `PrefillEagleCudaGraphManager.capture`: each pass of the draft gets a state built for it."""
+def _capture_on_untouched_states(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `PrefillEagleCudaGraphManager.capture`: each pass of the draft gets a state built for it.
+
+    Counted are full graphs whose state had a consumed plan before the draft's own passes; where this only counts, also
+    those on states that nobody can build again.
+    """
+    reused_states, corrects = activity.counter(CAPTURED_STATE_REUSED), activity.corrects
 
     @functools.wraps(stock)
     def capture(self: Any, forward_fn: Any, full_cg_attn_states: Any, *args: Any, **kwargs: Any) -> Any:
-        untouched = _untouched(full_cg_attn_states)
-        if untouched is None:
+        states = _untouched(full_cg_attn_states, activity) if corrects else full_cg_attn_states
+        if states is None:
             return stock(self, forward_fn, full_cg_attn_states, *args, **kwargs)
-        consumed = _with_consumed_plans(full_cg_attn_states)
-        token = asks_per_pass.set(True)
+        consumed = _with_consumed_plans(full_cg_attn_states, activity)
+        token = asks_per_pass.set(corrects)
         try:
-            returned = stock(self, forward_fn, untouched, *args, **kwargs)
+            returned = stock(self, forward_fn, states, *args, **kwargs)
         finally:
             asks_per_pass.reset(token)
-        _count(consumed, self)
+        _count(reused_states, consumed, self)
         return returned
 
     return capture
 
 
-def _untouched(states: Any) -> UntouchedStates | None:
+def _untouched(states: Any, activity: Activity) -> UntouchedStates | None:
     """None for states of somebody who did not go through `CudaGraphManager.capture`: there is no target to stand on."""
     try:
-        return UntouchedStates(states, FALLBACK) if isinstance(states, RebuildableStates) else None
+        return UntouchedStates(states, activity) if isinstance(states, RebuildableStates) else None
     except Exception as error:
-        FALLBACK.take(error)
+        activity.failed(error)
         return None
 
 
-def _watch_capture(stock: StockFunction) -> StockFunction:
-    """Around the same."""
-
-    @functools.wraps(stock)
-    def capture(self: Any, forward_fn: Any, full_cg_attn_states: Any, *args: Any, **kwargs: Any) -> Any:
-        consumed = _with_consumed_plans(full_cg_attn_states)
-        returned = stock(self, forward_fn, full_cg_attn_states, *args, **kwargs)
-        _count(consumed, self)
-        return returned
-
-    return capture
-
-
-def _with_consumed_plans(states: Any) -> list[Any]:
+def _with_consumed_plans(states: Any, activity: Activity) -> list[Any]:
     """FULL descriptors whose captured state has a plan already: to be asked before the draft's own passes make one."""
     if not isinstance(states, dict):
         return []
     try:
         return [descriptor for descriptor, state in states.items() if is_full(descriptor) and has_consumed_plan(state)]
     except Exception as error:
-        FALLBACK.take(error)
+        activity.failed(error)
         return []
 
 
-def _count(consumed: list[Any], manager: Any) -> None:
-    """Those of *consumed* that *manager* has captured. Never raises."""
+def _count(reused_states: Counter, consumed: list[Any], manager: Any) -> None:
+    """Counts those of *consumed* that *manager* has captured. Never raises."""
     with suppress(Exception):
-        CAPTURED_STATE_REUSED.count += sum(descriptor in manager.graphs for descriptor in consumed)
+        reused_states.count += sum(descriptor in manager.graphs for descriptor in consumed)
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
     return (
-        Patch(_MANAGER_MODULE, "CudaGraphManager.capture", _capture_and_remember_the_factory),
+        Patch(_MANAGER_MODULE, "CudaGraphManager.capture", _capture_and_remember_the_factory, observes=False),
         Patch(_EAGLE_MODULE, "PrefillEagleCudaGraphManager.capture", _capture_on_untouched_states),
     )
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_EAGLE_MODULE, "PrefillEagleCudaGraphManager.capture", _watch_capture),)
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
+    from vllm_graphfix.deployment.needs import Need
 
-
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of
-
-    return all_of(
-        deployment.runner("V2"),
-        deployment.speculator("eagle", "eagle3", "mtp"),
-        deployment.full_graphs(),
-        deployment.flashmla(),
+    return (
+        needs.RUNNER_V2,
+        Need("eagle, eagle3 or mtp", lambda deployment, _: deployment.speculator("eagle", "eagle3", "mtp")),
+        needs.FULL_GRAPHS,
+        needs.FLASHMLA,
     )
 
 
 FIX = Fix(
     number=2,
     name="draft-prefill-state",
+    runner="V2",
+    reads=(*BUILDS_STATES, _PACKAGE, _RUNNER, _SPECULATOR, f"{_SPEC_DECODE}/eagle_cudagraph.py"),
+    modules=(_MANAGER_MODULE, _EAGLE_MODULE),
+    diagnose=diagnose,
+    patches=patches,
+    events=(CAPTURED_STATE_REUSED,),
+    needs=needs,
+)
+
+ABOUT = About(
     pr=44253,
     references=("PR 48261",),
     summary="the draft's prefill is captured on attention states of its own",
     releases="0.21.0 - 0.22.1",
     absent="0.14.1 - 0.20.2",
+    seen="launch failures while capturing, or drafts that are hardly ever accepted",
+    first_test="the acceptance rate with `--enforce-eager`",
     symptom="With MTP or Eagle on model runner V2: CUDA launch failures while capturing, or drafts that are hardly "
     "ever accepted.",
     cause="The draft's prefill is warmed up and captured on the target's captured attention states. Such a state says "
@@ -277,17 +278,9 @@ FIX = Fix(
     "target's own factory just before that pass.",
     detect="The engine dies while 'Capturing eagle prefill CUDA graphs', or the acceptance rate with graphs is lower "
     "than with --enforce-eager.",
-    concerns="VLLM_USE_V2_MODEL_RUNNER=1 (the default for more and more models from 0.22.0 on), --speculative-config "
-    "with eagle, eagle3 or mtp, a cudagraph_mode that includes FULL, attention backends with lazy metadata (FlashMLA).",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or serving without speculative decoding.',
     removable="with vLLM 0.23.0",
-    runner="V2",
-    reads=(*BUILDS_STATES, _PACKAGE, _RUNNER, _SPECULATOR, f"{_SPEC_DECODE}/eagle_cudagraph.py"),
-    modules=(_MANAGER_MODULE, _EAGLE_MODULE),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(CAPTURED_STATE_REUSED,),
-    fallback=FALLBACK,
-    applies=applies,
+    in_caches="wrong entries of the drafter's own layers, if the connector stores those. The target's entries are "
+    "right: it verifies every draft",
+    how_sure="not known for each connector. The cost is acceptance, not wrong answers",
 )

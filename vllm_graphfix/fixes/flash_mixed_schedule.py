@@ -10,10 +10,11 @@ import functools
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -32,7 +33,6 @@ SCHEDULES_MADE_FOR_THE_GRAPH = Event(
     "FlashAttention 3 made a schedule for a batch whose longest query is not as long as the graph for it: on stock "
     "the kernel in the graph was launched for another length.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -143,50 +143,37 @@ def _tokens_of_graph(builder: Any, common_attn_metadata: Any) -> int | None:
     return sizes[place]
 
 
-def _for_the_graph(stock: StockFunction) -> StockFunction:
+def _for_the_graph(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps `build(common_prefix_len, common_attn_metadata, …)`: the longest query is set for the graph.
 
     The builder sees a batch whose longest query is as long as the graph for it. The metadata have this length too, so
     that a kernel that is launched without a graph agrees with its schedule. It is an upper bound to any.
     """
+    schedules, corrects = activity.counter(SCHEDULES_MADE_FOR_THE_GRAPH), activity.corrects
 
     @functools.wraps(stock)
     def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        given = common_attn_metadata
+        given, is_another_length = common_attn_metadata, False
         try:
             tokens = _tokens_of_graph(self, common_attn_metadata)
             if tokens is not None:
-                # A copy: the same metadata go to the builders of other layers.
-                lengthened = object.__new__(type(common_attn_metadata))
-                lengthened.__dict__.update(common_attn_metadata.__dict__, max_query_len=tokens)
-                given = lengthened
+                if corrects:
+                    # A copy: the same metadata go to the builders of other layers.
+                    lengthened = object.__new__(type(common_attn_metadata))
+                    lengthened.__dict__.update(common_attn_metadata.__dict__, max_query_len=tokens)
+                    given = lengthened
+                is_another_length = True
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         metadata = stock(self, common_prefix_len, given, *args, **kwargs)
-        if given is not common_attn_metadata:
+        if is_another_length:
             try:
                 if metadata.scheduler_metadata is not None:
-                    SCHEDULES_MADE_FOR_THE_GRAPH.count += 1
-                else:  # a draft, layers with several windows, batch invariance: the kernel makes its own
+                    schedules.count += 1
+                elif corrects:  # a draft, layers with several windows, batch invariance: the kernel makes its own
                     metadata.max_query_len = common_attn_metadata.max_query_len
             except Exception as error:
-                FALLBACK.take(error)
-        return metadata
-
-    return build
-
-
-def _watch_schedules(stock: StockFunction) -> StockFunction:
-    """Around the same."""
-
-    @functools.wraps(stock)
-    def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        metadata = stock(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        try:
-            if metadata.scheduler_metadata is not None and _tokens_of_graph(self, common_attn_metadata) is not None:
-                SCHEDULES_MADE_FOR_THE_GRAPH.count += 1
-        except Exception as error:
-            FALLBACK.take(error)
+                activity.failed(error)
         return metadata
 
     return build
@@ -196,23 +183,50 @@ def patches(shape: str) -> tuple[Patch, ...]:
     return (Patch(_BACKEND_MODULE, _TARGET, _for_the_graph),)
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BACKEND_MODULE, _TARGET, _watch_schedules),)
+def _v2_pads_before_it_schedules(source: Source) -> bool:
+    """What model runner V2 gets wrong before that, 0.14.1 to 0.17.1, is more than the longest query."""
+    return source.says("vllm/v1/worker/gpu/model_states/default.py", "num_reqs_after_padding")
 
 
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment.needs import Need
 
-    return all_of(deployment.prompts_in_full_graphs(), deployment.flash_attention_3())
+    # vLLM itself makes FULL of the default, and logs it, with fuse_attn_quant in pass_config, with enable_sp or
+    # fuse_gemm_comms there (0.20.0 - 0.31.0), and with empty splitting_ops.
+    default = "which is no default, and no layer for which vLLM makes another mode of it"
+    return (
+        Need("cudagraph_mode FULL", lambda deployment, _: deployment.prompts_in_full_graphs(), default),
+        Need(
+            "FlashAttention 3",
+            lambda deployment, _: deployment.flash_attention_3(),
+            "Hopper, and no latent attention (MLA)",
+        ),
+    )
 
 
 FIX = Fix(
     number=17,
     name="flash-mixed-schedule",
+    runner=None,
+    reads=(_BACKEND, _KERNELS),
+    modules=(_BACKEND_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    events=(SCHEDULES_MADE_FOR_THE_GRAPH,),
+    needs=needs,
+    evidence=(
+        *(f"{_BACKEND}::{_BUILDER}.{name}" for name in ("_get_scheduler_metadata", "_store_scheduler_metadata")),
+        f"{_KERNELS}::get_flash_attn_version",
+    ),
+)
+
+ABOUT = About(
     pr=None,
     references=("https://github.com/pytorch/torchtitan/issues/3668",),
     summary="with cudagraph_mode FULL, the schedule of FlashAttention 3 is made for the kernel in the graph",
     releases="0.14.1 - 0.33.0; no stock release up to 0.33.0 has a remedy",
+    seen="garbage; on model runner V2 for prompts that are answered next to others",
+    first_test="`-cc.cudagraph_mode=FULL_DECODE_ONLY`: gone?",
     symptom="With cudagraph_mode FULL, which is no default, models on FlashAttention 3 (Hopper) answer with garbage: "
     "on model runner V1 almost always, on V2 where prompts and decodes are in one batch.",
     cause="Before each step FlashAttention's builder makes a schedule for the longest query of that step, in the "
@@ -223,29 +237,10 @@ FIX = Fix(
     "the capture and in each step.",
     detect="Answers are wrong with cudagraph_mode FULL, and right with FULL_AND_PIECEWISE, FULL_DECODE_ONLY or "
     "--enforce-eager.",
-    concerns="Models without latent attention (MLA) on FlashAttention 3, which is Hopper's, and cudagraph_mode FULL, "
-    "where every layer can take it. Both model runners. vLLM itself makes FULL of the default, and logs it, with "
-    "fuse_attn_quant in pass_config, with enable_sp or fuse_gemm_comms there (0.20.0 - 0.31.0), and with empty "
-    "splitting_ops.",
     workaround='--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\'; or FULL_AND_PIECEWISE, which is '
     "the default, where vLLM does not make FULL of it.",
     removable="not yet: no release up to 0.33.0 has a remedy",
-    runner=None,
-    reads=(_BACKEND, _KERNELS),
-    modules=(_BACKEND_MODULE,),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(SCHEDULES_MADE_FOR_THE_GRAPH,),
-    fallback=FALLBACK,
-    applies=applies,
-    evidence=(
-        *(f"{_BACKEND}::{_BUILDER}.{name}" for name in ("_get_scheduler_metadata", "_store_scheduler_metadata")),
-        f"{_KERNELS}::get_flash_attn_version",
-    ),
+    in_caches="entries of prompts and of generated tokens: what a layer puts into the cache is computed from the wrong "
+    "attention of the one before",
+    how_sure="follows from the code; the wrong answers were shown",
 )
-
-
-def _v2_pads_before_it_schedules(source: Source) -> bool:
-    """What model runner V2 gets wrong before that, 0.14.1 to 0.17.1, is more than the longest query."""
-    return source.says("vllm/v1/worker/gpu/model_states/default.py", "num_reqs_after_padding")

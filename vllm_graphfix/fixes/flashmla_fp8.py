@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Together, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Together, Verdict
+from vllm_graphfix.fixes._about import About
 from vllm_graphfix.fixes._capture_passes import plans_each_batch
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -46,7 +47,6 @@ PLAN_OUTSIDE_BUFFERS = Event(
     "The planner returned a plan for fp8 decodes outside the persistent buffers: on stock a replayed full graph does "
     "not see it.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -119,13 +119,15 @@ def _built_each_time(source: Source) -> bool:
     )
 
 
-def _plan_in_persistent_buffers(stock: StockFunction) -> StockFunction:
-    """Around `FlashMLAMetadataBuilder._build_decode`, whose result points to the plan in `scheduler_metadata`.
+def _plan_in_persistent_buffers(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `FlashMLAMetadataBuilder._build_decode`, whose result then points to the plan in the persistent buffers.
 
-    The plan is `tile_scheduler_metadata`, (parts, 8) int32, and `num_splits`, (num_reqs + 1,) int32.
+    The plan, in `scheduler_metadata`, is `tile_scheduler_metadata`, (parts, 8) int32, and `num_splits`,
+    (num_reqs + 1,) int32.
 
     Raises AssertionError, as the upstream fix does, for a plan larger than the buffers.
     """
+    plans_outside, corrects = activity.counter(PLAN_OUTSIDE_BUFFERS), activity.corrects
 
     @functools.wraps(stock)
     def _build_decode(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,31 +135,17 @@ def _plan_in_persistent_buffers(stock: StockFunction) -> StockFunction:
         try:
             plan = _plan_outside_buffers(self, metadata)
             if plan is not None:
-                planned = plan.tile_scheduler_metadata, plan.num_splits
-                tiles = _rows(self.cg_buf_tile_scheduler_metadata, planned[0], "tile_scheduler_metadata")
-                splits = _rows(self.cg_buf_num_splits, planned[1], "num_splits")
-                plan.tile_scheduler_metadata, plan.num_splits = tiles.copy_(planned[0]), splits.copy_(planned[1])
-                PLAN_OUTSIDE_BUFFERS.count += 1
-        except AssertionError:  # a plan that does not fit, which the upstream fix does not serve either
-            raise
+                if corrects:
+                    planned = plan.tile_scheduler_metadata, plan.num_splits
+                    tiles = _rows(self.cg_buf_tile_scheduler_metadata, planned[0], "tile_scheduler_metadata")
+                    splits = _rows(self.cg_buf_num_splits, planned[1], "num_splits")
+                    plan.tile_scheduler_metadata, plan.num_splits = tiles.copy_(planned[0]), splits.copy_(planned[1])
+                plans_outside.count += 1
         except Exception as error:
-            FALLBACK.take(error)
-        return metadata
-
-    return _build_decode
-
-
-def _watch_plans(stock: StockFunction) -> StockFunction:
-    """Around the same."""
-
-    @functools.wraps(stock)
-    def _build_decode(self: Any, *args: Any, **kwargs: Any) -> Any:
-        metadata = stock(self, *args, **kwargs)
-        try:
-            if _plan_outside_buffers(self, metadata) is not None:
-                PLAN_OUTSIDE_BUFFERS.count += 1
-        except Exception as error:
-            FALLBACK.take(error)
+            # A plan that does not fit, which the upstream fix does not serve either.
+            if corrects and isinstance(error, AssertionError):
+                raise
+            activity.failed(error)
         return metadata
 
     return _build_decode
@@ -195,41 +183,22 @@ def patches(shape: str) -> tuple[Patch, ...]:
     return (Patch(_BACKEND_MODULE, _TARGET, _plan_in_persistent_buffers),)
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BACKEND_MODULE, _TARGET, _watch_plans),)
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
 
-
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of
-
-    return all_of(deployment.fp8_cache(), deployment.dense_flashmla(), deployment.full_graphs())
+    return (needs.FP8_CACHE, needs.DENSE_FLASHMLA, needs.FULL_GRAPHS)
 
 
 FIX = Fix(
     number=5,
     name="flashmla-fp8",
-    pr=35175,
-    references=("PR 32810", "issue 33638"),
-    summary="FlashMLA's fp8 plan stays where graphs recorded it",
-    releases="0.15.0 - 0.18.1",
-    absent="0.14.1",
-    symptom="With --kv-cache-dtype fp8, FlashMLA and full CUDA graphs, output turns to garbage (DeepSeek-V3.1).",
-    cause="The builder gets new tensors from the planner for every batch. The graph recorded the addresses of those "
-    "from its capture, which nothing refreshes.",
-    remedy="The plan of each batch is copied into the builder's persistent buffers, and the metadata point there. A "
-    "plan that does not fit raises an error that gives both sizes.",
-    detect="Output differs from --enforce-eager on the same prompts, and with --kv-cache-dtype auto it does not.",
-    concerns="--kv-cache-dtype fp8, MLA models on FlashMLA (Hopper), a cudagraph_mode that includes FULL.",
-    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --kv-cache-dtype auto.',
-    removable="with vLLM 0.19.0",
     runner=None,
     reads=(_BACKEND, _OPERATORS, _CALLER),
     modules=(_BACKEND_MODULE,),
     diagnose=diagnose,
     patches=patches,
-    observers=observers,
     events=(PLAN_OUTSIDE_BUFFERS,),
-    fallback=FALLBACK,
+    needs=needs,
     together=(
         Together(
             name="flashmla-padding",
@@ -238,5 +207,25 @@ FIX = Fix(
             may_be_off=True,
         ),
     ),
-    applies=applies,
+)
+
+ABOUT = About(
+    pr=35175,
+    references=("PR 32810", "issue 33638"),
+    summary="FlashMLA's fp8 plan stays where graphs recorded it",
+    releases="0.15.0 - 0.18.1",
+    absent="0.14.1",
+    seen="garbage or gibberish",
+    first_test="`--kv-cache-dtype auto`: gone?",
+    symptom="With --kv-cache-dtype fp8, FlashMLA and full CUDA graphs, output turns to garbage (DeepSeek-V3.1).",
+    cause="The builder gets new tensors from the planner for every batch. The graph recorded the addresses of those "
+    "from its capture, which nothing refreshes.",
+    remedy="The plan of each batch is copied into the builder's persistent buffers, and the metadata point there. A "
+    "plan that does not fit raises an error that gives both sizes.",
+    detect="Output differs from --enforce-eager on the same prompts, and with --kv-cache-dtype auto it does not.",
+    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --kv-cache-dtype auto.',
+    removable="with vLLM 0.19.0",
+    in_caches="wrong entries of generated tokens, and of the last token of a prompt if it was computed in a step of "
+    "its own (a remainder of one token, or a prompt that was in the cache except for its last token)",
+    how_sure="follows from the code: only decode graphs replay the wrong plan",
 )

@@ -6,10 +6,11 @@ import functools
 import re
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -32,7 +33,6 @@ PADDED_ROWS_GIVEN = Event(
     "padded-rows-given",
     "A batch with padded rows reached dense fp8 FlashMLA: on stock the kernel gets length 0 and block -1 for them.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -112,13 +112,16 @@ def _assigns(source: Source, name: str) -> bool:
     return re.search(rf"^{name}\b[^=\n]*=".encode(), source.read(_RUNNER) or b"", re.MULTILINE) is not None
 
 
-def _padded_rows_that_exist(stock: StockFunction) -> StockFunction:
-    """Around `_build_decode`, fp8 only: rows that schedule no token get length 1 in the null block.
+def _padded_rows_that_exist(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `_build_decode`, where rows that schedule no token then have length 1 in the null block; fp8 only.
 
     In place, in the runner's buffers: graphs recorded their addresses, and the runner fills the padding anew for every
     batch. `block_table_tensor` is (num_reqs, max_blocks) int32, `seq_lens_device` (num_reqs,) int32,
     `query_start_loc_cpu` (num_reqs + 1,) int32 on the CPU.
+
+    The rows of an idle rank's dummy batch are not counted: only the device knows their lengths.
     """
+    padded_batches, corrects = activity.counter(PADDED_ROWS_GIVEN), activity.corrects
 
     @functools.wraps(stock)
     def _build_decode(
@@ -135,16 +138,17 @@ def _padded_rows_that_exist(stock: StockFunction) -> StockFunction:
             if self.is_fp8_kvcache:
                 starts = query_start_loc_cpu.numpy()
                 if _has_padded_rows(starts):
-                    real_rows = int(starts.searchsorted(starts[-1]))
-                    block_table_tensor[real_rows:].fill_(_NULL_BLOCK)
-                    seq_lens_device[real_rows:].fill_(1)
-                    PADDED_ROWS_GIVEN.count += 1
-                elif dcp_tot_seq_lens_device is None:
+                    if corrects:
+                        real_rows = int(starts.searchsorted(starts[-1]))
+                        block_table_tensor[real_rows:].fill_(_NULL_BLOCK)
+                        seq_lens_device[real_rows:].fill_(1)
+                    padded_batches.count += 1
+                elif corrects and dcp_tot_seq_lens_device is None:
                     # The dummy batch of an idle data-parallel rank has rows of length 0 that its query starts do not
                     # show. With decode context parallelism a real row may have length 0 on a rank; it keeps it.
                     seq_lens_device.clamp_(min=1)
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return stock(
             self,
             block_table_tensor,
@@ -155,29 +159,6 @@ def _padded_rows_that_exist(stock: StockFunction) -> StockFunction:
             num_decode_tokens,
             dcp_tot_seq_lens_device,
         )
-
-    return _build_decode
-
-
-def _watch_padding(stock: StockFunction) -> StockFunction:
-    """Around the same. The rows of an idle rank's dummy batch are not counted: only the device knows their lengths."""
-
-    @functools.wraps(stock)
-    def _build_decode(
-        self: Any,
-        block_table_tensor: Any,
-        seq_lens_device: Any,
-        max_seq_len: Any,
-        query_start_loc_cpu: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        try:
-            if self.is_fp8_kvcache and _has_padded_rows(query_start_loc_cpu.numpy()):
-                PADDED_ROWS_GIVEN.count += 1
-        except Exception as error:
-            FALLBACK.take(error)
-        return stock(self, block_table_tensor, seq_lens_device, max_seq_len, query_start_loc_cpu, *args, **kwargs)
 
     return _build_decode
 
@@ -194,24 +175,32 @@ def patches(shape: str) -> tuple[Patch, ...]:
     return (Patch(_BACKEND_MODULE, _TARGET, _padded_rows_that_exist),)
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BACKEND_MODULE, _TARGET, _watch_padding),)
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
 
-
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of
-
-    return all_of(deployment.fp8_cache(), deployment.dense_flashmla(), deployment.full_graphs())
+    return (needs.FP8_CACHE, needs.DENSE_FLASHMLA, needs.FULL_GRAPHS)
 
 
 FIX = Fix(
     number=6,
     name="flashmla-padding",
+    runner=None,
+    reads=(_RUNNER, _BACKEND, _OPERATORS),
+    modules=(_BACKEND_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    events=(PADDED_ROWS_GIVEN,),
+    needs=needs,
+)
+
+ABOUT = About(
     pr=None,
     references=("issue 33664", "issue 33638", "issue 40435", "PR 35969", "PR 35431"),
     summary="padded rows of fp8 FlashMLA point to memory that exists",
     releases="0.15.0 - 0.19.1",
     absent="0.14.1",
+    seen="illegal memory access under concurrency",
+    first_test="`--kv-cache-dtype auto`: gone?",
     symptom="Illegal memory access under concurrency with --kv-cache-dtype fp8, FlashMLA and CUDA graphs (issue "
     "40435: 25-56 % of requests succeed).",
     cause="The model runner pads a batch with sequence lengths of 0 and block-table entries of -1. The dense fp8 "
@@ -220,16 +209,9 @@ FIX = Fix(
     "untouched.",
     detect="compute-sanitizer on a short run with a batch size between two capture sizes; or CUDA errors that vanish "
     "with --kv-cache-dtype auto.",
-    concerns="--kv-cache-dtype fp8, MLA models on FlashMLA (Hopper), a cudagraph_mode that includes FULL.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --kv-cache-dtype auto.',
     removable="with vLLM 0.20.0",
-    runner=None,
-    reads=(_RUNNER, _BACKEND, _OPERATORS),
-    modules=(_BACKEND_MODULE,),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(PADDED_ROWS_GIVEN,),
-    fallback=FALLBACK,
-    applies=applies,
+    in_caches="nothing known: only padded rows read wrong memory, and their output is not used. The crash ends the "
+    "engine while entries are being written",
+    how_sure="whether a store keeps a half-written entry depends on the store",
 )

@@ -6,10 +6,12 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.deployment import Deployment, Fact
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -43,7 +45,6 @@ IDLE_STEP_ON_REAL_BLOCKS = Event(
     "An idle rank ran a step after a real batch whose cache blocks the step's buffers still named: on stock the step "
     "writes to them.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -187,43 +188,35 @@ def _default(function: Function, parameter: str) -> object:
 Undo = list[Callable[[], object]]
 
 
-def _name_no_block(stock: StockFunction, shape: str) -> StockFunction:
-    """Around `Worker.execute_dummy_batch()`, which runs the step of a rank without work, and nothing at start-up."""
+def _name_no_block(stock: StockFunction, activity: Activity, *, shape: str) -> StockFunction:
+    """Wraps `Worker.execute_dummy_batch()`, which runs the step of a rank without work, and nothing at start-up.
+
+    The step then finds no cache block named in any buffer; *shape* says which buffers stock leaves as they are.
+    """
     from torch import inference_mode  # the target is imported by now, and torch with it
+
+    steps_on_real_blocks, corrects = activity.counter(IDLE_STEP_ON_REAL_BLOCKS), activity.corrects
 
     @functools.wraps(stock)
     def execute_dummy_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         undo: Undo = []
         try:
-            with inference_mode():  # some of the buffers may be made in it
-                _let_go(self.model_runner, shape, undo)
-            IDLE_STEP_ON_REAL_BLOCKS.count += _named(self.model_runner, shape)
+            if corrects:
+                with inference_mode():  # some of the buffers may be made in it
+                    _let_go(self.model_runner, shape, undo)
+            steps_on_real_blocks.count += _named(self.model_runner, shape)
         except Exception as error:
-            FALLBACK.take(error)
-            _bring_back(undo)
+            activity.failed(error)
+            _bring_back(undo, activity)
         try:
             return stock(self, *args, **kwargs)
         finally:
-            _bring_back(undo)
+            _bring_back(undo, activity)
 
     return execute_dummy_batch
 
 
-def _watch_blocks(stock: StockFunction, shape: str) -> StockFunction:
-    """Around the same."""
-
-    @functools.wraps(stock)
-    def execute_dummy_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            IDLE_STEP_ON_REAL_BLOCKS.count += _named(self.model_runner, shape)
-        except Exception as error:
-            FALLBACK.take(error)
-        return stock(self, *args, **kwargs)
-
-    return execute_dummy_batch
-
-
-def _bring_back(undo: Undo) -> None:
+def _bring_back(undo: Undo, activity: Activity) -> None:
     """Each of them, whatever becomes of the others."""
     for bring_back in reversed(undo):
         from torch import inference_mode
@@ -232,7 +225,7 @@ def _bring_back(undo: Undo) -> None:
             with inference_mode():
                 bring_back()
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
 
 
 def _let_go(runner: Any, shape: str, undo: Undo) -> None:
@@ -351,25 +344,51 @@ def patches(shape: str) -> tuple[Patch, ...]:
     return (Patch(_WORKER_MODULE, _TARGET, functools.partial(_name_no_block, shape=shape)),)
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_WORKER_MODULE, _TARGET, functools.partial(_watch_blocks, shape=shape)),)
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment.needs import Need
+
+    ranks = "more than one rank, which in practice is expert parallelism"
+    return (
+        Need("data parallelism", lambda deployment, _: deployment.data_parallel(), ranks),
+        Need("from 0.20.0 on recurrent layers or speculative decoding", _left_in_later_releases),
+    )
 
 
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of, any_of
+def _left_in_later_releases(deployment: Deployment, shape: str) -> Fact | None:
+    """From 0.20.0 on slots are clean: what is left is the states of recurrent layers and a drafter's slots."""
+    from vllm_graphfix.deployment import any_of
 
-    # From 0.20.0 on slots are clean: what is left is the states of recurrent layers and a drafter's slots.
-    left = [] if not shape or "slots" in shape.split("-and-") else [any_of(deployment.recurrent(), deployment.drafts())]
-    return all_of(deployment.data_parallel(), *left)
+    if not shape or "slots" in shape.split("-and-"):
+        return None
+    return any_of(deployment.recurrent(), deployment.drafts())
 
 
 FIX = Fix(
     number=9,
     name="idle-rank",
+    runner=None,
+    reads=(_WORKER, _RUNNER, _TABLE, _BATCH, _PROPOSER, _EAGLE, _RUNNER_V2, _TABLE_V2, _SPECULATOR_V2),
+    modules=(_WORKER_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    events=(IDLE_STEP_ON_REAL_BLOCKS,),
+    needs=needs,
+    evidence=(
+        f"{_RUNNER}::GPUModelRunner._get_slot_mappings",
+        *(f"{_TABLE}::BlockTable.{name}" for name in ("_make_buffer", "clear_row", "get_device_tensor")),
+        f"{_TABLE}::MultiGroupBlockTable.__getitem__",
+        f"{_BATCH}::InputBatch.remove_request",
+        *(f"{path}::{name}._get_slot_mapping" for path, name in _PROPOSERS),
+    ),
+)
+
+ABOUT = About(
     pr=39444,
     references=("PR 34866", "PR 37728", "PR 49757", "PR 56734"),
     summary="an idle rank writes to no cache block",
     releases="0.14.1 - 0.33.0",
+    seen="garbage or NaN after a pause, or wrong hits in the prefix cache",
+    first_test="bursts with pauses, on one rank and on several",
     symptom="With data parallelism, on ranks that were idle for a while, answers turn to garbage or NaN, or a prompt "
     "with a cached prefix is answered differently than before.",
     cause="An idle rank runs a step of its own, so that the others can go on. Its buffers still hold what the last "
@@ -382,26 +401,10 @@ FIX = Fix(
     "Captures and warm-ups are untouched.",
     detect="Bursts of requests with pauses between them, on an engine with --data-parallel-size above 1; a prompt "
     "that hits the prefix cache answers differently after a pause.",
-    concerns="Data parallelism, which in practice is expert parallelism of MoE models; since 0.20.0 only models with "
-    "Mamba, GDN or short-convolution layers, and speculative decoding. Both model runners; full graphs and, for "
-    "slots, eager and PIECEWISE too.",
     workaround="None in the engine; one engine per rank behind a router (no --data-parallel-size), where the model "
     "fits.",
     removable="not yet: no release has a remedy; later with one that `status` calls fixed",
-    runner=None,
-    reads=(_WORKER, _RUNNER, _TABLE, _BATCH, _PROPOSER, _EAGLE, _RUNNER_V2, _TABLE_V2, _SPECULATOR_V2),
-    modules=(_WORKER_MODULE,),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(IDLE_STEP_ON_REAL_BLOCKS,),
-    fallback=FALLBACK,
-    applies=applies,
-    evidence=(
-        f"{_RUNNER}::GPUModelRunner._get_slot_mappings",
-        *(f"{_TABLE}::BlockTable.{name}" for name in ("_make_buffer", "clear_row", "get_device_tensor")),
-        f"{_TABLE}::MultiGroupBlockTable.__getitem__",
-        f"{_BATCH}::InputBatch.remove_request",
-        *(f"{path}::{name}._get_slot_mapping" for path, name in _PROPOSERS),
-    ),
+    in_caches="anything in a block that the idle step wrote to: prompts, generated tokens, states, of requests that "
+    "run, have ended or are only cached. A block is wrong in the store if it was stored after that step",
+    how_sure="the writes were shown; what a store copied, and when, is not known",
 )

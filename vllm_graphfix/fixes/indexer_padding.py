@@ -9,10 +9,11 @@ import ast
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -61,7 +62,6 @@ PADDED_ROWS_BELOW_ZERO = Event(
     "A decode batch with padded rows and draft tokens reached the sparse indexer: on stock the first tokens of those "
     "rows have negative lengths.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -164,13 +164,16 @@ def _hands_on_what_was_prepared(build: Function) -> bool:
     )
 
 
-def _lengths_from_zero(stock: StockFunction) -> StockFunction:
-    """Around `_prepare_decode_tensors`: what it has written for rows with several tokens is at least 0.
+def _lengths_from_zero(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `_prepare_decode_tensors`, after which what it has written for rows with several tokens is at least 0.
 
     In place, on the device, in the builder's buffer: graphs recorded its address, and the schedule of DeepGEMM, the
     share of a context-parallel rank and the lengths in compressed tokens are made of it afterwards. Tokens of requests
     have lengths from 1.
+
+    The rows of an idle rank's dummy batch are not counted: only the device knows their lengths.
     """
+    padded_batches, corrects = activity.counter(PADDED_ROWS_BELOW_ZERO), activity.corrects
 
     @functools.wraps(stock)
     def _prepare_decode_tensors(
@@ -200,56 +203,19 @@ def _lengths_from_zero(stock: StockFunction) -> StockFunction:
             max_decode_len,
         )
         try:
-            # Also without padding that the host can see: the dummy batch of an idle data-parallel rank has rows of
-            # length 0 too.
             if max_decode_len > 1:
-                lengths = prepared[0]
-                if lengths.data_ptr() == self.decode_seq_lens_buffer.data_ptr():  # never the runner's own lengths
+                if corrects:
+                    lengths = prepared[0]
+                    if lengths.data_ptr() != self.decode_seq_lens_buffer.data_ptr():
+                        return prepared  # never the runner's own lengths
+                    # Also without padding that the host can see: the dummy batch of an idle data-parallel rank has
+                    # rows of length 0 too.
                     lengths.clamp_(min=0)
-                    if use_native and _has_padded_rows(decode_lens_cpu):
-                        PADDED_ROWS_BELOW_ZERO.count += 1
+                if use_native and _has_padded_rows(decode_lens_cpu):
+                    padded_batches.count += 1
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return prepared
-
-    return _prepare_decode_tensors
-
-
-def _watch_lengths(stock: StockFunction) -> StockFunction:
-    """Around the same. The rows of an idle rank's dummy batch are not counted: only the device knows their lengths."""
-
-    @functools.wraps(stock)
-    def _prepare_decode_tensors(
-        self: Any,
-        seq_lens: Any,
-        block_table: Any,
-        decode_lens: Any,
-        decode_lens_cpu: Any,
-        query_start_loc: Any,
-        num_decodes: Any,
-        num_decode_tokens: Any,
-        use_native: Any,
-        next_n: Any,
-        max_decode_len: Any,
-    ) -> Any:
-        try:
-            if max_decode_len > 1 and use_native and _has_padded_rows(decode_lens_cpu):
-                PADDED_ROWS_BELOW_ZERO.count += 1
-        except Exception as error:
-            FALLBACK.take(error)
-        return stock(
-            self,
-            seq_lens,
-            block_table,
-            decode_lens,
-            decode_lens_cpu,
-            query_start_loc,
-            num_decodes,
-            num_decode_tokens,
-            use_native,
-            next_n,
-            max_decode_len,
-        )
 
     return _prepare_decode_tensors
 
@@ -263,24 +229,36 @@ def patches(shape: str) -> tuple[Patch, ...]:
     return (Patch(_INDEXER_MODULE, _TARGET, _lengths_from_zero),)
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_INDEXER_MODULE, _TARGET, _watch_lengths),)
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
 
-
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of
-
-    return all_of(deployment.sparse_mla(), deployment.drafts(), deployment.full_graphs())
+    return (needs.SPARSE_MLA, needs.DRAFTS, needs.FULL_GRAPHS)
 
 
 FIX = Fix(
     number=11,
     name="indexer-padding",
+    runner=None,
+    reads=(_INDEXER, _UTILS),
+    modules=(_INDEXER_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    events=(PADDED_ROWS_BELOW_ZERO,),
+    needs=needs,
+    evidence=(
+        f"{_INDEXER}::{_BUILDER}.__init__",
+        f"{_UTILS}::split_decodes_and_prefills",
+    ),
+)
+
+ABOUT = About(
     pr=None,
     references=("issue 51593", "PR 51538"),
     summary="padded rows of the sparse indexer have no negative lengths",
     releases="0.20.0 - 0.27.1",
     absent="0.14.1 - 0.19.1",
+    seen="the engine hangs at full GPU load while a batch drains",
+    first_test="`-cc.cudagraph_mode=PIECEWISE`: gone?",
     symptom="With speculative decoding and full CUDA graphs, DeepSeek V3.2 and V4 hang while a batch drains: GPUs at "
     "full load, no token, timeouts of the executor (issue 51593).",
     cause="For each token of a decode batch, the indexer's builder subtracts the number of tokens after it from its "
@@ -290,22 +268,9 @@ FIX = Fix(
     "anything is computed from them. Tokens of real requests keep their lengths.",
     detect="With draft tokens the engine hangs when the number of running requests is between two capture sizes; with "
     "PIECEWISE graphs it does not.",
-    concerns="Models with DeepSeek's sparse attention and its indexer, speculative decoding (MTP), a cudagraph_mode "
-    "that includes FULL. On GPUs other than datacenter Blackwell: one draft token.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or no speculative '
     "decoding.",
     removable="with vLLM 0.28.0",
-    runner=None,
-    reads=(_INDEXER, _UTILS),
-    modules=(_INDEXER_MODULE,),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(PADDED_ROWS_BELOW_ZERO,),
-    fallback=FALLBACK,
-    applies=applies,
-    evidence=(
-        f"{_INDEXER}::{_BUILDER}.__init__",
-        f"{_UTILS}::split_decodes_and_prefills",
-    ),
+    in_caches="nothing known: the engine hangs. Entries that were being written when it was killed may be truncated",
+    how_sure="whether a store keeps these depends on the store",
 )

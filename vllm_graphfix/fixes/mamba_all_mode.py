@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment, Fact
+    from vllm_graphfix.deployment import Deployment, Fact
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -32,7 +34,6 @@ INDICES_OF_ANOTHER_GROUP = Event(
     "A decode batch reached a second or later group of Mamba-2 layers with its block indices in the first group's "
     "buffers only: on stock this group's graphs read those of the capture.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -89,13 +90,15 @@ def _copied_by(source: Source, update: Function) -> str | None:
     return update.at(returned)
 
 
-def _indices_for_this_group(stock: StockFunction) -> StockFunction:
-    """Around `update_block_table(metadata, blk_table, slot_mapping)`, after it.
+def _indices_for_this_group(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `update_block_table(metadata, blk_table, slot_mapping)`: then this group's graphs have the block indices.
 
-    On the device, in the order of the steps, as stock's own copies. The metadata that are returned stay as they are:
-    their indices are the first group's, and right wherever no graph is replayed.
+    They are copied on the device, in the order of the steps, as stock's own. The metadata that are returned stay as
+    they are: their indices are the first group's, and right wherever no graph is replayed.
     """
     from torch import _foreach_copy_  # both or none: an error between two copies would leave states mixed up
+
+    indices_of_others, corrects = activity.counter(INDICES_OF_ANOTHER_GROUP), activity.corrects
 
     @functools.wraps(stock)
     def update_block_table(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,28 +106,13 @@ def _indices_for_this_group(stock: StockFunction) -> StockFunction:
         try:
             given = _indices_elsewhere(self, updated)
             if given is not None:
-                rows = len(given[0])
-                own = [self.block_idx_last_scheduled_token[:rows], self.block_idx_last_computed_token[:rows]]
-                _foreach_copy_(own, given)
-                INDICES_OF_ANOTHER_GROUP.count += 1
+                if corrects:
+                    rows = len(given[0])
+                    own = [self.block_idx_last_scheduled_token[:rows], self.block_idx_last_computed_token[:rows]]
+                    _foreach_copy_(own, given)
+                indices_of_others.count += 1
         except Exception as error:
-            FALLBACK.take(error)
-        return updated
-
-    return update_block_table
-
-
-def _watch_indices(stock: StockFunction) -> StockFunction:
-    """Around the same."""
-
-    @functools.wraps(stock)
-    def update_block_table(self: Any, *args: Any, **kwargs: Any) -> Any:
-        updated = stock(self, *args, **kwargs)
-        try:
-            if _indices_elsewhere(self, updated) is not None:
-                INDICES_OF_ANOTHER_GROUP.count += 1
-        except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return updated
 
     return update_block_table
@@ -150,10 +138,6 @@ def patches(shape: str) -> tuple[Patch, ...]:
     return (Patch(_BUILDER_MODULE, _TARGET, _indices_for_this_group),)
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BUILDER_MODULE, _TARGET, _watch_indices),)
-
-
 _SEVERAL_GROUPS = frozenset(
     "BambaForCausalLM GraniteMoeHybridForCausalLM NemotronHForCausalLM Zamba2ForCausalLM".split()
 )
@@ -166,14 +150,27 @@ _ONE_GROUP = frozenset(
 """Models with as many layers of each kind, with one kind alone, or with another kind of states."""
 
 
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
+    from vllm_graphfix.deployment.needs import Need, unseen
 
-    layers = deployment.with_layers(_SEVERAL_GROUPS, _ONE_GROUP, "several groups of Mamba-2 layers")
-    return all_of(layers, _keeps_every_block(deployment), deployment.full_graphs())
+    models = "hybrids such as Nemotron-H, Granite 4, Bamba, Zamba2"
+    caching = "from 0.15.0 on not with --mamba-cache-mode align"
+    return (
+        Need("several groups of Mamba-2 layers", _several_groups, models),
+        Need(
+            "--enable-prefix-caching", _keeps_every_block, caching, ("--mamba-cache-mode=", "--enable-prefix-caching")
+        ),
+        unseen("model runner V1"),
+        needs.FULL_GRAPHS,
+    )
 
 
-def _keeps_every_block(deployment: Deployment) -> Fact:
+def _several_groups(deployment: Deployment, _: str) -> Fact:
+    return deployment.with_layers(_SEVERAL_GROUPS, _ONE_GROUP, "several groups of Mamba-2 layers")
+
+
+def _keeps_every_block(deployment: Deployment, _: str) -> Fact:
     """Prefix caching, with a state for each block."""
     from vllm_graphfix.deployment import Fact
 
@@ -189,11 +186,33 @@ def _keeps_every_block(deployment: Deployment) -> Fact:
 FIX = Fix(
     number=13,
     name="mamba-all-mode",
+    runner="V1",
+    reads=(_RUNNER, _BUILDER, _LATER, _UTILS),
+    modules=(_BUILDER_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    events=(INDICES_OF_ANOTHER_GROUP,),
+    needs=needs,
+    default=Mode.OBSERVE,
+    evidence=(
+        *(
+            f"{_BUILDER}::{_BASE}.{name}"
+            for name in ("__init__", "build_for_cudagraph_capture", "_compute_prefix_caching_block_indices")
+        ),
+        f"{_LATER}::Mamba2AttentionMetadataBuilder.build",
+        f"{_UTILS}::split_decodes_and_prefills",
+        f"{_UTILS}::mamba_get_block_table_tensor",
+    ),
+)
+
+ABOUT = About(
     pr=34874,
     references=("issue 34865",),
     summary="each group of Mamba-2 layers reads the block indices of its own batch",
     releases="0.14.1 - 0.16.0",
     absent="0.32.0 - 0.33.0",
+    seen="garbage or NaN for prompts longer than a block, and wrong states in the prefix cache",
+    first_test="without `--enable-prefix-caching`: gone?",
     symptom="With prefix caching, Mamba-2 hybrids such as Nemotron-H answer long prompts with garbage or NaN under "
     "full CUDA graphs, and leave wrong states in the prefix cache.",
     cause="With prefix caching each block of a Mamba layer has a state (mode `all`), and a decode finds the block "
@@ -204,29 +223,12 @@ FIX = Fix(
     "one copy on the device.",
     detect="With --enable-prefix-caching, prompts longer than a Mamba block get wrong answers, even when sent for the "
     "first time; without that flag or with --enforce-eager they get right ones.",
-    concerns="Hybrids with more Mamba-2 layers than attention layers (Nemotron-H, Granite 4, Bamba, Zamba2), "
-    "--enable-prefix-caching, model runner V1, a cudagraph_mode that includes FULL.",
     workaround='leave out --enable-prefix-caching, or --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', '
     "or --enforce-eager; from 0.15.0 on --mamba-cache-mode align.",
     removable="with vLLM 0.17.0",
-    runner="V1",
-    reads=(_RUNNER, _BUILDER, _LATER, _UTILS),
-    modules=(_BUILDER_MODULE,),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(INDICES_OF_ANOTHER_GROUP,),
-    fallback=FALLBACK,
-    default=Mode.OBSERVE,
-    applies=applies,
-    evidence=(
-        *(
-            f"{_BUILDER}::{_BASE}.{name}"
-            for name in ("__init__", "build_for_cudagraph_capture", "_compute_prefix_caching_block_indices")
-        ),
-        f"{_LATER}::Mamba2AttentionMetadataBuilder.build",
-        f"{_UTILS}::split_decodes_and_prefills",
-        f"{_UTILS}::mamba_get_block_table_tensor",
-    ),
-    flags=("--enable-prefix-caching", "--mamba-cache-mode="),
+    in_caches="wrong recurrent states of all groups of Mamba-2 layers but the first: the state of a prompt's first "
+    "block is overwritten by that of later tokens, and the states of blocks that are filled while decoding are never "
+    "written. Every request that shares the prefix reads them; keys and values computed after that are wrong, too",
+    how_sure="which states are overwritten and which are missing was shown; that a store takes them follows from the "
+    "code",
 )

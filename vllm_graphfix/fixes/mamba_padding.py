@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -53,7 +54,6 @@ PADDED_ROW_PREFILLING = Event(
     "A batch reached a group of Mamba layers with a padded row that is marked as prefilling: on stock a decode graph "
     "replays with stale state indices.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -138,37 +138,25 @@ def _stale_and_split_as_known(source: Source, build: Function) -> bool:
     )
 
 
-def _split_without_padding(stock: StockFunction) -> StockFunction:
-    """Around `_compute_common_metadata(common_attn_metadata, …)`."""
+def _split_without_padding(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `_compute_common_metadata(common_attn_metadata, …)`, which splits the batch by its marks."""
     from torch import from_numpy  # the target is imported by now, and torch with it
+
+    padded_rows, corrects = activity.counter(PADDED_ROW_PREFILLING), activity.corrects
 
     @functools.wraps(stock)
     def _compute_common_metadata(self: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             real = _marks_without_padding(common_attn_metadata)
             if real is not None:
-                # A copy: the same metadata goes to the builders of other layers, which are right as they are.
-                corrected = object.__new__(type(common_attn_metadata))
-                corrected.__dict__.update(common_attn_metadata.__dict__, is_prefilling=from_numpy(real))
-                common_attn_metadata = corrected
-                PADDED_ROW_PREFILLING.count += 1
+                if corrects:
+                    # A copy: the same metadata goes to the builders of other layers, which are right as they are.
+                    corrected = object.__new__(type(common_attn_metadata))
+                    corrected.__dict__.update(common_attn_metadata.__dict__, is_prefilling=from_numpy(real))
+                    common_attn_metadata = corrected
+                padded_rows.count += 1
         except Exception as error:
-            FALLBACK.take(error)
-        return stock(self, common_attn_metadata, *args, **kwargs)
-
-    return _compute_common_metadata
-
-
-def _watch_marks(stock: StockFunction) -> StockFunction:
-    """Around the same."""
-
-    @functools.wraps(stock)
-    def _compute_common_metadata(self: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if _marks_without_padding(common_attn_metadata) is not None:
-                PADDED_ROW_PREFILLING.count += 1
-        except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return stock(self, common_attn_metadata, *args, **kwargs)
 
     return _compute_common_metadata
@@ -199,25 +187,39 @@ def patches(shape: str) -> tuple[Patch, ...]:
     return (Patch(_BUILDER_MODULE, _TARGET, _split_without_padding),)
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BUILDER_MODULE, _TARGET, _watch_marks),)
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
+    from vllm_graphfix.deployment.needs import Need
 
-
-def applies(deployment: Deployment, shape: str) -> Answer:
     # Without chunked prefill, a request that ends after its prefill leaves such a slot behind as well.
-    from vllm_graphfix.deployment import all_of
-
-    return all_of(deployment.runner("V1"), deployment.mamba(), deployment.full_graphs())
+    layers = "not gated delta nets; chunked prefill makes it likely"
+    return (
+        needs.RUNNER_V1,
+        Need("Mamba or short-convolution layers", lambda deployment, _: deployment.mamba(), layers),
+        needs.FULL_GRAPHS,
+    )
 
 
 FIX = Fix(
     number=4,
     name="mamba-padding",
+    runner="V1",
+    reads=(_RUNNER, _BATCH, _UTILS, *(path for path, _ in _BUILDS)),
+    modules=(_BUILDER_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    events=(PADDED_ROW_PREFILLING,),
+    needs=needs,
+)
+
+ABOUT = About(
     pr=41873,
     references=(),
     summary="padded rows never turn a Mamba decode batch into a prefill",
     releases="0.19.0 - 0.21.0",
     absent="0.14.1 - 0.18.1",
+    seen="wrong tokens now and then, under load",
+    first_test="long prompts next to short requests; `--enforce-eager`: gone?",
     symptom="Under load, Mamba and hybrid models now and then decode wrong tokens with full CUDA graphs.",
     cause="The model runner computes the prefilling mark for padded rows, too. A slot beyond the batch keeps the "
     "numbers of a request that was moved away while it was still prefilling. Mamba's builder splits by that mark: a "
@@ -227,16 +229,11 @@ FIX = Fix(
     "prefilling. Real rows keep their mark.",
     detect="Long prompts with chunked prefill next to short requests that finish meanwhile; output differs from "
     "--enforce-eager for some requests only.",
-    concerns="Mamba, Mamba-2 and hybrid models, model runner V1, a cudagraph_mode that includes FULL, chunked prefill.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
     removable="with vLLM 0.22.0",
-    runner="V1",
-    reads=(_RUNNER, _BATCH, _UTILS, *(path for path, _ in _BUILDS)),
-    modules=(_BUILDER_MODULE,),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(PADDED_ROW_PREFILLING,),
-    fallback=FALLBACK,
-    applies=applies,
+    in_caches="wrong recurrent states, of any request of the engine: the graph reads and writes at state indices of an "
+    "earlier batch. In hybrids also wrong keys and values, of generated tokens and of whatever is computed on such a "
+    "state afterwards, prompts included",
+    how_sure="that states are mixed up was shown; which of them reach a store depends on the prefix cache's Mamba mode "
+    "and the connector, and is not known",
 )

@@ -9,10 +9,12 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.deployment import Deployment, Fact
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -49,7 +51,6 @@ PREFILL_AS_DECODE = Event(
     "A step of a model with recurrent layers had the shape of a decode but contained a prefill: on stock it replays a "
     "full decode graph, with stale indices wherever a builder sees the prefill.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -170,18 +171,19 @@ def _of_v2(source: Source) -> Diagnosis:
 # -- model runner V1
 
 
-def _around_dispatch(stock: StockFunction, *, put_right: bool) -> StockFunction:
-    """Around `_determine_batch_execution_and_padding`, before ranks of data parallelism are asked what they want."""
+def _around_dispatch(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `_determine_batch_execution_and_padding`, before ranks of data parallelism are asked what they want."""
+    as_decode, corrects = activity.counter(PREFILL_AS_DECODE), activity.corrects
 
     @functools.wraps(stock)
     def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             if _prefills_as_decode(self, args, kwargs):
-                if put_right:
+                if corrects:
                     kwargs["force_uniform_decode"] = False
-                PREFILL_AS_DECODE.count += 1
+                as_decode.count += 1
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return stock(self, *args, **kwargs)
 
     return _determine_batch_execution_and_padding
@@ -267,21 +269,18 @@ class _Step:
         """The one that is to dispatch a step with a row that is not past its prefill."""
 
 
-_step = _Step()
-
-
-def _note_phase(stock: StockFunction) -> StockFunction:
-    """Around `update_requests`, after which the numbers of the step's requests are the step's."""
+def _note_phase(stock: StockFunction, activity: Activity, *, step: _Step) -> StockFunction:
+    """Wraps `update_requests`, after which the numbers of the step's requests are the step's."""
 
     @functools.wraps(stock)
     def update_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
         returned = stock(self, *args, **kwargs)
         try:
-            _step.manager = None
+            step.manager = None
             if _prefills_in_decode_shape(self, args[0] if args else kwargs["scheduler_output"]):
-                _step.manager = self.cudagraph_manager
+                step.manager = self.cudagraph_manager
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return returned
 
     return update_requests
@@ -308,29 +307,30 @@ def _prefills_in_decode_shape(runner: Any, scheduled: Any) -> bool:
     return False
 
 
-def _around_noted_dispatch(stock: StockFunction, *, put_right: bool) -> StockFunction:
-    """Around the name `dispatch_cg_and_sync_dp`; what ranks of data parallelism are told is corrected with it."""
+def _around_noted_dispatch(stock: StockFunction, activity: Activity, *, step: _Step) -> StockFunction:
+    """Wraps the name `dispatch_cg_and_sync_dp`; what ranks of data parallelism are told is corrected with it."""
+    as_decode, corrects = activity.counter(PREFILL_AS_DECODE), activity.corrects
 
     @functools.wraps(stock)
     def dispatch_cg_and_sync_dp(*args: Any, **kwargs: Any) -> Any:
         try:
-            if _takes_for_decode(args, kwargs):
-                if put_right:
+            if _takes_for_decode(step, args, kwargs):
+                if corrects:
                     args = (*args[:3], None, *args[4:])
-                PREFILL_AS_DECODE.count += 1
+                as_decode.count += 1
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return stock(*args, **kwargs)
 
     return dispatch_cg_and_sync_dp
 
 
-def _takes_for_decode(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _takes_for_decode(step: _Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether stock would replay a decode graph for the step that was noted.
 
     `args` are (cudagraph_manager, num_reqs, num_tokens, uniform_token_count, …).
     """
-    manager, _step.manager = _step.manager, None
+    manager, step.manager = step.manager, None
     if manager is None or len(args) < 4 or args[0] is not manager or kwargs.get("need_eager"):
         return False
     tokens, uniform = args[2:4]
@@ -346,36 +346,61 @@ _UPDATE_V2, _DISPATCH_V2 = "GPUModelRunner.update_requests", "dispatch_cg_and_sy
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
-    return _targets(shape, put_right=True)
-
-
-def observers(shape: str) -> tuple[Patch, ...]:
-    return _targets(shape, put_right=False)
-
-
-def _targets(shape: str, *, put_right: bool) -> tuple[Patch, ...]:
-    v1 = functools.partial(_around_dispatch, put_right=put_right)
-    v2 = functools.partial(_around_noted_dispatch, put_right=put_right)
-    of_v1 = Patch(_RUNNER_MODULE, _TARGET, v1)
-    of_v2 = (Patch(_RUNNER_V2_MODULE, _UPDATE_V2, _note_phase), Patch(_RUNNER_V2_MODULE, _DISPATCH_V2, v2))
+    step = _Step()
+    of_v1 = Patch(_RUNNER_MODULE, _TARGET, _around_dispatch)
+    of_v2 = (
+        Patch(_RUNNER_V2_MODULE, _UPDATE_V2, functools.partial(_note_phase, step=step)),
+        Patch(_RUNNER_V2_MODULE, _DISPATCH_V2, functools.partial(_around_noted_dispatch, step=step)),
+    )
     return {_V1: (of_v1,), _V2: of_v2, _BOTH: (of_v1, *of_v2)}[shape]
 
 
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of
+def _v2_serves_them_wrong(source: Source) -> bool:
+    """Whether model runner V2 has the defect, and does not refuse recurrent models, as 0.21.0 - 0.22.1 do."""
+    refuses = b'"hybrid/mamba models"' in (source.read(_CONFIG) or b"")
+    return _of_v2(source).verdict is Verdict.AFFECTED and not refuses
 
+
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
+    from vllm_graphfix.deployment.needs import Need
+
+    layers = "Mamba, gated delta nets, linear attention, short convolutions"
+    return (
+        Need("model runner V1, in 0.23.0 - 0.27.1 V2 too", _on_the_runner),
+        Need("recurrent layers", lambda deployment, _: deployment.recurrent(), layers),
+        needs.FULL_GRAPHS,
+    )
+
+
+def _on_the_runner(deployment: Deployment, shape: str) -> Fact | None:
     # Both runners have it in the shapes that say so, and where the shape is not known.
-    runners = () if shape in ("", _BOTH) else (deployment.runner("V1" if shape == _V1 else "V2"),)
-    return all_of(*runners, deployment.recurrent(), deployment.full_graphs())
+    return None if shape in ("", _BOTH) else deployment.runner("V1" if shape == _V1 else "V2")
 
 
 FIX = Fix(
     number=7,
     name="prefill-dispatch",
+    runner=None,
+    reads=(_RUNNER, _BATCH, _RUNNER_V2, _HYBRIDS_V2, _GRAPHS_V2, _UTILS, _DISPATCHER),
+    modules=(_RUNNER_MODULE, _RUNNER_V2_MODULE),
+    diagnose=diagnose,
+    patches=patches,
+    events=(PREFILL_AS_DECODE,),
+    needs=needs,
+    evidence=(
+        f"{_DISPATCHER}::CudagraphDispatcher",
+        f"{_GRAPHS_V2}::CudaGraphManager.dispatch",
+    ),
+)
+
+ABOUT = About(
     pr=53059,
     references=("PR 47123", "PR 39945", "issue 49918", "issue 53051", "issue 57720"),
     summary="a prefill never replays a decode graph of a recurrent model",
     releases="0.14.1 - 0.33.0",
+    seen="garbage for one-token prompts or one-token remainders of prompts, different each time",
+    first_test="`--enforce-eager`: the same answer each time?",
     symptom="If a prompt, or what is left of one, is exactly one token long (with speculative decoding: one token "
     "more than are drafted), Mamba, GDN and short-convolution models answer with text that has nothing to do with it, "
     "different each time. Other requests of the same batch may be hit too.",
@@ -387,28 +412,10 @@ FIX = Fix(
     "before.",
     detect="At temperature 0 the same prompt of one token (or one token more than are drafted) gets a different "
     "answer each time, and always the same one with --enforce-eager.",
-    concerns="Models with recurrent layers (Mamba, GDN, linear attention, short convolutions), cudagraph_mode "
-    "FULL_DECODE_ONLY or FULL_AND_PIECEWISE. Model runner V1 in all releases, V2 in 0.23.0 - 0.27.1: 0.21.0 - 0.22.1 "
-    "have its defect too, and refuse such models on V2.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
     removable="not yet: no release up to 0.33.0 has the remedy for model runner V1",
-    runner=None,
-    reads=(_RUNNER, _BATCH, _RUNNER_V2, _HYBRIDS_V2, _GRAPHS_V2, _UTILS, _DISPATCHER),
-    modules=(_RUNNER_MODULE, _RUNNER_V2_MODULE),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(PREFILL_AS_DECODE,),
-    fallback=FALLBACK,
-    applies=applies,
-    evidence=(
-        f"{_DISPATCHER}::CudagraphDispatcher",
-        f"{_GRAPHS_V2}::CudaGraphManager.dispatch",
-    ),
+    in_caches="wrong recurrent states of one-token prompts and one-token remainders, and of other requests of the same "
+    "batch; in hybrids wrong keys and values computed on them, also of the tokens that follow",
+    how_sure="that other requests are affected was shown; which states a store keeps depends on the prefix cache's "
+    "Mamba mode and the connector",
 )
-
-
-def _v2_serves_them_wrong(source: Source) -> bool:
-    """Whether model runner V2 has the defect, and does not refuse recurrent models, as 0.21.0 - 0.22.1 do."""
-    refuses = b'"hybrid/mamba models"' in (source.read(_CONFIG) or b"")
-    return _of_v2(source).verdict is Verdict.AFFECTED and not refuses

@@ -9,10 +9,11 @@ import ast
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -34,7 +35,6 @@ READ_AFTER_DRAFT = Event(
     "A step had to compute prompt log-probabilities from hidden states that may lie in CUDA graph memory, after the "
     "drafter had run: on stock they are computed from what its graphs leave there.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -170,40 +170,31 @@ def _is_not_there() -> bool:
     return False
 
 
-def _copy_what_is_read_late(runner: Any) -> None:
-    """In a function of its own, so that nothing here holds the copy when stock lets it go, at the end of the step."""
+def _copy_what_is_read_late(runner: Any, *, copies: bool) -> bool:
+    """Whether this step's state is read late, with the state copied if *copies*.
+
+    In a function of its own, so that nothing here holds the copy when stock lets it go, at the end of the step.
+    """
     state = _state_read_late(runner)
-    if state is not None:
-        # Whole, since the drafter gets it too: at most as many rows as the largest graph.
+    if state is None:
+        return False
+    if copies:  # whole, since the drafter gets it too: at most as many rows as the largest graph
         runner.execute_model_state = state._replace(hidden_states=state.hidden_states.clone())
-        READ_AFTER_DRAFT.count += 1
+    return True
 
 
-def _sample_with_a_copy(stock: StockFunction) -> StockFunction:
-    """Around `GPUModelRunner.sample_tokens(grammar_output)`."""
-
-    @functools.wraps(stock)
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if self.num_prompt_logprobs:  # nobody asks for them in most steps
-                _copy_what_is_read_late(self)
-        except Exception as error:
-            FALLBACK.take(error)
-        return stock(self, *args, **kwargs)
-
-    return sample_tokens
-
-
-def _watch_samples(stock: StockFunction) -> StockFunction:
-    """Around the same."""
+def _sample_with_a_copy(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `GPUModelRunner.sample_tokens(grammar_output)`, which drafts before it reads the prompts' hidden states."""
+    read_after_draft, corrects = activity.counter(READ_AFTER_DRAFT), activity.corrects
 
     @functools.wraps(stock)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            if self.num_prompt_logprobs and _state_read_late(self) is not None:
-                READ_AFTER_DRAFT.count += 1
+            # Nobody asks for them in most steps.
+            if self.num_prompt_logprobs and _copy_what_is_read_late(self, copies=corrects):
+                read_after_draft.count += 1
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return stock(self, *args, **kwargs)
 
     return sample_tokens
@@ -216,24 +207,44 @@ def patches(shape: str) -> tuple[Patch, ...]:
     return (Patch(_RUNNER_MODULE, _TARGET, _sample_with_a_copy),)
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_RUNNER_MODULE, _TARGET, _watch_samples),)
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
+    from vllm_graphfix.deployment.needs import Need, unseen
 
-
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of
-
-    drafters = deployment.speculator("eagle", "eagle3", "mtp", "dflash", "draft_model", "extract_hidden_states")
-    return all_of(deployment.runner("V1"), drafters, deployment.prompts_in_graphs())
+    methods = ("eagle", "eagle3", "mtp", "dflash", "draft_model", "extract_hidden_states")
+    drafters = "eagle, eagle3, mtp, dflash, dspark, a draft model or extract_hidden_states"
+    graphs = "a cudagraph_mode of PIECEWISE, FULL or FULL_AND_PIECEWISE"
+    return (
+        needs.RUNNER_V1,
+        Need("speculative decoding", lambda deployment, _: deployment.speculator(*methods), drafters),
+        Need("prompts in graphs", lambda deployment, _: deployment.prompts_in_graphs(), graphs),
+        unseen("requests with prompt_logprobs"),
+    )
 
 
 FIX = Fix(
     number=8,
     name="prompt-logprobs",
+    runner="V1",
+    reads=(_RUNNER,),
+    modules=(_RUNNER_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    events=(READ_AFTER_DRAFT,),
+    needs=needs,
+    evidence=(
+        f"{_RUNNER}::GPUModelRunner.propose_draft_token_ids",
+        f"{_RUNNER}::GPUModelRunner._sample",
+    ),
+)
+
+ABOUT = About(
     pr=53520,
     references=("issue 53488",),
     summary="with a draft model, prompt_logprobs are the target's",
     releases="0.14.1 - 0.33.0; no stock release up to 0.33.0 has a remedy",
+    seen="wrong `prompt_logprobs` of short prompts; generated tokens are right",
+    first_test="the same prompt above and below the largest capture size",
     symptom="With Eagle, MTP or a draft model, prompt_logprobs of prompts up to the largest capture size are silently "
     "wrong. Generated tokens are right.",
     cause="The drafter runs before prompt log-probabilities are computed from the target's hidden states. These are "
@@ -244,23 +255,9 @@ FIX = Fix(
     "largest graph takes, or where the drafter runs afterwards.",
     detect="The same prompt scored with and without --speculative-config, or just below and just above the largest "
     "capture size: prompt_logprobs differ.",
-    concerns="Model runner V1, --speculative-config with eagle, eagle3, mtp, dflash, dspark, draft_model or "
-    "extract_hidden_states (as far as the release has them), a cudagraph_mode in which prompts run in graphs "
-    "(PIECEWISE, FULL, FULL_AND_PIECEWISE), requests with prompt_logprobs.",
     workaround="Score prompts on an engine without --speculative-config, or with --enforce-eager, "
     "or '\"disable_padded_drafter_batch\": true' in --speculative-config.",
     removable="once PR 53520 is in the release that you run",
-    runner="V1",
-    reads=(_RUNNER,),
-    modules=(_RUNNER_MODULE,),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(READ_AFTER_DRAFT,),
-    fallback=FALLBACK,
-    applies=applies,
-    evidence=(
-        f"{_RUNNER}::GPUModelRunner.propose_draft_token_ids",
-        f"{_RUNNER}::GPUModelRunner._sample",
-    ),
+    in_caches="nothing: log-probabilities are not stored, keys and values are right",
+    how_sure="follows from the code",
 )

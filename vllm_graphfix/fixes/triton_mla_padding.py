@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -33,7 +34,6 @@ EMPTY_ROWS_GIVEN = Event(
     "empty-rows-given",
     "A batch with padded rows reached Triton's MLA decode: on stock the kernel leaves NaN in them.",
 )
-FALLBACK = Fallback()
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -128,8 +128,8 @@ def _builds_otherwise(source: Source) -> bool:
     return any(source.function(_BACKEND, f"{_BUILDER}.{name}") for name in ("build", "_build_decode"))
 
 
-def _zeros_for_empty_rows(stock: StockFunction) -> StockFunction:
-    """Around `decode_attention_fwd`, as the backend calls it: rows of `o` whose length is below 1 are zeros afterwards.
+def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `decode_attention_fwd`, as the backend calls it: rows of `o` whose length is below 1 are zeros afterwards.
 
     On the device, from the very lengths that the kernel has read, so that a graph records it and every replay does it
     for its own batch. Rows with tokens keep what the kernel left, a NaN included. `lse` is -inf in such rows already:
@@ -154,18 +154,19 @@ def _zeros_for_empty_rows(stock: StockFunction) -> StockFunction:
             # By the number of rows, so that other than one length a row is an error here, and nothing is written.
             o.masked_fill_((b_seq_len < 1).view(o.shape[0], 1, 1), 0.0)
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return result
 
     return decode_attention_fwd
 
 
-def _watch_padding(stock: StockFunction) -> StockFunction:
+def _count_empty_rows(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps `MLACommonMetadataBuilder.build`, which Triton's builder inherits.
 
     A replay runs no other Python of Triton MLA. Rows of length 0 that the query starts do not show are not counted,
     since only the device knows them.
     """
+    given = activity.counter(EMPTY_ROWS_GIVEN)
 
     @functools.wraps(stock)
     def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,9 +175,9 @@ def _watch_padding(stock: StockFunction) -> StockFunction:
             if _is_tritons(kind):
                 last = common_attn_metadata.query_start_loc_cpu.numpy()[-2:]
                 if len(last) == 2 and last[0] == last[1]:
-                    EMPTY_ROWS_GIVEN.count += 1
+                    given.count += 1
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return stock(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
 
     return build
@@ -189,49 +190,36 @@ def _is_tritons(builder: type) -> bool:
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BACKEND_MODULE, "decode_attention_fwd", _zeros_for_empty_rows), *observers(shape))
+    return (
+        Patch(_BACKEND_MODULE, "decode_attention_fwd", _zeros_for_empty_rows, observes=False),
+        Patch(_COMMON_MODULE, "MLACommonMetadataBuilder.build", _count_empty_rows),
+    )
 
 
-def observers(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_COMMON_MODULE, "MLACommonMetadataBuilder.build", _watch_padding),)
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
+    from vllm_graphfix.deployment.needs import Need, unseen
 
-
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of
-
-    return all_of(deployment.triton_mla(), deployment.full_graphs())
+    attention = "latent attention on GPUs before Hopper"
+    shared = "such as --quantization fp8 with experts; without, no answer is wrong"
+    return (
+        Need("Triton MLA", lambda deployment, _: deployment.triton_mla(), attention),
+        needs.FULL_GRAPHS,
+        unseen("a scale or a routing that a whole batch shares", shared),
+    )
 
 
 FIX = Fix(
     number=10,
     name="triton-mla-padding",
-    pr=None,
-    references=("issue 57017", "PR 57094", "PR 42885"),
-    summary="padded rows of Triton MLA are zeros, not NaN",
-    releases="0.22.0 - 0.33.0",
-    symptom="NaN logits for every request of a batch whose size lies between two capture sizes (issue 57017: "
-    "DeepSeek-V2-Lite with --quantization fp8, from three requests on).",
-    cause="Since 0.22.0 Triton MLA decodes in full graphs, whose padded rows have length 0. The kernel divides their "
-    "sum over no tokens by 0. Code that quantises activations with one scale for the whole batch, as online fp8 MoE "
-    "does, then gets NaN as its scale.",
-    remedy="After the kernel, inside the graph, rows of length 0 are filled with zeros. Rows with tokens keep the "
-    "kernel's output; the log-sum-exp, which is -inf in padded rows, is left as it is.",
-    detect="Wrong output, or NaN log-probabilities, only at batch sizes between two capture sizes; with "
-    "--enforce-eager both are right.",
-    concerns="MLA models on Triton MLA (what GPUs before Hopper get), a cudagraph mode with FULL; wrong for whole "
-    "batches with --quantization fp8 and experts.",
-    workaround='--compilation-config \'{"cudagraph_mode": "NONE"}\', or --enforce-eager.',
-    removable="not yet: no release up to 0.33.0 has a remedy",
     runner=None,
     reads=(_BACKEND, _KERNELS, _COMMON, _COMMON_BEFORE, _UTILS),
     modules=(_BACKEND_MODULE, _COMMON_MODULE),
     diagnose=diagnose,
     patches=patches,
-    observers=observers,
     events=(EMPTY_ROWS_GIVEN,),
-    fallback=FALLBACK,
+    needs=needs,
     default=Mode.OBSERVE,
-    applies=applies,
     evidence=(
         f"{_BACKEND}::TritonMLAImpl.forward_mqa",
         f"{_BACKEND}::_compute_num_kv_splits",
@@ -242,4 +230,27 @@ FIX = Fix(
         *(f"{_COMMON}::MLACommonMetadataBuilder.{name}" for name in ("build", "_build_decode")),
         f"{_UTILS}::split_decodes_and_prefills",
     ),
+)
+
+ABOUT = About(
+    pr=None,
+    references=("issue 57017", "PR 57094", "PR 42885"),
+    summary="padded rows of Triton MLA are zeros, not NaN",
+    releases="0.22.0 - 0.33.0",
+    seen="NaN in all answers of a batch, at sizes between two capture sizes",
+    first_test="`--enforce-eager`: gone?",
+    symptom="NaN logits for every request of a batch whose size lies between two capture sizes (issue 57017: "
+    "DeepSeek-V2-Lite with --quantization fp8, from three requests on).",
+    cause="Since 0.22.0 Triton MLA decodes in full graphs, whose padded rows have length 0. The kernel divides their "
+    "sum over no tokens by 0. Code that quantises activations with one scale for the whole batch, as online fp8 MoE "
+    "does, then gets NaN as its scale.",
+    remedy="After the kernel, inside the graph, rows of length 0 are filled with zeros. Rows with tokens keep the "
+    "kernel's output; the log-sum-exp, which is -inf in padded rows, is left as it is.",
+    detect="Wrong output, or NaN log-probabilities, only at batch sizes between two capture sizes; with "
+    "--enforce-eager both are right.",
+    workaround='--compilation-config \'{"cudagraph_mode": "NONE"}\', or --enforce-eager.',
+    removable="not yet: no release up to 0.33.0 has a remedy",
+    in_caches="NaN in entries of generated tokens of whole batches, if the NaN of a padded row reached real rows "
+    "(online fp8 with one scale, mixture of experts); otherwise nothing",
+    how_sure="the kernel's NaN was shown; that it spreads was shown for one model",
 )

@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Event, Fallback, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Counter, Diagnosis, Event, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -32,7 +33,6 @@ RECORDED_WORKSPACE_OUTGROWN = Event(
     "A larger workspace replaced one that a graph had recorded: on stock that memory is freed, and the graph still "
     "reads and writes there.",
 )
-FALLBACK = Fallback()
 
 Workspace = Any
 """A tensor of bytes; vLLM's manager has one for each slot: each micro-batch, and from 0.28.0 on each lane of it."""
@@ -168,17 +168,18 @@ class _Recorded:
     Those are the ones that it still hands out, and those that it has outgrown.
     """
 
-    __slots__ = ("current", "outgrown")
+    __slots__ = ("_captures", "_seen", "current", "outgrown")
 
-    def __init__(self) -> None:
+    def __init__(self, captures: _Captures, seen: Counter) -> None:
+        self._captures, self._seen = captures, seen
         self.current: list[Held] = []
         self.outgrown: list[Held] = []
 
     def add(self, held: Held, workspace: Workspace) -> None:
         if not any(known() is workspace for known in self.current):
             self.current.append(held)
-            if _CAPTURES.on_trial is not None:
-                _CAPTURES.on_trial.append((self, held))
+            if self._captures.on_trial is not None:
+                self._captures.on_trial.append((self, held))
 
     def look(self, workspaces: Sequence[Workspace | None]) -> None:
         """Counts those that none of the manager's *workspaces* is any more."""
@@ -186,7 +187,7 @@ class _Recorded:
         for held in before:
             there = any(one is not None and held() is one for one in workspaces)
             (self.current if there else self.outgrown).append(held)
-        RECORDED_WORKSPACE_OUTGROWN.count += len(before) - len(self.current)
+        self._seen.count += len(before) - len(self.current)
 
     def forget(self, held: Held) -> None:
         # By identity: weak references are equal if what they refer to is, and tensors compare themselves by element.
@@ -206,24 +207,24 @@ class _Kept:
         return self._workspace
 
 
-_CAPTURES = _Captures()
+def _hold_what_is_recorded(stock: StockFunction, activity: Activity, *, captures: _Captures) -> StockFunction:
+    """Wraps `WorkspaceManager._ensure_workspace_size(required_bytes)`: every request for a workspace goes through it.
 
-
-def _hold_what_is_recorded(stock: StockFunction, hold: Callable[[Workspace], Held]) -> StockFunction:
-    """Wraps `WorkspaceManager._ensure_workspace_size(required_bytes)`.
-
-    Every request for a workspace goes through it.
+    A workspace that a graph has recorded is held from then on. To count alone, it is only referred to.
     """
     from torch import cuda  # the target is imported by now, and torch with it
+
+    outgrown = activity.counter(RECORDED_WORKSPACE_OUTGROWN)
+    hold: Callable[[Workspace], Held] = _Kept if activity.corrects else weakref.ref
 
     @functools.wraps(stock)
     def _ensure_workspace_size(self: Any, *args: Any, **kwargs: Any) -> Any:
         workspace = stock(self, *args, **kwargs)
         try:
             recorded = getattr(self, "graphfix_recorded", None)
-            if _CAPTURES.running and cuda.is_current_stream_capturing():
+            if captures.running and cuda.is_current_stream_capturing():
                 if recorded is None:
-                    recorded = self.graphfix_recorded = _Recorded()
+                    recorded = self.graphfix_recorded = _Recorded(captures, outgrown)
                 recorded.add(hold(workspace), workspace)
             if recorded is not None:
                 for held in recorded.current:
@@ -231,84 +232,98 @@ def _hold_what_is_recorded(stock: StockFunction, hold: Callable[[Workspace], Hel
                         recorded.look(self._current_workspaces)
                         break
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
         return workspace
 
     return _ensure_workspace_size
 
 
-def _keep(stock: StockFunction) -> StockFunction:
-    return _hold_what_is_recorded(stock, _Kept)
-
-
-def _watch(stock: StockFunction) -> StockFunction:
-    return _hold_what_is_recorded(stock, weakref.ref)
-
-
-def _know_of_captures(stock: StockFunction) -> StockFunction:
-    """Around `GPUModelRunner.capture_model`, in which model runner V2 captures all of its graphs.
+def _know_of_captures(stock: StockFunction, _: Activity, *, captures: _Captures) -> StockFunction:
+    """Wraps `GPUModelRunner.capture_model`, in which model runner V2 captures all of its graphs.
 
     V1 captures elsewhere, and locks the workspace.
     """
 
     @functools.wraps(stock)
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _CAPTURES.running += 1
+        captures.running += 1
         try:
             return stock(self, *args, **kwargs)
         finally:
-            _CAPTURES.running -= 1
+            captures.running -= 1
 
     return capture_model
 
 
-def _forget_what_was_on_trial(stock: StockFunction) -> StockFunction:
-    """Around `GPUModelRunner.profile_cudagraph_memory` (0.29.0), whose graphs are gone when it returns."""
+def _forget_what_was_on_trial(stock: StockFunction, _: Activity, *, captures: _Captures) -> StockFunction:
+    """Wraps `GPUModelRunner.profile_cudagraph_memory` (0.29.0), whose graphs are gone when it returns."""
 
     @functools.wraps(stock)
     def profile_cudagraph_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before, on_trial = _CAPTURES.on_trial, list[tuple[_Recorded, Held]]()
-        _CAPTURES.on_trial = on_trial
+        before, on_trial = captures.on_trial, list[tuple[_Recorded, Held]]()
+        captures.on_trial = on_trial
         try:
             return stock(self, *args, **kwargs)
         finally:
-            _CAPTURES.on_trial = before
+            captures.on_trial = before
             for recorded, held in on_trial:
                 recorded.forget(held)
 
     return profile_cudagraph_memory
 
 
-def _layers(shape: str, around_growth: Callable[[StockFunction], StockFunction]) -> tuple[Patch, ...]:
-    on_trial = Patch(_RUNNER_MODULE, "GPUModelRunner.profile_cudagraph_memory", _forget_what_was_on_trial)
+def patches(shape: str) -> tuple[Patch, ...]:
+    captures = _Captures()
+    holding, knowing, forgetting = (
+        functools.partial(wrap, captures=captures)
+        for wrap in (_hold_what_is_recorded, _know_of_captures, _forget_what_was_on_trial)
+    )
+    on_trial = Patch(_RUNNER_MODULE, "GPUModelRunner.profile_cudagraph_memory", forgetting)
     return (
-        Patch(_WORKSPACE_MODULE, "WorkspaceManager._ensure_workspace_size", around_growth),
-        Patch(_RUNNER_MODULE, "GPUModelRunner.capture_model", _know_of_captures),
+        Patch(_WORKSPACE_MODULE, "WorkspaceManager._ensure_workspace_size", holding),
+        Patch(_RUNNER_MODULE, "GPUModelRunner.capture_model", knowing),
         *([on_trial] if shape.endswith("-on-trial") else []),
     )
 
 
-def patches(shape: str) -> tuple[Patch, ...]:
-    return _layers(shape, _keep)
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
+    from vllm_graphfix.deployment.needs import unseen
 
-
-def observers(shape: str) -> tuple[Patch, ...]:
-    return _layers(shape, _watch)
-
-
-def applies(deployment: Deployment, shape: str) -> Answer:
-    from vllm_graphfix.deployment import all_of
-
-    return all_of(deployment.runner("V2"), deployment.graphs())
+    layers = (
+        "mixture of experts, sparse MLA and its indexer, decode context parallelism, "
+        "TurboQuant, from 0.25.0 on Triton MLA"
+    )
+    return (needs.RUNNER_V2, needs.GRAPHS, unseen("layers that use the workspace", layers))
 
 
 FIX = Fix(
     number=12,
     name="workspace-growth",
+    runner="V2",
+    reads=(_WORKSPACE, _RUNNER, _GRAPHS, _WORKER),
+    modules=(_WORKSPACE_MODULE, _RUNNER_MODULE),
+    diagnose=diagnose,
+    patches=patches,
+    events=(RECORDED_WORKSPACE_OUTGROWN,),
+    needs=needs,
+    default=Mode.OBSERVE,
+    evidence=(
+        f"{_WORKSPACE}::WorkspaceManager",
+        *(
+            f"{_WORKSPACE}::{name}"
+            for name in ("current_workspace_manager", "init_workspace_manager", "reset_workspace_manager")
+        ),
+    ),
+)
+
+ABOUT = About(
     pr=55341,
     references=("issue 55336",),
     summary="a workspace that a graph has recorded outlives its replacement",
     releases="0.14.1 - 0.29.0",
+    seen="wrong tokens or illegal memory access some time after start, after a long prompt",
+    first_test="`VLLM_DEBUG_WORKSPACE=1`: does the workspace grow after the captures?",
     symptom="With model runner V2, an illegal memory access right after the engine has captured its graphs, or at "
     "some step while serving, or wrong output of requests whose tensors lie where the old workspace was. Upstream saw "
     "a DeepSeek V4 engine abort during start-up.",
@@ -321,26 +336,8 @@ FIX = Fix(
     "capture nothing is kept.",
     detect="VLLM_DEBUG_WORKSPACE=1 logs 'Resized workspace' after 'Graph capturing finished'; --enforce-eager does "
     "not fail.",
-    concerns="VLLM_USE_V2_MODEL_RUNNER=1 (the default for more and more models from 0.22.0 on), CUDA graphs of any "
-    "mode, layers that use the workspace: mixture-of-experts, sparse MLA and its indexer, decode context parallelism, "
-    "TurboQuant, from 0.25.0 on Triton MLA.",
     workaround="--enforce-eager, or model runner V1.",
     removable="with vLLM 0.30.0",
-    runner="V2",
-    reads=(_WORKSPACE, _RUNNER, _GRAPHS, _WORKER),
-    modules=(_WORKSPACE_MODULE, _RUNNER_MODULE),
-    diagnose=diagnose,
-    patches=patches,
-    observers=observers,
-    events=(RECORDED_WORKSPACE_OUTGROWN,),
-    fallback=FALLBACK,
-    default=Mode.OBSERVE,
-    applies=applies,
-    evidence=(
-        f"{_WORKSPACE}::WorkspaceManager",
-        *(
-            f"{_WORKSPACE}::{name}"
-            for name in ("current_workspace_manager", "init_workspace_manager", "reset_workspace_manager")
-        ),
-    ),
+    in_caches="anything that was computed from or written over the freed workspace: nothing can be ruled out",
+    how_sure="not known",
 )

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from vllm_graphfix.fix import Diagnosis, Mode, Patch, Patchable, State, Together, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Mode, Patch, Patchable, State, Together, Verdict
 from vllm_graphfix.patching import sites
 from vllm_graphfix.settings.environment import PREFIX, Master
 
@@ -56,7 +56,7 @@ class AppliedFix:
         self.sites: list[sites.Site] = []
         self.state = State.WAITING
         self.reason = "waits for vLLM to import the code that it concerns"
-        fix.fallback.reason, fix.fallback.graphs = None, {}
+        self.activity = Activity(fix.events, corrects=not self.observes)
         if wanted.master is Master.OFF:
             self.set_state(State.OFF, wanted.why_off(PREFIX))
         elif self.mode is Mode.OFF:
@@ -111,8 +111,8 @@ class AppliedFix:
         """Goes by the diagnosis of its vLLM."""
         self.diagnosis = found
         if found.verdict is Verdict.AFFECTED:
-            patches = self.fix.observers if self.observes else self.fix.patches
-            self.patches = tuple(patches(found.shape))
+            offered = self.fix.patches(found.shape)
+            self.patches = tuple(patch for patch in offered if patch.observes or not self.observes)
             done = "observed" if self.observes else "applied"
             self.set_state(State.WAITING, f"{found.reason} ({found.where}); to be {done} when vLLM imports that code")
         elif found.verdict is Verdict.UNRECOGNISED:
@@ -136,7 +136,7 @@ class AppliedFix:
     def failed_in_use(self) -> bool:
         """Whether it failed while vLLM ran, and stands where it was put."""
         applied = bool(self.sites) and not any(site.lost() for site in self.sites)
-        return self.state is State.FAILED and self.fix.fallback.reason is not None and applied
+        return self.state is State.FAILED and self.activity.error is not None and applied
 
     def left_undone(self, *, v2: bool | None) -> bool:
         """Whether this engine has imported what the fix is for, and the fix is not on all of it.

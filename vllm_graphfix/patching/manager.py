@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from vllm_graphfix.fix import Fallback, Patch, Patchable, State, Verdict
+from vllm_graphfix.fix import Activity, Patch, Patchable, State, Verdict
 from vllm_graphfix.log import HeldLog
 from vllm_graphfix.patching import sites
 from vllm_graphfix.patching.applied_fix import AppliedFix, FixState, Policy
@@ -144,7 +144,7 @@ class FixManager:
                 # works for it.
                 applied.set_state(State.CONFLICT, lost[0])
                 gone.append(applied)
-            elif stands and (error := applied.fix.fallback.reason) is not None:
+            elif stands and (error := applied.activity.error) is not None:
                 applied.set_state(State.FAILED, f"{error}; since then vLLM's own code runs wherever that happens")
                 if not self._may_capture:  # an engine that serves keeps the layers that work for it
                     gone.append(applied)
@@ -191,7 +191,11 @@ class FixManager:
                     source = source or open_source()
                     applied.judge(manifest.diagnose(applied.fix, source))
                     if applied.state is State.INCOMPATIBLE:
-                        self._warn(applied, "cannot be applied to this vLLM; `vllm-graphfix explain` has a workaround")
+                        self._warn(
+                            applied,
+                            "cannot be applied to this vLLM; "
+                            f"`vllm-graphfix explain {applied.fix.name}` has a workaround",
+                        )
                     self._remember(applied, source)
                 except Exception as error:
                     self._fail(applied, error)
@@ -222,7 +226,7 @@ class FixManager:
     def _apply(self, applied: AppliedFix, patches: list[Patch]) -> None:
         try:
             self._refuse_other_files(applied.fix)
-            applied.sites += sites.apply(applied.fix.name, patches, self._texts.get)
+            applied.sites += sites.apply(applied.fix.name, patches, applied.activity, self._texts.get)
             for site in applied.sites:
                 if reason := site.lost():
                     raise sites.ConflictError(reason)
@@ -296,6 +300,16 @@ class FixManager:
         """In a forked child: a thread that held the lock is not there, and will not finish what it did."""
         self.interrupted = self.interrupted or self._depth > 0
         self._lock, self._depth, self._log = threading.RLock(), 0, HeldLog()
+        for applied in self._applied.values():
+            applied.activity.reset()
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """How often each fix has met each of its events, by their names."""
+        return {name: applied.activity.counts for name, applied in self._applied.items()}
+
+    def activity(self, name: str) -> Activity:
+        """What the fix *name* does in this process."""
+        return self._applied[name].activity
 
     def left_undone(self, *, v2: bool | None, again: bool = False) -> tuple[str, ...]:
         """The fixes that the user insists on, that this process needs and that are not applied.
@@ -317,15 +331,15 @@ class FixManager:
     @_alone
     def begin_capture(self, graph_being_captured: Callable[[], Hashable]) -> None:
         """From now on a fix that fails does so in a graph, which holds what stock's code does there."""
-        Fallback.capturing = graph_being_captured
+        Activity.capturing = graph_being_captured
         for applied in self._applied.values():
-            applied.fix.fallback.graphs = {}
+            applied.activity.graphs = {}
 
     def forget_capture(self) -> None:
         """The capture is over, and what failed in it has been dealt with, or was in no graph that is kept."""
-        Fallback.capturing = None
+        Activity.capturing = None
         for applied in self._applied.values():
-            applied.fix.fallback.graphs = {}
+            applied.activity.graphs = {}
 
     @_alone
     def failed_in_capture(self) -> dict[str, dict[Any, str]]:
@@ -333,14 +347,14 @@ class FixManager:
 
         Fixes that only observe are left out: they change nothing. None stands for a graph that is not known.
         """
-        Fallback.capturing = None
+        Activity.capturing = None
         found: dict[str, dict[Any, str]] = {}
         for name, applied in self._applied.items():
-            graphs = {g: why for g, why in applied.fix.fallback.graphs.items() if getattr(g, "kept", True)}
+            graphs = {g: why for g, why in applied.activity.graphs.items() if getattr(g, "kept", True)}
             if (
                 graphs and applied.observes
             ):  # it has changed nothing in them; what it counts from here on may be too little
-                applied.fix.fallback.reason = applied.fix.fallback.reason or next(iter(graphs.values()))
+                applied.activity.error = applied.activity.error or next(iter(graphs.values()))
             elif graphs:
                 found[name] = graphs
         return found
@@ -355,7 +369,7 @@ class FixManager:
         if applied.state is not State.ACTIVE:
             return
         if failed:
-            applied.fix.fallback.reason = what
+            applied.activity.error = what
         applied.set_state(State.FAILED if failed else State.ACTIVE, f"{applied.reason}; {what}" if not failed else what)
 
     def required(self, name: str) -> bool:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from vllm_graphfix.fix import Patch, Wrap
+from vllm_graphfix.fix import Activity, Patch, StockFunction, Wrap
 
 Read = Callable[[str], "bytes | None"]
+Layer = Callable[[StockFunction], Callable[..., Any]]
 
 
 class ConflictError(Exception):
@@ -29,7 +30,7 @@ class Site:
         *self.classes, self.attribute = patch.name.split(".")
         self.owner = owner
         self.stock = stock
-        self.layers: dict[str, Wrap] = {}
+        self.layers: dict[str, Layer] = {}
         self.installed = stock
         self._codes = self._codes_of(stock)
 
@@ -42,12 +43,12 @@ class Site:
     def current(self) -> object:
         return vars(self.owner).get(self.attribute)
 
-    def set_layer(self, fix: str, wrap: Wrap | None) -> None:
+    def set_layer(self, fix: str, new: Layer | None) -> None:
         """Adds (or, with None, takes away) the layer of *fix* and installs what results.
 
         If that fails, all is as before.
         """
-        layers = {name: layer for name, layer in {**self.layers, fix: wrap}.items() if layer is not None}
+        layers = {name: layer for name, layer in {**self.layers, fix: new}.items() if layer is not None}
         function = self.stock
         for layer in layers.values():
             outer = layer(function)
@@ -106,7 +107,7 @@ _stock_of: weakref.WeakKeyDictionary[FunctionType, FunctionType] = weakref.WeakK
 """Our functions and what they wrap: `from target import name` may have carried one into another module."""
 
 
-def apply(fix: str, patches: Iterable[Patch], diagnosed: Read = lambda _: None) -> list[Site]:
+def apply(fix: str, patches: Iterable[Patch], activity: Activity, diagnosed: Read = lambda _: None) -> list[Site]:
     """Puts the layer of *fix* on every target, whose modules are imported, or on none.
 
     *diagnosed* takes the name of a module, and returns the source that its code must be of, or None.
@@ -117,11 +118,15 @@ def apply(fix: str, patches: Iterable[Patch], diagnosed: Read = lambda _: None) 
     sites = [(_site(patch, diagnosed(patch.module)), patch.wrap) for patch in patches]
     try:
         for site, wrap in sites:
-            site.set_layer(fix, wrap)
+            site.set_layer(fix, _layer(wrap, activity))
     except BaseException:
         take_back(fix, [site for site, _ in sites])
         raise
     return [site for site, _ in sites]
+
+
+def _layer(wrap: Wrap, activity: Activity) -> Layer:
+    return lambda stock: wrap(stock, activity)
 
 
 def take_back(fix: str, sites: Iterable[Site]) -> None:

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_graphfix.fix import Diagnosis, Fallback, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Patch, StockFunction, Verdict
 from vllm_graphfix.log import logger
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
@@ -43,7 +43,6 @@ _FOLDER = "vllm/v1/worker/gpu/spec_decode"
 _MANAGER = "vllm/v1/worker/gpu/cudagraph_utils.py"
 _BASE = f"{_FOLDER}/speculator.py"
 _SLOTS_MODULE = "vllm.v1.worker.gpu.attn_utils"
-FALLBACK = Fallback()
 
 
 class _Graphs(NamedTuple):
@@ -221,7 +220,7 @@ def patches(shape: str) -> tuple[Patch, ...]:
     return (Patch(speculator.module, f"{speculator.name}.{speculator.hook}", functools.partial(_watched, speculator)),)
 
 
-def _watched(speculator: _Speculator, stock: StockFunction) -> StockFunction:
+def _watched(speculator: _Speculator, stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps the method that makes a speculator's managers.
 
     Each of them counts its replays, and checks the one that is due.
@@ -234,7 +233,7 @@ def _watched(speculator: _Speculator, stock: StockFunction) -> StockFunction:
             if (shadow := process.SHADOW) is not None:
                 _watch(self, speculator.graphs, shadow)
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
 
     return initialise
 

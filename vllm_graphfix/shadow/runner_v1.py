@@ -11,7 +11,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Fallback, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Patch, StockFunction, Verdict
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.failures import UnsafeError, tried
@@ -27,7 +27,6 @@ GRAPHS = "vllm/compilation/cuda_graph.py"
 GRAPHS_MODULE = "vllm.compilation.cuda_graph"
 CONTEXT = "vllm/forward_context.py"
 RUNNER = "vllm/v1/worker/gpu_model_runner.py"
-FALLBACK = Fallback()
 
 _SHAPE = "full-wrapper"
 
@@ -74,7 +73,7 @@ def patches(shape: str) -> tuple[Patch, ...]:
     return (Patch(GRAPHS_MODULE, "CUDAGraphWrapper.__init__", _make_checked),)
 
 
-def _make_checked(stock: StockFunction) -> StockFunction:
+def _make_checked(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps `CUDAGraphWrapper.__init__`, so that each instance in mode FULL is checked.
 
     Such an instance becomes one of a subclass whose call counts and checks.
@@ -92,7 +91,7 @@ def _make_checked(stock: StockFunction) -> StockFunction:
                 else:
                     self.__class__ = _measured_class(type(self), shadow)
         except Exception as error:
-            FALLBACK.take(error)
+            activity.failed(error)
 
     return initialise
 

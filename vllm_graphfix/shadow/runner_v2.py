@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Fallback, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._capture_passes import forward_functions
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
@@ -33,7 +33,6 @@ GRAPHS_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
 RUNNER = "vllm/v1/worker/gpu/model_runner.py"
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 CONTEXT = "vllm/forward_context.py"
-FALLBACK = Fallback()
 
 _SHAPE = "run-fullgraph"
 _UNMEASURED = "run-fullgraph-unmeasured"
@@ -84,7 +83,7 @@ def patches(shape: str) -> tuple[Patch, ...]:
     return (checked,) if shape == _UNMEASURED else (checked, measured)
 
 
-def _measured(stock: StockFunction) -> StockFunction:
+def _measured(stock: StockFunction, _: Activity) -> StockFunction:
     """Wraps `CudaGraphManager.capture(create_forward_fn, …)`.
 
     A drafter's managers have the method in common with the target model's.
@@ -120,7 +119,7 @@ def _measured(stock: StockFunction) -> StockFunction:
     return capture
 
 
-def _checked(stock: StockFunction) -> StockFunction:
+def _checked(stock: StockFunction, _: Activity) -> StockFunction:
     """Around `ModelCudaGraphManager.run_fullgraph(desc)`."""
 
     @functools.wraps(stock)

@@ -8,7 +8,7 @@ The places are records that `Process` applies like fixes: diagnosed, all of thei
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_graphfix.fix import Diagnosis, Fallback, Patch, Together
+from vllm_graphfix.fix import Diagnosis, Event, Patch, Together
 from vllm_graphfix.settings.environment import SHADOW
 from vllm_graphfix.shadow import drafter_v2, runner_v1, runner_v2
 from vllm_graphfix.shadow.process import DRAFTER
@@ -26,13 +26,11 @@ class Graphs(NamedTuple):
     patches: Callable[[str], Sequence[Patch]]
     reads: tuple[str, ...]
     modules: tuple[str, ...]
-    fallback: Fallback
     variable: str = SHADOW
     together: tuple[Together, ...] = ()
     evidence: tuple[str, ...] = ()
-
-    def observers(self, shape: str) -> tuple[Patch, ...]:
-        return ()
+    events: tuple[Event, ...] = ()
+    """None: what the check counts is in its `Results`."""
 
 
 RUNNERS = (
@@ -43,7 +41,6 @@ RUNNERS = (
         runner_v1.patches,
         (runner_v1.GRAPHS, runner_v1.CONTEXT, runner_v1.RUNNER),
         (runner_v1.GRAPHS_MODULE,),
-        runner_v1.FALLBACK,
     ),
     Graphs(
         "shadow-v2",
@@ -52,7 +49,6 @@ RUNNERS = (
         runner_v2.patches,
         (runner_v2.GRAPHS, runner_v2.CONTEXT, runner_v2.RUNNER),
         (runner_v2.GRAPHS_MODULE,),
-        runner_v2.FALLBACK,
     ),
     Graphs(
         f"shadow-v2{DRAFTER}",
@@ -61,6 +57,5 @@ RUNNERS = (
         drafter_v2.patches,
         drafter_v2.READS,
         drafter_v2.MODULES,
-        drafter_v2.FALLBACK,
     ),
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix._version import __version__
 from vllm_graphfix.fix import Diagnosis, Fix, State, Verdict
+from vllm_graphfix.fixes import about
 from vllm_graphfix.settings.environment import PREFIX
 from vllm_graphfix.verify.measurement import Measurement, Watch
 
@@ -179,7 +180,7 @@ def as_json(report: Report) -> dict[str, Any]:
 def _entry(proof: Proof) -> dict[str, Any]:
     return {
         "name": proof.fix.name,
-        "pr": proof.fix.pr,
+        "pr": about(proof.fix).pr,
         "diagnosis": proof.diagnosis.verdict.value,
         "outcome": proof.outcome,
         "holds": proof.holds,

@@ -47,10 +47,12 @@ class Trial(NamedTuple):
     """A scenario whose defect shows in what a replay puts out."""
     watched_further: tuple[Watched, ...] = ()
     """The same on graphs of other kinds: each is judged for itself."""
+    engine: str = ""
+    """The engine of `case`, for people."""
+    shows_in: str = ""
+    """Where the defect shows in it, or on the CPU double, for people."""
     unwatched: str = ""
     """Why the shadow check cannot see the defect in a replay, as a clause, for every other scenario."""
-    scenario: str = ""
-    """Where the `Scenario` is, ``module:function``; `scenario_of` has the place where it is without."""
 
 
 # Modules are named in strings here and nowhere else in `verify`: a fix is found by its name alone.
@@ -61,8 +63,13 @@ def trial_of(fix: str) -> Trial:
 
 
 def scenario_of(fix: str) -> str:
-    """The place of the scenario of the fix named *fix*, ``module:function``. Importing it imports vLLM."""
-    return trial_of(fix).scenario or f"{_HERE}.double.scenarios.{_module(fix)}:run"
+    """The place of the scenario of the fix named *fix*, ``module:function``.
+
+    It is `run` of the trial's own module, which then imports vLLM inside of it, or of the module of
+    `double.scenarios` named as the fix's, whose import imports vLLM.
+    """
+    trial = import_module(f"{_HERE}.trials.{_module(fix)}")
+    return f"{trial.__name__}:run" if hasattr(trial, "run") else f"{_HERE}.double.scenarios.{_module(fix)}:run"
 
 
 def further_cases(fix: str, source: Source | None = None) -> tuple[Case, ...]:

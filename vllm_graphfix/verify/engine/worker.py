@@ -264,11 +264,12 @@ def _states(llm: LLM, job: Job) -> dict[str, dict[str, str]]:
 
 def _events() -> dict[str, list[float]]:
     """What the fixes and the shadow check have counted in this process, by fix and event."""
-    from vllm_graphfix.fixes import FIXES
+    import vllm_graphfix
     from vllm_graphfix.shadow import process
 
+    counts = vllm_graphfix._this_process().manager.counts()
     counted = {
-        f"{fix.name}: {event.name}": [float(event.count)] for fix in FIXES for event in fix.events if event.count
+        f"{fix}: {event}": [float(count)] for fix, events in counts.items() for event, count in events.items() if count
     }
     for event, count in process.counts().get(process.NAME, {}).items():
         counted[f"{process.NAME}: {event}"] = [float(count)]

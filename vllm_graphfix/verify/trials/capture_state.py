@@ -8,4 +8,6 @@ from vllm_graphfix.verify.trial import Trial, Watched
 TRIAL = Trial(
     watched=Watched("shadow-v2", "vllm_graphfix.verify.double.scenarios.capture_state:watched"),
     case=MLA,
+    engine="MLA, FlashMLA, bf16, model runner V2",
+    shows_in="tokens, or an illegal memory access",
 )

@@ -23,4 +23,6 @@ def judge(observed: Observed) -> Sign:
 TRIAL = Trial(
     case=replace(LLAMA_EAGLE, judge=judge),
     unwatched="the drafts concerned run in piecewise graphs, and the check looks at full ones",
+    engine="Llama and an Eagle head, FlashInfer, piecewise graphs, model runner V2",
+    shows_in="draft decodes that ran in piecewise graphs with padding, or FlashInfer's error about `kv_indptr`",
 )

@@ -8,4 +8,6 @@ from vllm_graphfix.verify.trial import Trial, Watched
 TRIAL = Trial(
     watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.flashmla_fp8:watched"),
     case=MLA_FP8,
+    engine="MLA, FlashMLA, fp8 KV cache",
+    shows_in="tokens",
 )

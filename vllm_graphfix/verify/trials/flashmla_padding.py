@@ -27,4 +27,7 @@ TRIAL = Trial(
     case=replace(MLA_FP8_PADDED, judge=judge),
     unwatched="padded rows alone read what is not the cache's; the rows of requests, which are compared, are right "
     "until a replay ends in an error",
+    engine="as `flashmla-fp8`, a batch that shrinks through sizes between those captured",
+    shows_in="the lowest length and block id that the planner and the kernel are given (must be at least 1 and 0); "
+    "tokens",
 )

@@ -8,4 +8,6 @@ from vllm_graphfix.verify.trial import Trial, Watched
 TRIAL = Trial(
     watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.mamba_padding:watched"),
     case=MAMBA2,
+    engine="Mamba-2, chunked prefill, a request that ends early",
+    shows_in="tokens",
 )

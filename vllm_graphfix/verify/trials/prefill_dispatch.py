@@ -13,4 +13,8 @@ TRIAL = Trial(
     watched_further=(Watched("shadow-v2", "vllm_graphfix.verify.double.scenarios.prefill_dispatch:watched_v2"),),
     case=MAMBA2_ONE_TOKEN,
     further=(replace(LFM2_ONE_TOKEN, shows_on=_v2_serves_them_wrong),),
+    engine="Mamba-2, prompts of one token; from 0.19.0 on, and `skipped` before: there Mamba treats such a prompt as a "
+    "decode even without graphs, and the CPU double proves the fix with GDN layers and drafts. In 0.23.0 – 0.27.1 also "
+    "LFM2 (a short convolution and attention) on model runner V2, in a row of its own",
+    shows_in="tokens",
 )

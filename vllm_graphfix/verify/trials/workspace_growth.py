@@ -24,4 +24,7 @@ def judge(observed: Observed) -> Sign:
 TRIAL = Trial(
     case=replace(MIXTRAL, judge=judge),
     unwatched="what the graph puts out is right; on the way it overwrites memory that belongs to others",
+    engine="Mixtral, model runner V2; a probe makes the workspace grow after the captures, and takes the memory that "
+    "is then free",
+    shows_in="bytes of the probe's tensors that graphs have written to, or an illegal memory access",
 )
