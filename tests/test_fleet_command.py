@@ -8,17 +8,20 @@ import pty
 import signal
 import subprocess
 import sys
+import time
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from fleets import Start, failed, here, ranks, reason
-from records import ENGINE, leave, of, record
+from records import ENGINE, elsewhere, leave, of, record
 from vllm_graphfix import __version__
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.fleet import as_json, look
-from vllm_graphfix.records import Identity, own_folder
+from vllm_graphfix.records import FixReport, Identity, own_folder
 
 
 def call(*arguments: str, code: int = 0, env: dict[str, str] | None = None) -> tuple[str, str]:
@@ -184,3 +187,67 @@ def test_watching_on_a_terminal_shows_changes_in_place_and_gives_the_terminal_ba
     assert process.wait(20) == 0
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")  # the cursor
     assert b"Traceback" not in seen
+
+
+def many(folder: Path, number: int = 200) -> None:
+    """Engines on other machines: one fixed in twenty, one not in order, twelve without graphs."""
+    for each in range(number):
+        host, canary = f"node-{each % 50}", each % 20 == 0
+        state = "active" if canary else "not-in-canary"
+        changes: dict[str, Any] = {
+            "engine": f"{each:016x}",
+            "fixes": {"capture-state": FixReport("auto", state, "the reason")},
+            "decision": record().decision._replace(canary=canary),
+            "graphs": not 1 <= each <= 12,
+            "kept": True,
+            "written": time.time(),
+        }
+        if each == 53:
+            changes["misconfigured"] = {"VLLM_GRAPHFIX": "observ"}
+        leave(folder, record(elsewhere(1000 + each, host), 0, **changes))
+
+
+@pytest.mark.usefixtures("alone")
+def test_two_hundred_engines_fit_one_screen_with_the_verdict_first(tmp_path: Path) -> None:
+    many(tmp_path)
+    out, _ = call("--dir", str(tmp_path), code=1)
+    lines = out.splitlines()
+    assert lines[0].startswith("200 engines on 50 hosts: 10 fixed, 177 stock, 12 without graphs, 1 WRONG")
+    assert len(lines) < 12
+    assert any(line.startswith("✗ 0000000000000035") and "VLLM_GRAPHFIX=observ" in line for line in lines)
+    assert sum("without CUDA graphs" in line for line in lines) == 1
+    assert lines[-1] == "details: vllm-graphfix fleet ENGINE, or --all"
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_engine_of_many_and_all_of_them_are_shown_whole_if_asked_for(tmp_path: Path) -> None:
+    many(tmp_path, 60)
+    out, _ = call("--dir", str(tmp_path), "0000000000000035", code=1)
+    assert "engine 0000000000000035" in out
+    assert "engine 0000000000000034" not in out
+    everything, _ = call("--dir", str(tmp_path), "--all", code=1)
+    assert all(f"engine {each:016x}" in everything for each in range(60))
+    _, err = call("--dir", str(tmp_path), "feedfeed", code=2)
+    assert "no engine whose name begins with 'feedfeed'" in err
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_engine_without_graphs_says_that_its_zeros_mean_nothing(tmp_path: Path) -> None:
+    leave(tmp_path, record(rank=0, graphs=False))
+    out, _ = call("--dir", str(tmp_path))
+    assert "1 engine on 1 host: 1 without graphs" in out
+    assert "without CUDA graphs (--enforce-eager, or cudagraph_mode NONE): its zeros mean nothing" in out
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_watched_fleet_is_no_longer_than_its_terminal(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    from vllm_graphfix.commands.fleet.table import _page, shown
+
+    many(tmp_path)
+    console = Console(width=80, height=6, record=True, file=StringIO())
+    console.print(_page(console, shown(look(tmp_path))))
+    lines = console.export_text().splitlines()
+    assert len(lines) <= 6
+    assert "more lines" in lines[-1]

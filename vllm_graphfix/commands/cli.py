@@ -38,6 +38,8 @@ EXIT_NOT_PRINTED = 1
 EXIT_USAGE = 2
 EXIT_LEFT_UNDONE = 3
 EXIT_INTERRUPTED = 130
+_SECONDS_DIGITS = 5
+"""More digits are the beginning of an engine's name."""
 
 PIPE_WIDTH = 140
 """Columns where there is no terminal."""
@@ -270,9 +272,14 @@ def compare(
 
 @app.command()
 def fleet(
-    seconds: Annotated[
-        float | None, typer.Argument(metavar="[SECONDS]", help="With --watch: seconds between refreshes; default: 2.")
+    asked: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[ENGINE|SECONDS]",
+            help="The beginning of an engine's name: its details. With --watch: seconds between refreshes; default: 2.",
+        ),
     ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="The details of every engine.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
     folder: Annotated[
         Path | None,
@@ -291,8 +298,13 @@ def fleet(
     """
     from vllm_graphfix.commands import fleet as fleets
 
-    if seconds is not None and not watch:
+    seconds = None if asked is None else _number(asked)
+    if seconds is not None and not watch and not _is_engine(asked):
         _stop("SECONDS only goes with --watch: vllm-graphfix fleet --watch SECONDS")
+    if watch and (everything or (asked is not None and seconds is None)):
+        _stop("--watch shows all engines in short, and takes seconds: vllm-graphfix fleet --watch SECONDS")
+    if as_json and (everything or asked is not None):
+        _stop("--json has all engines with all details: vllm-graphfix fleet --json")
     if watch and as_json:
         _stop("--watch and --json do not go together: call `vllm-graphfix fleet --json` as often as you need it")
     try:
@@ -307,7 +319,10 @@ def fleet(
     if as_json:
         typer.echo(json.dumps(fleets.as_json(found), indent=2))
     else:
-        _console().print(fleets.shown(found))
+        try:
+            _console().print(fleets.shown(found, everything=everything, engine=asked))
+        except fleets.FleetError as error:
+            _stop(str(error))
     if found.exit_code:
         raise typer.Exit(found.exit_code)
 
@@ -376,6 +391,18 @@ def main() -> None:
         if error.filename is not None:  # not of writing to a stream
             raise
         _end_unprinted(None if isinstance(error, BrokenPipeError) else str(error.strerror))
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _is_engine(text: str | None) -> bool:
+    """Whether *text* may begin the name of an engine, sixteen hexadecimal digits, and is no number of seconds."""
+    return text is not None and len(text) > _SECONDS_DIGITS
 
 
 def _named(name: str) -> Fix:

@@ -162,7 +162,7 @@ class CaptureGate:
             early = self._left
             if stage == _CAPTURE:
                 self.leave("warm-up")  # before anything else may fail: others wait for it
-            self._captures = _uses_graphs(subject)
+            self._captures = self._status_record.graphs = _uses_graphs(subject)
             config = getattr(subject, "vllm_config", None)
             # A worker knows its local rank, a runner its device.
             local_rank = getattr(subject, "local_rank", getattr(getattr(subject, "device", None), "index", None))

@@ -27,6 +27,8 @@ class StatusRecord:
         self.problem: str | None = None
         self.serves_metrics = False
         self.starting = False
+        self.graphs: bool | None = None
+        """Whether this rank captures CUDA graphs; None as long as that is not known."""
         self._reporter: Any = None
         self._kept = False
 
@@ -132,6 +134,7 @@ class StatusRecord:
             serves_metrics=self.serves_metrics,
             misconfigured=decision.misconfigured,
             wrong=shadow.wrong(),
+            graphs=self.graphs,
             starting=self.starting,
             written=time.time(),
         )

@@ -107,6 +107,8 @@ class Record(NamedTuple):
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value: a field, not a state, which older readers would
     refuse."""
+    graphs: bool | None = None
+    """Whether this rank captures CUDA graphs; None as long as that is not known, and in a process that is no rank."""
     starting: bool = False
     """The part of the engine that this process runs is not up yet."""
     kept: bool = False
@@ -142,6 +144,7 @@ class Record(NamedTuple):
             "serves_metrics": self.serves_metrics,
             "wrong": {str(number): wrong._asdict() for number, wrong in enumerate(self.wrong)},
             "misconfigured": dict(self.misconfigured),
+            **({} if self.graphs is None else {"graphs": self.graphs}),
             "starting": self.starting,
             "kept": self.kept,
             "written": self.written,
@@ -226,6 +229,7 @@ class Record(NamedTuple):
                 for each in wrong
             ),
             misconfigured=given.table("misconfigured", is_brief) if given.has("misconfigured") else {},
+            graphs=given.truth("graphs") if given.has("graphs") else None,
             starting=given.truth("starting") if given.has("starting") else False,
             kept=given.truth("kept") if given.has("kept") else False,
             written=given.number("written", 1e11),

@@ -143,6 +143,12 @@ class Engine:
         tellers = [member for member in self.members if member.live] or self.members
         return {name: value for member in tellers for name, value in member.record.misconfigured.items()}
 
+    @property
+    def graphs(self) -> bool | None:
+        """Whether its ranks capture CUDA graphs; None if none of them has said."""
+        said = [member.record.graphs for member in self.tellers if member.record.graphs is not None]
+        return any(said) if said else None
+
     def states(self, fix: str) -> dict[str, list[Member]]:
         """State to the processes in it."""
         found: dict[str, list[Member]] = {}
@@ -251,8 +257,10 @@ def judged(engine: Engine) -> tuple[list[str], list[str]]:
                 f"no record of {ranks_named(absent)}: starting, without the plugin, or on machines whose records are "
                 f"not here (put {STATUS_DIR} on shared storage)"
             )
+    if engine.graphs is False:
+        notes.append("it runs without CUDA graphs (--enforce-eager, or cudagraph_mode NONE): its zeros mean nothing")
     uncompared = [member for member in engine.ranked if member.record.agreement is None]
-    if uncompared:
+    if uncompared and engine.graphs is not False:
         notes.append(f"not compared with the others: {engine.several(uncompared)}")
     for member in engine.ranked:
         agreement = member.record.agreement

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ from vllm_graphfix.text import ago
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+_SEVERAL = 3
+"""Engines from which on each has a line instead of its details."""
+_WRONG = "WRONG"
 _COUNTING = frozenset({State.ACTIVE.value, State.OBSERVING.value})
 _SHORTEST_LOOK, _LONGEST_LOOK = 0.1, 86400.0
 _SERVE = re.compile(r"^\S*python\S* (-m vllm\.entrypoints\.cli\.main|\S*/vllm) ")
@@ -43,7 +47,95 @@ _STATE_COLOURS = {
 _LIVENESS_COLOURS = {Liveness.ALIVE: "green", Liveness.DEAD: "red", Liveness.SILENT: "yellow"}
 
 
-def shown(fleet: Fleet) -> RenderableType:
+def shown(fleet: Fleet, *, everything: bool = False, engine: str | None = None) -> RenderableType:
+    """One line of verdict, then what is wrong; the details of one engine, or of all, if they are asked for.
+
+    A single engine is shown whole. *engine*: the beginning of a name. Raises FleetError where no engine has it.
+    """
+    from rich.console import Group
+
+    if engine is not None:
+        found = [each for each in fleet.engines if each.name.startswith(engine)]
+        if not found:
+            there = ", ".join(each.name for each in fleet.engines[:5]) or "none"
+            raise FleetError(f"no engine whose name begins with {engine!r}; there are: {there}")
+        return Group(*(part for each in found for part in _engine_shown(each)))
+    if everything or len(fleet.engines) < _SEVERAL:
+        return Group(*_verdict(fleet), _details(fleet))
+    return Group(*_verdict(fleet), *_in_short(fleet))
+
+
+def _verdict(fleet: Fleet) -> list[RenderableType]:
+    """How many engines there are, and how many of them have the fixes."""
+    from rich.text import Text
+
+    if not fleet.engines:
+        return []
+    live = [engine for engine in fleet.engines if engine.live]
+    hosts = len({host for engine in live for host in engine.told("host")})
+    kinds = Counter(map(_kind, fleet.engines))
+    parts = [
+        f"{kinds[kind]} {kind}" for kind in ("fixed", "counting", "stock", "without graphs", "starting") if kinds[kind]
+    ]
+    line = Text(f"{_many(len(live), 'engine')} on {_many(hosts, 'host')}: ", style="bold")
+    line.append(", ".join(parts) or "none is running", style="bold")
+    if kinds[_WRONG]:
+        line.append(f"{', ' if parts else '; '}{kinds[_WRONG]} {_WRONG}", style="bold red")
+    if kinds["ended"]:
+        line.append(f"; {kinds['ended']} ended", style="dim")
+    line.append(f"   {time.strftime('%H:%M:%S')}", style="dim")
+    return [line]
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _kind(engine: Engine) -> str:
+    if engine.status in ("not in order", "stopped") or (engine.wrong and not engine.live):
+        return _WRONG
+    if not engine.live:
+        return "ended"
+    if engine.starting:
+        return "starting"
+    if engine.graphs is False:
+        return "without graphs"
+    states = {state for fix in engine.fixes for state in engine.states(fix)}
+    if State.ACTIVE.value in states:
+        return "fixed"
+    return "counting" if State.OBSERVING.value in states else "stock"
+
+
+def _in_short(fleet: Fleet) -> list[RenderableType]:
+    """A line for each thing that is wrong or worth knowing, with the engines that it is said of."""
+    from rich.text import Text
+
+    said: dict[tuple[str, str], list[Engine]] = {}
+    for engine in fleet.engines:
+        for what in engine.wrong:
+            said.setdefault(("✗", what), []).append(engine)
+    for engine in fleet.engines:
+        for what in engine.notes if engine.live else ():
+            said.setdefault(("!", what), []).append(engine)
+    lines: list[RenderableType] = []
+    for (mark, what), engines in said.items():
+        who = _named(engines[0]) if len(engines) == 1 else f"{len(engines)} engines"
+        lines.append(Text(f"{mark} {who}: {what}", style="red" if mark == "✗" else "yellow"))
+    for one in dict.fromkeys(one.reason for one in fleet.unrecorded):
+        number = sum(each.reason == one for each in fleet.unrecorded)
+        lines.append(
+            Text(f"! {number} vLLM process{'es' if number > 1 else ''} without a record: {one}", style="yellow")
+        )
+    lines += [Text(f"! {note}", style="yellow") for note in (*fleet.notes, *fleet.problems)]
+    lines.append(Text("details: vllm-graphfix fleet ENGINE, or --all", style="dim"))
+    return lines
+
+
+def _named(engine: Engine) -> str:
+    return f"{engine.name} ({', '.join([*engine.told('model')[:1], *engine.told('host')[:2]])})"
+
+
+def _details(fleet: Fleet) -> RenderableType:
     from rich.console import Group
     from rich.markup import escape
     from rich.padding import Padding
@@ -152,6 +244,20 @@ def _engine_shown(engine: Engine) -> list[RenderableType]:
     return [*parts, Padding(processes, (0, 0, 0, 2)), Padding(fixes, (0, 0, 0, 2))]
 
 
+def _page(console: Console, what: RenderableType) -> RenderableType:
+    """As much of *what* as fits the terminal, and how much more there is."""
+    from rich.console import Group
+    from rich.segment import Segment, Segments
+    from rich.text import Text
+
+    lines = console.render_lines(what, pad=False)
+    room = max(console.height - 1, 1)
+    shown_lines = lines if len(lines) <= room else lines[: room - 1]
+    segments = [segment for line in shown_lines for segment in (*line, Segment.line())]
+    more = [Text(f"… {len(lines) - len(shown_lines)} more lines: --all without --watch", style="dim")]
+    return Group(Segments(segments), *(more if len(lines) > room else []))
+
+
 def watch(folder: Path | None, seconds: float, console: Console) -> None:
     """Looks again every so many *seconds*, until it is interrupted. Raises FleetError as `look` does."""
     from rich.live import Live
@@ -163,9 +269,9 @@ def watch(folder: Path | None, seconds: float, console: Console) -> None:
             while True:
                 console.print(shown(look(folder)))
                 time.sleep(seconds)
-        with Live(shown(look(folder)), console=console, auto_refresh=False) as live:
+        with Live(_page(console, shown(look(folder))), console=console, auto_refresh=False, screen=True) as live:
             while True:
                 time.sleep(seconds)
-                live.update(shown(look(folder)), refresh=True)
+                live.update(_page(console, shown(look(folder))), refresh=True)
     except KeyboardInterrupt:
         return
