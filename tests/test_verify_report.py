@@ -197,19 +197,30 @@ def test_json_has_what_a_verdict_depends_on_and_where_to_look_further() -> None:
     assert (written["fixes"][1]["details"], written["fixes"][1]["skipped"]) == ([], None)
 
 
-def shown(report: Report) -> str:
+def shown(report: Report, *, verbose: bool = True) -> str:
     written = io.StringIO()
-    show(report, Console(file=written, width=160))
+    show(report, Console(file=written, width=160), verbose=verbose)
     return written.getvalue()
 
 
 def test_people_see_the_numbers_how_many_are_wrong_and_the_device() -> None:
     text = shown(Report(None, "/some [where]", "CPU double", (PROVEN, NOTHING_PATCHED, replace(PROVEN, stock=CRASH))))
-    assert "(version unknown) in /some [where], verified on the CPU double" in text
+    assert "2 of 2 defects shown on stock, all gone with the fixes (CPU double).\n" in text
+    assert "(version unknown) in /some [where]\n" in text
     assert "2 of 3 wrong" in text
     assert "equal" in text
     assert "illegal [memory] access" in text
     assert "mamba-padding: three numbers" in text
+
+
+def test_what_is_in_order_is_a_row_and_no_more_without_asking() -> None:
+    detailed = replace(PROVEN, stock=replace(WRONG, details=("stock: the first at token [4]",)))
+    text = shown(Report("0.19.0", "/somewhere", "CPU double", (detailed, NOTHING_PATCHED)), verbose=False)
+    assert "the first at token" not in text
+    assert "three numbers" not in text
+    assert "not in this vLLM, nothing patched: 1 (--verbose)" in text
+    failed = replace(PROVEN, patched=None, failure="KeyError: 'x'")
+    assert "KeyError" in shown(Report("0.19.0", "/somewhere", "CPU double", (failed,)), verbose=False)
 
 
 def test_people_see_why_a_proof_does_not_hold() -> None:
@@ -233,7 +244,7 @@ def test_people_see_the_machine_the_details_and_the_logs() -> None:
     detailed = replace(PROVEN, stock=replace(WRONG, details=("stock: the first at token [4]",)))
     report = Report("0.19.0", "/somewhere", "GPU [x]", (detailed,), {"driver": "580.1 [open]"}, "/logs/[x]")
     text = shown(report)
-    assert "verified on the GPU [x]" in text
+    assert text.startswith("1 of 1 defects shown on stock, gone with the fixes (GPU [x]).\n")
     assert "driver 580.1 [open]" in text
     assert "  stock: the first at token [4]\n" in text
     assert "Engine logs: /logs/[x]\n" in text

@@ -43,18 +43,18 @@ PROJECT = Path(__file__).parent.parent
 DOCS = PROJECT / "docs"
 FIXES_PAGES = {fix.name: DOCS / "fixes" / f"{fix.name}.md" for fix in FIXES}
 PAGES = (
-    PROJECT / "README.md",
     *(DOCS / f"{name}.md" for name in ("fixes", "configuration", "am-i-hit", "long-lived-caches", "verifying")),
     *FIXES_PAGES.values(),
 )
 Row = tuple[str, ...]
 TABLES: dict[str, tuple[Row, Callable[[Fix, About], Row]]] = {
     "summary": (
-        ("fix", "what you see without it", "who is affected"),
+        ("fix", "what you see without it", "who is affected", "with it"),
         lambda fix, said: (
-            f"{_code(fix)}{' ¹' if fix.default is Mode.OBSERVE else ''}",
+            f"[{_code(fix)}](fixes/{fix.name}.md){' ¹' if fix.default is Mode.OBSERVE else ''}",
             said.seen,
             briefly(fix.needs()),
+            said.summary,
         ),
     ),
     "symptoms": (
@@ -119,7 +119,6 @@ def updated(text: str) -> str:
             "defects": defects,
             "verdicts": verdict_table,
             "variables": variables,
-            "fixes": list_of_fixes,
             "watched": watched,
         }
         if name in TABLES:
@@ -141,12 +140,6 @@ def a_row_for_each_fix(columns: Row, row: Callable[[Fix, About], Row]) -> Iterat
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     yield from (f"| {' | '.join(row(fix, about(fix)))} |" for fix in FIXES)
-
-
-def list_of_fixes() -> Iterator[str]:
-    yield ""
-    yield from (f"- [{fix.name}](fixes/{fix.name}.md): {about(fix).summary}" for fix in FIXES)
-    yield ""
 
 
 def defects() -> Iterator[str]:

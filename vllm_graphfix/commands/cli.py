@@ -184,6 +184,9 @@ def verify(
         ),
     ] = None,
     as_json: JsonOption = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also what was compared, and the defects that this vLLM does not have.")
+    ] = False,
 ) -> None:
     """Prove the fixes on this machine: vLLM without and with CUDA graphs, stock and patched. Nothing is downloaded.
 
@@ -204,7 +207,7 @@ def verify(
     if as_json:
         typer.echo(json.dumps(report_json(report), indent=2))
     else:
-        show(report, _console())
+        show(report, _console(), verbose=verbose)
     if not report.holds:
         raise typer.Exit(EXIT_NOT_PROVEN)
     if not report.complete:

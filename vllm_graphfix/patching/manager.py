@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from vllm_graphfix._version import __version__
 from vllm_graphfix.fix import Activity, Patch, Patchable, State, Verdict
 from vllm_graphfix.log import HeldLog
 from vllm_graphfix.patching import sites
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 __all__ = ["FixManager", "FixState", "Policy"]
 
+_UNEVENTFUL = frozenset({State.NOT_NEEDED.value, State.OFF.value, State.NOT_IN_CANARY.value})
 _REVERTED = "reverted; graphs captured before then keep what they recorded"
 
 
@@ -397,13 +399,18 @@ class FixManager:
         for applied in self._applied.values():
             word = applied.state.value
             if applied.engaged:
-                done = "observed" if applied.observes else "applied"
-                word = (
-                    f"{done} where vLLM imports them" if self._diagnosed else "nothing that these concern was imported"
-                )
+                word = f"{'observed' if applied.observes else 'applied'} where vLLM imports them"
             told.setdefault(word, []).append(applied.fix.name)
             self._log.debug("graphfix: %s: %s, %s", applied.fix.name, applied.state.value, applied.reason)
-        self._log.info("graphfix: %s", "; ".join(f"{word}: {', '.join(names)}" for word, names in told.items()))
+        if any(applied.engaged for applied in self._applied.values()) and not self._diagnosed:
+            done = "this process has imported nothing that a fix concerns"
+        else:  # names of what is done, or stands in the way; of the rest how many
+            done = "; ".join(
+                f"{word}: {len(names) if word in _UNEVENTFUL else ', '.join(names)}" for word, names in told.items()
+            )
+        self._log.info(
+            "graphfix: %s (vllm-graphfix %s, VLLM_GRAPHFIX=%s)", done, __version__, self._wanted.master.value
+        )
 
 
 def _module(path: str) -> str:

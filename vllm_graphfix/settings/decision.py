@@ -8,7 +8,7 @@ It is made once for an engine and handed on to its processes.
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from vllm_graphfix import text
@@ -219,10 +219,10 @@ def decode(text: str) -> Decision | None:
         return None
     try:
         said = JsonObject(json.loads(text), "the decision")
-        if set(said.keys()) != {"schema", *Decision._fields} or said.get("schema") != _SCHEMA:
+        if not set(said.keys()) <= {"schema", *Decision._fields} or said.get("schema") != _SCHEMA:
             return None
         modes = said.table("modes", lambda name, mode: isinstance(mode, str) and mode in _MODES)
-        return Decision(
+        decision = Decision(
             engine=said.name("engine", _ENGINE),  # the name of a file begins with it
             instance=said.text("instance") if said.has("instance") else None,
             graphfix=said.text("graphfix"),
@@ -236,19 +236,27 @@ def decode(text: str) -> Decision | None:
             refused=said.line("refused") if said.has("refused") else None,
             master=environment.Master(said.get("master")),
             modes={name: Mode(mode) for name, mode in modes.items()},
-            shadow=shadow_rate.normal(said.text("shadow")),
-            shadow_action=shadow_rate.Action(said.get("shadow_action")),
-            agreement_timeout=_timeout(said.number("agreement_timeout", environment.MOST_PATIENCE)),
-            misconfigured=said.table("misconfigured", environment.is_brief),
         )
+        # What later versions have added; an older one leaves it out.
+        added: dict[str, Any] = {name: _ADDED[name](said, name) for name in _ADDED if name in said}
+        return decision._replace(**added)
     except (ValueError, RecursionError):
         return None
 
 
-def _timeout(seconds: float) -> float:
-    if seconds <= 0:
-        raise ValueError("no time at all")
+def _timeout(said: JsonObject, key: str) -> float:
+    seconds = said.number(key, environment.MOST_PATIENCE)
+    if type(said.get(key)) is not float or seconds == 0:
+        said.refuse(key, "seconds")
     return seconds
+
+
+_ADDED: dict[str, Callable[[JsonObject, str], Any]] = {
+    "shadow": lambda said, key: shadow_rate.normal(said.text(key)),
+    "shadow_action": lambda said, key: shadow_rate.Action(said.get(key)),
+    "agreement_timeout": _timeout,
+    "misconfigured": lambda said, key: said.table(key, environment.is_brief),
+}
 
 
 def handed_on(left: str | None, vllm: str, fixes: frozenset[str]) -> Decision | None:

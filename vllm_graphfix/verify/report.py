@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -204,18 +205,36 @@ def _numbers(numbers: tuple[float, ...]) -> list[float | None]:
     return [number if math.isfinite(number) else None for number in numbers]
 
 
-def show(report: Report, console: Console) -> None:
+def verdict(report: Report) -> str:
+    """What came of all proofs, in one line."""
+    outcomes = Counter(proof.outcome for proof in report.proofs)
+    proven, skipped, nothing = outcomes["proven"], outcomes["skipped"], outcomes["nothing patched"]
+    tried = len(report.proofs) - nothing
+    if not tried:
+        return f"No defect that is known here: nothing is patched ({report.device})."
+    parts = [f"{proven} of {tried} defects shown on stock, {'all ' if proven > 1 else ''}gone with the fixes"]
+    if failed := tried - proven - skipped:
+        parts.append(f"{failed} NOT proven")
+    if skipped:
+        parts.append(f"{skipped} not run here")
+    return f"{'; '.join(parts)} ({report.device})."
+
+
+def show(report: Report, console: Console, *, verbose: bool = False) -> None:
+    """Prints *report*; *verbose*: also what was compared, and what is not here, proof by proof."""
     from rich.markup import escape
     from rich.table import Table
 
+    console.print(f"[bold]{escape(verdict(report))}[/]", highlight=False, soft_wrap=True)
     console.print(
-        f"vLLM [bold]{report.vllm or '(version unknown)'}[/] in {escape(report.source)}, verified on the "
-        f"[bold]{escape(report.device)}[/]",
+        f"vLLM [bold]{report.vllm or '(version unknown)'}[/] in {escape(report.source)}",
         highlight=False,
         soft_wrap=True,
     )
     table = Table("fix", "eager", "stock, graphs", "patched, graphs", "verdict", box=None, pad_edge=False)
     for proof in report.proofs:
+        if proof.outcome == "nothing patched" and not verbose:
+            continue
         colour = {"proven": "bold green", "nothing patched": "dim", "skipped": "yellow"}.get(proof.outcome, "bold red")
         first = _first_difference(proof.stock)
         table.add_row(
@@ -229,14 +248,18 @@ def show(report: Report, console: Console) -> None:
         named = ", ".join(f"{name} {value}" for name, value in report.environment.items())
         console.print(f"[dim]vllm-graphfix {__version__}, {escape(named)}[/]", highlight=False, soft_wrap=True)
     console.print(table)
+    if not verbose and (nothing := sum(proof.outcome == "nothing patched" for proof in report.proofs)):
+        console.print(f"[dim]not in this vLLM, nothing patched: {nothing} (--verbose)[/]", highlight=False)
     for proof in report.proofs:
         if proof.skipped:
             console.print(f"[yellow]![/] {proof.title}: skipped: {escape(proof.skipped)}", highlight=False)
-        elif proof.stock and proof.holds:
+        elif proof.stock and proof.holds and verbose:
             console.print(f"[dim]{proof.title}: {escape(proof.stock.numbers)}[/]", highlight=False)
         elif not proof.holds:
             told = ": ".join(filter(None, [proof.title, proof.outcome, proof.failure or proof.patched_state[1]]))
             console.print(f"[red]![/] {escape(told)}", highlight=False)
+        if not verbose and proof.holds:
+            continue
         for measured in (proof.stock, proof.patched):
             for line in measured.details if measured else ():
                 console.print(f"[dim]  {escape(line)}[/]", highlight=False)
