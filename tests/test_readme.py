@@ -66,9 +66,9 @@ def test_the_readme_is_read_in_a_few_minutes() -> None:
 
 
 def test_the_readme_counts_the_fixes_and_names_the_releases() -> None:
-    text = " ".join(README.read_text().split())
+    text = " ".join(re.sub("<!--.*?-->", "", README.read_text()).split())
     assert f"{len(FIXES)} CUDA-graph defects of stock vLLM {ALL_RELEASES[0]} to {ALL_RELEASES[-1]}" in text
-    assert f"{sum(fix.default is Mode.OBSERVE for fix in FIXES)} of the {len(FIXES)}, which no GPU" in text
+    assert f"{sum(fix.default is Mode.OBSERVE for fix in FIXES)} of them, which no GPU" in text
 
 
 @pytest.mark.parametrize("table", ["defects", "verdicts"])

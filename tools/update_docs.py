@@ -43,6 +43,7 @@ PROJECT = Path(__file__).parent.parent
 DOCS = PROJECT / "docs"
 FIXES_PAGES = {fix.name: DOCS / "fixes" / f"{fix.name}.md" for fix in FIXES}
 PAGES = (
+    PROJECT / "README.md",
     *(DOCS / f"{name}.md" for name in ("fixes", "configuration", "am-i-hit", "long-lived-caches", "verifying")),
     *FIXES_PAGES.values(),
 )
@@ -133,6 +134,8 @@ def updated(text: str) -> str:
         lines = made[name]()
         return "\n".join([f"<!-- generated: {name} -->", *lines, "<!-- end -->"])
 
+    numbers = {"fixes": len(FIXES), "observed": sum(fix.default is Mode.OBSERVE for fix in FIXES)}
+    text = re.sub(r"(<!-- number of (\w+) -->)\d+", lambda found: f"{found[1]}{numbers.get(found[2], found[2])}", text)
     return re.sub(r"<!-- generated: (\S+) -->\n.*?<!-- end -->", generate, text, flags=re.DOTALL)
 
 
