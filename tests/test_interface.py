@@ -49,6 +49,7 @@ def test_a_record_of_a_running_older_version_is_read_and_written_alike(tmp_path:
     assert file.read_bytes() == (FOLDER / "record.json").read_bytes()
 
 
+@pytest.mark.usefixtures("alone")
 def test_fleet_tells_it_in_the_same_form(tmp_path: Path) -> None:
     workers = (record(elsewhere(4242 + rank), rank=rank, world_size=2) for rank in (0, 1))
     leave(tmp_path, *workers, record(elsewhere(4241)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -48,9 +49,15 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
     groups = [("NOT FIXED", "red"), ("FIXED", "green"), ("COUNTED", "cyan")]
     of_group = {title: [row for row in concerned if _group(row) == title] for title, _ in groups}
     for title, colour in groups:
-        if of_group[title]:
+        rows = of_group[title]
+        if rows:
             console.print()
-            _table(title, colour, of_group[title], console, asked=asked, verbose=verbose)
+            # What is said of all of them is said once.
+            whys = {(row.would_be, row.reason) for row in rows}
+            said = len(rows) > 1 and len(whys) == 1 and title == "NOT FIXED"
+            if said:
+                line(f"{rows[0].would_be.value}: {rows[0].reason}", colour)
+            _table(title, colour, rows, console, asked=asked, verbose=verbose, why=not said)
     absent = [row for row in found.rows if row not in needed]
     left_out = [row for row in needed if row not in concerned]
     if everything:
@@ -101,9 +108,10 @@ def _concerning(needed: Sequence[Row]) -> str:
         verb = "concerns" if len(hit) == 1 else "concern"
         parts.append(f"{len(hit)} of these {len(needed)} {verb} you: {', '.join(row.fix.name for row in hit)}")
     elif not unknown:
-        reasons = {row.answer.reason for row in spared if row.answer}
-        why = f": {reasons.pop()}" if len(reasons) == 1 else ""
-        parts.append(f"None of these {len(needed)} concerns you{why}")
+        # Most often one thing spares it from most of them: that it has no graphs, say.
+        (why, often), *_ = Counter(row.answer.reason for row in spared if row.answer).most_common(1)
+        told = f": {why}" if often == len(needed) else f"; most often since {why}"
+        parts.append(f"None of these {len(needed)} concerns you{told}")
     else:
         parts.append(f"None of these {len(needed)} certainly concerns you")
     if unknown:
@@ -111,7 +119,9 @@ def _concerning(needed: Sequence[Row]) -> str:
     return "; ".join(parts) + "."
 
 
-def _table(title: str, colour: str, rows: Sequence[Row], console: Console, *, asked: bool, verbose: bool) -> None:
+def _table(
+    title: str, colour: str, rows: Sequence[Row], console: Console, *, asked: bool, verbose: bool, why: bool
+) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -119,7 +129,7 @@ def _table(title: str, colour: str, rows: Sequence[Row], console: Console, *, as
         console.print(f"[bold {colour}]{title}[/]")
         for row in rows:
             console.print(f"[bold]{row.fix.name}[/]: {escape(_plain(about(row.fix).seen))}", highlight=False)
-            for text in _more(row, asked=asked, verbose=verbose):
+            for text in _more(row, asked=asked, verbose=verbose, why=why):
                 console.print(f"  {escape(text)}", highlight=False)
         return
     table = Table(
@@ -127,21 +137,24 @@ def _table(title: str, colour: str, rows: Sequence[Row], console: Console, *, as
     )
     table.columns[0].no_wrap = True
     for row in rows:
-        last, *more = _more(row, asked=asked, verbose=verbose)
+        last, *more = _more(row, asked=asked, verbose=verbose, why=why)
         said = "\n".join([escape(last), *(f"[yellow]{escape(text)}[/]" for text in more)])
         table.add_row(f"[bold]{row.fix.name}[/]", escape(_plain(about(row.fix).seen)), said)
     console.print(table)
 
 
-def _more(row: Row, *, asked: bool, verbose: bool) -> Iterator[str]:
-    """Who is hit, or why this deployment is; then what there is to say of this fix here."""
+def _more(row: Row, *, asked: bool, verbose: bool, why: bool) -> Iterator[str]:
+    """Who is hit, or why this deployment is; then what there is to say of this fix here.
+
+    *why*: also why it is not fixed.
+    """
     if asked and row.answer is not None:
         yours = row.answer.concern is Concern.CONCERNS
         yield row.answer.reason if yours else f"{row.answer.concern.value} {row.answer.reason}"
     else:
         yield briefly(row.fix.needs())
     yield from row.notes
-    if row.would_be not in (State.ACTIVE, State.OBSERVING) and not row.notes:
+    if why and row.would_be not in (State.ACTIVE, State.OBSERVING) and not row.notes:
         yield f"{row.would_be.value}: {row.reason}"
     if verbose or row.diagnosis.verdict is Verdict.UNRECOGNISED:
         place = f" ({row.diagnosis.where})" if row.diagnosis.where else ""
