@@ -111,8 +111,9 @@ release: $(STAMP)  ## the changelog of a release: make release VERSION=0.2.0
 manifest: releases  ## fingerprints of the stock releases, made again
 	$(BIN)/python tools/make_manifest.py
 
-generated: manifest  ## the manifest, the pages of the fixes and the tables, made again
+generated: manifest  ## the manifest, the pages of the fixes and the tables, made again, and what a new fix's mutants are made of
 	$(BIN)/python tools/update_docs.py
+	PYTHONPATH=tests:tests/support:tools $(BIN)/python tests/mutants/mutants_elsewhere.py --missing
 
 # Of cosmic-ray. Minutes for patching/sites.py, an hour or two for all on two cores: MODULES='patching/sites.py settings/decision.py' takes some.
 mutation: releases  ## operators, numbers and conditions of the fixes changed one at a time, in a copy: the tests must notice

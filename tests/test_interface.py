@@ -30,11 +30,17 @@ def told_before(name: str) -> Any:
 def test_status_tells_the_same(release: str) -> None:
     told = status(open_source(release_root(release)), {"VLLM_GRAPHFIX_MAMBA_PADDING": "off"}).as_json()
     del told["source"]
-    assert told == told_before("status")[release]
+    assert without_later_fixes(told) == told_before("status")[release]
 
 
 def test_explain_tells_the_same() -> None:
-    assert explain.all_as_json() == told_before("explain")
+    assert without_later_fixes(explain.all_as_json()) == told_before("explain")
+
+
+def without_later_fixes(told: dict[str, Any]) -> dict[str, Any]:
+    """A fix that was added since is one more entry, which is no other interface."""
+    known = {fix["name"] for fix in told_before("explain")["fixes"]}
+    return told | {"fixes": [fix for fix in told["fixes"] if fix["name"] in known]}
 
 
 def test_a_record_of_a_running_older_version_is_read_and_written_alike(tmp_path: Path) -> None:

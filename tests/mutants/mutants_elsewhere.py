@@ -4,9 +4,9 @@ These are callers, factories, dispatch, builders, and what they call.
 
 Which functions these are was seen: those that run in the fix's scenario near the ones that it patches or reads
 (``elsewhere.json``, which this module writes:
-``PYTHONPATH=tests:tests/support:tools python tests/mutants/mutants_elsewhere.py [FIX …]``). Their mutants are made of
-affected releases, of those with upstream's remedy written in, of later ones that have it, and of these with the remedy
-cut out.
+``PYTHONPATH=tests:tests/support:tools python tests/mutants/mutants_elsewhere.py [FIX …|--missing]``). Their mutants
+are made of affected releases, of those with upstream's remedy written in, of later ones that have it, and of these with
+the remedy cut out.
 """
 
 from __future__ import annotations
@@ -301,8 +301,10 @@ def diagnosis_of(fix: str, base: Base) -> Diagnosis:
 
 
 def main() -> None:
-    names = sys.argv[1:] or [fix.name for fix in FIXES]
     kept: dict[str, Any] = json.loads(SEEN.read_text()) if SEEN.exists() else {}
+    names = sys.argv[1:] or [fix.name for fix in FIXES]
+    if names == ["--missing"]:
+        names = [fix.name for fix in FIXES if fix.name not in kept]
     kept |= {name: {} for name in names}
     for name, where, found in look(names):
         kept[name][where.base.name] = found

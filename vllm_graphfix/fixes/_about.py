@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class About(NamedTuple):
-    """One fix, for people. Plain text: commands that print it and pages that show it know no other markup."""
+    """One fix, for people: plain text. In `seen`, `first_test`, `in_caches` and `how_sure` code is in backticks."""
 
     pr: int | None
     """Upstream's pull request with the remedy."""

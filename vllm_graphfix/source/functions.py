@@ -21,6 +21,7 @@ _KNOWN_DECORATORS = frozenset(
         "contextlib",
         "contextmanager",
         "dataclass",
+        "default_pooling_type",
         "instrument",
         "property",
         "staticmethod",

@@ -1,0 +1,127 @@
+"""Trials of roberta-positions: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
+
+from __future__ import annotations
+
+from trial_rows import Edit, Served
+from vllm_graphfix.deployment import Concern
+from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes.roberta_positions import _MODELS, _RUNNER
+
+looked_up = r"self\.position_embeddings\(position_ids\)"
+out_of_place = "self.position_embeddings(position_ids + self.padding_idx + 1)"
+calls = r"^( +)(replace_roberta_positions\(\n.*\n +\))\n"
+in_place = r"^( +)position_ids \+= padding_idx \+ 1\n"
+given = r"^( +)(positions = self\.positions\.gpu\[:num_input_tokens\])\n"
+zeroed = "self.positions.gpu[num_scheduled_tokens:num_input_tokens].zero_()"
+affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
+bge_m3 = {
+    "architectures": ["XLMRobertaModel"],
+    "model_type": "xlm-roberta",
+    "pad_token_id": 1,
+    "max_position_embeddings": 8194,
+}
+reranker = bge_m3 | {"architectures": ["XLMRobertaForSequenceClassification"]}
+bert = {"architectures": ["BertModel"], "model_type": "bert", "max_position_embeddings": 512}
+
+EDITS = (
+    Edit(
+        "offset added in the embedding",
+        "0.18.1",
+        _MODELS,
+        looked_up,
+        out_of_place,
+        Verdict.FIXED,
+        also=((_MODELS, calls, ""), (_MODELS, r"^def replace_roberta_positions\((?:.*\n)+", "")),
+    ),
+    Edit(
+        "padded rows zeroed",
+        "0.14.1",
+        _RUNNER,
+        given,
+        rf"\1\2\n\1if num_input_tokens > num_scheduled_tokens:\n\1    {zeroed}\n",
+        Verdict.FIXED,
+    ),
+    Edit("padded rows zeroed in any case", "0.17.1", _RUNNER, given, rf"\1\2\n\1{zeroed}\n", Verdict.FIXED),
+    Edit(
+        "padded rows zeroed now and then",
+        "0.17.1",
+        _RUNNER,
+        given,
+        rf"\1\2\n\1if self.odd:\n\1    {zeroed}\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit("one of two remedies cut out", "0.19.0", _MODELS, r" \+ self\.padding_idx \+ 1\n", "\n", Verdict.FIXED),
+    Edit(
+        "the other remedy cut out",
+        "0.25.0",
+        _RUNNER,
+        r"^ +self\.positions\[num_scheduled_tokens:num_input_tokens\]\.zero_\(\)\n",
+        "                pass\n",
+        Verdict.FIXED,
+    ),
+    Edit(
+        "both remedies cut out",
+        "0.19.0",
+        _MODELS,
+        r" \+ self\.padding_idx \+ 1\n",
+        "\n",
+        Verdict.UNRECOGNISED,
+        also=(
+            (_RUNNER, r"^ +self\.positions\[num_scheduled_tokens:num_input_tokens\]\.zero_\(\)\n", " " * 16 + "pass\n"),
+        ),
+    ),
+    Edit(
+        "added by another operation",
+        "0.15.0",
+        _MODELS,
+        in_place,
+        r"\1position_ids.add_(padding_idx + 1)\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "added now and then",
+        "0.16.0",
+        _MODELS,
+        calls,
+        r"\1if self.shifted:\n\1    \2\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "a copy is added to",
+        "0.18.1",
+        _MODELS,
+        calls,
+        r"\1positions = positions.clone()\n\1\2\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "a further model adds",
+        "0.18.0",
+        _MODELS,
+        r"^def replace_roberta_positions",
+        "def shift(positions: torch.Tensor) -> None:\n    replace_roberta_positions(positions, positions, 1)\n\n\n"
+        "def replace_roberta_positions",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "all positions refreshed",
+        "0.18.1",
+        _RUNNER,
+        r"self\.positions\.copy_to_gpu\(total_num_scheduled_tokens\)",
+        "self.positions.copy_to_gpu()",
+        Verdict.UNRECOGNISED,
+    ),
+)
+
+SERVED = (
+    Served("0.18.1", "./model", affects, "XLMRobertaModel is a RoBERTa model", model=bge_m3),
+    Served("0.14.1", "./model", affects, "XLMRobertaForSequenceClassification", model=reranker),
+    Served("0.18.1", "./model --model-impl vllm", affects, "XLMRobertaModel", model=bge_m3),
+    Served("0.18.1", "./model --model-impl transformers", does_not, "transformers", model=bge_m3),
+    Served("0.18.1", "./model --enforce-eager", does_not, "--enforce-eager", model=bge_m3),
+    Served("0.18.1", "VLLM_USE_V2_MODEL_RUNNER=1 ./model", does_not, "V2", model=bge_m3),
+    Served("0.18.1", "./model", does_not, "BertModel is no RoBERTa model", model=bert),
+    Served("0.18.1", "./llama", does_not, "LlamaForCausalLM is no RoBERTa model"),
+    Served("0.18.1", "./model --runner pooling", unknown, "--runner may change it", model=bge_m3),
+    Served("0.18.1", "BAAI/bge-m3", unknown, "config.json of BAAI/bge-m3"),
+)
