@@ -83,6 +83,12 @@ def outcome(fault: dict[str, Any], told: Any) -> str:
     if end.startswith("GraphfixError: vllm-graphfix stops this engine before it"):
         return "stopped" if fault["mode"] == "strict" else f"WRONG: stopped ({end})"
     own = fault["callee"].startswith(("vllm.", "torch", "fault_acts", "acts", "capture_failures"))
+    # vLLM's `set_forward_context` is a context manager: to call it is to call contextlib's helper.
+    own |= (
+        fault["callee"] == "contextlib"
+        and fault["place"].endswith(":helper")
+        and ":set_forward_context:" in fault["place"]
+    )
     return "an error of vLLM's own" if own else f"WRONG: {end} came out of {fault['place']}"
 
 

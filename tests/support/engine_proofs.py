@@ -97,5 +97,5 @@ OBSERVATIONS = {
 
 def shown(*proofs: Proof) -> str:
     written = io.StringIO()
-    show(Report("0.18.1", "/somewhere", "a GPU", proofs), Console(file=written, width=200))
+    show(Report("0.18.1", "/somewhere", "a GPU", proofs), Console(file=written, width=200), verbose=True)
     return written.getvalue()
