@@ -13,7 +13,7 @@ exception       a layer raises one
 slow            the rank sleeps for 10 s
 stopped         its process is stopped (SIGSTOP), and goes on after 20 s
 killed          its process is killed
-no-room         from the start on the rank has 200 MiB of free memory: too little for a run without its graph
+no-room         after a first answer the rank has 200 MiB of free memory: too little for a run without its graph
 
 What it comes to: tokens right (each answer is that of an engine of stock, with its graphs or without any), a clean stop
 (no process of the engine is left, so many seconds after the fault), a hang, or wrong. Expected is a clean stop within

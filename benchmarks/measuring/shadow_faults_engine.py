@@ -25,22 +25,21 @@ def main(parent: Any) -> int:
         import vllm_graphfix
 
         vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
-        from vllm import LLM, SamplingParams
+        from vllm import LLM
 
         llm = LLM(**order["arguments"])
         parent.send(time.monotonic())
         parent.send({name: state.state.value for name, state in vllm_graphfix.states().items()})
         while True:
             asked = parent.recv()
-            if asked["plant"] is not None:
-                parent.send(llm.collective_rpc(_plant, args=(asked["plant"],)))
+            plant = asked["plant"]
+            if plant is not None and plant["fault"] == "no-room":
+                # NCCL allocates what two stages of a pipeline need at their first exchange: stock fails there, too.
+                _answers(llm, asked)
+            if plant is not None:
+                parent.send(llm.collective_rpc(_plant, args=(plant,)))
                 planted = True
-            sampling = SamplingParams(temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
-            prompts: Any = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-            llm.sleep(level=0, mode="keep")  # all prompts in one step: what is in a batch decides how its sums round
-            llm.enqueue(prompts, sampling, use_tqdm=False)
-            llm.wake_up(tags=["scheduling"])
-            answers = [list(each.outputs[0].token_ids) for each in llm.wait_for_completion(use_tqdm=False)]
+            answers = _answers(llm, asked)
             parent.send({"answers": answers, "found": llm.collective_rpc(_found) if order["plugin"] else []})
     except EOFError:  # nobody asks any more
         return 0
@@ -50,6 +49,18 @@ def main(parent: Any) -> int:
         parent.send({"died" if planted else "error": f"{type(error).__name__}: {first}"})
         parent.poll(60.0 if planted else 0.0)
         return 1
+
+
+def _answers(llm: Any, asked: dict[str, Any]) -> list[list[int]]:
+    """The tokens that follow each prompt; all prompts are in one step."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
+    prompts: Any = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
+    llm.sleep(level=0, mode="keep")  # what is in a batch decides how its sums round
+    llm.enqueue(prompts, sampling, use_tqdm=False)
+    llm.wake_up(tags=["scheduling"])
+    return [list(each.outputs[0].token_ids) for each in llm.wait_for_completion(use_tqdm=False)]
 
 
 def _plant(worker: Any, wanted: dict[str, Any]) -> int:
