@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_graphfix.commands.links import fix_name, linked
 from vllm_graphfix.deployment import needs
 from vllm_graphfix.fix import Fix, Mode
 from vllm_graphfix.fixes import FIXES, about
@@ -26,10 +27,10 @@ def as_json(fix: Fix) -> dict[str, Any]:
 def show(fix: Fix, console: Console) -> None:
     from rich.padding import Padding
 
-    console.print(f"[bold]{fix.name}[/]  {about(fix).summary}")
+    console.print(fix_name(fix.name), about(fix).summary, sep="  ", highlight=False)
     for title, text in _sections(fix).items():
         console.print(f"\n[bold]{title.replace('_', ' ').capitalize()}[/]")
-        console.print(Padding(text, (0, 0, 0, 2)), markup=False, highlight=False)
+        console.print(Padding(linked(text), (0, 0, 0, 2)))
 
 
 def all_as_json() -> dict[str, Any]:
@@ -46,7 +47,7 @@ def show_all(console: Console) -> None:
     table = Table("fix", "what it does", "affected releases", "upstream", box=None, pad_edge=False)
     for fix in FIXES:
         said = about(fix)
-        table.add_row(f"[bold]{fix.name}[/]", said.summary, said.releases, references(said))
+        table.add_row(fix_name(fix.name), said.summary, said.releases, linked(references(said)))
     console.print(table)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_graphfix.commands.links import fix_name, linked
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.deployment.needs import briefly
 from vllm_graphfix.fix import State, Verdict
@@ -27,10 +29,10 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
     *everything*: also what this vLLM does not have, and with a deployment what does not concern it. *verbose*: what
     each verdict rests on, with its place in the source.
     """
-    from rich.markup import escape
+    folder = found.source.folder
 
     def line(text: str, style: str = "") -> None:
-        console.print(escape(text), style=style, highlight=False, soft_wrap=True)
+        console.print(linked(text, style, folder=folder), soft_wrap=True)
 
     needed = [row for row in found.rows if row.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)]
     asked = any(row.answer for row in found.rows)
@@ -39,7 +41,7 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
     origin = "stock release" if known else "no stock release that was looked at: judged by its code"
     where = f" in {printable(found.source.label)}" if verbose or not known else ""
     line(f"vLLM {found.source.version or '(version unknown)'}{where}, {origin}")
-    line(_verdict(needed, len(found.rows)), "bold")
+    line(verdict(needed, len(found.rows)), "bold")
     if asked:
         line(_concerning(needed), "bold")
     for name, value in found.misconfigured.items():
@@ -57,7 +59,7 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
             said = len(rows) > 1 and len(whys) == 1 and title == "NOT FIXED"
             if said:
                 line(f"{rows[0].would_be.value}: {rows[0].reason}", colour)
-            _table(title, colour, rows, console, asked=asked, verbose=verbose, why=not said)
+            _table(title, colour, rows, console, folder, asked=asked, verbose=verbose, why=not said)
     absent = [row for row in found.rows if row not in needed]
     left_out = [row for row in needed if row not in concerned]
     if everything:
@@ -82,7 +84,8 @@ def _group(row: Row) -> str:
     return {State.ACTIVE: "FIXED", State.OBSERVING: "COUNTED"}.get(row.would_be, "NOT FIXED")
 
 
-def _verdict(needed: Sequence[Row], known: int) -> str:
+def verdict(needed: Sequence[Row], known: int) -> str:
+    """How many of the *known* defects this vLLM has, and what will be done about them, in a sentence or two."""
     has = [row for row in needed if row.diagnosis.verdict is Verdict.AFFECTED]
     unknown = len(needed) - len(has)
     if not needed:
@@ -120,26 +123,35 @@ def _concerning(needed: Sequence[Row]) -> str:
 
 
 def _table(
-    title: str, colour: str, rows: Sequence[Row], console: Console, *, asked: bool, verbose: bool, why: bool
+    title: str,
+    colour: str,
+    rows: Sequence[Row],
+    console: Console,
+    folder: Path | None,
+    *,
+    asked: bool,
+    verbose: bool,
+    why: bool,
 ) -> None:
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     if console.width < _NARROW:
         console.print(f"[bold {colour}]{title}[/]")
         for row in rows:
-            console.print(f"[bold]{row.fix.name}[/]: {escape(_plain(about(row.fix).seen))}", highlight=False)
+            console.print(fix_name(row.fix.name), linked(f": {_plain(about(row.fix).seen)}"), sep="")
             for text in _more(row, asked=asked, verbose=verbose, why=why):
-                console.print(f"  {escape(text)}", highlight=False)
+                console.print(linked(f"  {text}", folder=folder))
         return
     table = Table(
         f"[bold {colour}]{title}[/]", "WITHOUT IT", "YOURS" if asked else "ONLY WITH", box=None, pad_edge=False
     )
     table.columns[0].no_wrap = True
+    table.columns[2].overflow = "fold"  # places are long words
     for row in rows:
         last, *more = _more(row, asked=asked, verbose=verbose, why=why)
-        said = "\n".join([escape(last), *(f"[yellow]{escape(text)}[/]" for text in more)])
-        table.add_row(f"[bold]{row.fix.name}[/]", escape(_plain(about(row.fix).seen)), said)
+        said = Text("\n").join([linked(last), *(linked(text, "yellow", folder=folder) for text in more)])
+        table.add_row(fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), said)
     console.print(table)
 
 

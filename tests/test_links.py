@@ -1,0 +1,76 @@
+"""Links in output: where a terminal can show them, of what exists, and nothing else is changed by them."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from stock import release_root
+from vllm_graphfix.commands import explain, links, status_table
+from vllm_graphfix.commands.status import status
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.source.files import open_source
+
+PROJECT = Path(__file__).parents[1]
+LINK = re.compile(r"\x1b\]8;id=\d+;([^\x1b]*)\x1b\\(.*?)\x1b\]8;;\x1b\\", re.DOTALL)
+STYLE = re.compile(r"\x1b\[[\d;]*m")
+
+
+def printed(show: object, *, terminal: bool = True, width: int = 120) -> str:
+    """What *show* prints on a console."""
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, color_system="standard" if terminal else None, width=width)
+    show(console)  # type: ignore[operator]
+    return stream.getvalue()
+
+
+def linked(text: str) -> dict[str, str]:
+    """Each text that is a link, and where it leads."""
+    return {STYLE.sub("", shown): address for address, shown in LINK.findall(text)}
+
+
+def test_the_pages_are_those_of_this_project() -> None:
+    said = re.search(r'^Source = "(.+)"$', (PROJECT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert said is not None
+    assert f"{said[1]}/blob/main/docs" == links.PAGES
+    assert all((PROJECT / "docs" / links.page(name).removeprefix(f"{links.PAGES}/")).is_file() for name in BY_NAME)
+
+
+def test_threads_of_upstream_are_links() -> None:
+    found = linked(printed(lambda console: explain.show(BY_NAME["triton-mla-padding"], console)))
+    assert found["issue 57017"] == "https://github.com/vllm-project/vllm/issues/57017"
+    assert found["PR 57094"] == "https://github.com/vllm-project/vllm/pull/57094"
+    assert found["triton-mla-padding"] == links.page("triton-mla-padding")
+
+
+def test_where_nobody_can_click_nothing_is_different() -> None:
+    for fix in BY_NAME.values():
+        told = printed(lambda console, fix=fix: explain.show(fix, console), terminal=False)
+        assert "\x1b" not in told
+        on_a_terminal = printed(lambda console, fix=fix: explain.show(fix, console))
+        assert STYLE.sub("", LINK.sub(r"\2", on_a_terminal)) == told
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("width", [60, 120])
+def test_places_lead_to_the_lines_of_the_file_and_are_not_cut(width: int) -> None:
+    root = release_root("0.18.1")
+    found = status(open_source(root), {})
+    text = printed(lambda console: status_table.show(found, console, verbose=True), width=width)
+    places = [row.diagnosis.where or "" for row in found.rows if row.left_undone or row.diagnosis.verdict == "affected"]
+    addresses = {address for address, _ in LINK.findall(text) if address.startswith("file://")}
+    wanted = {f"{(root / path).resolve().as_uri()}#{line}" for path, _, line in (p.partition(":") for p in places)}
+    assert wanted
+    assert wanted <= addresses
+    shown = re.sub(r"\s+", "", STYLE.sub("", LINK.sub(r"\2", text)))
+    assert all(place in shown for place in places)
+    assert "…" not in text
+
+
+def test_a_place_that_is_not_there_is_no_link(tmp_path: Path) -> None:
+    text = links.linked("vllm/gone.py:3, PR 1", folder=tmp_path)
+    assert [str(span.style) for span in text.spans] == [f"link {links.thread('PR', '1')}"]
