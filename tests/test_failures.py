@@ -45,8 +45,8 @@ fixes.FIXES = tuple(broken(fix) if fix.name == {name!r} else fix for fix in fixe
 WRONG = {
     "the source cannot be read": (
         (
-            "import vllm_graphfix.source.files as s\ndef no(*a): raise PermissionError(13, 'not yours')\n"
-            "s.Path.read_bytes = no\n"
+            "import vllm_graphfix.source.files as s\n"
+            "def no(*a, **k): raise PermissionError(13, 'not yours')\ns.open = no\n"
         ),
         {"flashmla-fp8": "failed", "flashmla-padding": "failed", "capture-state": "failed", "mamba-padding": "failed"},
         "not yours",

@@ -24,7 +24,7 @@ from vllm_graphfix.source.files import SourceError, open_source
 
 
 class JudgeError(Exception):
-    """A record or a diagnosis is wrong; the message names the fix, the release and the line."""
+    """A diagnosis is wrong; the message names the fix, the release and the line."""
 
 
 def _order(version: str) -> tuple[int, ...]:
@@ -101,7 +101,6 @@ def _merged(looked_at: dict[str, dict[str, Any]], kept: dict[str, Any] | None) -
 
 def make(versions: list[str], root: Path | None = None, *, afresh: bool = False) -> None:
     """Looks at *versions* and writes the manifest; what it says of other releases stays unless it is made *afresh*."""
-    check_records()
     looked_at = {}
     for version in versions:
         looked_at[version] = _looked_at(version, root / version if root else release(version))
@@ -110,21 +109,6 @@ def make(versions: list[str], root: Path | None = None, *, afresh: bool = False)
     kept = json.loads(manifest.PATH.read_text()) if manifest.PATH.exists() and not afresh else None
     manifest.PATH.write_text(json.dumps(_merged(looked_at, kept), indent=1) + "\n")
     print(f"wrote {manifest.PATH.name}: {manifest.PATH.stat().st_size / 1024:.0f} KiB")
-
-
-def check_records() -> None:
-    """Raises `JudgeError` for a fix that is not in the module of its name, or whose number another one has."""
-    numbers: dict[int, str] = {}
-    for fix in FIXES:
-        module = fix.name.replace("-", "_")
-        if getattr(sys.modules.get(f"vllm_graphfix.fixes.{module}"), "FIX", None) is not fix:
-            raise JudgeError(f"{fix.name} is not the FIX of fixes/{module}.py: a fix and its module have the same name")
-        if fix.number in numbers:
-            raise JudgeError(
-                f"{numbers[fix.number]} and {fix.name} both have the number {fix.number}; the next free one "
-                f"is {FIXES[-1].number + 1}"
-            )
-        numbers[fix.number] = fix.name
 
 
 def main() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from typing import NamedTuple
 
 # Below "vllm", the one logger that vLLM gives a handler; anywhere else an INFO line is lost. Its format leaves
 # the logger's name out, so every message says whose it is.
@@ -38,11 +37,8 @@ class _Log:
             pass
 
 
-class _Line(NamedTuple):
-    level: int
-    message: str
-    values: tuple[object, ...]
-    error: BaseException | None
+_Line = tuple[int, str, tuple[object, ...], "BaseException | None"]
+"""Level, message, its values, and the error that it tells of."""
 
 
 class HeldLog(_Log):
@@ -54,14 +50,16 @@ class HeldLog(_Log):
     def __init__(self) -> None:
         self._of_thread = threading.local()
 
-    def _lines(self) -> list[_Line]:
-        lines: list[_Line] = self._of_thread.__dict__.setdefault("lines", [])
+    def _lines(self) -> list[tuple[int, str, tuple[object, ...], BaseException | None]]:
+        lines: list[tuple[int, str, tuple[object, ...], BaseException | None]] = self._of_thread.__dict__.setdefault(
+            "lines", []
+        )
         return lines
 
     def _say(self, level: int, message: str, values: tuple[object, ...], exc_info: BaseException | bool | None) -> None:
         error = sys.exc_info()[1] if exc_info is True else exc_info or None
         try:  # noqa: SIM105 - as above
-            self._lines().append(_Line(level, message, values, error))
+            self._lines().append((level, message, values, error))
         except Exception:  # noqa: S110 - what is only told must not take a fix away
             pass
 

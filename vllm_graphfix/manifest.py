@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Diagnosis, Patchable, Verdict
+from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.source.files import Source, SourceError
+
+if TYPE_CHECKING:
+    from vllm_graphfix.fix import Patchable
 
 SCHEMA = 1
 PATH = Path(__file__).with_name("manifest.json")

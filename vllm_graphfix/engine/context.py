@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.engine.graph_dispatch import Graph, graph_being_captured
 from vllm_graphfix.engine.role import Role
 from vllm_graphfix.fix import Activity, Fix
 from vllm_graphfix.patching.applied_fix import FixState
 from vllm_graphfix.patching.manager import FixManager
 from vllm_graphfix.settings.decision import Decision
+
+if TYPE_CHECKING:
+    from vllm_graphfix.engine.graph_dispatch import Graph
 
 
 class EngineContext:
@@ -38,6 +40,12 @@ class EngineContext:
 
         return found | {process.NAME: process.state(self.shadow.states(diagnose=diagnose))}
 
+    def events(self) -> dict[str, dict[str, int]]:
+        """How often each event of a fix happened in this process; of the shadow check, too, where it is on."""
+        from vllm_graphfix.shadow import process
+
+        return self.manager.counts() | process.counts()
+
     def serve(self, worker: Any) -> None:
         """Begins the shadow check: *worker* has captured its graphs, and from now on it runs the steps of requests."""
         if self.shadow is not None:
@@ -47,6 +55,8 @@ class EngineContext:
 
     def begin_capture(self) -> None:
         """Notes from now on in which graph a fix fails."""
+        from vllm_graphfix.engine.graph_dispatch import graph_being_captured
+
         for manager in filter(None, (self.manager, self.shadow)):
             manager.begin_capture(graph_being_captured)
 

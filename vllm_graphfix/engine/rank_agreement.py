@@ -32,7 +32,7 @@ MOST_GRAPHS = 4096
 """Graphs in another rank's word: more than vLLM captures, for all fixes."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _GRAPH = re.compile(r"[A-Za-z0-9_.]{1,80} (FULL|PIECEWISE) [0-9]{1,9}")
-_MADE_UP = re.compile(r"[0-9a-f]{16}")
+_MADE_UP = r"[0-9a-f]{16}"
 """Engines and tokens."""
 _LAST_READERS = 5.0
 """Seconds that the rank which holds the store waits before it goes, so that the others can read why."""

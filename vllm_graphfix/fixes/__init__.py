@@ -1,23 +1,102 @@
-"""One module a fix, with its `FIX` and its `ABOUT`; modules whose names begin with ``_`` are something else."""
+"""One module a fix, with its `FIX` and its `ABOUT`; modules whose names begin with ``_`` are something else.
+
+Every process of an engine knows all fixes by ``index.json`` alone, which ``make generated`` writes: a fix's module is
+imported when one of its functions is called, in a process that vLLM imports an affected target in.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import threading
+from collections.abc import Callable
 from importlib import import_module
-from pkgutil import iter_modules
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Fix, Mode
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.fix import Event, Fix, Mode, Together
 
-FIXES: tuple[Fix, ...] = tuple(
-    sorted(
-        (
-            import_module(f"{__name__}.{module.name}").FIX
-            for module in iter_modules(__path__)
-            if not module.name.startswith("_")
-        ),
-        key=lambda fix: fix.number,
+if TYPE_CHECKING:
+    from vllm_graphfix.fixes._about import About
+
+INDEX = Path(__file__).with_name("index.json")
+_FUNCTIONS = ("diagnose", "patches", "needs")
+"""What of a fix its module does; the other fields are in the index."""
+
+_importing = threading.RLock()
+"""A thread has it while it imports a module of ours in one of vLLM's imports; a fork waits for it.
+
+Otherwise a child could inherit the lock of a half imported module, which nobody gives back there. Such a module imports
+nothing of vLLM's, so that no thread that has this waits for whoever forks."""
+
+
+def _forked() -> None:
+    global _importing  # noqa: PLW0603 - the thread that had it is not in the child
+    _importing = threading.RLock()
+
+
+def _before_a_fork() -> None:
+    _importing.acquire()
+
+
+def _forking() -> None:
+    _importing.release()
+
+
+os.register_at_fork(before=_before_a_fork, after_in_parent=_forking, after_in_child=_forked)
+
+
+def import_whole(name: str) -> ModuleType:
+    """Imports a module of this package; no process is forked while it is half imported."""
+    with _importing:
+        return import_module(name)
+
+
+def module_of(fix: str) -> ModuleType:
+    """The module of the fix of that name, imported where it was not."""
+    return import_whole(f"{__name__}.{fix.replace('-', '_')}")
+
+
+def _late(fix: str, function: str) -> Callable[..., Any]:
+    """A function of a fix; its module is imported at the first call."""
+
+    def call(*args: Any) -> Any:
+        return getattr(module_of(fix).FIX, function)(*args)
+
+    return call
+
+
+def entry(fix: Fix) -> dict[str, Any]:
+    """What the index says of *fix*."""
+    return {name: value for name, value in fix._asdict().items() if name not in _FUNCTIONS}
+
+
+def _read() -> tuple[Fix, ...]:
+    try:
+        return tuple(map(_from_entry, json.loads(INDEX.read_bytes())))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ImportError(
+            f"{INDEX.name} of vllm-graphfix cannot be read ({str(error)[:200]}); reinstall vllm-graphfix"
+        ) from error
+
+
+def _from_entry(said: dict[str, Any]) -> Fix:
+    name = said["name"]
+    return Fix(
+        **said
+        | {each: _late(name, each) for each in _FUNCTIONS}
+        | {each: tuple(said[each]) for each in ("reads", "modules", "evidence")}
+        | {
+            "events": tuple(Event(*event) for event in said["events"]),
+            "together": tuple(Together(*other) for other in said["together"]),
+            "default": Mode(said["default"]),
+        }
     )
-)
+
+
+FIXES: tuple[Fix, ...] = _read()
 """In the order of application and of every table."""
 BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
 OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)
@@ -25,10 +104,11 @@ OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode
 
 def about(fix: Fix) -> About:
     """What people read of *fix*."""
-    found: About = import_module(f"{__name__}.{fix.name.replace('-', '_')}").ABOUT
+    found: About = module_of(fix.name).ABOUT
     return found
 
 
+@functools.cache
 def flags() -> frozenset[str]:
     """Flags of `vllm serve` that fixes ask for, besides those that a `Deployment` needs."""
     return frozenset(flag for fix in FIXES for need in fix.needs() for flag in need.flags)

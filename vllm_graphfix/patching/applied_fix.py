@@ -4,11 +4,14 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_graphfix.fix import Activity, Diagnosis, Mode, Patch, Patchable, State, Together, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Mode, Patch, State, Together, Verdict
 from vllm_graphfix.patching import sites
 from vllm_graphfix.settings.environment import PREFIX, Master
+
+if TYPE_CHECKING:
+    from vllm_graphfix.fix import Patchable
 
 
 class FixState(NamedTuple):
@@ -48,11 +51,11 @@ class Policy(NamedTuple):
 class AppliedFix:
     """One fix in this process."""
 
-    def __init__(self, fix: Patchable, wanted: Policy) -> None:
+    def __init__(self, fix: "Patchable", wanted: Policy) -> None:
         self.fix = fix
         self.mode = wanted.modes[fix.name]
         self.diagnosis: Diagnosis | None = None
-        self.patches: tuple[Patch, ...] = ()
+        self._patches: tuple[Patch, ...] | None = None
         self.sites: list[sites.Site] = []
         self.state = State.WAITING
         self.reason = "waits for vLLM to import the code that it concerns"
@@ -107,12 +110,20 @@ class AppliedFix:
             return None
         return not (other.is_chosen() and together.may_be_off)
 
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        """What is to be put on this vLLM. The module of the fix is asked, once: where vLLM has imported a target."""
+        if self._patches is None:
+            found = self.diagnosis
+            affected = found is not None and found.verdict is Verdict.AFFECTED
+            offered = self.fix.patches(found.shape) if found is not None and affected else ()
+            self._patches = tuple(patch for patch in offered if patch.observes or not self.observes)
+        return self._patches
+
     def judge(self, found: Diagnosis) -> None:
         """Goes by the diagnosis of its vLLM."""
         self.diagnosis = found
         if found.verdict is Verdict.AFFECTED:
-            offered = self.fix.patches(found.shape)
-            self.patches = tuple(patch for patch in offered if patch.observes or not self.observes)
             done = "observed" if self.observes else "applied"
             self.set_state(State.WAITING, f"{found.reason} ({found.where}); to be {done} when vLLM imports that code")
         elif found.verdict is Verdict.UNRECOGNISED:
@@ -124,7 +135,7 @@ class AppliedFix:
         """Settles on *state*, or on why that cannot be done."""
         try:
             sites.take_back(self.fix.name, self.sites)
-            sites.drop_copies(self.patches)
+            sites.drop_copies(self._patches or ())
         except Exception as error:
             state = State.CONFLICT if isinstance(error, sites.ConflictError) else State.FAILED
             self.set_state(state, f"{reason}; and {error}")
@@ -145,7 +156,9 @@ class AppliedFix:
         """
         if self.fix.runner is not None and v2 is not None and (self.fix.runner == "V2") != v2:
             return False
+        if not any(module in sys.modules for module in self.fix.modules):
+            return False
         if self.state in (State.INCOMPATIBLE, State.CONFLICT, State.FAILED):
-            return any(module in sys.modules for module in self.fix.modules)
-        imported = sum(patch.module in sys.modules for patch in self.patches)
-        return self.engaged and len(self.sites) < imported
+            return True
+        imported = sum(patch.module in sys.modules for patch in self.patches) if self.engaged else 0
+        return len(self.sites) < imported

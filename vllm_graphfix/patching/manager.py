@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from vllm_graphfix._version import __version__
-from vllm_graphfix.fix import Activity, Patch, Patchable, State, Verdict
+from vllm_graphfix.fix import Activity, State, Verdict
+from vllm_graphfix.fixes import import_whole
 from vllm_graphfix.log import HeldLog
 from vllm_graphfix.patching import sites
 from vllm_graphfix.patching.applied_fix import AppliedFix, FixState, Policy
@@ -19,6 +20,7 @@ from vllm_graphfix.patching.hooks import when_imported
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from vllm_graphfix.fix import Patchable
     from vllm_graphfix.source.files import Source
 
 P = ParamSpec("P")
@@ -187,6 +189,8 @@ class FixManager:
         for applied in self._applied.values():
             if applied.engaged:
                 try:
+                    for module in ("manifest", "source.files"):
+                        import_whole(f"vllm_graphfix.{module}")
                     from vllm_graphfix import manifest
                     from vllm_graphfix.source.files import open_source
 
@@ -206,8 +210,8 @@ class FixManager:
         """What `_apply` has to find running: not the source itself, which holds syntax trees."""
         if source.folder is not None:
             self._read.update({_module(path): source.folder / path for path in applied.fix.reads})
-        for patch in applied.patches:
-            self._texts[patch.module] = source.read(f"{patch.module.replace('.', '/')}.py")
+        for module in applied.fix.modules if applied.engaged else ():
+            self._texts[module] = source.read(f"{module.replace('.', '/')}.py")
 
     # -- application: everything below runs inside vLLM's imports and must not raise -------------------------------
 
@@ -216,17 +220,19 @@ class FixManager:
         try:
             self._diagnose()
             for applied in self._applied.values():
-                patches = [patch for patch in applied.patches if patch.module == module]
-                if applied.engaged and patches:
-                    self._apply(applied, patches)
+                if applied.engaged and module in applied.fix.modules:
+                    self._apply(applied, module)
             for applied in self._applied.values():
                 self._keep_together(applied, module)
         except Exception as error:
             self.give_up(error)
         self.sum_up()
 
-    def _apply(self, applied: AppliedFix, patches: list[Patch]) -> None:
+    def _apply(self, applied: AppliedFix, module: str) -> None:
         try:
+            patches = [patch for patch in applied.patches if patch.module == module]
+            if not patches:
+                return
             self._refuse_other_files(applied.fix)
             applied.sites += sites.apply(applied.fix.name, patches, applied.activity, self._texts.get)
             for site in applied.sites:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, overload
 
@@ -19,10 +18,10 @@ SHORT = 200
 LARGEST = 64 * 1024
 """Bytes of a record."""
 
-_ENGINE = re.compile(r"[0-9a-f]{16}")
-_HOST = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_TOKEN = re.compile(r"[!-~]{1,128}")
-_WORD = re.compile(r"[!-~]{0,128}")
+_ENGINE = r"[0-9a-f]{16}"
+_HOST = r"[A-Za-z0-9._-]{1,64}"
+_GROUP = r"[!-~]{1,128}"
+_WORD = r"[!-~]{0,128}"
 _MASTERS = frozenset(master.value for master in Master)
 _MODES = frozenset(mode.value for mode in Mode)
 _STATES = frozenset(state.value for state in State)
@@ -207,7 +206,7 @@ class Record(NamedTuple):
             agreement=None
             if agreement is None
             else AgreementReport(
-                agreement.name("group", _TOKEN),
+                agreement.name("group", _GROUP),
                 agreement.whole("world_size"),
                 agreement.whole("agreeing"),
                 agreement.text("difference") if agreement.has("difference") else None,

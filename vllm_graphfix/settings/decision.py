@@ -20,12 +20,12 @@ BUCKETS = 10_000
 """A percentage is a number of buckets: 0.01 % is one."""
 
 _SCHEMA = 1
+_ENGINE = r"[0-9a-f]{16}"
 _LONGEST = 8192
 """Characters of a decision; ours have some 600, and an environment may hold anything."""
 _LONGEST_KEY = 200
 """Characters of a key that a decision tells. Linux starts no process with a variable of 128 KiB, which a long key made
 of escapes would be."""
-_ENGINE = re.compile(r"[0-9a-f]{16}")
 _MODES = frozenset(mode.value for mode in Mode)
 
 

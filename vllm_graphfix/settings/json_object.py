@@ -12,7 +12,7 @@ LONGEST_TEXT = 1500
 """Characters: nine texts of so many, of four bytes each, fit in a record."""
 _ENTRIES = 64
 """Entries of a table: fixes of a record, events of a fix."""
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_NAME = r"[a-z0-9][a-z0-9-]{0,63}"
 
 
 class JsonError(ValueError):
@@ -50,7 +50,7 @@ class JsonObject:
         if len(self._value) > _ENTRIES:
             raise JsonError(f"{self._place[:-1]} has {len(self._value)} entries; at most {_ENTRIES} are allowed")
         for name in self._value:
-            if not _NAME.fullmatch(name):
+            if not re.fullmatch(_NAME, name):
                 raise JsonError(f"{self._place[:-1]} has an entry named {_shown(name)}")
         return self._value.keys()
 
@@ -106,10 +106,10 @@ class JsonObject:
             self.refuse(key, f"a printable text of at most {longest} characters")
         return value
 
-    def name(self, key: str, pattern: re.Pattern[str]) -> str:
+    def name(self, key: str, pattern: str) -> str:
         value = self._value.get(key)
-        if not isinstance(value, str) or not pattern.fullmatch(value):
-            self.refuse(key, f"of the form {pattern.pattern}")
+        if not isinstance(value, str) or not re.fullmatch(pattern, value):
+            self.refuse(key, f"of the form {pattern}")
         return value
 
     def one_of(self, key: str, values: Collection[str]) -> str:

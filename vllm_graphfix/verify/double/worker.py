@@ -82,15 +82,14 @@ def _imported(modules: Sequence[str]) -> Iterator[ModuleType]:
 
 def untouched(fix: str) -> None:
     """Imports what *fix* concerns in this vLLM. Raises AssertionError if a function there is of this package."""
-    from vllm_graphfix.fixes import BY_NAME
-
+    own = f"vllm_graphfix.fixes.{fix.replace('-', '_')}"
     for module in _targets(fix):
         owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
         for owner in owners:
             for attribute, value in list(vars(owner).items()):
                 # A platform of vLLM answers None to whatever it is asked for.
                 written_in = (getattr(value, "__globals__", None) or {}).get("__name__", "")
-                if written_in == BY_NAME[fix].diagnose.__globals__["__name__"]:
+                if written_in == own:
                     raise AssertionError(f"{module.__name__}: {attribute} is patched")
 
 

@@ -1,0 +1,139 @@
+"""The index of the fixes: it says what their modules say, and processes that need no fix read nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import make_index
+from stock import release_root
+from table import affected_by
+from vllm_graphfix import fixes
+from vllm_graphfix.fix import Fix
+from vllm_graphfix.fixes import BY_NAME, FIXES, module_of
+
+OURS = "sorted(name.rpartition('.')[2] for name in sys.modules if name.startswith('vllm_graphfix.fixes.'))"
+
+
+def test_the_index_says_what_the_modules_say() -> None:
+    assert make_index.text(make_index.in_order(make_index.records())) == fixes.INDEX.read_text()
+
+
+def test_a_fix_of_the_index_does_what_its_module_does() -> None:
+    for fix in FIXES:
+        own: Fix = module_of(fix.name).FIX
+        said = {name: value for name, value in fix._asdict().items() if not callable(value)}
+        assert said == {name: value for name, value in own._asdict().items() if not callable(value)}
+        assert [need.text for need in fix.needs()] == [need.text for need in own.needs()]
+
+
+@pytest.mark.parametrize(
+    ("module", "wrong", "told"),
+    [
+        (
+            "another_name",
+            {},
+            "capture-state is the FIX of fixes/another_name.py: a fix and its module have the same name",
+        ),
+        (
+            "capture_state",
+            {"number": 2},
+            f"draft-prefill-state and capture-state both have the number 2; the next free one is {len(FIXES) + 1}",
+        ),
+    ],
+)
+def test_a_record_that_is_wrong_is_said_in_a_line_and_no_index_is_written(
+    module: str,
+    wrong: dict[str, Any],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = {name: fix for name, fix in make_index.records().items() if name != "capture_state"}
+    found[module] = module_of("capture-state").FIX._replace(**wrong)
+    monkeypatch.setattr(make_index, "records", lambda: found)
+    monkeypatch.setattr(fixes, "INDEX", tmp_path / "index.json")
+    assert make_index.main() == 1
+    assert capsys.readouterr().err == f"make_index: {told}\n"
+    assert not fixes.INDEX.exists()
+
+
+def python(code: str, **environment: str) -> Any:
+    """What *code* prints, as JSON, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_process_that_imports_no_target_imports_no_fix() -> None:
+    code = f"import json, sys, vllm_graphfix; vllm_graphfix.register(); print(json.dumps({OURS}))"
+    assert python(code) == []
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("release", ["0.18.1", "0.33.0"])
+def test_of_a_known_release_those_are_imported_whose_target_is(release: str) -> None:
+    """Of those that it needs; the dispatcher of graphs is a module of vLLM that imports few others."""
+    code = f"""
+import importlib, json, sys
+import vllm_graphfix
+vllm_graphfix.register()
+importlib.import_module("vllm.v1.cudagraph_dispatcher")
+before = {OURS}
+states = vllm_graphfix.states()
+print(json.dumps([before, {{name: state.state.value for name, state in states.items()}}, {OURS}, list(sys.modules)]))
+"""
+    before, states, after, imported = python(code, PYTHONPATH=str(release_root(release)))
+    concerned = {name.replace("-", "_") for name in affected_by(release) if {*BY_NAME[name].modules} & {*imported}}
+    assert 0 < len(concerned) < 4
+    assert {name for name in before if not name.startswith("_")} == concerned
+    assert after == before, "to be asked for states imports nothing"
+    assert {name for name, state in states.items() if state != "not-needed"} == set(affected_by(release))
+
+
+@pytest.mark.parametrize("text", ["", "[", "[{}]", '[{"name": "x"}]', "7"])
+def test_an_index_that_cannot_be_read_says_what_to_do(
+    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fixes, "INDEX", tmp_path / "index.json")
+    fixes.INDEX.write_text(text)
+    with pytest.raises(ImportError, match=r"index.json of vllm-graphfix cannot be read \(.+\); reinstall"):
+        fixes._read()
+
+
+FORK = """
+import builtins, json, os, sys, threading, time
+import vllm_graphfix.fixes as fixes
+inside = threading.Event()
+
+class Slow:
+    "A finder of modules that takes its time for the module of one fix."
+    def find_spec(self, name, path, target=None):
+        if name.endswith("mamba_padding") and not inside.is_set():
+            inside.set()
+            time.sleep(0.5)
+
+sys.meta_path.insert(0, Slow())
+thread = threading.Thread(target=fixes.BY_NAME["mamba-padding"].patches, args=[""], daemon=True)
+thread.start()
+inside.wait()
+child = os.fork()
+if not child:
+    print(json.dumps(len(fixes.BY_NAME["mamba-padding"].patches(""))), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+thread.join()
+"""
+
+
+def test_a_fork_waits_for_a_thread_that_imports_a_fix() -> None:
+    """Without that, the child would wait for ever for the lock of the half imported module."""
+    assert python(FORK) == len(BY_NAME["mamba-padding"].patches(""))
