@@ -83,7 +83,7 @@ packages: $(STAMP)  ## sdist and wheel in dist/
 # The wheel is installed alone, where nothing else is: it must say its version without vLLM, torch or a library.
 build: packages  ## sdist and wheel in dist/, checked
 	$(BIN)/twine check --strict dist/*
-	@if $(BIN)/python -m zipfile --list dist/*.whl | grep -E '^(tests|tools|docs|benchmarks|deploy)/'; then \
+	@if $(BIN)/python -m zipfile --list dist/*.whl | grep -E '^(tests|tools|docs|benchmarks|deploy|examples)/'; then \
 		echo 'The wheel holds more than the package.' >&2; exit 1; fi
 	@set -e; empty=$$(mktemp -d); trap 'rm -rf "$$empty"' EXIT; \
 		$(PYTHON) -m venv --without-pip "$$empty"; \
@@ -108,12 +108,13 @@ release: $(STAMP)  ## the changelog of a release: make release VERSION=0.2.0
 	@test -n "$(VERSION)" || { echo 'Name the version: make release VERSION=0.2.0' >&2; exit 2; }
 	$(BIN)/towncrier build --yes --version '$(VERSION)'
 
-manifest: releases  ## fingerprints of the stock releases, made again
+manifest: releases  ## the index of the fixes and the fingerprints of the stock releases, made again
+	$(BIN)/python tools/make_index.py
 	$(BIN)/python tools/make_manifest.py
 
 generated: manifest  ## the manifest, the pages of the fixes and the tables, made again, and what a new fix's mutants are made of
 	$(BIN)/python tools/update_docs.py
-	PYTHONPATH=tests:tests/support:tools $(BIN)/python tests/mutants/mutants_elsewhere.py --missing
+	PYTHONPATH=tests:tests/support:tools $(BIN)/python tests/mutants/mutants_near.py --missing
 
 # Of cosmic-ray. Minutes for patching/sites.py, an hour or two for all on two cores: MODULES='patching/sites.py settings/decision.py' takes some.
 mutation: releases  ## operators, numbers and conditions of the fixes changed one at a time, in a copy: the tests must notice

@@ -46,14 +46,14 @@ KEYWORDS = [case for case in CASES if "by keyword" in case.mutant.name or "with 
 
 
 def test_vllms_own_classes_are_called_with_their_keywords() -> None:
-    found = list(judged((case.mutant, diagnosed(case.mutant)) for case in KEYWORDS))
+    found = list(judged(((case.mutant, diagnosed(case.mutant)) for case in KEYWORDS), together=True))
     assert len(found) == len(KEYWORDS) > 2
     assert not [str(each) for each in found if each.outcome in {WRONG, MISSED}]
 
 
 @pytest.mark.slow
 def test_vllms_own_classes_agree_with_every_verdict_but_unrecognised() -> None:
-    found = judged((case.mutant, diagnosed(case.mutant)) for case in (*CASES, *NIGHTLIES))
+    found = judged(((case.mutant, diagnosed(case.mutant)) for case in (*CASES, *NIGHTLIES)), together=True)
     assert not [str(each) for each in found if each.outcome in {WRONG, MISSED}]
 
 

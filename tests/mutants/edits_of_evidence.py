@@ -15,16 +15,14 @@ from typing import NamedTuple
 
 import vllm_files
 from edited import Change, after, before, both, cut, swap
-from mutants_by_hand import SPECULATOR
-from mutants_families import Base, Mutant
-from mutants_of_capture_state import GRAPH, V17, V18, V21, V22
-from mutants_of_draft_decode_mode import DECODE_17, DECODE_20, NIGHTLY
-from mutants_of_draft_prefill_state import DRAFT_21, DRAFT_22, DRAFT_23
-from mutants_of_flashmla_fp8 import COPIED, FP8_18, FP8_19, POINTED_AT
-from mutants_of_flashmla_padding import PADDING_17, PADDING_20
-from mutants_of_mamba_padding import CLEARED, MAMBA_21, MAMBA_22, MARKED
+from mutants_bases import base_of
+from mutants_made import Base, Mutant
 from stock import release_root
+from trials.capture_state import GRAPH
+from trials.flashmla_fp8 import COPIED, POINTED_AT
+from trials.mamba_padding import CLEARED, MARKED
 from vllm_files import CUDAGRAPHS, FLASHMLA, RUNNER
+from vllm_files import EAGLE as SPECULATOR
 from vllm_graphfix.fix import Verdict
 
 OPERATORS = "vllm/v1/attention/ops/flashmla.py"
@@ -45,6 +43,16 @@ LAZY_PLANS = (
     "vllm/third_party/flashmla/flash_mla_interface.py",
     "vllm/v1/attention/backends/mla/flashmla_sparse.py",
     "vllm/v1/attention/backends/mla/sparse_swa.py",
+)
+
+V17, V18, V21, V22 = (base_of("capture-state", release) for release in ("0.17.1", "0.18.1", "0.21.0", "0.22.1"))
+DRAFT_21, DRAFT_22, DRAFT_23 = (base_of("draft-prefill-state", release) for release in ("0.21.0", "0.22.1", "0.23.0"))
+DECODE_17, DECODE_20 = (base_of("draft-decode-mode", release) for release in ("0.17.1", "0.20.0"))
+NIGHTLY = base_of("draft-decode-mode", "0.20.0", "nightly without both")
+MAMBA_21, MAMBA_22 = (base_of("mamba-padding", release) for release in ("0.21.0", "0.22.1"))
+FP8_18, FP8_19 = (base_of("flashmla-fp8", release) for release in ("0.18.1", "0.19.1"))
+PADDING_17, PADDING_18, PADDING_20 = (
+    base_of("flashmla-padding", release) for release in ("0.17.1", "0.18.1", "0.20.0")
 )
 
 AFFECTED, FIXED, UNRECOGNISED = Verdict.AFFECTED, Verdict.FIXED, Verdict.UNRECOGNISED
@@ -708,7 +716,7 @@ def flashmla_padding() -> Iterator[Case]:
             "block_table=attn_metadata.decode.block_table.clamp(min=0),",
         ),
     }
-    for base in (PADDING_17, FP8_18._replace(remedy=PADDING_17.remedy)):
+    for base in (PADDING_17, PADDING_18):
         for where, change in clamped.items():
             yield edit(fix, base, NOT_NEEDED, f"block ids clamped {where}", FLASHMLA=change)
     yield edit(

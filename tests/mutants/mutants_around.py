@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from edited import Change, swap
-from mutants_families import Base, Mutant
+from mutants_made import Base, Mutant
 
 
 def around(
@@ -16,7 +16,9 @@ def around(
     """A class renamed, moved, with another base; a method moved to a base; a module moved; names imported otherwise."""
     text = base.text(path)
     tree = ast.parse(text)
-    node = next(child for child in tree.body if isinstance(child, ast.ClassDef) and child.name == cls)
+    node = next((child for child in tree.body if isinstance(child, ast.ClassDef) and child.name == cls), None)
+    if node is None:
+        return
     bases = ", ".join(map(ast.unparse, node.bases))
 
     def mutant(name: str, *changes: Change, moved: tuple[tuple[str, str], ...] = (), **renamed: str) -> Mutant:
@@ -42,9 +44,12 @@ def around(
     with_mixin = f"class _Mixin:\n    pass\n\n\nclass {cls}({', '.join(filter(None, ['_Mixin', bases]))}):"
     yield mutant("a base added", swap(header, with_mixin))
     for method in methods:
-        first = min([_method(node, method).lineno, *(d.lineno for d in _method(node, method).decorator_list)])
+        defined = _method(node, method)
+        if defined is None:
+            continue
+        first = min([defined.lineno, *(decorator.lineno for decorator in defined.decorator_list)])
         lines = text.splitlines(keepends=True)
-        whole = "".join(lines[first - 1 : _method(node, method).end_lineno])
+        whole = "".join(lines[first - 1 : defined.end_lineno])
         if "super()" in whole:
             continue
         without = text.replace(whole, "")
@@ -82,8 +87,8 @@ def escaped(text: str) -> str:
     return text.replace("\\", r"\\")
 
 
-def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef:
-    return next(child for child in node.body if isinstance(child, ast.FunctionDef) and child.name == name)
+def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef | None:
+    return next((child for child in node.body if isinstance(child, ast.FunctionDef) and child.name == name), None)
 
 
 def _defined(node: ast.stmt) -> list[str]:
@@ -99,11 +104,10 @@ def _defined(node: ast.stmt) -> list[str]:
 def imported_otherwise(fix: str, base: Base, path: str, name: str, paths: tuple[str, ...]) -> Iterator[Mutant]:
     """A name that *path* imports: under an alias, through its module, or bound again."""
     text = base.text(path)
-    found = next(
-        node
-        for node in ast.parse(text).body
-        if isinstance(node, ast.ImportFrom) and name in {alias.name for alias in node.names}
-    )
+    imports = (node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom))
+    found = next((node for node in imports if name in {alias.name for alias in node.names}), None)
+    if found is None:
+        return
     lines = text.splitlines(keepends=True)
     rest = [alias for alias in found.names if alias.name != name]
     kept = [ast.unparse(ast.ImportFrom(found.module, rest, found.level)) + "\n"] if rest else []

@@ -1,394 +1,165 @@
-"""For each fix a family of mutants of the code that its diagnosis and its patches look at, in several releases.
+"""The family of each fix: mutants of the functions that it patches or reads, and of those near them.
 
-A mutant is told by what it is made from and which edits are carried out; its text is made when it is wanted.
+They are generated, in releases with the defect and in ones without; what no operator makes is worded by hand in the
+fix's trial.
 """
 
 from __future__ import annotations
 
-import ast
-import hashlib
+import builtins
 import itertools
+import keyword
 import random
 import re
-import textwrap
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import suppress
+from functools import cache
+from typing import TypeVar
 
-from mutants import OPERATORS, edits
-from mutants_draft import Draft, Edit
-from stock import release_root
+from mutants import OPERATORS
+from mutants_around import around, imported_otherwise
+from mutants_bases import base_of, bases
+from mutants_made import Base, Mutant, Step, edits_of_kind, fingerprint, sound
+from mutants_near import own, patched, seen
+from mutants_of_values import OPERATORS as OF_VALUES
+from trial_rows import wordings_of
 
-if TYPE_CHECKING:
-    from edited import Change
-
-Target = tuple[str, str]
-"""Path and qualified name."""
+T = TypeVar("T")
+PAIRS = 1000
+"""Of edits of one base that are tried at once."""
 
 
-class Base(NamedTuple):
-    """A vLLM that mutants are made of: a stock release, or one with the remedy cut out or written in."""
-
-    release: str
-    kind: str
-    changes: tuple[tuple[str, Change], ...] = ()
-    remedy: tuple[tuple[str, Change], ...] = ()
-    """What upstream's correction is in this very code; the judge of what is right, where stock and patched are both
-    wrong."""
-
-    def text(self, path: str, *, remedied: bool = False) -> str:
-        return _text(self, path, remedied)
-
-    words: tuple[tuple[str, str], ...] = ()
-    """What the scenario calls otherwise than this release does."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.release} {self.kind}"
+def enough(fix: str) -> int:
+    """Mutants that have to be left once those that are broken without the plugin are taken away."""
+    return 200 if wordings_of(fix) else 80
 
 
 @cache
-def _text(base: Base, path: str, remedied: bool) -> str:
-    file = release_root(base.release) / path
-    text = file.read_text() if file.is_file() else ""
-    for changed, change in (*base.changes, *(base.remedy if remedied else ())):
-        if changed == path:
-            text = change(text)
-    return text
+def family(fix: str, release: str | None = None) -> tuple[Mutant, ...]:
+    """Mutants of all bases, or of those of one release, no two with the same trees."""
+    everywhere = [where.base for where in bases(fix) if where.base.name in seen()[fix]]
+    here = [base for base in everywhere if release in (None, base.release)]
+    by_rule = (mutant for mutant in _by_rule(fix, here) if release in (None, mutant.base.release))
+    found = {identity(mutant): mutant for mutant in by_rule}
+    wanted = enough(fix) * 13 // 10 * len(here) // len(everywhere)
+    each = max(0, -(-(wanted - len(found)) // len(here)))
+    for base in here:
+        new = (mutant for mutant in _of_base(fix, base) if sound(mutant) and identity(mutant) not in found)
+        found |= {identity(mutant): mutant for mutant in itertools.islice(new, each)}
+    return tuple(found.values())
 
 
-@cache
-def _parsed(base: Base, path: str, remedied: bool) -> ast.Module:
-    return ast.parse(_text(base, path, remedied))
+def identity(mutant: Mutant) -> str:
+    """Its trees, and what is done to calls of its function, which may be elsewhere."""
+    return fingerprint(mutant) + "".join(step.kind for step in mutant.steps if step.kind.startswith("called"))
 
 
-class Step(NamedTuple):
-    path: str
-    qualname: str
-    kind: str
-    label: str
+def _by_rule(fix: str, here: Iterable[Base]) -> Iterator[Mutant]:
+    """What is worded by hand, and what is done to whole classes, modules and imports."""
+    for wording in wordings_of(fix):
+        base = base_of(fix, wording.release, wording.of)
+        for name, change in wording.changes.items():
+            by_hand = change if isinstance(change, Mapping) else {wording.path: change}
+            yield Mutant(fix, base, _paths(fix, base), (), tuple(by_hand.items()), name=name, kind=wording.kind)
+    for base in here:
+        if base.remedy:
+            yield from _of_classes(fix, base)
 
 
-class Mutant(NamedTuple):
-    fix: str
-    base: Base
-    paths: tuple[str, ...]
-    """The files that may refer to each other by renamed words."""
-    steps: tuple[Step, ...] = ()
-    by_hand: tuple[tuple[str, Change], ...] = ()
-    moved: tuple[tuple[str, str], ...] = ()
-    """Path and text of new files."""
-    renamed_by_hand: tuple[tuple[str, str], ...] = ()
-    name: str = ""
-    kind: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.fix} | {self.base.name} | {self.name}"
-
-    def files(self, *, remedied: bool = False) -> dict[str, str]:
-        """Text of each file that is not the base's, the base's own changes included.
-
-        Raises LookupError where an edit has no place.
-        """
-        return _files(self, remedied)[0]
-
-    def renamed(self) -> dict[str, str]:
-        return dict(self.base.words) | _files(self, False)[1] | dict(self.renamed_by_hand)
+def _of_classes(fix: str, base: Base) -> Iterator[Mutant]:
+    """Of the classes whose methods the fix patches, and of the names that it replaces in modules."""
+    methods: dict[tuple[str, str], list[str]] = {}
+    for path, name in patched(fix, base):
+        cls, _, method = name.rpartition(".")
+        methods.setdefault((path, cls), []).append(method)
+    for (path, cls), names in methods.items():
+        if cls:
+            yield from around(fix, base, path, cls, _paths(fix, base), tuple(names))
+        else:
+            for name in names:
+                yield from imported_otherwise(fix, base, path, name, _paths(fix, base))
 
 
-def _find(tree: ast.Module, qualname: str) -> tuple[ast.FunctionDef, str | None]:
-    scope: ast.AST = tree
-    owner = None
-    for name in qualname.split("."):
-        if isinstance(scope, ast.ClassDef):
-            owner = scope.name
-        found = [child for child in getattr(scope, "body", ()) if getattr(child, "name", None) == name]
-        if not found:
-            raise LookupError(qualname)
-        scope = found[-1]
-    assert isinstance(scope, ast.FunctionDef)
-    return scope, owner
+def _paths(fix: str, base: Base) -> tuple[str, ...]:
+    near = seen()[fix].get(base.name, ())
+    return tuple(dict.fromkeys([*(path for path, _ in own(fix, base)), *(path for path, _, _ in near)]))
 
 
-def _bound(tree: ast.Module) -> frozenset[str]:
-    """Names of the module, of methods and of attributes that its methods set."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            found.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ClassDef):
-            found.add(node.name)
-    found.update(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
-    for node in tree.body:
-        if isinstance(node, ast.Assign):
-            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
-    return frozenset(found)
+def _of_base(fix: str, base: Base) -> Iterator[Mutant]:
+    """Of what is the fix's own and of what is near it in turn: one of each kind, then another one of each.
 
-
-def draft_of(base: Base, path: str, qualname: str, *, remedied: bool = False) -> Draft:
-    tree = _parsed(base, path, remedied)
-    node, owner = _find(tree, qualname)
-    return Draft(node, owner, _module_names(base, path, remedied))
-
-
-@cache
-def _module_names(base: Base, path: str, remedied: bool) -> frozenset[str]:
-    return _bound(_parsed(base, path, remedied))
-
-
-def drafts(mutant: Mutant, *, remedied: bool = False) -> dict[Target, Draft]:
-    """Each function that the steps edit, edited. LookupError where a step finds no place."""
-    return _drafts(mutant.base, mutant.steps, remedied)
-
-
-@lru_cache(maxsize=8)
-def _drafts(base: Base, steps: tuple[Step, ...], remedied: bool) -> dict[Target, Draft]:
-    found: dict[Target, Draft] = {}
-    for step in steps:
-        target = (step.path, step.qualname)
-        try:
-            if target not in found:
-                found[target] = draft_of(base, *target, remedied=remedied)
-                _edits(base, *target, step.kind, remedied)[step.label](found[target])
-            else:
-                edits(step.kind, found[target])[step.label](found[target])
-        except (KeyError, AttributeError, IndexError, ValueError, TypeError, AssertionError, SyntaxError) as error:
-            raise LookupError(f"{step}: {error}") from error
-        ast.fix_missing_locations(found[target].node)
-    return found
-
-
-@cache
-def _edits(base: Base, path: str, qualname: str, kind: str, remedied: bool) -> dict[str, Edit]:
-    """They are about places by number, and do for every copy of the function."""
-    return edits(kind, draft_of(base, path, qualname, remedied=remedied))
-
-
-def _indented(statements: list[ast.stmt], width: int) -> str:
-    text = "\n\n".join(ast.unparse(ast.fix_missing_locations(statement)) for statement in statements)
-    return textwrap.indent(text, " " * width) + "\n"
-
-
-def _files(mutant: Mutant, remedied: bool) -> tuple[dict[str, str], dict[str, str]]:
-    base = mutant.base
-    made = drafts(mutant, remedied=remedied)
-    texts = {
-        path: base.text(path, remedied=remedied) for path, _ in (*base.changes, *(base.remedy if remedied else ()))
-    }
-    renamed: dict[str, str] = {}
-    for path in dict.fromkeys(path for path, _ in made):
-        texts[path] = _spliced(base, path, made, remedied)
-    for (edited, qualname), draft in made.items():
-        for path in mutant.paths if draft.calls else ():
-            before = texts.get(path) or base.text(path, remedied=remedied)
-            after = _with_calls_changed(before, qualname, draft)
-            if after != before:
-                texts[path] = after
-        renamed |= draft.renamed
-        assert edited in texts
-    for path, change in mutant.by_hand:
-        texts[path] = change(texts.get(path) or base.text(path, remedied=remedied))
-    texts |= dict(mutant.moved)
-    if renamed:
-        words = re.compile(rf"\b({'|'.join(map(re.escape, renamed))})\b")
-        for path in mutant.paths:
-            before = texts.get(path) or base.text(path, remedied=remedied)
-            after = words.sub(lambda found: renamed[found.group()], before)
-            if after != before:
-                texts[path] = after
-    return texts, renamed
-
-
-def _spliced(base: Base, path: str, made: Mapping[Target, Draft], remedied: bool) -> str:
-    lines = base.text(path, remedied=remedied).splitlines(keepends=True)
-    end = ""
-    parts = []
-    for (edited, qualname), draft in made.items():
-        if edited == path:
-            node, _ = _find(_parsed(base, path, remedied), qualname)
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            parts.append((first, node.end_lineno or first, node.col_offset, draft))
-    for first, last, width, draft in sorted(parts, key=lambda part: -part[0]):
-        lines[first - 1 : last] = [_indented([*draft.beside, draft.node, *draft.behind], width)]
-        if draft.appended:
-            end += "\n\n" + _indented(draft.appended, 0)
-    return "".join(lines) + end
-
-
-def _with_calls_changed(text: str, qualname: str, draft: Draft) -> str:
-    """*text* with every call of the function changed as the draft wants it, but for those in the function itself."""
-    name = qualname.rsplit(".", 1)[-1]
-    name = {"__init__": draft.owner or name}.get(name, name)
-    if f"{name}(" not in text:
-        return text
-    found = [
-        node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and (getattr(node.func, "attr", None) or getattr(node.func, "id", None)) == name
-    ]
-    lines = text.encode().splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    content = text.encode()
-    for node in sorted(found, key=lambda node: (-node.lineno, -node.col_offset)):
-        start = starts[node.lineno - 1] + node.col_offset
-        stop = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
-        for change in draft.calls:
-            change(node)
-        content = content[:start] + ast.unparse(ast.fix_missing_locations(node)).encode() + content[stop:]
-    return content.decode()
-
-
-def fingerprint(mutant: Mutant) -> str:
-    """The same for mutants that come to the same syntax trees, in whichever release."""
-    if not mutant.steps:
-        files = mutant.files()
-        return _hash(
-            repr(
-                [
-                    (path, _changed(mutant.base.text(path), files[path]))
-                    for path in sorted(files)
-                    if path not in dict(mutant.moved)
-                ]
-            )
-        )
-    return _hash(repr(_trees(mutant.base, mutant.steps)))
-
-
-def _changed(one: str, other: str) -> list[list[str]]:
-    """The first to the last line that is another, spaces left out: parsing the largest files takes too long."""
-    before, after = ([line.strip() for line in text.splitlines() if line.strip()] for text in (one, other))
-    for _ in range(2):  # what is the same at the beginning, then at the end
-        same = next((at for at, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), 0)
-        before, after = before[same:][::-1], after[same:][::-1]
-    return [before, after]
-
-
-def _wider(draft: Draft) -> tuple[int, list[str]]:
-    return len(draft.calls), sorted(draft.renamed)
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-@cache
-def _trees(base: Base, steps: tuple[Step, ...]) -> tuple[tuple[Target, str, tuple[int, list[str]]], ...]:
-    """What each edited function has come to, as a hash, and what is around it.
-
-    Raises LookupError, SyntaxError or ValueError where that is no Python.
+    Every other one of those near it is of what functions take and give: of the kinds that may cure a defect elsewhere,
+    or bring it back. Every fifth is two of the fix's own at once.
     """
-    found = []
-    for target, draft in _drafts(base, steps, False).items():
-        parts = [*draft.beside, draft.node, *draft.behind, *draft.appended]
-        tree = ast.parse("\n".join(ast.unparse(ast.fix_missing_locations(part)) for part in parts))
-        compile(tree, "mutant", "exec")
-        found.append((target, _hash(ast.dump(tree)), _wider(draft)))
-    return tuple(found)
+    its_own = own(fix, base)
+    near = [(path, name, far) for path, name, far in seen()[fix][base.name] if (path, name) not in its_own]
+    mine = _kinds_in_turn(fix, base, [(path, name, 0) for path, name in its_own], OPERATORS)
+    values = _kinds_in_turn(fix, base, near, OF_VALUES)
+    rest = _kinds_in_turn(fix, base, near, OPERATORS)
+    for steps in _in_turn([mine, values, mine, rest, _two_at_once(fix, base)]):
+        name = " + ".join(
+            f"{step.path.removeprefix('vllm/')} {step.qualname}: {step.kind}: {step.label}" for step in steps
+        )
+        kind = steps[0].kind if len(steps) == 1 else "two at once"
+        yield Mutant(fix, base, _paths(fix, base), steps, name=name, kind=kind)
 
 
-def _sound(mutant: Mutant) -> bool:
-    """Whether it is Python, and not the same trees as before."""
+def _kinds_in_turn(
+    fix: str, base: Base, functions: list[tuple[str, str, int]], kinds: Iterable[str]
+) -> Iterator[tuple[Step]]:
+    """One of each kind, then another one of each, and each kind of all functions in turn."""
+    waiting = []
+    for kind in kinds:
+        chance = random.Random(f"{fix} {base.name} {kind}")  # noqa: S311 - to choose the same again
+        order = sorted(functions, key=lambda function: (function[2] > 1, chance.random()))
+        waiting.append(_in_turn([_steps(fix, base, path, name, kind, chance) for path, name, _ in order]))
+    random.Random(f"{fix} {base.name}").shuffle(waiting)  # noqa: S311 - to choose the same again
+    return ((step,) for step in _in_turn(waiting))
+
+
+def _two_at_once(fix: str, base: Base) -> Iterator[tuple[Step, ...]]:
+    """Of the fix's own, without end."""
+    chance = random.Random(f"{fix} {base.name} two at once")  # noqa: S311 - to choose the same again
+    functions = [(path, name, 0) for path, name in own(fix, base)]
+    some = [step for (step,) in itertools.islice(_kinds_in_turn(fix, base, functions, OPERATORS), 2 * len(OPERATORS))]
+    for _ in range(PAIRS if len(some) > 1 else 0):
+        yield tuple(chance.sample(some, 2))
+
+
+def _in_turn(each: Iterable[Iterator[T]]) -> Iterator[T]:
+    """The first of each, then the second; none is asked for before its turn, since that takes a while."""
+    waiting = deque(each)
+    while waiting:
+        with suppress(StopIteration):
+            yield next(waiting[0])
+            waiting.append(waiting[0])
+        waiting.popleft()
+
+
+def _steps(fix: str, base: Base, path: str, name: str, kind: str, chance: random.Random) -> Iterator[Step]:
+    """First those about what the remedy is about."""
     try:
-        trees = _trees(mutant.base, mutant.steps)
-    except (LookupError, SyntaxError, ValueError):
-        return False
-    return any(tree != _tree_of(mutant.base, *target) or wider != (0, []) for target, tree, wider in trees)
+        labels = list(edits_of_kind(base, path, name, kind, False))
+    except (LookupError, AssertionError, AttributeError, TypeError, ValueError):
+        return
+    chance.shuffle(labels)
+    words = _words_of_the_remedy(fix)
+    labels.sort(key=lambda label: words.isdisjoint(_words(label)))
+    yield from (Step(path, name, kind, label) for label in labels)
 
 
 @cache
-def _tree_of(base: Base, path: str, qualname: str) -> str:
-    return _hash(ast.dump(ast.parse(ast.unparse(draft_of(base, path, qualname).node))))
+def _words_of_the_remedy(fix: str) -> frozenset[str]:
+    """The names in the lines that a remedy changes."""
+    found: set[str] = set()
+    for base in (where.base for where in bases(fix) if where.base.remedy):
+        for path in dict(base.remedy):
+            texts = (base.text(path, remedied=remedied) for remedied in (False, True))
+            lines = (set(re.sub(r"#.*", "", text).splitlines()) for text in texts)
+            found.update(*map(_words, set.symmetric_difference(*lines)))
+    return frozenset(found - {"self", *keyword.kwlist, *vars(builtins)})
 
 
-TWO_AT_ONCE = 25
-
-
-class Plan(NamedTuple):
-    """What of a base is mutated: functions, how many of each kind, and the words of the places that matter most."""
-
-    base: Base
-    targets: tuple[tuple[Target, int], ...]
-    focus: str
-    paths: tuple[str, ...]
-
-
-def singles(fix: str, plan: Plan) -> Iterator[Mutant]:
-    for (path, qualname), count in plan.targets:
-        for kind in OPERATORS:
-            chance = random.Random(f"{fix} {plan.base.name} {qualname} {kind}")  # noqa: S311 - to choose the same again
-            labels = list(_edits(plan.base, path, qualname, kind, False))
-            chance.shuffle(labels)
-            labels.sort(key=lambda label: re.search(plan.focus, label) is None)
-            taken = 0
-            for label in labels:
-                step = Step(path, qualname, kind, label)
-                mutant = Mutant(fix, plan.base, plan.paths, (step,), name=f"{qualname}: {kind}: {label}", kind=kind)
-                if taken < count and _sound(mutant):
-                    taken += 1
-                    yield mutant
-
-
-def compounds(fix: str, pool: list[Mutant]) -> Iterator[Mutant]:
-    """Two edits of one base, without end."""
-    chance = random.Random(f"{fix} compounds")  # noqa: S311 - to choose the same again
-    by_base: dict[str, list[Mutant]] = {}
-    for mutant in pool:
-        by_base.setdefault(mutant.base.name, []).append(mutant)
-    while True:
-        one = chance.choice(pool)
-        other = chance.choice(by_base[one.base.name])
-        if one.steps == other.steps:
-            continue
-        name = f"{one.name} + {other.name}"
-        both = one._replace(steps=(*one.steps, *other.steps), name=name, kind="two at once")
-        if _sound(both):
-            yield both
-
-
-def family(fix: str, plans: tuple[Plan, ...], by_hand: list[Mutant], size: int) -> list[Mutant]:
-    """*size* mutants or more, no two with the same trees: those by hand, the single ones, then two at once."""
-    found: dict[str, Mutant] = {}
-    pool = [mutant for plan in plans for mutant in singles(fix, plan)]
-    for mutant in [*by_hand, *_kinds_in_turn(fix, pool)]:
-        if len(found) < size - TWO_AT_ONCE:
-            found.setdefault(fingerprint(mutant), mutant)
-    for mutant in compounds(fix, pool):
-        if len(found) >= size:
-            break
-        found.setdefault(fingerprint(mutant), mutant)
-    return list(found.values())
-
-
-def _kinds_in_turn(fix: str, pool: list[Mutant]) -> Iterator[Mutant]:
-    """One of each kind, then another one of each, from all bases."""
-    chance = random.Random(f"{fix} singles")  # noqa: S311 - to choose the same again
-    by_kind: dict[str, list[Mutant]] = {}
-    for mutant in pool:
-        by_kind.setdefault(mutant.kind, []).append(mutant)
-    for mutants in by_kind.values():
-        chance.shuffle(mutants)
-    for turn in itertools.zip_longest(*by_kind.values()):
-        yield from filter(None, turn)
-
-
-def formatted(fix: str, base: Base, paths: Iterable[str]) -> Iterator[Mutant]:
-    """The same trees as the base's, written otherwise."""
-
-    def without_blank_lines(text: str) -> str:
-        return "\n".join(line for line in text.splitlines() if line.strip()) + "\n"
-
-    def with_comments(text: str) -> str:
-        return re.sub(r"^( *)((?:def|return|if|for|with) )", r"\1# as it was\n\1\2", text, flags=re.MULTILINE)
-
-    ways: dict[str, Change] = {
-        "unparsed": lambda text: ast.unparse(ast.parse(text)),
-        "without blank lines": without_blank_lines,
-        "with comments": with_comments,
-        "under a header": lambda text: "# a fork's header\n\n" + text,
-        "with wide tabs": lambda text: re.sub(r"^( +)(?=\S)", lambda found: 2 * found[1], text, flags=re.MULTILINE),
-    }
-    for way, change in ways.items():
-        by_hand = tuple((path, change) for path in paths if (release_root(base.release) / path).is_file())
-        yield Mutant(fix, base, (), (), by_hand, name=way, kind="the same trees")
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"[^\W\d]\w+", text))

@@ -16,7 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mutants_families import Base, Mutant
+from mutants_bases import shape_of, where_of
+from mutants_made import Base, Mutant
+from mutants_near import module_of
 from stock import release_root
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Verdict, variable
@@ -193,57 +195,46 @@ class Judge:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._bases: dict[tuple[str, str], dict[str, Any]] = {}
-        self.runs = 0
 
     def _run(self, mutant: Mutant, *, on: bool, remedied: bool = False, shape: str | None = None) -> dict[str, Any]:
-        self.runs += 1
         files = mutant.files(remedied=remedied)
         return self._stage.run(mutant.fix, files, mutant.renamed(), on=on, shape=shape)
 
-    def _base(self, mutant: Mutant) -> dict[str, Any]:
-        """What the base gives as it is, without a fix."""
-        key = (mutant.fix, mutant.base.name)
+    def _base(self, mutant: Mutant, base: Base) -> dict[str, Any]:
+        """What *base* gives as it is, without a fix."""
+        key = (mutant.fix, base.name)
         if key not in self._bases:
-            found = self._bases[key] = self._run(Mutant(mutant.fix, mutant.base, mutant.paths), on=False)
+            found = self._bases[key] = self._run(Mutant(mutant.fix, base, mutant.paths), on=False)
             if "raised" in found or not found["eager"]:
-                raise RuntimeError(f"{mutant.fix} on {mutant.base.name} as it is: {_told(found)}")
+                raise RuntimeError(f"{mutant.fix} on {base.name} as it is: {_told(found)}")
         return self._bases[key]
 
     def judge(self, mutant: Mutant, found: Diagnosis) -> Judged:
         if found.verdict is Verdict.UNRECOGNISED:
             return Judged(mutant, found, LEFT_ALONE)
-        if found.verdict is Verdict.AFFECTED:
-            return Judged(mutant, found, *self._applied(mutant))
-        return Judged(mutant, found, *self._not_applied(mutant, found))
+        outcome, why = self._applied(mutant) if found.verdict is Verdict.AFFECTED else self._not_applied(mutant)
+        return Judged(mutant, found, CLAIMED if found.known and outcome == NEEDLESS else outcome, why)
 
     def _applied(self, mutant: Mutant) -> tuple[str, str]:
-        patched = self._run(mutant, on=True)
-        told = f"{patched['state']}: {patched['reason']}"
-        engaged = patched["state"] == "active" and patched["fallback"] is None
-        if engaged and is_right(patched) and not differing(self._base(mutant)["eager"], patched["eager"]):
-            return RIGHT, ""
-        stock = self._run(mutant, on=False)
-        if "raised" in stock and stock["raised"] == patched.get("raised"):
+        stock, patched = self._stage.run_both(mutant.fix, mutant.files(), mutant.renamed())
+        changes = f"{_told(stock)} -> {_told(patched)}"
+        fails = stock.get("error") and not self._base(mutant, mutant.base)["error"]
+        if "raised" in stock or not stock["eager"] or (fails and patched.get("error") == stock["error"]):
             return BROKEN, _told(stock)
-        if not engaged:
-            told += f", fallback: {patched['fallback']}; {_told(stock)} -> {_told(patched)}"
+        if patched["state"] != "active" or patched["fallback"] is not None:
+            told = f"{patched['state']}: {patched['reason']}, fallback: {patched['fallback']}; {changes}"
             return (AS_STOCK if _no_worse(stock, patched) else WRONG), told
-        if "raised" in stock or not stock["eager"]:
-            if is_right(patched):
-                return RIGHT, "stock raises"
-            return WRONG, f"{_told(stock)} -> {_told(patched)}"
         if is_right(patched, stock["eager"]):
-            return RIGHT, "eager is another"
+            return (NEEDLESS if is_right(stock) else RIGHT), changes
         if is_right(stock):
-            return WRONG, f"stock is right -> {_told(patched)}"
-        return self._both_wrong(mutant, patched, f"{_told(stock)} -> {_told(patched)}")
+            return WRONG, changes
+        if is_right(patched) and not differing(self._base(mutant, mutant.base)["eager"], patched["eager"]):
+            return RIGHT, f"what the base gives without graphs; {changes}"
+        return self._both_wrong(mutant, patched, changes)
 
     def _both_wrong(self, mutant: Mutant, patched: dict[str, Any], told: str) -> tuple[str, str]:
         """Upstream's correction in the same mutant decides whether that could be right."""
-        try:
-            remedied = self._run(mutant, on=False, remedied=True) if mutant.base.remedy else None
-        except LookupError:
-            remedied = None
+        remedied = self._remedied(mutant)
         if remedied is None:
             return WRONG, f"{told}; nothing to compare with"
         if is_right(remedied):
@@ -252,53 +243,14 @@ class Judge:
             return RIGHT, f"{told}; the same as with upstream's correction, there is another defect"
         return BROKEN, f"{told}; with upstream's correction {_told(remedied)}"
 
-    def _not_applied(self, mutant: Mutant, found: Diagnosis) -> tuple[str, str]:
-        stock = self._run(mutant, on=True)
-        if stock["state"] != "not-needed":
-            return WRONG, f"{stock['state']}: {stock['reason']}"
-        if is_right(stock):
-            return RIGHT, ""
-        if _result(stock) == _result(self._base(mutant)):
-            return (MISSED if mutant.base.remedy else RIGHT), f"{_told(stock)}, the same as before"
-        shapes = SHAPES[mutant.fix].get(mutant.base.release, ())
-        for shape in shapes:
-            if is_right(self._run(mutant, on=True, shape=shape)):
-                return MISSED, f"{_told(stock)}; right with the fix for {shape}"
+    def _remedied(self, mutant: Mutant) -> dict[str, Any] | None:
+        """None where upstream's correction has no place."""
         try:
-            remedied = self._run(mutant, on=False, remedied=True) if mutant.base.remedy else None
+            return self._run(mutant, on=False, remedied=True) if mutant.base.remedy else None
         except LookupError:
-            remedied = None
-        if remedied is not None and is_right(remedied):
-            return MISSED, f"{_told(stock)}; right with upstream's correction"
-        return BROKEN, _told(stock)
+            return None
 
-
-class JudgeElsewhere(Judge):
-    """Judges mutants of what a fix does not patch.
-
-    Each is run as stock too, where the defect may have gone or come back.
-    """
-
-    def __init__(self, stage: Stage, shape: Callable[[Mutant], str], twin: Callable[[Mutant], Base | None]) -> None:
-        super().__init__(stage)
-        self._shape, self._twin = shape, twin
-
-    def _applied(self, mutant: Mutant) -> tuple[str, str]:
-        stock, patched = self._stage.run_both(mutant.fix, mutant.files(), mutant.renamed())
-        fails = stock.get("error") and not self._base(mutant)["error"]
-        if "raised" in stock or not stock["eager"] or (fails and patched.get("error") == stock["error"]):
-            return BROKEN, _told(stock)
-        changes = f"{_told(stock)} -> {_told(patched)}"
-        if patched["state"] != "active" or patched["fallback"] is not None:
-            told = f"{patched['state']}: {patched['reason']}, fallback: {patched['fallback']}; {changes}"
-            return (AS_STOCK if _no_worse(stock, patched) else WRONG), told
-        if is_right(patched, stock["eager"]):
-            return (NEEDLESS if is_right(stock) else RIGHT), changes
-        if is_right(stock):
-            return WRONG, changes
-        return self._both_wrong(mutant, patched, changes)
-
-    def _not_applied(self, mutant: Mutant, found: Diagnosis) -> tuple[str, str]:
+    def _not_applied(self, mutant: Mutant) -> tuple[str, str]:
         stock = self._run(mutant, on=True)
         if stock["state"] != "not-needed":
             return WRONG, f"{stock['state']}: {stock['reason']}"
@@ -306,35 +258,16 @@ class JudgeElsewhere(Judge):
             return RIGHT, ""
         if "raised" in stock or not stock["eager"]:
             return BROKEN, _told(stock)
-        twin = self._twin(mutant)
-        if twin is not None and _result(self._base(mutant._replace(base=twin))) == _result(stock):
+        where = where_of(mutant)
+        defective = mutant.base if mutant.base.remedy else where.twin
+        if defective is not None and _result(self._base(mutant, defective)) == _result(stock):
             return MISSED, f"{_told(stock)}, the same as without the remedy"
-        if is_right(self._run(mutant, on=True, shape=self._shape(mutant))):
+        if is_right(self._run(mutant, on=True, shape=shape_of(mutant.fix, where))):
             return MISSED, f"{_told(stock)}; right with the fix"
+        remedied = self._remedied(mutant)
+        if remedied is not None and is_right(remedied):
+            return MISSED, f"{_told(stock)}; right with upstream's correction"
         return BROKEN, f"another defect: {_told(stock)}"
-
-    def judge(self, mutant: Mutant, found: Diagnosis) -> Judged:
-        judged = super().judge(mutant, found)
-        if found.known and judged.outcome == NEEDLESS:
-            return judged._replace(outcome=CLAIMED)
-        return judged
-
-
-SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
-    "capture-state": {
-        "0.15.0": ("capture-graph-inline",),
-        "0.17.1": ("capture-graph-split",),
-        "0.18.1": ("factory",),
-        "0.21.0": ("factory-with-state",),
-        "0.22.1": ("factory-with-state",),
-    },
-    "draft-prefill-state": {"0.21.0": ("target-states",), "0.22.1": ("target-states",), "0.23.0": ()},
-    "draft-decode-mode": {"0.17.1": ("one-manager",), "0.18.1": (), "0.20.0": ("two-managers-mode-indices",)},
-    "mamba-padding": dict.fromkeys(("0.19.1", "0.21.0", "0.22.1", "0.23.0"), ("prefilling-over-padding",)),
-    "flashmla-fp8": dict.fromkeys(("0.15.0", "0.17.1", "0.18.1", "0.19.1", "0.23.0"), ("new-plan",)),
-    "flashmla-padding": dict.fromkeys(("0.17.1", "0.19.1", "0.20.0", "0.23.0"), ("minus-one",)),
-}
-"""What can be tried on a mutant for which the diagnosis sees no need."""
 
 
 def _result(run: dict[str, Any]) -> str:
@@ -357,50 +290,26 @@ def _told(run: dict[str, Any]) -> str:
     return f"{differing(tuple(run['eager']), tuple(run['graphed']))} of {len(run['eager'])} differ"
 
 
-def judged(mutants: Iterable[tuple[Mutant, Diagnosis]]) -> Iterator[Judged]:
-    """Release by release."""
-    by_release: dict[str, list[tuple[Mutant, Diagnosis]]] = {}
-    for mutant, found in mutants:
-        by_release.setdefault(mutant.base.release, []).append((mutant, found))
-    for release, some in by_release.items():
-        to_run = [pair for pair in some if pair[1].verdict is not Verdict.UNRECOGNISED]
-        yield from (Judged(*pair, LEFT_ALONE) for pair in some if pair[1].verdict is Verdict.UNRECOGNISED)
-        if to_run:
-            with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as folder:
-                paths = {path for mutant, _ in some for path in (*mutant.paths, *dict(mutant.by_hand))}
-                paths |= {path for mutant, _ in some for path, _ in mutant.base.changes}
-                with Stage(release, Path(folder) / "vllm", paths).warm() as stage:
-                    judge = Judge(stage)
-                    for pair in to_run:
-                        yield judge.judge(*pair)
-
-
-def judged_elsewhere(mutants: Iterable[tuple[Mutant, Diagnosis]], *, together: bool = False) -> Iterator[Judged]:
+def judged(mutants: Iterable[tuple[Mutant, Diagnosis]], *, together: bool = False) -> Iterator[Judged]:
     """Judges release by release and fix by fix: only what these mutants are about is not imported before.
 
     Few mutants of several fixes are judged *together*.
     """
-    from mutants_elsewhere import module_of, shape_of, where_of
-
     groups: dict[tuple[str, str], list[tuple[Mutant, Diagnosis]]] = {}
     for mutant, found in mutants:
         groups.setdefault((mutant.base.release, "" if together else mutant.fix), []).append((mutant, found))
     for (release, _), some in sorted(groups.items(), key=lambda group: group[0]):
         to_run = [pair for pair in some if pair[1].verdict is not Verdict.UNRECOGNISED]
         yield from (Judged(*pair, LEFT_ALONE) for pair in some if pair[1].verdict is Verdict.UNRECOGNISED)
+        if not to_run:
+            continue
         with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as folder:
-            paths = {path for mutant, _ in to_run for path in mutant.paths}
-            paths |= {path for mutant, _ in to_run for path, _ in (*mutant.base.changes, *mutant.base.remedy)}
+            bases = {base for mutant, _ in to_run for base in (mutant.base, where_of(mutant).twin) if base}
+            paths = {path for mutant, _ in to_run for path in (*mutant.paths, *dict((*mutant.by_hand, *mutant.moved)))}
+            paths |= {path for base in bases for path, _ in (*base.changes, *base.remedy)}
             patched = {module for mutant, _ in to_run for module in BY_NAME[mutant.fix].modules}
             without = (*sorted(patched), *map(module_of, sorted(paths)), *STAND_INS)
             with Stage(release, Path(folder) / "vllm", paths).warm(without) as stage:
-                judge = JudgeElsewhere(
-                    stage,
-                    lambda mutant: shape_of(mutant.fix, where_of(mutant)),
-                    lambda mutant: where_of(mutant).twin,
-                )
+                judge = Judge(stage)
                 for pair in to_run:
                     yield judge.judge(*pair)
-
-
-__all__ = ["Base", "Judged", "diagnosed", "judged"]

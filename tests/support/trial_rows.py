@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
+
+if TYPE_CHECKING:
+    from edited import Change
 
 
 class Edit(NamedTuple):
@@ -30,6 +33,25 @@ class Edit(NamedTuple):
     names it."""
     runs: bool = False
     """The scenario runs on it, and `verify` proves the fix there: for a remedy that is cut out."""
+    remedy: bool = False
+    """It cures the defect, whatever the diagnosis makes of it: what mutants of this release are compared with."""
+
+
+REMEDY = "upstream's correction in other words"
+LOOKALIKE = "looks like a correction"
+SHAPE = "another shape"
+
+
+class Wording(NamedTuple):
+    """What upstream might write, by hand: mutants that no operator makes."""
+
+    kind: str
+    release: str
+    path: str
+    changes: Mapping[str, Change | Mapping[str, Change]]
+    """By name: of the file, or of several by their paths."""
+    of: str = ""
+    """`Edit.what` of what it is written into, if that is not the stock release."""
 
 
 class Served(NamedTuple):
@@ -55,6 +77,12 @@ def edits_of(fix: str) -> tuple[Edit, ...]:
     """
     edits: tuple[Edit, ...] = _rows(fix).EDITS
     return edits
+
+
+def wordings_of(fix: str) -> tuple[Wording, ...]:
+    """The changes that its family has besides those that are generated; a trial need not have any."""
+    wordings: tuple[Wording, ...] = getattr(_rows(fix), "WORDINGS", ())
+    return wordings
 
 
 def served_of(fix: str) -> tuple[Served, ...]:

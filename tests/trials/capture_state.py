@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
+from edited import after, before, both, swap
+from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes._capture_passes import MANAGER
@@ -11,6 +12,12 @@ from vllm_graphfix.fixes.capture_state import _EAGLE
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 v2, hopper, ampere = "VLLM_USE_V2_MODEL_RUNNER=1 ", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 dense, sparse = "./v3 --attention-backend FLASHMLA", "./v32 --attention-backend FLASHMLA_SPARSE"
+
+GRAPH = r"graph = torch\.cuda\.CUDAGraph\(\)\n"
+WARM_UP = r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)"
+ASKED_AGAIN = "forward_fn, attn_state = create_forward_fn(desc)"
+built = r"^( {8}attn_metadata, slot_mappings = prepare_inputs_to_capture\(\n(?:.*\n)*? {8}\)\n)"
+again, inline = r"((?:.*\n)*?)(?= {8}capture_fn\()", r"((?:.*\n)*?)(?= {8}# Capture the graph)"
 
 EDITS = (
     Edit(
@@ -26,9 +33,37 @@ EDITS = (
         "a state for the recorded pass",
         "0.21.0",
         MANAGER,
-        r"^( {24})(graph = torch\.cuda\.CUDAGraph\(\)\n)",
-        r"\1forward_fn, attn_state = create_forward_fn(desc)\n\1\2",
+        rf"^( {{24}})({GRAPH})",
+        rf"\1{ASKED_AGAIN}\n\1\2",
         Verdict.FIXED,
+    ),
+    Edit(
+        "a forward function for the recorded pass",
+        "0.18.1",
+        MANAGER,
+        rf"^( *)({GRAPH})",
+        r"\1forward_fn = create_forward_fn(desc)\n\1\2",
+        Verdict.FIXED,
+    ),
+    Edit(
+        "metadata built again",
+        "0.17.1",
+        MANAGER,
+        built + again,
+        r"\1\2\1",
+        Verdict.UNRECOGNISED,
+        also=((_EAGLE["capture-graph-split"], built + inline, r"\1\2\1"),),
+        remedy=True,
+    ),
+    Edit(
+        "metadata built again, in the first release",
+        "0.15.0",
+        MANAGER,
+        built + inline,
+        r"\1\2\1",
+        Verdict.UNRECOGNISED,
+        also=((_EAGLE["capture-graph-inline"], built + inline, r"\1\2\1"),),
+        remedy=True,
     ),
     Edit(
         "a forward function from elsewhere",
@@ -83,4 +118,160 @@ SERVED = (
     Served("0.18.1", f"{v2}{sparse} --kv-cache-dtype bfloat16", does_not, "bfloat16", hopper),
     Served("0.18.1", f"{v2}./v32", unknown, "dtype that vLLM logs", hopper),
     Served("0.18.1", f"{v2}./v32", does_not, "A100", ampere),
+)
+
+WORDINGS = (
+    Wording(
+        REMEDY,
+        "0.21.0",
+        MANAGER,
+        {
+            "before the branch": before(
+                r"if desc\.cg_mode == CUDAGraphMode\.PIECEWISE",
+                "if desc.cg_mode == CUDAGraphMode.FULL:",
+                "    forward_fn, attn_state = create_forward_fn(desc)",
+            ),
+            "under the assertion": before(r"assert desc not in self\.graphs", ASKED_AGAIN),
+            "after the offloader": before(r"with torch\.cuda\.graph\(graph", ASKED_AGAIN),
+            "by index": before(GRAPH, "forward_fn = create_forward_fn(desc)[0]"),
+            "another name": both(
+                before(GRAPH, "recorded_fn, attn_state = create_forward_fn(desc)"),
+                swap(r"(with torch\.cuda\.graph\(graph, self\.pool\):\n +)forward_fn", r"\1recorded_fn"),
+            ),
+            "the warm up on its own": swap(
+                WARM_UP,
+                r"\1create_forward_fn(desc)[0](CUDAGraphMode.NONE)\n\n\2",
+            ),
+            "the warm up first": swap(
+                r"^( +)forward_fn, attn_state = create_forward_fn\(desc\)\n",
+                (
+                    r"\1warm_up, _ = create_forward_fn(desc)\n\1warm_up(CUDAGraphMode.NONE)\n"
+                    r"\1forward_fn, attn_state = create_forward_fn(desc)\n"
+                ),
+            ),
+            "through a method": both(
+                before(GRAPH, "forward_fn, attn_state = self._asked_again(create_forward_fn, desc)"),
+                before(
+                    r"def needs_capture",
+                    "def _asked_again(self, create_forward_fn, desc):",
+                    "    return create_forward_fn(desc)",
+                    "",
+                ),
+            ),
+        },
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.21.0",
+        MANAGER,
+        {
+            "the new pass is not used": before(GRAPH, "_, attn_state = create_forward_fn(desc)"),
+            "the new pass has another name": before(GRAPH, "recorded_fn, attn_state = create_forward_fn(desc)"),
+            "asked before the warm up": swap(
+                r"^( +)(forward_fn, attn_state = create_forward_fn\(desc\)\n)", r"\1\2\1\2"
+            ),
+            "asked for no full graph": before(
+                r"if desc\.cg_mode == CUDAGraphMode\.PIECEWISE",
+                "if desc.cg_mode == CUDAGraphMode.PIECEWISE:",
+                "    forward_fn, attn_state = create_forward_fn(desc)",
+            ),
+            "asked if debugging": before(
+                GRAPH, "if not __debug__:", "    forward_fn, attn_state = create_forward_fn(desc)"
+            ),
+            "asked for large ones": before(
+                GRAPH, "if desc.num_tokens > 2:", "    forward_fn, attn_state = create_forward_fn(desc)"
+            ),
+            "asked after the graph": before(r"self\.graphs\[desc\] = graph", ASKED_AGAIN),
+            "asked inside the graph": after(
+                r"with torch\.cuda\.graph\(graph", "    forward_fn, attn_state = create_forward_fn(desc)"
+            ),
+            "asked for another": before(
+                GRAPH, "_first = next(iter(descs))", "forward_fn, attn_state = create_forward_fn(_first)"
+            ),
+            "the old pass comes back": before(
+                GRAPH,
+                "kept_fn = forward_fn",
+                ASKED_AGAIN,
+                "forward_fn = kept_fn",
+            ),
+            "asked and warmed up again": before(GRAPH, ASKED_AGAIN, "forward_fn(cg_mode=CUDAGraphMode.NONE)"),
+            "asked and warmed up again by a helper": before(GRAPH, ASKED_AGAIN, "self._run(forward_fn)"),
+            "the same made by a cache": both(
+                before(GRAPH, ASKED_AGAIN),
+                before(
+                    r"with graph_capture\(device",
+                    "import functools",
+                    "create_forward_fn = functools.cache(create_forward_fn)",
+                ),
+            ),
+        },
+    ),
+    Wording(
+        SHAPE,
+        "0.21.0",
+        MANAGER,
+        {
+            "two warm ups in a loop": swap(
+                WARM_UP,
+                r"\1for _ in range(2):\n\1    forward_fn(CUDAGraphMode.NONE)\n\n\2",
+            ),
+            "warm up by keyword": swap(
+                WARM_UP,
+                r"\1forward_fn(cg_mode=CUDAGraphMode.NONE)\n\n\2",
+            ),
+            "no warm up": swap(WARM_UP, r"\2"),
+            "the mode through a local": swap(
+                WARM_UP,
+                r"\1none = CUDAGraphMode.NONE\n\1forward_fn(none)\n\n\2",
+            ),
+            "passes by partial": swap(
+                WARM_UP,
+                r"\1import functools\n\1once = functools.partial(forward_fn, CUDAGraphMode.NONE)\n\1once()\n\n\2",
+            ),
+            "the factory asked for all first": both(
+                swap(
+                    r"^( +)for desc in descs:\n",
+                    (
+                        r"\1made = {desc: create_forward_fn(desc) for desc in self._capture_descs[mode]}\n"
+                        r"\1for desc in descs:\n"
+                    ),
+                ),
+                swap(
+                    r"forward_fn(?:, attn_state)? = create_forward_fn\(desc\)\n",
+                    "forward_fn, attn_state = made[desc]\n",
+                ),
+            ),
+            "the warm up of all first": swap(
+                r"^( +)for desc in descs:\n",
+                (
+                    r"\1for desc in self._capture_descs[mode]:\n"
+                    r"\1    create_forward_fn(desc)[0](CUDAGraphMode.NONE)\n\1for desc in descs:\n"
+                ),
+            ),
+            "in an exit stack": swap(
+                r"with torch\.cuda\.graph\(graph, self\.pool\):",
+                (
+                    "import contextlib\n                        with contextlib.ExitStack() as stack:\n"
+                    "                            stack.enter_context(torch.cuda.graph(graph, self.pool))"
+                ),
+            ),
+            "pool by keyword": swap(
+                r"torch\.cuda\.graph\(graph, self\.pool\)", "torch.cuda.graph(graph, pool=self.pool)"
+            ),
+            "graph by keyword": swap(
+                r"torch\.cuda\.graph\(graph, self\.pool\)", "torch.cuda.graph(cuda_graph=graph, pool=self.pool)"
+            ),
+            "tried twice": swap(
+                r"^( +)(for desc in descs:\n)((?:\1 .*\n|\n)+)",
+                lambda found: (
+                    f"{found[1]}{found[2]}{found[1]}    for attempt in range(1):\n"
+                    + "".join(f"    {line}\n" if line else "\n" for line in found[3].splitlines())
+                ),
+            ),
+            "modes one after the other": swap(
+                r"for mode in \[CUDAGraphMode\.PIECEWISE, CUDAGraphMode\.FULL\]:",
+                "for mode in (CUDAGraphMode.FULL,):",
+            ),
+        },
+    ),
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
+from edited import after, before, both, swap
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.draft_decode_mode import _CHOSEN, _MANAGER, _SPECULATOR
@@ -18,7 +19,21 @@ affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 v2, eagle = "VLLM_USE_V2_MODEL_RUNNER=1 ", '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}'
 mtp = '{"method": "mtp", "num_speculative_tokens": 1}'
 
+DECODE_MODE = r"self\.cudagraph_mode = self\.compilation_config\.cudagraph_mode\.decode_mode\(\)"
+FULL_OR_NONE = ("if self.cudagraph_mode != CUDAGraphMode.FULL:", "    self.cudagraph_mode = CUDAGraphMode.NONE")
+DECODES = r"# Initialize cudagraph manager for draft decodes"
+MADE = r"self\.graphs: dict"
+
 EDITS = (
+    Edit(
+        "full graphs or none",
+        "0.17.1",
+        _MANAGER,
+        rf"^( *)({DECODE_MODE})\n",
+        r"\1\2\n" + "".join(rf"\1{line}\n" for line in FULL_OR_NONE),
+        unrecognised,
+        remedy=True,
+    ),
     Edit(
         "a mode that is chosen",
         "0.17.1",
@@ -38,6 +53,7 @@ EDITS = (
         affected,
         also=((_SPECULATOR, zeros, ""),),
         shape="two-managers-mode-indices",
+        runs=True,
     ),
     Edit("another mode", "0.17.1", _MANAGER, r"cudagraph_mode\.decode_mode\(\)", "cudagraph_mode", unrecognised),
 )
@@ -48,4 +64,171 @@ SERVED = (
     Served("0.17.1", f"{v2}./llama -O1 --speculative-config '{mtp}'", does_not, "one token"),
     Served("0.17.1", f"{v2}./llama -O1 --speculative-config.method=eagle", unknown, "num_speculative_tokens"),
     Served("0.17.1", f"./llama -O1 --speculative-config '{eagle}'", does_not, "V1"),
+)
+
+WORDINGS = (
+    Wording(
+        REMEDY,
+        "0.17.1",
+        _MANAGER,
+        {
+            "in one expression": swap(
+                DECODE_MODE,
+                (
+                    "self.cudagraph_mode = CUDAGraphMode.FULL if "
+                    "self.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL else "
+                    "CUDAGraphMode.NONE"
+                ),
+            ),
+            "by a local": swap(
+                rf"^( +){DECODE_MODE}",
+                (
+                    r"\1mode = self.compilation_config.cudagraph_mode.decode_mode()\n"
+                    r"\1self.cudagraph_mode = mode if mode == CUDAGraphMode.FULL else CUDAGraphMode.NONE"
+                ),
+            ),
+            "at the end": before(MADE, *FULL_OR_NONE, "    self.cudagraph_sizes = {}"),
+            "at run time": swap(
+                r"cudagraph_mode = self\.cudagraph_mode\n",
+                (
+                    "cudagraph_mode = self.cudagraph_mode\n"
+                    "            if cudagraph_mode == CUDAGraphMode.PIECEWISE:\n"
+                    "                return CUDAGraphMode.NONE, None\n"
+                ),
+            ),
+        },
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.17.1",
+        _MANAGER,
+        {
+            "full decode only noted": {
+                _SPECULATOR: after(
+                    r"self\.method = self\.speculative_config\.method",
+                    "cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY",
+                )
+            },
+            "asserted": after(DECODE_MODE, "assert self.cudagraph_mode is not None"),
+            "taken twice": after(
+                DECODE_MODE, "self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()"
+            ),
+            "taken again later": before(
+                MADE, "self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()"
+            ),
+            "taken by another name": swap(r"self\.cudagraph_mode\b", "self.draft_cudagraph_mode"),
+            "sizes by another name": swap(r"self\.cudagraph_sizes\b", "self.draft_cudagraph_sizes"),
+            "mode kept elsewhere too": {
+                _MANAGER: after(DECODE_MODE, "self.decode_mode = self.cudagraph_mode"),
+                _SPECULATOR: swap(
+                    r"cudagraph_manager\.get_cudagraph_runtime_mode\(", "cudagraph_manager.get_cudagraph_runtime_mode("
+                ),
+            },
+            "run time mode from elsewhere": both(
+                after(DECODE_MODE, "self.decode_mode = self.cudagraph_mode"),
+                swap(r"cudagraph_mode = self\.cudagraph_mode\n", "cudagraph_mode = self.decode_mode\n"),
+            ),
+            "sizes from elsewhere": both(
+                before(MADE, "self.sizes = dict(self.cudagraph_sizes)"),
+                swap(r"return self\.cudagraph_sizes\.get\(num_tokens\)", "return self.sizes.get(num_tokens)"),
+            ),
+            "mixed mode": swap(
+                DECODE_MODE, "self.cudagraph_mode = self.compilation_config.cudagraph_mode.mixed_mode()"
+            ),
+            "slots": after(
+                r"class EagleCudaGraphManager:",
+                (
+                    "    __slots__ = ('vllm_config', 'scheduler_config', 'device', 'max_model_len', "
+                    "'max_num_reqs', 'max_num_tokens', 'dp_size', 'compilation_config', 'cudagraph_mode', "
+                    "'cudagraph_sizes', 'graphs', 'pool')"
+                ),
+                "",
+            ),
+        },
+    ),
+    Wording(
+        REMEDY,
+        "0.20.0",
+        _SPECULATOR,
+        {
+            "mode in one expression": before(
+                DECODES,
+                (
+                    "cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY if cudagraph_mode.decode_mode() == "
+                    "CUDAGraphMode.FULL else CUDAGraphMode.NONE"
+                ),
+            ),
+            "indices zeroed before": before(
+                r"_prepare_eagle_inputs_kernel\[\(num_reqs,\)\]", "last_token_indices.zero_()"
+            ),
+            "indices zeroed behind": before(r"return last_token_indices\n", "last_token_indices[num_reqs:] = 0"),
+        },
+        of="nightly without both",
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.20.0",
+        _SPECULATOR,
+        {
+            "chosen and not used": before(
+                DECODES,
+                "unused = cudagraph_mode",
+                "if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:",
+                "    cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY",
+                "cudagraph_mode = unused",
+            ),
+            "chosen in a branch": before(
+                DECODES,
+                "if not __debug__:",
+                "    cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY",
+            ),
+            "chosen where it is full": before(
+                DECODES,
+                "if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:",
+                "    cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY",
+            ),
+            "chosen behind": after(
+                r"self\.decode_cudagraph_manager\.pool = .*", "cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY"
+            ),
+            "pool shared by hand": swap(
+                r"self\.decode_cudagraph_manager\.pool = self\.prefill_cudagraph_manager\.pool",
+                "pool = self.prefill_cudagraph_manager.pool; self.decode_cudagraph_manager.pool = pool",
+            ),
+            "decode length by another name": {
+                _MANAGER: lambda text: text + "\n",
+                _SPECULATOR: swap(r"decode_query_len=1,", "1,"),
+            },
+        },
+        of="nightly without the mode",
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.20.0",
+        _SPECULATOR,
+        {
+            "filled with one": after(
+                r"tl\.store\(eagle_seq_lens_ptr \+ block, 0, mask=mask\)",
+                "tl.store(last_token_indices_ptr + block, 1, mask=mask)",
+            ),
+            "filled too little": after(
+                r"tl\.store\(last_token_indices_ptr \+ req_idx, last_token_index\)",
+                "for i in range(0, 0, BLOCK_SIZE):",
+                "    block = i + tl.arange(0, BLOCK_SIZE)",
+                "    mask = block < max_num_reqs",
+                "    tl.store(last_token_indices_ptr + block, 0, mask=mask)",
+            ),
+            "filled for nobody": after(
+                r"tl\.store\(last_token_indices_ptr \+ req_idx, last_token_index\)",
+                "if num_reqs > max_num_reqs:",
+                "    block = tl.arange(0, BLOCK_SIZE)",
+                "    mask = block < max_num_reqs",
+                "    tl.store(last_token_indices_ptr + block, 0, mask=mask)",
+            ),
+            "filled with the seq lens": after(
+                r"tl\.store\(eagle_seq_lens_ptr \+ block, 0, mask=mask\)",
+                "tl.store(last_token_indices_ptr + block, 0, mask=mask)",
+            ),
+        },
+        of="nightly without the zeros",
+    ),
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
+from edited import after, before, both, swap
+from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes._capture_passes import MANAGER
 from vllm_graphfix.fixes.draft_prefill_state import _EAGLE, _LATER
 
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
@@ -13,7 +15,38 @@ mtp = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'""
 n_gram = """--speculative-config '{"method": "ngram"}'"""
 deepseek = "--speculative-config.method deepseek_mtp"
 
+CAPTURED = r"return super\(\)\.capture\(create_forward_fn, progress_bar_desc\)"
+TWO_STATES = (
+    "states = super().capture(create_forward_fn, progress_bar_desc)\n"
+    "        return {desc: [create_forward_fn(desc)[1] for _ in range(2)] for desc in states}"
+)
+"""For the draft: one for its warm-up, one for its graph."""
+one_for_each_pass = (_EAGLE, r"full_cg_attn_states\[desc\]", "full_cg_attn_states[desc].pop()")
+asked_again = r"\1forward_fn, attn_state = create_forward_fn(desc)\n\1captured_attn_states[desc] = attn_state\n\1\2"
+TAKEN = r"attn_state = full_cg_attn_states\[desc\]"
+WARM_UP = r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)"
+
 EDITS = (
+    Edit(
+        "two states handed on",
+        "0.22.1",
+        MANAGER,
+        CAPTURED,
+        TWO_STATES,
+        Verdict.UNRECOGNISED,
+        also=(one_for_each_pass,),
+        remedy=True,
+    ),
+    Edit(
+        "two states handed on, and one for the target's recorded pass",
+        "0.21.0",
+        MANAGER,
+        CAPTURED,
+        TWO_STATES,
+        Verdict.UNRECOGNISED,
+        also=(one_for_each_pass, (MANAGER, r"^( *)(graph = torch\.cuda\.CUDAGraph\(\)\n)", asked_again)),
+        remedy=True,
+    ),
     Edit(
         "states of its own, in a new file",
         "0.22.1",
@@ -53,4 +86,138 @@ SERVED = (
     Served("0.22.1", f"{v2}./qwen3", does_not, "no speculator", hopper),
     Served("0.21.0", f"{v2}{served}", does_not, "no speculator", hopper),
     Served("0.21.0", f"{v2}{served} {n_gram}", does_not, "ngram", hopper),
+)
+
+WORDINGS = (
+    Wording(
+        REMEDY,
+        "0.22.1",
+        _EAGLE,
+        {
+            "two states by index": {
+                MANAGER: swap(CAPTURED, TWO_STATES),
+                _EAGLE: swap(TAKEN, r"attn_state = full_cg_attn_states[desc].pop(0)"),
+            },
+            "the factory handed on": {
+                MANAGER: before(
+                    r"self\._graphs_captured = True\n",
+                    "captured_attn_states = dict.fromkeys(captured_attn_states, create_forward_fn)",
+                ),
+                _EAGLE: swap(TAKEN, "attn_state = full_cg_attn_states[desc](desc)[1]"),
+            },
+        },
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.22.1",
+        _EAGLE,
+        {
+            "copied": swap(TAKEN, "import copy; attn_state = copy.copy(full_cg_attn_states[desc])"),
+            "copied deep": swap(TAKEN, "import copy; attn_state = copy.deepcopy(full_cg_attn_states[desc])"),
+            "copied behind": swap(
+                rf"{TAKEN}\n( +)attn_metadata, slot_mappings = attn_state",
+                (
+                    r"attn_state = full_cg_attn_states[desc]\n\1attn_state = type(attn_state)(*attn_state)\n"
+                    r"\1attn_metadata, slot_mappings = attn_state"
+                ),
+            ),
+            "one new state": {
+                MANAGER: before(
+                    r"self\._graphs_captured = True\n",
+                    "captured_attn_states = {d: create_forward_fn(d)[1] for d in captured_attn_states}",
+                )
+            },
+            "replaced behind": before(
+                (
+                    r"attn_metadata, slot_mappings = attn_state\n            fwd = lambda cg_mode: forward_fn\(\n"
+                    r"(?=(?:.*\n)*?class Decode)"
+                ),
+                "attn_state = self.fresh.get(desc, attn_state) if hasattr(self, 'fresh') else attn_state",
+            ),
+        },
+    ),
+    Wording(
+        SHAPE,
+        "0.22.1",
+        MANAGER,
+        {
+            "by get": {_EAGLE: swap(TAKEN, "attn_state = full_cg_attn_states.get(desc)")},
+            "by get and again": {
+                _EAGLE: swap(
+                    TAKEN, "attn_state = full_cg_attn_states[desc]; attn_state = dict.get(full_cg_attn_states, desc)"
+                )
+            },
+            "by keys": {
+                _EAGLE: swap(TAKEN, "attn_state = next(s for d, s in full_cg_attn_states.items() if d == desc)")
+            },
+            "states kept first": {
+                _EAGLE: before(
+                    r"super\(\)\.capture\(create_forward_fn, progress_bar_desc\)\n\n\nclass Decode",
+                    "kept_states = dict(full_cg_attn_states)",
+                    "full_cg_attn_states = kept_states",
+                )
+            },
+            "states as a list": {
+                _EAGLE: before(
+                    r"super\(\)\.capture\(create_forward_fn, progress_bar_desc\)\n\n\nclass Decode",
+                    "self.states = list(full_cg_attn_states.values())",
+                )
+            },
+            "states are required to be a dict": {
+                _EAGLE: before(
+                    r"super\(\)\.capture\(create_forward_fn, progress_bar_desc\)\n\n\nclass Decode",
+                    "assert type(full_cg_attn_states) is dict",
+                )
+            },
+            "the manager returns no dict": swap(
+                r"return captured_attn_states\n",
+                "import types; return types.MappingProxyType(captured_attn_states)\n",
+            ),
+            "the manager returns a copy": swap(
+                CAPTURED,
+                "return dict(super().capture(create_forward_fn, progress_bar_desc))",
+            ),
+            "the manager returns more": both(
+                swap(r"return captured_attn_states\n", "return captured_attn_states, len(captured_attn_states)\n"),
+                swap(
+                    CAPTURED,
+                    "return super().capture(create_forward_fn, progress_bar_desc)[0]",
+                ),
+            ),
+            "states on the manager": before(
+                r"return captured_attn_states\n", "self.captured_attn_states = captured_attn_states"
+            ),
+            "the target states by attribute": swap(
+                CAPTURED,
+                "self.states = super().capture(create_forward_fn, progress_bar_desc)\n        return self.states",
+            ),
+            "two warm ups": swap(
+                WARM_UP,
+                r"\1forward_fn(CUDAGraphMode.NONE)\n\1forward_fn(CUDAGraphMode.NONE)\n\n\2",
+            ),
+            "no warm up": swap(WARM_UP, r"\2"),
+        },
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.23.0",
+        _LATER[0],
+        {
+            "the pair the wrong way round": swap(
+                r"attn_state_pair\.warmup if warmup else attn_state_pair\.captured",
+                "attn_state_pair.captured if warmup else attn_state_pair.warmup",
+            ),
+            "the pair of one": swap(
+                r"attn_state_pair\.warmup if warmup else attn_state_pair\.captured", "attn_state_pair.captured"
+            ),
+            "chosen and lost": after(r"attn_state = attn_state_pair\.warmup", "attn_state = attn_state_pair.captured"),
+            "chosen for nothing": before(r"attn_state = attn_state_pair\.warmup", "warmup = False"),
+            "both the same": {
+                MANAGER: swap(
+                    r"AttentionStatePair\(\n +warmup_attn_state, capture_attn_state\n +\)",
+                    "AttentionStatePair(capture_attn_state, capture_attn_state)",
+                )
+            },
+        },
+    ),
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
+import re
+
+from edited import after, before, both, swap
+from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.flashmla_fp8 import _BACKEND, _CALLER, _FULL_GRAPHS, _KEPT
@@ -13,9 +16,13 @@ copied, taken, fits = (
     r"^ *assert .*self\.cg_buf_.*\n",
 )
 cut = tuple((_BACKEND, pattern, "") for pattern in (taken, fits))
-pointed = r"^( *)scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata\n"
+POINTED_AT = r"scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata"
+pointed = rf"^( *){POINTED_AT}\n"
 lines = ("n = tile_scheduler_metadata.size(0)", *_KEPT[:2], "n = num_splits.size(0)", *_KEPT[2:])
-kept = rf"\1{_FULL_GRAPHS.removesuffix(' ...')}\n" + "".join(rf"\1    {line}\n" for line in lines)
+COPIED = (_FULL_GRAPHS.removesuffix(" ..."), *(f"    {line}" for line in lines))
+PLANNED = r"tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8\("
+SPLITS = r"scheduler_metadata\.num_splits = num_splits"
+kept = "".join(rf"\1{line}\n" for line in COPIED)
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 fp8, hopper = "--kv-cache-dtype fp8", "NVIDIA H100 80GB HBM3"
 
@@ -23,6 +30,7 @@ EDITS = (
     Edit("remedy cut out", "0.23.0", _BACKEND, copied, "", Verdict.AFFECTED, cut, runs=True),
     Edit("remedy cut out, 0.33.0", "0.33.0", _BACKEND, copied, "", Verdict.AFFECTED, cut),
     Edit("the plan kept in buffers", "0.18.1", _BACKEND, pointed, rf"{kept}\g<0>", Verdict.FIXED),
+    Edit("the plan kept in buffers, 0.17.1", "0.17.1", _BACKEND, pointed, rf"{kept}\g<0>", Verdict.FIXED),
     Edit(
         "the plan kept in buffers, and made elsewhere",
         "0.18.1",
@@ -53,4 +61,167 @@ SERVED = (
     Served("0.18.1", f"./kimi-vl {fp8}", affects, "FlashMLA", hopper),
     Served("0.18.1", f"./llama {fp8}", does_not, "LlamaForCausalLM has no latent attention"),
     Served("0.18.1", f"./v32 {fp8}", does_not, "sparse attention", hopper),
+)
+
+WORDINGS = (
+    Wording(
+        REMEDY,
+        "0.18.1",
+        _BACKEND,
+        {
+            "where there are buffers": before(POINTED_AT, "if self.cg_buf_num_splits is not None:", *COPIED[1:]),
+            "by assignment": before(POINTED_AT, *(re.sub(r"\.copy_\((\w+)\)", r" = \1", line) for line in COPIED)),
+            "by shape": before(POINTED_AT, *(line.replace(".size(0)", ".shape[0]") for line in COPIED)),
+            "by len": before(POINTED_AT, *(re.sub(r"(\w+)\.size\(0\)", r"len(\1)", line) for line in COPIED)),
+            "in one line": before(
+                POINTED_AT,
+                "if self.cg_buf_num_splits is not None:",
+                (
+                    "    tile_scheduler_metadata = self.cg_buf_tile_scheduler_metadata"
+                    "[: len(tile_scheduler_metadata)].copy_(tile_scheduler_metadata)"
+                ),
+                "    num_splits = self.cg_buf_num_splits[: len(num_splits)].copy_(num_splits)",
+            ),
+            "by a method": both(
+                before(
+                    POINTED_AT,
+                    (
+                        "tile_scheduler_metadata = self._kept(self.cg_buf_tile_scheduler_metadata, "
+                        "tile_scheduler_metadata)"
+                    ),
+                    "num_splits = self._kept(self.cg_buf_num_splits, num_splits)",
+                ),
+                before(
+                    r"def _build_decode",
+                    "def _kept(self, buffer, values):",
+                    "    return values if buffer is None else buffer[: len(values)].copy_(values)",
+                    "",
+                ),
+            ),
+            "behind": after(
+                SPLITS,
+                *(
+                    re.sub(r"^(\s+)(tile_scheduler_metadata|num_splits) =", r"\1scheduler_metadata.\2 =", line)
+                    for line in COPIED
+                ),
+            ),
+            "new buffers": both(
+                swap(r"cg_buf_", "graph_buf_"),
+                before(POINTED_AT, *(line.replace("cg_buf_", "graph_buf_") for line in COPIED)),
+            ),
+        },
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.18.1",
+        _BACKEND,
+        {
+            "copied and not pointed at": before(POINTED_AT, *(line for line in COPIED if "= self.cg_buf" not in line)),
+            "only the tiles": before(POINTED_AT, *COPIED[:4]),
+            "only the splits": before(POINTED_AT, COPIED[0], *COPIED[4:]),
+            "the tiles and not the splits pointed at": before(POINTED_AT, *COPIED[:-1]),
+            "the splits and not the tiles pointed at": before(
+                POINTED_AT, *(line for number, line in enumerate(COPIED) if number != 3)
+            ),
+            "copied if debugging": before(POINTED_AT, "if not __debug__:", *COPIED[1:]),
+            "copied for large batches": before(POINTED_AT, "if num_decode_tokens > 128:", *COPIED[1:]),
+            "copied before the plan": before(
+                PLANNED, "n = 0", "self.cg_buf_tile_scheduler_metadata = self.cg_buf_tile_scheduler_metadata"
+            ),
+            "a clone pointed at": before(
+                POINTED_AT,
+                *COPIED,
+                "tile_scheduler_metadata = tile_scheduler_metadata.clone()",
+                "num_splits = num_splits.clone()",
+            ),
+            "copied into nothing": before(
+                POINTED_AT, *(line.replace("[:n].copy_", "[:n].clone().copy_") for line in COPIED)
+            ),
+            "copied and planned again": before(
+                POINTED_AT,
+                *COPIED,
+                (
+                    "tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8(seq_lens_device, "
+                    "num_q_tokens_per_head_k, 1)"
+                ),
+            ),
+            "planned again behind": both(
+                before(POINTED_AT, *COPIED),
+                after(
+                    SPLITS,
+                    "scheduler_metadata.num_splits = num_splits.clone()",
+                ),
+            ),
+        },
+    ),
+    Wording(
+        SHAPE,
+        "0.18.1",
+        _BACKEND,
+        {
+            "pointed at together": swap(
+                (
+                    r"scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata\n"
+                    r"( +)scheduler_metadata\.num_splits = num_splits"
+                ),
+                (
+                    r"(scheduler_metadata.tile_scheduler_metadata, scheduler_metadata.num_splits) = "
+                    r"tile_scheduler_metadata, num_splits"
+                ),
+            ),
+            "pointed at by setattr": swap(
+                POINTED_AT, "setattr(scheduler_metadata, 'tile_scheduler_metadata', tile_scheduler_metadata)"
+            ),
+            "splits on the metadata itself": after(SPLITS, "self.latest = scheduler_metadata"),
+            "splits pointed at first": swap(
+                (
+                    r"(scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata)\n"
+                    r"( +)(scheduler_metadata\.num_splits = num_splits)"
+                ),
+                r"\3\n\2\1",
+            ),
+            "plan replaced": after(
+                SPLITS,
+                "import copy",
+                "scheduler_metadata = copy.copy(scheduler_metadata)",
+            ),
+            "plan under another name": swap(
+                r"^( +)scheduler_metadata=scheduler_metadata,\n",
+                (
+                    r"\1scheduler_metadata=type(scheduler_metadata)(**vars(scheduler_metadata)) if False else "
+                    r"scheduler_metadata,\n"
+                ),
+            ),
+            "metadata class through a local": swap(
+                r"return FlashMLADecodeMetadata\(", "made = FlashMLADecodeMetadata; return made("
+            ),
+            "metadata attribute renamed": swap(r"\bscheduler_metadata\b", "plan_metadata"),
+            "buffers made by new zeros": swap(
+                r"self\.cg_buf_num_splits = torch\.empty\(", "self.cg_buf_num_splits = torch.zeros("
+            ),
+            "buffers made lazily": swap(
+                r"self\.cg_buf_num_splits = None\n",
+                "self.cg_buf_num_splits = None\n        self.made_buffers = False\n",
+            ),
+            "buffers too small": swap(
+                r"\(vllm_config\.scheduler_config\.max_num_seqs \+ 1\)",
+                "(vllm_config.scheduler_config.max_num_seqs - 2)",
+            ),
+            "buffers of int64": swap(r"dtype=torch\.int32", "dtype=torch.int64"),
+            "buffers for decodes only": swap(
+                r"if self\.compilation_config\.cudagraph_mode\.has_full_cudagraphs\(\):",
+                "if self.compilation_config.cudagraph_mode.decode_mode().name == 'FULL':",
+            ),
+            "buffers made for others": swap(
+                r"if self\.compilation_config\.cudagraph_mode\.has_full_cudagraphs\(\):",
+                "if not self.is_fp8_kvcache:",
+            ),
+            "the flag renamed": swap(r"self\.is_fp8_kvcache", "self.kvcache_is_fp8"),
+            "the flag turned round": both(
+                swap(r"self\.is_fp8_kvcache = (.*)", r"self.is_fp8_kvcache = not \1"),
+                swap(r"if self\.is_fp8_kvcache", "if not self.is_fp8_kvcache"),
+                swap(r"is_fp8_kvcache=self\.is_fp8_kvcache", "is_fp8_kvcache=not self.is_fp8_kvcache"),
+            ),
+        },
+    ),
 )

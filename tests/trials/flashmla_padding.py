@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
+from edited import Change, before, both, swap
+from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes.flashmla_padding import _RUNNER
+from vllm_graphfix.fixes.flashmla_padding import _BACKEND, _RUNNER
 
 filled = r"(num_reqs:num_reqs_padded\]\.fill_)"
+PART = "blk_table_tensor[num_reqs:num_reqs_padded]"
+LENGTHS = r"query_lens_cpu = query_start_loc_cpu\[1:\]"
 affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
 hopper = "NVIDIA H100 80GB HBM3"
+
+
+def _filled(*lines: str) -> Change:
+    """*lines* for the line that pads a block table."""
+    statement = r"blk_table_tensor\[num_reqs:num_reqs_padded\]\.fill_\(-1\)"
+    return swap(rf"^( +){statement}", "\n".join(rf"\1{line}" for line in lines))
+
 
 EDITS = (
     Edit(
@@ -29,6 +39,8 @@ EDITS = (
         r"\1(NULL_BLOCK_ID)",
         Verdict.FIXED,
     ),
+    Edit("padded with 0", "0.19.1", _RUNNER, rf"{filled}\(-1\)", r"\1(0)", Verdict.UNRECOGNISED, remedy=True),
+    Edit("padded with 0, 0.17.1", "0.17.1", _RUNNER, rf"{filled}\(-1\)", r"\1(0)", Verdict.UNRECOGNISED, remedy=True),
     Edit("padded with another", "0.18.1", _RUNNER, rf"{filled}\(-1\)", r"\1(self.pad)", Verdict.UNRECOGNISED),
     Edit(
         "padded with either",
@@ -43,4 +55,96 @@ EDITS = (
 SERVED = (
     Served("0.18.1", "/usr/bin/vllm serve ./v3 --kv-cache-dtype fp8", affects, "fp8", hopper),
     Served("0.18.1", "./v3 --kv-cache-dtype fp8 --enforce-eager", does_not, "--enforce-eager", hopper),
+)
+
+WORDINGS = (
+    Wording(
+        REMEDY,
+        "0.17.1",
+        _RUNNER,
+        {
+            "as upstream": _filled("NULL_BLOCK_ID = 0", f"{PART}.fill_(NULL_BLOCK_ID)"),
+            "by zero": _filled(f"{PART}.zero_()"),
+            "by assignment": _filled(f"{PART} = 0"),
+            "by masked fill": _filled(f"{PART}.fill_(-1)", f"{PART}.clamp_(min=0)"),
+            "in the builder": {
+                _BACKEND: before(
+                    LENGTHS,
+                    "block_table_tensor = block_table_tensor.clamp(min=0)",
+                )
+            },
+            "in the builder in place": {_BACKEND: before(LENGTHS, "block_table_tensor.clamp_(min=0)")},
+        },
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.17.1",
+        _RUNNER,
+        {
+            "null is minus one": _filled("NULL_BLOCK_ID = -1", f"{PART}.fill_(NULL_BLOCK_ID)"),
+            "null is minus one for the module": both(
+                _filled(f"{PART}.fill_(NULL_BLOCK_ID)"),
+                before(r"class GPUModelRunner", "NULL_BLOCK_ID = -1", ""),
+            ),
+            "filled and filled again": _filled("NULL_BLOCK_ID = 0", f"{PART}.fill_(NULL_BLOCK_ID)", f"{PART} = -1"),
+            "filled and filled all": _filled(
+                "NULL_BLOCK_ID = 0", f"{PART}.fill_(NULL_BLOCK_ID)", "blk_table_tensor[num_reqs:].fill_(-1)"
+            ),
+            "filled under a condition": _filled(
+                "NULL_BLOCK_ID = 0",
+                "if not __debug__:",
+                f"    {PART}.fill_(NULL_BLOCK_ID)",
+                "else:",
+                "    blk_table_tensor[num_reqs:].fill_(-1)",
+            ),
+            "a copy filled": _filled(
+                "NULL_BLOCK_ID = 0",
+                "filled = blk_table_tensor",
+                "blk_table_tensor[num_reqs:] = -1",
+                "blk_table_tensor = blk_table_tensor.clone()",
+                f"{PART}.fill_(NULL_BLOCK_ID)",
+                "return filled",
+            ),
+            "the wrong rows": _filled("blk_table_tensor[num_reqs_padded:].fill_(-1)"),
+            "minus two": _filled(f"{PART}.fill_(-2)"),
+            "minus one by name": _filled("PAD_BLOCK_ID = -1", f"{PART}.fill_(PAD_BLOCK_ID)"),
+            "minus one by keyword": _filled(f"{PART}.fill_(value=-1)"),
+            "minus one by assignment": _filled(f"{PART} = -1"),
+            "minus one in a helper": both(
+                _filled("self._pad(blk_table_tensor, num_reqs, num_reqs_padded)"),
+                before(
+                    r"def _build_attention_metadata",
+                    "def _pad(self, table, first, last):",
+                    "    table[first:last].fill_(-1)",
+                    "",
+                ),
+            ),
+            "not padded": _filled("pass"),
+        },
+    ),
+    Wording(
+        SHAPE,
+        "0.17.1",
+        _BACKEND,
+        {
+            "keyword only": swap(
+                r"def _build_decode\(\n        self,\n", "def _build_decode(\n        self,\n        *,\n"
+            ),
+            "keyword only from the middle": swap(r"(def _build_decode\((?:\n.*){4}\n)", r"\1        *,\n"),
+            "positional only": swap(r"(def _build_decode\((?:\n.*){4}\n)", r"\1        /,\n"),
+            "more by keyword": swap(r"(def _build_decode\((?:\n.*){8}\n)", r"\1        **more,\n"),
+            "the flag renamed": swap(r"self\.is_fp8_kvcache", "self.kvcache_is_fp8"),
+            "the flag turned round": both(
+                swap(r"self\.is_fp8_kvcache = (.*)", r"self.is_fp8_kvcache = not \1"),
+                swap(r"if self\.is_fp8_kvcache", "if not self.is_fp8_kvcache"),
+                swap(r"is_fp8_kvcache=self\.is_fp8_kvcache", "is_fp8_kvcache=not self.is_fp8_kvcache"),
+            ),
+            "lengths copied first": before(LENGTHS, "seq_lens_device = seq_lens_device.clone()"),
+            "tables copied first": before(
+                LENGTHS,
+                "block_table_tensor = block_table_tensor.contiguous()",
+            ),
+            "lengths by another name": swap(r"\bseq_lens_device\b", "seq_lens"),
+        },
+    ),
 )
