@@ -88,6 +88,7 @@ def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, dict[str, str]]:
     """The verdict from structure alone, and the fingerprints of the functions that it looked at."""
     source.consulted.clear()
     source.replaced.clear()
+    source.imported.clear()
     found = fix.diagnose(source)
     for place in fix.evidence:
         path, _, name = place.partition("::")
@@ -95,4 +96,8 @@ def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, dict[str, str]]:
     if source.replaced and found.verdict is not Verdict.UNRECOGNISED:
         name = source.replaced[0].qualname
         found = Diagnosis.unrecognised(f"{name} is decorated or replaced in a way", source.replaced[0])
+    if source.imported and found.verdict in (Verdict.ABSENT, Verdict.FIXED):
+        # What was looked for is there, under that name, and was not looked at.
+        name, path = next(iter(source.imported.items()))
+        found = Diagnosis.unrecognised(f"{name} is imported from elsewhere, in a way", path)
     return found, {name: function.fingerprint() for name, function in sorted(source.consulted.items())}

@@ -60,7 +60,7 @@ ROWS_PADDED_WITH_REQUESTS = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    path = next((path for path in (_BASE, _EAGLE) if source.says(path, "draft_logits")), None)
+    path = next((path for path, (owner, _) in _OWNERS.items() if source.says(path, "draft_logits", of=owner)), None)
     if path is None:
         return Diagnosis(Verdict.ABSENT, "no speculator keeps the logits of its drafts by request")
     owner, copying = _OWNERS[path]

@@ -48,7 +48,7 @@ IDLE_STEP_ON_REAL_BLOCKS = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    if not source.says(_WORKER, "execute_dummy_batch"):
+    if not source.says(_WORKER, "execute_dummy_batch", of="Worker"):
         return Diagnosis(Verdict.ABSENT, "no idle rank runs a step")
     idle = source.function(_WORKER, _TARGET)
     run = source.function(_RUNNER, "GPUModelRunner._dummy_run")

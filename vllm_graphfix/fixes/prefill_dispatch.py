@@ -67,7 +67,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _of_v1(source: Source) -> Diagnosis:
-    if not source.says(_RUNNER, "_is_uniform_decode"):
+    if not source.says(_RUNNER, "_is_uniform_decode", of="GPUModelRunner"):
         if source.says(_RUNNER, "uniform_decode"):
             return Diagnosis.unrecognised("model runner V1 tells decodes from prefills by a condition", _RUNNER)
         return Diagnosis(Verdict.ABSENT, "no model runner V1 with graphs for decodes only")

@@ -63,6 +63,8 @@ class Source:
         self.replaced: list[Function] = []
         """The functions asked for that their module decorates or binds again: it is not known what runs under their
         names."""
+        self.imported: dict[str, str] = {}
+        """The names asked for that a module imports instead of defining them, each with the path of that module."""
         self._parsed = 0
 
     @functools.cached_property
@@ -80,9 +82,15 @@ class Source:
         """The file's bytes, or None where this vLLM has no such file."""
         return self._read(path)
 
-    def says(self, path: str, word: str) -> bool:
-        """Whether *word* is anywhere in the file: imported, defined, called, under whatever other name."""
-        return re.search(rf"\b{re.escape(word)}\b".encode(), self.read(path) or b"") is not None
+    def says(self, path: str, word: str, of: str | None = None) -> bool:
+        """Whether *word* is anywhere in the file: imported, defined, called, under whatever other name.
+
+        *of* is the class that it belongs to: where the file imports that one, the word may be elsewhere.
+        """
+        found = re.search(rf"\b{re.escape(word)}\b".encode(), self.read(path) or b"") is not None
+        if not found and of is not None:
+            self._note_import(path, of)
+        return found
 
     def digest(self, path: str) -> str | None:
         import hashlib
@@ -98,6 +106,8 @@ class Source:
             # The last definition is the one that counts.
             scope = next((node for node in reversed(body) if isinstance(node, DEFINITIONS) and node.name == name), None)
             if scope is None:
+                if tree and body is tree.body:
+                    self._note_import(path, name)
                 return None
             later = body[body.index(scope) + 1 :]
             replaced = replaced or is_decorated(scope) or any(binds(statement, name) for statement in later)
@@ -109,6 +119,11 @@ class Source:
         if replaced or (tree and "." in qualname and any(sets(statement, qualname) for statement in tree.body)):
             self.replaced.append(found)
         return found
+
+    def _note_import(self, path: str, name: str) -> None:
+        tree = self._tree(path)
+        if tree is not None and any(_imports(node, name) for node in ast.walk(tree)):
+            self.imported[name] = path
 
     def names(self, path: str) -> frozenset[str]:
         """The names that the file imports, functions and classes that it defines, at any depth."""
@@ -138,6 +153,11 @@ class Source:
         if self._parsed > _LARGEST_TREES:
             raise SourceError(f"the code of {self.label} is larger than that of any vLLM; is it the right one?")
         return tree
+
+
+def _imports(node: ast.AST, name: str) -> bool:
+    """Whether *node* gives its module *name* from another one, by that name or with all others."""
+    return isinstance(node, ast.ImportFrom) and any((each.asname or each.name) in (name, "*") for each in node.names)
 
 
 def open_source(path: str | os.PathLike[str] | None = None) -> Source:
