@@ -297,3 +297,12 @@ def test_stock_vllm_takes_a_command_line_of_its_server_as_it_was_given(release: 
     assert graphs == REACHED | {"mode": "graphs"}
     assert compiled == graphs | {"mode": "no graphs", "graphs": "NONE"}
     assert eager == graphs | {"mode": "eager", "eager": True}
+
+
+@pytest.mark.parametrize("model", ["/nowhere/model", "./nowhere", "~/nowhere/model"])
+def test_a_folder_that_is_not_there_is_said_before_an_engine_starts(model: str) -> None:
+    done = CliRunner().invoke(app, ["compare", model])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"vllm-graphfix: {model} does not exist; name a folder with a model, or one of the Hugging Face Hub\n"
+    )

@@ -84,3 +84,18 @@ def test_bash_completes_once_it_is_installed(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
     assert done.stdout == "draft-decode-mode\n"
+
+
+def test_a_home_that_nothing_can_be_written_to_is_one_clear_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_graphfix", "--install-completion", "bash"],
+        env={**os.environ, "HOME": "/proc/nobody", "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "vllm-graphfix: cannot write the output: /proc/nobody: No such file or directory"
+    ]

@@ -267,6 +267,8 @@ m.diagnose = lambda fix, source: odd(source) if fix.name == "capture-state" else
     assert gate(unrecognised, eager) == "AttributeError"
     assert gate(unrecognised, graphs.format(False)) == "AttributeError"
     assert gate(unrecognised, graphs.format(True)) == "GraphfixError"
+    code = unrecognised + LOAD + imports("0.18.1") + WORKER + f"start({eager})\n"
+    assert "this engine runs without CUDA graphs: no fix is needed" in run_in_fork("0.18.1", code, INSISTENT).stdout
 
 
 def test_a_patch_on_the_start_up_itself_does_not_open_the_gate() -> None:

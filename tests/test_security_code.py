@@ -66,7 +66,6 @@ def forbidden(code: str) -> set[str]:
 OWN_PYTHON = "starts this Python's own interpreter, by `-m` with a module of this package"
 EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
     "fixes/__init__.py": {
-        "pkgutil": "lists the modules of its own folder",
         "import_module": "loads them: one a fix",
     },
     "engine/metrics.py": {"multiprocessing": "the name of this process, which vLLM gives to its API servers"},

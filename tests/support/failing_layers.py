@@ -24,15 +24,25 @@ LAYERS = "vllm_graphfix.fixes."
 STOCKS = {
     "stock",
     "generate_fn",
-    "_forward_of(self._recorded.pop(descriptor))",
-    "_forward_of(warmed_up)",
+    "made if self.alone else made[0]",
     "__call__ self._create",
 }
 """Calls that stock makes too: what they raise is vLLM's."""
 
 CALLBACKS = {"self._create", "self._build"}
 """vLLM's functions, kept by objects of ours."""
-OURS = ("self._", "cls", "self.consumed", "self.recorded_states", "session.", "factory.", "states.create", "stock.")
+OURS = (
+    "self._",
+    "cls",
+    "self.next",
+    "self.alone",
+    "self.consumed",
+    "self.recorded_states",
+    "session.",
+    "factory.",
+    "states.create",
+    "stock.",
+)
 """Objects of the package's own."""
 PYTHONS = ("super()", "kept.", "arguments.", "signature.", "prepared.", "returned.", "_session.")
 """Objects of the standard library's own."""

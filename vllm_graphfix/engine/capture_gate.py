@@ -193,7 +193,9 @@ class CaptureGate:
     def _undone(self, subject: Any, stops: str = _BEFORE) -> str | None:
         config = getattr(subject, "vllm_config", None)
         model = getattr(config, "model_config", None) or getattr(subject, "model_config", None)
-        if getattr(model, "enforce_eager", False):  # no graphs, none of these defects
+        if getattr(model, "enforce_eager", False):
+            if self._context.manager.insisted() and not self._has_captured:
+                logger.info("graphfix: this engine runs without CUDA graphs: no fix is needed, whatever is insisted on")
             return None
         v2 = getattr(subject, "use_v2_model_runner", None)
         if v2 is None and type(subject).__module__ in _RUNNERS:

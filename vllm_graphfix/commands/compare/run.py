@@ -49,6 +49,8 @@ def run(
     *flags* are vLLM's. *timeout*, in seconds, is for one engine. Raises CompareError if the engine does not run without
     graphs.
     """
+    if model[:1] in ("/", ".", "~") and not Path(model).expanduser().exists():
+        raise CompareError(f"{model} does not exist; name a folder with a model, or one of the Hugging Face Hub")
     _refuse(flags)
     _refuse_settings(os.environ)
     if importlib.util.find_spec("vllm") is None:
