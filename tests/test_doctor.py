@@ -18,17 +18,35 @@ from typer.testing import CliRunner
 from hostile import TEXT, plant, share
 from records import leave, record
 from stock import ALL_RELEASES, release_root
+from table import affected_by
 from test_security import run_command
+from vllm_graphfix._version import __version__
 from vllm_graphfix.commands import doctor
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.doctor import collect
 from vllm_graphfix.commands.doctor.redaction import Mask
 from vllm_graphfix.deployment import hardware
 from vllm_graphfix.fixes import BY_NAME, FIXES, about
-from vllm_graphfix.records import FixReport
+from vllm_graphfix.records import Decided, FixReport
 from vllm_graphfix.settings import environment as settings
 
 PARTS = ["versions", "gpu", "platform", "plugin", "environment", "status", "fleet", "errors"]
+TITLES = {
+    "gpu": "GPU",
+    "environment": "Environment of this process",
+    "status": "What an engine started in this environment would do",
+    "fleet": "What the records of engines say, each with the settings that it was started with",
+}
+HEAD = """\
+<details>
+<summary>The output of <code>vllm-graphfix doctor</code></summary>
+
+```text
+==============================
+        vllm-graphfix
+==============================
+"""
+FOOT = "```\n\n</details>\n"
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +68,21 @@ def pasted(release: str = "0.18.1", **environment: str) -> str:
     return doctor.markdown(doctor.examine(release_root(release), dict(os.environ) | environment))
 
 
+def whole(text: str) -> bool:
+    """Whether *text* is a line of verdict and one fenced block of all parts that nothing in it ends."""
+    verdict, empty, folded = text.split("\n", 2)
+    titles = [line for line in folded.splitlines() if re.fullmatch(r"[A-Z][^:]*:", line)]
+    return (
+        verdict.startswith("**vllm-graphfix ")
+        and not empty
+        and folded.startswith(HEAD)
+        and folded.endswith(FOOT)
+        and folded.count("```") == 2
+        and folded.count("\n</details>") == 1
+        and titles == [f"{TITLES.get(part, part.capitalize())}:" for part in PARTS]
+    )
+
+
 # -- what is told -------------------------------------------------------------------------------------------------
 
 
@@ -58,7 +91,7 @@ def test_json_is_an_interface_with_a_schema() -> None:
     assert done.exit_code == 0
     found = json.loads(done.stdout)
     assert found["schema"] == 1
-    assert list(found) == ["schema", "graphfix", *PARTS]
+    assert list(found) == ["schema", "graphfix", "verdict", *PARTS]
     assert found["versions"]["vllm"].startswith("0.18.1 in ")
     assert [row["name"] for row in found["status"]["fixes"]] == list(BY_NAME)
     assert found["plugin"] | {"others": []} == {
@@ -70,14 +103,19 @@ def test_json_is_an_interface_with_a_schema() -> None:
     }
 
 
-def test_the_paste_is_plain_and_has_a_heading_for_each_part() -> None:
+def test_the_paste_is_a_line_of_verdict_and_the_rest_folded_as_in_the_template_of_vllm() -> None:
     done = CliRunner().invoke(app, ["doctor", "--vllm", str(release_root("0.18.1"))])
     assert done.exit_code == 0
     assert "\x1b" not in done.stdout
-    assert re.findall(r"^#### (.*)$", done.stdout, re.MULTILINE) == [
-        "GPU" if part == "gpu" else part.capitalize() for part in PARTS
-    ]
-    assert "- flashmla-fp8: affected; mode auto, would be active: `every batch" in done.stdout
+    assert whole(done.stdout)
+    first = done.stdout.splitlines()[0]
+    known, has = len(BY_NAME), len(affected_by("0.18.1"))
+    assert first.startswith(
+        f"**vllm-graphfix {__version__}**: vLLM 0.18.1: {has} of {known} known defects are in it. At "
+    )
+    assert first.endswith(" No engine running here.")
+    assert "  flashmla-fp8: affected; mode auto, would be active: every batch" in done.stdout
+    assert "  not in this vLLM             : " in done.stdout
 
 
 def test_nothing_is_imported_or_started_and_nothing_written(tmp_path: Path) -> None:
@@ -85,7 +123,7 @@ def test_nothing_is_imported_or_started_and_nothing_written(tmp_path: Path) -> N
     assert (seen.harm, seen.wrote) == ([], [])
     assert set(seen.signals) <= {0}
     assert not {"vllm", "torch"} & set(seen.modules)
-    assert "### vllm-graphfix doctor" in shown
+    assert "vllm-graphfix doctor" in shown
 
 
 def test_a_plugin_that_is_filtered_out_is_told() -> None:
@@ -143,7 +181,7 @@ def test_a_value_that_means_nothing_counts_and_is_not_shown(tmp_path: Path) -> N
     assert found["status"]["misconfigured"] == dict.fromkeys(wrong, "(set, not shown)")
     assert "misconfigured: VLLM_GRAPHFIX=(set, not shown) means nothing" in str(found["fleet"]["engines"][0]["wrong"])
     assert "hunter" not in json.dumps(found)
-    assert "- misconfigured: `VLLM_GRAPHFIX` `(set, not shown)`" in pasted(**wrong)
+    assert "misconfigured                : VLLM_GRAPHFIX (set, not shown)" in pasted(**wrong)
 
 
 def test_every_variable_of_vllm_that_is_looked_at_is_one_of_some_release() -> None:
@@ -166,7 +204,62 @@ def test_engines_and_the_reasons_of_what_went_wrong_are_told(tmp_path: Path) -> 
     assert found["errors"]["last"] == [
         {"of": "capture-state", "state": "failed", "reason": "ValueError: it has another shape"}
     ]
-    assert "- `capture-state` failed: `ValueError: it has another shape`" in pasted()
+    assert "  capture-state failed: ValueError: it has another shape" in pasted()
+
+
+def test_a_running_engine_is_told_with_its_own_settings_and_counters_beside_what_this_environment_would_do(
+    tmp_path: Path,
+) -> None:
+    """Beside an engine that only observes, `would be active` alone reads as if it were."""
+    decided = Decided(canary=True, bucket=7, percentage=25.0, master="observe", inherited=False)
+    observing = {
+        "capture-state": FixReport("observe", "observing", "counts"),
+        "mamba-padding": FixReport("observe", "observing", "counts"),
+        "flashmla-fp8": FixReport("off", "off", "by its variable"),
+    }
+    events = {
+        "capture-state": {"state-consumed": 3},
+        "mamba-padding": {"padded-row-prefilling": 0},
+        "flashmla-fp8": {"x": 0},
+    }
+    engine = record(rank=0, decision=decided, fixes=observing, events=events, graphs=True)
+    leave(tmp_path / "records", engine)
+    (told,) = examined()["fleet"]["engines"]
+    assert told["settings"] == {
+        "VLLM_GRAPHFIX": "observe",
+        "rollout": "in, of 25 %",
+        "observe": "capture-state, mamba-padding",
+        "off": "flashmla-fp8",
+    }
+    assert told["graphs"] is True
+    assert told["events"] == {"capture-state": {"state-consumed": 3}, "mamba-padding": {"padded-row-prefilling": 0}}
+    text = pasted()
+    assert text.splitlines()[0].endswith(" 1 engine running here: 1 counting.")
+    assert "capture-state: affected; mode auto, would be active" in text
+    assert (
+        "    settings                     : VLLM_GRAPHFIX observe; rollout in, of 25 %; observe capture-state" in text
+    )
+    assert "    states: observing 1: capture-state, mamba-padding" in text
+    assert "    events: padded-row-prefilling 0: mamba-padding" in text
+
+
+def test_an_engine_outside_the_rollout_or_without_graphs_is_told_as_such(tmp_path: Path) -> None:
+    decided = Decided(canary=False, bucket=9000, percentage=5.0, master="on", inherited=False)
+    fixes = {"capture-state": FixReport("auto", "not-in-canary", "bucket 9000")}
+    leave(tmp_path / "records", record(rank=0, decision=decided, fixes=fixes, graphs=False))
+    text = pasted()
+    assert "VLLM_GRAPHFIX on; rollout not in, of 5 %" in text
+    assert "CUDA graphs                  : no" in text
+    assert "1 engine running here: 1 without graphs." in text.splitlines()[0]
+
+
+def test_parts_that_are_left_out_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(collect, "_gpu", fails)
+    found = doctor.examine(release_root("0.18.1"), dict(os.environ), without=("gpu", "versions"))
+    assert list(found.parts) == [part for part in PARTS if part not in ("gpu", "versions")]
 
 
 def test_of_engines_that_have_ended_the_last_ones_are_told_and_the_others_counted(tmp_path: Path) -> None:
@@ -197,8 +290,8 @@ def test_a_part_that_fails_says_so_and_the_others_are_there(part: str, monkeypat
 
     monkeypatch.setattr(collect, part, fails)
     text = pasted()
-    assert "not known: `RuntimeError: this part is broken`" in text
-    assert text.count("#### ") == len(PARTS)
+    assert "not known: RuntimeError: this part is broken" in text
+    assert whole(text)
 
 
 def test_metadata_that_cannot_be_read_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -336,10 +429,20 @@ def test_hosts_and_the_home_folder_have_no_names(tmp_path: Path) -> None:
 
 
 def test_what_somebody_else_wrote_is_no_markup(tmp_path: Path) -> None:
-    reason = "`@everyone` <img src=x> [a](http://b) | \n# heading"
+    reason = "```\n```text `@everyone` <img src=x> [a](http://b) | \n# heading </details>"
     leave(tmp_path / "records", record(fixes={"capture-state": FixReport("auto", "conflict", reason)}))
-    (line,) = [line for line in pasted().splitlines() if line.startswith("- `capture-state` conflict")]
-    assert line == "- `capture-state` conflict: `'@everyone' <img src=x> [a](http://b) |  # heading`"
+    text = pasted()
+    (line,) = [line for line in text.splitlines() if line.startswith("  capture-state conflict")]
+    assert line == (
+        "  capture-state conflict: ''' '''text '@everyone' <img src=x> [a](http://b) |  # heading </details>"
+    )
+    assert whole(text)
+
+
+def test_what_the_verdict_names_is_no_markup_outside_the_fence() -> None:
+    """A vLLM calls its version what it likes."""
+    first = doctor.markdown(doctor.Doctor("vLLM 1.0**[x](http://y)<b>@z`|_\n# a", {})).split("\n\n")[0]
+    assert first == f"**vllm-graphfix {__version__}**: vLLM 1.0???x?(http:??y)?b??z????? a"
 
 
 SECRET = "q9Zsecret7Xsecret"  # noqa: S105 - it is one, and must not be shown
@@ -381,6 +484,4 @@ def test_no_text_of_a_record_breaks_the_paste(texts: list[str], tmp_path_factory
     leave(base, record(fixes=fixes, model=clean[1], vllm=clean[2], problem=clean[3]))
     text = doctor.markdown(doctor.examine(release_root("0.18.1"), {settings.STATUS_DIR: str(base)}))
     assert all(line.isprintable() for line in text.split("\n"))
-    assert [line for line in text.splitlines() if line.startswith("#")] == ["### vllm-graphfix doctor"] + [
-        f"#### {'GPU' if part == 'gpu' else part.capitalize()}" for part in PARTS
-    ]
+    assert whole(text)

@@ -1,7 +1,7 @@
 """CUDA-graph correctness fixes of vLLM for stock wheels, applied at run time.
 
 vLLM calls `register` in each of its processes (entry point group ``vllm.general_plugins``). `states` says what came of
-it.
+it, `events` how often it mattered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.engine.process import EngineProcess
     from vllm_graphfix.patching.manager import FixState
 
-__all__ = ["__version__", "register", "states"]
+__all__ = ["__version__", "events", "register", "states"]
 
 
 def register() -> None:
@@ -44,6 +44,14 @@ def states() -> dict[str, FixState]:
     Before `register` was called here every fix is as the environment wants it and `waiting`.
     """
     return _this_process().states()
+
+
+def events() -> dict[str, dict[str, int]]:
+    """How often each fix acted, or met its defect, in this process, by its name and that of the event.
+
+    `shadow` is among them where the shadow check is on: its checks and mismatches, say.
+    """
+    return _this_process().events()
 
 
 def _take_back(error: Exception) -> None:
@@ -109,7 +117,14 @@ def _membership() -> EngineProcess:
     from vllm_graphfix.engine.process import EngineProcess
     from vllm_graphfix.fixes import FIXES
 
-    return EngineProcess(FIXES)
+    return EngineProcess(FIXES, report=_report)
+
+
+def _report() -> str:
+    """What `vllm-graphfix doctor` says, for the end of vLLM's own report."""
+    from vllm_graphfix.commands.doctor import beside_vllms_own
+
+    return beside_vllms_own()
 
 
 def _forked() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
+from vllm_graphfix.engine import environment_report
 from vllm_graphfix.engine.capture_gate import CaptureGate
 from vllm_graphfix.engine.context import EngineContext
 from vllm_graphfix.engine.role import Role, deciding_separately, is_api_server_of, only_asks, place, served_model
@@ -36,7 +37,12 @@ _configuring: ContextVar[bool] = ContextVar("graphfix_configuring", default=Fals
 class EngineProcess(EngineContext):
     """One process. `start` may be called any number of times."""
 
-    def __init__(self, fixes: Iterable[Fix], environment: MutableMapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        fixes: Iterable[Fix],
+        environment: MutableMapping[str, str] = os.environ,
+        report: Callable[[], str] | None = None,
+    ) -> None:
         given = tuple(fixes)
         self._names = tuple(fix.name for fix in given)
         self._observed = frozenset(fix.name for fix in given if fix.default is Mode.OBSERVE)
@@ -45,6 +51,8 @@ class EngineProcess(EngineContext):
         manager = FixManager(given, Policy(wanted.master, wanted.modes, None, wanted.misconfigured))
         super().__init__(given, environment, manager)
         self._lock = threading.Lock()
+        self._report = report
+        """What to add to vLLM's own report, if somebody has it make one here."""
         self._started = False
         self._configured = False
         self._ranks: int | None = None
@@ -72,6 +80,8 @@ class EngineProcess(EngineContext):
         when_imported("vllm.engine.arg_utils", self._watch_engines)
         self.gate.watch()
         when_imported("vllm.entrypoints.serve.instrumentator.metrics", self._watch_metrics)
+        if self._report is not None and self.role is Role.FRONT_END:
+            environment_report.extend(self._report)
         os.register_at_fork(after_in_child=self._forked)
         if not only_asks():
             # For a process, such as an API server's, that imports no code of a fix.

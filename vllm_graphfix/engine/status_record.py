@@ -125,7 +125,7 @@ class StatusRecord:
                 name: records.FixReport(state.mode.value, state.state.value, state.reason)
                 for name, state in context.states(diagnose=captures).items()
             },
-            events=context.manager.counts() | shadow.counts(),
+            events=context.events(),
             agreement=records.AgreementReport(agreed.group, agreed.world_size, agreed.agreeing, agreed.difference)
             if agreed
             else None,

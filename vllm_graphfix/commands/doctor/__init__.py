@@ -9,8 +9,18 @@ known for, and every text is masked.
 
 from __future__ import annotations
 
-from vllm_graphfix.commands.doctor.collect import Doctor, examine
-from vllm_graphfix.commands.doctor.markdown_report import markdown
-from vllm_graphfix.commands.doctor.redaction import VARIABLES
+import os
 
-__all__ = ["VARIABLES", "Doctor", "examine", "markdown"]
+from vllm_graphfix.commands.doctor.collect import Doctor, examine
+from vllm_graphfix.commands.doctor.redaction import VARIABLES
+from vllm_graphfix.commands.doctor.report import markdown, text
+from vllm_graphfix.settings.environment import DECISION
+
+__all__ = ["VARIABLES", "Doctor", "beside_vllms_own", "examine", "markdown", "text"]
+
+
+def beside_vllms_own() -> str:
+    """The report for the end of `vllm collect-env`, which has versions, GPUs and platform already."""
+    # The decision is of this very process, which starts no engine.
+    environment = {name: value for name, value in os.environ.items() if name != DECISION}
+    return text(examine(environment=environment, without=("versions", "gpu", "platform")))

@@ -6,21 +6,25 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix._version import __version__
 from vllm_graphfix.commands.doctor.nvidia_smi import ask
 from vllm_graphfix.commands.doctor.redaction import HIDDEN, NOT_SHOWN, VARIABLES, Mask
 from vllm_graphfix.deployment import hardware
-from vllm_graphfix.fix import Mode, State, variable
+from vllm_graphfix.fix import Mode, State, Verdict, variable
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings import shadow_rate
 from vllm_graphfix.source.files import SourceError, open_source
+
+if TYPE_CHECKING:
+    from vllm_graphfix.commands.fleet import Engine
 
 SCHEMA = 1
 GROUP = "vllm.general_plugins"
@@ -44,16 +48,23 @@ _LAST = 5
 class Doctor(NamedTuple):
     """What was found: parts by name, each a JSON object, `error` in it where the part could not be gathered."""
 
+    verdict: str
+    """What is in this vLLM, and what runs here, in a sentence or two."""
     parts: Mapping[str, Mapping[str, Any]]
 
     def as_json(self) -> dict[str, Any]:
         """The stable interface; `SCHEMA` changes with it."""
-        return {"schema": SCHEMA, "graphfix": __version__, **self.parts}
+        return {"schema": SCHEMA, "graphfix": __version__, "verdict": self.verdict, **self.parts}
 
 
-def examine(vllm: Path | None = None, environment: Mapping[str, str] = os.environ) -> Doctor:
-    """Gathers all there is about this machine and the vLLM at *vllm*, or the installed one. Never raises."""
-    wanted: dict[str, Callable[[], dict[str, Any]]] = {
+def examine(
+    vllm: Path | None = None, environment: Mapping[str, str] = os.environ, without: Container[str] = ()
+) -> Doctor:
+    """Gathers all there is about this machine and the vLLM at *vllm*, or the installed one. Never raises.
+
+    The parts named in *without* are left out, and what they ask for is not asked for.
+    """
+    gathered: dict[str, Callable[[], dict[str, Any]]] = {
         "versions": lambda: _versions(vllm),
         "gpu": lambda: _gpu(environment),
         "platform": lambda: _platform(environment),
@@ -62,10 +73,11 @@ def examine(vllm: Path | None = None, environment: Mapping[str, str] = os.enviro
         "status": lambda: _status(vllm, environment),
         "fleet": lambda: _fleet(environment),
     }
-    found: dict[str, Any] = {name: _part(gather) for name, gather in wanted.items()}
+    found: dict[str, Any] = {name: _part(gather) for name, gather in gathered.items() if name not in without}
     found["errors"] = {"last": found["fleet"].pop("errors", [])}
+    said = [found[part].pop("verdict", f"{part} not known") for part in ("status", "fleet")]
     mask = Mask(environment, found["fleet"].pop("hosts", ()))
-    return Doctor({name: mask.everywhere(part) for name, part in found.items()})
+    return Doctor(mask.text(" ".join(said)), {name: mask.everywhere(part) for name, part in found.items()})
 
 
 def _part(gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -229,6 +241,7 @@ def _told(name: str, value: str | None) -> dict[str, Any]:
 
 def _status(vllm: Path | None, environment: Mapping[str, str]) -> dict[str, Any]:
     from vllm_graphfix.commands.status import status
+    from vllm_graphfix.commands.status_table import verdict
 
     # What is wrong with a value is told with the value, and who is outside a rollout with the key: neither is asked
     # for. A value that is not shown is none that means anything, and counts as such: without it the status would be
@@ -244,7 +257,10 @@ def _status(vllm: Path | None, environment: Mapping[str, str]) -> dict[str, Any]
     withheld = rollout.decide(settings.read(environment, [fix.name for fix in FIXES]), source.version or "").key
     told = found.as_json()
     told["notes"] = [note.replace(repr(withheld), HIDDEN) if withheld else note for note in told["notes"]]
-    return {key: told[key] for key in ("vllm", "source", "misconfigured", "notes", "fixes")}
+    needed = [row for row in found.rows if row.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)]
+    return {key: told[key] for key in ("vllm", "source", "misconfigured", "notes", "fixes")} | {
+        "verdict": f"vLLM {source.version or '(version unknown)'}: {verdict(needed, len(found.rows))}"
+    }
 
 
 def _without(misconfigured: Mapping[str, str], text: str) -> str:
@@ -252,6 +268,34 @@ def _without(misconfigured: Mapping[str, str], text: str) -> str:
     for name, value in misconfigured.items():
         text = text.replace(f"{name}={value}", f"{name}={NOT_SHOWN}")
     return text
+
+
+_COUNTING = frozenset({State.ACTIVE.value, State.OBSERVING.value})
+
+
+def _settings(engine: Engine) -> dict[str, str]:
+    """What an engine was started with, as its ranks have it: not what the environment of this process says."""
+    record = engine.tellers[0].record
+    decided = record.decision
+    modes: dict[str, list[str]] = {}
+    for name, fix in record.fixes.items():
+        modes.setdefault(fix.mode, []).append(name)
+    rollout = "in" if decided.canary else "not in"
+    if decided.percentage is not None:
+        rollout += f", of {decided.percentage:g} %"
+    several = {mode: ", ".join(names) for mode, names in modes.items() if mode != Mode.AUTO.value}
+    return {settings.PREFIX: decided.master, "rollout": rollout, **several}
+
+
+def _running(engines: Sequence[Engine]) -> str:
+    """How many engines run here, and how many of them have the fixes."""
+    from vllm_graphfix.commands.fleet import kind
+
+    live = sum(engine.live for engine in engines)
+    kinds = Counter(kind(engine) for engine in engines)
+    told = ", ".join(f"{number} {each}" for each, number in kinds.items() if each != "ended")
+    running = f"{live or 'No'} engine{'s' if live > 1 else ''} running here"
+    return f"{running}: {told}." if told else f"{running}."
 
 
 def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -272,6 +316,8 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
         {
             "engine": engine.name,
             "status": engine.status,
+            "settings": _settings(engine),
+            "graphs": engine.graphs,
             "vllm": list(engine.told("vllm")),
             "vllm-graphfix": list(engine.told("graphfix")),
             "processes": len(engine.members),
@@ -283,7 +329,12 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
                 fix: {state: len(members) for state, members in engine.states(fix).items()}
                 for fix in engine.fixes[:_MOST]
             },
-            "events": {fix: engine.counts(fix) for fix in engine.fixes[:_MOST] if any(engine.counts(fix).values())},
+            # Zeros too, where something counts: that nothing happened is news.
+            "events": {
+                fix: counts
+                for fix in engine.fixes[:_MOST]
+                if (counts := engine.counts(fix)) and (any(counts.values()) or _COUNTING & engine.states(fix).keys())
+            },
             "wrong": [_without(engine.misconfigured, each) for each in engine.wrong[:_MOST]],
             "notes": list(engine.notes[:_MOST]),
         }
@@ -299,6 +350,7 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
             if record.problem is not None:
                 errors["engine", "stopped", record.problem] = None
     return {
+        "verdict": _running(found.engines),
         "engines": engines,
         "more_engines": len(found.engines) - len(told),
         "without_a_record": len(found.unrecorded),

@@ -44,7 +44,7 @@ VARIABLES = (
     _Variable("VLLM_DP_RANK", "data-parallel ranks", _NUMBER),
     _Variable("VLLM_LOGGING_LEVEL", "whether the plugin's lines are in the log", r"DEBUG|INFO|WARNING|ERROR|CRITICAL"),
     _Variable("VLLM_CONFIGURE_LOGGING", "whether the plugin's lines are in the log", _FLAG),
-    _Variable("CUDA_VISIBLE_DEVICES", "which GPUs", r"[0-9]{1,3}(,[0-9]{1,3}){0,15}"),
+    _Variable("CUDA_VISIBLE_DEVICES", "which GPUs", r"([0-9]{1,3}(,[0-9]{1,3}){0,15})?"),
     _Variable("CUDA_LAUNCH_BLOCKING", "no capture works with it", _FLAG),
     _Variable("CUDA_MODULE_LOADING", "kernels that load while capturing", "LAZY|EAGER"),
     _Variable(

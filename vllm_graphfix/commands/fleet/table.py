@@ -73,9 +73,9 @@ def _verdict(fleet: Fleet) -> list[RenderableType]:
         return []
     live = [engine for engine in fleet.engines if engine.live]
     hosts = len({host for engine in live for host in engine.told("host")})
-    kinds = Counter(map(_kind, fleet.engines))
+    kinds = Counter(map(kind, fleet.engines))
     parts = [
-        f"{kinds[kind]} {kind}" for kind in ("fixed", "counting", "stock", "without graphs", "starting") if kinds[kind]
+        f"{kinds[each]} {each}" for each in ("fixed", "counting", "stock", "without graphs", "starting") if kinds[each]
     ]
     line = Text(f"{_many(len(live), 'engine')} on {_many(hosts, 'host')}: ", style="bold")
     line.append(", ".join(parts) or "none is running", style="bold")
@@ -91,7 +91,8 @@ def _many(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _kind(engine: Engine) -> str:
+def kind(engine: Engine) -> str:
+    """What an engine is to its operator, in a word or two."""
     if engine.status in ("not in order", "stopped") or (engine.wrong and not engine.live):
         return _WRONG
     if not engine.live:

@@ -1,0 +1,102 @@
+"""The example of docs/reinforcement-learning.md, with a real engine on a CPU: generate, reload, generate, report."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fetch_cpu_engine
+import rollouts
+from engine import environment, write_llama
+from table import affected_by, state_by_default
+
+pytestmark = pytest.mark.xdist_group("examples")
+
+EXAMPLE = Path(__file__).parents[1] / "examples/rollouts.py"
+RELEASE = fetch_cpu_engine.AFFECTED
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("model"))
+
+
+def ran(model: Path, folder: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The example, from another folder, as a user's scheduler runs it; the engine has processes of its own."""
+    return subprocess.run(
+        [sys.executable, str(EXAMPLE), str(model), "--enforce-eager", *flags],
+        cwd=folder,
+        env=environment(folder, fetch_cpu_engine.engine(version=RELEASE))
+        | {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        | env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rollouts_go_on_after_a_reload_and_every_worker_has_the_fixes_that_it_needs(
+    ranks: int, model: Path, tmp_path: Path
+) -> None:
+    done = ran(model, tmp_path, f"--tensor-parallel-size={ranks}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [re.findall(rf"^step {step}: (.*)", done.stdout, re.MULTILINE) for step in (0, 1)]
+    assert len(steps[0]) == len(rollouts.PROMPTS)
+    assert steps[0] == steps[1]  # the same weights were loaded again
+    for rank in range(ranks):
+        (active,) = re.findall(rf"^worker {rank}: active: (.*)", done.stdout, re.MULTILINE)
+        (waiting,) = re.findall(rf"^worker {rank}: waiting: (.*)", done.stdout, re.MULTILINE)
+        by_default = {name for name in affected_by(RELEASE) if state_by_default(name, RELEASE) == "active"}
+        assert {*active.split(", "), *waiting.split(", ")} == by_default
+        assert "prefill-dispatch" in active
+        assert f"worker {rank}: shadow check: off" in done.stdout
+
+
+def test_the_exit_code_is_1_if_a_fix_is_off(model: Path, tmp_path: Path) -> None:
+    done = ran(model, tmp_path, VLLM_GRAPHFIX_PREFILL_DISPATCH="off")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.findall(r"^worker 0: PROBLEM: (\S+) is (\S+):", done.stdout, re.MULTILINE) == [
+        ("prefill-dispatch", "off")
+    ]
+
+
+def test_with_the_shadow_check_on_its_counters_are_printed(model: Path, tmp_path: Path) -> None:
+    done = ran(model, tmp_path, VLLM_GRAPHFIX_SHADOW="1/2")
+    assert "worker 0: shadow check: {'checks': 0, 'mismatches': 0," in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0
+
+
+def report(**fix: Any) -> dict[str, Any]:
+    return {
+        "fixes": {"a-fix": {"mode": "auto", "state": "active", "reason": "applied"} | fix},
+        "events": {"shadow": {"checks": 9, "mismatches": 0}},
+    }
+
+
+@pytest.mark.parametrize("state", ["off", "not-in-canary", "incompatible", "conflict", "failed", "observing"])
+def test_a_fix_in_any_state_in_which_it_may_be_missed_is_a_problem(state: str) -> None:
+    assert [*rollouts.problems(report(state=state))] == [f"a-fix is {state}: applied"]
+
+
+@pytest.mark.parametrize(
+    "fix",
+    [{}, {"state": "waiting"}, {"mode": "observe", "state": "observing"}, {"state": "not-needed"}],
+)
+def test_what_was_chosen_or_is_not_needed_is_none(fix: dict[str, Any]) -> None:
+    assert not [*rollouts.problems(report(**fix))]
+
+
+def test_a_mismatch_of_the_shadow_check_is_a_problem() -> None:
+    found = report()
+    found["events"]["shadow"]["mismatches"] = 2
+    assert [*rollouts.problems(found)] == [
+        "the shadow check found 2 wrong replays; `vllm-graphfix report` has the details"
+    ]
