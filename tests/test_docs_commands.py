@@ -40,6 +40,8 @@ ELSEWHERE = {
     "vllm-graphfix fleet --watch 5": (
         "test_fleet_command.py::test_watching_goes_on_until_it_is_interrupted_which_is_exit_0"
     ),
+    "python examples/rollouts.py MODEL": "test_examples.py::test_the_exit_code_is_1_if_a_fix_is_off",
+    "vllm collect-env": "test_collect_env.py::test_every_releases_own_report_ends_with_what_the_plugin_would_do",
     "unzip -p vllm_graphfix-*.whl '*/WHEEL'": "test_package.py::test_the_wheel_says_which_setuptools_made_it",
 }
 """By command: the test that runs it."""

@@ -81,7 +81,7 @@ def test_sdist_holds_what_a_developer_needs(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "setup.py", "pyproject.toml", "MANIFEST.in"} <= names
-    assert {"tests", "docs", "benchmarks", "tools", "deploy", ".github", ".ci/run"} <= names
+    assert {"tests", "docs", "benchmarks", "tools", "deploy", "examples", ".github", ".ci/run"} <= names
     assert {"CONTRIBUTING.md", "SECURITY.md", "mkdocs.yml", ".pre-commit-config.yaml"} <= names
     assert not [name for name in names if "__pycache__" in name]
 
@@ -101,6 +101,16 @@ def test_installing_moves_no_peer(metadata: importlib.metadata.Distribution) -> 
     assert str(optional["vllm"].marker) == 'extra == "vllm"'
     assert metadata.metadata.get_all("Provides-Extra") == ["vllm"]  # what developers need is no business of a wheel's
     assert SpecifierSet(metadata.metadata["Requires-Python"]).contains("3.10")
+
+
+def test_the_index_is_told_where_the_project_is(metadata: importlib.metadata.Distribution) -> None:
+    """Every address begins with the source's, and each that names a file of the tree names one that is there."""
+    told = dict(line.split(", ", 1) for line in metadata.metadata.get_all("Project-URL") or ())
+    assert set(told) == {"Documentation", "Source", "Issues", "Changelog", "Security"}
+    assert [address for address in told.values() if not address.startswith(told["Source"])] == []
+    in_tree = [address.partition("/main/")[2] for address in told.values() if "/main/" in address]
+    assert [path for path in in_tree if not (PROJECT / path).exists()] == []
+    assert len(in_tree) == 3
 
 
 def test_entry_points(metadata: importlib.metadata.Distribution) -> None:

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fetch_vllm
+import record_evidence
 import update_docs
 from fetch_vllm import ALL_RELEASES
 from vllm_graphfix import manifest
@@ -28,6 +29,10 @@ PAGES = (
     *(PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((PROJECT / "docs").glob("**/*.md")),
 )
+SOURCE = re.findall(r'^Source = "([^"]+)"$', (PROJECT / "pyproject.toml").read_text(), re.MULTILINE)[0]
+TREE = f"{SOURCE}/blob/main/"
+PICTURES = f"{SOURCE.replace('//github.com', '//raw.githubusercontent.com')}/main/"
+"""Where README.md, which PyPI shows without the tree, has pages and pictures."""
 FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 TOOL_VARIABLES = {"GRAPHFIX_RELEASES"}
 """Variables of the project's tools, not of the plugin."""
@@ -35,7 +40,7 @@ TOOL_VARIABLES = {"GRAPHFIX_RELEASES"}
 
 def commands(page: Path, program: str) -> list[list[str]]:
     """The arguments of every line in a code block that starts *program*."""
-    lines = [line for block in FENCE.findall(page.read_text()) for line in block.splitlines()]
+    lines = [line for block in FENCE.findall(page.read_text().replace("\\\n", "")) for line in block.splitlines()]
     calls = [re.split(r"[|>]", line.removeprefix("$ "))[0] for line in lines]
     split = [shlex.split(call, comments=True) for call in calls if program in call]
     return [words[1:] for words in split if words and words[0] == program]
@@ -44,19 +49,25 @@ def commands(page: Path, program: str) -> list[list[str]]:
 ALL_COMMANDS = [(page.name, arguments) for page in PAGES for arguments in commands(page, "vllm-graphfix")]
 
 
-def rows_of(page: Path, table: str) -> dict[str, list[str]]:
-    """Release to the cells of its row, as a reader takes them from the page; under "vLLM" the header's."""
-    header, _, *rows = re.findall(r"^\|.*\|$", page.read_text().split(f"generated: {table}")[1], re.MULTILINE)
-    found = {"vLLM": [cell.strip(" `") for cell in header.strip("|").split("|")][1:]}
+def rows_of(table: str) -> dict[str, list[str]]:
+    """First cell of each row of a generated table to the others, as a reader takes them; under "" the header's."""
+    header, _, *rows = re.findall(r"^\|.*\|$", FIXES_PAGE.read_text().split(f"generated: {table}")[1], re.MULTILINE)
+    found = {"": [cell.strip() for cell in header.strip("|").split("|")][1:]}
     for row in rows:
-        span, *cells = (cell.strip(" *") for cell in row.strip("|").split("|"))
-        if not span[:1].isdigit():
+        first, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        if len(cells) != len(found[""]) or first == "vLLM":
             break  # the next table
+        assert first not in found
+        found[first] = cells
+    return found
+
+
+def releases_in(spans: str) -> list[str]:
+    """The releases of "0.15.0 – 0.16.0, 0.18.0"."""
+    found: list[str] = []
+    for span in filter(None, spans.split(", ")):
         first, _, last = span.partition(" – ")
-        start, end = ALL_RELEASES.index(first), ALL_RELEASES.index(last or first)
-        for release in ALL_RELEASES[start : end + 1]:
-            assert release not in found
-            found[release] = cells
+        found += ALL_RELEASES[ALL_RELEASES.index(first) : ALL_RELEASES.index(last or first) + 1]
     return found
 
 
@@ -71,9 +82,12 @@ def test_the_readme_counts_the_fixes_and_names_the_releases() -> None:
     assert f"{sum(fix.default is Mode.OBSERVE for fix in FIXES)} of them, which no GPU" in text
 
 
-@pytest.mark.parametrize("table", ["defects", "verdicts"])
-def test_the_tables_cover_every_release(table: str) -> None:
-    assert list(rows_of(FIXES_PAGE, table)) == ["vLLM", *ALL_RELEASES]
+def test_the_tables_cover_every_release() -> None:
+    defects, verdicts = rows_of("defects"), rows_of("verdicts")
+    del defects[""], verdicts[""]
+    assert sorted(release for spans in defects for release in releases_in(spans)) == sorted(ALL_RELEASES)
+    for cells in verdicts.values():
+        assert sorted(release for spans in cells for release in releases_in(spans)) == sorted(ALL_RELEASES)
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
@@ -81,12 +95,14 @@ def test_the_tables_say_what_the_manifest_says(fix: Fix) -> None:
     """Read as text, not through the tool that wrote it."""
     entries = manifest.load()["fixes"][fix.name]
     expected = {release: entry["verdict"] for entry in entries for release in entry["releases"]}
-    verdicts, defects = rows_of(FIXES_PAGE, "verdicts"), rows_of(FIXES_PAGE, "defects")
-    column = verdicts["vLLM"].index(fix.name)
-    assert {release: verdicts[release][column] for release in ALL_RELEASES} == expected
-    assert {release for release in ALL_RELEASES if f"`{fix.name}`" in defects[release][0]} == {
-        release for release, verdict in expected.items() if verdict == "affected"
-    }
+    verdicts, defects = rows_of("verdicts"), rows_of("defects")
+    row = verdicts[f"[`{fix.name}`](fixes/{fix.name}.md)"]
+    assert {
+        r: verdict for verdict, spans in zip(verdicts[""], row, strict=True) for r in releases_in(spans)
+    } == expected
+    assert {
+        r for spans, (names,) in defects.items() if spans and f"`{fix.name}`" in names for r in releases_in(spans)
+    } == {release for release, verdict in expected.items() if verdict == "affected"}
 
 
 @pytest.mark.parametrize("page", update_docs.PAGES, ids=lambda page: page.name)
@@ -96,11 +112,49 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
-def test_every_fix_has_a_page_with_its_facts(fix: Fix) -> None:
+def test_every_fix_has_a_page_in_the_order_in_which_one_asks(fix: Fix) -> None:
     page, said = update_docs.FIXES_PAGES[fix.name].read_text(), about(fix)
     assert page.startswith(f"# {fix.name}\n\n<!-- generated: {fix.name} -->")
-    assert all(f"| {fact} |" in page for fact in (said.symptom, said.cause, said.releases))
-    assert f"| Variable | `{fix.variable}`{', `observe` by default' if fix.default is Mode.OBSERVE else ''} |" in page
+    titles = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    assert titles[:5] == ["Am I hit?", "Switch", "Without the plugin", "Evidence", "Cause and remedy"]
+    parts = dict(zip(titles, re.split(r"^## .+$", page, flags=re.MULTILINE)[1:], strict=True))
+    facts = update_docs.with_threads
+    assert f"| Symptom | {facts(said.symptom)} |" in parts["Am I hit?"]
+    assert f"| Affected | {facts(said.releases)} |" in parts["Am I hit?"]
+    assert f"| `{fix.variable}` | `{fix.default.value}` |" in parts["Switch"]
+    assert f"| Workaround | {facts(said.workaround)} |" in parts["Without the plugin"]
+    assert "equal to eager" in parts["Evidence"]
+    assert f"| Cause | {facts(said.cause)} |" in parts["Cause and remedy"]
+
+
+@pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
+def test_what_the_double_has_shown_is_recorded_for_every_affected_release(fix: Fix) -> None:
+    page = update_docs.FIXES_PAGES[fix.name].read_text()
+    part = record_evidence.PART.findall(page)
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \| all \d+ equal to eager \|$", part[0], re.MULTILINE)
+    assert len(rows) == len(part[0].splitlines()) - 2
+    affected = [release for release, verdict in update_docs.verdicts(fix).items() if verdict == "affected"]
+    assert sorted(release for span in rows for release in releases_in(span)) == sorted(affected)
+
+
+def test_what_is_recorded_anew_replaces_its_rows_alone() -> None:
+    found = record_evidence.Found("sums", "1 of 2 numbers wrong", "all 2 equal to eager", proven=True)
+    rows = record_evidence.table_rows({"0.17.0": None, "0.17.1": found, "0.18.0": found, "0.18.1": None})
+    made = record_evidence.with_rows("a\n<!-- recorded: cpu double -->\nold\n<!-- end -->\nb\n", rows)
+    row = "| 0.17.1 – 0.18.0 | sums | 1 of 2 numbers wrong | all 2 equal to eager |\n"
+    assert made == f"a\n<!-- recorded: cpu double -->\n{record_evidence.HEAD}{row}<!-- end -->\nb\n"
+
+
+@pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
+def test_upstreams_threads_are_linked(fix: Fix) -> None:
+    said, page = about(fix), update_docs.FIXES_PAGES[fix.name].read_text()
+    for named in (*([f"PR {said.pr}"] if said.pr else []), *said.references):
+        kind, _, number = named.rpartition(" ")
+        path = {"PR": "pull", "issue": "issues"}.get(kind)
+        address = f"https://github.com/vllm-project/vllm/{path}/{number}" if path else number
+        assert (f"[{named}]({address})" if path else address) in page
+    generated = "".join(re.findall(r"<!-- generated.*?<!-- end -->", page, re.DOTALL))
+    assert not re.search(r"(?<!\[)\b(PR|issue) \d{4}", generated)
 
 
 def test_every_page_of_a_fix_is_of_one_that_is_there() -> None:
@@ -115,6 +169,7 @@ def test_a_fix_without_a_page_gets_one_with_its_facts(monkeypatch: pytest.Monkey
     made = update_docs.updated(empty)
     assert written_to == page
     assert made.startswith("# capture-state\n\n<!-- generated: capture-state -->\n")
+    assert record_evidence.PART.search(made)
     assert about(BY_NAME["capture-state"]).symptom in made
 
 
@@ -224,20 +279,47 @@ def test_prose_is_no_wider_than_120_columns(page: Path) -> None:
     assert [line for line in text.splitlines() if len(line) > 120 and not line.lstrip().startswith(("|", "#"))] == []
 
 
+def targets(page: Path) -> list[str]:
+    """What the links and pictures of *page* lead to, inline and by reference."""
+    text = page.read_text()
+    return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^]\n]+\]: (\S+)$", text, re.MULTILINE)
+
+
+def leads_somewhere(page: Path, target: str) -> bool:
+    """Whether *target* on *page* is a file of the tree, and a heading in it if it names one."""
+    path, _, heading = target.partition("#")
+    found = (page.parent / path).resolve() if path else page
+    if not heading or not found.is_file():
+        return found.is_file()
+    titles = re.findall(r"^#+ (.+)$", found.read_text(), re.MULTILINE)
+    return heading in [re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Files, pictures and headings; addresses on the net are not followed."""
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if target.startswith(("https://", "http://")):
-            continue
-        path, _, heading = target.partition("#")
-        found = (page.parent / path).resolve() if path else page
-        assert found.is_file(), target
-        if heading:
-            headings = re.findall(r"^#+ (.+)$", found.read_text(), re.MULTILINE)
-            assert heading in [re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in headings], (
-                target
-            )
+    """Files, pictures and headings; addresses on the net are not followed, except this project's."""
+    local = [target for target in targets(page) if not target.startswith(("https://", "http://"))]
+    assert [target for target in local if not leads_somewhere(page, target)] == []
+    ours = [target for target in targets(page) if target.startswith((TREE, PICTURES))]
+    assert [
+        target for target in ours if not leads_somewhere(README, target.removeprefix(TREE).removeprefix(PICTURES))
+    ] == []
+
+
+def test_links_of_the_readme_are_whole_where_the_tree_is_not() -> None:
+    """PyPI shows it alone. Only the badges, on a line of their own, come from elsewhere."""
+    text = README.read_text()
+    references = dict(re.findall(r"^\[([^]\n]+)\]: (\S+)$", text, re.MULTILINE))
+    named = set(re.findall(r"\]\[([^]\n]+)\]", text)) | {
+        name.lower() for name in re.findall(r"(?<!\])\[(\w+)\](?![:\[])", text)
+    }
+    assert named == set(references)
+    (badges,) = re.findall(r"^\[!\[.*$", text, re.MULTILINE)
+    assert 1 <= badges.count("[![") <= 4
+    others = {target for target in targets(README) if not target.startswith((TREE, PICTURES))}
+    assert others == {references[name] for name in re.findall(r"\]\[(\w+)\]", badges)} - {references["license"]}
+    assert (PROJECT / ".github" / "workflows" / references["workflow"].rpartition("/")[2]).is_file()
+    assert references["pypi"] == "https://pypi.org/project/vllm-graphfix/"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -252,12 +334,12 @@ def test_configuration_has_every_variable() -> None:
 
 
 def test_the_readme_links_every_page() -> None:
-    linked = set(re.findall(r"\]\(docs/([^)#\s]+)", README.read_text()))
+    linked = {target.removeprefix(f"{TREE}docs/").partition("#")[0] for target in targets(README)}
     assert {path.name for path in (PROJECT / "docs").glob("*.md")} <= linked
 
 
 def test_every_picture_is_on_a_page() -> None:
-    shown = {Path(target).name for page in PAGES for target in re.findall(r"!\[[^]]+\]\(([^)\s]+)\)", page.read_text())}
+    shown = {Path(target).name for page in PAGES for target in targets(page)}
     assert {path.name for path in (PROJECT / "docs").iterdir() if path.suffix in {".svg", ".png"}} <= shown
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -132,6 +134,42 @@ def test_links_and_what_pages_need_lead_somewhere(pages: dict[Path, BuiltPage]) 
 
 def test_every_fix_is_in_the_navigation(site: Path, pages: dict[Path, BuiltPage]) -> None:
     assert {f"fixes/{name}.html" for name in BY_NAME} <= pages[site / "index.html"].links
+
+
+RL = ("RL", "verl", "NeMo-RL", "TRL", "OpenRLHF", "GRPO", "rollout", "sleep", "reload")
+
+
+@pytest.mark.parametrize(
+    "query", ["RLHF", *RL, "kserve", "garbage", "!!!!", "exclamation marks", "illegal memory access", "NaN", *BY_NAME]
+)
+def test_what_people_look_for_is_found(query: str, site: Path) -> None:
+    """A page is found that has all words of the query, cut where the search of the site cuts."""
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    cut = re.compile(index["config"]["separator"])
+    pages = [
+        set(cut.split(unescape(re.sub("<[^>]+>", " ", f"{doc['title']} {doc['text']}")).lower()))
+        for doc in index["docs"]
+    ]
+    assert [words for words in pages if set(cut.split(query.lower())) <= words]
+
+
+def test_every_cell_of_a_table_knows_its_column(site: Path) -> None:
+    """Where a page is narrow, a cell begins with the name of its column."""
+    for path in site.rglob("*.html"):
+        for table in re.findall(r"<table>.*?</table>", path.read_text(), re.DOTALL):
+            columns = [
+                unescape(re.sub("<[^>]+>", "", column)) for column in re.findall(r"<th\b[^>]*>(.*?)</th>", table)
+            ]
+            for row in table.split("<tr>")[2:]:
+                assert [unescape(name) for name in re.findall(r'<td data-column="([^"]*)"', row)] == columns
+
+
+def test_threads_of_upstream_are_links(site: Path) -> None:
+    page = (site / "fixes" / "c128a-stride.html").read_text()
+    inside = page.partition('id="inside"')[2]
+    named = re.findall(r"(.{30})\bPR (\d+)", inside, re.DOTALL)
+    assert named
+    assert [number for before, number in named if f'/pull/{number}">' not in before] == []
 
 
 def test_no_markdown_shows_through(pages: dict[Path, BuiltPage]) -> None:

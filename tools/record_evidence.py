@@ -1,10 +1,10 @@
-"""Records in docs/evidence.md what `vllm-graphfix verify --device cpu` finds on every stock release.
+"""Records on the pages of the fixes what `vllm-graphfix verify --device cpu` finds on every stock release.
 
-There is a row for each fix and outcome.
+The page of a fix has a row for each outcome.
 
     python tools/record_evidence.py [FIX...] [--workers N]
 
-Ten minutes on two cores. With names only the rows of these fixes are recorded anew. Exit code 1 if something was not
+Ten minutes on two cores. With names only the pages of these fixes are recorded anew. Exit code 1 if something was not
 proven.
 """
 
@@ -16,7 +16,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -26,9 +26,9 @@ from fetch_vllm import ALL_RELEASES, release
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.verify.report import differing
 
-PAGE = Path(__file__).parent.parent / "docs" / "evidence.md"
+PAGES = Path(__file__).parent.parent / "docs" / "fixes"
 PART = re.compile(r"(?<=<!-- recorded: cpu double -->\n).*?(?=<!-- end -->)", re.DOTALL)
-HEAD = "| fix | releases | what is compared | stock | patched |\n|---|---|---|---|---|\n"
+HEAD = "| releases | what is compared | stock | patched |\n|---|---|---|---|\n"
 _LONGEST = 160
 """Characters of an error that are shown."""
 
@@ -53,19 +53,14 @@ def main() -> int:
     wanted = arguments.fixes or known
     with ThreadPoolExecutor(arguments.workers) as pool:
         found = dict(zip(ALL_RELEASES, pool.map(lambda version: verified(version, wanted), ALL_RELEASES), strict=True))
-    rows = {
-        name: list(table_rows(name, {version: each.get(name) for version, each in found.items()})) for name in wanted
-    }
-    text = PAGE.read_text()
-    if not (part := PART.search(text)):
-        raise SystemExit(f"{PAGE}: no part `recorded: cpu double`")
-    kept = [line for line in part[0].splitlines() if line.startswith("| `")]
-    for name in set(known) - set(wanted):
-        rows[name] = [line for line in kept if line.startswith(f"| `{name}` ")]
-    table = HEAD + "".join(f"{line}\n" for name in known for line in rows[name])
-    PAGE.write_text(PART.sub(lambda _: table, text))
+    for name in wanted:
+        page = PAGES / f"{name}.md"
+        if not PART.search(text := page.read_text()):
+            raise SystemExit(f"{page}: no part `recorded: cpu double`")
+        rows = table_rows({version: each.get(name) for version, each in found.items()})
+        page.write_text(with_rows(text, rows))
     outcomes = [each for by_fix in found.values() for each in by_fix.values()]
-    print(f"{PAGE.name}: {len(outcomes)} pairs of a fix and a release, {sum(each.proven for each in outcomes)} proven")
+    print(f"{len(outcomes)} pairs of a fix and a release, {sum(each.proven for each in outcomes)} proven")
     return 0 if all(each.proven for each in outcomes) else 1
 
 
@@ -96,13 +91,18 @@ def _told(row: dict[str, Any], run: str) -> str:
     return f"{wrong} of {len(eager)} numbers wrong" if wrong else f"all {len(eager)} equal to eager"
 
 
-def table_rows(name: str, by_release: dict[str, Found | None]) -> Iterator[str]:
+def with_rows(page: str, rows: Iterable[str]) -> str:
+    """*page* with *rows* for those that were recorded before."""
+    return PART.sub(lambda _: HEAD + "".join(f"{row}\n" for row in rows), page)
+
+
+def table_rows(by_release: dict[str, Found | None]) -> Iterator[str]:
     """Releases that follow each other and came to the same have one row."""
     for found, group in groupby(by_release.items(), key=lambda item: item[1]):
         if found is not None:
             versions = [version for version, _ in group]
             span = versions[0] if len(versions) == 1 else f"{versions[0]} – {versions[-1]}"
-            yield f"| `{name}` | {span} | {found.compared} | {found.stock} | {found.patched} |"
+            yield f"| {span} | {found.compared} | {found.stock} | {found.patched} |"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 README.md is the first page, CHANGELOG.md and others of the root are pages too; a link to any other file of the tree
 leads to a copy of it in the site. So every page stays readable where it is, on a code forge, and is written once.
+PyPI shows README.md without the tree, so its links begin with the project's address: here they lead to pages again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mkdocs.structure.files import File, Files, InclusionLevel
 
+from vllm_graphfix.commands.links import thread
 from vllm_graphfix.fixes import FIXES
 
 if TYPE_CHECKING:
@@ -30,7 +32,19 @@ PAGES = {
 SOURCES = {page: source for source, page in PAGES.items()}
 ATTACHED = "attached"
 """Folder of the site for copies of files that pages link to."""
-LINK = re.compile(r"(?<=\]\()(?!https?://|#)([^)#\s]+)")
+SOURCE = re.findall(r'^Source = "([^"]+)"$', (PROJECT / "pyproject.toml").read_text(), re.MULTILINE)[0]
+"""The project's address."""
+TREE = (f"{SOURCE}/blob/main/", f"{SOURCE.replace('//github.com', '//raw.githubusercontent.com')}/main/")
+"""What the addresses of files of the tree begin with, and those of its pictures."""
+LINK = re.compile(rf"(?:(?<=\]\()|(?<=\]: ))(?:{'|'.join(map(re.escape, TREE))}|(?!https?://|#|<))([^)#\s]+)")
+"""What a link to a file of the tree leads to: inline, or as a reference; relative, or by the project's address."""
+BADGES = re.compile(r"^\[!\[.*\n\n", re.MULTILINE)
+"""Pictures of other sites, on a line of their own: the site fetches nothing."""
+THREAD = re.compile(r"(?<!\[)\b(PR|issue) (\d{4,})\b(?![^\[\n]*\]\()")
+"""A thread of upstream that is no link yet."""
+HEAD = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+CODE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -43,8 +57,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(PROJECT / source)))
     for file in list(files.documentation_pages()):
-        for target in LINK.findall(file.content_string):
-            path = in_tree(file.src_uri, target)
+        for found in LINK.finditer(file.content_string):
+            path = in_tree(file.src_uri, found)
             if in_site(path) == f"{ATTACHED}/{path}" and (PROJECT / path).is_file():
                 copy = File.generated(config, in_site(path), abs_src_path=str(PROJECT / path))
                 copy.inclusion = InclusionLevel.NOT_IN_NAV
@@ -56,18 +70,43 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = posixpath.dirname(page.file.src_uri)
 
     def led(found: re.Match[str]) -> str:
-        return posixpath.relpath(in_site(in_tree(page.file.src_uri, found[0])), here or ".")
+        return posixpath.relpath(in_site(in_tree(page.file.src_uri, found)), here or ".")
 
-    return LINK.sub(led, markdown)
+    return with_threads(LINK.sub(led, BADGES.sub("", markdown)))
 
 
-def in_tree(page: str, target: str) -> str:
-    """The file of the tree that *target* on *page* of the site names.
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """*html* with the name of its column on each cell of a table: where the page is narrow, docs/site.css shows it."""
 
-    It is in `docs/` for a page of docs/, in the root for one of `PAGES`.
+    def named(table: re.Match[str]) -> str:
+        columns = [re.sub("<[^>]+>", "", column).replace('"', "&quot;") for column in HEAD.findall(table[0])]
+        rows = table[0].split("<tr>")
+        return "<tr>".join(_named(row, columns) for row in rows)
+
+    return TABLE.sub(named, html)
+
+
+def _named(row: str, columns: list[str]) -> str:
+    names = iter(columns)
+    return re.sub(r"<td\b", lambda _: f'<td data-column="{next(names)}"', row)
+
+
+def with_threads(markdown: str) -> str:
+    """*markdown* with a link on each thread of upstream that its prose names; code is left as it is."""
+    parts = CODE.split(markdown)
+    parts[::2] = (THREAD.sub(lambda found: f"[{found[0]}]({thread(*found.groups())})", text) for text in parts[::2])
+    return "".join(parts)
+
+
+def in_tree(page: str, found: re.Match[str]) -> str:
+    """The file of the tree that a `LINK` on *page* of the site names.
+
+    It is in `docs/` for a page of docs/, in the root for one of `PAGES`, and for an address.
     """
+    if found[0] != found[1]:
+        return found[1]
     source = PurePosixPath(SOURCES.get(page, f"docs/{page}"))
-    return posixpath.normpath(posixpath.join(source.parent, target))
+    return posixpath.normpath(posixpath.join(source.parent, found[1]))
 
 
 def in_site(path: str) -> str:

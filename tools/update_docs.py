@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from fetch_vllm import ALL_RELEASES
 from vllm_graphfix import manifest
 from vllm_graphfix.commands.explain import references
+from vllm_graphfix.commands.links import thread
 from vllm_graphfix.deployment.needs import briefly, described
 from vllm_graphfix.fix import Fix, Mode, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES, about
@@ -47,12 +48,27 @@ PAGES = (
     *(DOCS / f"{name}.md" for name in ("fixes", "configuration", "am-i-hit", "long-lived-caches", "verifying")),
     *FIXES_PAGES.values(),
 )
+NEW_PAGE = """# {0}
+
+<!-- generated: {0} -->
+<!-- end -->
+
+## Evidence
+
+<!-- recorded: cpu double -->
+<!-- end -->
+
+<!-- generated: {0}/cause -->
+<!-- end -->
+"""
+"""The page of a fix, in the order in which an operator asks: am I hit, what do I do, how is that known, why."""
+THREAD = re.compile(r"\b(PR|issue) (\d+)\b")
 Row = tuple[str, ...]
 TABLES: dict[str, tuple[Row, Callable[[Fix, About], Row]]] = {
     "summary": (
         ("fix", "what you see without it", "who is affected", "with it"),
         lambda fix, said: (
-            f"[{_code(fix)}](fixes/{fix.name}.md){' ¹' if fix.default is Mode.OBSERVE else ''}",
+            f"{_linked(fix)}{' ¹' if fix.default is Mode.OBSERVE else ''}",
             said.seen,
             briefly(fix.needs()),
             said.summary,
@@ -77,6 +93,10 @@ TABLES: dict[str, tuple[Row, Callable[[Fix, About], Row]]] = {
 
 def _code(fix: Fix) -> str:
     return f"`{fix.name}`"
+
+
+def _linked(fix: Fix) -> str:
+    return f"[{_code(fix)}](fixes/{fix.name}.md)"
 
 
 def _needs(fix: Fix) -> str:
@@ -108,7 +128,7 @@ def _written() -> Iterator[tuple[Path, str]]:
         except FileNotFoundError:
             if page not in FIXES_PAGES.values():
                 raise DocsError(f"{page.relative_to(PROJECT)} is missing") from None
-            yield page, f"# {page.stem}\n\n<!-- generated: {page.stem} -->\n<!-- end -->\n"
+            yield page, NEW_PAGE.format(page.stem)
 
 
 def updated(text: str) -> str:
@@ -124,8 +144,9 @@ def updated(text: str) -> str:
         }
         if name in TABLES:
             made[name] = partial(a_row_for_each_fix, *TABLES[name])
-        if name in BY_NAME:
-            made[name] = partial(facts, BY_NAME[name])
+        fix, _, part = name.partition("/")
+        if fix in BY_NAME and part in {"", "cause"}:
+            made[name] = partial(cause if part else facts, BY_NAME[fix])
         if name not in made:
             raise DocsError(
                 f"`<!-- generated: {name} -->`: {name} is neither a fix nor a table; tables are "
@@ -155,12 +176,17 @@ def defects() -> Iterator[str]:
 
 
 def verdict_table() -> Iterator[str]:
-    """A row for releases that follow each other and are judged alike."""
-    yield f"| vLLM | {' | '.join(f'`{fix.name}`' for fix in FIXES)} |"
-    yield "|---" * (len(FIXES) + 1) + "|"
-    for span, row in _rows(str):
-        cells = " | ".join(f"**{cell}**" if cell == Verdict.AFFECTED.value else cell for cell in row)
-        yield f"| {span} | {cells} |"
+    """A row for each fix: which releases are judged how, in spans of releases that follow each other."""
+    given = {verdict for fix in FIXES for verdict in verdicts(fix).values()}
+    columns = [verdict.value for verdict in Verdict if verdict.value in given]
+    yield f"| fix | {' | '.join(columns)} |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for fix in FIXES:
+        found = verdicts(fix)
+        spans: dict[str, list[str]] = {column: [] for column in columns}
+        for verdict, releases in groupby(ALL_RELEASES, key=found.__getitem__):
+            spans[verdict].append(_span(list(releases)))
+        yield f"| {_linked(fix)} | {' | '.join(', '.join(spans[column]) for column in columns)} |"
 
 
 def watched() -> Iterator[str]:
@@ -201,35 +227,54 @@ def verdicts(fix: Fix) -> dict[str, str]:
 
 
 def facts(fix: Fix) -> Iterator[str]:
-    """What `vllm-graphfix explain` says of *fix*, and the events that are counted.
-
-    Also the shapes of code that the fix was written for.
-    """
+    """Who is hit by what *fix* corrects, and what they can do: the beginning of its page."""
     said = about(fix)
-    together = "; ".join(f"`{other.name}`: without it {other.because}" for other in fix.together)
+    yield ""
+    yield f"What the fix sees to: {with_threads(said.summary)}."
+    yield ""
+    yield "## Am I hit?"
+    yield ""
     rows = {
         "Symptom": said.symptom,
-        "Cause": said.cause,
-        "Remedy": said.remedy,
-        "How to tell": said.detect,
-        "Concerns": _needs(fix),
-        "Without the plugin": said.workaround,
-        "Upstream": references(said),
+        "Only with": _needs(fix),
         "Affected": said.releases,
-        "Not needed from": said.removable.removeprefix("with "),
-        "Variable": f"`{fix.variable}`" + (", `observe` by default" if fix.default is Mode.OBSERVE else ""),
-        "Goes with": together,
+        "First test": said.first_test,
+        "How to tell": said.detect,
     }
+    yield from _two_columns(rows)
     yield ""
-    yield "| | |"
-    yield "|---|---|"
-    yield from (f"| {name} | {text} |" for name, text in rows.items() if text)
+    yield "## Switch"
+    yield ""
+    yield "| variable | default | values |"
+    yield "|---|---|---|"
+    yield f"| `{fix.variable}` | `{fix.default.value}` | {', '.join(f'`{mode.value}`' for mode in Mode)} |"
+    yield ""
+    page = "[configuration](../configuration.md#variables-of-the-fixes)"
+    yield f"Read when an engine starts; {page} says what each value does."
+    if fix.default is Mode.OBSERVE:
+        yield "Observed by default: the fix only counts, until `auto` or `on`, set by name, applies it."
+    for other in fix.together:
+        yield f"It goes with [`{other.name}`]({other.name}.md): without that one, {other.because}."
+    yield ""
+    yield "## Without the plugin"
+    yield ""
+    yield from _two_columns({"Workaround": said.workaround, "Not needed from": said.removable.removeprefix("with ")})
+    yield ""
+
+
+def cause(fix: Fix) -> Iterator[str]:
+    """Why *fix* is needed, what it does and counts, and the shapes of code that it was written for."""
+    said = about(fix)
+    yield ""
+    yield "## Cause and remedy"
+    yield ""
+    yield from _two_columns({"Cause": said.cause, "Remedy": said.remedy, "Upstream": references(said)})
     yield ""
     yield "| event | one more of it says |"
     yield "|---|---|"
     yield from (f"| `{event.name}` | {event.meaning} |" for event in fix.events)
     yield ""
-    yield "| shape | releases | evidence |"
+    yield "| shape | releases | what the verdict rests on |"
     yield "|---|---|---|"
     affected = [entry for entry in _entries(fix) if entry["verdict"] == Verdict.AFFECTED.value]
     for shape, same in groupby(affected, key=lambda entry: str(entry["shape"])):
@@ -237,6 +282,17 @@ def facts(fix: Fix) -> Iterator[str]:
         evidence = ", ".join(f"`{name.partition('::')[2]}`" for name in entries[0]["evidence"])
         yield f"| `{shape}` | {_span([release for entry in entries for release in entry['releases']])} | {evidence} |"
     yield ""
+
+
+def _two_columns(rows: dict[str, str]) -> Iterator[str]:
+    yield "| | |"
+    yield "|---|---|"
+    yield from (f"| {name} | {with_threads(text)} |" for name, text in rows.items() if text)
+
+
+def with_threads(text: str) -> str:
+    """*text* with a link on each thread of upstream that it names."""
+    return THREAD.sub(lambda found: f"[{found[0]}]({thread(*found.groups())})", text)
 
 
 def _entries(fix: Fix) -> list[dict[str, Any]]:
