@@ -114,6 +114,7 @@ manifest: releases  ## the index of the fixes and the fingerprints of the stock 
 
 generated: manifest  ## the manifest, the pages of the fixes and the tables, made again, and what a new fix's mutants are made of
 	$(BIN)/python tools/update_docs.py
+	$(BIN)/python tools/make_prometheus_rule.py
 	PYTHONPATH=tests:tests/support:tools $(BIN)/python tests/mutants/mutants_near.py --missing
 
 # Of cosmic-ray. Minutes for patching/sites.py, an hour or two for all on two cores: MODULES='patching/sites.py settings/decision.py' takes some.

@@ -1,6 +1,6 @@
 """deploy/container: an image of vLLM gets the plugin, and nothing in it moves.
 
-No Docker is needed: the Dockerfile's own command runs in a virtual environment that stands in for the image.
+No Docker is needed: the Dockerfile's own commands run in a virtual environment that stands in for the image.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,73 +18,97 @@ from stock import release_environment, release_root
 
 CONTAINER = Path(__file__).parent.parent / "deploy" / "container"
 PROJECT = CONTAINER.parent.parent
+DOCKERFILE = (CONTAINER / "Dockerfile").read_text()
 
 
-def distribution(folder: Path, name: str, version: str) -> Path:
-    """A distribution as installed; without files of its own."""
-    info = folder / f"{name}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "RECORD").write_text("")
-    (info / "INSTALLER").write_text("pip\n")
-    return info
+def wheel(folder: Path, name: str, *needs: str) -> Path:
+    """A wheel with one empty module and a command, version 1."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}-1-py3-none-any.whl"
+    info = f"{name}-1.dist-info"
+    metadata = "".join(
+        ["Metadata-Version: 2.1\n", f"Name: {name}\nVersion: 1\n", *(f"Requires-Dist: {n}\n" for n in needs)]
+    )
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", "def main(): print('it runs')\n")
+        archive.writestr(f"{info}/METADATA", metadata)
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/entry_points.txt", f"[console_scripts]\nvllm-graphfix = {name}:main\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
 
 
-def installed(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """installed.py, for a Python that has just what is in *folder*."""
-    command = [sys.executable, "-S", str(CONTAINER / "installed.py"), *arguments]
-    environment = {"PYTHONPATH": str(folder)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+def run_add(python: str, *arguments: str | Path, links: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """add.py in *python*, whose pip finds what is in *links* and nothing else."""
+    environment = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(links), "PIP_CONFIG_FILE": "/dev/null"}
+    return subprocess.run(
+        [python, str(CONTAINER / "add.py"), *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
-@pytest.fixture
-def image(tmp_path: Path) -> Path:
-    folder = tmp_path / "image"
-    distribution(folder, "vllm", "0.18.1")
-    distribution(folder, "torch", "2.9.1+cu129")
-    distribution(folder, "Typing_Extensions", "4.15.0")
-    return folder
+def test_what_is_missing_is_added_and_what_is_there_is_not(tmp_path: Path) -> None:
+    """This Python has typer; a newer one in the folder would never be looked at, and an older one must not be."""
+    links = tmp_path / "links"
+    wheel(links, "needed")
+    added = wheel(links, "added_thing", "needed", "typer")
+    done = run_add(sys.executable, "add", tmp_path / "packages", added, links=links)
+    assert done.returncode == 0, done.stdout + done.stderr
+    there = {path.name for path in (tmp_path / "packages").iterdir()}
+    assert there - {"__pycache__"} == {
+        "added_thing.py", "added_thing-1.dist-info", "needed.py", "needed-1.dist-info", "bin"
+    }  # fmt: skip
 
 
-@pytest.fixture
-def constraints(image: Path, tmp_path: Path) -> str:
-    done = installed(image, "list")
-    assert (done.returncode, done.stdout) == (0, "torch==2.9.1+cu129\ntyping-extensions==4.15.0\nvllm==0.18.1\n")
-    (tmp_path / "constraints.txt").write_text(done.stdout)
-    return str(tmp_path / "constraints.txt")
+def test_a_library_that_does_not_fit_is_named_and_nothing_is_added(tmp_path: Path) -> None:
+    added = wheel(tmp_path / "links", "added_thing", "typer<0.1")
+    done = run_add(sys.executable, "add", tmp_path / "packages", added, links=tmp_path / "links")
+    assert done.returncode != 0
+    assert "(constraint) typer==" in done.stdout
+    assert not (tmp_path / "packages").exists()
 
 
-def test_what_is_added_is_no_difference(image: Path, constraints: str) -> None:
-    distribution(image, "wrapt", "2.0.0")
-    done = installed(image, "compare", constraints, "vllm", "torch")
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_linked_folder_is_behind_all_that_the_image_has(tmp_path: Path) -> None:
+    packages, image = tmp_path / "packages", tmp_path / "image"
+    packages.mkdir()
+    (packages / "only_here.py").touch()
+    (packages / "in_both.py").write_text("raise AssertionError")
+    (packages / "bin").mkdir()
+    (packages / "bin" / "vllm-graphfix").write_text("#!/bin/sh\necho it runs\n")
+    (packages / "bin" / "vllm-graphfix").chmod(0o755)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(image)], check=True)
+    (site,) = image.glob("lib/python3*/site-packages")
+    (site / "in_both.py").touch()
+    python = str(image / "bin" / "python")
+    assert run_add(python, "link", packages).returncode == 0
+    subprocess.run([python, "-c", "import in_both, only_here"], check=True)
+    said = subprocess.run([image / "bin" / "vllm-graphfix"], capture_output=True, text=True, check=True)
+    assert said.stdout == "it runs\n"
 
 
-@pytest.mark.parametrize(("version", "said"), [("2.10.0", "2.10.0"), (None, "gone")], ids=["moved", "gone"])
-def test_a_torch_that_moved_fails_the_build(image: Path, constraints: str, version: str | None, said: str) -> None:
-    shutil.rmtree(image / "torch-2.9.1+cu129.dist-info")
-    if version is not None:
-        distribution(image, "torch", version)
-    done = installed(image, "compare", constraints, "vllm", "torch")
-    assert (done.returncode, done.stderr) == (1, f"torch was 2.9.1+cu129 and is {said}\n")
-
-
-def test_an_image_without_vllm_fails_the_build(image: Path, constraints: str) -> None:
-    done = installed(image, "compare", constraints, "vllm", "flashinfer-python")
-    assert (done.returncode, done.stderr) == (1, "flashinfer-python is not installed in this image\n")
-
-
-@pytest.mark.parametrize("arguments", [[], ["compare"], ["freeze"]])
-def test_a_call_that_makes_no_sense_says_how(image: Path, arguments: list[str]) -> None:
-    done = installed(image, *arguments)
+@pytest.mark.parametrize("arguments", [[], ["add", "folder"], ["link"], ["freeze"]])
+def test_a_call_that_makes_no_sense_says_how(arguments: list[str]) -> None:
+    done = run_add(sys.executable, *arguments)
     assert done.returncode == 2
-    assert "installed.py compare constraints.txt" in done.stderr
+    assert "add.py link FOLDER" in done.stderr
 
 
-def command_of_the_dockerfile() -> str:
-    found = re.findall(r"^RUN (.*?[^\\])\n", (CONTAINER / "Dockerfile").read_text(), re.DOTALL | re.MULTILINE)
-    (command,) = found
-    return str(command)
+def commands_of_the_dockerfile() -> list[str]:
+    return re.findall(r"^RUN (.*)$", DOCKERFILE, re.MULTILINE)
+
+
+def test_every_image_gets_the_same_folder_and_the_same_commands() -> None:
+    """The stage that is pushed, the last stage, and the recipe for other images in the comment."""
+    _, link = commands_of_the_dockerfile()
+    assert f"#   RUN {link}\n" in DOCKERFILE
+    assert re.findall(r"^(?:#   )?COPY --from=\S+ (.*)$", DOCKERFILE, re.MULTILINE) == [
+        "/ /opt/vllm-graphfix/",
+        "/opt/vllm-graphfix/ /",
+        "/ /opt/vllm-graphfix/",
+    ]
 
 
 @pytest.fixture
@@ -92,19 +117,21 @@ def python_of_an_image(tmp_path: Path) -> Path:
     folder = tmp_path / "python"
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     (packages,) = folder.glob("lib/python3*/site-packages")
-    distribution(packages, "torch", "2.9.1+cu129")
+    info = packages / "torch-2.9.1+cu129.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.1+cu129\n")
     for part in release_root("0.18.1").iterdir():
         (packages / part.name).symlink_to(part)
     return folder
 
 
 def built_in(python: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The RUN of the Dockerfile, for this tree."""
+    """The RUN of each stage of the Dockerfile, for this tree."""
     (folder / "opt").mkdir()
-    shutil.copy(CONTAINER / "installed.py", folder / "opt")
+    shutil.copy(CONTAINER / "add.py", folder / "opt")
     tree = folder / "tree"
     shutil.copytree(PROJECT, tree, ignore=shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__"))
-    command = command_of_the_dockerfile().replace("/opt/vllm-graphfix", str(folder / "opt"))
+    command = " && ".join(commands_of_the_dockerfile()).replace("/opt/vllm-graphfix", str(folder / "opt"))
     environment = release_environment("0.18.1", str(folder))
     del environment["PYTHONPATH"]
     environment |= {"GRAPHFIX": str(tree), "PATH": f"{python / 'bin'}:{environment['PATH']}"}
@@ -113,12 +140,19 @@ def built_in(python: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def site_packages(python: Path) -> set[str]:
+    (packages,) = python.glob("lib/python3*/site-packages")
+    return {path.name for path in packages.iterdir()}
+
+
 @pytest.mark.slow
 def test_the_image_is_built_with_what_it_had_and_the_plugin(python_of_an_image: Path, tmp_path: Path) -> None:
+    before = site_packages(python_of_an_image)
     done = built_in(python_of_an_image, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "vLLM 0.18.1 in " in done.stdout
+    assert "vLLM 0.18.1" in done.stdout
     assert "flashmla-fp8" in done.stdout
+    assert site_packages(python_of_an_image) - before == {"vllm-graphfix.pth"}
 
 
 @pytest.mark.slow
@@ -129,4 +163,4 @@ def test_a_library_of_the_image_that_is_too_old_fails_the_build(python_of_an_ima
     done = built_in(python_of_an_image, tmp_path)
     assert done.returncode != 0
     assert "(constraint) typer==0.15.4" in done.stdout
-    assert "vLLM 0.18.1 in " not in done.stdout
+    assert "vLLM 0.18.1" not in done.stdout

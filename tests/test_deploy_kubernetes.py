@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,22 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
+import make_prometheus_rule
 from deployed import (
     ARGO,
     CONFIGMAP,
-    DEPLOY,
     DEPLOYMENT,
+    DURATION,
     FLAGGER,
     JUDGES,
+    POD_MONITOR,
+    PROMETHEUS_RULE,
+    RULES,
     STATEFULSET,
+    TEXT,
+    WHOLE,
+    closed,
+    custom,
     documents,
 )
 from vllm_graphfix.fixes import BY_NAME
@@ -39,25 +46,6 @@ def test_a_misspelt_field_of_a_manifest_is_found(path: Path) -> None:
     workload["spec"]["template"]["spec"]["enableServiceLink"] = False
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(workload, kubernetes_validate.latest_version(), strict=True)
-
-
-def closed(properties: Mapping[str, Any], *optional: str) -> dict[str, Any]:
-    """A schema of an object with just *properties*, all of them required but those named."""
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "properties": dict(properties), "required": required, "additionalProperties": False}
-
-
-# No package of PyPI brings these schemas. Written by hand after the CRDs, closed, with the fields that are used here.
-TEXT, WHOLE, DURATION = (
-    {"type": "string", "minLength": 1},
-    {"type": "integer", "minimum": 0},
-    {"type": "string", "pattern": "^[0-9]+[smh]$"},
-)
-NAMED = closed({"name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}})
-
-
-def custom(version: str, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    return closed({"apiVersion": {"const": version}, "kind": {"const": kind}, "metadata": NAMED, "spec": spec})
 
 
 ANALYSIS_METRIC = closed(
@@ -95,7 +83,7 @@ CUSTOM = {
             }
         ),
     ),
-    DEPLOY / "kubernetes" / "pod-monitor.yaml": custom(
+    POD_MONITOR: custom(
         "monitoring.coreos.com/v1",
         "PodMonitor",
         closed(
@@ -104,9 +92,7 @@ CUSTOM = {
                     {
                         "matchExpressions": {
                             "type": "array",
-                            "items": closed(
-                                {"key": TEXT, "operator": {"const": "In"}, "values": {"type": "array", "items": TEXT}}
-                            ),
+                            "items": closed({"key": TEXT, "operator": {"const": "Exists"}}),
                         }
                     }
                 ),
@@ -116,6 +102,11 @@ CUSTOM = {
                 },
             }
         ),
+    ),
+    PROMETHEUS_RULE: custom(
+        "monitoring.coreos.com/v1",
+        "PrometheusRule",
+        closed({"groups": {"type": "array", "items": closed({"name": TEXT, "rules": {"type": "array"}})}}),
     ),
 }
 
@@ -158,6 +149,12 @@ def test_the_plugin_understands_the_configmap() -> None:
     read = settings.read(data, BY_NAME)
     assert read.problems == ()
     assert read.master is settings.Master.OBSERVE
+
+
+def test_the_prometheus_rule_is_the_rules_as_the_tool_wraps_them() -> None:
+    """promtool tests the rules; what the operator gets is these."""
+    assert PROMETHEUS_RULE.read_text() == make_prometheus_rule.text()
+    assert documents(PROMETHEUS_RULE)[0]["spec"] == documents(RULES)[0]
 
 
 @pytest.mark.parametrize("path", [DEPLOYMENT, STATEFULSET], ids=lambda path: path.stem)

@@ -21,6 +21,8 @@ FLAGGER = DEPLOY / "flagger" / "metric-template.yaml"
 DEPLOYMENT = DEPLOY / "kubernetes" / "deployment.yaml"
 STATEFULSET = DEPLOY / "kubernetes" / "statefulset.yaml"
 CONFIGMAP = DEPLOY / "kubernetes" / "configmap.yaml"
+POD_MONITOR = DEPLOY / "kubernetes" / "pod-monitor.yaml"
+PROMETHEUS_RULE = DEPLOY / "prometheus" / "prometheus-rule.yaml"
 
 GRAPHFIX_LABELS: Mapping[str, Iterable[str]] = {
     "graphfix_fix_state": metrics.STATE_LABELS,
@@ -90,3 +92,22 @@ def labels_in(query: str) -> set[str]:
     matchers = re.findall(r"\{([^}]*)\}", query)
     grouped = {label.strip() for clause in clauses for label in clause.split(",") if label.strip()}
     return grouped | {name for matcher in matchers for name in re.findall(r"([a-z_]+)\s*(?:=~|!~|!=|=)", matcher)}
+
+
+def closed(properties: Mapping[str, Any], *optional: str) -> dict[str, Any]:
+    """A schema of an object with just *properties*, all of them required but those named."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": dict(properties), "required": required, "additionalProperties": False}
+
+
+# No package of PyPI brings these schemas. Written by hand after the CRDs, closed, with the fields that are used here.
+TEXT, WHOLE, DURATION = (
+    {"type": "string", "minLength": 1},
+    {"type": "integer", "minimum": 0},
+    {"type": "string", "pattern": "^[0-9]+[smh]$"},
+)
+NAMED = closed({"name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}})
+
+
+def custom(version: str, kind: str, spec: Mapping[str, Any], metadata: Mapping[str, Any] = NAMED) -> dict[str, Any]:
+    return closed({"apiVersion": {"const": version}, "kind": {"const": kind}, "metadata": metadata, "spec": spec})
