@@ -67,6 +67,7 @@ def test_status_json_is_the_interface_that_the_design_gives() -> None:
         "reason": row["reason"],
         "where": "vllm/v1/attention/backends/mla/flashmla.py:172",
         "known_release": True,
+        "rests_on": "answers",
         "mode": "auto",
         "would_be": "active",
         "notes": [],

@@ -12,10 +12,17 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 
-from vllm_graphfix import fixes
+import vllm_graphfix
 from vllm_graphfix.fix import Fix
+
+try:
+    from vllm_graphfix import fixes
+except ImportError:  # an index of another form than this one's: from the modules alone
+    (Path(vllm_graphfix.__file__).parent / "fixes" / "index.json").write_text("[]")
+    from vllm_graphfix import fixes
 
 
 class RecordError(Exception):

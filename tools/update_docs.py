@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, TypeVar
 
 from fetch_vllm import ALL_RELEASES
 from vllm_graphfix import manifest
-from vllm_graphfix.commands.explain import references
+from vllm_graphfix.commands.explain import by_default, references
 from vllm_graphfix.commands.links import thread
 from vllm_graphfix.deployment.needs import briefly, described
 from vllm_graphfix.fix import Fix, Mode, Verdict
@@ -205,9 +206,9 @@ def watched() -> Iterator[str]:
 
 
 def variables() -> Iterator[str]:
-    yield "| variable | default |"
-    yield "|---|---|"
-    yield from (f"| `{fix.variable}` | `{fix.default.value}` |" for fix in FIXES)
+    yield "| variable | default | rests on |"
+    yield "|---|---|---|"
+    yield from (f"| `{fix.variable}` | `{fix.default.value}` | {fix.ground or 'nothing yet'} |" for fix in FIXES)
 
 
 def _rows(told: Callable[[str], T]) -> Iterator[tuple[str, tuple[T, ...]]]:
@@ -251,8 +252,9 @@ def facts(fix: Fix) -> Iterator[str]:
     yield ""
     page = "[configuration](../configuration.md#variables-of-the-fixes)"
     yield f"Read when an engine starts; {page} says what each value does."
-    if fix.default is Mode.OBSERVE:
-        yield "Observed by default: the fix only counts, until `auto` or `on`, set by name, applies it."
+    told = re.sub(rf"{fix.variable}=auto|=on", r"`\g<0>`", by_default(fix))
+    told = f"By default {told} ([the rule](../configuration.md#what-is-on-by-default))."
+    yield from wrap(told, 120, break_long_words=False, break_on_hyphens=False)
     for other in fix.together:
         yield f"It goes with [`{other.name}`]({other.name}.md): without that one, {other.because}."
     yield ""

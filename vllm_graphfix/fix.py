@@ -7,7 +7,7 @@ took half a millisecond.
 
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from vllm_graphfix.log import logger
 
@@ -155,6 +155,12 @@ class Activity:
         self.error, self.graphs = None, {}
 
 
+Ground = Literal["answers", "memory", "upstream"] | None
+"""Why a fix is on by default.
+
+``answers``: an engine on a GPU gave wrong answers, or none, and right ones with the fix. ``memory``: an engine on a GPU
+wrote to memory that belongs to others. ``upstream``: upstream has merged the same remedy, with a reproduction.
+"""
 StockFunction = Callable[..., Any]
 Wrap = Callable[[StockFunction, Activity], Callable[..., Any]]
 
@@ -233,8 +239,8 @@ class Fix(NamedTuple):
     needs: Callable[[], "tuple[Need, ...]"]
     """Who is affected: what the defect needs of a deployment, for people and for `status --for`."""
     together: tuple[Together, ...] = ()
-    default: Mode = Mode.AUTO
-    """The mode where the user sets none: `observe` as long as no GPU has shown the defect in an engine's answers."""
+    ground: Ground = None
+    """What it rests on that the fix is applied where the user sets nothing; None if it only counts there."""
     evidence: tuple[str, ...] = ()
     """Functions that the defect rests on and `diagnose` does not look at, ``path::name``: where one is another, the
     release is not a known one."""
@@ -242,6 +248,11 @@ class Fix(NamedTuple):
     @property
     def variable(self) -> str:
         return variable(self.name)
+
+    @property
+    def default(self) -> Mode:
+        """The mode where the user sets none."""
+        return Mode.OBSERVE if self.ground is None else Mode.AUTO
 
 
 def variable(name: str) -> str:

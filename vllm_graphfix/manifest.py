@@ -96,8 +96,10 @@ def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, dict[str, str]]:
     if source.replaced and found.verdict is not Verdict.UNRECOGNISED:
         name = source.replaced[0].qualname
         found = Diagnosis.unrecognised(f"{name} is decorated or replaced in a way", source.replaced[0])
-    if source.imported and found.verdict in (Verdict.ABSENT, Verdict.FIXED):
+    seen = {(function.path, function.qualname.partition(".")[0]) for function in source.consulted.values()}
+    elsewhere = [(name, path) for name, path, origin in source.imported if (origin, name) not in seen]
+    if elsewhere and found.verdict in (Verdict.ABSENT, Verdict.FIXED):
         # What was looked for is there, under that name, and was not looked at.
-        name, path = next(iter(source.imported.items()))
+        name, path = elsewhere[0]
         found = Diagnosis.unrecognised(f"{name} is imported from elsewhere, in a way", path)
     return found, {name: function.fingerprint() for name, function in sorted(source.consulted.items())}

@@ -391,7 +391,9 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        if error.filename is not None:  # not of writing to a stream: Typer's, where a completion is installed
+        if error.filename is not None:  # not of writing to a stream
+            if "--install-completion" not in sys.argv:
+                raise
             _end_unprinted(f"{error.filename}: {error.strerror}")
         _end_unprinted(None if isinstance(error, BrokenPipeError) else str(error.strerror))
 

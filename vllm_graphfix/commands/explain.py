@@ -8,16 +8,12 @@ from vllm_graphfix.commands.links import fix_name, linked
 from vllm_graphfix.deployment import needs
 from vllm_graphfix.fix import Fix, Mode
 from vllm_graphfix.fixes import FIXES, about
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.fixes._about import RESTS_ON, About
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = 1
-_OBSERVED_BY_DEFAULT = (
-    "No GPU has shown this defect in an engine's answers yet (docs/evidence.md says what was shown), so the fix only "
-    "counts until {}=auto or =on applies it."
-)
 
 
 def as_json(fix: Fix) -> dict[str, Any]:
@@ -56,6 +52,12 @@ def references(said: About) -> str:
     return ", ".join(([f"PR {said.pr}"] if said.pr else []) + list(said.references))
 
 
+def by_default(fix: Fix) -> str:
+    """What is done where nothing is set, and what that rests on."""
+    done = "applied" if fix.default is Mode.AUTO else f"only counted, until {fix.variable}=auto or =on applies it"
+    return f"{done}: {RESTS_ON[fix.ground]}"
+
+
 def _sections(fix: Fix) -> dict[str, str]:
     said = about(fix)
     return {
@@ -67,7 +69,7 @@ def _sections(fix: Fix) -> dict[str, str]:
         "releases": said.releases,
         "how_to_tell_that_you_are_hit": said.detect,
         "concerns": needs.described(fix.needs()),
-        **({"observed_by_default": _OBSERVED_BY_DEFAULT.format(fix.variable)} if fix.default is Mode.OBSERVE else {}),
+        "by_default": by_default(fix),
         "without_the_plugin": said.workaround,
         "switch_it_off": f"{fix.variable}=off for this one, VLLM_GRAPHFIX=off for all; then restart the engine.",
         "no_longer_needed": said.removable,

@@ -99,6 +99,7 @@ class Status(NamedTuple):
                     "reason": row.diagnosis.reason,
                     "where": row.diagnosis.where,
                     "known_release": row.diagnosis.known,
+                    "rests_on": row.fix.ground,
                     "mode": row.mode.value,
                     "would_be": row.would_be.value,
                     "notes": list(row.notes),

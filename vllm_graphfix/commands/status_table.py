@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_graphfix.commands.explain import by_default
 from vllm_graphfix.commands.links import fix_name, linked
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.deployment.needs import briefly
@@ -171,6 +172,8 @@ def _more(row: Row, *, asked: bool, verbose: bool, why: bool) -> Iterator[str]:
     if verbose or row.diagnosis.verdict is Verdict.UNRECOGNISED:
         place = f" ({row.diagnosis.where})" if row.diagnosis.where else ""
         yield f"{row.diagnosis.verdict.value}: {row.diagnosis.reason}{place}"
+    if verbose:
+        yield f"by default {by_default(row.fix)}"
 
 
 def _plain(text: str) -> str:

@@ -91,7 +91,6 @@ def _from_entry(said: dict[str, Any]) -> Fix:
         | {
             "events": tuple(Event(*event) for event in said["events"]),
             "together": tuple(Together(*other) for other in said["together"]),
-            "default": Mode(said["default"]),
         }
     )
 

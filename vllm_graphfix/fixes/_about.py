@@ -4,6 +4,16 @@
 
 from typing import NamedTuple
 
+from vllm_graphfix.fix import Ground
+
+RESTS_ON: dict[Ground, str] = {
+    "answers": "an engine on a GPU gave wrong answers, or none, and right ones with the fix",
+    "memory": "an engine on a GPU wrote to memory that belongs to others, and with the fix did not",
+    "upstream": "upstream has merged the same remedy, with a reproduction",
+    None: "no engine on a GPU has shown it in answers or in memory of others, and upstream has merged no such remedy",
+}
+"""Why a fix is applied by default, or is not."""
+
 
 class About(NamedTuple):
     """One fix, for people: plain text. In `seen`, `first_test`, `in_caches` and `how_sure` code is in backticks."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ FIX = Fix(
     patches=patches,
     events=(ROWS_CLOSER,),
     needs=needs,
-    default=Mode.OBSERVE,
+    ground="upstream",
     evidence=(
         *(f"{_BACKEND}::DeepseekV4FlashMLAMetadataBuilder.{name}" for name in ("__init__", "build")),
         f"{_UTILS}::split_decodes_and_prefills",

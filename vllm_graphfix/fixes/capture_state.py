@@ -261,6 +261,7 @@ FIX = Fix(
     patches=patches,
     events=(STATE_CONSUMED,),
     needs=needs,
+    ground="answers",
     together=(
         Together(
             name="draft-prefill-state",

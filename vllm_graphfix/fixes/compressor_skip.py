@@ -9,7 +9,7 @@ import ast
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ FIX = Fix(
     patches=patches,
     events=(LAYER_LEFT_OUT,),
     needs=needs,
-    default=Mode.OBSERVE,
+    ground="upstream",
     evidence=(
         f"{_COMPRESSOR}::CompressorMetadataBuilder.__init__",
         f"{_COMPRESSOR}::_prefer_two_stage_compressor",

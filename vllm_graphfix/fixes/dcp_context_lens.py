@@ -179,6 +179,7 @@ FIX = Fix(
     patches=patches,
     events=(LENGTHS_OF_ANOTHER_BATCH,),
     needs=needs,
+    ground="answers",
     evidence=(
         f"{_BACKEND}::FlashAttentionImpl.forward",
         f"{_UTILS}::get_dcp_local_seq_lens",

@@ -468,6 +468,7 @@ FIX = Fix(
     patches=patches,
     events=(DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES),
     needs=needs,
+    ground="upstream",
     evidence=(f"{_UTILS}::get_cudagraph_sizes",),
 )
 

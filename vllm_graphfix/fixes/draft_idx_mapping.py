@@ -327,6 +327,7 @@ FIX = Fix(
     patches=patches,
     events=(ROWS_PADDED_WITH_REQUESTS,),
     needs=needs,
+    ground="answers",
     evidence=(
         *(
             f"{_EAGLE}::EagleSpeculator.{name}"

@@ -259,6 +259,7 @@ FIX = Fix(
     patches=patches,
     events=(CAPTURED_STATE_REUSED,),
     needs=needs,
+    ground="upstream",
 )
 
 ABOUT = About(

@@ -214,6 +214,7 @@ FIX = Fix(
     patches=patches,
     events=(SCHEDULES_MADE_FOR_THE_GRAPH,),
     needs=needs,
+    ground="answers",
     evidence=(
         *(f"{_BACKEND}::{_BUILDER}.{name}" for name in ("_get_scheduler_metadata", "_store_scheduler_metadata")),
         f"{_KERNELS}::get_flash_attn_version",

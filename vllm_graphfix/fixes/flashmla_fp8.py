@@ -199,6 +199,7 @@ FIX = Fix(
     patches=patches,
     events=(PLAN_OUTSIDE_BUFFERS,),
     needs=needs,
+    ground="answers",
     together=(
         Together(
             name="flashmla-padding",

@@ -191,6 +191,7 @@ FIX = Fix(
     patches=patches,
     events=(PADDED_ROWS_GIVEN,),
     needs=needs,
+    ground="answers",
 )
 
 ABOUT = About(

@@ -373,6 +373,7 @@ FIX = Fix(
     patches=patches,
     events=(IDLE_STEP_ON_REAL_BLOCKS,),
     needs=needs,
+    ground="answers",
     evidence=(
         f"{_RUNNER}::GPUModelRunner._get_slot_mappings",
         *(f"{_TABLE}::BlockTable.{name}" for name in ("_make_buffer", "clear_row", "get_device_tensor")),

@@ -245,6 +245,7 @@ FIX = Fix(
     patches=patches,
     events=(PADDED_ROWS_BELOW_ZERO,),
     needs=needs,
+    ground="answers",
     evidence=(
         f"{_INDEXER}::{_BUILDER}.__init__",
         f"{_UTILS}::split_decodes_and_prefills",

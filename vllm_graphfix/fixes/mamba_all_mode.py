@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ FIX = Fix(
     patches=patches,
     events=(INDICES_OF_ANOTHER_GROUP,),
     needs=needs,
-    default=Mode.OBSERVE,
+    ground="upstream",
     evidence=(
         *(
             f"{_BUILDER}::{_BASE}.{name}"

@@ -210,6 +210,7 @@ FIX = Fix(
     patches=patches,
     events=(PADDED_ROW_PREFILLING,),
     needs=needs,
+    ground="answers",
 )
 
 ABOUT = About(

@@ -388,6 +388,7 @@ FIX = Fix(
     patches=patches,
     events=(PREFILL_AS_DECODE,),
     needs=needs,
+    ground="answers",
     evidence=(
         f"{_DISPATCHER}::CudagraphDispatcher",
         f"{_GRAPHS_V2}::CudaGraphManager.dispatch",

@@ -232,6 +232,7 @@ FIX = Fix(
     patches=patches,
     events=(READ_AFTER_DRAFT,),
     needs=needs,
+    ground="answers",
     evidence=(
         f"{_RUNNER}::GPUModelRunner.propose_draft_token_ids",
         f"{_RUNNER}::GPUModelRunner._sample",

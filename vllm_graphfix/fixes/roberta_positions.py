@@ -6,7 +6,7 @@ import functools
 import re
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ FIX = Fix(
     patches=patches,
     events=(PADDED_POSITIONS_SHIFTED,),
     needs=needs,
-    default=Mode.OBSERVE,
+    ground="upstream",
     evidence=(
         *(f"{_MODELS}::{name.partition('.')[0]}.__init__" for name in _TARGETS),
         f"{_RUNNER}::GPUModelRunner.execute_model",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
@@ -219,7 +219,6 @@ FIX = Fix(
     patches=patches,
     events=(EMPTY_ROWS_GIVEN,),
     needs=needs,
-    default=Mode.OBSERVE,
     evidence=(
         f"{_BACKEND}::TritonMLAImpl.forward_mqa",
         f"{_BACKEND}::_compute_num_kv_splits",

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Counter, Diagnosis, Event, Fix, Mode, Patch, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Counter, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ FIX = Fix(
     patches=patches,
     events=(RECORDED_WORKSPACE_OUTGROWN,),
     needs=needs,
-    default=Mode.OBSERVE,
+    ground="memory",
     evidence=(
         f"{_WORKSPACE}::WorkspaceManager",
         *(

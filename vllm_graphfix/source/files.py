@@ -63,8 +63,8 @@ class Source:
         self.replaced: list[Function] = []
         """The functions asked for that their module decorates or binds again: it is not known what runs under their
         names."""
-        self.imported: dict[str, str] = {}
-        """The names asked for that a module imports instead of defining them, each with the path of that module."""
+        self.imported: list[tuple[str, str, str]] = []
+        """Names asked for that a module imports instead of defining them: name, path, and the path that has them."""
         self._parsed = 0
 
     @functools.cached_property
@@ -122,8 +122,13 @@ class Source:
 
     def _note_import(self, path: str, name: str) -> None:
         tree = self._tree(path)
-        if tree is not None and any(_imports(node, name) for node in ast.walk(tree)):
-            self.imported[name] = path
+        for node in ast.walk(tree) if tree is not None else ():
+            if isinstance(node, ast.ImportFrom) and any(
+                (each.asname or each.name) in (name, "*") for each in node.names
+            ):
+                package = path.split("/")[: -node.level] if node.level else []
+                origin = "/".join([*package, *filter(None, [(node.module or "").replace(".", "/")])])
+                self.imported.append((name, path, f"{origin}.py"))
 
     def names(self, path: str) -> frozenset[str]:
         """The names that the file imports, functions and classes that it defines, at any depth."""
@@ -153,11 +158,6 @@ class Source:
         if self._parsed > _LARGEST_TREES:
             raise SourceError(f"the code of {self.label} is larger than that of any vLLM; is it the right one?")
         return tree
-
-
-def _imports(node: ast.AST, name: str) -> bool:
-    """Whether *node* gives its module *name* from another one, by that name or with all others."""
-    return isinstance(node, ast.ImportFrom) and any((each.asname or each.name) in (name, "*") for each in node.names)
 
 
 def open_source(path: str | os.PathLike[str] | None = None) -> Source:
