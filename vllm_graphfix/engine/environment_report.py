@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from vllm_graphfix.log import logger
-from vllm_graphfix.patching.hooks import when_imported, wrap
+from vllm_graphfix.patching.hooks import wrap
 from vllm_graphfix.settings.environment import PREFIX
 
 
-def extend(report: Callable[[], str]) -> None:
+def extend(collect_env: ModuleType, report: Callable[[], str]) -> None:
     """Puts what *report* returns at the end of vLLM's own report; it is called only for that."""
 
     def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -26,7 +27,7 @@ def extend(report: Callable[[], str]) -> None:
             logger.exception("graphfix: nothing could be added to vLLM's report; the rest of it is as it was")
             return said
 
-    when_imported("vllm.collect_env", lambda collect_env: wrap(collect_env, "get_pretty_env_info", around))
+    wrap(collect_env, "get_pretty_env_info", around)
 
 
 def _without_our_variables(said: str) -> str:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from vllm_graphfix.engine import environment_report
 from vllm_graphfix.engine.capture_gate import CaptureGate
 from vllm_graphfix.engine.context import EngineContext
 from vllm_graphfix.engine.role import Role, deciding_separately, is_api_server_of, only_asks, place, served_model
@@ -81,7 +80,7 @@ class EngineProcess(EngineContext):
         self.gate.watch()
         when_imported("vllm.entrypoints.serve.instrumentator.metrics", self._watch_metrics)
         if self._report is not None and self.role is Role.FRONT_END:
-            environment_report.extend(self._report)
+            when_imported("vllm.collect_env", self._watch_report)
         os.register_at_fork(after_in_child=self._forked)
         if not only_asks():
             # For a process, such as an API server's, that imports no code of a fix.
@@ -286,6 +285,13 @@ class EngineProcess(EngineContext):
             return registry
 
         wrap(instrumentator, "get_prometheus_registry", around)
+
+    def _watch_report(self, collect_env: Any) -> None:
+        """Around the function that makes vLLM's own report of an environment."""
+        from vllm_graphfix.engine import environment_report
+
+        if self._report is not None:
+            environment_report.extend(collect_env, self._report)
 
     def _expose(self) -> None:
         from vllm_graphfix.engine import metrics
