@@ -25,6 +25,7 @@ class WorkerReport:
         import vllm_graphfix
 
         return {
+            "registered": vllm_graphfix.registered(),
             "fixes": {
                 name: {"mode": fix.mode.value, "state": fix.state.value, "reason": fix.reason}
                 for name, fix in vllm_graphfix.states().items()
@@ -35,6 +36,8 @@ class WorkerReport:
 
 def problems(report: dict[str, Any]) -> Iterator[str]:
     """What makes the rollouts of a worker doubtful."""
+    if not report["registered"]:
+        yield "vLLM has not loaded the plugin in this worker: is VLLM_PLUGINS set, without graphfix?"
     for name, fix in report["fixes"].items():
         # `waiting`: this worker has not imported the code that the fix is for, such as a drafter's.
         done = fix["state"] in ("active", "waiting", "not-needed")
@@ -48,6 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="less, beside a trainer")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs, for comparison")
     given = parser.parse_args()
 

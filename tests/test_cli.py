@@ -50,11 +50,12 @@ def status(
 
 def test_status_json_is_the_interface_that_the_design_gives() -> None:
     found = status("0.18.1")
-    assert {key: found[key] for key in ("schema", "graphfix", "vllm", "source")} == {
+    assert {key: found[key] for key in ("schema", "graphfix", "vllm", "source", "default_runner")} == {
         "schema": 1,
         "graphfix": __version__,
         "vllm": "0.18.1",
         "source": str(release_root("0.18.1")),
+        "default_runner": "V1",
     }
     assert found["misconfigured"] == {}
     assert [row["name"] for row in found["fixes"]] == [fix.name for fix in FIXES]
@@ -182,8 +183,9 @@ def test_status_tells_what_to_act_on() -> None:
 def test_status_begins_with_a_verdict_and_has_a_row_for_each_defect_of_this_vllm_alone(release: str) -> None:
     out, _ = call("status", "--vllm", str(release_root(release)))
     lines, here = out.splitlines(), affected_by(release)
-    assert lines[0] == f"vLLM {release}, stock release"
-    assert lines[1].startswith(f"{len(here)} of {len(FIXES)} known defects are in it. At the next start: ")
+    assert lines[0].startswith(f"vLLM {release}, stock release; model runner ")
+    told = "With the plugin installed there"  # it may not be beside a vLLM that was named
+    assert lines[1].startswith(f"{len(here)} of {len(FIXES)} known defects are in it. {told}: ")
     group = ""
     for line in lines[2:]:
         group = next((title for title in ("FIXED", "COUNTED") if line.startswith(title)), group)

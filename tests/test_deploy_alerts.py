@@ -23,6 +23,7 @@ from deployed import (
     rules,
 )
 from promtool import ran
+from vllm_graphfix.commands.links import PAGES
 
 
 def test_promtool_accepts_the_rules(promtool: Path) -> None:
@@ -63,9 +64,10 @@ def test_promtool_accepts_every_query_that_ships(promtool: Path, tmp_path: Path)
 @pytest.mark.parametrize("alert", ALERTS.values(), ids=ALERTS)
 def test_an_alert_says_how_bad_it_is_and_leads_into_the_runbook(alert: Mapping[str, Any]) -> None:
     assert alert["labels"]["severity"] in ("critical", "warning", "info")
-    assert set(alert["annotations"]) == {"summary", "description", "runbook"}
-    page, _, anchor = alert["annotations"]["runbook"].partition("#")
-    headings = re.findall(r"^#+ (.*)$", (PROJECT / page).read_text(), re.MULTILINE)
+    assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
+    page, _, anchor = alert["annotations"]["runbook_url"].partition("#")
+    assert page.startswith(f"{PAGES}/")
+    headings = re.findall(r"^#+ (.*)$", (PROJECT / "docs" / page.removeprefix(f"{PAGES}/")).read_text(), re.MULTILINE)
     # As GitHub makes anchors of headings.
     assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 

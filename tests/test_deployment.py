@@ -267,6 +267,34 @@ def test_a_flag_that_this_vllm_does_not_know_is_an_error_with_the_nearest_one(fl
 
 
 @pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--kv-cache-dtype fp9", "takes no --kv-cache-dtype 'fp9'; did you mean fp8?"),
+        ("--kv-cache-dtype FP8", "takes no --kv-cache-dtype 'FP8'; did you mean fp8?"),
+        ("--kv-cache-dtype x", "takes no --kv-cache-dtype 'x'; it takes auto, bfloat16, float16, fp8, "),
+        ("--attention-backend FLASHMALA", "takes no --attention-backend 'FLASHMALA'; did you mean FLASHMLA?"),
+        ("-tp eight", "takes no --tensor-parallel-size 'eight'; give a number"),
+    ],
+)
+def test_a_value_that_this_vllm_refuses_is_one_clear_error(flags: str, told: str) -> None:
+    arguments = ["status", "--vllm", str(release_root("0.18.1")), "--for", f"./v3 {flags}"]
+    done = CliRunner().invoke(app, arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"vllm-graphfix: vLLM 0.18.1 {told}")
+
+
+@pytest.mark.parametrize("flags", ["--kv-cache-dtype=fp8_e4m3", "--attention-backend flashmla", "-tp 8 -dcp 2"])
+def test_a_value_that_this_vllm_takes_is_none(flags: str) -> None:
+    arguments = ["status", "--vllm", str(release_root("0.18.1")), "--for", f"./v3 {flags}"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+
+
+def test_a_line_of_nothing_is_one_clear_error() -> None:
+    done = CliRunner().invoke(app, ["status", "--vllm", str(release_root("0.18.1")), "--for", " "])
+    assert (done.exit_code, done.stderr.startswith("vllm-graphfix: --for is empty")) == (2, True)
+
+
+@pytest.mark.parametrize(
     "line",
     ["-tp8", "--tensor_parallel_size 8", "--tensor-parallel 8", "-O3", "-cc.mode=3", "--no-enable-prefix-caching"],
 )

@@ -5,11 +5,18 @@ The GPU and the environment of this machine, who runs which model runner, and ot
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import pytest
+from rich.console import Console
 
 from served_models import AMPERE, EAGLE, HOPPER, answer
-from stock import release_root
+from stock import ALL_RELEASES, release_root
+from vllm_graphfix.commands.status import status
+from vllm_graphfix.commands.status_table import show
 from vllm_graphfix.deployment import Concern, Deployment, hardware, read_deployment
+from vllm_graphfix.deployment.runner import default_runner
 from vllm_graphfix.source.files import open_source
 
 pytestmark = pytest.mark.usefixtures("among_models")
@@ -54,6 +61,35 @@ def test_who_runs_which_model_runner_by_default_is_read_from_the_code(
     }
 
 
+@pytest.mark.parametrize("release", ALL_RELEASES)
+def test_the_default_is_said_of_each_release(release: str) -> None:
+    at = ALL_RELEASES.index
+    of_some = "V1, V2 for some models" if at(release) >= at("0.22.0") else "V1"
+    expected = "V2" if at(release) >= at("0.29.0") else of_some
+    assert default_runner(open_source(release_root(release))) == expected
+
+
+def test_a_vllm_that_chooses_otherwise_is_not_known(tmp_path: Path) -> None:
+    for file, text in (
+        ("__init__.py", ""),
+        ("config/vllm.py", ""),
+        ("envs.py", "VLLM_USE_V2_MODEL_RUNNER: bool = asked()"),
+    ):
+        (tmp_path / "vllm" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "vllm" / file).write_text(text)
+    assert default_runner(open_source(tmp_path)) == ""
+    (tmp_path / "vllm" / "config" / "vllm.py").write_text("def use_v2_model_runner(self): return asked()")
+    assert default_runner(open_source(tmp_path)) == ""
+
+
+def test_a_fix_of_the_other_model_runner_is_said_to_be_one() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    show(status(open_source(release_root("0.33.0")), {}), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.startswith("vLLM 0.33.0, stock release; model runner V2 by default\n")
+    assert "model runner V1 (not the default here), speculative decoding" in text
+
+
 FACTS = [
     ("graphs", "./llama", True),
     ("graphs", "./llama --enforce-eager", False),
@@ -74,7 +110,6 @@ FACTS = [
     ("drafts", './llama -sc \'{"model": "draft"}\'', None),
     ("data_parallel", "./llama -dp 2", True),
     ("data_parallel", "./llama", False),
-    ("data_parallel", "./llama -dp many", None),
     ("data_parallel", "./llama --data-parallel-rank 0", None),
 ]
 

@@ -76,6 +76,7 @@ def test_with_the_shadow_check_on_its_counters_are_printed(model: Path, tmp_path
 
 def report(**fix: Any) -> dict[str, Any]:
     return {
+        "registered": True,
         "fixes": {"a-fix": {"mode": "auto", "state": "active", "reason": "applied"} | fix},
         "events": {"shadow": {"checks": 9, "mismatches": 0}},
     }
@@ -92,6 +93,15 @@ def test_a_fix_in_any_state_in_which_it_may_be_missed_is_a_problem(state: str) -
 )
 def test_what_was_chosen_or_is_not_needed_is_none(fix: dict[str, Any]) -> None:
     assert not [*rollouts.problems(report(**fix))]
+
+
+def test_a_worker_without_the_plugin_is_a_problem(model: Path, tmp_path: Path) -> None:
+    """There all fixes wait, as some do in a worker that has not imported their code."""
+    done = ran(model, tmp_path, VLLM_PLUGINS="lora_filesystem_resolver")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.findall(r"^worker 0: PROBLEM: (.*)", done.stdout, re.MULTILINE) == [
+        "vLLM has not loaded the plugin in this worker: is VLLM_PLUGINS set, without graphfix?"
+    ]
 
 
 def test_a_mismatch_of_the_shadow_check_is_a_problem() -> None:

@@ -21,7 +21,7 @@ from records import ENGINE, elsewhere, leave, of, record
 from vllm_graphfix import __version__
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.fleet import as_json, look
-from vllm_graphfix.records import FixReport, Identity, own_folder
+from vllm_graphfix.records import FixReport, Identity, own_folder, reading
 
 
 def call(*arguments: str, code: int = 0, env: dict[str, str] | None = None) -> tuple[str, str]:
@@ -131,7 +131,7 @@ def test_a_folder_that_is_none_is_one_sentence_and_exit_2(tmp_path: Path, folder
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("5",), "SECONDS only goes with --watch"),
+        (("5",), "no engine whose name begins with '5'"),
         (("--watch", "--json"), "--watch and --json do not go together"),
         (("--watch", "0"), "--watch takes 0.1 to 86400 seconds, not 0"),
         (("--watch", "nan"), "seconds, not nan"),
@@ -251,3 +251,13 @@ def test_a_watched_fleet_is_no_longer_than_its_terminal(tmp_path: Path) -> None:
     lines = console.export_text().splitlines()
     assert len(lines) <= 6
     assert "more lines" in lines[-1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_records_that_were_not_read_are_no_all_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(tmp_path, *(record(elsewhere(4242 + rank), rank=rank, world_size=2) for rank in (0, 1)))
+    assert "NOT READ" not in call("--dir", str(tmp_path))[0]
+    monkeypatch.setattr(reading, "FILES", 1)
+    out, _ = call("--dir", str(tmp_path), code=1)
+    assert "; 1 records NOT READ" in out.splitlines()[0]
+    assert "1 files were skipped, since at most 1 are read" in out

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.engine.process import EngineProcess
     from vllm_graphfix.patching.manager import FixState
 
-__all__ = ["__version__", "events", "register", "states"]
+__all__ = ["__version__", "events", "register", "registered", "states"]
 
 
 def register() -> None:
@@ -44,6 +44,11 @@ def states() -> dict[str, FixState]:
     Before `register` was called here every fix is as the environment wants it and `waiting`.
     """
     return _this_process().states()
+
+
+def registered() -> bool:
+    """Whether `register` has run in this process; where it has not, vLLM does not load the plugin (VLLM_PLUGINS?)."""
+    return _this_process().started
 
 
 def events() -> dict[str, dict[str, int]]:

@@ -81,5 +81,4 @@ SERVED = (
     Served("0.18.1", "./llama -tp 16 -dcp 2 --attention-backend FLASHINFER", Concern.DOES_NOT, "FLASHINFER"),
     Served("0.18.1", "./llama -tp 16 -dcp 2", Concern.UNKNOWN, "attention backend", "NVIDIA B200"),
     Served("0.18.1", "./llama -tp 16 -dcp 2 -ac.backend=FLASH_ATTN", Concern.UNKNOWN, "attention backend"),
-    Served("0.18.1", "./llama -tp 16 -dcp two", Concern.UNKNOWN, "a number", "NVIDIA H100"),
 )

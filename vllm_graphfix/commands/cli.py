@@ -38,8 +38,6 @@ EXIT_NOT_PRINTED = 1
 EXIT_USAGE = 2
 EXIT_LEFT_UNDONE = 3
 EXIT_INTERRUPTED = 130
-_SECONDS_DIGITS = 5
-"""More digits are the beginning of an engine's name."""
 
 PIPE_WIDTH = 140
 """Columns where there is no terminal."""
@@ -132,9 +130,8 @@ def status(
         _stop(f"no GPU that this plugin knows is called {gpu!r}; say H100, or its compute capability, such as 9.0")
     try:
         source = open_source(vllm)
-        found = judge(
-            source, deployment=None if flags is None else read_deployment(flags, source, gpu, asked=asked_flags())
-        )
+        deployment = None if flags is None else read_deployment(flags, source, gpu, asked=asked_flags())
+        found = judge(source, deployment=deployment)._replace(elsewhere=vllm is not None)
     except (SourceError, ManifestError, FlagsError) as error:
         _stop(str(error))
     if as_json:
@@ -301,9 +298,7 @@ def fleet(
     """
     from vllm_graphfix.commands import fleet as fleets
 
-    seconds = None if asked is None else _number(asked)
-    if seconds is not None and not watch and not _is_engine(asked):
-        _stop("SECONDS only goes with --watch: vllm-graphfix fleet --watch SECONDS")
+    seconds = None if asked is None or not watch else _number(asked)
     if watch and (everything or (asked is not None and seconds is None)):
         _stop("--watch shows all engines in short, and takes seconds: vllm-graphfix fleet --watch SECONDS")
     if as_json and (everything or asked is not None):
@@ -403,11 +398,6 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _is_engine(text: str | None) -> bool:
-    """Whether *text* may begin the name of an engine, sixteen hexadecimal digits, and is no number of seconds."""
-    return text is not None and len(text) > _SECONDS_DIGITS
 
 
 def _named(name: str) -> Fix:

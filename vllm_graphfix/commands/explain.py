@@ -41,6 +41,7 @@ def show_all(console: Console) -> None:
     from rich.table import Table
 
     table = Table("fix", "what it does", "affected releases", "upstream", box=None, pad_edge=False)
+    table.columns[0].no_wrap = True  # somebody will type it
     for fix in FIXES:
         said = about(fix)
         table.add_row(fix_name(fix.name), said.summary, said.releases, linked(references(said)))

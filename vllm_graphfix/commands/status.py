@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from vllm_graphfix import manifest
 from vllm_graphfix._version import __version__
 from vllm_graphfix.deployment import Answer, Concern, Deployment, needs
+from vllm_graphfix.deployment.runner import Default, default_runner
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, State, Verdict, variable
 from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT, about
 from vllm_graphfix.patching.applied_fix import AppliedFix, Policy
@@ -55,6 +56,13 @@ class Status(NamedTuple):
     """What the operator should act on, beyond the rows."""
     misconfigured: Mapping[str, str]
     """Variables whose value means nothing, each with that value."""
+    elsewhere: bool = False
+    """Whether it is a vLLM that was named: the plugin may not be beside it."""
+
+    @property
+    def default_runner(self) -> Default:
+        """The model runner that this vLLM takes where nobody chooses one."""
+        return default_runner(self.source)
 
     @property
     def is_nothing_known(self) -> bool:
@@ -88,6 +96,7 @@ class Status(NamedTuple):
             "graphfix": __version__,
             "vllm": self.source.version,
             "source": self.source.label,
+            "default_runner": self.default_runner or None,
             "misconfigured": dict(self.misconfigured),
             "notes": list(self.notes),
             "fixes": [

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_graphfix.commands.explain import by_default
 from vllm_graphfix.commands.links import fix_name, linked
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.deployment.needs import briefly
+from vllm_graphfix.deployment.runner import Default
 from vllm_graphfix.fix import State, Verdict
 from vllm_graphfix.fixes import about
 from vllm_graphfix.text import printable
@@ -41,8 +41,9 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
     known = all(row.diagnosis.known for row in found.rows)
     origin = "stock release" if known else "no stock release that was looked at: judged by its code"
     where = f" in {printable(found.source.label)}" if verbose or not known else ""
-    line(f"vLLM {found.source.version or '(version unknown)'}{where}, {origin}")
-    line(verdict(needed, len(found.rows)), "bold")
+    runner = f"; model runner {found.default_runner} by default" if needed and found.default_runner else ""
+    line(f"vLLM {found.source.version or '(version unknown)'}{where}, {origin}{runner}")
+    line(verdict(needed, len(found.rows), elsewhere=found.elsewhere), "bold")
     if asked:
         line(_concerning(needed), "bold")
     for name, value in found.misconfigured.items():
@@ -60,7 +61,7 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
             said = len(rows) > 1 and len(whys) == 1 and title == "NOT FIXED"
             if said:
                 line(f"{rows[0].would_be.value}: {rows[0].reason}", colour)
-            _table(title, colour, rows, console, folder, asked=asked, verbose=verbose, why=not said)
+            _table(title, colour, rows, console, found, asked=asked, verbose=verbose, why=not said)
     absent = [row for row in found.rows if row not in needed]
     left_out = [row for row in needed if row not in concerned]
     if everything:
@@ -85,7 +86,7 @@ def _group(row: Row) -> str:
     return {State.ACTIVE: "FIXED", State.OBSERVING: "COUNTED"}.get(row.would_be, "NOT FIXED")
 
 
-def verdict(needed: Sequence[Row], known: int) -> str:
+def verdict(needed: Sequence[Row], known: int, *, elsewhere: bool = False) -> str:
     """How many of the *known* defects this vLLM has, and what will be done about them, in a sentence or two."""
     has = [row for row in needed if row.diagnosis.verdict is Verdict.AFFECTED]
     unknown = len(needed) - len(has)
@@ -98,7 +99,8 @@ def verdict(needed: Sequence[Row], known: int) -> str:
     told = [f"{each['FIXED']} fixed"] if each["FIXED"] else []
     told += [f"{each['COUNTED']} only counted"] if each["COUNTED"] else []
     told += [f"{each['NOT FIXED']} NOT fixed"] if each["NOT FIXED"] else []
-    return f"{said}. At the next start: {', '.join(told)}."
+    when = "With the plugin installed there" if elsewhere else "At the next start"
+    return f"{said}. {when}: {', '.join(told)}."
 
 
 def _concerning(needed: Sequence[Row]) -> str:
@@ -112,10 +114,13 @@ def _concerning(needed: Sequence[Row]) -> str:
         verb = "concerns" if len(hit) == 1 else "concern"
         parts.append(f"{len(hit)} of these {len(needed)} {verb} you: {', '.join(row.fix.name for row in hit)}")
     elif not unknown:
-        # Most often one thing spares it from most of them: that it has no graphs, say.
-        (why, often), *_ = Counter(row.answer.reason for row in spared if row.answer).most_common(1)
-        told = f": {why}" if often == len(needed) else f"; most often since {why}"
-        parts.append(f"None of these {len(needed)} concerns you{told}")
+        # Most often one thing spares it from most of them: that it has no graphs, say. Who names a model asks for more
+        # than which model runner he has.
+        whys = Counter(row.answer.reason for row in spared if row.answer)
+        told = {each: number for each, number in whys.items() if "MODEL_RUNNER" not in each} or whys
+        (why, often), *_ = Counter(told).most_common(1)
+        because = f": {why}" if often == len(needed) else f"; most often since {why}"
+        parts.append(f"None of these {len(needed)} concerns you{because}")
     else:
         parts.append(f"None of these {len(needed)} certainly concerns you")
     if unknown:
@@ -128,7 +133,7 @@ def _table(
     colour: str,
     rows: Sequence[Row],
     console: Console,
-    folder: Path | None,
+    found: Status,
     *,
     asked: bool,
     verbose: bool,
@@ -137,11 +142,12 @@ def _table(
     from rich.table import Table
     from rich.text import Text
 
+    folder, default = found.source.folder, found.default_runner
     if console.width < _NARROW:
         console.print(f"[bold {colour}]{title}[/]")
         for row in rows:
             console.print(fix_name(row.fix.name), linked(f": {_plain(about(row.fix).seen)}"), sep="")
-            for text in _more(row, asked=asked, verbose=verbose, why=why):
+            for text in _more(row, default, asked=asked, verbose=verbose, why=why):
                 console.print(linked(f"  {text}", folder=folder))
         return
     table = Table(
@@ -150,13 +156,13 @@ def _table(
     table.columns[0].no_wrap = True
     table.columns[2].overflow = "fold"  # places are long words
     for row in rows:
-        last, *more = _more(row, asked=asked, verbose=verbose, why=why)
+        last, *more = _more(row, default, asked=asked, verbose=verbose, why=why)
         said = Text("\n").join([linked(last), *(linked(text, "yellow", folder=folder) for text in more)])
         table.add_row(fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), said)
     console.print(table)
 
 
-def _more(row: Row, *, asked: bool, verbose: bool, why: bool) -> Iterator[str]:
+def _more(row: Row, default: Default, *, asked: bool, verbose: bool, why: bool) -> Iterator[str]:
     """Who is hit, or why this deployment is; then what there is to say of this fix here.
 
     *why*: also why it is not fixed.
@@ -165,7 +171,9 @@ def _more(row: Row, *, asked: bool, verbose: bool, why: bool) -> Iterator[str]:
         yours = row.answer.concern is Concern.CONCERNS
         yield row.answer.reason if yours else f"{row.answer.concern.value} {row.answer.reason}"
     else:
-        yield briefly(row.fix.needs())
+        needed, runner = briefly(row.fix.needs()), f"model runner {row.fix.runner}"
+        others = row.fix.runner is not None and default in ("V1", "V2") and default != row.fix.runner
+        yield needed.replace(runner, f"{runner} (not the default here)", 1) if others else needed
     yield from row.notes
     if why and row.would_be not in (State.ACTIVE, State.OBSERVING) and not row.notes:
         yield f"{row.would_be.value}: {row.reason}"

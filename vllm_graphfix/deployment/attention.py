@@ -22,8 +22,10 @@ class Attention(Model):
         if missing is not None:
             return Fact(None, missing)
         if value is not None and value != "auto":
+            if value in ("fp8", "fp8_e4m3"):
+                return Fact(True, f"--kv-cache-dtype {value}")
             if value.startswith("fp8"):
-                return Fact(True, f"--kv-cache-dtype {printable(value[:20])}")
+                return Fact(False, f"FlashMLA takes no --kv-cache-dtype {printable(value[:20])} for dense attention")
             return Fact(False, f"--kv-cache-dtype {printable(value[:20])} is not fp8")
         config, missing = self._config
         if missing is not None:

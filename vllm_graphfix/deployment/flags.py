@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.deployment.answers import Fact
-from vllm_graphfix.deployment.known_flags import flags_of, nearest, unknown
+from vllm_graphfix.deployment.known_flags import flags_of, nearest, unknown, wrong_value
 from vllm_graphfix.deployment.line import FlagsError, json_or, parse
 from vllm_graphfix.text import shown
 
@@ -38,6 +38,14 @@ class Flags:
                     f"{shown(name)} is no flag of vLLM {source.version or 'as given'}"
                     + (f"; did you mean {close}?" if close else "; `vllm serve --help=all` lists its flags")
                 )
+        for name, given in parsed.flags.items():
+            instead = given.value and given.unsure is None and wrong_value(name, given.value, source)
+            if instead:
+                raise FlagsError(
+                    f"vLLM {source.version or 'as given'} takes no {name} {shown(given.value or '')}; {instead}"
+                )
+        if not line.split():
+            raise FlagsError("--for is empty: give it the arguments of your `vllm serve`, the model first")
         self._line = line.lower()
         self._flags = parsed.flags
         self._models = parsed.models

@@ -41,6 +41,54 @@ def flags_of(source: Source) -> frozenset[str]:
     return frozenset(found) if found >= _OF_EACH else frozenset()
 
 
+_CHOICES = {
+    "--kv-cache-dtype": ("vllm/config/cache.py", "CacheDType"),
+    "--attention-backend": ("vllm/v1/attention/backends/registry.py", "AttentionBackendEnum"),
+}
+"""Where the values that a flag takes are: a `Literal`, or the members of an enumeration."""
+_NUMBERS = frozenset(
+    f"--{each}-size" for each in ("tensor-parallel", "pipeline-parallel", "data-parallel", "decode-context-parallel")
+)
+
+
+def wrong_value(flag: str, value: str, source: Source) -> str | None:
+    """What to give instead of *value*, where vLLM would refuse that; None where it takes it, or is not known to."""
+    if flag in _NUMBERS:
+        return None if re.fullmatch(r"\d{1,9}", value) else "give a number"
+    choices = _choices(flag, source)
+    same = value.upper() if flag == "--attention-backend" else value  # vLLM takes names of backends in any case
+    if not choices or same in choices:
+        return None
+    from difflib import get_close_matches
+
+    cased = [each for each in choices if each.casefold() == same.casefold()]
+    close = cased or get_close_matches(same, sorted(choices), n=1)
+    return f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(choices))}"
+
+
+def _choices(flag: str, source: Source) -> frozenset[str]:
+    path, name = _CHOICES.get(flag, ("", ""))
+    try:
+        tree = ast.parse((source.read(path) if path else None) or b"")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return frozenset()
+    for node in tree.body:
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == name
+            and isinstance(node.value, ast.Subscript)
+        ):
+            return (
+                frozenset(ast.literal_eval(node.value.slice))
+                if isinstance(node.value.slice, ast.Tuple)
+                else frozenset()
+            )
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            targets = (each.targets[0] for each in node.body if isinstance(each, ast.Assign))
+            return frozenset(each.id for each in targets if isinstance(each, ast.Name))
+    return frozenset()
+
+
 def unknown(flag: str, known: frozenset[str]) -> bool:
     """Whether no `vllm serve` with the flags *known* takes *flag*, given as on the line, without its value.
 

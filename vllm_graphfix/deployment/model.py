@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -88,7 +89,10 @@ class Model(Flags):
         if not found:
             cached = _in_the_hub_cache(place, self.value("--revision")[0], self._environment)
             if cached is None:
-                return {}, f"the config.json of {printable(place[:80])}: name a local folder that contains it"
+                where = "name a local folder that contains it"
+                if importlib.util.find_spec("huggingface_hub") is None:
+                    where += " (a model in this machine's cache is found where huggingface_hub is installed)"
+                return {}, f"the config.json of {printable(place[:80])}: {where}"
             folder = cached
         text = hardware.small_text(folder / "config.json", _LARGEST_CONFIG + 1)
         if text is None or len(text) > _LARGEST_CONFIG:

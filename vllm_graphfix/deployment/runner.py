@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
+from typing import Literal
 
 from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.model import MAMBA, OTHER_RECURRENT, Model
+from vllm_graphfix.source.files import Source
 
 _V2 = "VLLM_USE_V2_MODEL_RUNNER"
 _CONFIG_MODULE = "vllm/config/vllm.py"
 _ENVS = "vllm/envs.py"
+
+
+Default = Literal["V1", "V1, V2 for some models", "V2", ""]
+"""The model runner of engines for which nobody chooses one; empty where the code of a vLLM does not say it."""
+
+
+def default_runner(source: Source) -> Default:
+    """The model runner that *source* takes by default; V1 also serves what V2 refuses."""
+    if not source.says(_CONFIG_MODULE, "use_v2_model_runner"):
+        by_variable = re.search(rf'getenv\("{_V2}", "0"\)'.encode(), source.read(_ENVS) or b"")
+        return "V1" if by_variable or not source.says(_ENVS, _V2) else ""
+    if source.says(_CONFIG_MODULE, "_is_default_v2_model_runner_model"):
+        return "V1, V2 for some models"
+    return "V2" if source.says(_CONFIG_MODULE, "_get_v2_model_runner_unsupported_features") else ""
 
 
 class Runner(Model):
@@ -40,11 +56,10 @@ class Runner(Model):
     def _runner_by_default(self) -> str:
         """``V1``, ``V1 for this model``, or what is missing."""
         if not self._source.says(_CONFIG_MODULE, "use_v2_model_runner"):
-            if re.search(rf'getenv\("{_V2}", "0"\)'.encode(), self._source.read(_ENVS) or b""):
-                return "V1"
-            if not self._source.says(_ENVS, _V2):
-                return "V1"
-            return f"{_V2} set to 0 or 1, or the model runner that vLLM logs when it starts"
+            return (
+                default_runner(self._source)
+                or f"{_V2} set to 0 or 1, or the model runner that vLLM logs when it starts"
+            )
         listed = self._source.function(_CONFIG_MODULE, "VllmConfig._is_default_v2_model_runner_model")
         first = self._source.function(_CONFIG_MODULE, "VllmConfig.use_v2_model_runner")
         known = first is not None and first.find("if not self._is_default_v2_model_runner_model(): return False")

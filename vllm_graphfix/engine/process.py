@@ -61,6 +61,10 @@ class EngineProcess(EngineContext):
         self.status_record = StatusRecord(self)
         self.gate = CaptureGate(self, self.status_record)
 
+    @property
+    def started(self) -> bool:
+        return self._started
+
     # -- the decision --------------------------------------------------------------------------------------------
 
     def start(self) -> None:

@@ -413,7 +413,9 @@ ABOUT = About(
     "before.",
     detect="At temperature 0 the same prompt of one token (or one token more than are drafted) gets a different "
     "answer each time, and always the same one with --enforce-eager.",
-    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
+    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager. With gated delta nets '
+    "and MTP drafts PIECEWISE is reported to end in an illegal memory access of its own (PR 46324, open): take the "
+    "latter.",
     removable="not yet: no release up to 0.33.0 has the remedy for model runner V1",
     in_caches="wrong recurrent states of one-token prompts and one-token remainders, and of other requests of the same "
     "batch; in hybrids wrong keys and values computed on them, also of the tokens that follow",

@@ -15,7 +15,7 @@ from vllm_graphfix.records.folder import ENTRIES, OPEN_FOLDER, check_owner, own_
 from vllm_graphfix.records.record import LARGEST, Record, RecordError
 from vllm_graphfix.text import printable
 
-FILES = 4096
+FILES = 4 * 4096
 """Records that are read at once."""
 _FOLDER = re.compile(r"vllm-graphfix-(0|[1-9][0-9]{0,9})")
 _FILE = re.compile(r"[0-9a-f]{16}-[A-Za-z0-9._-]{1,64}-[0-9]{1,10}\.json")
@@ -36,6 +36,8 @@ class Reading(NamedTuple):
     found: tuple[Found, ...]
     problems: tuple[str, ...]
     """What could not be read, a line for each folder."""
+    skipped: int = 0
+    """Files beyond `FILES`: engines may be missing."""
 
 
 def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tuple[str, int]] = frozenset()) -> Reading:
@@ -48,6 +50,7 @@ def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tup
     """
     found: list[Found] = []
     problems: list[str] = []
+    skipped = 0
     mine = own_folder(base)
     folders = [mine]
     if not own:
@@ -74,13 +77,13 @@ def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tup
         try:
             uid = int(path.name.rpartition("-")[2])
             check_owner(folder, uid)
-            _read_folder(folder, path, uid, found, problems, first, skip)
+            skipped += _read_folder(folder, path, uid, found, problems, first, skip)
         except OSError as error:
             refused.append(f"{shown_path(path)}: {why(error)}")
         finally:
             os.close(folder)
     problems += _in_one_line(refused, "folders")
-    return Reading(tuple(found), tuple(problems))
+    return Reading(tuple(found), tuple(problems), skipped)
 
 
 def _read_folder(
@@ -91,7 +94,8 @@ def _read_folder(
     problems: list[str],
     first: str,
     skip: Collection[tuple[str, int]],
-) -> None:
+) -> int:
+    """Reads the records in *folder* into *found*, and returns how many files it had to leave out."""
     wrong: list[str] = []
     with os.scandir(folder) as entries:
         names = [
@@ -100,11 +104,11 @@ def _read_folder(
             if not entry.name.startswith(".") and (not skip or (entry.name, entry.inode()) not in skip)
         ]
     names.sort(key=lambda name: (not (first and name.startswith(first)), name))
+    skipped = 0
     for number, name in enumerate(names):
         if len(found) + len(wrong) >= FILES:
-            problems.append(
-                f"{shown_path(path)}: {len(names) - number} files were skipped, since at most {FILES} are read"
-            )
+            skipped = len(names) - number
+            problems.append(f"{shown_path(path)}: {skipped} files were skipped, since at most {FILES} are read")
             break
         try:
             found.append(_read_record(folder, path, name, uid))
@@ -115,6 +119,7 @@ def _read_folder(
         except OSError as error:
             wrong.append(f"{printable(name)}: {why(error)}")
     problems += [f"{shown_path(path)}: {line}" for line in _in_one_line(wrong, "files")]
+    return skipped
 
 
 def _in_one_line(wrong: list[str], what: str) -> list[str]:

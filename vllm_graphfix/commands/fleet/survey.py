@@ -32,11 +32,13 @@ class Fleet:
     notes: tuple[str, ...]
     problems: tuple[str, ...]
     """Records that cannot be read."""
+    skipped: int = 0
+    """Records that were not read because there are too many: engines may be missing."""
 
     @property
     def exit_code(self) -> int:
         missed = [one for one in self.unrecorded if not one.elsewhere]
-        if any(engine.wrong for engine in self.engines) or not all(one.starting for one in missed):
+        if self.skipped or any(engine.wrong for engine in self.engines) or not all(one.starting for one in missed):
             return NOT_IN_ORDER
         if missed or any(engine.status == "starting" for engine in self.engines):
             return STARTING
@@ -66,7 +68,8 @@ def look(folder: Path | None = None) -> Fleet:
         for found, state in zip(reading.found, all_liveness(reading.found, now, here), strict=True)
     ]
     unrecorded, notes = without_record(base, here, members, now)
-    return Fleet(base, here, _engines(_without_left_engines(members)), unrecorded, notes, reading.problems)
+    engines = _engines(_without_left_engines(members))
+    return Fleet(base, here, engines, unrecorded, notes, reading.problems, reading.skipped)
 
 
 def _is_folder(path: Path) -> bool:

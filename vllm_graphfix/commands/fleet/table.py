@@ -81,6 +81,8 @@ def _verdict(fleet: Fleet) -> list[RenderableType]:
     line.append(", ".join(parts) or "none is running", style="bold")
     if kinds[_WRONG]:
         line.append(f"{', ' if parts else '; '}{kinds[_WRONG]} {_WRONG}", style="bold red")
+    if fleet.skipped:
+        line.append(f"; {fleet.skipped} records NOT READ", style="bold red")
     if kinds["ended"]:
         line.append(f"; {kinds['ended']} ended", style="dim")
     line.append(f"   {time.strftime('%H:%M:%S')}", style="dim")
