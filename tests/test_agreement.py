@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from ranks import STAGE, compared, word
+from ranks import STAGE, compared, report
 from vllm_graphfix.engine import rank_agreement
 from vllm_graphfix.engine.rank_agreement import RankReport, compare, leave, leave_an_end
 
 
 def test_ranks_that_say_the_same_agree() -> None:
-    words = {rank: word(f"node-{rank // 2}") for rank in range(4)}
-    found, warnings = compared(words, 4)
-    for rank in words:
+    reports = {rank: report(f"node-{rank // 2}") for rank in range(4)}
+    found, warnings = compared(reports, 4)
+    for rank in reports:
         assert (found[rank].world_size, found[rank].agreeing, found[rank].difference) == (4, 4, None)
-        assert (found[rank].group, found[rank].leader) == (words[0].token, words[0].engine)
+        assert (found[rank].group, found[rank].leader) == (reports[0].token, reports[0].engine)
     assert warnings == []
 
 
 def test_nodes_that_started_on_their_own_agree_although_each_has_an_engine_of_its_own() -> None:
-    found, _ = compared({0: word(engine="a" * 16), 1: word("node-b", engine="b" * 16)}, 2)
+    found, _ = compared({0: report(engine="a" * 16), 1: report("node-b", engine="b" * 16)}, 2)
     assert {each.difference for each in found.values()} == {None}
     assert {each.leader for each in found.values()} == {"a" * 16}
 
@@ -35,7 +35,7 @@ def test_nodes_that_started_on_their_own_agree_although_each_has_an_engine_of_it
 def test_code_that_a_rank_does_not_run_differs_from_nothing() -> None:
     """A drafter is on the last stage of a pipeline only; elsewhere its fix waits for an import that never comes."""
     states = {"mamba-padding": "active", "capture-state": "waiting"}
-    found, _ = compared({0: word(states=states), 1: word()}, 2)
+    found, _ = compared({0: report(states=states), 1: report()}, 2)
     assert found[1].difference is None
     assert found[0].agreeing == 2
 
@@ -58,17 +58,17 @@ def test_code_that_a_rank_does_not_run_differs_from_nothing() -> None:
     ],
 )
 def test_a_difference_names_what_differs_and_the_ranks_with_their_hosts(changed: dict[str, Any], what: str) -> None:
-    words = {rank: word() for rank in (0, 1, 3)} | {2: word("node-b", **changed)}
-    found, _ = compared(words, 4)
+    reports = {rank: report() for rank in (0, 1, 3)} | {2: report("node-b", **changed)}
+    found, _ = compared(reports, 4)
     assert {each.difference for each in found.values()} == {what}
     assert {each.agreeing for each in found.values()} == {3}
 
 
 @pytest.mark.parametrize("silent", [0, 3], ids=["rank 0", "another rank"])
 def test_a_rank_without_the_plugin_is_named_after_a_time_and_nobody_hangs(silent: int) -> None:
-    words = {rank: word() for rank in range(4) if rank != silent}
+    reports = {rank: report() for rank in range(4) if rank != silent}
     started = time.monotonic()
-    found, _ = compared(words, 4, timeout=2.0)
+    found, _ = compared(reports, 4, timeout=2.0)
     assert time.monotonic() - started < 25
     for each in found.values():
         assert each.difference is not None
@@ -82,7 +82,7 @@ def test_a_rank_without_the_plugin_is_named_after_a_time_and_nobody_hangs(silent
 def test_a_rank_that_is_late_is_waited_for_and_named_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_agreement, "WARN_AFTER", 0.2)
     monkeypatch.setattr(RankReport, "compared", slow_on_rank_1(RankReport.compared))
-    found, warnings = compared({0: word(), 1: word("late")}, 2)
+    found, warnings = compared({0: report(), 1: report("late")}, 2)
     assert found[0].difference is None
     assert any("more for rank 1 to report" in warning for warning in warnings)
 
@@ -97,24 +97,24 @@ def slow_on_rank_1(real: Callable[[RankReport], dict[str, str]]) -> Callable[[Ra
 
 
 def test_ranks_that_are_all_switched_off_say_so() -> None:
-    found, _ = compared({0: word(master="off", off=True), 1: word(master="off", off=True)}, 3, timeout=0.5)
+    found, _ = compared({0: report(master="off", off=True), 1: report(master="off", off=True)}, 3, timeout=0.5)
     assert all(each.all_off and each.difference is not None for each in found.values())
-    found, _ = compared({0: word(master="off", off=True), 1: word()}, 2)
+    found, _ = compared({0: report(master="off", off=True), 1: report()}, 2)
     assert not any(each.all_off for each in found.values())
 
 
 def test_a_word_is_there_for_whoever_compares_later() -> None:
     """While memory is measured some ranks compare and others do not: none waits for one that has spoken and gone on."""
     store = HashStore()
-    leave(store, STAGE, 1, word())
-    mine = word()
+    leave(store, STAGE, 1, report())
+    mine = report()
     found = compare(store, leave(store, STAGE, 0, mine), 0, 2, mine, lambda text: None, timeout=1.0)
     assert found.difference is None
 
 
 def test_ranks_that_join_later_are_compared_in_the_store_that_they_share() -> None:
     """This happens when vLLM scales expert parallelism up: groups are made anew, and with them the store."""
-    old, new = word(), word("node-b")
+    old, new = report(), report("node-b")
     leave(HashStore(), STAGE, 0, old)
     shared = HashStore()
     places = {leave(shared, STAGE, 0, old), leave(shared, STAGE, 1, new)}
@@ -129,7 +129,7 @@ def test_a_rank_s_words_are_counted_in_the_store() -> None:
     stores = HashStore(), TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     for store in stores:
         mine = PrefixStore("vllm_graphfix", store)
-        assert [leave(mine, STAGE, rank, word()) for rank in (0, 0, 1, 0)] == [f"{STAGE}-{n}" for n in (1, 2, 1, 3)]
+        assert [leave(mine, STAGE, rank, report()) for rank in (0, 0, 1, 0)] == [f"{STAGE}-{n}" for n in (1, 2, 1, 3)]
 
 
 def test_a_word_of_another_version_is_a_difference_and_no_crash() -> None:
@@ -137,7 +137,7 @@ def test_a_word_of_another_version_is_a_difference_and_no_crash() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    mine = word()
+    mine = report()
     place = leave(store, STAGE, 0, mine)
     store.set(f"{place}/1", "another digest")
     store.set(f"{place}/word/1", json.dumps({"something": "else"}))
@@ -150,7 +150,7 @@ def test_a_digest_without_a_word_is_a_difference_and_is_not_waited_for(monkeypat
     monkeypatch.setattr(rank_agreement, "_LAST_READERS", 0.1)
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))
-    mine = word()
+    mine = report()
     place = leave(store, STAGE, 0, mine)
     store.set(f"{place}/1", "a digest")
     started = time.monotonic()
@@ -160,21 +160,21 @@ def test_a_digest_without_a_word_is_a_difference_and_is_not_waited_for(monkeypat
 
 
 def test_ranks_that_cannot_tell_their_states_do_not_agree_though_they_say_the_same() -> None:
-    found, _ = compared({rank: word(states={}, fault="OSError: no files.") for rank in (0, 1)}, 2)
+    found, _ = compared({rank: report(states={}, fault="OSError: no files.") for rank in (0, 1)}, 2)
     what = "Which fixes are active is not known on ranks 0-1 (node-a): OSError: no files."
     assert {(each.difference, each.agreeing) for each in found.values()} == {(what, 0)}
 
 
 def test_a_rank_that_cannot_tell_its_states_is_told_apart_from_ranks_that_can() -> None:
-    found, _ = compared({0: word(), 1: word("node-b", states={}, fault="OSError: no files")}, 2)
+    found, _ = compared({0: report(), 1: report("node-b", states={}, fault="OSError: no files")}, 2)
     what = "Which fixes are active is not known on rank 1 (node-b): OSError: no files."
     assert {(each.difference, each.agreeing) for each in found.values()} == {(what, 1)}
 
 
 def test_a_fix_that_failed_on_some_ranks_is_told_with_the_reason() -> None:
     reasons = {"mamba-padding": "OSError: no files", "capture-state": "OSError: no files"}
-    failed = word("node-b", states=dict.fromkeys(reasons, "failed"), reasons=reasons)
-    found, _ = compared({0: word(), 1: failed, 2: failed}, 3)
+    failed = report("node-b", states=dict.fromkeys(reasons, "failed"), reasons=reasons)
+    found, _ = compared({0: report(), 1: failed, 2: failed}, 3)
     assert found[0].difference is not None
     assert found[0].difference.endswith(
         "'failed' on ranks 1-2 (node-b). "
@@ -185,18 +185,18 @@ def test_a_fix_that_failed_on_some_ranks_is_told_with_the_reason() -> None:
 
 def test_a_reason_is_no_difference() -> None:
     states = {"mamba-padding": "failed", "capture-state": "active"}
-    words = {
-        rank: word(states=states, reasons={"mamba-padding": f"OSError: /proc/{rank}", "capture-state": ""})
+    reports = {
+        rank: report(states=states, reasons={"mamba-padding": f"OSError: /proc/{rank}", "capture-state": ""})
         for rank in (0, 1)
     }
-    found, _ = compared(words, 2)
+    found, _ = compared(reports, 2)
     assert {each.difference for each in found.values()} == {None}
 
 
 def test_where_the_capture_of_one_rank_has_ended_nobody_waits_for_one_that_hangs() -> None:
     """Another rank hangs in a collective with it, and vLLM tells of the error once this rank has come back."""
     store: Any = HashStore()
-    mine, its = word(), word(ended=True)
+    mine, its = report(), report(ended=True)
     place = leave(store, "captured", 0, mine)
     leave_an_end(store, leave(store, "captured", 1, its))
     begun = time.monotonic()

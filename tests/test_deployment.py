@@ -366,3 +366,23 @@ def test_what_is_no_line_is_one_message_and_exit_code_2(arguments: tuple[str, ..
     done = call(*arguments)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert message in done.stderr
+
+
+def test_what_is_missing_is_said_once_for_all_that_miss_it() -> None:
+    out = (
+        CliRunner()
+        .invoke(app, ["status", "--vllm", str(release_root("0.18.1")), "--for", "no/such-model --kv-cache-dtype fp8"])
+        .stdout.splitlines()
+    )
+    missing = "cannot tell without the config.json of no/such-model: name a local folder that contains it:"
+    assert out.count(missing) == 1
+    assert out[out.index(missing) + 1].startswith("  flashmla-fp8: garbage")
+    off = (
+        CliRunner()
+        .invoke(
+            app,
+            ["status", "--vllm", str(release_root("0.18.1")), "--for", "VLLM_GRAPHFIX=off no/such-model"],
+        )
+        .stdout
+    )
+    assert "    off: VLLM_GRAPHFIX=off" in off

@@ -220,6 +220,17 @@ def test_two_hundred_engines_fit_one_screen_with_the_verdict_first(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("alone")
+def test_engines_that_are_silent_for_other_times_are_one_line(tmp_path: Path) -> None:
+    for each in range(30):
+        named = {"engine": f"{each:016x}"}
+        leave(tmp_path, record(elsewhere(2 * each + 1), 0, 2, **named))
+        leave(tmp_path, record(elsewhere(2 * each + 2), 1, 2, **named), age=200.0 + each)
+    lines = call("--dir", str(tmp_path), code=1)[0].splitlines()
+    assert [line for line in lines if "not heard from" in line] == ["✗ 30 engines: not heard from"]
+    assert len(lines) < 12
+
+
+@pytest.mark.usefixtures("alone")
 def test_one_engine_of_many_and_all_of_them_are_shown_whole_if_asked_for(tmp_path: Path) -> None:
     many(tmp_path, 60)
     out, _ = call("--dir", str(tmp_path), "0000000000000035", code=1)

@@ -198,9 +198,9 @@ def test_a_fix_taken_back_for_want_of_a_companion_is_no_difference_between_pipel
     load_general_plugins()
     import vllm.v1.worker.gpu.cudagraph_utils
     from vllm_graphfix import _this_process
-    first = _this_process().gate.word()
+    first = _this_process().gate.report()
     import vllm.v1.worker.gpu.spec_decode.eagle.cudagraph
-    last = _this_process().gate.word()
+    last = _this_process().gate.report()
     states = _this_process().manager.states()
     print("SAID", first.states["capture-state"], last.states["capture-state"], states["capture-state"].state.value)
     """

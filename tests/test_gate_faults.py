@@ -17,7 +17,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
-from ranks import STAGE, word
+from ranks import STAGE, report
 from vllm_graphfix.engine import capture_gate, rank_agreement
 from vllm_graphfix.engine.capture_gate import STOPS, GraphfixError
 from vllm_graphfix.engine.process import EngineProcess
@@ -176,7 +176,7 @@ def test_what_no_two_ranks_have_to_agree_about_stops_nobody(monkeypatch: pytest.
 
 
 def test_a_rank_that_cannot_tell_its_states_stops_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its word is there before anybody waits."""
+    """Its report is there before anybody waits."""
     faults = Faults(1, "states", None, OSError(errno.EMFILE, "injected"))
     started = time.monotonic()
     outcomes = gate_of_two(monkeypatch, faults)
@@ -197,7 +197,7 @@ def test_where_a_rank_cannot_leave_a_word_the_others_name_that_among_the_causes(
 
 
 def test_a_host_that_cannot_be_told_hides_no_difference() -> None:
-    store, mine = HashStore(), word()
+    store, mine = HashStore(), report()
     failing: Any = FailingStore(store, faults := Faults(0, "list_keys", None, OSError("injected")))
     faults.here.rank = 0
     place = leave(failing, STAGE, 0, mine)

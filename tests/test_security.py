@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import HashStore
 
 import audited
 from hostile import READ
-from ranks import word
+from ranks import report
 from stock import release_root, run_in_release
 from test_engagement import LOAD, REPORT, imports, reported
 from vllm_graphfix.engine.rank_agreement import compare, leave
@@ -51,9 +51,9 @@ base = me.status_record.base()
 assert len(records.read(base).found) == 1
 metrics.expose(base, me.decision, 2)
 metrics._watcher.look()
-store, word = HashStore(), me.gate.word()
-places = [agreement.leave(store, "start", rank, word) for rank in (0, 1)]
-assert agreement.compare(store, places[0], 0, 2, word, print, timeout=1.0).difference is None
+store, report = HashStore(), me.gate.report()
+places = [agreement.leave(store, "start", rank, report) for rank in (0, 1)]
+assert agreement.compare(store, places[0], 0, 2, report, print, timeout=1.0).difference is None
 records.prune(base)
 """
 
@@ -244,7 +244,7 @@ class Payload:
         return os.mkdir, (str(self.folder),)
 
 
-SAID: dict[str, Any] = word("node-b")._asdict()
+SAID: dict[str, Any] = report("node-b")._asdict()
 HOSTILE_WORDS: dict[str, str | bytes] = {
     "tables that are none": json.dumps(SAID | {"modes": ["auto"], "states": 1}),
     "lines for the log": json.dumps(SAID | {"host": "node-b\nWARNING all is well"}),
@@ -273,8 +273,8 @@ def test_a_rank_that_leaves_a_pickle_has_nothing_executed(tmp_path: Path) -> Non
 
 
 def difference(left: str | bytes) -> str | None:
-    """What a rank finds if another one has put *left* in the place of both their words."""
-    store, mine = HashStore(), word()
+    """What a rank finds if another one has put *left* in the place of both their reports."""
+    store, mine = HashStore(), report()
     place = leave(store, "start", 1, mine)
     store.set(f"{place}/0", "another digest")
     for rank in (0, 1):

@@ -1,4 +1,4 @@
-"""Ranks that leave their words in one store, and what each of them finds there."""
+"""Ranks that leave their reports in one store, and what each of them finds there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_graphfix.engine.rank_agreement import Agreement, RankReport, compare, 
 STAGE = "start"
 
 
-def word(host: str = "node-a", **changed: Any) -> RankReport:
+def report(host: str = "node-a", **changed: Any) -> RankReport:
     said = RankReport(
         host=host,
         pid=1,
@@ -33,9 +33,9 @@ def word(host: str = "node-a", **changed: Any) -> RankReport:
 
 
 def compared(
-    words: dict[int, RankReport], world_size: int, timeout: float = 20.0
+    reports: dict[int, RankReport], world_size: int, timeout: float = 20.0
 ) -> tuple[dict[int, Agreement], list[str]]:
-    """What each of the ranks in *words* found; and the warnings of all.
+    """What each of the ranks in *reports* found; and the warnings of all.
 
     Each rank has a connection of its own to one store.
     """
@@ -43,7 +43,7 @@ def compared(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     stores = [TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))]
-    stores += [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)) for _ in words][1:]
+    stores += [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)) for _ in reports][1:]
     found: dict[int, Agreement] = {}
     warnings: list[str] = []
 
@@ -55,7 +55,7 @@ def compared(
 
     threads = [
         threading.Thread(target=run, args=(store, rank, said))
-        for store, (rank, said) in zip(stores, words.items(), strict=True)
+        for store, (rank, said) in zip(stores, reports.items(), strict=True)
     ]
     for thread in threads:
         thread.start()

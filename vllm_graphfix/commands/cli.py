@@ -187,7 +187,8 @@ def verify(
 ) -> None:
     """Prove the fixes on this machine: vLLM without and with CUDA graphs, stock and patched. Nothing is downloaded.
 
-    Exit code 0 if every proof holds, 1 if one does not, 3 if all that ran hold but some could not be run here.
+    Exit code 0 if every proof holds, 1 if one does not, 2 if nothing can be run (it needs torch), 3 if all that ran
+    hold but some could not be run here.
     """
     from vllm_graphfix.verify import VerifyError
     from vllm_graphfix.verify.report import as_json as report_json

@@ -30,6 +30,8 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
     *everything*: also what this vLLM does not have, and with a deployment what does not concern it. *verbose*: what
     each verdict rests on, with its place in the source.
     """
+    from rich.text import Text
+
     folder = found.source.folder
 
     def line(text: str, style: str = "") -> None:
@@ -51,7 +53,8 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
     for note in found.notes:
         line(f"! {note}", "yellow")
     groups = [("NOT FIXED", "red"), ("FIXED", "green"), ("COUNTED", "cyan")]
-    of_group = {title: [row for row in concerned if _group(row) == title] for title, _ in groups}
+    untold = [row for row in concerned if row.answer is not None and row.answer.concern is Concern.UNKNOWN]
+    of_group = {title: [row for row in concerned if _group(row) == title and row not in untold] for title, _ in groups}
     for title, colour in groups:
         rows = of_group[title]
         if rows:
@@ -62,6 +65,15 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
             if said:
                 line(f"{rows[0].would_be.value}: {rows[0].reason}", colour)
             _table(title, colour, rows, console, found, asked=asked, verbose=verbose, why=not said)
+    if untold:
+        console.print()
+    for answer in dict.fromkeys(row.answer for row in untold if row.answer is not None):  # mostly one thing is missing
+        line(f"{answer.concern.value} {answer.reason}:", "yellow")
+        for row in (row for row in untold if row.answer == answer):
+            console.print(Text("  ") + fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), sep=": ")
+            _, *more = _more(row, found.default_runner, asked=asked, verbose=verbose, why=True)
+            for text in more:
+                line(f"    {text}", "yellow")
     absent = [row for row in found.rows if row not in needed]
     left_out = [row for row in needed if row not in concerned]
     if everything:

@@ -2,9 +2,9 @@
 
 A rank goes on if all ranks will do the same, and if every fix that the user insists on is there.
 
-Wrapped are the functions in which ranks leave their words for each other, in which they capture, and in which an engine
-core ends what the gate has stopped. These wrappers change nothing that vLLM does, but that the gate may raise, and that
-graphs in which a fix failed are not dispatched to; what goes wrong in them stays in them.
+Wrapped are the functions in which ranks leave their reports for each other, in which they capture, and in which an
+engine core ends what the gate has stopped. These wrappers change nothing that vLLM does, but that the gate may raise,
+and that graphs in which a fix failed are not dispatched to; what goes wrong in them stays in them.
 
 A graph cannot be mended: where a fix fails while it is captured, it holds stock's defect. A rank that left the capture
 then would leave the others waiting in what they exchange there. So every rank captures on as stock does, and afterwards
@@ -64,7 +64,7 @@ class CaptureGate:
     def __init__(self, context: EngineContext, status_record: StatusRecord) -> None:
         self._context, self._status_record = context, status_record
         self._left: tuple[Any, str, Any] | None = None
-        """Store, stage and word that this rank has left there and not compared yet."""
+        """Store, stage and report that this rank has left there and not compared yet."""
         self.captures_here = False
         """This process has come to a capture."""
         self._captures = False
@@ -110,7 +110,7 @@ class CaptureGate:
         """Around what every rank does before the first of them may capture a graph.
 
         Some ranks capture while they measure memory, and others do not (a start-up plan, 0.30.0 and later; a later
-        pipeline stage that is still compiling): a rank that waits for the others must find their words there already.
+        pipeline stage that is still compiling): a rank that waits for the others must find their reports there already.
         """
 
         def around(stock: Callable[..., Any], subject: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ class CaptureGate:
                     self.after_capture(subject)
             except GraphfixError:
                 raise
-            except BaseException:  # vLLM tells of it; but ranks that wait for this one's word need not
+            except BaseException:  # vLLM tells of it; but ranks that wait for this one's report need not
                 guarded(self._leave_an_end)
                 raise
             finally:
@@ -209,14 +209,14 @@ class CaptureGate:
         )
 
     def leave(self, stage: str) -> None:
-        """Leaves this rank's word for the others."""
+        """Leaves this rank's report for the others."""
         from vllm_graphfix.engine import rank_agreement
 
         rank, world_size = world()
-        word = self.word() if world_size > 1 else None
-        if word is not None:
+        report = self.report() if world_size > 1 else None
+        if report is not None:
             store = common_store()
-            self._left = store, rank_agreement.leave(store, stage, rank, word), word
+            self._left = store, rank_agreement.leave(store, stage, rank, report), report
 
     def _compare(
         self, config: Any, stage: str, local_rank: int | None, early: tuple[Any, str, Any] | None
@@ -232,9 +232,9 @@ class CaptureGate:
         rank, world_size = world()
         status_record.rank = (rank, local_rank, world_size, int(getattr(parallel, "data_parallel_rank", 0) or 0))
         if world_size == 1:
-            word = self.word()
-            status_record.agreement = word and rank_agreement.Agreement(
-                word.token, word.engine, 1, 1, None, all_off=False
+            report = self.report()
+            status_record.agreement = report and rank_agreement.Agreement(
+                report.token, report.engine, 1, 1, None, all_off=False
             )
             return None
         if getattr(parallel, "enable_elastic_ep", False):
@@ -251,10 +251,10 @@ class CaptureGate:
         self._left = None
         if left is None:
             return None
-        store, place, word = left
+        store, place, report = left
         if (
             stops and stage == _CAPTURE
-        ):  # also where comparing fails here: the others will wait for this rank's next word
+        ):  # also where comparing fails here: the others will wait for this rank's next report
             self._compared = store, rank, world_size
         found = status_record.agreement = rank_agreement.at_the_second_try(
             rank_agreement.compare,
@@ -262,7 +262,7 @@ class CaptureGate:
             place,
             rank,
             world_size,
-            word,
+            report,
             lambda text: logger.warning("graphfix: %s", text),
             silent_host=lambda silent: host_in(store, silent, world_size),
             # What is a warning at most is not worth minutes: the kill switch brings a server up, also beside a rank
@@ -293,7 +293,7 @@ class CaptureGate:
             problem = self._settle_capture(subject) or self._undone(subject, _AFTER)
         except Exception as error:
             logger.exception("graphfix: could not find out what failed in the capture")
-            guarded(self._leave_an_end)  # or the others wait for this rank's word
+            guarded(self._leave_an_end)  # or the others wait for this rank's report
             # Others may take graphs out of dispatch that this rank does not know of, and then wait for it in a
             # collective.
             if self._compared is not None or self._context.manager.insisted():
@@ -322,18 +322,18 @@ class CaptureGate:
             for fix, reasons in failed.items()
             for graph in reasons
         ]
-        word = self._word_after_capture({fix: next(iter(why.values())) for fix, why in failed.items()}, graphs)
-        word = word and word._replace(can_leave_out=dispatch.can_leave_out)
+        report = self._report_after_capture({fix: next(iter(why.values())) for fix, why in failed.items()}, graphs)
+        report = report and report._replace(can_leave_out=dispatch.can_leave_out)
         decision = self._context.decision
-        if self._compared is None or word is None or decision is None:
-            return self._go_by({world()[0]: word} if word and failed else {}, dispatch)
+        if self._compared is None or report is None or decision is None:
+            return self._go_by({world()[0]: report} if report and failed else {}, dispatch)
         store, rank, world_size = self._compared
         found = self._status_record.agreement = rank_agreement.compare(
             store,
-            rank_agreement.leave(store, _CAPTURED, rank, word),
+            rank_agreement.leave(store, _CAPTURED, rank, report),
             rank,
             world_size,
-            word,
+            report,
             lambda text: logger.warning("graphfix: %s", text),
             silent_host=lambda silent: host_in(store, silent, world_size),
             timeout=decision.agreement_timeout,
@@ -344,24 +344,26 @@ class CaptureGate:
             return f"{_AFTER}: the ranks of this engine no longer agree. {found.difference} {_WHAT_TO_DO}"
         return self._go_by(found.failing, dispatch)
 
-    def _word_after_capture(self, failed: Mapping[str, str], graphs: Sequence[tuple[str, str]]) -> Any:
+    def _report_after_capture(self, failed: Mapping[str, str], graphs: Sequence[tuple[str, str]]) -> Any:
         from vllm_graphfix.engine import rank_agreement
 
-        word, named = self.word(), list(dict.fromkeys(graphs))
+        report, named = self.report(), list(dict.fromkeys(graphs))
         if len(named) > rank_agreement.MOST_GRAPHS:
             named = [(fix, "") for fix in failed]
-        return word and word._replace(
+        return report and report._replace(
             failed={fix: rank_agreement.shown(why) for fix, why in failed.items()}, graphs=named
         )
 
     def _leave_an_end(self) -> None:
-        """Tells the ranks that wait for this one's word that its capture has ended in an error."""
+        """Tells the ranks that wait for this one's report that its capture has ended in an error."""
         from vllm_graphfix.engine import rank_agreement
 
-        word = self.word()
-        if self._compared is not None and word is not None:
+        report = self.report()
+        if self._compared is not None and report is not None:
             store, rank, _ = self._compared
-            rank_agreement.leave_an_end(store, rank_agreement.leave(store, _CAPTURED, rank, word._replace(ended=True)))
+            rank_agreement.leave_an_end(
+                store, rank_agreement.leave(store, _CAPTURED, rank, report._replace(ended=True))
+            )
 
     def _go_by(self, failing: Mapping[int, Any], dispatch: Any) -> str | None:
         """Does the same on all ranks about what failed on some of them; returns what stops the engine, or None.
@@ -371,8 +373,8 @@ class CaptureGate:
         from vllm_graphfix.engine import rank_agreement
 
         process, stopped = self._context.manager, []
-        for fix in dict.fromkeys(fix for word in failing.values() for fix in word.failed):
-            ranks = [rank for rank, word in failing.items() if fix in word.failed]
+        for fix in dict.fromkeys(fix for report in failing.values() for fix in report.failed):
+            ranks = [rank for rank, report in failing.items() if fix in report.failed]
             graphs = sorted({name for rank in ranks for of, name in failing[rank].graphs if of == fix}, key=_by_size)
             where = f" on {rank_agreement.with_hosts(ranks, failing)}" if world()[1] > 1 else ""
             why = f"{failing[ranks[0]].failed[fix].rstrip('.')}{where} while CUDA graphs were captured"
@@ -381,7 +383,7 @@ class CaptureGate:
                     f"{fix} failed{where} while CUDA graphs were captured ({_listed(graphs)}): "
                     f"{failing[ranks[0]].failed[fix]}"
                 )
-            elif "" in graphs or not all(word.can_leave_out for word in failing.values()):
+            elif "" in graphs or not all(report.can_leave_out for report in failing.values()):
                 logger.warning(
                     "graphfix: %s failed: %s. The graphs that stock vLLM captures are served, with its defect", fix, why
                 )
@@ -404,7 +406,7 @@ class CaptureGate:
             "which serves them as stock does."
         )
 
-    def word(self) -> Any:
+    def report(self) -> Any:
         """What this rank says of itself; None before there is a decision."""
         from vllm_graphfix.engine.rank_agreement import RankReport, new_token, shown
 

@@ -2,7 +2,7 @@
 
 Ranks that disagree about a fix can run different graphs, and then wait for each other in a collective for ever. A
 collective that compares them would hang in just that case, and where a rank lacks the plugin. So each rank leaves its
-word in the key-value store that torch.distributed has for its rendezvous, and reads the others' with a timeout.
+report in the key-value store that torch.distributed has for its rendezvous, and reads the others' with a timeout.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SLICE = 3.0
 TIMEOUT_FOR_A_WARNING = 10.0
 """Seconds where a silent rank does not stop the engine."""
 _LONGEST = 255
-"""Characters of a text in another rank's word."""
+"""Characters of a text in another rank's report."""
 MOST_GRAPHS = 4096
-"""Graphs in another rank's word: more than vLLM captures, for all fixes."""
+"""Graphs in another rank's report: more than vLLM captures, for all fixes."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _GRAPH = re.compile(r"[A-Za-z0-9_.]{1,80} (FULL|PIECEWISE) [0-9]{1,9}")
 _MADE_UP = r"[0-9a-f]{16}"
@@ -106,14 +106,14 @@ class Agreement(NamedTuple):
     all_off: bool
     """Whether every rank that spoke is off: beside one that is silent they are stock as it is."""
     failing: Mapping[int, RankReport] = {}
-    """The words of ranks in which a fix failed during the capture, or the capture itself, or which can leave no graph
+    """The reports of ranks in which a fix failed during the capture, or the capture itself, or which can leave no graph
     out."""
 
 
-def leave(store: Any, stage: str, rank: int, word: RankReport) -> str:
-    """Leaves *word* of *rank* in *store*, a `torch.distributed.Store`, and returns the stage to `compare` at.
+def leave(store: Any, stage: str, rank: int, report: RankReport) -> str:
+    """Leaves *report* of *rank* in *store*, a `torch.distributed.Store`, and returns the stage to `compare` at.
 
-    A rank's n-th word for *stage* is compared with the others' n-th, in this store: where vLLM makes its groups anew,
+    A rank's n-th report for *stage* is compared with the others' n-th, in this store: where vLLM makes its groups anew,
     old and new ranks begin with the first. Raises what the store raises if it cannot be reached.
     """
     # A count that is read and then set, not added to: either may be done twice.
@@ -121,14 +121,14 @@ def leave(store: Any, stage: str, rank: int, word: RankReport) -> str:
     number = int(at_the_second_try(store.add, count, 0)) + 1
     at_the_second_try(store.set, count, str(number))
     place = f"{stage}-{number}"
-    # The word first: who sees the digest may read it. Digests keep the traffic of a thousand ranks small.
-    at_the_second_try(store.set, f"{place}/word/{rank}", json.dumps(word._asdict()))
-    at_the_second_try(store.set, f"{place}/{rank}", _digest(word))
+    # The report first: who sees the digest may read it. Digests keep the traffic of a thousand ranks small.
+    at_the_second_try(store.set, f"{place}/word/{rank}", json.dumps(report._asdict()))
+    at_the_second_try(store.set, f"{place}/{rank}", _digest(report))
     return place
 
 
 def at_the_second_try(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What *call* returns, if not at once: for want of a word the other ranks wait for minutes, and stop."""
+    """What *call* returns, if not at once: for want of a report the other ranks wait for minutes, and stop."""
     try:
         return call(*args, **kwargs)
     except Exception:
@@ -136,7 +136,7 @@ def at_the_second_try(call: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def leave_an_end(store: Any, place: str) -> None:
-    """Tells ranks that wait at *place*, which `leave` has returned, that no more words will come there."""
+    """Tells ranks that wait at *place*, which `leave` has returned, that no more reports will come there."""
     store.set(f"{place}/ended", b"1")
 
 
@@ -145,25 +145,25 @@ def compare(
     stage: str,
     rank: int,
     world_size: int,
-    word: RankReport,
+    report: RankReport,
     warn: Callable[[str], None],
     *,
     silent_host: Callable[[int], str | None] = lambda rank: None,
     timeout: float,
 ) -> Agreement:
-    """Compares *word*, which `leave` has left at *stage*, with what the other ranks have left there.
+    """Compares *report*, which `leave` has left at *stage*, with what the other ranks have left there.
 
     *silent_host* says where a rank is that said nothing. Raises what the store raises if it cannot be reached.
     """
     silent = _wait_for(store, stage, [other for other in range(world_size) if other != rank], timeout, warn)
     heard = [other for other in range(world_size) if other not in silent]
     digests = store.multi_get([f"{stage}/{other}" for other in heard])
-    if len(set(digests)) == 1 and not silent and not (word.fault or _matters(word)):
-        first = _read(store, f"{stage}/word/0") or word
+    if len(set(digests)) == 1 and not silent and not (report.fault or _matters(report)):
+        first = _read(store, f"{stage}/word/0") or report
         return Agreement(first.token, first.engine, world_size, world_size, None, first.off)
-    words = {other: word if other == rank else _read(store, f"{stage}/word/{other}") for other in heard}
-    spoke = {other: said for other, said in words.items() if said is not None}
-    foreign = [other for other, said in words.items() if said is None]
+    reports = {other: report if other == rank else _read(store, f"{stage}/word/{other}") for other in heard}
+    spoke = {other: said for other, said in reports.items() if said is not None}
+    foreign = [other for other, said in reports.items() if said is None]
     difference = _told(spoke, silent, foreign, timeout, silent_host)
     failing = {other: said for other, said in spoke.items() if _matters(said)}
     if difference is not None or failing:
@@ -179,16 +179,23 @@ def compare(
     )
 
 
-def _matters(word: RankReport) -> bool:
-    """Whether the ranks may have to do something about what *word* says of a capture.
+def _matters(report: RankReport) -> bool:
+    """Whether the ranks may have to do something about what *report* says of a capture.
 
     They may have to even if all of them say the same.
     """
-    return bool(word.failed) or word.ended or not word.can_leave_out
+    return bool(report.failed) or report.ended or not report.can_leave_out
 
 
-def _digest(word: RankReport) -> str:
-    told = [word.compared(), word.fault, dict(word.failed), list(word.graphs), word.can_leave_out, word.ended]
+def _digest(report: RankReport) -> str:
+    told = [
+        report.compared(),
+        report.fault,
+        dict(report.failed),
+        list(report.graphs),
+        report.can_leave_out,
+        report.ended,
+    ]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
@@ -283,7 +290,7 @@ def _let_others_read(store: Any, stage: str, rank: int, heard: list[int]) -> Non
 
 def _differing(spoke: Mapping[int, RankReport]) -> dict[str, dict[str, list[int]]]:
     """What differs: subject to value to ranks."""
-    told = {rank: word.compared() for rank, word in spoke.items()}
+    told = {rank: report.compared() for rank, report in spoke.items()}
     found: dict[str, dict[str, list[int]]] = {}
     for subject in dict.fromkeys(name for said in told.values() for name in said):
         values: dict[str, list[int]] = {}
@@ -317,14 +324,14 @@ def _told(
         said = "; ".join(f"{value!r} on {with_hosts(ranks, spoke)}" for value, ranks in values.items())
         sentences.append(f"{subject} is {said}.")
     whys: dict[str, dict[int, list[str]]] = {}
-    for rank, word in spoke.items():
-        for name in sorted(word.reasons.keys() & differing.keys()):
-            whys.setdefault(word.reasons[name], {}).setdefault(rank, []).append(name)
+    for rank, report in spoke.items():
+        for name in sorted(report.reasons.keys() & differing.keys()):
+            whys.setdefault(report.reasons[name], {}).setdefault(rank, []).append(name)
     for why, names in whys.items():
         told = ", ".join(dict.fromkeys(name for each in names.values() for name in each))
         sentences.append(f"The reason on {with_hosts(list(names), spoke)} for {told}: {why.rstrip('.')}.")
-    for fault in dict.fromkeys(word.fault for word in spoke.values() if word.fault):
-        ranks = [rank for rank, word in spoke.items() if word.fault == fault]
+    for fault in dict.fromkeys(report.fault for report in spoke.values() if report.fault):
+        ranks = [rank for rank, report in spoke.items() if report.fault == fault]
         sentences.append(f"Which fixes are active is not known on {with_hosts(ranks, spoke)}: {fault.rstrip('.')}.")
     if silent:
         where = {rank: silent_host(rank) or "an unknown host" for rank in silent}
@@ -345,7 +352,7 @@ def with_hosts(ranks: list[int], spoke: Mapping[int, RankReport]) -> str:
 
 
 def shown(text: str) -> str:
-    """On one line, and no longer than a word's texts may be."""
+    """On one line, and no longer than a report's texts may be."""
     return printable(text)[:_LONGEST]
 
 

@@ -109,21 +109,26 @@ def kind(engine: Engine) -> str:
     return "counting" if State.OBSERVING.value in states else "stock"
 
 
+_SINCE = re.compile(r"(?<=not heard from) for \d+ s: [^.]*")
+"""How long, and which ranks: other ones in each engine."""
+
+
 def _in_short(fleet: Fleet) -> list[RenderableType]:
     """A line for each thing that is wrong or worth knowing, with the engines that it is said of."""
     from rich.text import Text
 
-    said: dict[tuple[str, str], list[Engine]] = {}
+    said: dict[tuple[str, str], list[tuple[Engine, str]]] = {}
     for engine in fleet.engines:
         for what in engine.wrong:
-            said.setdefault(("✗", what), []).append(engine)
+            said.setdefault(("✗", _SINCE.sub("", what)), []).append((engine, what))
     for engine in fleet.engines:
         for what in engine.notes if engine.live else ():
-            said.setdefault(("!", what), []).append(engine)
+            said.setdefault(("!", what), []).append((engine, what))
     lines: list[RenderableType] = []
-    for (mark, what), engines in said.items():
-        who = _named(engines[0]) if len(engines) == 1 else f"{len(engines)} engines"
-        lines.append(Text(f"{mark} {who}: {what}", style="red" if mark == "✗" else "yellow"))
+    for (mark, alike), of_each in said.items():
+        (engine, what), *others = of_each
+        text = f"{len(of_each)} engines: {alike}" if others else f"{_named(engine)}: {what}"
+        lines.append(Text(f"{mark} {text}", style="red" if mark == "✗" else "yellow"))
     for one in dict.fromkeys(one.reason for one in fleet.unrecorded):
         number = sum(each.reason == one for each in fleet.unrecorded)
         lines.append(
