@@ -156,6 +156,7 @@ def test_every_engine_gets_the_same_and_relative_paths_begin_where_the_user_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
     eager, graphs, compiled = jobs_of(monkeypatch, "./model", "-tp", "2", "--num-prompts", "4", "--max-tokens", "16")
     assert {job.flags for job in (eager, graphs, compiled)} == {("--model", "./model", "-tp", "2")}
     assert {job.folder for job in (eager, graphs, compiled)} == {str(tmp_path)}

@@ -267,7 +267,11 @@ m.diagnose = lambda fix, source: odd(source) if fix.name == "capture-state" else
     assert gate(unrecognised, eager) == "AttributeError"
     assert gate(unrecognised, graphs.format(False)) == "AttributeError"
     assert gate(unrecognised, graphs.format(True)) == "GraphfixError"
-    code = unrecognised + LOAD + imports("0.18.1") + WORKER + f"start({eager})\n"
+    informs = (
+        "import logging, sys\nlogging.getLogger('vllm.graphfix').setLevel(logging.INFO)\n"
+        "logging.getLogger('vllm.graphfix').addHandler(logging.StreamHandler(sys.stdout))\n"
+    )
+    code = unrecognised + LOAD + imports("0.18.1") + WORKER + f"{informs}start({eager})\n"
     assert "this engine runs without CUDA graphs: no fix is needed" in run_in_fork("0.18.1", code, INSISTENT).stdout
 
 
