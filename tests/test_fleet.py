@@ -345,7 +345,7 @@ def test_nodes_that_started_on_their_own_are_joined_by_the_leader(tmp_path: Path
     leave(tmp_path, record(elsewhere(2, "node-b"), 1, 2, engine=OTHER_ENGINE, leader=ENGINE))
     engine = only(tmp_path)
     assert (engine.name, engine.status, len(engine.members)) == (ENGINE, "in order", 4)
-    assert set(engine.told("host")) == {"node-a", "node-b"}
+    assert set(engine.values_of("host")) == {"node-a", "node-b"}
 
 
 @pytest.mark.usefixtures("alone")

@@ -254,11 +254,11 @@ def test_an_engine_without_graphs_says_that_its_zeros_mean_nothing(tmp_path: Pat
 def test_a_watched_fleet_is_no_longer_than_its_terminal(tmp_path: Path) -> None:
     from rich.console import Console
 
-    from vllm_graphfix.commands.fleet.table import _page, shown
+    from vllm_graphfix.commands.fleet.table import _page, render
 
     many(tmp_path)
     console = Console(width=80, height=6, record=True, file=StringIO())
-    console.print(_page(console, shown(look(tmp_path))))
+    console.print(_page(console, render(look(tmp_path))))
     lines = console.export_text().splitlines()
     assert len(lines) <= 6
     assert "more lines" in lines[-1]

@@ -110,7 +110,7 @@ def test_what_is_no_percentage_puts_nobody_in_and_says_so(text: str) -> None:
 
 @given(st.integers(0, BUCKETS))
 def test_a_number_of_buckets_is_shown_as_it_is_read(buckets: int) -> None:
-    assert buckets_of(rollout.shown(buckets)) == buckets
+    assert buckets_of(rollout.as_percentage(buckets)) == buckets
 
 
 def test_without_a_percentage_every_engine_is_in() -> None:

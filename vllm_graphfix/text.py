@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def shown(value: str) -> str:
+def brief_repr(value: str) -> str:
     """A value fit for one line of a log, whatever it was."""
     return repr(value if len(value) <= 40 else value[:37] + "...")
 

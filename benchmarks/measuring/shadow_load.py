@@ -113,7 +113,7 @@ def found_here(taken: float) -> dict[str, Any]:
         "share of the other time": results.seconds / max(1e-9, taken - results.seconds),
         "steps": shadow.schedule.step,
         "last steps checked": list(results.steps),
-        "wrong": [f"{each.sentence()} First layer: {each.first_layer}" for each in results.told(5)],
+        "wrong": [f"{each.sentence()} First layer: {each.first_layer}" for each in results.to_report(5)],
     }
 
 

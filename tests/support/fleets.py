@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from records import eventually, of, record
-from vllm_graphfix.commands.fleet import Engine, Unrecorded, look, shown
+from vllm_graphfix.commands.fleet import Engine, Unrecorded, look, render
 from vllm_graphfix.records import FixReport, Identity, Record, read
 
 OTHER_ENGINE = "f" * 16
@@ -96,7 +96,7 @@ def ranks(two: tuple[Identity, Identity], **changes: Any) -> tuple[Record, Recor
 def text(base: Path, width: int = 200) -> str:
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(shown(look(base)))
+        console.print(render(look(base)))
     return capture.get()
 
 

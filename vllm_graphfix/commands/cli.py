@@ -319,7 +319,7 @@ def fleet(
         typer.echo(json.dumps(fleets.as_json(found), indent=2))
     else:
         try:
-            _console().print(fleets.shown(found, everything=everything, engine=asked))
+            _console().print(fleets.render(found, everything=everything, engine=asked))
         except fleets.FleetError as error:
             _stop(str(error))
     if found.exit_code:

@@ -37,9 +37,9 @@ def _of_engine(engine: Engine) -> str | None:
         return None
     counts = engine.counts("shadow")
     text = _HEAD.format(
-        vllm=", ".join(engine.told("vllm")),
-        model=next(iter(engine.told("model")), "not known"),
-        graphfix=", ".join(engine.told("graphfix")),
+        vllm=", ".join(engine.values_of("vllm")),
+        model=next(iter(engine.values_of("model")), "not known"),
+        graphfix=", ".join(engine.values_of("graphfix")),
         checks=counts.get("checks", 0),
         mismatches=counts.get("mismatches", 0),
     )

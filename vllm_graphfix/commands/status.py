@@ -17,7 +17,7 @@ from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.environment import Settings
 from vllm_graphfix.source.files import Source
-from vllm_graphfix.text import shown
+from vllm_graphfix.text import brief_repr
 
 SCHEMA = 1
 _NEEDED = (Verdict.AFFECTED, Verdict.UNRECOGNISED)
@@ -201,4 +201,4 @@ def filtered_out(environment: Mapping[str, str]) -> str | None:
     named = environment.get("VLLM_PLUGINS")
     if named is None or "graphfix" in (name.strip() for name in named.split(",")):
         return None
-    return f"VLLM_PLUGINS={shown(named)} keeps vLLM from loading this plugin; add graphfix to it"
+    return f"VLLM_PLUGINS={brief_repr(named)} keeps vLLM from loading this plugin; add graphfix to it"

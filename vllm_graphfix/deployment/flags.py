@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.known_flags import flags_of, nearest, unknown, wrong_value
 from vllm_graphfix.deployment.line import FlagsError, json_or, parse
-from vllm_graphfix.text import shown
+from vllm_graphfix.text import brief_repr
 
 if TYPE_CHECKING:
     from vllm_graphfix.source.files import Source
@@ -35,14 +35,14 @@ class Flags:
             if unknown(name, known):
                 close = nearest(name, known)
                 raise FlagsError(
-                    f"{shown(name)} is no flag of vLLM {source.version or 'as given'}"
+                    f"{brief_repr(name)} is no flag of vLLM {source.version or 'as given'}"
                     + (f"; did you mean {close}?" if close else "; `vllm serve --help=all` lists its flags")
                 )
         for name, given in parsed.flags.items():
             instead = given.value and given.unsure is None and wrong_value(name, given.value, source)
             if instead:
                 raise FlagsError(
-                    f"vLLM {source.version or 'as given'} takes no {name} {shown(given.value or '')}; {instead}"
+                    f"vLLM {source.version or 'as given'} takes no {name} {brief_repr(given.value or '')}; {instead}"
                 )
         if not line.split():
             raise FlagsError("--for is empty: give it the arguments of your `vllm serve`, the model first")

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_graphfix.text import shown
+from vllm_graphfix.text import brief_repr
 
 _LONGEST_LINE = 16 * 1024
 """Characters; nobody types that many, and what follows takes more than linear time."""
@@ -167,7 +167,7 @@ def _flags(words: Sequence[str], known: _Known) -> tuple[dict[str, Given], list[
             for long in (*known.switches, *known.values, *known.negated) if len(name) > 2 else ():
                 if long.startswith(name):  # argparse takes any beginning that is one flag's alone
                     flags[known.negated.get(long, long)] = Given(
-                        "", f"{long} written out in full, instead of {shown(name)}"
+                        "", f"{long} written out in full, instead of {brief_repr(name)}"
                     )
             while given is None and not _NO_VALUE.fullmatch(name) and at < len(words) and not _is_flag(words[at]):
                 at += 1

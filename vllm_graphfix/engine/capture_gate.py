@@ -351,7 +351,7 @@ class CaptureGate:
         if len(named) > rank_agreement.MOST_GRAPHS:
             named = [(fix, "") for fix in failed]
         return report and report._replace(
-            failed={fix: rank_agreement.shown(why) for fix, why in failed.items()}, graphs=named
+            failed={fix: rank_agreement.one_line(why) for fix, why in failed.items()}, graphs=named
         )
 
     def _leave_an_end(self) -> None:
@@ -408,7 +408,7 @@ class CaptureGate:
 
     def report(self) -> Any:
         """What this rank says of itself; None before there is a decision."""
-        from vllm_graphfix.engine.rank_agreement import RankReport, new_token, shown
+        from vllm_graphfix.engine.rank_agreement import RankReport, new_token, one_line
 
         decision, shadow = self._context.decision, self._context.shadow
         if decision is None:
@@ -419,7 +419,7 @@ class CaptureGate:
             states = self._context.manager.states() | (shadow.states() if shadow is not None else {})
         except Exception as error:
             logger.exception("graphfix: could not report the states of the fixes to the other ranks")
-            fault = shown(f"{type(error).__name__}: {error}")
+            fault = one_line(f"{type(error).__name__}: {error}")
         return RankReport(
             host=_or_else("an unknown host", host_name),
             pid=os.getpid(),
@@ -434,7 +434,7 @@ class CaptureGate:
             | {"shadow": f"{decision.shadow}, {decision.shadow_action.value}"},
             states={name: _compared(state).value for name, state in states.items()},
             token=_or_else(decision.engine, new_token),
-            reasons={name: shown(state.reason) for name, state in states.items() if _compared(state) in _TELL_WHY},
+            reasons={name: one_line(state.reason) for name, state in states.items() if _compared(state) in _TELL_WHY},
             fault=fault,
         )
 

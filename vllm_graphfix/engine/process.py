@@ -45,7 +45,7 @@ class EngineProcess(EngineContext):
         given = tuple(fixes)
         self._names = tuple(fix.name for fix in given)
         self._observed = frozenset(fix.name for fix in given if fix.default is Mode.OBSERVE)
-        self._environment_read = settings.asked(environment)
+        self._environment_read = settings.own_variables(environment)
         wanted = self._settings_read = settings.read(environment, self._names, self._observed)
         manager = FixManager(given, Policy(wanted.master, wanted.modes, None, wanted.misconfigured))
         super().__init__(given, environment, manager)
@@ -122,7 +122,7 @@ class EngineProcess(EngineContext):
 
     def _settings(self) -> settings.Settings:
         """What the environment says now; it is read again only where a variable has changed."""
-        environment = settings.asked(self.environment)
+        environment = settings.own_variables(self.environment)
         if environment != self._environment_read:
             self._environment_read = environment
             self._settings_read = settings.read(self.environment, self._names, self._observed)
@@ -231,7 +231,8 @@ class EngineProcess(EngineContext):
             self._decisions[self.decision.instance] = self.decision
             if self.decision.rollout is not None:
                 inside = "in" if self.decision.canary else "not in"
-                part, bucket = rollout.shown(self.decision.rollout), f"{self.decision.bucket} of {rollout.BUCKETS}"
+                part = rollout.as_percentage(self.decision.rollout)
+                bucket = f"{self.decision.bucket} of {rollout.BUCKETS}"
                 logger.info(
                     "graphfix: this engine is %s the rollout of %s (bucket %s, key %r)",
                     *(inside, part, bucket, self.decision.key),

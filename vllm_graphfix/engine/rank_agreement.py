@@ -164,7 +164,7 @@ def compare(
     reports = {other: report if other == rank else _read(store, f"{stage}/word/{other}") for other in heard}
     spoke = {other: said for other, said in reports.items() if said is not None}
     foreign = [other for other, said in reports.items() if said is None]
-    difference = _told(spoke, silent, foreign, timeout, silent_host)
+    difference = _difference(spoke, silent, foreign, timeout, silent_host)
     failing = {other: said for other, said in spoke.items() if _matters(said)}
     if difference is not None or failing:
         _let_others_read(store, stage, rank, heard)
@@ -311,7 +311,7 @@ def _outvoted(spoke: Mapping[int, RankReport]) -> set[int]:
     return outvoted
 
 
-def _told(
+def _difference(
     spoke: Mapping[int, RankReport],
     silent: list[int],
     foreign: list[int],
@@ -351,7 +351,7 @@ def with_hosts(ranks: list[int], spoke: Mapping[int, RankReport]) -> str:
     return ", ".join(f"{ranks_named([rank for rank in ranks if spoke[rank].host == host])} ({host})" for host in hosts)
 
 
-def shown(text: str) -> str:
+def one_line(text: str) -> str:
     """On one line, and no longer than a report's texts may be."""
     return printable(text)[:_LONGEST]
 

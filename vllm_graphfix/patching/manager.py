@@ -156,9 +156,9 @@ class FixManager:
             if applied.state is State.CONFLICT:
                 self._warn(applied, "is no longer applied: remove the other patch, or switch this fix off")
             self._without(applied)
-        return {name: self._told(applied) for name, applied in self._applied.items()}
+        return {name: self._state(applied) for name, applied in self._applied.items()}
 
-    def _told(self, applied: AppliedFix) -> FixState:
+    def _state(self, applied: AppliedFix) -> FixState:
         reason = applied.reason
         if applied.state is State.WAITING and not self._started:
             reason = f"register() has not run in this process (VLLM_PLUGINS?); {reason}"

@@ -61,7 +61,7 @@ def buckets_of(percentage: str) -> int:
     return found
 
 
-def shown(buckets: int) -> str:
+def as_percentage(buckets: int) -> str:
     """A number of buckets as people write it: ``25 %``, ``0.5 %``."""
     return f"{buckets / 100:.2f}".rstrip("0").rstrip(".") + " %"
 
@@ -107,7 +107,7 @@ class Decision(NamedTuple):
         if self.refused is not None:
             return self.refused
         return (
-            f"bucket {self.bucket} of {BUCKETS:,} is not among the first {shown(self.rollout or 0)} "
+            f"bucket {self.bucket} of {BUCKETS:,} is not among the first {as_percentage(self.rollout or 0)} "
             f"({environment.ROLLOUT}, key {self.key!r})"
         )
 
@@ -155,8 +155,8 @@ class Decision(NamedTuple):
         if self.rollout is None or not 0 < self.rollout < BUCKETS:
             return self
         why = (
-            f"{environment.ROLLOUT}={shown(self.rollout)} without {environment.ROLLOUT_KEY}: with {separately} the "
-            "nodes of an engine decide separately, and need one key that all of them have; "
+            f"{environment.ROLLOUT}={as_percentage(self.rollout)} without {environment.ROLLOUT_KEY}: with {separately} "
+            "the nodes of an engine decide separately, and need one key that all of them have; "
             "no node gets the fixes until it is set"
         )
         return self._replace(canary=False, refused=why)
@@ -187,7 +187,7 @@ def decide(wanted: environment.Settings, vllm: str, *, host: str | None = None) 
         except ValueError as error:
             # All engines would be the other reading. Whoever wrote a percentage wanted a part of the fleet.
             refused = (
-                f"{environment.ROLLOUT}={text.shown(wanted.rollout)} {error}; "
+                f"{environment.ROLLOUT}={text.brief_repr(wanted.rollout)} {error}; "
                 "no engine gets the fixes until this is corrected"
             )
             misconfigured[environment.ROLLOUT] = environment.brief(wanted.rollout)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from vllm_graphfix.fix import Mode, variable
 from vllm_graphfix.settings import shadow_rate
 from vllm_graphfix.settings.shadow_rate import Action
-from vllm_graphfix.text import shown
+from vllm_graphfix.text import brief_repr
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ def names(fixes: Iterable[str]) -> tuple[str, ...]:
     return (PREFIX, *map(variable, fixes), *others)
 
 
-def asked(environment: Mapping[str, str]) -> dict[str, str]:
+def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of *environment* that `read` may go by, or complain of."""
     return {name: value for name, value in environment.items() if name.upper().startswith("VLLM_")}
 
@@ -109,7 +109,7 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     known = names(fixes)
     unknown = sorted(key for key in environment if key not in known and key.upper().startswith(PREFIX))
     problems += [
-        f"{key if key.isprintable() and len(key) <= _LONGEST_NAME else shown(key)} is not a variable of "
+        f"{key if key.isprintable() and len(key) <= _LONGEST_NAME else brief_repr(key)} is not a variable of "
         f"vllm-graphfix{_nearest(key.upper(), known)} It has no effect"
         for key in unknown[:_NAMED]
     ]
@@ -158,7 +158,7 @@ class _Values:
 
     def _nothing(self, key: str, given: str, what: str, otherwise: T) -> T:
         self.misconfigured[key] = brief(given)
-        self._problems.append(f"{key}={shown(given)} {what} until this is corrected")
+        self._problems.append(f"{key}={brief_repr(given)} {what} until this is corrected")
         return otherwise
 
 

@@ -11,7 +11,7 @@ from vllm_graphfix.log import logger
 from vllm_graphfix.settings.shadow_rate import NEVER, Action, Rate
 from vllm_graphfix.shadow import ranks, stages
 from vllm_graphfix.shadow.comparison import threshold
-from vllm_graphfix.shadow.failures import FailedElsewhereError, UnfitStep, UnsafeError, is_lost, told, tried
+from vllm_graphfix.shadow.failures import FailedElsewhereError, UnfitStep, UnsafeError, description, is_lost, tried
 from vllm_graphfix.shadow.memory import Memory
 from vllm_graphfix.shadow.runs import (
     CheckedStep,
@@ -142,7 +142,7 @@ class Shadow:
             failed = error
         # Of our own bookkeeping. A rank of a group that waits for this one ends, as for any other that fails in the
         # middle of a check.
-        tried(lambda: self.stop(told(failed), failed))
+        tried(lambda: self.stop(description(failed), failed))
         return replayed.output if replayed.done else replay()
 
     def _check(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
@@ -158,7 +158,8 @@ class Shadow:
         _, failed = tried(checked.put_back)
         if failed is not None:
             failed = RuntimeError(
-                f"the changes of the eager run could not be undone ({told(failed)}): requests in this step may be wrong"
+                f"the changes of the eager run could not be undone ({description(failed)}): requests in this step may "
+                "be wrong"
             )
             if self._over:  # which has told of another failure, and will not tell of this one
                 logger.warning("graphfix: %s", failed)
@@ -185,7 +186,7 @@ class Shadow:
             logger.warning(
                 "graphfix: a step whose graph is in quarantine cannot run without it, so it is replayed as on stock: "
                 "%s",
-                told(failed),
+                description(failed),
             )
         known.failed += 1
         if known.failed == _GIVEN_UP:
@@ -234,7 +235,7 @@ class Shadow:
         except Exception as error:
             anywhere, agreed, failed = 1.0, [], failed or error
         if anywhere:
-            self.stop(told(failed or FailedElsewhereError()), failed)
+            self.stop(description(failed or FailedElsewhereError()), failed)
             return None
         return tuple(agreed)
 
@@ -313,7 +314,7 @@ class Shadow:
                     self.results.checks,
                     time.time(),
                     here,
-                    told(first.failure) if first.failure is not None else None,
+                    description(first.failure) if first.failure is not None else None,
                 ),
             )
 

@@ -337,12 +337,12 @@ def _calling(drafter: _Drafter, desc: Any, frame: FrameType | None) -> _Call | N
                 if found is None:
                     found = drafter.graphs[name], variables
                 if name == "propose":
-                    return _told(drafter, desc, *found, variables)
+                    return _call_of(drafter, desc, *found, variables)
         frame = frame.f_back
     return None
 
 
-def _told(
+def _call_of(
     drafter: _Drafter, desc: Any, graphs: _Graphs, variables: Mapping[str, Any], propose: Mapping[str, Any]
 ) -> _Call | None:
     needed = {"num_reqs", "num_tokens_across_dp"} | ({graphs.metadata, graphs.slots} if graphs.builds else set())

@@ -65,7 +65,7 @@ def let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def told(error: Exception) -> str:
+def description(error: Exception) -> str:
     text = " ".join(str(error).split())[:300]
     return (
         text if isinstance(error, (UnfitStep, StepError, FailedElsewhereError)) else f"{type(error).__name__}: {text}"

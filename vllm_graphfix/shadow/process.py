@@ -122,7 +122,7 @@ def wrong() -> tuple[Any, ...]:
             _ascii(each.first_layer)[:SHORT],
             each.check,
         )
-        for each in SHADOW.results.told(_TOLD)
+        for each in SHADOW.results.to_report(_TOLD)
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from vllm_graphfix.log import logger
 from vllm_graphfix.shadow import watchdog
-from vllm_graphfix.shadow.failures import FailedElsewhereError, StepError, told, tried
+from vllm_graphfix.shadow.failures import FailedElsewhereError, StepError, description, tried
 
 T = TypeVar("T")
 _STEP, _OTHER = 1.0, 2.0
@@ -66,7 +66,7 @@ def largest(*values: float) -> tuple[float, ...]:
         try:
             torch.distributed.all_reduce(given, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
         except Exception as error:
-            watchdog.end(f"the ranks of its tensor-parallel group cannot agree any more: {told(error)}")
+            watchdog.end(f"the ranks of its tensor-parallel group cannot agree any more: {description(error)}")
     return tuple(given.tolist())
 
 
@@ -85,7 +85,7 @@ def paired(prepare: Callable[[], object], run: Callable[[], T]) -> T:
         raise failed or FailedElsewhereError
     output, failed = tried(run)
     if failed is not None:
-        logger.warning("graphfix: a run of a step without its graph has failed on this rank: %s", told(failed))
+        logger.warning("graphfix: a run of a step without its graph has failed on this rank: %s", description(failed))
     (worst,) = largest(0.0 if failed is None else _STEP if isinstance(failed, StepError) else _OTHER)
     if worst:
         _wait_for_collectives(failed)
@@ -95,13 +95,15 @@ def paired(prepare: Callable[[], object], run: Callable[[], T]) -> T:
 
 def _wait_for_collectives(failed: Exception | None) -> None:
     """Returns if all that the ranks have queued has come to its end. On a CPU a collective has when it returns."""
-    where = f"here: {told(failed)}" if failed is not None else "on another rank of the group, whose log says more"
+    where = (
+        f"here: {description(failed)}" if failed is not None else "on another rank of the group, whose log says more"
+    )
     what = f"a run of a step without its graph failed {where}. The collectives of the other ranks have found no partner"
     with watchdog.limit(what, watchdog.DRAIN):
         try:
             _synchronize()
         except Exception as error:
-            watchdog.end(f"{what}: {told(error)}")
+            watchdog.end(f"{what}: {description(error)}")
     largest(0.0)
 
 

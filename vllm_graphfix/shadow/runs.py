@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix.shadow import ranks
 from vllm_graphfix.shadow.comparison import drawn_alike, row_errors, state_error, tensors
-from vllm_graphfix.shadow.failures import StepError, UnfitStep, is_of_the_device, let_go, told, tried
+from vllm_graphfix.shadow.failures import StepError, UnfitStep, description, is_of_the_device, let_go, tried
 from vllm_graphfix.shadow.layers import first_difference
 from vllm_graphfix.shadow.snapshot import PythonState, RandomState, Rows, Snapshot, StateRows, kept_rows
 from vllm_graphfix.shadow.verdict import Graph
@@ -90,7 +90,7 @@ class CheckedStep:
         except Exception as error:
             if is_of_the_device(error):
                 raise
-            raise StepError(told(error)) from error
+            raise StepError(description(error)) from error
 
     def again(self, replay: Callable[[], Any]) -> float:
         """The error of one more replay from where the first one began, by the first."""

@@ -86,7 +86,7 @@ class Results:
         self.changed_inputs: set[str] = set()
         """Input buffers that eager runs were seen to change; they were put back."""
 
-    def told(self, most: int) -> list[Mismatch]:
+    def to_report(self, most: int) -> list[Mismatch]:
         """The first of each graph that this rank has found, with the layer that a later one has told."""
         found: dict[Graph, Mismatch] = {}
         for each in self.kept:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_graphfix.source.functions import DEFINITIONS, Function, binds, is_decorated, sets
-from vllm_graphfix.text import shown
+from vllm_graphfix.text import brief_repr
 
 _LARGEST_FILE = 1024 * 1024
 """Bytes; the largest file that a diagnosis reads has 0.4 MB. More is not vLLM's, whoever wrote the archive."""
@@ -153,7 +153,7 @@ class Source:
                 raise SyntaxError("it has more braces than any file of vLLM")
             tree = ast.parse(content.decode(encoding))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise SourceError(f"{path} of {self.label} is not readable Python source: {_told(error)}") from error
+            raise SourceError(f"{path} of {self.label} is not readable Python source: {_reason(error)}") from error
         self._parsed += len(content)
         if self._parsed > _LARGEST_TREES:
             raise SourceError(f"the code of {self.label} is larger than that of any vLLM; is it the right one?")
@@ -182,7 +182,7 @@ def open_source(path: str | os.PathLike[str] | None = None) -> Source:
                 return _directory(root)
     # A name that is too long, a loop of links, a folder of somebody else, a home that nobody has.
     except (OSError, ValueError, RuntimeError) as error:
-        raise SourceError(f"{shown(os.fspath(path))} cannot be examined ({_told(error)}); {_GIVE}") from error
+        raise SourceError(f"{brief_repr(os.fspath(path))} cannot be examined ({_reason(error)}); {_GIVE}") from error
     raise SourceError(f"{given} holds no vllm/__init__.py; {_GIVE}")
 
 
@@ -264,7 +264,7 @@ def _wheel(path: Path) -> Source:
     try:
         archive = zipfile.ZipFile(_InPieces(path))
     except Exception as error:  # zipfile raises more than it documents for what is damaged
-        raise SourceError(f"{path} is not a readable wheel file: {_told(error)}") from error
+        raise SourceError(f"{path} is not a readable wheel file: {_reason(error)}") from error
     members = {info.filename: info for info in archive.infolist()}
     if "vllm/__init__.py" not in members:
         raise SourceError(f"{path} is a wheel without vllm/__init__.py; give a wheel of vLLM")
@@ -282,7 +282,7 @@ def _wheel(path: Path) -> Source:
                 # The size in the directory of an archive is a claim; one byte more than it proves it false.
                 content = file.read(_LARGEST_FILE + 1)
         except Exception as error:  # damaged, cut short, encrypted
-            raise SourceError(f"{name} in {path} cannot be read: {_told(error)}") from error
+            raise SourceError(f"{name} in {path} cannot be read: {_reason(error)}") from error
         if len(content) > _LARGEST_FILE:
             raise SourceError(f"{name} in {path} is larger than any source file of vLLM; is it the right wheel?")
         return content
@@ -296,7 +296,7 @@ def _wheel(path: Path) -> Source:
     return Source(str(path), read, version)
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """Its text may be empty, or hold names of any length."""
     text = str(error) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:199]}…"

@@ -173,7 +173,7 @@ def _run_cases(
     if any(case.needs == "flashinfer" for case in cases):
         console.print("FlashInfer compiles its kernels on first use, which takes about two minutes")
     bars = EngineBars(console, jobs)
-    with bars.shown():
+    with bars.display():
         return Engines(folder, _TIMEOUT, bars.doing, bars.done).run(jobs, parallel)
 
 

@@ -240,8 +240,8 @@ def show(report: Report, console: Console, *, verbose: bool = False) -> None:
         table.add_row(
             f"[bold]{proof.title}[/]",
             _sample(proof.stock.eager, first) if proof.stock else "",
-            f"[red]{escape(_found(proof.stock, first))}[/]" if proof.stock else "",
-            f"[green]{escape(_found(proof.patched, first))}[/]" if proof.patched else "",
+            f"[red]{escape(_result(proof.stock, first))}[/]" if proof.stock else "",
+            f"[green]{escape(_result(proof.patched, first))}[/]" if proof.patched else "",
             f"[{colour}]{proof.outcome}[/]",
         )
     if report.environment:
@@ -273,7 +273,7 @@ def show(report: Report, console: Console, *, verbose: bool = False) -> None:
         console.print(f"Engine logs: {escape(report.logs)}", highlight=False, soft_wrap=True)
 
 
-def _found(measured: Measurement, first: int) -> str:
+def _result(measured: Measurement, first: int) -> str:
     if measured.error:
         return measured.error
     wrong = differing(measured.eager, measured.graphed)

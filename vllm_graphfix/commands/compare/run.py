@@ -108,7 +108,7 @@ def _compare(
 ) -> Report:
     bars = EngineBars(console, jobs)
     engines = Engines(folder, timeout, bars.doing, bars.done)
-    with bars.shown():
+    with bars.display():
         eager, graphs, compiled = jobs
         reference = engines.run([eager], 1)[eager.name]
         if reference.said is None:
@@ -133,7 +133,7 @@ def _compare(
         reference.said,
         found.said,
         _findings(comparison, found.said, arbiter),
-        note=_told(arbiter),
+        note=_why_eager_alone(arbiter),
         logs=str(folder) if failed else None,
     )
 
@@ -151,7 +151,7 @@ def _findings(comparison: Comparison, graphs: Said, arbiter: Ended | None) -> Fi
     return arbitrated(comparison, graphs.passes[0], arbiter.said.passes[0])
 
 
-def _told(arbiter: Ended | None) -> str | None:
+def _why_eager_alone(arbiter: Ended | None) -> str | None:
     if arbiter is None:
         return None
     if arbiter.said is None:

@@ -201,41 +201,41 @@ def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
     for name, values in choices.items():
         if name in environment:
             word = environment[name].strip().lower()
-            found.append(_told(name, word if word in (*values, *switches, "") else None))
+            found.append(_variable(name, word if word in (*values, *switches, "") else None))
     for name, parse in ((settings.SHADOW, shadow_rate.normal), (settings.AGREEMENT_TIMEOUT, settings.seconds)):
         if given := environment.get(name, "").strip():
             try:
                 parse(given)
-                found.append(_told(name, given))
+                found.append(_variable(name, given))
             except ValueError:
-                found.append(_told(name, None))
+                found.append(_variable(name, None))
     if settings.ROLLOUT in environment:
         percentage = environment[settings.ROLLOUT].strip()
         try:
-            found.append(_told(settings.ROLLOUT, rollout.shown(rollout.buckets_of(percentage))))
+            found.append(_variable(settings.ROLLOUT, rollout.as_percentage(rollout.buckets_of(percentage))))
         except ValueError:
-            found.append(_told(settings.ROLLOUT, None))
+            found.append(_variable(settings.ROLLOUT, None))
     if settings.ROLLOUT_KEY in environment:
         key = environment[settings.ROLLOUT_KEY].strip()
-        found.append(_told(settings.ROLLOUT_KEY, f"{NOT_SHOWN}, bucket {rollout.bucket(key)}" if key else ""))
+        found.append(_variable(settings.ROLLOUT_KEY, f"{NOT_SHOWN}, bucket {rollout.bucket(key)}" if key else ""))
     if settings.STATUS_DIR in environment:
         folder = environment[settings.STATUS_DIR]
-        found.append(_told(settings.STATUS_DIR, folder if re.fullmatch(r"/[\w./-]{0,120}", folder) else None))
+        found.append(_variable(settings.STATUS_DIR, folder if re.fullmatch(r"/[\w./-]{0,120}", folder) else None))
     if settings.DECISION in environment:
         decision = rollout.decode(environment[settings.DECISION])
-        found.append(_told(settings.DECISION, "made by an engine" if decision else None))
+        found.append(_variable(settings.DECISION, "made by an engine" if decision else None))
     known = settings.names(fix.name for fix in FIXES)
     strangers = sum(name.upper().startswith(settings.PREFIX) and name not in known for name in environment)
     if strangers:
-        found.append(_told(f"{settings.PREFIX}…", f"{strangers} unknown names (not shown)"))
+        found.append(_variable(f"{settings.PREFIX}…", f"{strangers} unknown names (not shown)"))
     for each in VARIABLES:
         if each.name in environment:
             value = environment[each.name]
-            found.append(_told(each.name, value if re.fullmatch(each.form, value) else None))
+            found.append(_variable(each.name, value if re.fullmatch(each.form, value) else None))
     return found
 
 
-def _told(name: str, value: str | None) -> dict[str, Any]:
+def _variable(name: str, value: str | None) -> dict[str, Any]:
     return {"name": name, "value": NOT_SHOWN if value is None else value}
 
 
@@ -318,8 +318,8 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
             "status": engine.status,
             "settings": _settings(engine),
             "graphs": engine.graphs,
-            "vllm": list(engine.told("vllm")),
-            "vllm-graphfix": list(engine.told("graphfix")),
+            "vllm": list(engine.values_of("vllm")),
+            "vllm-graphfix": list(engine.values_of("graphfix")),
             "processes": len(engine.members),
             "ranks": (
                 f"{engine.agreeing if engine.agreeing is not None else 'none'} of {engine.expected} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm_graphfix.commands.fleet.engine import Engine, Member
 from vllm_graphfix.commands.fleet.json_report import as_json
 from vllm_graphfix.commands.fleet.survey import Fleet, FleetError, look
-from vllm_graphfix.commands.fleet.table import kind, shown, watch
+from vllm_graphfix.commands.fleet.table import kind, render, watch
 from vllm_graphfix.commands.fleet.unrecorded import Unrecorded
 
-__all__ = ["Engine", "Fleet", "FleetError", "Member", "Unrecorded", "as_json", "kind", "look", "shown", "watch"]
+__all__ = ["Engine", "Fleet", "FleetError", "Member", "Unrecorded", "as_json", "kind", "look", "render", "watch"]

@@ -132,7 +132,7 @@ class Engine:
             [ranks_named(numbers) + (f" of {world}" if world else "") for world, numbers in ranks.items()] + names
         )
 
-    def told(self, key: str) -> tuple[Any, ...]:
+    def values_of(self, key: str) -> tuple[Any, ...]:
         """The values of *key* in the records, live ones first; without None."""
         members = sorted(self.members, key=lambda member: not member.live)
         return tuple(dict.fromkeys(v for member in members if (v := getattr(member.record, key)) is not None))

@@ -47,7 +47,7 @@ _STATE_COLOURS = {
 _LIVENESS_COLOURS = {Liveness.ALIVE: "green", Liveness.DEAD: "red", Liveness.SILENT: "yellow"}
 
 
-def shown(fleet: Fleet, *, everything: bool = False, engine: str | None = None) -> RenderableType:
+def render(fleet: Fleet, *, everything: bool = False, engine: str | None = None) -> RenderableType:
     """One line of verdict, then what is wrong; the details of one engine, or of all, if they are asked for.
 
     A single engine is shown whole. *engine*: the beginning of a name. Raises FleetError where no engine has it.
@@ -72,7 +72,7 @@ def _verdict(fleet: Fleet) -> list[RenderableType]:
     if not fleet.engines:
         return []
     live = [engine for engine in fleet.engines if engine.live]
-    hosts = len({host for engine in live for host in engine.told("host")})
+    hosts = len({host for engine in live for host in engine.values_of("host")})
     kinds = Counter(map(kind, fleet.engines))
     parts = [
         f"{kinds[each]} {each}" for each in ("fixed", "counting", "stock", "without graphs", "starting") if kinds[each]
@@ -140,7 +140,7 @@ def _in_short(fleet: Fleet) -> list[RenderableType]:
 
 
 def _named(engine: Engine) -> str:
-    return f"{engine.name} ({', '.join([*engine.told('model')[:1], *engine.told('host')[:2]])})"
+    return f"{engine.name} ({', '.join([*engine.values_of('model')[:1], *engine.values_of('host')[:2]])})"
 
 
 def _details(fleet: Fleet) -> RenderableType:
@@ -185,18 +185,18 @@ def _engine_shown(engine: Engine) -> list[RenderableType]:
     from rich.text import Text
 
     decided = engine.tellers[0].record.decision
-    model = escape(next(iter(engine.told("model")), "model not known yet"))
+    model = escape(next(iter(engine.values_of("model")), "model not known yet"))
     dim = "" if engine.live else "dim"
     rollout = "in the rollout" if decided.canary else "[yellow]not in the rollout[/]"
     if decided.bucket is not None and decided.percentage is not None:
         rollout += f" of {decided.percentage:g} % (bucket {decided.bucket} of {BUCKETS:,})"
     chosen = decided.percentage is not None or not decided.canary
     facts = [
-        f"vLLM {escape(', '.join(engine.told('vllm')))}",
-        f"vllm-graphfix {escape(', '.join(engine.told('graphfix')))}",
+        f"vLLM {escape(', '.join(engine.values_of('vllm')))}",
+        f"vllm-graphfix {escape(', '.join(engine.values_of('graphfix')))}",
         *([f"VLLM_GRAPHFIX={escape(decided.master)}"] if decided.master != "on" else []),
         *([rollout] if chosen else []),
-        f"on {escape(', '.join(engine.told('host')))}",
+        f"on {escape(', '.join(engine.values_of('host')))}",
     ]
     head = f"[bold]{model}[/]  engine {engine.name}  [{_STATUS_COLOURS[engine.status]}]{engine.status}[/]"
     parts: list[RenderableType] = [
@@ -275,11 +275,11 @@ def watch(folder: Path | None, seconds: float, console: Console) -> None:
     try:
         if not console.is_terminal:
             while True:
-                console.print(shown(look(folder)))
+                console.print(render(look(folder)))
                 time.sleep(seconds)
-        with Live(_page(console, shown(look(folder))), console=console, auto_refresh=False, screen=True) as live:
+        with Live(_page(console, render(look(folder))), console=console, auto_refresh=False, screen=True) as live:
             while True:
                 time.sleep(seconds)
-                live.update(_page(console, shown(look(folder))), refresh=True)
+                live.update(_page(console, render(look(folder))), refresh=True)
     except KeyboardInterrupt:
         return

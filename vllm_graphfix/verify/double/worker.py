@@ -43,11 +43,11 @@ def scenario_of(fix: str) -> Scenario:
     Imports what the fix patches, so that its state is not `waiting` when the scenario begins.
     """
     list(_targets(fix))
-    scenario: Scenario = _found(trials.scenario_of(fix))
+    scenario: Scenario = _resolve(trials.scenario_of(fix))
     return scenario
 
 
-def _found(place: str) -> Any:
+def _resolve(place: str) -> Any:
     """What is at ``module:function``."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
@@ -127,7 +127,7 @@ def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Wa
     wrapped.start(wanted)
     modules = {each.name: each.modules for each in RUNNERS}
     for name, scenario in scenarios:
-        replay = _found(scenario.scenario)
+        replay = _resolve(scenario.scenario)
         list(_imported(modules[scenario.graphs]))  # a scenario may import them late, and until then the check waits
         if wrapped.states()[scenario.graphs].state is not State.ACTIVE:
             continue

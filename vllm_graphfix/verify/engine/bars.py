@@ -33,7 +33,7 @@ class EngineBars:
         self._tasks = {job.name: self._progress.add_task(job.name, start=False, doing="waits", total=1) for job in jobs}
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def display(self) -> Iterator[None]:
         with self._progress:
             yield
 
