@@ -119,3 +119,24 @@ def test_a_fact_holds_or_does_not_or_is_not_known(fact: str, line: str, holds: b
     found = getattr(read_deployment(line, open_source(release_root("0.22.1"))), fact)()
     assert found.holds is holds
     assert found.told
+
+
+def test_dense_flashmla_takes_two_kinds_of_fp8() -> None:
+    for dtype, concern in (("fp8", YES), ("fp8_e4m3", YES), ("fp8_e5m2", NO), ("fp8_inc", NO)):
+        assert answer("0.18.1", "flashmla-fp8", f"./v3 --kv-cache-dtype {dtype}", HOPPER)[0] is concern, dtype
+
+
+def test_without_the_hubs_library_it_is_said_why_its_cache_was_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "no/such-model --kv-cache-dtype fp8"
+    assert "huggingface_hub" not in answer("0.18.1", "flashmla-fp8", line, HOPPER)[1]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "is found where huggingface_hub is installed" in answer("0.18.1", "flashmla-fp8", line, HOPPER)[1]
+
+
+def test_what_spares_a_deployment_is_not_its_model_runner_if_there_is_more_to_say() -> None:
+    source = open_source(release_root("0.18.1"))
+    console = Console(file=io.StringIO(), width=200)
+    show(status(source, {}, read_deployment("./llama", source, HOPPER, {})), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "None of these" in text
+    assert "MODEL_RUNNER" not in text.splitlines()[2]

@@ -134,3 +134,23 @@ def test_a_trial_edits_the_remedy_in_and_makes_a_shape_that_nobody_knows(fix: Fi
     stock = {edit: verdict(fix.name, edit.release) for edit in edits_of(fix.name)}
     assert any(edit.verdict is Verdict.FIXED and was == "affected" for edit, was in stock.items())
     assert any(edit.verdict is Verdict.UNRECOGNISED for edit in stock)
+
+
+@pytest.mark.parametrize(
+    ("fix", "release", "path"),
+    [
+        ("prefill-dispatch", "0.20.0", RUNNER),
+        ("prompt-logprobs", "0.33.0", RUNNER),
+        ("idle-rank", "0.33.0", "vllm/v1/worker/gpu_worker.py"),
+    ],
+)
+@pytest.mark.parametrize("names", ["GPUModelRunner, Worker", "*"])
+def test_what_is_imported_from_elsewhere_is_neither_absent_nor_fixed(
+    fix: str, release: str, path: str, names: str, tmp_path: Path
+) -> None:
+    """A module that was moved, and imports from its new place what others expect of it."""
+    moved = f"from vllm.elsewhere import {names}\n"
+    tree = edited(release_root(release), tmp_path / "vllm", {path: lambda _: moved})
+    assert manifest.diagnose(BY_NAME[fix], open_source(release_root(release))).verdict is Verdict.AFFECTED
+    found = manifest.diagnose(BY_NAME[fix], open_source(tree))
+    assert (found.verdict, found.known) == (Verdict.UNRECOGNISED, False)

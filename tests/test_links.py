@@ -74,3 +74,8 @@ def test_places_lead_to_the_lines_of_the_file_and_are_not_cut(width: int) -> Non
 def test_a_place_that_is_not_there_is_no_link(tmp_path: Path) -> None:
     text = links.linked("vllm/gone.py:3, PR 1", folder=tmp_path)
     assert [str(span.style) for span in text.spans] == [f"link {links.thread('PR', '1')}"]
+
+
+def test_no_name_of_a_fix_is_cut_on_a_narrow_terminal() -> None:
+    text = printed(explain.show_all, terminal=False, width=60)
+    assert all(name in text for name in BY_NAME)

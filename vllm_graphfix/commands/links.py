@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 PAGES = "https://github.com/vllm-graphfix/vllm-graphfix/blob/main/docs"
-"""Where the pages of `docs/` are; Source of pyproject.toml."""
+"""The address of the folder `docs/`: that of Source in pyproject.toml, and the main branch."""
 _VLLM = "https://github.com/vllm-project/vllm"
 _THREAD = re.compile(r"\b(PR|issue) (\d+)\b")
 _PLACE = re.compile(r"\b(vllm/[\w./-]+\.py)(?::(\d+))?")

@@ -45,7 +45,7 @@ _CHOICES = {
     "--kv-cache-dtype": ("vllm/config/cache.py", "CacheDType"),
     "--attention-backend": ("vllm/v1/attention/backends/registry.py", "AttentionBackendEnum"),
 }
-"""Where the values that a flag takes are: a `Literal`, or the members of an enumeration."""
+"""For each flag, the file and the name of what lists its values: a `Literal`, or an enumeration with its members."""
 _NUMBERS = frozenset(
     f"--{each}-size" for each in ("tensor-parallel", "pipeline-parallel", "data-parallel", "decode-context-parallel")
 )
