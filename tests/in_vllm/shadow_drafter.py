@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 import vllm_graphfix
 from vllm_graphfix.settings.shadow_rate import Action, Rate
-from vllm_graphfix.shadow import drafter_v2, memory, process
+from vllm_graphfix.shadow import drafter_shapes, drafter_v2, memory, process
 from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios.draft_idx_mapping import _kernels
@@ -250,10 +250,10 @@ def test_drafters_with_a_history_of_their_own_are_left_alone(attribute: str) -> 
     }
     for each in managers.values():
         del each.run_fullgraph
-    (shape,) = {shape for shape, known in drafter_v2.SHAPES.items() if known.graphs[0].manager in managers} & {
-        drafter_v2.diagnose(open_source()).shape
+    (shape,) = {shape for shape, known in drafter_shapes.SHAPES.items() if known.graphs[0].manager in managers} & {
+        drafter_shapes.diagnose(open_source()).shape
     }
-    drafter_v2._watch(served.speculator, drafter_v2.SHAPES[shape].graphs, served.shadow)
+    drafter_v2._watch(served.speculator, drafter_shapes.SHAPES[shape].graphs, served.shadow)
     assert not [name for name, each in managers.items() if "run_fullgraph" in vars(each)]
     assert not refused()
 

@@ -6,7 +6,7 @@ from edited import after, before, both, swap
 from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes._capture_passes import MANAGER
+from vllm_graphfix.fixes._capture_source import MANAGER
 from vllm_graphfix.fixes.draft_prefill_state import _EAGLE, _LATER
 
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Together, Verdict
 from vllm_graphfix.fixes._about import About
-from vllm_graphfix.fixes._capture_passes import (
+from vllm_graphfix.fixes._capture_passes import CaptureSession, FactoryPerPass, WatchedFactory, current_session
+from vllm_graphfix.fixes._capture_source import (
     BUILDS_STATES,
     MANAGER,
-    CaptureSession,
-    FactoryPerPass,
-    WatchedFactory,
     builds_each_state,
-    current_session,
     forward_functions,
     hands_both_passes_one_state,
     prepares_each_state,

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Activity, Counter, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._about import About
 from vllm_graphfix.fixes._capture_passes import (
-    BUILDS_STATES,
-    MANAGER,
     FactoryPerPass,
     RebuildableStates,
     UntouchedStates,
     asks_per_pass,
-    builds_each_state,
-    forward_functions,
     has_consumed_plan,
     is_full,
+)
+from vllm_graphfix.fixes._capture_source import (
+    BUILDS_STATES,
+    MANAGER,
+    builds_each_state,
+    forward_functions,
     prepares_each_state,
 )
 

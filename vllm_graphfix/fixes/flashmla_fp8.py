@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Together, Verdict
 from vllm_graphfix.fixes._about import About
-from vllm_graphfix.fixes._capture_passes import plans_each_batch
+from vllm_graphfix.fixes._capture_source import plans_each_batch
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._capture_passes import forward_functions
+from vllm_graphfix.fixes._capture_source import forward_functions
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.failures import UnsafeError

@@ -1,6 +1,6 @@
 """Where the shadow check wraps vLLM.
 
-The places are records that `Process` applies like fixes: diagnosed, all of their targets or none, read back.
+The places are records that `FixManager` applies like fixes: diagnosed, all of their targets or none, read back.
 """
 
 # No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.fix import Diagnosis, Event, Patch, Together
 from vllm_graphfix.settings.environment import SHADOW
-from vllm_graphfix.shadow import drafter_v2, runner_v1, runner_v2
+from vllm_graphfix.shadow import drafter_shapes, drafter_v2, runner_v1, runner_v2
 from vllm_graphfix.shadow.process import DRAFTER
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Graphs(NamedTuple):
-    """Graphs of a model runner, and what `Process` asks of a fix; docs/shadow.md tells people the rest."""
+    """Graphs of a model runner, and what `FixManager` asks of a fix; docs/shadow.md tells people the rest."""
 
     name: str
     runner: str
@@ -53,9 +53,9 @@ RUNNERS = (
     Graphs(
         f"shadow-v2{DRAFTER}",
         "V2",
-        drafter_v2.diagnose,
+        drafter_shapes.diagnose,
         drafter_v2.patches,
-        drafter_v2.READS,
-        drafter_v2.MODULES,
+        drafter_shapes.READS,
+        drafter_shapes.MODULES,
     ),
 )

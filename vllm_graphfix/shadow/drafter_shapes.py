@@ -1,0 +1,188 @@
+"""Where model runner V2 replays full graphs of a drafter, in each shape of vLLM's code that is known (0.19.0 - 0.33.0).
+
+A shape says which speculator has the graphs, which of its methods replays them, and by what method it runs the same
+step without one. What a second run could spoil decides whether code has such a shape: `KNOWN` lists what drafting uses.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_graphfix.fix import Diagnosis, Verdict
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
+
+_FOLDER = "vllm/v1/worker/gpu/spec_decode"
+_MANAGER = "vllm/v1/worker/gpu/cudagraph_utils.py"
+_BASE = f"{_FOLDER}/speculator.py"
+
+
+class DrafterGraphs(NamedTuple):
+    """The full graphs of one manager, and the same step without one."""
+
+    name: str
+    """For people."""
+    manager: str
+    """Attribute of the speculator."""
+    caller: str
+    """The speculator's method that replays them."""
+    eager: str
+    """Its method that runs such a step without graph, called by *caller* with its variables: requests, tokens,
+    *metadata*, *slots*."""
+    metadata: str
+    slots: str
+    columns: str
+    """The columns of draft tokens and logits that a replay writes: ``first``, ``step`` (the caller's variable) or
+    ``rest``, all but the first."""
+    builds: bool = True
+    """Whether *caller* has metadata where it replays; else the graph makes its own of those that it was captured
+    with."""
+
+
+class Speculator(NamedTuple):
+    path: str
+    name: str
+    hook: str
+    """The method after which the managers are there."""
+    graphs: tuple[DrafterGraphs, ...]
+
+    @property
+    def module(self) -> str:
+        return self.path.removesuffix(".py").replace("/", ".")
+
+
+def _prefill(eager: str) -> DrafterGraphs:
+    return DrafterGraphs(
+        "draft prefill", "prefill_cudagraph_manager", "propose", eager, "attn_metadata", "slot_mappings", "first"
+    )
+
+
+def _decode(manager: str, caller: str, eager: str, metadata: str, slots: str, columns: str) -> DrafterGraphs:
+    return DrafterGraphs("draft decode", manager, caller, eager, metadata, slots, columns)
+
+
+_EAGLE = f"{_FOLDER}/eagle/speculator.py", "EagleSpeculator"
+_AUTOREGRESSIVE = f"{_FOLDER}/autoregressive/speculator.py", "AutoRegressiveSpeculator"
+_DEPENDENT = f"{_FOLDER}/target_dependent_ar/speculator.py", "TargetDependentARSpeculator"
+_HOOK = "init_cudagraph_manager"
+_IN_PROPOSE = ("propose", "generate_draft", "attn_metadata_updated", "slot_mappings_updated", "rest")
+_BY_STEP = _decode(
+    "decode_cudagraph_manager",
+    "_multi_step_decode",
+    "_generate_draft",
+    "attn_metadata",
+    "slot_mappings_by_layer",
+    "step",
+)
+_FUSED = _BY_STEP._replace(caller="_fused_multi_step_decode", eager="_generate_fused_drafts", columns="rest")
+SHAPES = {
+    "loop": Speculator(*_EAGLE, "__init__", (_decode("cudagraph_manager", *_IN_PROPOSE),)),
+    "prefill-and-loop": Speculator(
+        *_EAGLE, _HOOK, (_prefill("prefill"), _decode("decode_cudagraph_manager", *_IN_PROPOSE))
+    ),
+    "prefill-and-steps": Speculator(
+        *_EAGLE, _HOOK, (_prefill("prefill"), _BY_STEP._replace(caller="multi_step_decode", eager="generate_draft"))
+    ),
+    "autoregressive": Speculator(*_AUTOREGRESSIVE, _HOOK, (_prefill("_prefill"), _BY_STEP)),
+    "autoregressive-fused": Speculator(*_AUTOREGRESSIVE, _HOOK, (_prefill("_prefill"), _BY_STEP, _FUSED)),
+    "target-dependent": Speculator(*_DEPENDENT, _HOOK, (_prefill("_prefill"), _BY_STEP, _FUSED._replace(builds=False))),
+}
+READS = (_MANAGER, _BASE, *dict.fromkeys(speculator.path for speculator in SHAPES.values()))
+MODULES = tuple(dict.fromkeys(speculator.module for speculator in SHAPES.values()))
+
+_HELPERS = ("run_model", "_run_model", "_sample_draft", "sample_draft", "_generate_draft")
+KNOWN = frozenset(
+    """
+    hidden_states inputs_embeds input_buffers idx_mapping temperature seeds draft_tokens draft_logits current_draft_step
+    last_token_indices sample_src_positions block_tables attn_groups pcp_manager
+    model method vllm_config max_model_len num_speculative_steps use_fp64_gumbel supports_mm_inputs model_returns_tuple
+    advance_draft_positions use_local_argmax_reduction draft_watermarker prefill_cudagraph_manager
+    run_model _run_model _sample_draft sample_draft _greedy_sample_draft compute_draft_logits get_draft_top_tokens
+    _maybe_predict_acceptance _prepare_eplb_forward _generate_draft _update_draft_decode_metadata
+    """.split()
+)
+"""What drafting reads, writes and calls of a speculator in the releases that were looked at: tensors, which are kept
+and put back, and numbers. Something else may be state that a second run spoils."""
+_ARGUMENTS = ("attn_metadata", "slot_mappings", "num_tokens_across_dp", "cudagraph_runtime_mode")
+_MORE = {"mm_inputs", "skip_sample", "num_speculative_steps"}
+
+
+def diagnose(source: Source) -> Diagnosis:
+    """`AFFECTED` here: there are graphs that can be checked."""
+    if source.function(_MANAGER, "ModelCudaGraphManager.run_fullgraph") is None:
+        return Diagnosis(Verdict.ABSENT, "no full graphs of model runner V2")
+    run = source.function(_MANAGER, "CudaGraphManager.run_fullgraph")
+    for shape, speculator in SHAPES.items():
+        hook = source.function(speculator.path, f"{speculator.name}.{speculator.hook}")
+        if hook and run and run.takes == "self, desc" and _is_of(source, speculator, hook):
+            return Diagnosis(Verdict.AFFECTED, f"full graphs of drafts replay in {speculator.name}", hook.where, shape)
+    path, name = _EAGLE
+    propose = source.function(path, f"{name}.propose")
+    if propose and propose.only("return self.cudagraph_manager.run_fullgraph(batch_desc)[:num_reqs]"):
+        return Diagnosis(
+            Verdict.ABSENT, "when drafts replay a graph, nothing is built that a step without it needs", propose.where
+        )
+    return Diagnosis(Verdict.UNRECOGNISED, "drafts replay full graphs in a way that is not recognised")
+
+
+def _is_of(source: Source, speculator: Speculator, hook: Function) -> bool:
+    def method(name: str) -> Function | None:
+        return source.function(speculator.path, f"{speculator.name}.{name}") or source.function(
+            _BASE, f"DraftModelSpeculator.{name}"
+        )
+
+    # More methods that replay than are known are another shape.
+    whole = source.function(speculator.path, speculator.name)
+    if whole is None:
+        return False
+    helpers = [found for found in map(method, _HELPERS) if found]
+    replays = sum(
+        len(whole.find(f"self.{manager}.run_fullgraph(...)")) for manager in {g.manager for g in speculator.graphs}
+    )
+    if replays != len(speculator.graphs) or any(not _used(each) <= KNOWN for each in helpers):
+        return False
+    for graphs in speculator.graphs:
+        caller, eager = method(graphs.caller), method(graphs.eager)
+        if not (
+            hook.find(f"self.{graphs.manager} = ...")
+            and caller
+            and eager
+            and caller.only(f"self.{graphs.manager}.run_fullgraph(...)")
+            and _called_with(caller, graphs)
+            and eager.parameters[:2] == ("self", "num_reqs")
+            and eager.parameters[3:7] == _ARGUMENTS
+            and set(eager.parameters[7:]) <= _MORE
+            and _used(eager) <= KNOWN
+        ):
+            return False
+    if all(graphs.builds for graphs in speculator.graphs):
+        return True
+    build = method("_build_uniform_attn_metadata")
+    return build is not None and set(BUILT_OF) <= set(build.parameters)
+
+
+BUILT_OF = ("num_reqs", "batch_desc", "num_query_per_req", "seq_lens_cpu_upper_bound", "step")
+
+
+def _used(function: Function) -> set[str]:
+    """The attributes of ``self``."""
+    return {
+        node.attr
+        for node in ast.walk(function.node)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+
+
+def _called_with(caller: Function, graphs: DrafterGraphs) -> bool:
+    call = caller.only(f"self.{graphs.eager}(...)")
+    if not isinstance(call, ast.Call):
+        return False
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    given = [*call.args, *(named[name] for name in _ARGUMENTS[2:] if name in named)]
+    names = [each.id if isinstance(each, ast.Name) else None for each in given]
+    return names[:5] == ["num_reqs", None, graphs.metadata, graphs.slots, _ARGUMENTS[2]] and set(named) <= _MORE | set(
+        _ARGUMENTS
+    )
