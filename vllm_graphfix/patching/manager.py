@@ -18,10 +18,7 @@ from vllm_graphfix.patching.applied_fix import AppliedFix, FixState, Policy
 from vllm_graphfix.patching.hooks import when_imported
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vllm_graphfix.fix import Patchable
-    from vllm_graphfix.source.files import Source
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,10 +64,7 @@ class FixManager:
         self._lock = threading.RLock()
         self._depth = 0
         self._log = HeldLog()
-        self._read: dict[str, Path] = {}
-        """The files that diagnoses may have read, by module."""
-        self._texts: dict[str, bytes | None] = {}
-        """The source that was diagnosed, by module, of those to be patched."""
+        self._diagnosed_files = sites.DiagnosedFiles()
         self._may_capture = False
         self.interrupted = False
         """This process was forked while a thread was in the middle of something here; to `start` again is to begin
@@ -202,16 +196,10 @@ class FixManager:
                             "cannot be applied to this vLLM; "
                             f"`vllm-graphfix explain {applied.fix.name}` has a workaround",
                         )
-                    self._remember(applied, source)
+                    targets = applied.fix.modules if applied.state is State.WAITING else ()  # to be patched
+                    self._diagnosed_files.add(applied.fix, source, targets)
                 except Exception as error:
                     self._fail(applied, error)
-
-    def _remember(self, applied: AppliedFix, source: Source) -> None:
-        """What `_apply` has to find running: not the source itself, which holds syntax trees."""
-        if source.folder is not None:
-            self._read.update({_module(path): source.folder / path for path in applied.fix.reads})
-        for module in applied.fix.modules if applied.engaged else ():
-            self._texts[module] = source.read(f"{module.replace('.', '/')}.py")
 
     # -- application: everything below runs inside vLLM's imports and must not raise -------------------------------
 
@@ -233,8 +221,8 @@ class FixManager:
             patches = [patch for patch in applied.patches if patch.module == module]
             if not patches:
                 return
-            self._refuse_other_files(applied.fix)
-            applied.sites += sites.apply(applied.fix.name, patches, applied.activity, self._texts.get)
+            self._diagnosed_files.refuse_others(applied.fix)
+            applied.sites += sites.apply(applied.fix.name, patches, applied.activity, self._diagnosed_files.text)
             for site in applied.sites:
                 if reason := site.lost():
                     raise sites.ConflictError(reason)
@@ -248,13 +236,6 @@ class FixManager:
             self._warn(applied, "is not applied: remove the other patch, or switch this fix off")
         except Exception as error:
             self._fail(applied, error)
-
-    def _refuse_other_files(self, fix: Patchable) -> None:
-        """Raises ConflictError where Python has a module that the diagnosis read from a file elsewhere."""
-        for module in map(_module, fix.reads):
-            origin = getattr(getattr(sys.modules.get(module), "__spec__", None), "origin", None)
-            if origin and module in self._read and not self._read[module].samefile(origin):
-                raise sites.ConflictError(f"{origin} runs instead of {self._read[module]}, which was diagnosed")
 
     def _keep_together(self, applied: AppliedFix, module: str) -> None:
         """Takes a fix back that would trade its defect for another one without a companion that is not there."""
@@ -417,7 +398,3 @@ class FixManager:
         self._log.info(
             "graphfix: %s (vllm-graphfix %s, VLLM_GRAPHFIX=%s)", done, __version__, self._wanted.master.value
         )
-
-
-def _module(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")

@@ -10,9 +10,15 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Patch, StockFunction, Wrap
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm_graphfix.fix import Patchable
+    from vllm_graphfix.source.files import Source
 
 Read = Callable[[str], "bytes | None"]
 Layer = Callable[[StockFunction], Callable[..., Any]]
@@ -20,6 +26,35 @@ Layer = Callable[[StockFunction], Callable[..., Any]]
 
 class ConflictError(Exception):
     """The target is not vLLM's own function: somebody else has patched it."""
+
+
+class DiagnosedFiles:
+    """The files that diagnoses have read, by module: vLLM has to run these, or the diagnoses are of other code.
+
+    Paths and texts, and not the `Source`: it holds syntax trees, which no engine should keep.
+    """
+
+    def __init__(self) -> None:
+        self._paths: dict[str, Path] = {}
+        self._texts: dict[str, bytes | None] = {}
+
+    def add(self, fix: Patchable, source: Source, targets: Iterable[str]) -> None:
+        """Keeps where *fix* was diagnosed from, and the text of the modules *targets* that it will be put on."""
+        if source.folder is not None:
+            self._paths.update({_module_of(path): source.folder / path for path in fix.reads})
+        for module in targets:
+            self._texts[module] = source.read(f"{module.replace('.', '/')}.py")
+
+    def text(self, module: str) -> bytes | None:
+        """The source of *module* as it was diagnosed; None for one that is not to be patched."""
+        return self._texts.get(module)
+
+    def refuse_others(self, fix: Patchable) -> None:
+        """Raises ConflictError where Python has a module that the diagnosis read from a file elsewhere."""
+        for module in map(_module_of, fix.reads):
+            origin = getattr(getattr(sys.modules.get(module), "__spec__", None), "origin", None)
+            if origin and module in self._paths and not self._paths[module].samefile(origin):
+                raise ConflictError(f"{origin} runs instead of {self._paths[module]}, which was diagnosed")
 
 
 class Site:
@@ -258,6 +293,10 @@ def _as_written(function: FunctionType) -> bool:
             return True
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
     return False
+
+
+def _module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def _author(found: object) -> str:

@@ -18,6 +18,7 @@ from vllm_graphfix.shadow.runs import (
     FirstRun,
     Lacks,
     QuarantinedStep,
+    Replay,
     SecondRun,
     Step,
     as_captured,
@@ -25,7 +26,7 @@ from vllm_graphfix.shadow.runs import (
 )
 from vllm_graphfix.shadow.schedule import Schedule
 from vllm_graphfix.shadow.stages import Stages
-from vllm_graphfix.shadow.verdict import Graph, Mismatch, Results
+from vllm_graphfix.shadow.verdict import GraphHistory, Mismatch, Results
 
 CONFIRMATIONS = 2
 """Mismatches of one graph, each confirmed by a second eager run, after which it is put into quarantine."""
@@ -36,8 +37,6 @@ _LOUD = 0.01
 _ROUNDING = 0.05
 """The largest error that a kernel which cuts its work otherwise can explain, of a row's largest value, behind all
 layers."""
-_SOUGHT = 2
-"""Checks of a wrong graph in which its first wrong layer is sought."""
 _GIVEN_UP = 3
 """Steps of a graph in quarantine, one after the other, that cannot be run without it, after which it is replayed
 again."""
@@ -54,7 +53,7 @@ class Shadow:
         self.results = Results()
         self.quarantined: set[Hashable] = set()
         self.memory = Memory()
-        self._known: dict[Hashable, _Known] = {}
+        self._known: dict[Hashable, GraphHistory] = {}
         self._noise = 0.0
         """The largest error among runs of one step so far, of any graph: a graph of its own would be known by too few.
         Never above `_LOUD`, so that one step blinds no other.
@@ -132,7 +131,7 @@ class Shadow:
         here at the same step, and each of them takes part in every agreement, whatever failed in it: one that did not
         would leave the others waiting, until they end.
         """
-        replayed = _Replay(replay)
+        replayed = Replay(replay)
         try:
             with ranks.limited():
                 return self._check(key, describe, replayed)
@@ -173,7 +172,7 @@ class Shadow:
 
         If the step cannot be run without its graph, it runs by it, which is what stock does.
         """
-        known = self._known.setdefault(key, _Known())
+        known = self._known.setdefault(key, GraphHistory())
         with ranks.limited():
             output, failed = tried(lambda: self._quarantined(key, describe))
         if failed is None:
@@ -277,7 +276,7 @@ class Shadow:
     def _compare(
         self, key: Hashable, checked: CheckedStep, replay: Callable[[], Any], failed: Exception | None
     ) -> None:
-        known = self._known.setdefault(key, _Known())
+        known = self._known.setdefault(key, GraphHistory())
         locate = known.wants_layer
         first, error = tried(lambda: FirstRun(checked, locate=locate))
         learning = self.results.checks < _LEARNING or not known.checks
@@ -318,7 +317,7 @@ class Shadow:
                 ),
             )
 
-    def _count(self, known: _Known) -> None:
+    def _count(self, known: GraphHistory) -> None:
         known.checks += 1
         self.results.checks += 1
 
@@ -390,42 +389,3 @@ class Shadow:
                 "graphfix: %s is no longer replayed; its steps now run without a graph, more slowly",
                 mismatch.graph.name,
             )
-
-
-class _Replay:
-    """vLLM's replay of a step, and what came of it the first time."""
-
-    def __init__(self, replay: Callable[[], Any]) -> None:
-        self._replay = replay
-        self.output: Any = None
-        self.done = False
-        self.error: Exception | None = None
-
-    def __call__(self) -> Any:
-        try:
-            output = self._replay()
-        except Exception as error:
-            self.error = error
-            raise
-        if not self.done:
-            self.output, self.done = output, True
-        return output
-
-
-class _Known:
-    """What is known of a graph."""
-
-    def __init__(self) -> None:
-        self.checks = self.mismatches = 0
-        self.graph: Graph | None = None
-        """Where it was found wrong."""
-        self.failed = 0
-        """Steps in quarantine that could not be run without it, since one that could."""
-        self.layer: str | None = None
-        """Where it goes wrong first."""
-        self.sought = 0
-        """Checks in which that layer was sought, with copies of all caches."""
-
-    @property
-    def wants_layer(self) -> bool:
-        return bool(self.mismatches) and self.layer is None and self.sought < _SOUGHT

@@ -47,6 +47,26 @@ class Step(NamedTuple):
     *inputs* and *states*."""
 
 
+class Replay:
+    """vLLM's replay of a step, and what came of it the first time."""
+
+    def __init__(self, replay: Callable[[], Any]) -> None:
+        self._replay = replay
+        self.output: Any = None
+        self.done = False
+        self.error: Exception | None = None
+
+    def __call__(self) -> Any:
+        try:
+            output = self._replay()
+        except Exception as error:
+            self.error = error
+            raise
+        if not self.done:
+            self.output, self.done = output, True
+        return output
+
+
 class CheckedStep:
     """A step, what it found, and what came of it."""
 

@@ -11,6 +11,8 @@ _ROWS = 64
 """Rows of a mismatch whose errors are told."""
 _STEPS = 64
 """Steps that are remembered."""
+_SOUGHT = 2
+"""Checks of a wrong graph in which its first wrong layer is sought."""
 
 
 class Graph(NamedTuple):
@@ -99,3 +101,22 @@ class Results:
         self.mismatches += 1
         if len(self.kept) < _KEPT:
             self.kept.append(mismatch._replace(errors=mismatch.errors[:_ROWS]))
+
+
+class GraphHistory:
+    """What the checks of one graph have found so far."""
+
+    def __init__(self) -> None:
+        self.checks = self.mismatches = 0
+        self.graph: Graph | None = None
+        """Where it was found wrong."""
+        self.failed = 0
+        """Steps in quarantine that could not be run without it, since one that could."""
+        self.layer: str | None = None
+        """Where it goes wrong first."""
+        self.sought = 0
+        """Checks in which that layer was sought, with copies of all caches."""
+
+    @property
+    def wants_layer(self) -> bool:
+        return bool(self.mismatches) and self.layer is None and self.sought < _SOUGHT
