@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from ranks import STAGE, report
-from vllm_graphfix.engine import capture_gate, rank_agreement
+from vllm_graphfix.engine import capture_gate, own_report, rank_agreement
 from vllm_graphfix.engine.capture_gate import STOPS, GraphfixError
 from vllm_graphfix.engine.process import EngineProcess
 from vllm_graphfix.engine.rank_agreement import compare, leave
@@ -118,7 +118,7 @@ def gate_of_two(
         patched.setattr(distributed_c10d, "_get_default_store", lambda: shared)
         patched.setattr(distributed_c10d, "PrefixStore", lambda name, store: FailingStore(real(name, store), faults))
         patched.setattr(capture_gate, "world", lambda: (faults.here.rank, 2))
-        patched.setattr(capture_gate, "host_name", faults.around("host_name", lambda: f"node-{faults.here.rank}"))
+        patched.setattr(own_report, "host_name", faults.around("host_name", lambda: f"node-{faults.here.rank}"))
         patched.setattr(rank_agreement, "os", SimpleNamespace(urandom=faults.around("urandom", os.urandom)))
         patched.setattr(rank_agreement, "time", SimpleNamespace(monotonic=faults.around("monotonic", time.monotonic)))
         patched.setattr(rank_agreement, "_LAST_READERS", 0.1)

@@ -14,12 +14,9 @@ all of them do the same about what failed on any.
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.engine.role import host_name
-from vllm_graphfix.fix import State, Verdict
 from vllm_graphfix.log import logger
 from vllm_graphfix.patching.hooks import guarded, when_imported, wrap
 from vllm_graphfix.ranks import common_store, host_in, world
@@ -28,7 +25,6 @@ from vllm_graphfix.settings import environment
 if TYPE_CHECKING:
     from vllm_graphfix.engine.context import EngineContext
     from vllm_graphfix.engine.status_record import StatusRecord
-    from vllm_graphfix.patching.applied_fix import FixState
 
 STOPS = "vllm-graphfix stops this engine"
 """How every message begins that stops an engine."""
@@ -38,17 +34,12 @@ _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 _CAPTURE, _CAPTURED = "compile_or_warm_up_model", "captured"
 """The method of a worker that captures the graphs which serve, and the stage at which ranks are compared when it
 has."""
-_TELL_WHY = (State.FAILED, State.CONFLICT, State.INCOMPATIBLE)
-"""States that nobody chose."""
-
-
 _STOCK = "To serve stock vLLM, set VLLM_GRAPHFIX=off on all nodes."
 _WHAT_TO_DO = (
     f"Give all its nodes the same vllm-graphfix, the same VLLM_GRAPHFIX variables and, with {environment.ROLLOUT}, the "
     f"same {environment.ROLLOUT_KEY}; where something failed, repair it. {_STOCK} Ranks that run different code could "
     "hang or answer wrongly, and a fix that has already taken effect on the other ranks cannot be undone there."
 )
-_MOST_LISTED = 8
 
 
 class GraphfixError(RuntimeError):
@@ -312,6 +303,7 @@ class CaptureGate:
     def _settle_capture(self, subject: Any) -> str | None:
         from vllm_graphfix.engine import rank_agreement
         from vllm_graphfix.engine.graph_dispatch import Dispatch
+        from vllm_graphfix.engine.own_report import report_after_capture
 
         dispatch = Dispatch(getattr(subject, "model_runner", None))
         failed = self._context.failed_in_capture()
@@ -322,11 +314,11 @@ class CaptureGate:
             for fix, reasons in failed.items()
             for graph in reasons
         ]
-        report = self._report_after_capture({fix: next(iter(why.values())) for fix, why in failed.items()}, graphs)
-        report = report and report._replace(can_leave_out=dispatch.can_leave_out)
+        first_errors = {fix: next(iter(errors.values())) for fix, errors in failed.items()}
+        report = report_after_capture(self._context, first_errors, graphs, can_leave_out=dispatch.can_leave_out)
         decision = self._context.decision
         if self._compared is None or report is None or decision is None:
-            return self._go_by({world()[0]: report} if report and failed else {}, dispatch)
+            return self._settle({world()[0]: report} if report and failed else {}, dispatch)
         store, rank, world_size = self._compared
         found = self._status_record.agreement = rank_agreement.compare(
             store,
@@ -342,17 +334,7 @@ class CaptureGate:
             return None  # an error of vLLM's own has ended the capture there, and will end the engine
         if found.difference is not None:
             return f"{_AFTER}: the ranks of this engine no longer agree. {found.difference} {_WHAT_TO_DO}"
-        return self._go_by(found.failing, dispatch)
-
-    def _report_after_capture(self, failed: Mapping[str, str], graphs: Sequence[tuple[str, str]]) -> Any:
-        from vllm_graphfix.engine import rank_agreement
-
-        report, named = self.report(), list(dict.fromkeys(graphs))
-        if len(named) > rank_agreement.MOST_GRAPHS:
-            named = [(fix, "") for fix in failed]
-        return report and report._replace(
-            failed={fix: rank_agreement.one_line(why) for fix, why in failed.items()}, graphs=named
-        )
+        return self._settle(found.failing, dispatch)
 
     def _leave_an_end(self) -> None:
         """Tells the ranks that wait for this one's report that its capture has ended in an error."""
@@ -365,78 +347,27 @@ class CaptureGate:
                 store, rank_agreement.leave(store, _CAPTURED, rank, report._replace(ended=True))
             )
 
-    def _go_by(self, failing: Mapping[int, Any], dispatch: Any) -> str | None:
-        """Does the same on all ranks about what failed on some of them; returns what stops the engine, or None.
+    def _settle(self, failing: Mapping[int, Any], dispatch: Any) -> str | None:
+        """Does the same on all ranks about what failed on some of them; returns what stops the engine, or None."""
+        if not any(report.failed for report in failing.values()):
+            return None
+        from vllm_graphfix.engine.failed_graphs import settle_failures
 
-        Either the engine stops, or these graphs are left out of dispatch, or all ranks say that the fix failed.
-        """
-        from vllm_graphfix.engine import rank_agreement
-
-        process, stopped = self._context.manager, []
-        for fix in dict.fromkeys(fix for report in failing.values() for fix in report.failed):
-            ranks = [rank for rank, report in failing.items() if fix in report.failed]
-            graphs = sorted({name for rank in ranks for of, name in failing[rank].graphs if of == fix}, key=_by_size)
-            where = f" on {rank_agreement.with_hosts(ranks, failing)}" if world()[1] > 1 else ""
-            why = f"{failing[ranks[0]].failed[fix].rstrip('.')}{where} while CUDA graphs were captured"
-            if process.required(fix):
-                stopped.append(
-                    f"{fix} failed{where} while CUDA graphs were captured ({_listed(graphs)}): "
-                    f"{failing[ranks[0]].failed[fix]}"
-                )
-            elif "" in graphs or not all(report.can_leave_out for report in failing.values()):
-                logger.warning(
-                    "graphfix: %s failed: %s. The graphs that stock vLLM captures are served, with its defect", fix, why
-                )
-                process.settle_capture(fix, f"{why}; the graphs that stock captures are served", failed=True)
-            else:
-                dispatch.leave_out(graphs)
-                what = f"not used, for it failed in them: {_listed(graphs)}; {why}"
-                logger.warning(
-                    "graphfix: %s failed: %s. Graphs that are not used for that, on any rank: %s",
-                    fix,
-                    why,
-                    _listed(graphs),
-                )
-                process.settle_capture(fix, what, failed=False)
-        if not stopped:
+        several_ranks = world()[1] > 1
+        reasons = settle_failures(failing, dispatch, self._context.manager, several_ranks=several_ranks)
+        if not reasons:
             return None
         return (
-            f"{_AFTER}: {'; '.join(stopped)}. These graphs hold stock vLLM's defect for good. Start it again; if that "
+            f"{_AFTER}: {'; '.join(reasons)}. These graphs hold stock vLLM's defect for good. Start it again; if that "
             "happens again, set the variable of the fix to auto, which serves without these graphs, or to off, "
             "which serves them as stock does."
         )
 
     def report(self) -> Any:
         """What this rank says of itself; None before there is a decision."""
-        from vllm_graphfix.engine.rank_agreement import RankReport, new_token, one_line
+        from vllm_graphfix.engine.own_report import own_report
 
-        decision, shadow = self._context.decision, self._context.shadow
-        if decision is None:
-            return None
-        states: dict[str, FixState] = {}
-        fault = ""
-        try:
-            states = self._context.manager.states() | (shadow.states() if shadow is not None else {})
-        except Exception as error:
-            logger.exception("graphfix: could not report the states of the fixes to the other ranks")
-            fault = one_line(f"{type(error).__name__}: {error}")
-        return RankReport(
-            host=_or_else("an unknown host", host_name),
-            pid=os.getpid(),
-            engine=decision.engine,
-            graphfix=decision.graphfix,
-            vllm=decision.vllm,
-            canary=decision.canary,
-            master=decision.master.value,
-            off=decision.is_off,
-            misconfigured=decision.misconfigured,
-            modes={name: mode.value for name, mode in decision.modes.items()}
-            | {"shadow": f"{decision.shadow}, {decision.shadow_action.value}"},
-            states={name: _compared(state).value for name, state in states.items()},
-            token=_or_else(decision.engine, new_token),
-            reasons={name: one_line(state.reason) for name, state in states.items() if _compared(state) in _TELL_WHY},
-            fault=fault,
-        )
+        return own_report(self._context)
 
 
 def _uses_graphs(subject: Any) -> bool:
@@ -448,37 +379,3 @@ def _comes_and_goes(subject: Any) -> bool:
     """Whether this rank is one of those that elastic expert parallelism adds and takes away."""
     parallel = getattr(getattr(subject, "vllm_config", None), "parallel_config", None)
     return bool(getattr(parallel, "enable_elastic_ep", False))
-
-
-def _compared(told: FixState) -> State:
-    """The state that the ranks are compared by.
-
-    A fix that was taken back for want of a companion stays where the companion's code is not imported: on the first
-    stages of a pipeline whose last one has the drafter. That concerns how each rank captures its own graphs, and no
-    other rank.
-    """
-    taken_back = (
-        told.state is State.INCOMPATIBLE and told.diagnosis is not None and told.diagnosis.verdict is Verdict.AFFECTED
-    )
-    return State.WAITING if taken_back else told.state
-
-
-def _by_size(graph: str) -> tuple[str, int]:
-    manager_and_mode, _, tokens = graph.rpartition(" ")
-    return manager_and_mode, int(tokens or 0)
-
-
-def _listed(graphs: Sequence[str]) -> str:
-    """Names of graphs for people, not all of many."""
-    named = [name or "one or more that cannot be told" for name in graphs]
-    more = len(named) - _MOST_LISTED
-    return ", ".join(named[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _or_else(otherwise: str, make: Callable[[], str]) -> str:
-    """What *make* makes, or *otherwise*: nothing that ranks have to agree about."""
-    try:
-        return make()
-    except Exception:
-        logger.exception("graphfix: reporting %r to the other ranks instead", otherwise)
-        return otherwise

@@ -1,0 +1,66 @@
+"""What becomes of the graphs in which a fix failed while they were captured, the same on every rank.
+
+A graph cannot be mended: it holds stock's defect. So its fix stops the engine if the user insists on it. Else the
+graph is left out of dispatch; or, where one rank cannot do that, all ranks say that the fix failed, and serve the graph
+as stock does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from vllm_graphfix.engine import rank_agreement
+from vllm_graphfix.log import logger
+
+if TYPE_CHECKING:
+    from vllm_graphfix.engine.graph_dispatch import Dispatch
+    from vllm_graphfix.engine.rank_agreement import RankReport
+    from vllm_graphfix.patching.manager import FixManager
+
+_MOST_LISTED = 8
+
+
+def settle_failures(
+    failing: Mapping[int, RankReport], dispatch: Dispatch, manager: FixManager, *, several_ranks: bool
+) -> list[str]:
+    """Deals with what *failing* ranks report; returns a sentence for each fix for which the engine must stop.
+
+    It follows from the reports alone, which all ranks have read: so every rank does the same.
+    """
+    reasons_to_stop = []
+    for fix in dict.fromkeys(fix for report in failing.values() for fix in report.failed):
+        ranks = [rank for rank, report in failing.items() if fix in report.failed]
+        graphs = sorted({name for rank in ranks for of, name in failing[rank].graphs if of == fix}, key=_by_size)
+        where = f" on {rank_agreement.with_hosts(ranks, failing)}" if several_ranks else ""
+        why = f"{failing[ranks[0]].failed[fix].rstrip('.')}{where} while CUDA graphs were captured"
+        if manager.required(fix):
+            reasons_to_stop.append(
+                f"{fix} failed{where} while CUDA graphs were captured ({_listed(graphs)}): "
+                f"{failing[ranks[0]].failed[fix]}"
+            )
+        elif "" in graphs or not all(report.can_leave_out for report in failing.values()):
+            logger.warning(
+                "graphfix: %s failed: %s. The graphs that stock vLLM captures are served, with its defect", fix, why
+            )
+            manager.settle_capture(fix, f"{why}; the graphs that stock captures are served", failed=True)
+        else:
+            dispatch.leave_out(graphs)
+            what = f"not used, for it failed in them: {_listed(graphs)}; {why}"
+            logger.warning(
+                "graphfix: %s failed: %s. Graphs that are not used for that, on any rank: %s", fix, why, _listed(graphs)
+            )
+            manager.settle_capture(fix, what, failed=False)
+    return reasons_to_stop
+
+
+def _by_size(graph: str) -> tuple[str, int]:
+    manager_and_mode, _, tokens = graph.rpartition(" ")
+    return manager_and_mode, int(tokens or 0)
+
+
+def _listed(graphs: Sequence[str]) -> str:
+    """Names of graphs for people, not all of many."""
+    named = [name or "one or more that cannot be told" for name in graphs]
+    more = len(named) - _MOST_LISTED
+    return ", ".join(named[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
