@@ -80,7 +80,7 @@ class Walk:
             [
                 sys.executable,
                 "-c",
-                f"from vllm_graphfix.commands import cli; cli.PIPE_WIDTH = {COLUMNS}; cli.main()",
+                f"from vllm_graphfix.commands import cli, output; output.PIPE_WIDTH = {COLUMNS}; cli.main()",
                 *arguments,
             ],
             env=self._environment,

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import sys
-from contextlib import suppress
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from vllm_graphfix._version import __version__
+from vllm_graphfix.commands.output import (
+    EXIT_INTERRUPTED,
+    EXIT_LEFT_UNDONE,
+    EXIT_NOT_PROVEN,
+    console,
+    end_unprinted,
+    prepare_streams,
+    stop,
+)
 from vllm_graphfix.fix import Fix
 from vllm_graphfix.fixes import BY_NAME, FIXES, about
 from vllm_graphfix.fixes import flags as asked_flags
 from vllm_graphfix.manifest import ManifestError
 from vllm_graphfix.source.files import SourceError, open_source
-from vllm_graphfix.text import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 app = typer.Typer(
     name="vllm-graphfix",
@@ -32,15 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-EXIT_NOT_PROVEN = 1
-EXIT_NOT_PRINTED = 1
-EXIT_USAGE = 2
-EXIT_LEFT_UNDONE = 3
-EXIT_INTERRUPTED = 130
-
-PIPE_WIDTH = 140
-"""Columns where there is no terminal."""
 
 
 class DeviceName(str, Enum):
@@ -56,6 +49,16 @@ VllmOption = Annotated[
         "--vllm",
         metavar="PATH",
         help="A vLLM wheel file, source tree or site-packages folder; default: the installed vLLM.",
+    ),
+]
+
+
+FolderOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--dir",
+        metavar="PATH",
+        help="Folder of the status records; default: VLLM_GRAPHFIX_STATUS_DIR, or else /tmp.",
     ),
 ]
 
@@ -125,19 +128,19 @@ def status(
     from vllm_graphfix.deployment.hardware import capability
 
     if gpu is not None and flags is None:
-        _stop("--gpu only goes with --for: vllm-graphfix status --for 'MODEL …' --gpu NAME")
+        stop("--gpu only goes with --for: vllm-graphfix status --for 'MODEL …' --gpu NAME")
     if gpu is not None and capability(gpu) is None:
-        _stop(f"no GPU that this plugin knows is called {gpu!r}; say H100, or its compute capability, such as 9.0")
+        stop(f"no GPU that this plugin knows is called {gpu!r}; say H100, or its compute capability, such as 9.0")
     try:
         source = open_source(vllm)
         deployment = None if flags is None else read_deployment(flags, source, gpu, asked=asked_flags())
         found = judge(source, deployment=deployment)._replace(elsewhere=vllm is not None)
     except (SourceError, ManifestError, FlagsError) as error:
-        _stop(str(error))
+        stop(str(error))
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
-        show(found, _console(), everything=everything, verbose=verbose)
+        show(found, console(), everything=everything, verbose=verbose)
     if check and found.left_undone:
         typer.echo(f"check failed: {found.why_left_undone}", err=as_json)
         raise typer.Exit(EXIT_LEFT_UNDONE)
@@ -156,14 +159,14 @@ def explain(
     """Symptom, cause, what the fix does and counts, how to tell whether you are affected, and the workaround."""
     from vllm_graphfix.commands import explain as explaining
 
-    chosen = None if fix is None else _named(fix)
+    chosen = None if fix is None else _fix_named(fix)
     if as_json:
         found = explaining.all_as_json() if chosen is None else explaining.as_json(chosen)
         typer.echo(json.dumps(found, indent=2))
     elif chosen is None:
-        explaining.show_all(_console())
+        explaining.show_all(console())
     else:
-        explaining.show(chosen, _console())
+        explaining.show(chosen, console())
 
 
 @app.command()
@@ -195,17 +198,17 @@ def verify(
     from vllm_graphfix.verify.report import show
     from vllm_graphfix.verify.run import run
 
-    chosen = list(dict.fromkeys(_named(name) for name in fixes or BY_NAME))
+    chosen = list(dict.fromkeys(_fix_named(name) for name in fixes or BY_NAME))
     try:
-        report = run(open_source(vllm), chosen, device.value if device else None, _console(stderr=True))
+        report = run(open_source(vllm), chosen, device.value if device else None, console(stderr=True))
     except (SourceError, ManifestError, VerifyError, OSError) as error:  # a disk that is full, say
-        _stop(str(error))
+        stop(str(error))
     except KeyboardInterrupt:
-        _stop("interrupted; all processes it had started have ended", code=EXIT_INTERRUPTED)
+        stop("interrupted; all processes it had started have ended", code=EXIT_INTERRUPTED)
     if as_json:
         typer.echo(json.dumps(report_json(report), indent=2))
     else:
-        show(report, _console(), verbose=verbose)
+        show(report, console(), verbose=verbose)
     if not report.holds:
         raise typer.Exit(EXIT_NOT_PROVEN)
     if not report.complete:
@@ -253,18 +256,18 @@ def compare(
     from vllm_graphfix.commands.compare.run import run
 
     if model.startswith("-") and not Path(model).exists():  # vLLM's flag, which is unknown here
-        _stop(f"name the model first: vllm-graphfix compare MODEL {model} …")
+        stop(f"name the model first: vllm-graphfix compare MODEL {model} …")
     try:
         asked = read_prompts(prompts) if prompts is not None else ()
-        report = run(model, context.args, asked, num_prompts, max_tokens, timeout, _console(stderr=True))
+        report = run(model, context.args, asked, num_prompts, max_tokens, timeout, console(stderr=True))
     except (CompareError, OSError) as error:
-        _stop(str(error))
+        stop(str(error))
     except KeyboardInterrupt as interrupt:
-        _stop(f"interrupted; all processes it had started have ended {interrupt}".rstrip(), code=EXIT_INTERRUPTED)
+        stop(f"interrupted; all processes it had started have ended {interrupt}".rstrip(), code=EXIT_INTERRUPTED)
     if as_json:
         typer.echo(json.dumps(report_json(report), indent=2))
     else:
-        show(report, _console())
+        show(report, console())
     if report.corrupt:
         raise typer.Exit(EXIT_NOT_PROVEN)
     if report.inconclusive is not None:
@@ -282,14 +285,7 @@ def fleet(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="The details of every engine.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir",
-            metavar="PATH",
-            help="Folder of the status records; default: VLLM_GRAPHFIX_STATUS_DIR, or else /tmp.",
-        ),
-    ] = None,
+    folder: FolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """What the processes of the running engines report, and whether all ranks agree.
@@ -301,41 +297,34 @@ def fleet(
 
     seconds = None if asked is None or not watch else _number(asked)
     if watch and (everything or (asked is not None and seconds is None)):
-        _stop("--watch shows all engines in short, and takes seconds: vllm-graphfix fleet --watch SECONDS")
+        stop("--watch shows all engines in short, and takes seconds: vllm-graphfix fleet --watch SECONDS")
     if as_json and (everything or asked is not None):
-        _stop("--json has all engines with all details: vllm-graphfix fleet --json")
+        stop("--json has all engines with all details: vllm-graphfix fleet --json")
     if watch and as_json:
-        _stop("--watch and --json do not go together: call `vllm-graphfix fleet --json` as often as you need it")
+        stop("--watch and --json do not go together: call `vllm-graphfix fleet --json` as often as you need it")
     try:
         if watch:
-            fleets.watch(folder, 2.0 if seconds is None else seconds, _console())
+            fleets.watch(folder, 2.0 if seconds is None else seconds, console())
             return
         found = fleets.look(folder)
     except fleets.FleetError as error:
-        _stop(str(error))
+        stop(str(error))
     except KeyboardInterrupt:
-        _stop("interrupted", code=EXIT_INTERRUPTED)
+        stop("interrupted", code=EXIT_INTERRUPTED)
     if as_json:
         typer.echo(json.dumps(fleets.as_json(found), indent=2))
     else:
         try:
-            _console().print(fleets.render(found, everything=everything, engine=asked))
+            console().print(fleets.render(found, everything=everything, engine=asked))
         except fleets.FleetError as error:
-            _stop(str(error))
+            stop(str(error))
     if found.exit_code:
         raise typer.Exit(found.exit_code)
 
 
 @app.command()
 def report(
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir",
-            metavar="PATH",
-            help="Folder of the status records; default: VLLM_GRAPHFIX_STATUS_DIR, or else /tmp.",
-        ),
-    ] = None,
+    folder: FolderOption = None,
 ) -> None:
     """A bug report for vLLM, in Markdown, on each CUDA graph that the shadow check found wrong (VLLM_GRAPHFIX_SHADOW).
 
@@ -347,9 +336,9 @@ def report(
     try:
         found = markdown(fleets.look(folder))
     except fleets.FleetError as error:
-        _stop(str(error))
+        stop(str(error))
     except KeyboardInterrupt:
-        _stop("interrupted", code=EXIT_INTERRUPTED)
+        stop("interrupted", code=EXIT_INTERRUPTED)
     if found is None:
         typer.echo("vllm-graphfix: no status record mentions a graph that the shadow check found wrong", err=True)
         raise typer.Exit(EXIT_LEFT_UNDONE)
@@ -367,20 +356,13 @@ def doctor(vllm: VllmOption = None, as_json: JsonOption = False) -> None:
     try:
         found = doctors.examine(vllm)
     except KeyboardInterrupt:
-        _stop("interrupted", code=EXIT_INTERRUPTED)
+        stop("interrupted", code=EXIT_INTERRUPTED)
     typer.echo(json.dumps(found.as_json(), indent=2) if as_json else doctors.markdown(found), nl=as_json)
 
 
 def main() -> None:
-    if not os.environ.get("COLUMNS", "80").strip("0"):  # Rich would print nothing in a width of 0
-        del os.environ["COLUMNS"]
-    if sys.stdout is None:
-        _end_unprinted("standard output is closed")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # for a terminal that knows ASCII only, or a path that is no text
+    """The entry point of `vllm-graphfix`."""
+    prepare_streams()
     try:
         try:
             app()
@@ -390,8 +372,8 @@ def main() -> None:
         if error.filename is not None:  # not of writing to a stream
             if "--install-completion" not in sys.argv:
                 raise
-            _end_unprinted(f"{error.filename}: {error.strerror}")
-        _end_unprinted(None if isinstance(error, BrokenPipeError) else str(error.strerror))
+            end_unprinted(f"{error.filename}: {error.strerror}")
+        end_unprinted(None if isinstance(error, BrokenPipeError) else str(error.strerror))
 
 
 def _number(text: str) -> float | None:
@@ -401,44 +383,17 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _named(name: str) -> Fix:
-    asked = name.lower().replace("_", "-")
-    found = BY_NAME.get(asked)
+def _fix_named(name: str) -> Fix:
+    """The fix of this name, in any case and with `_` for `-`; ends the command where there is none."""
+    wanted = name.lower().replace("_", "-")
+    found = BY_NAME.get(wanted)
     if found is None:
         from difflib import get_close_matches
 
         # A part of a name comes first: `mamba` is nearer to mamba-padding than any measure of letters says.
-        close = [each for each in BY_NAME if asked and asked in each] or get_close_matches(asked, BY_NAME, n=1)
-        _stop(
+        close = [each for each in BY_NAME if wanted and wanted in each] or get_close_matches(wanted, BY_NAME, n=1)
+        stop(
             f"there is no fix named {name!r}"
             + (f"; did you mean {' or '.join(close)}?" if close else f"; there are: {', '.join(BY_NAME)}")
         )
     return found
-
-
-def _stop(message: str, code: int = EXIT_USAGE) -> NoReturn:
-    typer.echo(f"vllm-graphfix: {printable(message)}", err=True)
-    raise typer.Exit(code)
-
-
-def _end_unprinted(why: str | None) -> NoReturn:
-    """Ends with *why* on standard error, if that is there; None: a reader that has gone wants to know nothing."""
-    if why is not None:
-        with suppress(OSError):
-            typer.echo(f"vllm-graphfix: cannot write the output: {why}", err=True)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None:
-                stream.flush()
-        except OSError:  # Python would try again when it ends, and say so in a traceback of its own
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    sys.exit(EXIT_NOT_PRINTED)
-
-
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    # Rich honours NO_COLOR and terminals; a pipe has no width, and wrapping at 80 would cut tables for people with `|
-    # less`.
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream and stream.isatty() else PIPE_WIDTH, soft_wrap=False)
