@@ -15,9 +15,9 @@ from vllm.models.deepseek_v4.compressor import CompressorMetadata
 
 from activities import activity_of
 from vllm_graphfix.fixes.compressor_skip import LAYER_LEFT_OUT
+from vllm_graphfix.verify.double.compressor import LAYER, RATIO, STATES, LayerStandIn, compressor_stand_ins
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios import compressor_skip
-from vllm_graphfix.verify.double.scenarios.compressor_skip import LAYER, RATIO, STATES, LayerStandIn
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 ACTIVITY = activity_of("compressor-skip")
@@ -26,7 +26,7 @@ LEFT_OUT_LAYERS = ACTIVITY.counter(LAYER_LEFT_OUT)
 
 @pytest.fixture(autouse=True)
 def _double() -> Iterator[None]:
-    with compressor_skip._cpu_kernels(), cpu_cuda_graphs(), torch.inference_mode():
+    with compressor_stand_ins(), cpu_cuda_graphs(), torch.inference_mode():
         yield
 
 

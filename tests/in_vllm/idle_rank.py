@@ -21,9 +21,10 @@ from activities import activity_of, layers
 from vllm_graphfix.fix import Activity
 from vllm_graphfix.fixes import idle_rank as fix
 from vllm_graphfix.fixes.idle_rank import IDLE_STEP_ON_REAL_BLOCKS
+from vllm_graphfix.verify.double import idle_runner
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.double.scenarios import idle_rank as scenario
-from vllm_graphfix.verify.double.scenarios.idle_rank import DRAFT, REQUESTS, _DraftingRank, _Rank
+from vllm_graphfix.verify.double.idle_runner import DRAFT, REQUESTS
+from vllm_graphfix.verify.double.scenarios.idle_rank import _DraftingRank, _Rank
 
 BOTH = ("first", "second")
 HAS_DRAFT_SLOTS = hasattr(EagleProposer, "_get_slot_mapping")
@@ -62,7 +63,7 @@ def tables(rank: _Rank) -> list[Any]:
 def during(rank: _Rank, look: Callable[[], Any]) -> list[Any]:
     """What *look* sees at the very pass of a step without work."""
     seen: list[Any] = []
-    call = scenario.CacheStandIn.__call__
+    call = idle_runner.CacheStandIn.__call__
 
     def model(**inputs: Any) -> torch.Tensor:
         seen.append(look())
@@ -76,7 +77,7 @@ def during(rank: _Rank, look: Callable[[], Any]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _graphs() -> Any:
-    with scenario.unpinned(), cpu_cuda_graphs():
+    with idle_runner.unpinned(), cpu_cuda_graphs():
         yield
 
 
@@ -243,7 +244,7 @@ def test_runs_that_are_no_steps_of_an_idle_rank_are_untouched() -> None:
     rank.runner.model = lambda **inputs: seen.append([t.block_table.gpu.clone() for t in tables(rank)])
     rows = [table.block_table.gpu.clone() for table in tables(rank)]
     before = STEPS_ON_REAL_BLOCKS.count
-    with scenario._cpu_step(), pytest.raises(TypeError, match="NoneType"):
+    with idle_runner.step_on_a_cpu(), pytest.raises(TypeError, match="NoneType"):
         rank.runner._dummy_run(1, uniform_decode=True, cudagraph_runtime_mode=CUDAGraphMode.NONE)
     assert all(map(torch.equal, seen[0], rows))
     assert STEPS_ON_REAL_BLOCKS.count == before

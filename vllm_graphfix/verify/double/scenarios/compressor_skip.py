@@ -7,10 +7,8 @@ graph of two microbatches. The cache entries of the groups are what is compared.
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,10 +16,8 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, create_forward_context, override_forward_context, set_forward_context
 from vllm.models.deepseek_v4 import compressor
-from vllm.models.deepseek_v4.compressor import CompressorBackend, CompressorStateCache, DeepseekCompressor
-from vllm.platforms import current_platform
+from vllm.models.deepseek_v4.compressor import CompressorBackend
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.worker import gpu_ubatch_wrapper, ubatching
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -32,22 +28,32 @@ from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_graphfix.verify.double.graph import CPUGraph, CPUStream, Recorder, cpu_cuda_graphs
+from vllm_graphfix.verify.double.compressor import (
+    BLOCK,
+    CPU,
+    LAYER,
+    MAX_MODEL_LEN,
+    REQUESTS,
+    STATE_BLOCK,
+    STATES,
+    EntryMetadataBuilderStandIn,
+    LayerStandIn,
+    block_tables,
+    compressor_stand_ins,
+    entries_of,
+    metadata_builder,
+    slots_of,
+    state_spec,
+    tokens_of,
+)
+from vllm_graphfix.verify.double.graph import CPUGraph, Recorder, cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
 
-CPU = torch.device("cpu")
-RATIO, HEAD, COLUMNS = 128, 512, 4
-"""Tokens of a group; width of a cache entry, of which the stand-ins compute so many columns."""
-STATE_BLOCK, BLOCK = 8, 256
-"""Tokens of a block, in the compressor's states and in the cache of entries."""
-REQUESTS, MAX_MODEL_LEN, VOCABULARY = 4, 512, 32
 PROMPT, CAPTURED_TOKENS = 130, 136
 """Tokens of the prompt, and of the piecewise graph that it runs in: a capture has 34 for each request."""
 LENGTHS, STEPS = (126, 300, 255), 3
 """Lengths of the decoding requests in the first step, and the number of steps: the last request completes a group in
 the second step, the first in the third."""
-LAYER = "model.layers.0.attn"
-STATES = f"{LAYER}.compressor.state_cache"
 OF_V2 = "seq_lens_cpu_upper_bound" in compressor._get_c128_boundary.__code__.co_names
 """Before 0.30.0 the compressor asks for a number that model runner V2 does not have, and leaves nothing out there."""
 
@@ -58,69 +64,12 @@ def run(*, hit: bool = True) -> Measurement:
     eager: list[float] = []
     graphed: list[float] = []
     for serve in served:
-        with _cpu_kernels(), cpu_cuda_graphs(), torch.inference_mode():
+        with compressor_stand_ins(), cpu_cuda_graphs(), torch.inference_mode():
             eager += serve(in_graph=False, known_in_time=hit)
             graphed += serve(in_graph=True, known_in_time=hit)
     told = "cache entries of groups that are completed in a decode" + " and in a prompt" * OF_V2
     # A pass of two microbatches; with model runner V2, two graphs.
     return Measurement(told, tuple(eager), tuple(graphed), counted={"layer-left-out": 2 * len(served)})
-
-
-class LayerStandIn:
-    """Stands in for a model: a random state for each token, and vLLM's compressor on a random cache."""
-
-    def __init__(self) -> None:
-        random = torch.Generator().manual_seed(0)
-
-        def numbers(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=random)
-
-        self._states = numbers(VOCABULARY, 2 * HEAD)
-        # Both have block 0 for nobody, and what is in the others is of requests that were there before.
-        self.cache = numbers(1 + REQUESTS * MAX_MODEL_LEN // BLOCK, BLOCK // RATIO, HEAD)
-        states = numbers(1 + REQUESTS * MAX_MODEL_LEN // STATE_BLOCK, STATE_BLOCK, 2 * HEAD)
-        self.compressor: Any = object.__new__(DeepseekCompressor)
-        vars(self.compressor).update(
-            compress_ratio=RATIO,
-            head_dim=HEAD,
-            rope_head_dim=64,
-            coff=1,
-            overlap=False,
-            use_fp4_cache=False,
-            ape=numbers(RATIO, HEAD),
-            norm=SimpleNamespace(weight=None),
-            rms_norm_eps=1e-6,
-            state_cache=SimpleNamespace(prefix=STATES, kv_cache=states),
-            k_cache_prefix=LAYER,
-            eager_scratch_pool=None,
-            _static_forward_context={LAYER: SimpleNamespace(kv_cache=self.cache)},
-            _use_two_stage_fused_compressor=False,
-            **dict.fromkeys(("_quant_block", "_token_stride", "_scale_dim")),
-        )
-
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, **_: None) -> torch.Tensor:
-        rotary = SimpleNamespace(cos_sin_cache=None)
-        with _recorded_in_this_thread(), mock.patch.object(type(current_platform), "is_cuda", return_value=True):
-            self.compressor.forward(self._states[input_ids.long()], positions, rotary)
-            return positions.unsqueeze(1) * 1.0
-
-    def modules(self) -> list[None]:
-        return []
-
-
-class EntryMetadataBuilderStandIn:
-    """Stands in for the builder of the layer that attends to the entries.
-
-    The compressor reads only the slots of its metadata.
-    """
-
-    supports_update_block_table = False
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> Any:
-        return SimpleNamespace(slot_mapping=common_attn_metadata.slot_mapping)
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        return self.build(0, common_attn_metadata)
 
 
 # -- model runner V2
@@ -135,7 +84,7 @@ def _decode_and_prefill(*, in_graph: bool, known_in_time: bool) -> list[float]:
     with mock.patch.object(cudagraph_utils, "is_breakable_cudagraph_enabled", return_value=True):
         prompt = _RunnerV2StandIn(piecewise, known_in_time)
         prompt.step([PROMPT], [0])
-    return _entries(decoded.model, {0: 0, 2: 1}) + _entries(prompt.model, {0: 0})
+    return entries_of(decoded.model, {0: 0, 2: 1}) + entries_of(prompt.model, {0: 0})
 
 
 class _RunnerV2StandIn:
@@ -147,14 +96,14 @@ class _RunnerV2StandIn:
         self._config = _config(mode, [tokens], known_in_time)
         self._buffers = InputBuffers(max_num_reqs=REQUESTS, max_num_tokens=CAPTURED_TOKENS, device=CPU)
         self._tables: Any = object.__new__(BlockTables)
-        self._tables.input_block_tables = [torch.zeros(table.shape, dtype=torch.int32) for table in _tables()]
+        self._tables.input_block_tables = [torch.zeros(table.shape, dtype=torch.int32) for table in block_tables()]
         self._tables.slot_mappings = torch.zeros(2, CAPTURED_TOKENS, dtype=torch.int64)
         vars(self._tables).update(
             num_kv_cache_groups=2, cp_size=1, cp_rank=0, cp_interleave=1, _num_dirty_rows=REQUESTS
         )
-        spec, entries = _state_spec(self._config), SimpleNamespace(block_size=BLOCK)
+        spec, entries = state_spec(self._config), SimpleNamespace(block_size=BLOCK)
         states = AttentionGroup(CompressorBackend, [STATES], spec, 0)
-        states.metadata_builders = [_builder(spec, self._config)]
+        states.metadata_builders = [metadata_builder(spec, self._config)]
         attention = AttentionGroup(CompressorBackend, [LAYER], entries, 1)
         attention.metadata_builders = [EntryMetadataBuilderStandIn()]
         self._groups = [[states], [attention]]
@@ -189,11 +138,11 @@ class _RunnerV2StandIn:
         positions = torch.cat([torch.arange(start, start + counts[0]) for start in computed])
         self._buffers.seq_lens[:requests] = lengths
         self._buffers.positions[:tokens] = positions
-        self._buffers.input_ids[:tokens] = _tokens(rows, positions)
-        for group, (table, size) in enumerate(zip(_tables(), (STATE_BLOCK, BLOCK), strict=True)):
+        self._buffers.input_ids[:tokens] = tokens_of(rows, positions)
+        for group, (table, size) in enumerate(zip(block_tables(), (STATE_BLOCK, BLOCK), strict=True)):
             self._tables.input_block_tables[group].copy_(table)
             self._tables.slot_mappings[group].fill_(-1)
-            self._tables.slot_mappings[group, :tokens] = _slots(table, rows, positions, size)
+            self._tables.slot_mappings[group, :tokens] = slots_of(table, rows, positions, size)
         full = descriptor.cg_mode == CUDAGraphMode.FULL
         batch.num_reqs_after_padding = descriptor.num_reqs if full else requests
         batch.num_tokens_after_padding = descriptor.num_tokens
@@ -233,13 +182,13 @@ class _RunnerV2StandIn:
 
 def _decode_in_microbatches(*, in_graph: bool, known_in_time: bool) -> list[float]:
     model, config = LayerStandIn(), _config(CUDAGraphMode.FULL, [REQUESTS], known_in_time)
-    spec = _state_spec(config)
+    spec = state_spec(config)
     wrapper = UBatchWrapper(model, config, CUDAGraphMode.FULL, CPU)
     halves = [UBatchSlice(slice(first, first + 2), slice(first, first + 2)) for first in (0, 2)]
-    builders = [_builder(spec, config) for _ in halves]
+    builders = [metadata_builder(spec, config) for _ in halves]
     entries = EntryMetadataBuilderStandIn()
     starts = torch.arange(REQUESTS + 1, dtype=torch.int32)
-    tables = [torch.zeros(table.shape, dtype=torch.int32) for table in _tables()]
+    tables = [torch.zeros(table.shape, dtype=torch.int32) for table in block_tables()]
     inputs, lengths = torch.zeros(2, REQUESTS, dtype=torch.int64), torch.zeros(REQUESTS, dtype=torch.int32)
     slots = torch.full((2, REQUESTS), -1)
 
@@ -282,16 +231,16 @@ def _decode_in_microbatches(*, in_graph: bool, known_in_time: bool) -> list[floa
     if in_graph:
         step([1] * REQUESTS)  # the wrapper captures the first step of each size, a dummy run's
     rows = torch.arange(REQUESTS)
-    for table, filled in zip(tables, _tables(), strict=True):
+    for table, filled in zip(tables, block_tables(), strict=True):
         table.copy_(filled)
     for number in range(STEPS):
         found = [length + number for length in (*LENGTHS, 17)]
         inputs[1] = torch.tensor(found) - 1
-        inputs[0] = _tokens(rows, inputs[1])
+        inputs[0] = tokens_of(rows, inputs[1])
         for group, (table, size) in enumerate(zip(tables, (STATE_BLOCK, BLOCK), strict=True)):
-            slots[group] = _slots(table, rows, inputs[1], size)
+            slots[group] = slots_of(table, rows, inputs[1], size)
         step(found)
-    return _entries(model, {0: 0, 2: 1})
+    return entries_of(model, {0: 0, 2: 1})
 
 
 # -- what both have
@@ -328,41 +277,6 @@ def _config(mode: CUDAGraphMode, sizes: list[int], known_in_time: bool) -> Any:
     )
 
 
-def _state_spec(config: Any) -> Any:
-    """vLLM's own, of the compressor's states."""
-    cache: Any = object.__new__(CompressorStateCache)
-    vars(cache).update(block_size=STATE_BLOCK, state_dim=2 * HEAD, dtype=torch.float32, sliding_window=RATIO)
-    return cache.get_kv_cache_spec(config)
-
-
-def _builder(spec: Any, config: Any) -> Any:
-    """vLLM's own."""
-    return CompressorBackend.get_builder_cls()(spec, [STATES], config, CPU)
-
-
-def _tables() -> list[torch.Tensor]:
-    """The blocks of each request, in the compressor's states and in the cache of entries."""
-    widths = [MAX_MODEL_LEN // size for size in (STATE_BLOCK, BLOCK)]
-    return [torch.arange(1, 1 + REQUESTS * width, dtype=torch.int32).view(REQUESTS, width) for width in widths]
-
-
-def _slots(table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
-    return table[rows, positions // size].long() * size + positions % size
-
-
-def _tokens(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return (7 * positions + 3 * rows) % VOCABULARY
-
-
-def _entries(model: LayerStandIn, groups: dict[int, int]) -> list[float]:
-    """The entry of the given group for each of the requests in *groups*."""
-    slots = [
-        int(_tables()[1][row, group * RATIO // BLOCK]) * (BLOCK // RATIO) + group % 2 for row, group in groups.items()
-    ]
-    found: list[float] = model.cache.flatten(0, 1)[slots, :COLUMNS].flatten().tolist()
-    return found
-
-
 # -- stand-ins for what needs a GPU
 
 
@@ -390,90 +304,3 @@ def _segments() -> Iterator[None]:
         mock.patch.object(torch.accelerator, "empty_cache", return_value=None),
     ):
         yield
-
-
-def _recorded_in_this_thread() -> contextlib.AbstractContextManager[object]:
-    """Dispatch modes are of one thread each, a capture is of all of them: microbatches run in threads of their own."""
-    from vllm_graphfix.verify.double import graph
-
-    if graph._capturing and threading.current_thread() is not threading.main_thread():
-        return Recorder(graph._capturing[0])
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _cpu_kernels() -> Iterator[None]:
-    """The compressor's two kernels, and what else is CUDA's, have stand-ins."""
-    kernels = ModuleType("vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl")
-    vars(kernels).update(
-        compress_norm_rope_store_cutedsl=_compress_stand_in, _SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL=_compress_stand_in
-    )
-    saving = "save_partial_states" if hasattr(compressor, "save_partial_states") else "_SAVE_PARTIAL_STATES_KERNEL"
-    places: list[tuple[Any, str, Any]] = [
-        (compressor, saving, _save_stand_in),
-        (CommonAttentionMetadata, "token_to_req_indices", _rows_stand_in),
-        (torch.accelerator, "set_device_index", lambda device: None),
-        (torch.cuda, "current_blas_handle", lambda: None),
-        (torch.cuda, "set_stream", lambda stream: None),
-        *[
-            (module, "current_stream", CPUStream)
-            for module in (ubatching, cudagraph_utils)
-            if hasattr(module, "current_stream")
-        ],
-        (gpu_ubatch_wrapper.DPMetadata, "make", lambda *_: None),
-    ]
-    if hasattr(gpu_ubatch_wrapper, "create_sm_control_context"):
-        places.append((gpu_ubatch_wrapper, "create_sm_control_context", lambda parallel: contextlib.nullcontext()))
-    else:
-        places.append((UBatchWrapper, "_create_sm_control_context", lambda self, config: contextlib.nullcontext()))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(sys.modules, {kernels.__name__: kernels}))
-        for owner, name, value in places:
-            stack.enter_context(mock.patch.object(owner, name, value))
-        yield
-
-
-def _rows_stand_in(common: Any, buffer: torch.Tensor) -> torch.Tensor:
-    """The request of each token; of padding, the first."""
-    counts = common.query_start_loc_cpu.diff()
-    rows = torch.arange(len(counts)).repeat_interleave(counts)
-    buffer.zero_()
-    buffer[: len(rows)] = rows
-    return buffer[: common.num_actual_tokens]
-
-
-def _save_stand_in(
-    *, kv: Any, score: Any, ape: Any, positions: Any, state_cache: Any, slot_mapping: Any, **_: object
-) -> None:
-    """Saves kv and score, (tokens, width), in the slots of state_cache, (blocks, tokens, 2 x width).
-
-    Padding goes to block 0.
-    """
-    states = torch.cat([kv, score + ape[positions % RATIO]], dim=-1)
-    state_cache.flatten(0, 1).index_copy_(0, slot_mapping.clamp(min=0), states)
-
-
-def _compress_stand_in(
-    *,
-    state_cache: Any,
-    num_actual: int,
-    token_to_req_indices: Any,
-    positions: Any,
-    block_table: Any,
-    block_size: int,
-    state_width: int,
-    kv_cache: Any,
-    k_cache_metadata: Any,
-    **_: object,
-) -> None:
-    """Writes, for the last token of each group, the group's states weighted by their scores.
-
-    Other tokens go to block 0. There is no norm and no RoPE.
-    """
-    positions, slots = positions[:num_actual], k_cache_metadata.slot_mapping[:num_actual]
-    group = (positions // RATIO * RATIO).unsqueeze(1) + torch.arange(RATIO)
-    blocks = block_table[token_to_req_indices[:num_actual].long()].gather(1, group // block_size).long()
-    scores = state_cache[..., state_width : state_width + COLUMNS][blocks, group % block_size]
-    entries = (state_cache[..., :COLUMNS][blocks, group % block_size] * scores.softmax(1)).sum(1)
-    last = (positions % RATIO == RATIO - 1) & (slots >= 0)
-    kv_cache.flatten(0, 1)[:, :COLUMNS].index_copy_(0, torch.where(last, slots // RATIO, 0), entries)
