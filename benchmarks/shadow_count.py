@@ -43,9 +43,9 @@ def _added(rate: str, rounds: int) -> dict[str, float]:
     shadow = process.SHADOW
     assert shadow is not None  # noqa: S101 - for mypy
     shadow.schedule.due = NEVER
-    stock, counted = Graphs(), runner_v1._checked_class(Graphs, shadow)()
-    checked = runner_v2._checked(Graphs.run_fullgraph, Activity())
-    drafted = drafter_v2._counted(stock.run_fullgraph, drafter_v2._Drafter(None, stock, {}), shadow)
+    stock, counted = Graphs(), runner_v1._checking_class(Graphs, shadow)()
+    checked = runner_v2._check_replays(Graphs.run_fullgraph, Activity())
+    drafted = drafter_v2._counting_replay(stock.run_fullgraph, drafter_v2._Drafter(None, stock, {}), shadow)
 
     def step_of(target: Call, draft: Call, drafts: int) -> Callable[[], None]:
         def step() -> None:

@@ -106,7 +106,7 @@ def test_an_index_that_cannot_be_read_says_what_to_do(
     monkeypatch.setattr(fixes, "INDEX", tmp_path / "index.json")
     fixes.INDEX.write_text(text)
     with pytest.raises(ImportError, match=r"index.json of vllm-graphfix cannot be read \(.+\); reinstall"):
-        fixes._read()
+        fixes._read_index()
 
 
 FORK = """

@@ -321,8 +321,8 @@ def test_code_that_ddtrace_has_injected_into_a_target_is_a_conflict(warm: WarmRe
 BEGUN = """
 import vllm_graphfix.engine.process as membership
 BEGUN, EXPOSED = [], []
-membership.EngineProcess._begin_engine = lambda self: BEGUN.append(self.role.value)
-membership.EngineProcess._expose = lambda self: EXPOSED.append(self.role.value)
+membership.EngineProcess._decide_for_engine = lambda self: BEGUN.append(self.role.value)
+membership.EngineProcess._expose_metrics = lambda self: EXPOSED.append(self.role.value)
 """
 """Counts where an engine begins and where metrics are served, as our wrappers of vLLM's functions notice it."""
 

@@ -107,7 +107,7 @@ def test_a_value_that_means_nothing_never_applies_a_fix(environment: dict[str, s
     assert (judged.misconfigured, judged.left_undone or not made.misconfigured) == (made.misconfigured, True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", environment)
-        assert not (vllm_graphfix._insisted() and (master or rollout))
+        assert not (vllm_graphfix._requires_a_fix() and (master or rollout))
 
 
 VALID: dict[str, Any] = json.loads(
@@ -176,7 +176,7 @@ def registered(scratch: Path, environment: dict[bytes, bytes], folder: str, modu
     logger = logging.getLogger("vllm.graphfix")
     logger.addHandler(Kept())
     logger.setLevel(logging.DEBUG)
-    vllm_graphfix._membership.cache_clear()
+    vllm_graphfix._engine_process.cache_clear()
     exec("register()", {"__name__": module, "register": vllm_graphfix.register, "vllm_config": None})  # noqa: S102
     vllm_graphfix._this_process().status_record.finish()
     return logged, os.environ[DECISION]

@@ -183,7 +183,7 @@ def test_any_command_line_and_environment_of_another_process_is_judged(
     command: list[str], environment: dict[str, str]
 ) -> None:
     assert unrecorded._is_vllm(command) in (True, False)
-    reason = unrecorded._shortened(
+    reason = unrecorded._printable_and_cut(
         unrecorded._reason(os.getpid(), environment, [word for word in command if "\0" not in word], 1e9)
     )
     assert reason.isprintable()

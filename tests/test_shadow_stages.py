@@ -56,7 +56,7 @@ class StageStandIn:
         self.replays = True
         self.checked: list[int] = []
         self.fails: Exception | None = None
-        self.model = runner_v1._checked_class(ModelStandIn, self.shadow)()
+        self.model = runner_v1._checking_class(ModelStandIn, self.shadow)()
         self.model.stage = self
         vars(self.shadow.schedule)["wanted"] = lambda cost: wanted(self.calls)
 
@@ -81,11 +81,15 @@ class StageV2StandIn(StageStandIn):
         super().__init__(share, wanted)
         manager: Any = SimpleNamespace(vllm_config=None, rows=1, stage=self)
         drafter = drafter_v2._Drafter(None, manager, {})
-        replay = runner_v2._checked(lambda manager, desc: torch.zeros(1, 1), Activity())
+        replay = runner_v2._check_replays(lambda manager, desc: torch.zeros(1, 1), Activity())
         self.in_turn = [
             functools.partial(replay, manager, "target"),
             *drafts
-            * [functools.partial(drafter_v2._counted(lambda desc: torch.zeros(1, 1), drafter, self.shadow), "draft")],
+            * [
+                functools.partial(
+                    drafter_v2._counting_replay(lambda desc: torch.zeros(1, 1), drafter, self.shadow), "draft"
+                )
+            ],
         ]
         self.within: list[int] = []
 
@@ -133,10 +137,14 @@ def _stand_in_for_vllm(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(runner_v1, "_step", lambda wrapper, *_: wrapper.stage.describe())
     patched.setattr(runner_v2, "unsafe", lambda config: None)
     patched.setattr(
-        runner_v2, "_variables", lambda frame: {"dummy_run": not StageV2StandIn.now.replays, "attn_metadata": True}
+        runner_v2,
+        "_variables_of_caller",
+        lambda frame: {"dummy_run": not StageV2StandIn.now.replays, "attn_metadata": True},
     )
     patched.setattr(runner_v2, "_step", lambda manager, *_: manager.stage.describe())
-    patched.setattr(drafter_v2, "_calling", lambda drafter, *_: drafter.manager if StageV2StandIn.now.replays else None)
+    patched.setattr(
+        drafter_v2, "_call_in_frames", lambda drafter, *_: drafter.manager if StageV2StandIn.now.replays else None
+    )
     patched.setattr(drafter_v2, "_step", lambda call, rows: call.stage.describe())
 
 

@@ -30,8 +30,8 @@ def register() -> None:
         _this_process().start()
     except Exception as error:
         # vLLM does not guard the call of a plugin: what escapes here kills the server.
-        _take_back(error)
-        if _insisted() and not _only_asked():
+        _report_and_take_back(error)
+        if _requires_a_fix() and not _starts_no_engine():
             raise RuntimeError(
                 f"vllm-graphfix could not start ({type(error).__name__}: {error}), and the environment insists on it: "
                 "reinstall vllm-graphfix, or unset the VLLM_GRAPHFIX variables that are strict or on"
@@ -59,7 +59,7 @@ def events() -> dict[str, dict[str, int]]:
     return _this_process().events()
 
 
-def _take_back(error: Exception) -> None:
+def _report_and_take_back(error: Exception) -> None:
     """Says that the plugin could not start, and sees to it that this is so: a part of it may have."""
     try:
         import logging
@@ -75,7 +75,7 @@ def _take_back(error: Exception) -> None:
         pass
 
 
-def _insisted() -> bool:
+def _requires_a_fix() -> bool:
     """Whether the environment says strict, or on for a fix.
 
     It is read without any module of the package, because one of them may be what is broken.
@@ -99,7 +99,7 @@ def _is_a_fix(variable: str) -> bool:
     )
 
 
-def _only_asked() -> bool:
+def _starts_no_engine() -> bool:
     """Whether this process only tells of vLLM: its help, or the inspection of a model for another process."""
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     asked = any(
@@ -114,11 +114,11 @@ _lock = threading.RLock()
 
 def _this_process() -> EngineProcess:
     with _lock:
-        return _membership()
+        return _engine_process()
 
 
 @functools.cache
-def _membership() -> EngineProcess:
+def _engine_process() -> EngineProcess:
     from vllm_graphfix.engine.process import EngineProcess
     from vllm_graphfix.fixes import FIXES
 

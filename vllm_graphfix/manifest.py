@@ -34,7 +34,7 @@ def load() -> dict[str, Any]:
         if manifest["schema"] != SCHEMA:
             raise ValueError(f"schema {manifest['schema']}, expected {SCHEMA}")
         files = {path: dict(releases) for path, releases in manifest["files"].items()}
-        fixes = {name: [_checked(entry) for entry in entries] for name, entries in manifest["fixes"].items()}
+        fixes = {name: [_parsed_entry(entry) for entry in entries] for name, entries in manifest["fixes"].items()}
         if not all(isinstance(releases, str) for known in files.values() for releases in known.values()):
             raise TypeError("releases that are not text")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -44,7 +44,7 @@ def load() -> dict[str, Any]:
     return {"files": files, "fixes": fixes}
 
 
-def _checked(entry: dict[str, Any]) -> dict[str, Any]:
+def _parsed_entry(entry: dict[str, Any]) -> dict[str, Any]:
     """*entry*, if it has what a diagnosis takes from it."""
     Verdict(entry["verdict"])
     texts = (entry["reason"], entry["shape"], "" if entry["where"] is None else entry["where"])

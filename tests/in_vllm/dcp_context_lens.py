@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
 import vllm_graphfix
 from activities import activity_of
-from vllm_graphfix.fixes.dcp_context_lens import _KEPT
+from vllm_graphfix.fixes.dcp_context_lens import _BUFFER
 from vllm_graphfix.verify.double.flash_attention import Rows
 from vllm_graphfix.verify.double.scenarios.dcp_context_lens import CAPTURED, decode_builder, one_of_ranks
 
@@ -67,7 +67,7 @@ def test_a_buffer_made_in_inference_mode_is_written_outside_of_it_too() -> None:
 def test_without_full_graphs_the_metadata_are_stocks() -> None:
     builder = decode_builder(False)
     assert builder.build(0, _decodes(Rows(CAPTURED), LARGE, 4)).dcp_context_kv_lens.tolist() == [4, 11, 7, 15]
-    assert not hasattr(builder, _KEPT)
+    assert not hasattr(builder, _BUFFER)
 
 
 def test_a_batch_of_more_requests_than_there_may_be_has_stocks_lengths() -> None:

@@ -13,7 +13,7 @@ from vllm.config import CUDAGraphMode
 
 import vllm_graphfix
 from activities import activity_of
-from vllm_graphfix.fixes.draft_idx_mapping import _SPARE, ROWS_PADDED_WITH_REQUESTS, _are_padded
+from vllm_graphfix.fixes.draft_idx_mapping import _SPARE, ROWS_PADDED_WITH_REQUESTS, _has_padded_rows
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios.draft_idx_mapping import (
     DRAFT_TOKENS,
@@ -80,7 +80,7 @@ def test_a_speculator_that_drafts_the_likeliest_tokens_is_left_alone() -> None:
 
 def test_padded_is_a_batch_between_two_sizes() -> None:
     speculator = _speculator(CUDAGraphMode.FULL_DECODE_ONLY)
-    assert [_are_padded(speculator, requests) for requests in range(1, 8)] == [
+    assert [_has_padded_rows(speculator, requests) for requests in range(1, 8)] == [
         True,
         True,
         False,
@@ -89,7 +89,7 @@ def test_padded_is_a_batch_between_two_sizes() -> None:
         False,
         False,
     ]
-    assert not _are_padded(_speculator(CUDAGraphMode.NONE), 2)
+    assert not _has_padded_rows(_speculator(CUDAGraphMode.NONE), 2)
 
 
 def test_a_graph_that_is_captured_later_counts() -> None:
@@ -97,9 +97,9 @@ def test_a_graph_that_is_captured_later_counts() -> None:
     graphs_double = [SimpleNamespace(num_reqs=8)]
     manager_double = SimpleNamespace(graphs=graphs_double)
     speculator_double = SimpleNamespace(cudagraph_manager=manager_double)
-    assert _are_padded(speculator_double, 4)
+    assert _has_padded_rows(speculator_double, 4)
     graphs_double.append(SimpleNamespace(num_reqs=4))
-    assert [_are_padded(speculator_double, requests) for requests in (3, 4, 5, 8, 9)] == [
+    assert [_has_padded_rows(speculator_double, requests) for requests in (3, 4, 5, 8, 9)] == [
         True,
         False,
         True,

@@ -181,7 +181,7 @@ def test_where_stock_pads_the_slots_attention_alone_is_not_counted() -> None:
     rank = drafting()
     rank.runner.drafter = None
     for shape, counted in (("slots", True), ("slots-and-inputs", True), ("rows-and-tables", False), ("rows", False)):
-        assert fix._named(rank.runner, shape) is counted
+        assert fix._names_real_blocks(rank.runner, shape) is counted
 
 
 @pytest.mark.skipif(not HAS_DRAFT_SLOTS, reason="drafts have no slots of their own in 0.14.1")

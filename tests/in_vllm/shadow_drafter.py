@@ -234,7 +234,7 @@ def test_noise_of_eager_runs_is_no_mismatch() -> None:
 
 
 def test_whatever_fails_in_finding_out_what_is_replayed_drafting_goes_on() -> None:
-    for name in ("_calling", "_step", "_buffers", "_without_graph"):
+    for name in ("_call_in_frames", "_step", "_buffers", "_without_graph"):
         unwatched, served = Served(Rate()), Served()
         with mock.patch.object(drafter_v2, name, side_effect=ValueError("planted")):
             assert torch.equal(served.step([0, 1, 2]), unwatched.step([0, 1, 2])), name
@@ -253,7 +253,7 @@ def test_drafters_with_a_history_of_their_own_are_left_alone(attribute: str) -> 
     (shape,) = {shape for shape, known in drafter_shapes.SHAPES.items() if known.graphs[0].manager in managers} & {
         drafter_shapes.diagnose(open_source()).shape
     }
-    drafter_v2._watch(served.speculator, drafter_shapes.SHAPES[shape].graphs, served.shadow)
+    drafter_v2._watch_speculator(served.speculator, drafter_shapes.SHAPES[shape].graphs, served.shadow)
     assert not [name for name, each in managers.items() if "run_fullgraph" in vars(each)]
     assert not refused()
 

@@ -383,7 +383,7 @@ def short_of_memory(free: dict[int, int], *, need: int | None, quarantined: bool
         with (
             mock.patch.object(memory, "_peak_from_here", return_value=None if need is None else 1000),
             mock.patch.object(memory, "_peak", return_value=1000 + (need or 0)),
-            mock.patch.object(memory, "_left", return_value=(free[rank], 0)),
+            mock.patch.object(memory, "_free_and_unused", return_value=(free[rank], 0)),
             served(rank, Action.QUARANTINE, quarantined=quarantined) as (watched, right),
         ):
             for expected in right:

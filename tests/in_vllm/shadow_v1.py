@@ -266,7 +266,7 @@ def test_what_is_kept_of_a_wrong_graph_does_not_grow_and_its_layer_is_sought_twi
     with mock.patch.object(runs, "first_difference", return_value=None) as sought:
         for _ in range(70):
             served.step()
-    (known,) = served.shadow._known.values()
+    (known,) = served.shadow._histories.values()
     assert (known.mismatches, known.layer, sought.call_count) == (70, None, 2)
     assert len(served.shadow.results.kept) == 50
 
@@ -292,7 +292,7 @@ def test_a_step_in_quarantine_is_replayed_by_all_ranks_if_one_cannot_run_it() ->
     ):
         assert torch.equal(served.step(), unwatched.step())
     assert (asked.call_count, served.model.eager_runs) == (3, 1)
-    (known,) = served.shadow._known.values()
+    (known,) = served.shadow._histories.values()
     assert known.failed == 1
     assert all(map(torch.equal, served.caches(), unwatched.caches()))
 

@@ -141,7 +141,9 @@ def status(source: Source, environment: Mapping[str, str] = os.environ, deployme
         notes.append(filtered)
     if not decision.canary and decision.refused is None:
         notes.append(f"an engine started here would not be in the rollout: {decision.withheld}")
-    would = _would(found, Policy(decision.master, decision.modes, decision.withheld, decision.misconfigured), filtered)
+    would = _applied_fixes(
+        found, Policy(decision.master, decision.modes, decision.withheld, decision.misconfigured), filtered
+    )
     rows = tuple(_row(fix, found, would, wanted) for fix in FIXES)
     if deployment is not None:
         rows = tuple(row._replace(answer=_answer(row.fix, row.diagnosis, deployment)) for row in rows)
@@ -185,7 +187,7 @@ def _row(fix: Fix, found: Mapping[str, Diagnosis], would: Mapping[str, AppliedFi
     return Row(fix, found[fix.name], applied.mode, would_be, applied.reason, tuple(notes))
 
 
-def _would(found: Mapping[str, Diagnosis], policy: Policy, filtered: str | None) -> dict[str, AppliedFix]:
+def _applied_fixes(found: Mapping[str, Diagnosis], policy: Policy, filtered: str | None) -> dict[str, AppliedFix]:
     """Every fix as an engine started here would have it, once vLLM has imported all that the fixes concern."""
     would = {fix.name: AppliedFix(fix, policy) for fix in FIXES}
     for name, applied in would.items():

@@ -47,7 +47,7 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
     line(f"vLLM {found.source.version or '(version unknown)'}{where}, {origin}{runner}")
     line(verdict(needed, len(found.rows), elsewhere=found.elsewhere), "bold")
     if asked:
-        line(_concerning(needed), "bold")
+        line(_sentence_on_deployment(needed), "bold")
     for name, value in found.misconfigured.items():
         line(f"misconfigured: {name}={value}", "bold red")
     for note in found.notes:
@@ -71,7 +71,7 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
         line(f"{answer.concern.value} {answer.reason}:", "yellow")
         for row in (row for row in untold if row.answer == answer):
             console.print(Text("  ") + fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), sep=": ")
-            _, *more = _more(row, found.default_runner, asked=asked, verbose=verbose, why=True)
+            _, *more = _details_of(row, found.default_runner, asked=asked, verbose=verbose, why=True)
             for text in more:
                 line(f"    {text}", "yellow")
     absent = [row for row in found.rows if row not in needed]
@@ -115,7 +115,7 @@ def verdict(needed: Sequence[Row], known: int, *, elsewhere: bool = False) -> st
     return f"{said}. {when}: {', '.join(told)}."
 
 
-def _concerning(needed: Sequence[Row]) -> str:
+def _sentence_on_deployment(needed: Sequence[Row]) -> str:
     """Which of what this vLLM has the deployment is hit by."""
     said = {concern: [row for row in needed if row.answer and row.answer.concern is concern] for concern in Concern}
     hit, unknown, spared = said[Concern.CONCERNS], said[Concern.UNKNOWN], said[Concern.DOES_NOT]
@@ -159,7 +159,7 @@ def _table(
         console.print(f"[bold {colour}]{title}[/]")
         for row in rows:
             console.print(fix_name(row.fix.name), linked(f": {_plain(about(row.fix).seen)}"), sep="")
-            for text in _more(row, default, asked=asked, verbose=verbose, why=why):
+            for text in _details_of(row, default, asked=asked, verbose=verbose, why=why):
                 console.print(linked(f"  {text}", folder=folder))
         return
     table = Table(
@@ -168,13 +168,13 @@ def _table(
     table.columns[0].no_wrap = True
     table.columns[2].overflow = "fold"  # places are long words
     for row in rows:
-        last, *more = _more(row, default, asked=asked, verbose=verbose, why=why)
+        last, *more = _details_of(row, default, asked=asked, verbose=verbose, why=why)
         said = Text("\n").join([linked(last), *(linked(text, "yellow", folder=folder) for text in more)])
         table.add_row(fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), said)
     console.print(table)
 
 
-def _more(row: Row, default: Default, *, asked: bool, verbose: bool, why: bool) -> Iterator[str]:
+def _details_of(row: Row, default: Default, *, asked: bool, verbose: bool, why: bool) -> Iterator[str]:
     """Who is hit, or why this deployment is; then what there is to say of this fix here.
 
     *why*: also why it is not fixed.

@@ -57,7 +57,7 @@ class FlagsError(Exception):
     """What was given is no command line; the message says what to do."""
 
 
-class _Known(NamedTuple):
+class _FlagsRead(NamedTuple):
     """Flags that are read, by their long names. All others are skipped with their values."""
 
     switches: frozenset[str]
@@ -65,7 +65,7 @@ class _Known(NamedTuple):
     negated: dict[str, str]
 
     @classmethod
-    def of(cls, asked: Collection[str]) -> _Known:
+    def of(cls, asked: Collection[str]) -> _FlagsRead:
         """Those that the facts here need, and those that are *asked* for besides."""
         values = frozenset(flag.removesuffix("=") for flag in asked if flag.endswith("="))
         switches = _SWITCHES | {flag for flag in asked if not flag.endswith("=")}
@@ -109,7 +109,7 @@ def parse(line: str, asked: Collection[str]) -> Line:
     while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0] in ("env", "exec")):
         name, _, value = words.pop(0).partition("=")
         environment[name] = value
-    return Line(environment, *_flags(_without_program(words), _Known.of(asked)))
+    return Line(environment, *_flags(_without_program(words), _FlagsRead.of(asked)))
 
 
 def _without_program(words: list[str]) -> list[str]:
@@ -123,7 +123,7 @@ def _without_program(words: list[str]) -> list[str]:
     return words
 
 
-def _flags(words: Sequence[str], known: _Known) -> tuple[dict[str, Given], list[str], list[str]]:
+def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, Given], list[str], list[str]]:
     flags: dict[str, Given] = {}
     nested: dict[str, dict[str, Any]] = {}
     models: list[str] = []

@@ -54,15 +54,15 @@ class CaptureGate:
 
     def __init__(self, context: EngineContext, status_record: StatusRecord) -> None:
         self._context, self._status_record = context, status_record
-        self._left: tuple[Any, str, Any] | None = None
+        self._pending: tuple[Any, str, Any] | None = None
         """Store, stage and report that this rank has left there and not compared yet."""
         self.captures_here = False
         """This process has come to a capture."""
-        self._captures = False
+        self._has_graphs = False
         """The engine of this process uses graphs."""
         self._has_captured = False
         """It has been through one whose graphs serve. Elastic expert parallelism captures again."""
-        self._compared: tuple[Any, int, int] | None = None
+        self._to_compare_again: tuple[Any, int, int] | None = None
         """Store, rank and number of the ranks that were compared before this capture, and are compared again after
         it."""
 
@@ -119,16 +119,16 @@ class CaptureGate:
 
         def around(stock: Callable[..., Any], subject: Any, *args: Any, **kwargs: Any) -> Any:
             self.before_capture(subject, method)
-            if self._captures:
+            if self._has_graphs:
                 guarded(self._context.begin_capture)
             try:
                 result = stock(subject, *args, **kwargs)
-                if self._captures and method == _CAPTURE:
+                if self._has_graphs and method == _CAPTURE:
                     self.after_capture(subject)
             except GraphfixError:
                 raise
             except BaseException:  # vLLM tells of it; but ranks that wait for this one's report need not
-                guarded(self._leave_an_end)
+                guarded(self._leave_end)
                 raise
             finally:
                 guarded(self._context.forget_capture)
@@ -149,19 +149,19 @@ class CaptureGate:
         """
         problem = None
         try:
-            self.captures_here, self._captures, self._compared = True, False, None
-            early = self._left
+            self.captures_here, self._has_graphs, self._to_compare_again = True, False, None
+            early = self._pending
             if stage == _CAPTURE:
                 self.leave("warm-up")  # before anything else may fail: others wait for it
-            self._captures = self._status_record.graphs = _uses_graphs(subject)
+            self._has_graphs = self._status_record.graphs = _uses_graphs(subject)
             config = getattr(subject, "vllm_config", None)
             # A worker knows its local rank, a runner its device.
             local_rank = getattr(subject, "local_rank", getattr(getattr(subject, "device", None), "index", None))
-            problem = self._compare(config, stage, local_rank, early)
+            problem = self._compare_ranks(config, stage, local_rank, early)
         except Exception:
             logger.exception("graphfix: could not compare the ranks of this engine")
         if problem is None:
-            problem = self._undone_or_unknown(subject)
+            problem = self._unapplied_or_unknown(subject)
         status_record = self._status_record
         status_record.problem = problem
         guarded(status_record.tell)
@@ -169,9 +169,9 @@ class CaptureGate:
             guarded(status_record.finish)
             raise GraphfixError(problem)
 
-    def _undone_or_unknown(self, subject: Any) -> str | None:
+    def _unapplied_or_unknown(self, subject: Any) -> str | None:
         try:
-            return self._undone(subject)
+            return self._unapplied_fixes(subject)
         except Exception as error:
             logger.exception("graphfix: could not determine the states of the fixes")
             if not self._context.manager.insisted():
@@ -181,7 +181,7 @@ class CaptureGate:
                 "VLLM_GRAPHFIX=off to serve without the fixes."
             )
 
-    def _undone(self, subject: Any, stops: str = _BEFORE) -> str | None:
+    def _unapplied_fixes(self, subject: Any, stops: str = _BEFORE) -> str | None:
         config = getattr(subject, "vllm_config", None)
         model = getattr(config, "model_config", None) or getattr(subject, "model_config", None)
         if getattr(model, "enforce_eager", False):
@@ -207,9 +207,9 @@ class CaptureGate:
         report = self.report() if world_size > 1 else None
         if report is not None:
             store = common_store()
-            self._left = store, rank_agreement.leave(store, stage, rank, report), report
+            self._pending = store, rank_agreement.leave(store, stage, rank, report), report
 
-    def _compare(
+    def _compare_ranks(
         self, config: Any, stage: str, local_rank: int | None, early: tuple[Any, str, Any] | None
     ) -> str | None:
         """Compares the ranks; returns what stops the engine, or None.
@@ -233,20 +233,20 @@ class CaptureGate:
                 "graphfix: with --enable-elastic-ep ranks come and go, so they are not compared with each other"
             )
             return None
-        stops = self._captures and decision is not None and not decision.is_off
+        stops = self._has_graphs and decision is not None and not decision.is_off
         if stage == _CAPTURE and not stops and status_record.agreement is not None:
             return None
         # Between profiling and here hosts may go apart by minutes. Where a difference is a warning at most, nobody
         # waits: what was said before is there already.
-        left = early if early is not None and not stops else self._left
-        self._left = None
+        left = early if early is not None and not stops else self._pending
+        self._pending = None
         if left is None:
             return None
         store, place, report = left
         if (
             stops and stage == _CAPTURE
         ):  # also where comparing fails here: the others will wait for this rank's next report
-            self._compared = store, rank, world_size
+            self._to_compare_again = store, rank, world_size
         found = status_record.agreement = rank_agreement.at_the_second_try(
             rank_agreement.compare,
             store,
@@ -263,7 +263,7 @@ class CaptureGate:
         if found.difference is None:
             return None
         message = f"the ranks of this engine do not agree. {found.difference}"
-        if not self._captures or found.all_off:
+        if not self._has_graphs or found.all_off:
             logger.warning(
                 "graphfix: %s The engine starts all the same, "
                 "because it uses no CUDA graphs or because every fix is off.",
@@ -281,13 +281,13 @@ class CaptureGate:
         """
         problem = None
         try:
-            problem = self._settle_capture(subject) or self._undone(subject, _AFTER)
+            problem = self._settle_capture(subject) or self._unapplied_fixes(subject, _AFTER)
         except Exception as error:
             logger.exception("graphfix: could not find out what failed in the capture")
-            guarded(self._leave_an_end)  # or the others wait for this rank's report
+            guarded(self._leave_end)  # or the others wait for this rank's report
             # Others may take graphs out of dispatch that this rank does not know of, and then wait for it in a
             # collective.
-            if self._compared is not None or self._context.manager.insisted():
+            if self._to_compare_again is not None or self._context.manager.insisted():
                 problem = (
                     f"{_AFTER}: what failed while CUDA graphs were captured is not known ({type(error).__name__}: "
                     f"{error}). {_STOCK}"
@@ -308,7 +308,7 @@ class CaptureGate:
         dispatch = Dispatch(getattr(subject, "model_runner", None))
         failed = self._context.failed_in_capture()
         # Where ranks cannot tell each other, none may dispatch otherwise than the rest.
-        together = self._compared is not None or (world()[1] == 1 and not _comes_and_goes(subject))
+        together = self._to_compare_again is not None or (world()[1] == 1 and not _is_elastic(subject))
         graphs = [
             (fix, (together and graph is not None and dispatch.name_of(graph)) or "")
             for fix, reasons in failed.items()
@@ -317,9 +317,9 @@ class CaptureGate:
         first_errors = {fix: next(iter(errors.values())) for fix, errors in failed.items()}
         report = report_after_capture(self._context, first_errors, graphs, can_leave_out=dispatch.can_leave_out)
         decision = self._context.decision
-        if self._compared is None or report is None or decision is None:
-            return self._settle({world()[0]: report} if report and failed else {}, dispatch)
-        store, rank, world_size = self._compared
+        if self._to_compare_again is None or report is None or decision is None:
+            return self._act_on_failures({world()[0]: report} if report and failed else {}, dispatch)
+        store, rank, world_size = self._to_compare_again
         found = self._status_record.agreement = rank_agreement.compare(
             store,
             rank_agreement.leave(store, _CAPTURED, rank, report),
@@ -334,20 +334,20 @@ class CaptureGate:
             return None  # an error of vLLM's own has ended the capture there, and will end the engine
         if found.difference is not None:
             return f"{_AFTER}: the ranks of this engine no longer agree. {found.difference} {_WHAT_TO_DO}"
-        return self._settle(found.failing, dispatch)
+        return self._act_on_failures(found.failing, dispatch)
 
-    def _leave_an_end(self) -> None:
+    def _leave_end(self) -> None:
         """Tells the ranks that wait for this one's report that its capture has ended in an error."""
         from vllm_graphfix.engine import rank_agreement
 
         report = self.report()
-        if self._compared is not None and report is not None:
-            store, rank, _ = self._compared
+        if self._to_compare_again is not None and report is not None:
+            store, rank, _ = self._to_compare_again
             rank_agreement.leave_an_end(
                 store, rank_agreement.leave(store, _CAPTURED, rank, report._replace(ended=True))
             )
 
-    def _settle(self, failing: Mapping[int, Any], dispatch: Any) -> str | None:
+    def _act_on_failures(self, failing: Mapping[int, Any], dispatch: Any) -> str | None:
         """Does the same on all ranks about what failed on some of them; returns what stops the engine, or None."""
         if not any(report.failed for report in failing.values()):
             return None
@@ -375,7 +375,7 @@ def _uses_graphs(subject: Any) -> bool:
     return config.compilation_config.cudagraph_mode.name != "NONE" and not config.model_config.enforce_eager
 
 
-def _comes_and_goes(subject: Any) -> bool:
+def _is_elastic(subject: Any) -> bool:
     """Whether this rank is one of those that elastic expert parallelism adds and takes away."""
     parallel = getattr(getattr(subject, "vllm_config", None), "parallel_config", None)
     return bool(getattr(parallel, "enable_elastic_ep", False))

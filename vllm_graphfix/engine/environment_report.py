@@ -20,22 +20,24 @@ def extend(collect_env: ModuleType, report: Callable[[], str]) -> None:
     """Puts what *report* returns at the end of vLLM's own report; it is called only for that."""
 
     def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        said = stock(*args, **kwargs)
+        vllms_report = stock(*args, **kwargs)
         try:
-            return f"{_without_our_variables(said)}\n\n{_encodable(report())}"
+            return f"{_without_our_variables(vllms_report)}\n\n{_encodable(report())}"
         except Exception:
             logger.exception("graphfix: nothing could be added to vLLM's report; the rest of it is as it was")
-            return said
+            return vllms_report
 
     wrap(collect_env, "get_pretty_env_info", around)
 
 
-def _without_our_variables(said: str) -> str:
-    """*said* without the plugin's variables, which vLLM prints unmasked because the plugin registered their names.
+def _without_our_variables(vllms_report: str) -> str:
+    """*vllms_report* without the plugin's variables, which vLLM prints unmasked: the plugin registered their names.
 
     What may be shown of them is in our own part.
     """
-    return "\n".join(line for line in said.split("\n") if not (line.startswith(PREFIX) and "=" in line)).rstrip("\n")
+    return "\n".join(line for line in vllms_report.split("\n") if not (line.startswith(PREFIX) and "=" in line)).rstrip(
+        "\n"
+    )
 
 
 def _encodable(text: str) -> str:

@@ -1,7 +1,7 @@
 """The graphs that vLLM may dispatch a batch to: which one it is capturing, and how one is taken out.
 
 A graph is known by the mode and the number of tokens that it was captured for. That is coarser than vLLM's descriptors,
-which differ by release: where there are several, with and without LoRA say, all of them are meant.
+which differ by release: where there are several, with and without LoRA say, all of them are is_meant.
 """
 
 # No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
@@ -39,7 +39,7 @@ def graph_being_captured() -> Graph | None:
         while frame is not None:
             name = str(frame.f_globals.get("__name__", ""))
             if name == _V1 or name.startswith(_V2):
-                found = found or _captured_in(name, frame.f_code.co_name, frame.f_locals)
+                found = found or _graph_in_frame(name, frame.f_code.co_name, frame.f_locals)
                 if found is not None and frame.f_code.co_name == _PROFILING:
                     return found._replace(kept=False)
             frame = frame.f_back
@@ -48,16 +48,16 @@ def graph_being_captured() -> Graph | None:
     return found
 
 
-def _captured_in(module: str, function: str, held: Any) -> Graph | None:
+def _graph_in_frame(module: str, function: str, variables: Any) -> Graph | None:
     if module == _V1 and function in ("_warmup_and_capture", "_capture_cudagraphs"):
-        descriptor = held.get("desc", held.get("batch_desc"))
-        tokens = held["num_tokens"] if descriptor is None else descriptor.num_tokens
-        return Graph(held["self"], held["cudagraph_runtime_mode"].name, int(tokens), kept=True)
-    if module.startswith(_V2) and function == "capture" and hasattr(held.get("self"), "_candidates"):
-        return Graph(held["self"], held["desc"].cg_mode.name, int(held["desc"].num_tokens), kept=True)
+        descriptor = variables.get("desc", variables.get("batch_desc"))
+        tokens = variables["num_tokens"] if descriptor is None else descriptor.num_tokens
+        return Graph(variables["self"], variables["cudagraph_runtime_mode"].name, int(tokens), kept=True)
+    if module.startswith(_V2) and function == "capture" and hasattr(variables.get("self"), "_candidates"):
+        return Graph(variables["self"], variables["desc"].cg_mode.name, int(variables["desc"].num_tokens), kept=True)
     if module.startswith(_V2) and function == "capture_graph":  # 0.14.1-0.17.1; up to 0.16.0 every graph is a full one
-        mode = held.get("capture_cg_mode")
-        return Graph(held["self"], "FULL" if mode is None else mode.name, int(held["num_tokens"]), kept=True)
+        mode = variables.get("capture_cg_mode")
+        return Graph(variables["self"], "FULL" if mode is None else mode.name, int(variables["num_tokens"]), kept=True)
     return None
 
 
@@ -126,17 +126,17 @@ def _leave_out(manager: Any, mode: str, tokens: int) -> None:
     # and the larger size ask for that.
     modes = {"FULL", mode}
 
-    def meant(descriptor: Any, of: Any) -> bool:
+    def is_meant(descriptor: Any, of: Any) -> bool:
         return of.name in modes and bool(descriptor.num_tokens == tokens)
 
     if _is_v1(manager):
         for of, keys in manager.cudagraph_keys.items():
-            keys.difference_update([key for key in keys if meant(key, of)])
+            keys.difference_update([key for key in keys if is_meant(key, of)])
     elif hasattr(manager, "_candidates"):
         # `run_fullgraph` asserts that it has the graph that was dispatched to: no candidate, no such batch.
         candidates = manager._candidates
         for each in candidates.values() if isinstance(candidates, dict) else candidates:
-            each[:] = [descriptor for descriptor in each if not meant(descriptor, descriptor.cg_mode)]
+            each[:] = [descriptor for descriptor in each if not is_meant(descriptor, descriptor.cg_mode)]
     else:
         without_graph_eager = hasattr(
             manager, "get_cudagraph_runtime_mode"

@@ -85,7 +85,7 @@ class EngineProcess(EngineContext):
         when_imported("vllm.entrypoints.serve.instrumentator.metrics", self._watch_metrics)
         if self._report is not None and self.role is Role.FRONT_END:
             when_imported("vllm.collect_env", self._watch_report)
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(after_in_child=self._reset_in_child)
         if not only_asks():
             # For a process, such as an API server's, that imports no code of a fix.
             atexit.register(self.manager.end)
@@ -150,7 +150,7 @@ class EngineProcess(EngineContext):
         self._engage(decision)
 
     def _engage(self, decision: Decision) -> None:
-        self.manager.start(_wanted(decision))
+        self.manager.start(_policy_of(decision))
         guarded(self._engage_shadow, decision)
 
     def _engage_shadow(self, decision: Decision) -> None:
@@ -161,7 +161,7 @@ class EngineProcess(EngineContext):
         from vllm_graphfix.shadow.runners import RUNNERS
 
         process.start(rate, decision.shadow_action, self.status_record.tell_why_it_ends)
-        wanted = _wanted(decision)._replace(modes={each.name: Mode.AUTO if rate else Mode.OFF for each in RUNNERS})
+        wanted = _policy_of(decision)._replace(modes={each.name: Mode.AUTO if rate else Mode.OFF for each in RUNNERS})
         self.shadow = self.shadow or FixManager(RUNNERS, wanted)
         self.shadow.start(wanted)
 
@@ -173,10 +173,10 @@ class EngineProcess(EngineContext):
                 return stock(*args, **kwargs)
             token = _configuring.set(True)
             try:
-                guarded(self._begin_engine)
+                guarded(self._decide_for_engine)
                 config = stock(*args, **kwargs)
                 guarded(self._keep_nodes_together, config, args, kwargs)
-                guarded(self._configure, config)
+                guarded(self._note_configuration, config)
             finally:
                 _configuring.reset(token)
             return config
@@ -188,7 +188,7 @@ class EngineProcess(EngineContext):
             if engine_args is not None and "create_engine_config" in vars(engine_args):
                 wrap(engine_args, "create_engine_config", around)
 
-    def _begin_engine(self) -> None:
+    def _decide_for_engine(self) -> None:
         if self.role is Role.FRONT_END:
             self._decide()
 
@@ -213,7 +213,7 @@ class EngineProcess(EngineContext):
             self.decision = together
             self._engage(together)
 
-    def _configure(self, config: Any) -> None:
+    def _note_configuration(self, config: Any) -> None:
         parallel = config.parallel_config
         # Data-parallel ranks of a dense model are engines of their own to vLLM; those of another node are another
         # front-end's.
@@ -247,17 +247,17 @@ class EngineProcess(EngineContext):
 
         def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = stock(*args, **kwargs)
-            guarded(self._settle)
+            guarded(self._settle_role)
             return result
 
         wrap(plugins, "load_general_plugins", around)
 
-    def _forked(self) -> None:
+    def _reset_in_child(self) -> None:
         self._lock = threading.Lock()
         self.forked()
         self.status_record.forked_off()
 
-    def _settle(self) -> None:
+    def _settle_role(self) -> None:
         role, config = place()
         if role not in (Role.ENGINE_CORE, Role.WORKER):
             return
@@ -286,7 +286,7 @@ class EngineProcess(EngineContext):
 
         def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             registry = stock(*args, **kwargs)
-            guarded(self._expose)
+            guarded(self._expose_metrics)
             return registry
 
         wrap(instrumentator, "get_prometheus_registry", around)
@@ -298,7 +298,7 @@ class EngineProcess(EngineContext):
         if self._report is not None:
             environment_report.extend(collect_env, self._report)
 
-    def _expose(self) -> None:
+    def _expose_metrics(self) -> None:
         from vllm_graphfix.engine import metrics
 
         if self.decision is not None and self._configured:
@@ -307,7 +307,7 @@ class EngineProcess(EngineContext):
             self.status_record.keep()
 
 
-def _wanted(decision: Decision) -> Policy:
+def _policy_of(decision: Decision) -> Policy:
     return Policy(decision.master, decision.modes, decision.withheld, decision.misconfigured)
 
 

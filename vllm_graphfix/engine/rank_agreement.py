@@ -32,7 +32,7 @@ MOST_GRAPHS = 4096
 """Graphs in another rank's report: more than vLLM captures, for all fixes."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _GRAPH = re.compile(r"[A-Za-z0-9_.]{1,80} (FULL|PIECEWISE) [0-9]{1,9}")
-_MADE_UP = r"[0-9a-f]{16}"
+_HEX_ID = r"[0-9a-f]{16}"
 """Engines and tokens."""
 _LAST_READERS = 5.0
 """Seconds that the rank which holds the store waits before it goes, so that the others can read why."""
@@ -158,16 +158,16 @@ def compare(
     silent = _wait_for(store, stage, [other for other in range(world_size) if other != rank], timeout, warn)
     heard = [other for other in range(world_size) if other not in silent]
     digests = store.multi_get([f"{stage}/{other}" for other in heard])
-    if len(set(digests)) == 1 and not silent and not (report.fault or _matters(report)):
-        first = _read(store, f"{stage}/word/0") or report
+    if len(set(digests)) == 1 and not silent and not (report.fault or _needs_action(report)):
+        first = _read_report(store, f"{stage}/word/0") or report
         return Agreement(first.token, first.engine, world_size, world_size, None, first.off)
-    reports = {other: report if other == rank else _read(store, f"{stage}/word/{other}") for other in heard}
+    reports = {other: report if other == rank else _read_report(store, f"{stage}/word/{other}") for other in heard}
     spoke = {other: said for other, said in reports.items() if said is not None}
     foreign = [other for other, said in reports.items() if said is None]
     difference = _difference(spoke, silent, foreign, timeout, silent_host)
-    failing = {other: said for other, said in spoke.items() if _matters(said)}
+    failing = {other: said for other, said in spoke.items() if _needs_action(said)}
     if difference is not None or failing:
-        _let_others_read(store, stage, rank, heard)
+        _wait_for_readers(store, stage, rank, heard)
     return Agreement(
         group=spoke[min(spoke)].token,
         leader=spoke[0].engine if 0 in spoke else None,
@@ -179,7 +179,7 @@ def compare(
     )
 
 
-def _matters(report: RankReport) -> bool:
+def _needs_action(report: RankReport) -> bool:
     """Whether the ranks may have to do something about what *report* says of a capture.
 
     They may have to even if all of them say the same.
@@ -221,7 +221,7 @@ def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Cal
     return missing
 
 
-def _read(store: Any, key: str) -> RankReport | None:
+def _read_report(store: Any, key: str) -> RankReport | None:
     """None for what another version of this package, or somebody else, may have left, or not left beside a digest."""
     if not store.check([key]):  # `get` would wait for it
         return None
@@ -232,15 +232,15 @@ def _read(store: Any, key: str) -> RankReport | None:
         return None
 
 
-def _text(said: JsonObject, key: str) -> str:
+def _one_text(said: JsonObject, key: str) -> str:
     return said.line(key, _LONGEST)
 
 
-def _made_up(said: JsonObject, key: str) -> str:
-    return said.name(key, _MADE_UP)
+def _hex_id(said: JsonObject, key: str) -> str:
+    return said.name(key, _HEX_ID)
 
 
-def _texts(said: JsonObject, key: str) -> dict[str, str]:
+def _table_of_texts(said: JsonObject, key: str) -> dict[str, str]:
     return said.table(key, lambda name, value: _NAME.fullmatch(name) is not None and _is_line(value))
 
 
@@ -264,9 +264,9 @@ def _is_graph(graph: object) -> bool:
 
 # What is left is shown to people, and kept in records.
 _FIELDS: dict[str, Callable[[JsonObject, str], Any]] = {
-    **dict.fromkeys(("host", "graphfix", "vllm", "master", "fault"), _text),
-    **dict.fromkeys(("engine", "token"), _made_up),
-    **dict.fromkeys(("modes", "states", "reasons", "failed"), _texts),
+    **dict.fromkeys(("host", "graphfix", "vllm", "master", "fault"), _one_text),
+    **dict.fromkeys(("engine", "token"), _hex_id),
+    **dict.fromkeys(("modes", "states", "reasons", "failed"), _table_of_texts),
     **dict.fromkeys(("canary", "off", "can_leave_out", "ended"), JsonObject.truth),
     "pid": JsonObject.whole,
     "misconfigured": lambda said, key: said.table(key, is_brief),
@@ -274,7 +274,7 @@ _FIELDS: dict[str, Callable[[JsonObject, str], Any]] = {
 }
 
 
-def _let_others_read(store: Any, stage: str, rank: int, heard: list[int]) -> None:
+def _wait_for_readers(store: Any, stage: str, rank: int, heard: list[int]) -> None:
     """Says that this rank has read the store; rank 0 then waits until the others have.
 
     The process of rank 0 holds the store. If it went first, the others would say that the store is gone, not what

@@ -16,9 +16,9 @@ class StatusRecord:
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.forked = False
         """Whether this process is a forked child whose part in an engine is not known yet."""
         self.rank: tuple[int, int | None, int, int] | None = None
@@ -30,11 +30,11 @@ class StatusRecord:
         self.graphs: bool | None = None
         """Whether this rank captures CUDA graphs; None as long as that is not known."""
         self._reporter: Any = None
-        self._kept = False
+        self._keeps_record = False
 
     def forked_off(self) -> None:
         """Forgets what the process told that this one was forked from; it is called in the child."""
-        self._begin()
+        self._reset()
         self.forked = True
 
     def base(self) -> Any:
@@ -46,7 +46,7 @@ class StatusRecord:
         """Hands the record over; nobody waits for the disk."""
         record = self.record()
         if record is not None:
-            self._the_reporter().publish(record)
+            self._reporter_here().publish(record)
 
     def begin(self) -> None:
         """This process takes part in an engine that starts.
@@ -54,9 +54,9 @@ class StatusRecord:
         That may take long: from now on it is heard of every few seconds.
         """
         self.starting = True
-        if not self._kept:
+        if not self._keeps_record:
             # Its record is only touched: making one takes a lock that hooks on imports hold.
-            self._the_reporter().keep(lambda: None)
+            self._reporter_here().keep(lambda: None)
         self.tell()
 
     def started(self) -> None:
@@ -66,13 +66,13 @@ class StatusRecord:
 
     def keep(self) -> None:
         """From now on the record is kept up to date."""
-        if not self._kept:
-            self._kept = True
-            self._the_reporter().keep(self.record)
+        if not self._keeps_record:
+            self._keeps_record = True
+            self._reporter_here().keep(self.record)
 
     def finish(self) -> None:
         """Waits a little for the record to be written: the process is about to end, and its record says why."""
-        self._the_reporter().flush()
+        self._reporter_here().flush()
 
     def tell_why_it_ends(self, problem: str) -> None:
         """The process ends now: *problem* says why."""
@@ -80,7 +80,7 @@ class StatusRecord:
         self.tell()
         self.finish()
 
-    def _the_reporter(self) -> Any:
+    def _reporter_here(self) -> Any:
         if self._reporter is None:
             from multiprocessing.util import Finalize
 

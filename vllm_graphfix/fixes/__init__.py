@@ -32,7 +32,7 @@ Otherwise a child could inherit the lock of a half imported module, which nobody
 nothing of vLLM's, so that no thread that has this waits for whoever forks."""
 
 
-def _forked() -> None:
+def _renew_lock() -> None:
     global _importing  # noqa: PLW0603 - the thread that had it is not in the child
     _importing = threading.RLock()
 
@@ -41,11 +41,11 @@ def _before_a_fork() -> None:
     _importing.acquire()
 
 
-def _forking() -> None:
+def _after_a_fork() -> None:
     _importing.release()
 
 
-os.register_at_fork(before=_before_a_fork, after_in_parent=_forking, after_in_child=_forked)
+os.register_at_fork(before=_before_a_fork, after_in_parent=_after_a_fork, after_in_child=_renew_lock)
 
 
 def import_whole(name: str) -> ModuleType:
@@ -59,7 +59,7 @@ def module_of(fix: str) -> ModuleType:
     return import_whole(f"{__name__}.{fix.replace('-', '_')}")
 
 
-def _late(fix: str, function: str) -> Callable[..., Any]:
+def _imported_late(fix: str, function: str) -> Callable[..., Any]:
     """A function of a fix; its module is imported at the first call."""
 
     def call(*args: Any) -> Any:
@@ -73,7 +73,7 @@ def entry(fix: Fix) -> dict[str, Any]:
     return {name: value for name, value in fix._asdict().items() if name not in _FUNCTIONS}
 
 
-def _read() -> tuple[Fix, ...]:
+def _read_index() -> tuple[Fix, ...]:
     try:
         return tuple(map(_from_entry, json.loads(INDEX.read_bytes())))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -86,7 +86,7 @@ def _from_entry(said: dict[str, Any]) -> Fix:
     name = said["name"]
     return Fix(
         **said
-        | {each: _late(name, each) for each in _FUNCTIONS}
+        | {each: _imported_late(name, each) for each in _FUNCTIONS}
         | {each: tuple(said[each]) for each in ("reads", "modules", "evidence")}
         | {
             "events": tuple(Event(*event) for event in said["events"]),
@@ -95,7 +95,7 @@ def _from_entry(said: dict[str, Any]) -> Fix:
     )
 
 
-FIXES: tuple[Fix, ...] = _read()
+FIXES: tuple[Fix, ...] = _read_index()
 """In the order of application and of every table."""
 BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
 OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)

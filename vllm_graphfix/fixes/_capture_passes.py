@@ -59,14 +59,16 @@ def _parts(found: object) -> Any:
     if isinstance(found, (dict, list, tuple)):
         return found
     if isinstance(found, FunctionType):
-        return [held for held in map(_held, found.__closure__ or ()) if isinstance(held, (dict, list, tuple))]
+        return [
+            held for held in map(_contents_of_cell, found.__closure__ or ()) if isinstance(held, (dict, list, tuple))
+        ]
     # Tensors, modules of a model and whatever else torch's are have no plan, and some have much below them.
     if isinstance(found, (type, ModuleType)) or type(found).__module__.partition(".")[0] == "torch":
         return None
     return getattr(found, "__dict__", None)
 
 
-def _held(cell: Any) -> object:
+def _contents_of_cell(cell: Any) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
@@ -102,7 +104,7 @@ class FactoryPerPass:
 
     def __call__(self, *asked: Any, **asked_by_name: Any) -> Any:
         try:
-            descriptor = _descriptor(asked, asked_by_name)
+            descriptor = _descriptor_asked_for(asked, asked_by_name)
             passes = self._passes.pop(descriptor, None)
             if passes is not None and passes.next is not None:
                 return passes.next  # this capture asks for each pass by itself, as from 0.22.0 on
@@ -164,7 +166,7 @@ class _Passes:
             self.next = warmed_up
 
 
-def _descriptor(asked: tuple[Any, ...], asked_by_name: dict[str, Any]) -> Any:
+def _descriptor_asked_for(asked: tuple[Any, ...], asked_by_name: dict[str, Any]) -> Any:
     """What a factory was asked for: its first argument."""
     return asked[0] if asked else next(iter(asked_by_name.values()), None)
 
@@ -185,7 +187,7 @@ class WatchedFactory:
     def __call__(self, *asked: Any, **asked_by_name: Any) -> Any:
         self.look()
         made = self._create(*asked, **asked_by_name)
-        if is_full(_descriptor(asked, asked_by_name)):
+        if is_full(_descriptor_asked_for(asked, asked_by_name)):
             self._made = made
         return made
 

@@ -89,7 +89,7 @@ def forward_functions(capture: Function) -> list[ast.Assign]:
     passes = {name: capture.find(f"{name}(CUDAGraphMode.NONE)") for name in names if name}
     others = {name: capture.find(f"{name}(CUDAGraphMode.PIECEWISE)") for name in passes}
     calls = [ask.value for ask in asked if isinstance(ask.value, ast.Call)]
-    if "" in names or not all(len(call.args) == 1 and _are_constants(call) for call in calls):
+    if "" in names or not all(len(call.args) == 1 and _has_constant_keywords(call) for call in calls):
         return []
     warm_up, recorded = passes[names[0]][0] if passes[names[0]] else None, passes[names[-1]][-1:]
     known = (
@@ -105,18 +105,18 @@ def forward_functions(capture: Function) -> list[ast.Assign]:
     )
     if known and warm_up is not None:
         known = (
-            _left_alone(capture, asked[0])
+            _is_only_stored(capture, asked[0])
             if len(asked) == 1
             else capture.in_one_block(asked[1], graphs[0]) and warm_up.lineno < asked[1].lineno
         )
     return asked if known else []
 
 
-def _are_constants(call: ast.Call) -> bool:
+def _has_constant_keywords(call: ast.Call) -> bool:
     return all(given.arg is not None and isinstance(given.value, ast.Constant) for given in call.keywords)
 
 
-def _left_alone(capture: Function, ask: ast.Assign) -> bool:
+def _is_only_stored(capture: Function, ask: ast.Assign) -> bool:
     """Whether nothing is done to the state between the passes: it is stored for whoever called, and that is all."""
     target = ask.targets[0]
     states = [getattr(part, "id", "") for part in target.elts[1:]] if isinstance(target, ast.Tuple) else []

@@ -68,7 +68,7 @@ def diagnose(source: Source) -> Diagnosis:
         for once in asked:
             (made,) = once.targets
             shape = "factory-with-state" if isinstance(made, ast.Tuple) else "factory"
-            return _affected(shape, capture.at(once))
+            return _affected_diagnosis(shape, capture.at(once))
     elif capture_graph is not None:
         split = source.function(MANAGER, "CudaGraphManager._capture_full_graph")
         whole = [function for function in (capture_graph, split) if function is not None]
@@ -79,7 +79,7 @@ def diagnose(source: Source) -> Diagnosis:
             and _draft_has_two_passes(source, _EAGLE[shape])
             and prepares_each_state(source)
         ):
-            return _affected(shape, capture_graph.at(*capture_graph.find("prepare_inputs_to_capture(...)")))
+            return _affected_diagnosis(shape, capture_graph.at(*capture_graph.find("prepare_inputs_to_capture(...)")))
     return Diagnosis.unrecognised("CudaGraphManager captures graphs in a way", capture or capture_graph or MANAGER)
 
 
@@ -93,7 +93,7 @@ def _draft_has_two_passes(source: Source, path: str) -> bool:
     return capture_graph is not None and hands_both_passes_one_state(whole, "generate_fn", *_GENERATED)
 
 
-def _affected(shape: str, where: str) -> Diagnosis:
+def _affected_diagnosis(shape: str, where: str) -> Diagnosis:
     return Diagnosis(
         Verdict.AFFECTED,
         "the warm-up and the recorded pass share one attention state, whose lazy plan the warm-up consumes",
@@ -176,7 +176,7 @@ def _capture_graph_in_a_session(stock: StockFunction, activity: Activity) -> Sto
     def capture_graph(*args: Any, **kwargs: Any) -> Any:
         session = None
         try:
-            arguments = _of_full_graph(signature, args, kwargs)
+            arguments = _arguments_for_full_graph(signature, args, kwargs)
             if arguments is not None:
                 generate_fn = arguments.arguments.get("generate_fn")
                 if corrects and generate_fn is not None:
@@ -196,7 +196,7 @@ def _capture_graph_in_a_session(stock: StockFunction, activity: Activity) -> Sto
     return capture_graph
 
 
-def _of_full_graph(
+def _arguments_for_full_graph(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> inspect.BoundArguments | None:
     """The arguments of a `capture_graph` that captures a full graph; None for a PIECEWISE one."""

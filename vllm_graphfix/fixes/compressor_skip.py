@@ -122,7 +122,7 @@ def _shape(source: Source, forward: Function, build: Function) -> str | None:
     return shapes[0] if known and len(shapes) == 1 else None
 
 
-def _written_by_graphs(stock: StockFunction, activity: Activity) -> StockFunction:
+def _write_in_captures(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps `DeepseekCompressor.forward`: while a graph is captured, each layer writes its entries.
 
     No layer is told that the batch completes no group. A graph cannot decide anew in each replay, and the batch of a
@@ -137,8 +137,8 @@ def _written_by_graphs(stock: StockFunction, activity: Activity) -> StockFunctio
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         corrected = None
         try:
-            if self.compress_ratio == _RATIO and _is_recorded(torch):
-                metadata = _leaves_out(self)
+            if self.compress_ratio == _RATIO and _is_capturing(torch):
+                metadata = _metadata_that_leave_out(self)
                 if metadata is not None:
                     if corrects:
                         corrected = metadata
@@ -155,7 +155,7 @@ def _written_by_graphs(stock: StockFunction, activity: Activity) -> StockFunctio
     return forward
 
 
-def _is_recorded(torch: Any) -> bool:
+def _is_capturing(torch: Any) -> bool:
     """Whether a graph is being captured on the current stream."""
     try:
         return bool(torch.cuda.is_current_stream_capturing())
@@ -165,7 +165,7 @@ def _is_recorded(torch: Any) -> bool:
         raise
 
 
-def _leaves_out(layer: Any) -> Any | None:
+def _metadata_that_leave_out(layer: Any) -> Any | None:
     """The metadata of this step that make stock leave out the kernel that writes *layer*'s entries.
 
     None if stock runs that kernel.
@@ -182,7 +182,7 @@ def _leaves_out(layer: Any) -> Any | None:
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_MODULE, _TARGET, _written_by_graphs),)
+    return (Patch(_MODULE, _TARGET, _write_in_captures),)
 
 
 def needs() -> tuple[Need, ...]:

@@ -28,7 +28,7 @@ _TARGET = f"{_BUILDER}.build"
 _LENGTHS = "dcp_context_kv_lens"
 _MENTIONS = {2: 4, 3: 6}
 """How often the lengths are named where they are assigned so many times: nothing else is done with them."""
-_KEPT = "_graphfix_dcp_context_kv_lens"
+_BUFFER = "_graphfix_dcp_context_kv_lens"
 """The attribute of a builder that holds its persistent lengths."""
 
 LENGTHS_OF_ANOTHER_BATCH = Event(
@@ -46,7 +46,7 @@ def diagnose(source: Source) -> Diagnosis:
     build, init = source.function(_BACKEND, _TARGET), source.function(_BACKEND, f"{_BUILDER}.__init__")
     if build is not None and init is not None and _gives_what_it_assigns(build):
         *_, assigned = build.assignments(_LENGTHS, "...")
-        if _are_kept(build, assigned):
+        if _are_in_a_buffer(build, assigned):
             return Diagnosis(Verdict.FIXED, "a rank's context lengths are in a persistent buffer", build.at(assigned))
         read = source.function(_BACKEND, "FlashAttentionImpl._forward_with_dcp")
         made, returned = build.only("attn_metadata = FlashAttentionMetadata(...)"), build.only("return attn_metadata")
@@ -85,7 +85,7 @@ def _gives_what_it_assigns(build: Function) -> bool:
     )
 
 
-def _are_kept(build: Function, assigned: ast.Assign) -> bool:
+def _are_in_a_buffer(build: Function, assigned: ast.Assign) -> bool:
     """Whether the lengths are the first rows of an attribute of the builder.
 
     The attribute must be written before, in the same block.
@@ -98,7 +98,7 @@ def _are_kept(build: Function, assigned: ast.Assign) -> bool:
     return rows.startswith("self.") and ast.unparse(kept) == rows and build.in_one_block(*written[-1:], assigned)
 
 
-def _own_lengths(stock: StockFunction, activity: Activity) -> StockFunction:
+def _lengths_in_a_buffer(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps `build`: the metadata's context lengths of this rank, (requests,) int32, are in a buffer of the builder.
 
     Copied on the device, to the address that graphs recorded, and 0 in the rows behind: a graph for any kind of batch
@@ -114,7 +114,7 @@ def _own_lengths(stock: StockFunction, activity: Activity) -> StockFunction:
             if self.dcp_world_size > 1 and self.use_full_cuda_graph:
                 if corrects:
                     lengths = metadata.dcp_context_kv_lens
-                    kept, rows = _kept(self, lengths), lengths.shape[0]
+                    kept, rows = _buffer_of_lengths(self, lengths), lengths.shape[0]
                     kept[:rows].copy_(lengths)
                     kept[rows:].zero_()
                     metadata.dcp_context_kv_lens = kept[:rows]
@@ -127,23 +127,23 @@ def _own_lengths(stock: StockFunction, activity: Activity) -> StockFunction:
     return build
 
 
-def _kept(builder: Any, lengths: torch.Tensor) -> torch.Tensor:
+def _buffer_of_lengths(builder: Any, lengths: torch.Tensor) -> torch.Tensor:
     """The builder's buffer of lengths, for as many requests as a batch may have.
 
     It is made with the builder's first metadata, which no graph is captured before.
     """
-    kept: torch.Tensor | None = getattr(builder, _KEPT, None)
+    kept: torch.Tensor | None = getattr(builder, _BUFFER, None)
     if kept is None:
         from torch import inference_mode
 
         with inference_mode(False):  # a tensor that is made in it can be written nowhere else
             kept = lengths.new_zeros(builder.vllm_config.scheduler_config.max_num_seqs)
-        setattr(builder, _KEPT, kept)
+        setattr(builder, _BUFFER, kept)
     return kept
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BACKEND_MODULE, _TARGET, _own_lengths),)
+    return (Patch(_BACKEND_MODULE, _TARGET, _lengths_in_a_buffer),)
 
 
 def needs() -> tuple[Need, ...]:

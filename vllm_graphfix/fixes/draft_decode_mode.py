@@ -153,8 +153,8 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
     # Patches are written for Eagle's own managers; a later speculator without the remedy is a shape of its own.
     if init.qualname != "EagleSpeculator.init_cudagraph_manager" or not init.find(_POOL_GIVEN):
         return Diagnosis.unrecognised("draft decodes choose their mode in a way", init)
-    as_configured = _mode_given(init, "decode_cudagraph_manager") in _CONFIGURED or (
-        _mode_given(init, "decode_cudagraph_manager") == "cudagraph_mode"
+    as_configured = _mode_argument(init, "decode_cudagraph_manager") in _CONFIGURED or (
+        _mode_argument(init, "decode_cudagraph_manager") == "cudagraph_mode"
         and not init.find("CUDAGraphMode.FULL_DECODE_ONLY")
     )
     if (not chosen and not as_configured) or (not filled and not kernel.mentions(last_token_indices_ptr=1)):
@@ -182,14 +182,14 @@ def _mode_for_decodes(init: Function, manager: str) -> Any:
     Their *manager*, which is made later in the same block, is given that mode.
     """
     parts = init.each(_CHOSEN, f"self.{manager} = ...")
-    if not parts or not init.in_one_block(*parts) or _mode_given(init, manager) != "cudagraph_mode":
+    if not parts or not init.in_one_block(*parts) or _mode_argument(init, manager) != "cudagraph_mode":
         return None
     chosen, _ = parts
     after = [found for found in init.assignments("cudagraph_mode", "...") if found.lineno > chosen.lineno]
     return chosen if len(after) == 2 else None  # those of the choice
 
 
-def _mode_given(init: Function, manager: str) -> str:
+def _mode_argument(init: Function, manager: str) -> str:
     """What the manager of the draft decodes is given for a mode, as written."""
     call = getattr(init.only(f"self.{manager} = ..."), "value", None)
     given = {keyword.arg: keyword.value for keyword in getattr(call, "keywords", [])}
@@ -217,12 +217,12 @@ def _covers_all(source: Source, speculator: Function, kernel: Function) -> bool:
     return (
         prepare is not None
         and not any(map(prepare.sets, ("last_token_indices", "max_num_reqs")))
-        and {"last_token_indices", "max_num_reqs"} <= _given_to(launched)
-        and {"self.last_token_indices", "self.max_num_reqs"} <= _given_to(called)
+        and {"last_token_indices", "max_num_reqs"} <= _arguments_of(launched)
+        and {"self.last_token_indices", "self.max_num_reqs"} <= _arguments_of(called)
     )
 
 
-def _given_to(call: Any) -> set[str]:
+def _arguments_of(call: Any) -> set[str]:
     given = [*getattr(call, "args", []), *(keyword.value for keyword in getattr(call, "keywords", []))]
     return {ast.unparse(each) for each in given}
 
@@ -375,7 +375,7 @@ def _around_drafts(stock: StockFunction, activity: Activity) -> StockFunction:
                 stock_tokens = getattr(manager, "graphfix_stock_tokens", None)
                 if stock_tokens is not None:  # the fix is active on this manager: these decodes run in no graph
                     tokens = stock_tokens(num_reqs)
-                elif _mode(args, kwargs) == "PIECEWISE" and getattr(manager, "_graphs_captured", True):
+                elif _mode_name(args, kwargs) == "PIECEWISE" and getattr(manager, "_graphs_captured", True):
                     tokens = num_tokens_padded  # while the nightlies capture, the metadata are those of all the tokens
                 else:
                     tokens = num_reqs
@@ -388,7 +388,7 @@ def _around_drafts(stock: StockFunction, activity: Activity) -> StockFunction:
     return generate_draft
 
 
-def _mode(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _mode_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     mode = args[2] if len(args) > 2 else kwargs.get("cudagraph_runtime_mode")
     return getattr(mode, "name", None)
 

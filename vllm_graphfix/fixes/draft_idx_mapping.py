@@ -138,7 +138,7 @@ def _with_a_spare_row(stock: StockFunction, activity: Activity) -> StockFunction
         stock(self, *args, **kwargs)
         try:
             if self.draft_logits is not None:
-                logits, temperature, seeds = map(_longer, (self.draft_logits, self.temperature, self.seeds))
+                logits, temperature, seeds = map(_with_one_row_more, (self.draft_logits, self.temperature, self.seeds))
                 self.draft_logits, self.temperature, self.seeds = logits, temperature, seeds
                 setattr(self, _SPARE, len(logits))
         except Exception as error:
@@ -147,7 +147,7 @@ def _with_a_spare_row(stock: StockFunction, activity: Activity) -> StockFunction
     return __init__
 
 
-def _longer(fresh: torch.Tensor) -> torch.Tensor:
+def _with_one_row_more(fresh: torch.Tensor) -> torch.Tensor:
     """All zeros like *fresh*, with a row behind it in the same memory."""
     return fresh.new_zeros((len(fresh) + 1, *fresh.shape[1:]))[:-1]
 
@@ -173,7 +173,7 @@ def _pad_before(stock: StockFunction, activity: Activity) -> StockFunction:
             else:
                 writes_logits = self.draft_logits is not None
             if writes_logits:
-                padded_rows.count += _are_padded(self, input_batch.num_reqs)
+                padded_rows.count += _has_padded_rows(self, input_batch.num_reqs)
         except Exception as error:
             activity.failed(error)
         return stock(self, input_batch, *args, **kwargs)
@@ -206,7 +206,7 @@ def _pad_behind(stock: StockFunction, activity: Activity) -> StockFunction:
             else:
                 writes_logits = self.draft_logits is not None
             if writes_logits:
-                padded_rows.count += _are_padded(self, num_reqs)
+                padded_rows.count += _has_padded_rows(self, num_reqs)
         except Exception as error:
             activity.failed(error)
         return result
@@ -247,7 +247,7 @@ _SIZES = "_graphfix_sizes"
 """The attribute of a manager with the number of its graphs, their numbers of requests, and the largest of these."""
 
 
-def _are_padded(speculator: Any, requests: int) -> bool:
+def _has_padded_rows(speculator: Any, requests: int) -> bool:
     """Whether so many requests are drafted for in a full graph that has more rows. Asked at every step."""
     for name in _MANAGERS:
         manager = getattr(speculator, name, None)
@@ -308,10 +308,10 @@ def _sampled_drafts(deployment: Deployment, _: str) -> Fact:
         return Fact(None, missing)
     try:
         config = json.loads(value or "{}")
-        asked = [config[key] for key in ("draft_sample_method", "rejection_sample_method") if key in config]
+        methods = [config[key] for key in ("draft_sample_method", "rejection_sample_method") if key in config]
     except (ValueError, TypeError, RecursionError):
         return Fact(None, "a JSON object for --speculative-config")
-    for method in asked:
+    for method in methods:
         if method in ("probabilistic", "gumbel"):
             return Fact(True, f"drafts are sampled ({method})")
     return Fact(False, "the likeliest tokens are drafted (draft_sample_method in --speculative-config)")

@@ -191,22 +191,22 @@ def _capture_on_untouched_states(stock: StockFunction, activity: Activity) -> St
 
     @functools.wraps(stock)
     def capture(self: Any, forward_fn: Any, full_cg_attn_states: Any, *args: Any, **kwargs: Any) -> Any:
-        states = _untouched(full_cg_attn_states, activity) if corrects else full_cg_attn_states
+        states = _untouched_states(full_cg_attn_states, activity) if corrects else full_cg_attn_states
         if states is None:
             return stock(self, forward_fn, full_cg_attn_states, *args, **kwargs)
-        consumed = _with_consumed_plans(full_cg_attn_states, activity)
+        consumed = _descriptors_with_consumed_plans(full_cg_attn_states, activity)
         token = asks_per_pass.set(corrects)
         try:
             returned = stock(self, forward_fn, states, *args, **kwargs)
         finally:
             asks_per_pass.reset(token)
-        _count(reused_states, consumed, self)
+        _count_captured(reused_states, consumed, self)
         return returned
 
     return capture
 
 
-def _untouched(states: Any, activity: Activity) -> UntouchedStates | None:
+def _untouched_states(states: Any, activity: Activity) -> UntouchedStates | None:
     """None for states of somebody who did not go through `CudaGraphManager.capture`: there is no target to stand on."""
     try:
         return UntouchedStates(states, activity) if isinstance(states, RebuildableStates) else None
@@ -215,7 +215,7 @@ def _untouched(states: Any, activity: Activity) -> UntouchedStates | None:
         return None
 
 
-def _with_consumed_plans(states: Any, activity: Activity) -> list[Any]:
+def _descriptors_with_consumed_plans(states: Any, activity: Activity) -> list[Any]:
     """FULL descriptors whose captured state has a plan already: to be asked before the draft's own passes make one."""
     if not isinstance(states, dict):
         return []
@@ -226,7 +226,7 @@ def _with_consumed_plans(states: Any, activity: Activity) -> list[Any]:
         return []
 
 
-def _count(reused_states: Counter, consumed: list[Any], manager: Any) -> None:
+def _count_captured(reused_states: Counter, consumed: list[Any], manager: Any) -> None:
     """Counts those of *consumed* that *manager* has captured. Never raises."""
     with suppress(Exception):
         reused_states.count += sum(descriptor in manager.graphs for descriptor in consumed)

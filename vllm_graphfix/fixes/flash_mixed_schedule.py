@@ -54,7 +54,7 @@ def diagnose(source: Source) -> Diagnosis:
                     build.at(longest[0]),
                     "longest-of-the-step",
                 )
-            if len(longest) == 2 and _is_for_graphs(build, longest[1]):
+            if len(longest) == 2 and _covers_graphs(build, longest[1]):
                 return Diagnosis(
                     Verdict.FIXED, "with full graphs a schedule is made for all tokens of a step", build.at(longest[1])
                 )
@@ -117,7 +117,7 @@ def _launches_by_it(source: Source) -> bool:
     )
 
 
-def _is_for_graphs(build: Function, assigned: ast.Assign) -> bool:
+def _covers_graphs(build: Function, assigned: ast.Assign) -> bool:
     """Whether *assigned* makes the longest query as long as the batch wherever there are full graphs."""
     if ast.unparse(assigned.value) != "num_actual_tokens":
         return False
@@ -143,7 +143,7 @@ def _tokens_of_graph(builder: Any, common_attn_metadata: Any) -> int | None:
     return sizes[place]
 
 
-def _for_the_graph(stock: StockFunction, activity: Activity) -> StockFunction:
+def _schedule_for_the_graph(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps `build(common_prefix_len, common_attn_metadata, …)`: the longest query is set for the graph.
 
     The builder sees a batch whose longest query is as long as the graph for it. The metadata have this length too, so
@@ -180,7 +180,7 @@ def _for_the_graph(stock: StockFunction, activity: Activity) -> StockFunction:
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BACKEND_MODULE, _TARGET, _for_the_graph),)
+    return (Patch(_BACKEND_MODULE, _TARGET, _schedule_for_the_graph),)
 
 
 def _v2_pads_before_it_schedules(source: Source) -> bool:

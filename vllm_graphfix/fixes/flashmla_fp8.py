@@ -57,11 +57,17 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.unrecognised("dense fp8 is planned in a place", _BACKEND)
     planned = build.only("get_mla_metadata_dense_fp8(...)")
     if planned and build.each(*_POINTED_AT):
-        if _all_kept(source, build):
+        if _plan_is_in_buffers(source, build):
             return Diagnosis(Verdict.FIXED, "the plan is copied into persistent buffers", build.at(planned))
         init = source.function(_BACKEND, "FlashMLAMetadataBuilder.__init__")
         flag = build.find("self.is_fp8_kvcache") and not build.find("not self.is_fp8_kvcache")
-        if init and init.each(*_MADE) and flag and not any(map(build.find, _BUFFERS)) and _new_as_known(source, build):
+        if (
+            init
+            and init.each(*_MADE)
+            and flag
+            and not any(map(build.find, _BUFFERS))
+            and _plans_anew_as_known(source, build)
+        ):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "every batch gets a new plan, but graphs read the one of their capture",
@@ -71,7 +77,7 @@ def diagnose(source: Source) -> Diagnosis:
     return Diagnosis.unrecognised("the plan of dense fp8 is kept in a way", build)
 
 
-def _all_kept(source: Source, build: Function) -> bool:
+def _plan_is_in_buffers(source: Source, build: Function) -> bool:
     """Whether the plan that the metadata point at is that of the buffers, and no other, where there are full graphs."""
     builder = source.function(_BACKEND, "FlashMLAMetadataBuilder")
     full, kept = build.each(_FULL_GRAPHS), build.each(*_KEPT)
@@ -86,11 +92,11 @@ def _all_kept(source: Source, build: Function) -> bool:
         # Made once, with the builder, and only written into.
         and builder is not None
         and all(len(builder.find(f"{buffer} = ...")) == 2 and not build.find(f"{buffer} = ...") for buffer in _BUFFERS)
-        and _built_each_time(source)
+        and _caller_builds_each_time(source)
     )
 
 
-def _new_as_known(source: Source, build: Function) -> bool:
+def _plans_anew_as_known(source: Source, build: Function) -> bool:
     """Whether planner and builder make a plan for each batch, and neither they nor the builder's caller keep one."""
     planner = source.function(_OPERATORS, "get_mla_metadata_dense_fp8")
     pointed = dict(zip(("tile_scheduler_metadata", "num_splits"), _POINTED_AT, strict=True))
@@ -100,11 +106,11 @@ def _new_as_known(source: Source, build: Function) -> bool:
         and all(build.confines(name, _PLANNED, part, f"{name}.size(...)") for name, part in pointed.items())
         and plans_each_batch(build)
         and not build.own_calls()
-        and _built_each_time(source)
+        and _caller_builds_each_time(source)
     )
 
 
-def _built_each_time(source: Source) -> bool:
+def _caller_builds_each_time(source: Source) -> bool:
     """Whether the builder's caller has the metadata of decodes made for each batch, and keeps none."""
     caller = source.function(_CALLER, "MLACommonMetadataBuilder.build")
     return (

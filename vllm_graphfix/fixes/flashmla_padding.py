@@ -56,7 +56,7 @@ def diagnose(source: Source) -> Diagnosis:
         and not build.sets("num_reqs")
     ):
         null_block = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(NULL_BLOCK_ID)")
-        if null_block and build.mentions(NULL_BLOCK_ID=1) and not _assigns(source, "NULL_BLOCK_ID"):
+        if null_block and build.mentions(NULL_BLOCK_ID=1) and not _module_assigns(source, "NULL_BLOCK_ID"):
             return Diagnosis(Verdict.FIXED, "block tables are padded with the null block", build.at(padded))
         minus_one = build.find("blk_table_tensor[num_reqs:num_reqs_padded].fill_(-1)")
         if (
@@ -107,7 +107,7 @@ def _knows_fp8(source: Source) -> bool:
     return flag is not None and not (init and init.find("self.is_fp8_kvcache = not ..."))
 
 
-def _assigns(source: Source, name: str) -> bool:
+def _module_assigns(source: Source, name: str) -> bool:
     """Whether the runner's module gives *name* a value of its own."""
     return re.search(rf"^{name}\b[^=\n]*=".encode(), source.read(_RUNNER) or b"", re.MULTILINE) is not None
 

@@ -52,7 +52,7 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis(Verdict.ABSENT, "no idle rank runs a step")
     idle = source.function(_WORKER, _TARGET)
     run = source.function(_RUNNER, "GPUModelRunner._dummy_run")
-    first, second = _left_by_v1(source, run), _left_by_v2(source, idle)
+    first, second = _stale_in_v1(source, run), _stale_in_v2(source, idle)
     if idle is None or run is None or first is None or second is None or not _is_one_step(idle):
         return Diagnosis.unrecognised("an idle rank runs its step in a way", run or idle or _WORKER)
     if not first and not second:
@@ -77,7 +77,7 @@ def _is_one_step(idle: Function) -> bool:
     return idle.takes == "self" and len(first) == 1 and uses == len(idle.find("self.model_runner"))
 
 
-def _left_by_v1(source: Source, run: Function | None) -> tuple[str, ...] | None:
+def _stale_in_v1(source: Source, run: Function | None) -> tuple[str, ...] | None:
     """What a step of model runner V1 leaves as it was; None if that is not known."""
     build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
     tables = source.function(_TABLE, "MultiGroupBlockTable.commit_block_table")
@@ -100,7 +100,7 @@ def _left_by_v1(source: Source, run: Function | None) -> tuple[str, ...] | None:
     )
     taken, committed = run.find("self._get_slot_mappings(...)"), run.find("(...).commit_block_table(num_reqs_padded)")
     own = build.find("blk_table.slot_mapping.gpu[:num_tokens_padded]")
-    padded, drafts = _pads_slots(run), _drafts_left(source)
+    padded, drafts = _pads_slots(run), _stale_draft_slots(source)
     if not known or drafts is None or len(taken) + len(own) != 1 or len(committed) > 1 or padded is None:
         return None
     since = max((call.lineno for call in committed), default=0)  # which copies the rows of the CPU
@@ -128,7 +128,7 @@ def _pads_slots(run: Function) -> bool | None:
     return True if len(inside) == len(found) == len(loops) == 1 else None
 
 
-def _drafts_left(source: Source) -> bool | None:
+def _stale_draft_slots(source: Source) -> bool | None:
     """Whether the drafter's own slots stay as the last draft left them; None if it is not known."""
     for path, name in _PROPOSERS:
         dummy = source.function(path, f"{name}.dummy_run")
@@ -144,7 +144,7 @@ def _drafts_left(source: Source) -> bool | None:
     return None
 
 
-def _left_by_v2(source: Source, idle: Function | None) -> str | None:
+def _stale_in_v2(source: Source, idle: Function | None) -> str | None:
     """The same of model runner V2, in one word: `inputs`, `tables`, `drafts`, or nothing."""
     run = source.function(_RUNNER_V2, "GPUModelRunner._dummy_run")
     if run is None:
@@ -167,7 +167,7 @@ def _left_by_v2(source: Source, idle: Function | None) -> str | None:
         return None
     if idle is not None and idle.find("self.model_runner.execute_model(...)"):
         return ""  # 0.14.1, which always prepares it, and has no layers but attention
-    if _default(run, "skip_attn") is not False:
+    if _default_of(run, "skip_attn") is not False:
         return "inputs"
     if not any(rows.find(pattern) for pattern in _EMPTIED):
         return "tables"
@@ -178,7 +178,7 @@ def _left_by_v2(source: Source, idle: Function | None) -> str | None:
     return "" if masked else "drafts"
 
 
-def _default(function: Function, parameter: str) -> object:
+def _default_of(function: Function, parameter: str) -> object:
     """The constant that a keyword-only parameter is by default; None if there is none."""
     given = getattr(function.node, "args", None)
     pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True) if given else ()
@@ -203,20 +203,20 @@ def _name_no_block(stock: StockFunction, activity: Activity, *, shape: str) -> S
         try:
             if corrects:
                 with inference_mode():  # some of the buffers may be made in it
-                    _let_go(self.model_runner, shape, undo)
-            steps_on_real_blocks.count += _named(self.model_runner, shape)
+                    _clear_buffers(self.model_runner, shape, undo)
+            steps_on_real_blocks.count += _names_real_blocks(self.model_runner, shape)
         except Exception as error:
             activity.failed(error)
-            _bring_back(undo, activity)
+            _restore(undo, activity)
         try:
             return stock(self, *args, **kwargs)
         finally:
-            _bring_back(undo, activity)
+            _restore(undo, activity)
 
     return execute_dummy_batch
 
 
-def _bring_back(undo: Undo, activity: Activity) -> None:
+def _restore(undo: Undo, activity: Activity) -> None:
     """Each of them, whatever becomes of the others."""
     for bring_back in reversed(undo):
         from torch import inference_mode
@@ -228,7 +228,7 @@ def _bring_back(undo: Undo, activity: Activity) -> None:
             activity.failed(error)
 
 
-def _let_go(runner: Any, shape: str, undo: Undo) -> None:
+def _clear_buffers(runner: Any, shape: str, undo: Undo) -> None:
     """Every buffer by which a pass finds its cache names none; *undo* takes what brings back what later steps rely on.
 
     The buffers are the persistent ones, so that graphs read it too. Real steps fill them anew: V1 copies the rows of
@@ -236,41 +236,41 @@ def _let_go(runner: Any, shape: str, undo: Undo) -> None:
     brought back or left alone.
     """
     if hasattr(runner, "input_batch"):
-        _let_go_v1(runner.input_batch.block_table, undo)
+        _clear_v1(runner.input_batch.block_table, undo)
         for _, slots in _tensors(getattr(runner, "drafter", None), "slot_mapping"):
             slots.fill_(_PAD)
-    elif _of_v2(shape):
+    elif _part_of_v2(shape):
         tables, speculator = runner.block_tables, runner.speculator
         tables.slot_mappings.fill_(_PAD)
         for rows in tables.input_block_tables:
             rows.fill_(_NULL_BLOCK)
         if speculator is not None:  # which computes slots from the requests' rows, up to 0.20 inside of a graph
             for requests in tables.block_tables:
-                _let_go_for_now(requests.gpu, undo)
-            _for_now(tables, "compute_slot_mappings", _padded(tables.compute_slot_mappings), undo)
-            _let_go_of_states(speculator)
+                _clear_for_now(requests.gpu, undo)
+            _replace_for_now(tables, "compute_slot_mappings", _padding_slots(tables.compute_slot_mappings), undo)
+            _clear_states(speculator)
     else:
         return
-    _let_go_of_states(runner)
+    _clear_states(runner)
 
 
-def _let_go_v1(tables: Any, undo: Undo) -> None:
+def _clear_v1(tables: Any, undo: Undo) -> None:
     for table in tables.block_tables:
         table.slot_mapping.gpu.fill_(_PAD)
         rows = table.block_table
         if rows.gpu.data_ptr() == rows.cpu.data_ptr():  # a worker on a CPU has one memory for both
-            _let_go_for_now(rows.gpu, undo)
+            _clear_for_now(rows.gpu, undo)
         else:
             rows.gpu.fill_(_NULL_BLOCK)
     # From 0.19 on the step copies the rows of the CPU, in which the requests of the batch still are.
-    _for_now(tables, "commit_block_table", _leave, undo)
+    _replace_for_now(tables, "commit_block_table", _commit_nothing, undo)
 
 
-def _leave(num_reqs: int) -> None:
+def _commit_nothing(num_reqs: int) -> None:
     """In place of `commit_block_table` while the step runs."""
 
 
-def _padded(compute: StockFunction) -> StockFunction:
+def _padding_slots(compute: StockFunction) -> StockFunction:
     """Wraps `compute_slot_mappings` so that an idle step does not write to the null block.
 
     Its slots would be in that block, which padded rows read.
@@ -282,18 +282,18 @@ def _padded(compute: StockFunction) -> StockFunction:
     return compute_slot_mappings
 
 
-def _for_now(owner: Any, name: str, function: StockFunction, undo: Undo) -> None:
+def _replace_for_now(owner: Any, name: str, function: StockFunction, undo: Undo) -> None:
     """In this one object, and only as long as the step runs."""
     undo.append(functools.partial(vars(owner).pop, name, None))
     setattr(owner, name, function)
 
 
-def _let_go_for_now(rows: Any, undo: Undo) -> None:
+def _clear_for_now(rows: Any, undo: Undo) -> None:
     undo.append(functools.partial(rows.copy_, rows.clone()))
     rows.fill_(_NULL_BLOCK)
 
 
-def _let_go_of_states(runner: Any) -> None:
+def _clear_states(runner: Any) -> None:
     """What metadata builders keep for graphs: state indices of Mamba and its kind, and slots of compressed caches."""
     for builder in _builders(runner):
         for name, tensor in _tensors(builder, "state_indices", "slot_mapping"):
@@ -315,11 +315,11 @@ def _tensors(owner: Any, *words: str) -> Iterator[tuple[str, Any]]:
                     yield name, tensor
 
 
-def _of_v2(shape: str) -> str:
+def _part_of_v2(shape: str) -> str:
     return shape.rpartition("-and-")[2] if "-and-" in shape else ""
 
 
-def _named(runner: Any, shape: str) -> bool:
+def _names_real_blocks(runner: Any, shape: str) -> bool:
     """Whether on stock the step writes to blocks of a real batch, by what the host knows.
 
     Nothing is read from a device.
@@ -330,7 +330,7 @@ def _named(runner: Any, shape: str) -> bool:
             return bool(batch.num_prompt_tokens.any())  # there was a request, and a draft
         rows = any(table.num_blocks_per_row.any() for table in batch.block_table.block_tables)
         return rows and _has_states(runner)
-    left = _of_v2(shape)
+    left = _part_of_v2(shape)
     if not left or not runner.block_tables.num_blocks.np.any():
         return False
     return left == "inputs" or runner.speculator is not None or (left == "tables" and _has_states(runner))
@@ -350,11 +350,11 @@ def needs() -> tuple[Need, ...]:
     ranks = "more than one rank, which in practice is expert parallelism"
     return (
         Need("data parallelism", lambda deployment, _: deployment.data_parallel(), ranks),
-        Need("from 0.20.0 on recurrent layers or speculative decoding", _left_in_later_releases),
+        Need("from 0.20.0 on recurrent layers or speculative decoding", _has_states_or_drafts),
     )
 
 
-def _left_in_later_releases(deployment: Deployment, shape: str) -> Fact | None:
+def _has_states_or_drafts(deployment: Deployment, shape: str) -> Fact | None:
     """From 0.20.0 on slots are clean: what is left is the states of recurrent layers and a drafter's slots."""
     from vllm_graphfix.deployment import any_of
 

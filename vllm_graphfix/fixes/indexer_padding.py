@@ -70,10 +70,10 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis(Verdict.ABSENT, "no builder computes lengths for the tokens of padded rows")
     kernel = next(filter(None, (source.function(_INDEXER, name) for name in _KERNELS)), None)
     if prepare is not None and build is not None and kernel is not None:
-        after = _clamped_after(build)
+        after = _clamp_after_preparing(build)
         if after is not None:
             return Diagnosis(Verdict.FIXED, "lengths are at least 0 once they are prepared", build.at(after))
-        clamped = _clamped_when_written(prepare)
+        clamped = _clamp_at_writing(prepare)
         if clamped is not None and _gives_the_kernels_lengths(kernel, _CLAMPS_IN_A_KERNEL):
             return Diagnosis(Verdict.FIXED, "lengths of tokens are at least 0", prepare.at(clamped))
         for shape, statements in _WRITTEN.items():
@@ -96,7 +96,7 @@ def diagnose(source: Source) -> Diagnosis:
     return Diagnosis.unrecognised("the lengths of tokens are prepared in a way", prepare or build or _INDEXER)
 
 
-def _only_of(function: Function, patterns: list[str]) -> ast.stmt | ast.expr | None:
+def _only_match(function: Function, patterns: list[str]) -> ast.stmt | ast.expr | None:
     """The part that equals one of *patterns*, if there is one and no other."""
     found = [part for pattern in patterns for part in function.find(pattern)]
     return found[0] if len(found) == 1 else None
@@ -106,7 +106,7 @@ def _gives_the_kernels_lengths(kernel: Function, forms: tuple[str, ...]) -> bool
     """Whether the kernel of uniform batches stores its lengths in one of *forms*, and does nothing else to them."""
     lengths = [f"per_token_seq_len = {form.format(_LENGTH_IN_THE_KERNEL)}" for form in forms]
     stored = kernel.only("tl.store(decode_seq_lens_ptr + idx, per_token_seq_len)")
-    return bool(_only_of(kernel, lengths) and stored and kernel.mentions(per_token_seq_len=2))
+    return bool(_only_match(kernel, lengths) and stored and kernel.mentions(per_token_seq_len=2))
 
 
 def _returns_what_it_wrote(prepare: Function) -> bool:
@@ -121,7 +121,7 @@ def _returns_what_it_wrote(prepare: Function) -> bool:
     return counts == (2, 2, 1, 3)
 
 
-def _clamped_when_written(prepare: Function) -> ast.stmt | ast.expr | None:
+def _clamp_at_writing(prepare: Function) -> ast.stmt | ast.expr | None:
     """What writes lengths of at least 0 where graphs read them, if that is what is returned."""
     for statements in _WRITTEN.values():
         for clamp in _CLAMPS:
@@ -131,14 +131,14 @@ def _clamped_when_written(prepare: Function) -> ast.stmt | ast.expr | None:
     return None
 
 
-def _clamped_after(build: Function) -> ast.stmt | ast.expr | None:
+def _clamp_after_preparing(build: Function) -> ast.stmt | ast.expr | None:
     """What makes all lengths at least 0 right after they are prepared, if there is such a place.
 
     It must do so in place, where graphs read them.
     """
     prepared = build.only(_PREPARED)
     in_place = [clamp.format("seq_lens") for clamp in _CLAMPS if "_(" in clamp]
-    done = _only_of(build, [form for clamp in in_place for form in (clamp, f"seq_lens = {clamp}")])
+    done = _only_match(build, [form for clamp in in_place for form in (clamp, f"seq_lens = {clamp}")])
     return done if prepared and done and build.in_one_block(prepared, done, at_once=True) else None
 
 

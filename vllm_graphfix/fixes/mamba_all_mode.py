@@ -43,14 +43,14 @@ def diagnose(source: Source) -> Diagnosis:
     compute = source.function(_BUILDER, f"{_BASE}._compute_common_metadata")
     build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
     if update is not None:
-        remedy = _copied_in(update) or _copied_by(source, update)
+        remedy = _place_of_copies(update) or _place_of_return(source, update)
         if remedy is not None:
             return Diagnosis(Verdict.FIXED, "each group copies the block indices where its graphs read them", remedy)
         replaced = update.only("new_metadata.state_indices_tensor = state_indices_t")
         returned = update.only("return new_metadata")
         if (
             compute is not None
-            and _copied_in(compute) is not None
+            and _place_of_copies(compute) is not None
             and replaced
             and returned
             and update.in_one_block(replaced, returned, at_once=True)
@@ -75,17 +75,17 @@ def diagnose(source: Source) -> Diagnosis:
     return Diagnosis.unrecognised("block tables of further groups are updated in a way", update or _BUILDER)
 
 
-def _copied_in(function: Function) -> str | None:
+def _place_of_copies(function: Function) -> str | None:
     """Where *function* copies both kinds of indices into the builder's own buffers, or None."""
     copies = function.each(*(f"self.{name}[...].copy_(...)" for name in _INDICES))
     return function.at(copies[0]) if copies else None
 
 
-def _copied_by(source: Source, update: Function) -> str | None:
+def _place_of_return(source: Source, update: Function) -> str | None:
     """Where *update* returns what the builder makes of it for graphs, indices included; or None."""
     returned = update.only(f"return self.{_FOR_GRAPHS}(new_metadata)")
     for_graphs = source.function(_BUILDER, f"{_BASE}.{_FOR_GRAPHS}")
-    if returned is None or for_graphs is None or _copied_in(for_graphs) is None:
+    if returned is None or for_graphs is None or _place_of_copies(for_graphs) is None:
         return None
     return update.at(returned)
 

@@ -66,7 +66,7 @@ def diagnose(source: Source) -> Diagnosis:
         cleared = next((found for found in map(build.only, _CLEARED) if found is not None), None)
         ineffective = False
         # One after the other, and nothing else done to the marks.
-        if cleared and build.in_one_block(marked, cleared, at_once=True) and _confined(build, *_CLEARED):
+        if cleared and build.in_one_block(marked, cleared, at_once=True) and _marks_are_confined(build, *_CLEARED):
             if not build.sets("num_reqs") and len(build.assignments("num_reqs_padded", "...")) < 2:
                 return Diagnosis(Verdict.FIXED, "padded rows are marked as not prefilling", build.at(cleared))
             # Up to there no row is padded any more: nothing is cleared.
@@ -77,7 +77,7 @@ def diagnose(source: Source) -> Diagnosis:
                 and build.assigned("num_reqs") == build.assigned("num_reqs_padded") == 1
             )
         split = compute and compute.only("split_decodes_and_prefills(...)")
-        if compute is not None and split and (ineffective or _confined(build)):
+        if compute is not None and split and (ineffective or _marks_are_confined(build)):
             if compute.takes.startswith("self, common_attn_metadata") and compute.find(_SPLIT_BY_PHASE):
                 if _stale_and_split_as_known(source, build):
                     return Diagnosis(
@@ -91,7 +91,7 @@ def diagnose(source: Source) -> Diagnosis:
     return Diagnosis.unrecognised("rows are marked as prefilling in a way", build or _RUNNER)
 
 
-def _confined(build: Function, *cleared: str) -> bool:
+def _marks_are_confined(build: Function, *cleared: str) -> bool:
     """Whether nothing is done to the marks but that they are made, cleared so, and given to the builders."""
     return build.confines(
         "is_prefilling", _MARKED, *cleared, "CommonAttentionMetadata(*..., is_prefilling=is_prefilling)"

@@ -45,19 +45,19 @@ def diagnose(source: Source) -> Diagnosis:
         for name in ("sample_tokens", "_bookkeeping_sync", "_get_prompt_logprobs_dict", "execute_model")
     )
     if sample is not None and bookkeep is not None and prompts is not None:
-        drafts = _drafts(sample)
+        drafts = _calls_of_drafter(sample)
         read = sample.only(_READ if bookkeep.find(_PROMPTS) else _PROMPTS)
         if drafts and read is not None and not (bookkeep.find(_PROMPTS) and sample.find(_PROMPTS)):
             first = drafts[0]
-            if read.lineno < first.lineno and _whenever(first, sample, read):
+            if read.lineno < first.lineno and _is_done_whenever(first, sample, read):
                 reason = "prompt log-probabilities are computed before the drafter runs"
                 return Diagnosis(Verdict.FIXED, reason, sample.at(read))
             copied = {name: copy for name, copy in _copies(sample) if copy.lineno < first.lineno}
             kept = [copied[name] for name in _names_in(read) if name in copied]
-            if kept and _whenever(first, sample, kept[0]):
+            if kept and _is_done_whenever(first, sample, kept[0]):
                 return Diagnosis(Verdict.FIXED, _COPIED, sample.at(kept[0]))
             before = [copy for name, copy in _copies(execute) if name == "hidden_states"] if execute else []
-            if execute is not None and before and _whenever(None, execute, before[0]):
+            if execute is not None and before and _is_done_whenever(None, execute, before[0]):
                 return Diagnosis(Verdict.FIXED, _COPIED, execute.at(before[0]))
             late = first.lineno < read.lineno and not kept and not before
             if late and _reads_late(source, sample, bookkeep, prompts):
@@ -70,7 +70,7 @@ def diagnose(source: Source) -> Diagnosis:
     return Diagnosis.unrecognised("prompt log-probabilities and drafts follow each other in a way", sample or _RUNNER)
 
 
-def _drafts(sample: Function) -> list[ast.stmt | ast.expr]:
+def _calls_of_drafter(sample: Function) -> list[ast.stmt | ast.expr]:
     """Where `sample_tokens` runs the drafter, in source order.
 
     It calls a function of its own, or the drafter's dummy run.
@@ -95,7 +95,7 @@ def _names_in(part: ast.AST) -> list[str]:
     return [node.id for node in ast.walk(part) if isinstance(node, ast.Name)]
 
 
-def _whenever(first: ast.stmt | ast.expr | None, function: Function, part: ast.stmt | ast.expr) -> bool:
+def _is_done_whenever(first: ast.stmt | ast.expr | None, function: Function, part: ast.stmt | ast.expr) -> bool:
     """Whether *part* is done wherever the draft *first* is, or a prompt's log-probabilities are asked for."""
     for node in ast.walk(function.node):
         if isinstance(node, ast.If) and "prompt_logprobs" not in ast.unparse(node.test):

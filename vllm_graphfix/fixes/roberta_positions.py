@@ -53,7 +53,7 @@ def diagnose(source: Source) -> Diagnosis:
     give = source.function(_RUNNER, "GPUModelRunner._preprocess")
     embed = source.function(_MODELS, "RobertaEmbedding.forward")
     forwards = [source.function(_MODELS, name) for name in _TARGETS]
-    zeroed = give and _zeroed(give)
+    zeroed = give and _zeroing_statement(give)
     if give is not None and zeroed:
         return Diagnosis(Verdict.FIXED, "the positions of padded rows are 0 at every step", give.at(zeroed))
     looked_up = embed and embed.only(_OUT_OF_PLACE)
@@ -89,7 +89,7 @@ def diagnose(source: Source) -> Diagnosis:
     return Diagnosis.unrecognised("positions of RoBERTa models are computed in a way", add or embed or _MODELS)
 
 
-def _zeroed(give: Function) -> ast.stmt | ast.expr | None:
+def _zeroing_statement(give: Function) -> ast.stmt | ast.expr | None:
     """Where the positions of padded rows become 0: whenever there are any."""
     zeroed = next((found for found in map(give.only, _ZEROED) if found is not None), None)
     given = give.only("positions = self.positions[:num_input_tokens]") or give.only(_GIVEN)

@@ -36,7 +36,7 @@ RECORDED_WORKSPACE_OUTGROWN = Event(
 
 Workspace = Any
 """A tensor of bytes; vLLM's manager has one for each slot: each micro-batch, and from 0.28.0 on each lane of it."""
-Held = Callable[[], "Workspace | None"]
+Reference = Callable[[], "Workspace | None"]
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -45,14 +45,14 @@ def diagnose(source: Source) -> Diagnosis:
     ensure = source.function(_WORKSPACE, "WorkspaceManager._ensure_workspace_size")
     capture = source.function(_RUNNER, "GPUModelRunner.capture_model")
     if ensure is not None and capture is not None:
-        locked = _locked(source, capture)
+        locked = _place_of_lock(source, capture)
         if locked and ensure.find("if self._locked: ...") and ensure.find("raise AssertionError(...)"):
             return Diagnosis(
                 Verdict.FIXED, "the workspace is locked when graphs are captured, and growth is an error", locked
             )
         cleared = ensure.only("self._current_workspaces[...] = None")
         if cleared and not _mentions_lock(source):
-            kept = _kept(ensure, cleared)
+            kept = _keeping_statement(ensure, cleared)
             if kept:
                 return Diagnosis(Verdict.FIXED, "an outgrown workspace is kept", ensure.at(kept))
             shape = _shape(source, ensure, capture)
@@ -67,7 +67,7 @@ def diagnose(source: Source) -> Diagnosis:
     return Diagnosis.unrecognised("the workspace grows, or model runner V2 locks it, in a way", ensure or _WORKSPACE)
 
 
-def _locked(source: Source, capture: Function) -> str | None:
+def _place_of_lock(source: Source, capture: Function) -> str | None:
     """Where the workspace is locked after every capture.
 
     Model runner V2 locks it itself, or the worker of both runners does.
@@ -76,15 +76,17 @@ def _locked(source: Source, capture: Function) -> str | None:
     if lock is None or not lock.only("self._locked = True"):
         return None
     if source.says(_RUNNER, "lock_workspace"):
-        return _locked_behind(capture, "if not profile_only: ...", "(...).capture(...)", "(...).capture_model(...)")
+        return _place_of_lock_behind(
+            capture, "if not profile_only: ...", "(...).capture(...)", "(...).capture_model(...)"
+        )
     if source.says(_WORKER, "lock_workspace"):
         warm_up = source.function(_WORKER, "Worker.compile_or_warm_up_model")
         unless_eager = "if not self.model_config.enforce_eager: ..."
-        return _locked_behind(warm_up, unless_eager, "self.model_runner.capture_model(...)") if warm_up else None
+        return _place_of_lock_behind(warm_up, unless_eager, "self.model_runner.capture_model(...)") if warm_up else None
     return None
 
 
-def _locked_behind(function: Function, condition: str, *captures: str) -> str | None:
+def _place_of_lock_behind(function: Function, condition: str, *captures: str) -> str | None:
     """Where *function* locks the workspace behind all *captures*, always or under *condition*."""
     locked = function.only("lock_workspace()")
     captured = [found.lineno for pattern in captures for found in function.find(pattern)]
@@ -104,7 +106,7 @@ def _mentions_lock(source: Source) -> bool:
     )
 
 
-def _kept(ensure: Function, cleared: ast.stmt | ast.expr) -> ast.stmt | ast.expr | None:
+def _keeping_statement(ensure: Function, cleared: ast.stmt | ast.expr) -> ast.stmt | ast.expr | None:
     """Where, just before the slot is cleared, its tensor goes to a list that outlives the call."""
     kept = ensure.only("(...).append(current_workspace)")
     owner: Any = getattr(getattr(kept, "func", None), "value", None)
@@ -159,10 +161,10 @@ class _Captures:
 
     def __init__(self) -> None:
         self.running = 0
-        self.on_trial: list[tuple[_Recorded, Held]] | None = None
+        self.on_trial: list[tuple[_RecordedWorkspaces, Reference]] | None = None
 
 
-class _Recorded:
+class _RecordedWorkspaces:
     """The workspaces of one manager that graphs have recorded.
 
     Those are the ones that it still hands out, and those that it has outgrown.
@@ -172,10 +174,10 @@ class _Recorded:
 
     def __init__(self, captures: _Captures, seen: Counter) -> None:
         self._captures, self._seen = captures, seen
-        self.current: list[Held] = []
-        self.outgrown: list[Held] = []
+        self.current: list[Reference] = []
+        self.outgrown: list[Reference] = []
 
-    def add(self, held: Held, workspace: Workspace) -> None:
+    def add(self, held: Reference, workspace: Workspace) -> None:
         if not any(known() is workspace for known in self.current):
             self.current.append(held)
             if self._captures.on_trial is not None:
@@ -189,13 +191,13 @@ class _Recorded:
             (self.current if there else self.outgrown).append(held)
         self._seen.count += len(before) - len(self.current)
 
-    def forget(self, held: Held) -> None:
+    def forget(self, held: Reference) -> None:
         # By identity: weak references are equal if what they refer to is, and tensors compare themselves by element.
         self.current = [other for other in self.current if other is not held]
         self.outgrown = [other for other in self.outgrown if other is not held]
 
 
-class _Kept:
+class _StrongReference:
     """A workspace that stays where it is for as long as this does."""
 
     __slots__ = ("_workspace",)
@@ -215,7 +217,7 @@ def _hold_what_is_recorded(stock: StockFunction, activity: Activity, *, captures
     from torch import cuda  # the target is imported by now, and torch with it
 
     outgrown = activity.counter(RECORDED_WORKSPACE_OUTGROWN)
-    hold: Callable[[Workspace], Held] = _Kept if activity.corrects else weakref.ref
+    hold: Callable[[Workspace], Reference] = _StrongReference if activity.corrects else weakref.ref
 
     @functools.wraps(stock)
     def _ensure_workspace_size(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +226,7 @@ def _hold_what_is_recorded(stock: StockFunction, activity: Activity, *, captures
             recorded = getattr(self, "graphfix_recorded", None)
             if captures.running and cuda.is_current_stream_capturing():
                 if recorded is None:
-                    recorded = self.graphfix_recorded = _Recorded(captures, outgrown)
+                    recorded = self.graphfix_recorded = _RecordedWorkspaces(captures, outgrown)
                 recorded.add(hold(workspace), workspace)
             if recorded is not None:
                 for held in recorded.current:
@@ -238,7 +240,7 @@ def _hold_what_is_recorded(stock: StockFunction, activity: Activity, *, captures
     return _ensure_workspace_size
 
 
-def _know_of_captures(stock: StockFunction, _: Activity, *, captures: _Captures) -> StockFunction:
+def _mark_captures(stock: StockFunction, _: Activity, *, captures: _Captures) -> StockFunction:
     """Wraps `GPUModelRunner.capture_model`, in which model runner V2 captures all of its graphs.
 
     V1 captures elsewhere, and locks the workspace.
@@ -260,7 +262,7 @@ def _forget_what_was_on_trial(stock: StockFunction, _: Activity, *, captures: _C
 
     @functools.wraps(stock)
     def profile_cudagraph_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before, on_trial = captures.on_trial, list[tuple[_Recorded, Held]]()
+        before, on_trial = captures.on_trial, list[tuple[_RecordedWorkspaces, Reference]]()
         captures.on_trial = on_trial
         try:
             return stock(self, *args, **kwargs)
@@ -276,7 +278,7 @@ def patches(shape: str) -> tuple[Patch, ...]:
     captures = _Captures()
     holding, knowing, forgetting = (
         functools.partial(wrap, captures=captures)
-        for wrap in (_hold_what_is_recorded, _know_of_captures, _forget_what_was_on_trial)
+        for wrap in (_hold_what_is_recorded, _mark_captures, _forget_what_was_on_trial)
     )
     on_trial = Patch(_RUNNER_MODULE, "GPUModelRunner.profile_cudagraph_memory", forgetting)
     return (

@@ -29,7 +29,7 @@ _UNEVENTFUL = frozenset({State.NOT_NEEDED.value, State.OFF.value, State.NOT_IN_C
 _REVERTED = "reverted; graphs captured before then keep what they recorded"
 
 
-def _alone(method: Callable[Concatenate[FixManager, P], T]) -> Callable[Concatenate[FixManager, P], T]:
+def _exclusive(method: Callable[Concatenate[FixManager, P], T]) -> Callable[Concatenate[FixManager, P], T]:
     """No other thread is in such a method; what is to be said is said when this one is out.
 
     The lock is taken by a statement alone: a context manager in Python may fail between having it and giving it back.
@@ -69,16 +69,16 @@ class FixManager:
         self.interrupted = False
         """This process was forked while a thread was in the middle of something here; to `start` again is to begin
         anew."""
-        self._go_by(wanted)
+        self._set_policy(wanted)
 
-    def _go_by(self, wanted: Policy) -> None:
+    def _set_policy(self, wanted: Policy) -> None:
         self._wanted = wanted
         self._applied = {fix.name: AppliedFix(fix, wanted) for fix in self._fixes}
         for name in self._reverted:
             self._applied[name].set_state(State.OFF, _REVERTED)
         self._diagnosed = False
 
-    @_alone
+    @_exclusive
     def _begin(self, wanted: Policy) -> list[AppliedFix] | None:
         """The fixes that are to be hooked; None if nothing has changed."""
         if self._started and wanted == self._wanted and not self.interrupted:
@@ -88,7 +88,7 @@ class FixManager:
             if applied.sites:
                 applied.take_back(State.OFF, "reverted for another engine")
         self._started = True
-        self._go_by(wanted)
+        self._set_policy(wanted)
         return [applied for applied in self._applied.values() if applied.engaged]
 
     def start(self, wanted: Policy) -> None:
@@ -118,14 +118,14 @@ class FixManager:
         if not engaged:
             self.sum_up()
 
-    @_alone
+    @_exclusive
     def give_up(self, error: Exception) -> None:
         """Takes all fixes back: something went wrong that concerns them all."""
         for applied in self._applied.values():
             if applied.engaged:
                 self._fail(applied, error)
 
-    @_alone
+    @_exclusive
     def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
         """Every fix, by name, in the order of application; targets are read back.
 
@@ -149,7 +149,7 @@ class FixManager:
         for applied in gone:
             if applied.state is State.CONFLICT:
                 self._warn(applied, "is no longer applied: remove the other patch, or switch this fix off")
-            self._without(applied)
+            self._take_back_dependents(applied)
         return {name: self._state(applied) for name, applied in self._applied.items()}
 
     def _state(self, applied: AppliedFix) -> FixState:
@@ -158,7 +158,7 @@ class FixManager:
             reason = f"register() has not run in this process (VLLM_PLUGINS?); {reason}"
         return FixState(applied.fix.name, applied.mode, applied.diagnosis, applied.state, reason)
 
-    @_alone
+    @_exclusive
     def revert(self, name: str) -> None:
         """Takes the fix *name* back, in this process, from here on.
 
@@ -170,7 +170,7 @@ class FixManager:
         if applied.state is State.OFF:
             self._reverted.add(name)
         if self._diagnosed:  # else the diagnosis is followed by this
-            self._without(applied)
+            self._take_back_dependents(applied)
 
     # -- diagnosis -----------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class FixManager:
 
     # -- application: everything below runs inside vLLM's imports and must not raise -------------------------------
 
-    @_alone
+    @_exclusive
     def _apply_to(self, module: str, _: ModuleType) -> None:
         try:
             self._diagnose()
@@ -211,7 +211,7 @@ class FixManager:
                 if applied.engaged and module in applied.fix.modules:
                     self._apply(applied, module)
             for applied in self._applied.values():
-                self._keep_together(applied, module)
+                self._require_companions(applied, module)
         except Exception as error:
             self.give_up(error)
         self.sum_up()
@@ -237,13 +237,13 @@ class FixManager:
         except Exception as error:
             self._fail(applied, error)
 
-    def _keep_together(self, applied: AppliedFix, module: str) -> None:
+    def _require_companions(self, applied: AppliedFix, module: str) -> None:
         """Takes a fix back that would trade its defect for another one without a companion that is not there."""
         for together in applied.fix.together:
             other = self._applied.get(together.name)
             if together.module != module or other is None:
                 continue
-            lacks = applied.lacks(together, other, self._affected_by)
+            lacks = applied.lacks(together, other, self._is_affected)
             if lacks is None:
                 continue
             if not lacks:
@@ -256,14 +256,14 @@ class FixManager:
             )
             self._warn(applied, f"is reverted: switch {together.name} on, or this fix off")
 
-    def _without(self, lost: AppliedFix) -> None:
+    def _take_back_dependents(self, lost: AppliedFix) -> None:
         """Takes back what needs *lost*, as if it had never been applied."""
         for applied in self._applied.values():
             for together in applied.fix.together:
                 if together.name == lost.fix.name and together.module in sys.modules:
-                    self._keep_together(applied, together.module)
+                    self._require_companions(applied, together.module)
 
-    def _affected_by(self, other: AppliedFix) -> bool:
+    def _is_affected(self, other: AppliedFix) -> bool:
         """Whether a fix that is switched off, or observed, would be needed here."""
         from vllm_graphfix import manifest
         from vllm_graphfix.source.files import open_source
@@ -317,7 +317,7 @@ class FixManager:
             and not (again and self._applied[state.name].failed_in_use)
         )
 
-    @_alone
+    @_exclusive
     def begin_capture(self, graph_being_captured: Callable[[], Hashable]) -> None:
         """From now on a fix that fails does so in a graph, which holds what stock's code does there."""
         Activity.capturing = graph_being_captured
@@ -330,7 +330,7 @@ class FixManager:
         for applied in self._applied.values():
             applied.activity.graphs = {}
 
-    @_alone
+    @_exclusive
     def failed_in_capture(self) -> dict[str, dict[Any, str]]:
         """The graphs that fixes have failed in since `begin_capture`, each with its first error, by fix.
 
@@ -348,7 +348,7 @@ class FixManager:
                 found[name] = graphs
         return found
 
-    @_alone
+    @_exclusive
     def settle_capture(self, name: str, what: str, *, failed: bool) -> None:
         """Says *what* came of the graphs in which the fix *name*, which is applied here, failed.
 
@@ -373,7 +373,7 @@ class FixManager:
         self._sum_up()
         self._log.release_at_exit()
 
-    @_alone
+    @_exclusive
     def sum_up(self) -> None:
         """One line a process, once it is known what will be done; what goes otherwise later is a warning of its own."""
         self._sum_up()

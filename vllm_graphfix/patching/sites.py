@@ -119,7 +119,7 @@ class Site:
             return f"what {self.name} is in was replaced by {_author(stands)} {after}"
         for function, code in self._codes.items():
             if function.__code__ is not code:
-                return f"{self.name} was given the code of {_place(function.__code__)} {after}"
+                return f"{self.name} was given the code of {_location(function.__code__)} {after}"
         called = self.current()
         for _ in range(_MOST_WRAPPERS):
             if called is self.installed:
@@ -209,7 +209,7 @@ def _site(patch: Patch, diagnosed: bytes | None) -> Site:
         return known
     stock = _stock_of.get(found, found) if type(found) is FunctionType else found
     _refuse_another_text(sys.modules[patch.module], diagnosed)
-    _refuse_foreign(owner, patch, stock)
+    _refuse_foreign_function(owner, patch, stock)
     site = _sites[id(owner), attribute] = Site(patch, owner, stock)
     return site
 
@@ -252,7 +252,7 @@ def _refuse_another_text(module: ModuleType, diagnosed: bytes | None) -> None:
         )
 
 
-def _refuse_foreign(owner: Any, patch: Patch, function: Any) -> None:
+def _refuse_foreign_function(owner: Any, patch: Patch, function: Any) -> None:
     """Raises ConflictError unless *function* is stock.
 
     Stock means: vLLM's own function, under no wrapper but those of vLLM's, torch's and the standard library's
@@ -275,11 +275,11 @@ def _refuse_foreign(owner: Any, patch: Patch, function: Any) -> None:
     if not (written_in.startswith("vllm.") if isinstance(owner, ModuleType) else written_in == patch.module):
         raise ConflictError(f"{patch.name} was replaced by {_author(layer)}")
     for layer in layers:
-        if not _as_written(layer):
-            raise ConflictError(f"{patch.name} was given the code of {_place(layer.__code__)}")
+        if not _is_as_written(layer):
+            raise ConflictError(f"{patch.name} was given the code of {_location(layer.__code__)}")
 
 
-def _as_written(function: FunctionType) -> bool:
+def _is_as_written(function: FunctionType) -> bool:
     """Whether the file of its module has the code of *function*.
 
     An assignment to its ``__code__`` leaves no other trace.
@@ -308,5 +308,5 @@ def _author(found: object) -> str:
     return f"{type(found).__name__} {getattr(theirs, '__qualname__', getattr(theirs, '__name__', '?'))} of {module}"
 
 
-def _place(code: CodeType) -> str:
+def _location(code: CodeType) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"

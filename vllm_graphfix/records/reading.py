@@ -82,7 +82,7 @@ def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tup
             refused.append(f"{shown_path(path)}: {why(error)}")
         finally:
             os.close(folder)
-    problems += _in_one_line(refused, "folders")
+    problems += _summed_in_one_line(refused, "folders")
     return Reading(tuple(found), tuple(problems), skipped)
 
 
@@ -118,11 +118,11 @@ def _read_folder(
             wrong.append(f"{printable(name)}: {error}")
         except OSError as error:
             wrong.append(f"{printable(name)}: {why(error)}")
-    problems += [f"{shown_path(path)}: {line}" for line in _in_one_line(wrong, "files")]
+    problems += [f"{shown_path(path)}: {line}" for line in _summed_in_one_line(wrong, "files")]
     return skipped
 
 
-def _in_one_line(wrong: list[str], what: str) -> list[str]:
+def _summed_in_one_line(wrong: list[str], what: str) -> list[str]:
     if len(wrong) < 2:
         return wrong
     return [f"{len(wrong)} {what} are not records or cannot be read; the first: {wrong[0]}"]

@@ -122,8 +122,8 @@ class Record(NamedTuple):
         """The file's content; long texts are cut, so that it fits."""
         return {
             "schema": SCHEMA,
-            "graphfix": _fitting(self.graphfix),
-            "vllm": _fitting(self.vllm),
+            "graphfix": _cut_to_fit(self.graphfix),
+            "vllm": _cut_to_fit(self.vllm),
             "engine": self.engine,
             "host": reduced(self.host),
             "pid": self.pid,
@@ -131,15 +131,15 @@ class Record(NamedTuple):
             "boot": self.boot,
             "pid_namespace": self.pid_namespace,
             "role": self.role,
-            "model": _fitting(self.model),
+            "model": _cut_to_fit(self.model),
             "rank": self.rank and self.rank._asdict(),
             "decision": self.decision._asdict(),
-            "fixes": {name: fix._replace(reason=_fitting(fix.reason))._asdict() for name, fix in self.fixes.items()},
+            "fixes": {name: fix._replace(reason=_cut_to_fit(fix.reason))._asdict() for name, fix in self.fixes.items()},
             "events": {name: dict(events) for name, events in self.events.items()},
             "agreement": self.agreement
-            and self.agreement._replace(difference=_fitting(self.agreement.difference))._asdict(),
+            and self.agreement._replace(difference=_cut_to_fit(self.agreement.difference))._asdict(),
             "leader": self.leader,
-            "problem": _fitting(self.problem),
+            "problem": _cut_to_fit(self.problem),
             "serves_metrics": self.serves_metrics,
             "wrong": {str(number): wrong._asdict() for number, wrong in enumerate(self.wrong)},
             "misconfigured": dict(self.misconfigured),
@@ -156,33 +156,35 @@ class Record(NamedTuple):
         Raises RecordError; keys that this version does not know are left out.
         """
         try:
-            return cls._checked(JsonObject(value, "the record"))
+            return cls._parse(JsonObject(value, "the record"))
         except JsonError as error:
             raise RecordError(str(error)) from None
 
     @classmethod
-    def _checked(cls, given: JsonObject) -> Record:
-        schema = given.whole("schema")
+    def _parse(cls, fields: JsonObject) -> Record:
+        schema = fields.whole("schema")
         if schema > SCHEMA:
             raise JsonError(f"it has schema {schema}, but this vllm-graphfix knows only {SCHEMA}: use a newer version")
         if schema != SCHEMA:
-            given.refuse("schema")
-        rank, agreement = given.maybe("rank"), given.maybe("agreement")
-        decision = JsonObject(given.get("decision"), "decision")
-        fixes = {name: JsonObject(fix, f"fixes.{name}") for name, fix in given.named("fixes")}
-        events = {name: JsonObject(counts, f"events.{name}") for name, counts in given.named("events")}
-        wrong = [JsonObject(each, f"wrong.{name}") for name, each in given.named("wrong")] if given.has("wrong") else []
+            fields.refuse("schema")
+        rank, agreement = fields.maybe("rank"), fields.maybe("agreement")
+        decision = JsonObject(fields.get("decision"), "decision")
+        fixes = {name: JsonObject(fix, f"fixes.{name}") for name, fix in fields.named("fixes")}
+        events = {name: JsonObject(counts, f"events.{name}") for name, counts in fields.named("events")}
+        wrong = (
+            [JsonObject(each, f"wrong.{name}") for name, each in fields.named("wrong")] if fields.has("wrong") else []
+        )
         return cls(
-            graphfix=given.text("graphfix"),
-            vllm=given.text("vllm"),
-            engine=given.name("engine", _ENGINE),
-            host=given.name("host", _HOST),
-            pid=given.whole("pid"),
-            start_ticks=given.whole("start_ticks"),
-            boot=given.name("boot", _WORD),
-            pid_namespace=given.name("pid_namespace", _WORD),
-            role=given.one_of("role", ROLES),
-            model=given.text("model") if given.has("model") else None,
+            graphfix=fields.text("graphfix"),
+            vllm=fields.text("vllm"),
+            engine=fields.name("engine", _ENGINE),
+            host=fields.name("host", _HOST),
+            pid=fields.whole("pid"),
+            start_ticks=fields.whole("start_ticks"),
+            boot=fields.name("boot", _WORD),
+            pid_namespace=fields.name("pid_namespace", _WORD),
+            role=fields.one_of("role", ROLES),
+            model=fields.text("model") if fields.has("model") else None,
             rank=None
             if rank is None
             else Rank(
@@ -211,9 +213,9 @@ class Record(NamedTuple):
                 agreement.whole("agreeing"),
                 agreement.text("difference") if agreement.has("difference") else None,
             ),
-            leader=given.name("leader", _ENGINE) if given.has("leader") else None,
-            problem=given.text("problem") if given.has("problem") else None,
-            serves_metrics=given.truth("serves_metrics") if given.has("serves_metrics") else False,
+            leader=fields.name("leader", _ENGINE) if fields.has("leader") else None,
+            problem=fields.text("problem") if fields.has("problem") else None,
+            serves_metrics=fields.truth("serves_metrics") if fields.has("serves_metrics") else False,
             wrong=tuple(
                 Wrong(
                     graph=each.text("graph"),
@@ -227,19 +229,19 @@ class Record(NamedTuple):
                 )
                 for each in wrong
             ),
-            misconfigured=given.table("misconfigured", is_brief) if given.has("misconfigured") else {},
-            graphs=given.truth("graphs") if given.has("graphs") else None,
-            starting=given.truth("starting") if given.has("starting") else False,
-            kept=given.truth("kept") if given.has("kept") else False,
-            written=given.number("written", 1e11),
+            misconfigured=fields.table("misconfigured", is_brief) if fields.has("misconfigured") else {},
+            graphs=fields.truth("graphs") if fields.has("graphs") else None,
+            starting=fields.truth("starting") if fields.has("starting") else False,
+            kept=fields.truth("kept") if fields.has("kept") else False,
+            written=fields.number("written", 1e11),
         )
 
 
 @overload
-def _fitting(text: str) -> str: ...
+def _cut_to_fit(text: str) -> str: ...
 @overload
-def _fitting(text: str | None) -> str | None: ...
-def _fitting(text: str | None) -> str | None:
+def _cut_to_fit(text: str | None) -> str | None: ...
+def _cut_to_fit(text: str | None) -> str | None:
     if text is None:
         return None
     text = printable(text)

@@ -33,11 +33,11 @@ class Reporter:
     def __init__(self, base: Path, warn: Callable[[str], None]) -> None:
         self._base = base
         self._warn = warn
-        self._start_afresh()
-        afresh = weakref.WeakMethod(self._start_afresh)
+        self._reset()
+        afresh = weakref.WeakMethod(self._reset)
         os.register_at_fork(after_in_child=lambda: (method := afresh()) and method())
 
-    def _start_afresh(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.Lock()  # never held while the disk is waited for
         self._pending: dict[str, Record] = {}
         self._on_disk: dict[str, Record] = {}
@@ -62,10 +62,10 @@ class Reporter:
             self._pending[record.file_name] = self._newest
             busy_since = self._busy_since
         if busy_since is not None and time.monotonic() - busy_since > _SLOW:
-            self._complain(
+            self._warn_once(
                 f"{shown_path(own_folder(self._base))} has not answered for {time.monotonic() - busy_since:.0f} seconds"
             )
-        self._have_written()
+        self._start_writer()
 
     def keep(self, refresh: Callable[[], Record | None], every: float = HEARTBEAT) -> None:
         """Asks *refresh* now and every so many seconds, in a daemon thread.
@@ -77,13 +77,13 @@ class Reporter:
             if self._keeper is not None or self._ended.is_set():
                 return
             self._keeper = threading.Thread(
-                target=self._keep, args=(self._ended,), name="graphfix-heartbeat", daemon=True
+                target=self._run_heartbeat, args=(self._ended,), name="graphfix-heartbeat", daemon=True
             )
         try:
             self._keeper.start()
         except RuntimeError as error:  # no more threads
             self._keeper = None
-            self._complain(str(error))
+            self._warn_once(str(error))
 
     def flush(self, timeout: float = 1.0) -> None:
         """Waits until what was published is on disk, in at most *timeout* seconds.
@@ -107,17 +107,17 @@ class Reporter:
             self._pending = {name: record for name, record in self._pending.items() if record.problem is not None}
             self._writer = self._writer or self._keeper
             self._ended.set()
-        self._have_written()
+        self._start_writer()
         self.flush(timeout)
 
-    def _keep(self, ended: threading.Event) -> None:
+    def _run_heartbeat(self, ended: threading.Event) -> None:
         while True:
             try:
                 record = self._refresh() or self._newest
                 if record is not None:
                     self.publish(record)
             except Exception as error:
-                self._complain(f"{type(error).__name__}: {error}")
+                self._warn_once(f"{type(error).__name__}: {error}")
             if ended.wait(self._every):
                 break
         with self._lock:
@@ -125,7 +125,7 @@ class Reporter:
                 return
         self._write()
 
-    def _have_written(self) -> None:
+    def _start_writer(self) -> None:
         with self._lock:
             if self._writer is not None or not (self._pending or (self._ended.is_set() and self._tried)):
                 return
@@ -135,25 +135,25 @@ class Reporter:
         except RuntimeError as error:
             self._writer = None
             if not self._ended.is_set():  # at the end it is not written here: the disk may hang
-                self._complain(str(error))
+                self._warn_once(str(error))
 
     def _write(self) -> None:
         while True:
             with self._lock:
                 self._busy_since = time.monotonic()
                 if self._pending:
-                    act, (name, record) = self._put, self._pending.popitem()
+                    act, (name, record) = self._write_record, self._pending.popitem()
                 elif self._ended.is_set() and self._tried:
-                    act, (name, record) = self._clear, self._tried.popitem()
+                    act, (name, record) = self._remove_record, self._tried.popitem()
                 else:
                     self._writer = self._busy_since = None
                     return
             try:
                 act(name, record)
             except Exception as error:
-                self._complain(getattr(error, "strerror", None) or f"{type(error).__name__}: {error}")
+                self._warn_once(getattr(error, "strerror", None) or f"{type(error).__name__}: {error}")
 
-    def _put(self, name: str, record: Record) -> None:
+    def _write_record(self, name: str, record: Record) -> None:
         self._tried[name] = record
         before = self._on_disk.pop(name, None)
         if before is not None and before._replace(written=record.written) == record:
@@ -171,16 +171,16 @@ class Reporter:
         while len(self._tried) > _ENGINES:
             oldest = next(iter(self._tried))
             self._on_disk.pop(oldest, None)
-            self._clear(oldest, self._tried.pop(oldest))
+            self._remove_record(oldest, self._tried.pop(oldest))
         if not self._pruned:
             self._pruned = True
             prune(self._base)
 
-    def _clear(self, name: str, record: Record) -> None:
+    def _remove_record(self, name: str, record: Record) -> None:
         if record.problem is None:
             remove(self._base, record)
 
-    def _complain(self, what: str) -> None:
+    def _warn_once(self, what: str) -> None:
         with self._lock:
             if self._warned:
                 return

@@ -26,14 +26,14 @@ class JsonObject:
 
     def __init__(self, value: object, place: str) -> None:
         if not isinstance(value, dict):
-            raise JsonError(f"{place} is {_brief(value)}, not an object")
+            raise JsonError(f"{place} is {_brief_ascii(value)}, not an object")
         self._value: dict[str, object] = value
         self._place = "" if place == "the record" else f"{place}."
 
     def refuse(self, key: str, wanted: str = "") -> NoReturn:
         if key not in self._value:
             raise JsonError(f"{self._place}{key} is missing")
-        raise JsonError(f"{self._place}{key} is {_brief(self._value[key])}" + (wanted and f", not {wanted}"))
+        raise JsonError(f"{self._place}{key} is {_brief_ascii(self._value[key])}" + (wanted and f", not {wanted}"))
 
     def get(self, key: str) -> object:
         if key not in self._value:
@@ -51,7 +51,7 @@ class JsonObject:
             raise JsonError(f"{self._place[:-1]} has {len(self._value)} entries; at most {_ENTRIES} are allowed")
         for name in self._value:
             if not re.fullmatch(_NAME, name):
-                raise JsonError(f"{self._place[:-1]} has an entry named {_brief(name)}")
+                raise JsonError(f"{self._place[:-1]} has an entry named {_brief_ascii(name)}")
         return self._value.keys()
 
     def named(self, key: str) -> Collection[tuple[str, object]]:
@@ -66,7 +66,7 @@ class JsonObject:
             raise JsonError(f"{inner._place[:-1]} has {len(inner._value)} entries; at most {_ENTRIES} are allowed")
         for name, value in inner._value.items():
             if not fits(name, value):
-                raise JsonError(f"{inner._place[:-1]} has an entry {_brief(name)}: {_brief(value)}")
+                raise JsonError(f"{inner._place[:-1]} has an entry {_brief_ascii(name)}: {_brief_ascii(value)}")
         return {name: str(value) for name, value in inner._value.items()}
 
     def keys(self) -> Collection[str]:
@@ -119,7 +119,7 @@ class JsonObject:
         return value
 
 
-def _brief(value: object) -> str:
+def _brief_ascii(value: object) -> str:
     if isinstance(value, (dict, list)):
         return f"a JSON {'object' if isinstance(value, dict) else 'array'}"
     told = ascii(value)

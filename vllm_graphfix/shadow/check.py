@@ -53,13 +53,13 @@ class Shadow:
         self.results = Results()
         self.quarantined: set[Hashable] = set()
         self.memory = Memory()
-        self._known: dict[Hashable, GraphHistory] = {}
+        self._histories: dict[Hashable, GraphHistory] = {}
         self._noise = 0.0
         """The largest error among runs of one step so far, of any graph: a graph of its own would be known by too few.
         Never above `_LOUD`, so that one step blinds no other.
         """
         self._replayed_in_quarantine = self._was_loud = self._was_unfit = False
-        self._over = False
+        self._is_over = False
         """Nothing is checked any more."""
         self.stopped: str | None = None
         """The failure that it is over for."""
@@ -74,14 +74,14 @@ class Shadow:
         first = self.schedule.begin_in_pipeline(drafts=drafts)
         if self.schedule.share is not None:
             self._stages = stages.of_this_rank(self.schedule.share, first)
-        if self._over:
+        if self._is_over:
             self.end()
 
     def stop(self, reason: str, error: Exception | None = None) -> None:
         """For good, with one warning. What is in quarantine stays there."""
-        if self._over:
+        if self._is_over:
             return
-        self._over = True
+        self._is_over = True
         self.end()
         if isinstance(error, UnsafeError):
             self._refuse(str(error))
@@ -147,7 +147,7 @@ class Shadow:
     def _check(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
         begun = time.perf_counter()
         self.results.steps.append(self.schedule.step)
-        checked, failed = tried(lambda: CheckedStep(describe(), self._lacks(key)))
+        checked, failed = tried(lambda: CheckedStep(describe(), self._why_no_room(key)))
         if not self._all_ready(failed, begun):
             return replay()
         output = replay()
@@ -160,7 +160,7 @@ class Shadow:
                 f"the changes of the eager run could not be undone ({description(failed)}): requests in this step may "
                 "be wrong"
             )
-            if self._over:  # which has told of another failure, and will not tell of this one
+            if self._is_over:  # which has told of another failure, and will not tell of this one
                 logger.warning("graphfix: %s", failed)
         cost = time.perf_counter() - begun
         self.results.seconds += cost
@@ -172,9 +172,9 @@ class Shadow:
 
         If the step cannot be run without its graph, it runs by it, which is what stock does.
         """
-        known = self._known.setdefault(key, GraphHistory())
+        known = self._histories.setdefault(key, GraphHistory())
         with ranks.limited():
-            output, failed = tried(lambda: self._quarantined(key, describe))
+            output, failed = tried(lambda: self._run_in_quarantine(key, describe))
         if failed is None:
             known.failed = 0
             return output
@@ -199,7 +199,7 @@ class Shadow:
             )
         return replay()
 
-    def _quarantined(self, key: Hashable, describe: Callable[[], Step]) -> Any:
+    def _run_in_quarantine(self, key: Hashable, describe: Callable[[], Step]) -> Any:
         """What a run without the graph returns on all ranks.
 
         What it raises leaves the step as its graph would have found it.
@@ -208,7 +208,7 @@ class Shadow:
 
         def prepare() -> None:
             nonlocal begun
-            begun = QuarantinedStep(describe(), self._lacks(key))
+            begun = QuarantinedStep(describe(), self._why_no_room(key))
             begun.prepare()
 
         try:
@@ -218,7 +218,7 @@ class Shadow:
                 begun.put_back()
             raise
 
-    def _lacks(self, key: Hashable) -> Lacks:
+    def _why_no_room(self, key: Hashable) -> Lacks:
         self.memory.measuring = False  # steps of requests replay graphs, so that all were captured
         owner, descriptor = key if isinstance(key, tuple) else (key, None)
         tokens, must_know = getattr(descriptor, "num_tokens", None), not ranks.alone()
@@ -250,22 +250,22 @@ class Shadow:
                 logger.info(
                     "graphfix: a step is not checked: %s; of others like it, steps-left-out has the number", failed
                 )
-            self._leave_out(begun)
+            self._skip_step(begun)
             return False
         return True
 
-    def _leave_out(self, begun: float) -> None:
+    def _skip_step(self, begun: float) -> None:
         cost = time.perf_counter() - begun
         self.results.skipped += 1
         self.results.seconds += cost
-        if not self._over and (agreed := self._agree(None, self.schedule.wanted_later(cost))):
-            self._wait(int(agreed[0]))
+        if not self._is_over and (agreed := self._agree(None, self.schedule.wanted_later(cost))):
+            self._schedule_next(int(agreed[0]))
 
     def _plan_next(self, cost: float, failed: Exception | None) -> None:
-        if not self._over and (agreed := self._agree(failed, self.schedule.wanted(cost))):
-            self._wait(int(agreed[0]))
+        if not self._is_over and (agreed := self._agree(failed, self.schedule.wanted(cost))):
+            self._schedule_next(int(agreed[0]))
 
-    def _wait(self, steps: int) -> None:
+    def _schedule_next(self, steps: int) -> None:
         """*steps*, or as many as another stage of a pipeline wants."""
         if self._stages is None:
             self.schedule.checked(steps)
@@ -276,7 +276,7 @@ class Shadow:
     def _compare(
         self, key: Hashable, checked: CheckedStep, replay: Callable[[], Any], failed: Exception | None
     ) -> None:
-        known = self._known.setdefault(key, GraphHistory())
+        known = self._histories.setdefault(key, GraphHistory())
         locate = known.wants_layer
         first, error = tried(lambda: FirstRun(checked, locate=locate))
         learning = self.results.checks < _LEARNING or not known.checks
@@ -286,7 +286,7 @@ class Shadow:
         of_first = agreed[0]
         known.sought += locate
         if of_first <= threshold(self._noise) and not learning:
-            self._count(known)
+            self._count_check(known)
             return
         second, error = tried(lambda: SecondRun(checked, first, self._noise))
         if second and (first.failure is None) != (second.failure is None):  # by chance, then, and not by the graph
@@ -296,13 +296,13 @@ class Shadow:
             return
         self.results.changed_inputs.update(second.changed_inputs)
         if not agreed[0] <= _LOUD:
-            self._say_nothing(checked, replay, agreed[0], of_first)
+            self._skip_noisy_step(checked, replay, agreed[0], of_first)
             return
-        self._count(known)
-        self._learn(agreed[0])
+        self._count_check(known)
+        self._raise_noise(agreed[0])
         if agreed[1] > threshold(self._noise) and not self._is_explained(checked, replay, second.worst, agreed[1]):
             here = second.worst > threshold(self._noise)
-            self._take(
+            self._record_mismatch(
                 key,
                 Mismatch(
                     checked.step.graph,
@@ -317,14 +317,14 @@ class Shadow:
                 ),
             )
 
-    def _count(self, known: GraphHistory) -> None:
+    def _count_check(self, known: GraphHistory) -> None:
         known.checks += 1
         self.results.checks += 1
 
-    def _learn(self, noise: float) -> None:
+    def _raise_noise(self, noise: float) -> None:
         self._noise = self.results.noise = max(self._noise, noise)
 
-    def _say_nothing(self, checked: CheckedStep, replay: Callable[[], Any], noise: float, of_first: float) -> None:
+    def _skip_noisy_step(self, checked: CheckedStep, replay: Callable[[], Any], noise: float, of_first: float) -> None:
         """Runs without the graph that differ that much say nothing of a replay; others of the same graph may."""
         self.results.skipped += 1
         if not of_first:
@@ -341,7 +341,7 @@ class Shadow:
                 noise,
             )
         # In the caches is then what the replay leaves, and not the last run.
-        self._tried_by_all(lambda: checked.again(replay))
+        self._largest_error(lambda: checked.again(replay))
 
     def _is_explained(self, checked: CheckedStep, replay: Callable[[], Any], here: float, anywhere: float) -> bool:
         """Whether the replay, as far apart as rounding may be, differs from run to run or is launched as captured.
@@ -351,29 +351,29 @@ class Shadow:
         """
         if not anywhere <= _ROUNDING:
             return False
-        again = self._tried_by_all(lambda: checked.again(replay))
+        again = self._largest_error(lambda: checked.again(replay))
         if again is None:
             return True
         if again <= _LOUD:
-            self._learn(again)
+            self._raise_noise(again)
         if anywhere <= threshold(self._noise):
             return True
         for launch in checked.step.launches:
-            then = self._tried_by_all(functools.partial(as_captured, checked, launch, here))
+            then = self._largest_error(functools.partial(as_captured, checked, launch, here))
             if then is None or then <= threshold(self._noise):
-                self._tried_by_all(lambda: checked.again(replay))
+                self._largest_error(lambda: checked.again(replay))
                 return True
-        self._tried_by_all(lambda: float(run_again(checked)[1] is not None))
+        self._largest_error(lambda: float(run_again(checked)[1] is not None))
         return False
 
-    def _tried_by_all(self, error_of: Callable[[], float]) -> float | None:
+    def _largest_error(self, error_of: Callable[[], float]) -> float | None:
         """The largest of all ranks; None, and the check is off, where it fails on one."""
         error, failed = tried(error_of)
         agreed = self._agree(failed, error if error is not None else 0.0)
         return agreed[0] if agreed is not None else None
 
-    def _take(self, key: Hashable, mismatch: Mismatch) -> None:
-        known = self._known[key]
+    def _record_mismatch(self, key: Hashable, mismatch: Mismatch) -> None:
+        known = self._histories[key]
         known.graph = mismatch.graph
         known.mismatches += 1
         self.results.add(mismatch)

@@ -117,7 +117,7 @@ def diagnose(source: Source) -> Diagnosis:
     run = source.function(_MANAGER, "CudaGraphManager.run_fullgraph")
     for shape, speculator in SHAPES.items():
         hook = source.function(speculator.path, f"{speculator.name}.{speculator.hook}")
-        if hook and run and run.takes == "self, desc" and _is_of(source, speculator, hook):
+        if hook and run and run.takes == "self, desc" and _has_shape(source, speculator, hook):
             return Diagnosis(Verdict.AFFECTED, f"full graphs of drafts replay in {speculator.name}", hook.where, shape)
     path, name = _EAGLE
     propose = source.function(path, f"{name}.propose")
@@ -128,7 +128,7 @@ def diagnose(source: Source) -> Diagnosis:
     return Diagnosis(Verdict.UNRECOGNISED, "drafts replay full graphs in a way that is not recognised")
 
 
-def _is_of(source: Source, speculator: Speculator, hook: Function) -> bool:
+def _has_shape(source: Source, speculator: Speculator, hook: Function) -> bool:
     def method(name: str) -> Function | None:
         return source.function(speculator.path, f"{speculator.name}.{name}") or source.function(
             _BASE, f"DraftModelSpeculator.{name}"
@@ -142,7 +142,7 @@ def _is_of(source: Source, speculator: Speculator, hook: Function) -> bool:
     replays = sum(
         len(whole.find(f"self.{manager}.run_fullgraph(...)")) for manager in {g.manager for g in speculator.graphs}
     )
-    if replays != len(speculator.graphs) or any(not _used(each) <= KNOWN for each in helpers):
+    if replays != len(speculator.graphs) or any(not _attributes_used(each) <= KNOWN for each in helpers):
         return False
     for graphs in speculator.graphs:
         caller, eager = method(graphs.caller), method(graphs.eager)
@@ -151,11 +151,11 @@ def _is_of(source: Source, speculator: Speculator, hook: Function) -> bool:
             and caller
             and eager
             and caller.only(f"self.{graphs.manager}.run_fullgraph(...)")
-            and _called_with(caller, graphs)
+            and _is_called_as_known(caller, graphs)
             and eager.parameters[:2] == ("self", "num_reqs")
             and eager.parameters[3:7] == _ARGUMENTS
             and set(eager.parameters[7:]) <= _MORE
-            and _used(eager) <= KNOWN
+            and _attributes_used(eager) <= KNOWN
         ):
             return False
     if all(graphs.builds for graphs in speculator.graphs):
@@ -167,7 +167,7 @@ def _is_of(source: Source, speculator: Speculator, hook: Function) -> bool:
 BUILT_OF = ("num_reqs", "batch_desc", "num_query_per_req", "seq_lens_cpu_upper_bound", "step")
 
 
-def _used(function: Function) -> set[str]:
+def _attributes_used(function: Function) -> set[str]:
     """The attributes of ``self``."""
     return {
         node.attr
@@ -176,7 +176,7 @@ def _used(function: Function) -> set[str]:
     }
 
 
-def _called_with(caller: Function, graphs: DrafterGraphs) -> bool:
+def _is_called_as_known(caller: Function, graphs: DrafterGraphs) -> bool:
     call = caller.only(f"self.{graphs.eager}(...)")
     if not isinstance(call, ast.Call):
         return False

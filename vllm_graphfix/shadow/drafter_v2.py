@@ -41,10 +41,14 @@ _SLOTS_MODULE = "vllm.v1.worker.gpu.attn_utils"
 
 def patches(shape: str) -> tuple[Patch, ...]:
     speculator = SHAPES[shape]
-    return (Patch(speculator.module, f"{speculator.name}.{speculator.hook}", functools.partial(_watched, speculator)),)
+    return (
+        Patch(
+            speculator.module, f"{speculator.name}.{speculator.hook}", functools.partial(_watch_managers, speculator)
+        ),
+    )
 
 
-def _watched(speculator: Speculator, stock: StockFunction, activity: Activity) -> StockFunction:
+def _watch_managers(speculator: Speculator, stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps the method that makes a speculator's managers.
 
     Each of them counts its replays, and checks the one that is due.
@@ -55,14 +59,14 @@ def _watched(speculator: Speculator, stock: StockFunction, activity: Activity) -
         stock(self, *args, **kwargs)
         try:
             if (shadow := process.SHADOW) is not None:
-                _watch(self, speculator.graphs, shadow)
+                _watch_speculator(self, speculator.graphs, shadow)
         except Exception as error:
             activity.failed(error)
 
     return initialise
 
 
-def _watch(speculator: Any, graphs: tuple[DrafterGraphs, ...], shadow: Shadow) -> None:
+def _watch_speculator(speculator: Any, graphs: tuple[DrafterGraphs, ...], shadow: Shadow) -> None:
     if reason := unsafe(speculator.vllm_config):
         process.refuse(reason)
         return
@@ -73,7 +77,9 @@ def _watch(speculator: Any, graphs: tuple[DrafterGraphs, ...], shadow: Shadow) -
     for name in dict.fromkeys(each.manager for each in graphs):
         if (manager := getattr(speculator, name)) is not None:
             of_this = {each.caller: each for each in graphs if each.manager == name}
-            manager.run_fullgraph = _counted(manager.run_fullgraph, _Drafter(speculator, manager, of_this), shadow)
+            manager.run_fullgraph = _counting_replay(
+                manager.run_fullgraph, _Drafter(speculator, manager, of_this), shadow
+            )
 
 
 _STATEFUL = {
@@ -89,7 +95,7 @@ class _Drafter(NamedTuple):
     """The graphs of this manager, by the method that replays them."""
 
 
-def _counted(stock: Callable[[Any], Any], drafter: _Drafter, shadow: Shadow) -> Callable[[Any], Any]:
+def _counting_replay(stock: Callable[[Any], Any], drafter: _Drafter, shadow: Shadow) -> Callable[[Any], Any]:
     """In place of a manager's method `run_fullgraph`; the class has it in common with the target model's."""
     schedule, quarantined, mark = shadow.schedule, shadow.quarantined, id(drafter.manager)
 
@@ -131,7 +137,7 @@ def _maybe_check(shadow: Shadow, stock: Callable[[Any], Any], drafter: _Drafter,
 
     key = (id(drafter.manager), desc)
     try:
-        call = _calling(drafter, desc, sys._getframe(2))
+        call = _call_in_frames(drafter, desc, sys._getframe(2))
         if call is None:
             return replay()
     except Exception as error:  # the same on every rank: no tensor was looked at
@@ -148,7 +154,7 @@ _CALLERS = 8
 """Functions between, decorators included."""
 
 
-def _calling(drafter: _Drafter, desc: Any, frame: FrameType | None) -> _Call | None:
+def _call_in_frames(drafter: _Drafter, desc: Any, frame: FrameType | None) -> _Call | None:
     """None where somebody else replays, or for a dummy batch. Raises UnsafeError where variables have other names."""
     found: tuple[DrafterGraphs, Mapping[str, Any]] | None = None
     for _ in range(_CALLERS):
@@ -184,7 +190,7 @@ def _step(call: _Call, run_rows: int) -> Step:
         call.rows,
     ):
         raise UnfitStep("the target model's attention metadata have another size than the draft's graph")
-    metadata, slots = _given(call) if graphs.builds else ({}, {})
+    metadata, slots = _metadata_of_caller(call) if graphs.builds else ({}, {})
     own = speculator.draft_attn_layer_names
     found = Pass(
         speculator.vllm_config,
@@ -194,7 +200,7 @@ def _step(call: _Call, run_rows: int) -> Step:
         only=own,
     )
     requests = speculator.idx_mapping[: call.requests].long()
-    stands_for = _another(call, requests) if run_rows > call.requests else None
+    stands_for = _request_outside_batch(call, requests) if run_rows > call.requests else None
     logits = _logits(call)
     eager = _without_graph(call, run_rows, stands_for)
     step = found.step(graphs.name, desc, eager, lambda: call.requests)
@@ -264,7 +270,7 @@ def _logits(call: _Call) -> Tensor | None:
     return logits[:, 0 if call.graphs.columns == "first" else int(call.variables["step"])]
 
 
-def _another(call: _Call, requests: Tensor) -> int:
+def _request_outside_batch(call: _Call, requests: Tensor) -> int:
     """A request, by its place in the speculator's buffers, that is not in the batch.
 
     There is one where a row is padded.
@@ -273,13 +279,13 @@ def _another(call: _Call, requests: Tensor) -> int:
     return next(place for place in range(call.speculator.max_num_reqs) if place not in taken)
 
 
-def _given(call: _Call) -> tuple[Any, Any]:
+def _metadata_of_caller(call: _Call) -> tuple[Any, Any]:
     """Attention metadata and slots by layer, which the method that replays has."""
     metadata, slots = call.variables[call.graphs.metadata], call.variables[call.graphs.slots]
     return metadata, _by_layer(call, call.variables["slot_mappings"]) if slots is None else slots
 
 
-def _built(call: _Call) -> tuple[Any, Any]:
+def _metadata_built_here(call: _Call) -> tuple[Any, Any]:
     """Attention metadata and slots by layer, made as for a step whose graph does not make its own.
 
     It is done after the replay, which must not see it.
@@ -317,7 +323,7 @@ def _without_graph(call: _Call, rows: int, stands_for: int | None = None) -> Cal
         )
 
     def run() -> None:
-        metadata, slots = _given(call) if call.graphs.builds else _built(call)
+        metadata, slots = _metadata_of_caller(call) if call.graphs.builds else _metadata_built_here(call)
         if stands_for is not None:
             padded = speculator.idx_mapping[call.requests : rows]
             padded.masked_fill_(padded >= 0, stands_for)

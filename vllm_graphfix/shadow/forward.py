@@ -100,9 +100,9 @@ class Pass(NamedTuple):
         """Tensors that the pass is given: arguments of the model, slots, and what is in the attention metadata."""
         found: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in (
-            *_named("arguments", self.given, 4),
-            *_named("slot_mapping", self.slots, 2),
-            *_named("attention metadata", self.metadata, 4),
+            *_named_tensors("arguments", self.given, 4),
+            *_named_tensors("slot_mapping", self.slots, 2),
+            *_named_tensors("attention metadata", self.metadata, 4),
         ):
             if tensor.numel() * tensor.element_size() <= _LARGEST_INPUT:
                 found.setdefault(id(tensor), (name, tensor))
@@ -125,7 +125,7 @@ def _launches(config: Any, descriptor: Any) -> tuple[dict[str, int], ...]:
     return (told, *(told | {"max_query_len": count, "max_seqlen_q": count} for count in tokens))
 
 
-def _named(name: str, value: object, deepest: int) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(name: str, value: object, deepest: int) -> Iterator[tuple[str, Tensor]]:
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -141,4 +141,4 @@ def _named(name: str, value: object, deepest: int) -> Iterator[tuple[str, Tensor
         return
     if deepest:
         for key, part in list(parts):
-            yield from _named(f"{name}.{key}", part, deepest - 1)
+            yield from _named_tensors(f"{name}.{key}", part, deepest - 1)

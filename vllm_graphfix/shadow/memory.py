@@ -78,7 +78,7 @@ class Memory:
         """
         if self._in_graphs is None:  # it does not change after the last capture
             self._in_graphs = _unused_in_graphs()
-        free, unused = _left()
+        free, unused = _free_and_unused()
         return None if free is None else free + max(0, unused - self._in_graphs)
 
 
@@ -102,7 +102,7 @@ def _peak() -> int:
     return int(_gpu().max_memory_allocated())
 
 
-def _left() -> tuple[int | None, int]:
+def _free_and_unused() -> tuple[int | None, int]:
     """Bytes that the device has free, and that torch's allocator keeps without using them."""
     gpu = _gpu()
     if gpu is None:

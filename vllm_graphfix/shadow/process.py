@@ -38,7 +38,7 @@ def start(rate: Rate, action: Action, tell: Callable[[str], None] = lambda probl
         from vllm_graphfix.shadow import watchdog
         from vllm_graphfix.shadow.check import Shadow
 
-        watchdog.last_words = functools.partial(_end, tell)
+        watchdog.last_words = functools.partial(_note_end, tell)
         SHADOW = Shadow(rate, action, refuse)
 
 
@@ -56,7 +56,7 @@ def serve(worker: Any) -> None:
             SHADOW.end()
 
 
-def _end(tell: Callable[[str], None], reason: str) -> None:
+def _note_end(tell: Callable[[str], None], reason: str) -> None:
     """Writes down why this process ends, which it does now: other ranks may have run something else than this one."""
     if SHADOW is not None:
         SHADOW.stopped = reason

@@ -70,10 +70,10 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(GRAPHS_MODULE, "CUDAGraphWrapper.__init__", _make_checked),)
+    return (Patch(GRAPHS_MODULE, "CUDAGraphWrapper.__init__", _check_instances),)
 
 
-def _make_checked(stock: StockFunction, activity: Activity) -> StockFunction:
+def _check_instances(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps `CUDAGraphWrapper.__init__`, so that each instance in mode FULL is checked.
 
     Such an instance becomes one of a subclass whose call counts and checks.
@@ -89,16 +89,16 @@ def _make_checked(stock: StockFunction, activity: Activity) -> StockFunction:
                 if reason := unsafe(self.vllm_config):
                     process.refuse(reason)
                 else:
-                    self.__class__ = _measured_class(type(self), shadow)
+                    self.__class__ = _measuring_class(type(self), shadow)
         except Exception as error:
             activity.failed(error)
 
     return initialise
 
 
-def _measured_class(kind: Any, shadow: Shadow) -> Any:
+def _measuring_class(kind: Any, shadow: Shadow) -> Any:
     """Until all graphs are captured: what is run without one beforehand is measured (`memory`)."""
-    checked = _checked_class(kind, shadow)
+    checked = _checking_class(kind, shadow)
     call, memory = checked.__call__, shadow.memory
 
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def _warm_up() -> int | None:
     return tokens
 
 
-def _checked_class(kind: Any, shadow: Shadow) -> Any:
+def _checking_class(kind: Any, shadow: Shadow) -> Any:
     schedule, quarantined, timed = shadow.schedule, shadow.quarantined, shadow.schedule.timed
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -78,12 +78,12 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
-    checked = Patch(GRAPHS_MODULE, "ModelCudaGraphManager.run_fullgraph", _checked)
-    measured = Patch(GRAPHS_MODULE, "CudaGraphManager.capture", _measured)
+    checked = Patch(GRAPHS_MODULE, "ModelCudaGraphManager.run_fullgraph", _check_replays)
+    measured = Patch(GRAPHS_MODULE, "CudaGraphManager.capture", _measure_warm_ups)
     return (checked,) if shape == _UNMEASURED else (checked, measured)
 
 
-def _measured(stock: StockFunction, _: Activity) -> StockFunction:
+def _measure_warm_ups(stock: StockFunction, _: Activity) -> StockFunction:
     """Wraps `CudaGraphManager.capture(create_forward_fn, …)`.
 
     A drafter's managers have the method in common with the target model's.
@@ -119,7 +119,7 @@ def _measured(stock: StockFunction, _: Activity) -> StockFunction:
     return capture
 
 
-def _checked(stock: StockFunction, _: Activity) -> StockFunction:
+def _check_replays(stock: StockFunction, _: Activity) -> StockFunction:
     """Around `ModelCudaGraphManager.run_fullgraph(desc)`."""
 
     @functools.wraps(stock)
@@ -151,7 +151,7 @@ def _maybe_check(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) 
             process.refuse(reason)
             return replay()
         key = (id(manager), desc)
-        caller = _variables(sys._getframe(2))
+        caller = _variables_of_caller(sys._getframe(2))
         if caller is None or caller["dummy_run"] or not caller["attn_metadata"]:
             return replay()
     except Exception as error:  # the same on every rank: no tensor was looked at
@@ -164,7 +164,7 @@ def _maybe_check(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) 
     return shadow.check(key, lambda: _step(manager, desc, caller), replay)
 
 
-def _variables(frame: FrameType | None) -> Mapping[str, Any] | None:
+def _variables_of_caller(frame: FrameType | None) -> Mapping[str, Any] | None:
     """The variables of the `execute_model` that is replaying; None where somebody else is.
 
     Raises UnsafeError where they have other names.

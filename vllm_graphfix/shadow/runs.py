@@ -98,7 +98,7 @@ class CheckedStep:
         """
 
         def prepare() -> None:
-            self._begin_anew()
+            self._put_inputs_back()
             self.before.make_readable()
             self.python.set_numbers(launch or {})
 
@@ -114,11 +114,11 @@ class CheckedStep:
 
     def again(self, replay: Callable[[], Any]) -> float:
         """The error of one more replay from where the first one began, by the first."""
-        output = self._results(ranks.paired(self._begin_anew, replay))
+        output = self._results(ranks.paired(self._put_inputs_back, replay))
         rows = self.step.real_rows()
         return max(_worst(row_errors(output, self.output, rows)), state_error(self.states_now(), self.states_of_replay))
 
-    def _begin_anew(self) -> None:
+    def _put_inputs_back(self) -> None:
         self.before.put_back()
         self.python.put_back()
         self.random.put_back()
@@ -137,7 +137,7 @@ class CheckedStep:
         """Puts everything back to what the replay has left. All is tried, and the first error raised."""
         failed: list[Exception] = []
         for put_back in (
-            self._output_back,
+            self._put_output_back,
             *(kept.put_back for kept in (self._after, self.python, self._random_after) if kept is not None),
         ):
             try:
@@ -147,7 +147,7 @@ class CheckedStep:
         if failed:
             raise failed[0]
 
-    def _output_back(self) -> None:
+    def _put_output_back(self) -> None:
         for served, kept in zip(self._served, self.output, strict=False):
             served.copy_(kept)
 

@@ -84,14 +84,14 @@ class Stages:
         if not self._place.tells:
             return
         try:
-            within(_STORE, self._leave)
+            within(_STORE, self._store_wish)
         except Exception as error:
             self._failed = error
 
-    def _leave(self) -> None:
+    def _store_wish(self) -> None:
         store, key = self._in_store(), self._key_of_wish(self._place.stage)
         store.set(key, str(self._wish))
-        self._left = _forget(store, [*self._left, key], 1)
+        self._left = _delete_older(store, [*self._left, key], 1)
 
     def plan(self, step: int) -> tuple[int, int]:
         """The step that is due next, and 0; or 0, and the step to `plan` at again.
@@ -108,12 +108,12 @@ class Stages:
 
     def _plan(self, step: int) -> tuple[int, int]:
         store, key = self._in_store(), f"plan/{step}"
-        found = self._of_an_earlier_stage(store, key, step)
+        found = self._wait_for_earlier_stage(store, key, step)
         if found is None:
-            found = self._decided(store, step)
+            found = self._decide(store, step)
             store.set(key, found)
-            self._planned = _forget(store, [*self._planned, key], 2)
-        what, told = _read(found, step)
+            self._planned = _delete_older(store, [*self._planned, key], 2)
+        what, told = _parse_decision(found, step)
         if what == "over":
             raise RuntimeError(f"nothing is known of the check of step {self.due} on stage {told} of the pipeline")
         return (told, 0) if what == "check" else (0, told)
@@ -121,7 +121,7 @@ class Stages:
     def end(self) -> None:
         """No check on this stage any more: nobody has to wait for it."""
         if self._place.tells:
-            within(_STORE, lambda: self._in_store().set(_over(self._place.stage), "1"))
+            within(_STORE, lambda: self._in_store().set(_key_of_end(self._place.stage), "1"))
 
     def _in_store(self) -> Any:
         from torch.distributed.distributed_c10d import PrefixStore
@@ -131,15 +131,15 @@ class Stages:
     def _key_of_wish(self, stage: int) -> str:
         return f"wish/{self.due}/{stage}"
 
-    def _of_an_earlier_stage(self, store: Any, key: str, step: int) -> str | None:
+    def _wait_for_earlier_stage(self, store: Any, key: str, step: int) -> str | None:
         """What one has decided; None if there is none, or all of them are over, and this stage has to."""
-        before = [_over(stage) for stage in range(self._place.stage)]
+        before = [_key_of_end(stage) for stage in range(self._place.stage)]
         if not before:
             return None
         until = time.monotonic() + _PATIENCE
         while True:
             over = store.check(before)
-            found = _left_in(store, key)  # asked after the other: a stage may have decided, and been over then
+            found = _value_in(store, key)  # asked after the other: a stage may have decided, and been over then
             if found is not None or over:
                 return found
             if time.monotonic() > until:
@@ -148,12 +148,12 @@ class Stages:
                 raise TimeoutError(f"no earlier stage of the pipeline has planned a check at step {step}")
             time.sleep(_PAUSE)
 
-    def _decided(self, store: Any, step: int) -> str:
+    def _decide(self, store: Any, step: int) -> str:
         latest, missing = max(self._wish, step + 1), list[int]()
         for stage in range(self._place.stage + 1, self._place.stages):
-            if (wish := _left_in(store, self._key_of_wish(stage))) is not None:
+            if (wish := _value_in(store, self._key_of_wish(stage))) is not None:
                 latest = max(latest, int(wish))
-            elif not store.check([_over(stage)]):
+            elif not store.check([_key_of_end(stage)]):
                 missing.append(stage)
         if not missing:
             self._tries = 0
@@ -167,7 +167,7 @@ def of_this_rank(share: float, due: int) -> Stages:
     return Stages(place._replace(pipeline=f"{next(_ENGINES)}/{place.pipeline}"), share, due)
 
 
-def _left_in(store: Any, key: str) -> str | None:
+def _value_in(store: Any, key: str) -> str | None:
     """Without waiting for it, as `get` does, for half an hour, where the key has gone since somebody saw it.
 
     Compared with what nobody leaves, nothing is set, and where there is no key the store returns what it was to
@@ -177,7 +177,7 @@ def _left_in(store: Any, key: str) -> str | None:
     return None if found == _NOTHING else found
 
 
-def _read(left: str, step: int) -> tuple[str, int]:
+def _parse_decision(left: str, step: int) -> tuple[str, int]:
     """What an earlier stage has left at *step*, ``check``, ``plan`` or ``over``, and its number.
 
     Raises ValueError for anything else.
@@ -188,11 +188,11 @@ def _read(left: str, step: int) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
-def _over(stage: int) -> str:
+def _key_of_end(stage: int) -> str:
     return f"over/{stage}"
 
 
-def _forget(store: Any, keys: list[str], kept: int) -> list[str]:
+def _delete_older(store: Any, keys: list[str], kept: int) -> list[str]:
     """Deletes all but the last *kept*: whoever needed one has read it, or the next could not have been left."""
     for key in keys[:-kept]:
         store.delete_key(key)

@@ -35,7 +35,7 @@ last_words: Callable[[str], None] = lambda reason: None  # noqa: E731 - it is re
 """Told why this process ends, right before it does."""
 
 
-class _Watched:
+class _Limit:
     def __init__(self, what: str, seconds: float) -> None:
         self.what, self.seconds, self.left = what, seconds, seconds
 
@@ -49,7 +49,7 @@ class _Watchdog:
 
     def begin(self) -> None:
         self._changed = threading.Condition()
-        self._watched: _Watched | None = None
+        self._watched: _Limit | None = None
         self._thread: threading.Thread | None = None
 
     @contextmanager
@@ -59,13 +59,13 @@ class _Watchdog:
         Where it is within another block, that one's time begins anew afterwards.
         """
         outer = self._watched
-        self._watch(_Watched(what, seconds))
+        self._watch(_Limit(what, seconds))
         try:
             yield
         finally:
-            self._watch(outer and _Watched(outer.what, outer.seconds))
+            self._watch(outer and _Limit(outer.what, outer.seconds))
 
-    def _watch(self, watched: _Watched | None) -> None:
+    def _watch(self, watched: _Limit | None) -> None:
         with self._changed:
             self._watched = watched
             if watched is None:

@@ -243,7 +243,7 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-class _InPieces(io.FileIO):
+class _BoundedFile(io.FileIO):
     """The file of an archive, never read whole.
 
     zipfile takes as much memory for the list of members as the archive claims.
@@ -262,7 +262,7 @@ class _InPieces(io.FileIO):
 
 def _wheel(path: Path) -> Source:
     try:
-        archive = zipfile.ZipFile(_InPieces(path))
+        archive = zipfile.ZipFile(_BoundedFile(path))
     except Exception as error:  # zipfile raises more than it documents for what is damaged
         raise SourceError(f"{path} is not a readable wheel file: {_reason(error)}") from error
     members = {info.filename: info for info in archive.infolist()}
@@ -304,7 +304,7 @@ def _reason(error: Exception) -> str:
 
 def _metadata_version(metadata: bytes) -> str | None:
     found = re.search(rb"^Version:[ \t]*(\S+)", metadata, re.MULTILINE)
-    return _if_version(found.group(1).decode("ascii", "replace")) if found else None
+    return _valid_version(found.group(1).decode("ascii", "replace")) if found else None
 
 
 def _literal_version(module: bytes | None) -> str | None:
@@ -317,9 +317,9 @@ def _literal_version(module: bytes | None) -> str | None:
     for node in body:
         if isinstance(node, ast.Assign) and "__version__" in {getattr(target, "id", None) for target in node.targets}:
             value = getattr(node.value, "value", None)
-            return _if_version(value) if isinstance(value, str) else None
+            return _valid_version(value) if isinstance(value, str) else None
     return None
 
 
-def _if_version(text: str) -> str | None:
+def _valid_version(text: str) -> str | None:
     return text if _VERSION.fullmatch(text) else None

@@ -122,12 +122,12 @@ class Function(NamedTuple):
         """
         known: set[int] = set()
         for pattern in patterns:
-            times = len(_named(_pattern(pattern), name))
+            times = len(_named_in(_pattern(pattern), name))
             for part in self.find(pattern):
-                here = _named(part, name)
+                here = _named_in(part, name)
                 if len(here) == times:
                     known.update(map(id, here))
-        return all(id(node) in known for node in _those_named(self._nodes, name))
+        return all(id(node) in known for node in _nodes_named(self._nodes, name))
 
     def always(self, pattern: str) -> bool:
         """Whether the one part that equals *pattern* is carried out whenever the function runs to its end.
@@ -138,7 +138,7 @@ class Function(NamedTuple):
 
     def names(self, name: str) -> bool:
         """Whether the body has a variable or an attribute of this name."""
-        return any(_named(statement, name) for statement in self.node.body)
+        return any(_named_in(statement, name) for statement in self.node.body)
 
     def sets(self, name: str) -> bool:
         """Whether the variable *name*, a parameter, is given another value.
@@ -263,17 +263,17 @@ def _is_anything(pattern: object) -> bool:
     return isinstance(pattern, ast.Constant) and pattern.value is Ellipsis
 
 
-def _goes_on(pattern: ast.Call) -> bool:
+def _allows_more_arguments(pattern: ast.Call) -> bool:
     last = pattern.args[-1] if pattern.args else None
     return isinstance(last, ast.Starred) and _is_anything(last.value)
 
 
-def _named(tree: ast.AST, name: str) -> list[ast.Name | ast.Attribute]:
+def _named_in(tree: ast.AST, name: str) -> list[ast.Name | ast.Attribute]:
     """Variables and attributes of this name."""
-    return _those_named(ast.walk(tree), name)
+    return _nodes_named(ast.walk(tree), name)
 
 
-def _those_named(nodes: Iterable[ast.AST], name: str) -> list[ast.Name | ast.Attribute]:
+def _nodes_named(nodes: Iterable[ast.AST], name: str) -> list[ast.Name | ast.Attribute]:
     return [
         node
         for node in nodes
@@ -339,7 +339,7 @@ def _matches(node: object, pattern: object) -> bool:
             and not pattern.keywords
         ):
             return _matches(getattr(node, "func", None), pattern.func)
-        if isinstance(pattern, ast.Call) and isinstance(node, ast.Call) and _goes_on(pattern):
+        if isinstance(pattern, ast.Call) and isinstance(node, ast.Call) and _allows_more_arguments(pattern):
             first = pattern.args[:-1]
             return (
                 _matches(node.func, pattern.func)

@@ -139,14 +139,14 @@ def judge(reference: Answer, found: Answer, tolerance: float) -> Judgement:
         distance = _distance(reference, found, position)
         farthest = max(farthest, distance)
         if not distance <= tolerance:
-            return _at(position, Kind.CORRUPT, reference, found, farthest)
+            return _difference_at(position, Kind.CORRUPT, reference, found, farthest)
     if differs is None:
         return Judgement(Kind.EQUAL, length, None, distance=farthest)
     gap = _gap(reference, found, differs)
-    return _at(differs, Kind.TIE if gap <= tolerance else Kind.CORRUPT, reference, found, farthest)
+    return _difference_at(differs, Kind.TIE if gap <= tolerance else Kind.CORRUPT, reference, found, farthest)
 
 
-def _at(position: int, kind: Kind, reference: Answer, found: Answer, distance: float) -> Judgement:
+def _difference_at(position: int, kind: Kind, reference: Answer, found: Answer, distance: float) -> Judgement:
     best = sorted(reference.top[position].values(), reverse=True) if position < len(reference.top) else []
     return Judgement(
         kind,
@@ -180,10 +180,10 @@ def _distance(a: Answer, b: Answer, position: int) -> float:
     """
     one, other = a.top[position], b.top[position]
     chosen = {a.tokens[position], b.tokens[position]}
-    return max(_apart(one, other, token) for token in chosen)
+    return max(_distance_of_token(one, other, token) for token in chosen)
 
 
-def _apart(one: Top, other: Top, token: int) -> float:
+def _distance_of_token(one: Top, other: Top, token: int) -> float:
     # A token that is not among the best is at most as likely as the last of them.
     x, y = one.get(token), other.get(token)
     if x is None or y is None:
@@ -191,8 +191,8 @@ def _apart(one: Top, other: Top, token: int) -> float:
         if known is None or not missing:
             return math.inf
         worst = min(missing.values())
-        return _finite(max(0.0, known - worst))
-    return _finite(abs(x - y))
+        return _or_infinite(max(0.0, known - worst))
+    return _or_infinite(abs(x - y))
 
 
 def _gap(reference: Answer, found: Answer, position: int) -> float:
@@ -200,12 +200,12 @@ def _gap(reference: Answer, found: Answer, position: int) -> float:
     if expected is None or other is None:
         return math.inf
     top = reference.top[position]
-    return _finite(top.get(expected, math.nan) - top.get(other, min(top.values(), default=math.nan)))
+    return _or_infinite(top.get(expected, math.nan) - top.get(other, min(top.values(), default=math.nan)))
 
 
 def _token(answer: Answer, position: int) -> int | None:
     return answer.tokens[position] if position < len(answer.tokens) else None
 
 
-def _finite(number: float) -> float:
+def _or_infinite(number: float) -> float:
     return number if math.isfinite(number) else math.inf

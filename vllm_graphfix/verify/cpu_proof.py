@@ -48,7 +48,7 @@ def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
     columns = (TextColumn("{task.description:8}"), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn())
     # Where there is no terminal, bars that vanish leave an empty line.
     bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with _on_disk(source) as folder, bars as progress:
+    with _folder_on_disk(source) as folder, bars as progress:
         stock, patched = (
             _Worker(
                 kind,
@@ -132,7 +132,7 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         with self._process:
             for line in self._process.stdout or ():
-                self._take(json.loads(line))
+                self._read_result(json.loads(line))
         self._timer.cancel()
 
     def join(self, timeout: float | None = None) -> None:
@@ -157,7 +157,7 @@ class _Worker(threading.Thread):
             self._log.close()
             Path(self._log.name).unlink(missing_ok=True)
 
-    def _take(self, line: dict[str, Any]) -> None:
+    def _read_result(self, line: dict[str, Any]) -> None:
         event, name = line["event"], line.get("fix", "")
         if event == "registered":
             self.torch = line["torch"]
@@ -196,7 +196,7 @@ def _environment(kind: str) -> dict[str, str]:
 
 
 @contextmanager
-def _on_disk(source: Source) -> Iterator[Path]:
+def _folder_on_disk(source: Source) -> Iterator[Path]:
     """The folder that holds ``vllm/``; of a wheel file, its Python unpacked for the time being."""
     if source.folder is not None:
         yield source.folder.absolute()

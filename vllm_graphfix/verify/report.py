@@ -78,14 +78,14 @@ class Proof:
             return "defect not shown on stock"
         if self.patched.error or differing(self.patched.eager, self.patched.graphed):
             return "defect still there"
-        return self._of_the_check() or "proven"
+        return self._fault_of_checks() or "proven"
 
-    def _of_the_check(self) -> str | None:
+    def _fault_of_checks(self) -> str | None:
         """What the shadow check did wrong."""
         stock, patched = (
             (watch, *watch.further) if watch else () for watch in map(self.watched.get, ("stock", "patched"))
         )
-        return next(filter(None, itertools.starmap(_wrongly_checked, itertools.zip_longest(stock, patched))), None)
+        return next(filter(None, itertools.starmap(_fault_of_check, itertools.zip_longest(stock, patched))), None)
 
     @property
     def unwatched(self) -> str | None:
@@ -121,7 +121,7 @@ class Report:
         return all(proof.skipped is None for proof in self.proofs)
 
 
-def _wrongly_checked(stock: Watch | None, patched: Watch | None) -> str | None:
+def _fault_of_check(stock: Watch | None, patched: Watch | None) -> str | None:
     """What the check did wrong, or None.
 
     Stock may crash before it is checked, and the check may be for other engines, and says so.

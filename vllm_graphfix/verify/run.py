@@ -32,7 +32,7 @@ def _run(source: Source, fixes: Sequence[Fix], device: str | None, console: Cons
 
     if device == "cpu":
         return run_on_double(source, fixes, console)
-    why_not = _cannot_run(source.folder)
+    why_not = _why_not_runnable(source.folder)
     if why_not is None:
         from vllm_graphfix.verify.engine import device as devices
         from vllm_graphfix.verify.gpu_proof import run as run_on_gpu
@@ -46,7 +46,7 @@ def _run(source: Source, fixes: Sequence[Fix], device: str | None, console: Cons
     return run_on_double(source, fixes, console)
 
 
-def _cannot_run(folder: Path | None) -> str | None:
+def _why_not_runnable(folder: Path | None) -> str | None:
     """Why the vLLM in *folder* has no kernels to run, or None.
 
     Where kernels lie differs; that there are some does not.

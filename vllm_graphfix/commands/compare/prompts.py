@@ -59,22 +59,22 @@ def _from_json(line: str, place: str) -> Prompt:
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         raise CompareError(f"{place}: is not readable JSON: {error}") from error
     if isinstance(found, dict):
-        found = _named(found)
+        found = _prompt_in(found)
     if isinstance(found, str) and found.strip():
-        return _encodable(found, place)
+        return _checked_encodable(found, place)
     if isinstance(found, list) and found and all(type(token) is int and token >= 0 for token in found):
         return tuple(found)
     raise CompareError(f"{place}: give {_FORMS}")
 
 
-def _named(fields: dict[str, Any]) -> Any:
+def _prompt_in(fields: dict[str, Any]) -> Any:
     ids = fields.get("prompt_token_ids")
     if ids is None:
         return fields.get("prompt")
     return ids if isinstance(ids, list) else None
 
 
-def _encodable(text: str, place: str) -> str:
+def _checked_encodable(text: str, place: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -51,7 +51,7 @@ def run(
     """
     if model[:1] in ("/", ".", "~") and not Path(model).expanduser().exists():
         raise CompareError(f"{model} does not exist; name a folder with a model, or one of the Hugging Face Hub")
-    _refuse(flags)
+    _refuse_flags(flags)
     _refuse_settings(os.environ)
     if importlib.util.find_spec("vllm") is None:
         raise CompareError(f"this Python ({sys.executable}) has no vLLM; use the Python that runs vLLM")
@@ -87,7 +87,7 @@ def run(
     return report
 
 
-def _refuse(flags: Sequence[str]) -> None:
+def _refuse_flags(flags: Sequence[str]) -> None:
     names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     if "--enforce-eager" in names:
         raise CompareError("with --enforce-eager there are no graphs to compare; leave that flag out")
@@ -112,7 +112,7 @@ def _compare(
         eager, graphs, compiled = jobs
         reference = engines.run([eager], 1)[eager.name]
         if reference.said is None:
-            raise _cannot_be_put(reference)
+            raise _error_of_reference(reference)
         noise = noise_between(*reference.said.passes)
         if not math.isfinite(noise):
             raise CompareError(
@@ -138,7 +138,7 @@ def _compare(
     )
 
 
-def _cannot_be_put(reference: Ended) -> CompareError:
+def _error_of_reference(reference: Ended) -> CompareError:
     refused, _, message = (reference.error or "").partition(": ")
     if refused == FlagError.__name__:
         return CompareError(f"vLLM rejects these flags: {message}")

@@ -73,14 +73,16 @@ def examine(
         "status": lambda: _status(vllm, environment),
         "fleet": lambda: _fleet(environment),
     }
-    found: dict[str, Any] = {name: _part(gather) for name, gather in gathered.items() if name not in without}
+    found: dict[str, Any] = {
+        name: _gathered_or_error(gather) for name, gather in gathered.items() if name not in without
+    }
     found["errors"] = {"last": found["fleet"].pop("errors", [])}
     said = [found[part].pop("verdict", f"{part} not known") for part in ("status", "fleet")]
     mask = Mask(environment, found["fleet"].pop("hosts", ()))
     return Doctor(mask.text(" ".join(said)), {name: mask.everywhere(part) for name, part in found.items()})
 
 
-def _part(gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _gathered_or_error(gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return gather()
     except Exception as error:
@@ -263,7 +265,7 @@ def _status(vllm: Path | None, environment: Mapping[str, str]) -> dict[str, Any]
     }
 
 
-def _without(misconfigured: Mapping[str, str], text: str) -> str:
+def _without_values(misconfigured: Mapping[str, str], text: str) -> str:
     """*text* without the values that mean nothing: they may be anything."""
     for name, value in misconfigured.items():
         text = text.replace(f"{name}={value}", f"{name}={NOT_SHOWN}")
@@ -287,7 +289,7 @@ def _settings(engine: Engine) -> dict[str, str]:
     return {settings.PREFIX: decided.master, "rollout": rollout, **several}
 
 
-def _running(engines: Sequence[Engine]) -> str:
+def _sentence_on_engines(engines: Sequence[Engine]) -> str:
     """How many engines run here, and how many of them have the fixes."""
     from vllm_graphfix.commands.fleet import kind
 
@@ -335,7 +337,7 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
                 for fix in engine.fixes[:_MOST]
                 if (counts := engine.counts(fix)) and (any(counts.values()) or _COUNTING & engine.states(fix).keys())
             },
-            "wrong": [_without(engine.misconfigured, each) for each in engine.wrong[:_MOST]],
+            "wrong": [_without_values(engine.misconfigured, each) for each in engine.wrong[:_MOST]],
             "notes": list(engine.notes[:_MOST]),
         }
         for engine in told
@@ -350,7 +352,7 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
             if record.problem is not None:
                 errors["engine", "stopped", record.problem] = None
     return {
-        "verdict": _running(found.engines),
+        "verdict": _sentence_on_engines(found.engines),
         "engines": engines,
         "more_engines": len(found.engines) - len(told),
         "without_a_record": len(found.unrecorded),

@@ -44,7 +44,7 @@ def ask(program: str) -> tuple[str, str]:
                     open_ = bool(more)
                     if more:
                         continue
-            if process.poll() is not None and (not open_ or not _more(pipe, said)):
+            if process.poll() is not None and (not open_ or not _read_rest(pipe, said)):
                 break
             time.sleep(0.02)
         code = process.poll()
@@ -61,7 +61,7 @@ def ask(program: str) -> tuple[str, str]:
     return ("answered" if code == 0 else f"ended with {code}"), text
 
 
-def _more(pipe: int, said: bytearray) -> bool:
+def _read_rest(pipe: int, said: bytearray) -> bool:
     """Whether something is left in the pipe of a process that has ended."""
     with suppress(OSError):
         more = os.read(pipe, 4096)

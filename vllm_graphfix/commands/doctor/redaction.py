@@ -83,7 +83,9 @@ class Mask:
         known = {*settings.names(fix.name for fix in FIXES), "PWD", "OLDPWD", *(each.name for each in VARIABLES)}
         ours = settings.ROLLOUT_KEY
         named = (
-            value for name, value in environment.items() if name == ours or (name not in known and _secretive(name))
+            value
+            for name, value in environment.items()
+            if name == ours or (name not in known and _is_secret_name(name))
         )
         # Short ones are numbers and words that are in every text, and long ones in none: texts are cut.
         values = {value for value in named if 6 <= len(value) <= 4 * _LONGEST}
@@ -123,5 +125,5 @@ def _without_secret(found: re.Match[str]) -> str:
     return f"{found['url']}{HIDDEN}@" if found["url"] else f"{found['named'] or ''}{HIDDEN}"
 
 
-def _secretive(name: str) -> bool:
+def _is_secret_name(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) or name.upper().startswith(settings.PREFIX)

@@ -88,7 +88,7 @@ def _fleet(part: Mapping[str, Any]) -> Iterator[str]:
         told = {key: engine[key] for key in ("vllm", "vllm-graphfix", "settings")}
         yield from (f"  {line}" for line in _pairs(told | {"CUDA graphs": _GRAPHS[engine["graphs"]]}))
         for key in ("states", "events"):
-            yield from (f"  {line}" for line in _alike(key, engine[key]))
+            yield from (f"  {line}" for line in _lines_by_account(key, engine[key]))
         for key in ("wrong", "notes"):
             yield from (f"  {key}: {each}" for each in engine[key])
     yield from _pairs({key: part[key] for key in ("more_engines", "without_a_record", "because", "notes") if part[key]})
@@ -97,7 +97,7 @@ def _fleet(part: Mapping[str, Any]) -> Iterator[str]:
 _GRAPHS = {True: "yes", False: "no", None: "not known yet"}
 
 
-def _alike(key: str, of_fixes: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+def _lines_by_account(key: str, of_fixes: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     """A line for each account, with all fixes that it is given of."""
     fixes: dict[str, list[str]] = {}
     for fix, counts in of_fixes.items():

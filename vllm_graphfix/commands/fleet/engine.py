@@ -273,7 +273,7 @@ def judged(engine: Engine) -> tuple[list[str], list[str]]:
             wrong.append(f"{fix} is {state} on {engine.several(states[state])}: {reason}")
         # `waiting` is a rank that does not run what the fix concerns, as a drafter.
         if len(states.keys() - {State.WAITING.value}) > 1:
-            wrong.append(f"{fix} differs: {_by_name(engine, states)}")
+            wrong.append(f"{fix} differs: {_names_by_value(engine, states)}")
     if (found := engine.counts("shadow")).get("mismatches"):
         stopped = (
             f"; graphs no longer replayed: {found['quarantined-graphs']}" if found.get("quarantined-graphs") else ""
@@ -297,9 +297,9 @@ def judged(engine: Engine) -> tuple[list[str], list[str]]:
         for member in live:
             values.setdefault(value(member.record), []).append(member)
         if len(values) > 1:
-            wrong.append(f"{what} differs: {_by_name(engine, values)}")
+            wrong.append(f"{what} differs: {_names_by_value(engine, values)}")
     return wrong, notes
 
 
-def _by_name(engine: Engine, values: Mapping[str, Sequence[Member]]) -> str:
+def _names_by_value(engine: Engine, values: Mapping[str, Sequence[Member]]) -> str:
     return "; ".join(f"{value} on {engine.several(members)}" for value, members in values.items())

@@ -68,7 +68,7 @@ def look(folder: Path | None = None) -> Fleet:
         for found, state in zip(reading.found, all_liveness(reading.found, now, here), strict=True)
     ]
     unrecorded, notes = without_record(base, here, members, now)
-    engines = _engines(_without_left_engines(members))
+    engines = _engines(_without_abandoned_engines(members))
     return Fleet(base, here, engines, unrecorded, notes, reading.problems, reading.skipped)
 
 
@@ -79,7 +79,7 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _without_left_engines(members: Sequence[Member]) -> list[Member]:
+def _without_abandoned_engines(members: Sequence[Member]) -> list[Member]:
     """Less the front-ends that have gone on to another engine, as a program does that makes one after the other.
 
     Their process lives and so does its record; an engine with a rank that lives is kept, since a program may have two

@@ -59,10 +59,10 @@ def render(fleet: Fleet, *, everything: bool = False, engine: str | None = None)
         if not found:
             there = ", ".join(each.name for each in fleet.engines[:5]) or "none"
             raise FleetError(f"no engine whose name begins with {engine!r}; there are: {there}")
-        return Group(*(part for each in found for part in _engine_shown(each)))
+        return Group(*(part for each in found for part in _engine_details(each)))
     if everything or len(fleet.engines) < _SEVERAL:
         return Group(*_verdict(fleet), _details(fleet))
-    return Group(*_verdict(fleet), *_in_short(fleet))
+    return Group(*_verdict(fleet), *_summary_lines(fleet))
 
 
 def _verdict(fleet: Fleet) -> list[RenderableType]:
@@ -77,7 +77,7 @@ def _verdict(fleet: Fleet) -> list[RenderableType]:
     parts = [
         f"{kinds[each]} {each}" for each in ("fixed", "counting", "stock", "without graphs", "starting") if kinds[each]
     ]
-    line = Text(f"{_many(len(live), 'engine')} on {_many(hosts, 'host')}: ", style="bold")
+    line = Text(f"{_counted_noun(len(live), 'engine')} on {_counted_noun(hosts, 'host')}: ", style="bold")
     line.append(", ".join(parts) or "none is running", style="bold")
     if kinds[_WRONG]:
         line.append(f"{', ' if parts else '; '}{kinds[_WRONG]} {_WRONG}", style="bold red")
@@ -89,7 +89,7 @@ def _verdict(fleet: Fleet) -> list[RenderableType]:
     return [line]
 
 
-def _many(number: int, what: str) -> str:
+def _counted_noun(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
@@ -113,7 +113,7 @@ _SINCE = re.compile(r"(?<=not heard from) for \d+ s: [^.]*")
 """How long, and which ranks: other ones in each engine."""
 
 
-def _in_short(fleet: Fleet) -> list[RenderableType]:
+def _summary_lines(fleet: Fleet) -> list[RenderableType]:
     """A line for each thing that is wrong or worth knowing, with the engines that it is said of."""
     from rich.text import Text
 
@@ -127,7 +127,7 @@ def _in_short(fleet: Fleet) -> list[RenderableType]:
     lines: list[RenderableType] = []
     for (mark, alike), of_each in said.items():
         (engine, what), *others = of_each
-        text = f"{len(of_each)} engines: {alike}" if others else f"{_named(engine)}: {what}"
+        text = f"{len(of_each)} engines: {alike}" if others else f"{_engine_label(engine)}: {what}"
         lines.append(Text(f"{mark} {text}", style="red" if mark == "✗" else "yellow"))
     for one in dict.fromkeys(one.reason for one in fleet.unrecorded):
         number = sum(each.reason == one for each in fleet.unrecorded)
@@ -139,7 +139,7 @@ def _in_short(fleet: Fleet) -> list[RenderableType]:
     return lines
 
 
-def _named(engine: Engine) -> str:
+def _engine_label(engine: Engine) -> str:
     return f"{engine.name} ({', '.join([*engine.values_of('model')[:1], *engine.values_of('host')[:2]])})"
 
 
@@ -152,7 +152,7 @@ def _details(fleet: Fleet) -> RenderableType:
 
     parts: list[RenderableType] = []
     for engine in fleet.engines:
-        parts += [*_engine_shown(engine), Text()]
+        parts += [*_engine_details(engine), Text()]
     if fleet.unrecorded:
         parts.append(Text.from_markup("[bold]vLLM processes without a record[/]"))
         reasons: dict[str, list[Unrecorded]] = {}
@@ -178,7 +178,7 @@ def _details(fleet: Fleet) -> RenderableType:
     return Group(*parts)
 
 
-def _engine_shown(engine: Engine) -> list[RenderableType]:
+def _engine_details(engine: Engine) -> list[RenderableType]:
     from rich.markup import escape
     from rich.padding import Padding
     from rich.table import Table

@@ -40,7 +40,7 @@ class Unrecorded:
     """It is too young to be missed."""
 
 
-def _engine_command(command: Sequence[str]) -> bool:
+def _is_engine_command(command: Sequence[str]) -> bool:
     """Whether a command line is that of a server of vLLM: `vllm serve`, or a module of its entry points."""
     if not command or not _PYTHON.fullmatch(Path(command[0]).name):
         return False
@@ -68,7 +68,7 @@ def without_record(
         ]  # a title is followed by empty ones
         processes[process.pid] = process
     vllm = {pid for pid, process in processes.items() if _is_vllm(process.info["cmdline"])}
-    known = {pid for pid in vllm if _inside(pid, here) in recorded}
+    known = {pid for pid in vllm if _own_view(pid, here) in recorded}
     for pid, process in processes.items():
         # A child that has no title yet, of a server that is without the plugin; other servers have helpers that need
         # none.
@@ -88,7 +88,7 @@ def without_record(
     found = []
     for process in mine:
         age = max(now - (process.info["create_time"] or now), 0.0)
-        environment, command = _started_with(process, processes)
+        environment, command = _environment_and_command(process, processes)
         folder = base_folder(environment)
         elsewhere = bool(environment) and _resolved(folder) != _resolved(base)
         reason = (
@@ -96,18 +96,20 @@ def without_record(
             if elsewhere
             else _reason(process.pid, environment, command, age)
         )
-        told = _shortened(" ".join(process.info["cmdline"]))
+        told = _printable_and_cut(" ".join(process.info["cmdline"]))
         starting = reason == _JUST_STARTED
-        found.append(Unrecorded(process.pid, _user(process), told, age, _shortened(reason), elsewhere, starting))
+        found.append(
+            Unrecorded(process.pid, _user(process), told, age, _printable_and_cut(reason), elsewhere, starting)
+        )
     return tuple(found), notes
 
 
 def _is_vllm(command: Sequence[str]) -> bool:
     told = " ".join(command)
-    return not _NO_PLUGINS.search(told) and (bool(_TITLE.match(told)) or _engine_command(command))
+    return not _NO_PLUGINS.search(told) and (bool(_TITLE.match(told)) or _is_engine_command(command))
 
 
-def _inside(pid: int, here: Identity) -> tuple[str, int]:
+def _own_view(pid: int, here: Identity) -> tuple[str, int]:
     """A process as it sees itself: its namespace of process ids, and its id there."""
     try:
         namespace = str(Path(f"/proc/{pid}/ns/pid").readlink())
@@ -129,14 +131,16 @@ def _reason(pid: int, environment: Mapping[str, str], command: Sequence[str], ag
             "it has its own file systems, as in a container or under systemd's PrivateTmp: run `vllm-graphfix fleet` "
             f"inside, or set {STATUS_DIR} to a folder that both sides share"
         )
-    if command and "PYTHONPATH" not in environment and _lacks_us(Path(command[0])):
+    if command and "PYTHONPATH" not in environment and _lacks_plugin(Path(command[0])):
         return f"vllm-graphfix is not installed for {command[0]}"
     if age < YOUNG:
         return _JUST_STARTED
     return "vllm-graphfix is not loaded, or could not write its record: see the log of this process"
 
 
-def _started_with(process: psutil.Process, processes: Mapping[int, psutil.Process]) -> tuple[dict[str, str], list[str]]:
+def _environment_and_command(
+    process: psutil.Process, processes: Mapping[int, psutil.Process]
+) -> tuple[dict[str, str], list[str]]:
     """The environment and the command line of *process*.
 
     A process that has given itself a title has lost both, and its parent's are as good.
@@ -171,7 +175,7 @@ def _resolved(path: Path) -> Path:
         return path
 
 
-def _lacks_us(python: Path) -> bool:
+def _lacks_plugin(python: Path) -> bool:
     """Whether the installation of *python* can be looked at and this package is not in it."""
     prefix = python.parent.parent
     if not python.is_absolute() or prefix == Path(sys.prefix):
@@ -194,6 +198,6 @@ def _user(process: psutil.Process) -> str:
         return "?"
 
 
-def _shortened(command: str) -> str:
+def _printable_and_cut(command: str) -> str:
     told = "".join(letter if letter.isprintable() else "?" for letter in command)
     return told if len(told) <= 200 else f"{told[:199]}…"

@@ -156,7 +156,8 @@ def model_runner(cache: CacheStandIn, given: list[tuple[Any, list[str], Any]]) -
     sizes = [spec.block_size for _, _, spec in given]
     runner.input_batch = input_batch(REQUESTS, MAX_MODEL_LEN, MAX_TOKENS, sizes, CPU)
     runner.attn_groups = [
-        [_group(backend, layers, spec, number, config)] for number, (backend, layers, spec) in enumerate(given)
+        [_attention_group(backend, layers, spec, number, config)]
+        for number, (backend, layers, spec) in enumerate(given)
     ]
     runner.kv_cache_config = KVCacheConfig(
         num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(layers, spec) for _, layers, spec in given]
@@ -202,7 +203,7 @@ def model_runner(cache: CacheStandIn, given: list[tuple[Any, list[str], Any]]) -
     return runner
 
 
-def _group(backend: Any, layers: list[str], spec: Any, number: int, config: Any) -> Any:
+def _attention_group(backend: Any, layers: list[str], spec: Any, number: int, config: Any) -> Any:
     if backend is KeysBackendStandIn:
         return AttentionGroup(backend, layers, spec, number, metadata_builders=[backend()])
     group = AttentionGroup(backend, layers, spec, number)

@@ -67,10 +67,10 @@ def _targets(fix: str) -> Iterator[ModuleType]:
     """The modules that a patch of *fix* may touch, as far as this vLLM has them; imported."""
     from vllm_graphfix.fixes import BY_NAME
 
-    yield from _imported(BY_NAME[fix].modules)
+    yield from _import_those_there(BY_NAME[fix].modules)
 
 
-def _imported(modules: Sequence[str]) -> Iterator[ModuleType]:
+def _import_those_there(modules: Sequence[str]) -> Iterator[ModuleType]:
     """Those that this vLLM has."""
     for name in modules:
         try:
@@ -128,7 +128,9 @@ def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Wa
     modules = {each.name: each.modules for each in RUNNERS}
     for name, scenario in scenarios:
         replay = _resolve(scenario.scenario)
-        list(_imported(modules[scenario.graphs]))  # a scenario may import them late, and until then the check waits
+        list(
+            _import_those_there(modules[scenario.graphs])
+        )  # a scenario may import them late, and until then the check waits
         if wrapped.states()[scenario.graphs].state is not State.ACTIVE:
             continue
         process.start(Rate(every=1), Action.REPORT)

@@ -75,7 +75,7 @@ def watched(*, hit: bool = True) -> None:
 
     with wrappers_on_the_double(), nullcontext() if hit else attention_without_a_plan():
         runner, (model, _) = _runner(), _models()
-        target = _captured(runner, model)
+        target = _capture_target(runner, model)
         for step in STEPS:
             descriptor = _descriptor(target, step)
             metadata, slots = runner.prepare(step, padded_requests=descriptor.num_reqs)
@@ -87,22 +87,22 @@ def watched(*, hit: bool = True) -> None:
 def _graphed() -> list[torch.Tensor]:
     with cpu_cuda_graphs():
         runner, (target_model, draft_model) = _runner(), _models()
-        target = _captured(runner, target_model)
+        target = _capture_target(runner, target_model)
         draft_states = torch.zeros(MAX_REQUESTS, HIDDEN)
         draft = _draft_manager(runner.config)
         draft.capture(_draft_forward(runner, draft_model, draft_states), **runner.capture_inputs())
 
         outputs = []
         for step in STEPS:
-            runner.prepare(step, padded_requests=_padded(target, step))
+            runner.prepare(step, padded_requests=_padded_requests(target, step))
             outputs.append(_replay(target, step)[: step.num_tokens].clone())
-            runner.prepare(step, padded_requests=_padded(draft, step))
+            runner.prepare(step, padded_requests=_padded_requests(draft, step))
             _replay(draft, step)
             outputs.append(draft_states[: step.num_tokens].clone())
         return outputs
 
 
-def _captured(runner: RunnerStandIn, model: ModelStandIn) -> Any:
+def _capture_target(runner: RunnerStandIn, model: ModelStandIn) -> Any:
     """The manager of the target model's graphs."""
     target = _target_manager(runner.config)
     arguments = runner.capture_inputs() | {
@@ -117,7 +117,7 @@ def _captured(runner: RunnerStandIn, model: ModelStandIn) -> Any:
 
 def _target_manager(config: Any) -> Any:
     kind = getattr(cudagraph_utils, "ModelCudaGraphManager", cudagraph_utils.CudaGraphManager)
-    return _built(kind, config)
+    return _make_manager(kind, config)
 
 
 def _draft_manager(config: Any) -> Any:
@@ -127,11 +127,11 @@ def _draft_manager(config: Any) -> Any:
         except ImportError:
             continue
         kind = getattr(module, "DecodeEagleCudaGraphManager", None) or module.EagleCudaGraphManager
-        return _built(kind, config)
+        return _make_manager(kind, config)
     raise RuntimeError("this vLLM has no draft decode manager of model runner V2 where one is known to be")
 
 
-def _built(kind: Any, config: Any) -> Any:
+def _make_manager(kind: Any, config: Any) -> Any:
     values = {
         "vllm_config": config,
         "device": DEVICE,
@@ -167,7 +167,7 @@ def _descriptor(manager: Any, step: Step) -> Any:
     return manager.get_cudagraph_size(step.num_tokens, **given)
 
 
-def _padded(manager: Any, step: Step) -> int:
+def _padded_requests(manager: Any, step: Step) -> int:
     descriptor = _descriptor(manager, step)
     return int(getattr(descriptor, "num_reqs", descriptor))
 

@@ -68,7 +68,7 @@ def watched(*, hit: bool = True) -> None:
 
     drafting = Drafting()
     with wrappers_on_the_double(), nullcontext() if hit else attention_without_a_plan():
-        target = _captured(drafting)
+        target = _capture_target(drafting)
         for step in STEPS:
             descriptor = target.dispatch(len(step.lengths), step.num_tokens, QUERY_TOKENS)
             metadata, slots = drafting.prepare(step, descriptor.num_reqs)
@@ -155,9 +155,9 @@ def _eager() -> list[torch.Tensor]:
 def _graphed() -> list[torch.Tensor]:
     drafting = Drafting()
     speculator = drafting.speculator
-    warm_ups = _Executed(drafting.draft)
+    warm_ups = _ExecutedOutputs(drafting.draft)
     with cpu_cuda_graphs():
-        target = _captured(drafting)
+        target = _capture_target(drafting)
         outputs = [warm_ups.outputs[0][:QUERY_TOKENS]]
         for step in STEPS:
             for target_replays in (False, True):
@@ -170,7 +170,7 @@ def _graphed() -> list[torch.Tensor]:
     return outputs
 
 
-def _captured(drafting: Drafting) -> Any:
+def _capture_target(drafting: Drafting) -> Any:
     """The manager of the target model's graphs; the speculator has captured its own after them."""
     runner, speculator = drafting.runner, drafting.speculator
     mode = runner.config.compilation_config.cudagraph_mode
@@ -181,7 +181,7 @@ def _captured(drafting: Drafting) -> Any:
     return target
 
 
-class _Executed:
+class _ExecutedOutputs:
     """Keeps what `model` computes with attention when its operations are executed, not recorded."""
 
     def __init__(self, model: ModelStandIn) -> None:

@@ -196,12 +196,12 @@ def builder(
         block_size=BLOCK_SIZE, num_kv_heads=1, head_size=132, dtype=torch.uint8, compress_ratio=compress_ratio
     )
     wide = {"block_table_width": MAX_BLOCKS} if getattr(kind, "requires_block_table_width", False) else {}
-    with _a_gpu(blackwell):
+    with _gpu_double(blackwell):
         return kind(spec, [LAYER], config, CPU, **wide)
 
 
 @contextmanager
-def _a_gpu(blackwell: bool) -> Iterator[None]:
+def _gpu_double(blackwell: bool) -> Iterator[None]:
     """What the builder asks of its GPU."""
     platform = SimpleNamespace(is_device_capability_family=lambda capability: blackwell and capability == 100)
     with (

@@ -117,7 +117,7 @@ def _serve(backend: Any, mode: CUDAGraphMode, steps: Sequence[dict[str, int]], *
     if mode == CUDAGraphMode.FULL:
         _set_lengths(runner, [1] * CAPTURED, [1] * CAPTURED)
         captured = _metadata(runner, CAPTURED, CAPTURED, 1, for_cudagraph_capture=True)
-        replay = (_wrapped if wrapped else _bare)(layer, captured)
+        replay = (_replay_of_wrapped_graph if wrapped else _replay_of_bare_graph)(layer, captured)
     numbers: list[float] = []
     random = torch.Generator().manual_seed(0)
     for scheduled in steps:
@@ -139,7 +139,7 @@ def _serve(backend: Any, mode: CUDAGraphMode, steps: Sequence[dict[str, int]], *
     return numbers
 
 
-def _bare(layer: Any, captured: Any) -> Callable[[Any, int], torch.Tensor]:
+def _replay_of_bare_graph(layer: Any, captured: Any) -> Callable[[Any, int], torch.Tensor]:
     """Replays a graph of the layer's decode."""
     layer.decode(captured.state_indices_tensor_d)
     graph = torch.cuda.CUDAGraph()
@@ -153,7 +153,7 @@ def _bare(layer: Any, captured: Any) -> Callable[[Any, int], torch.Tensor]:
     return replay
 
 
-def _wrapped(layer: Any, captured: Any) -> Callable[[Any, int], torch.Tensor]:
+def _replay_of_wrapped_graph(layer: Any, captured: Any) -> Callable[[Any, int], torch.Tensor]:
     """The same, where vLLM's wrapper has the graph."""
 
     def forward(metadata: Any, padded: int) -> torch.Tensor:
