@@ -8,7 +8,7 @@ from math import nan
 
 import pytest
 
-from vllm_graphfix.commands.compare.arbitration import arbitrated
+from vllm_graphfix.commands.compare.arbitration import arbitrate
 from vllm_graphfix.verify.comparison import Answer, Judgement, Kind, compare
 
 LENGTH = 8
@@ -33,7 +33,7 @@ def answer(changes: dict[int, int] | None = None, ties: Sequence[int] = ()) -> A
 
 
 def judged(eager: Answer, graphs: Answer, compiled: Answer) -> tuple[Judgement, int]:
-    found = arbitrated(compare([eager], [graphs], 0.0), [graphs], [compiled])
+    found = arbitrate(compare([eager], [graphs], 0.0), [graphs], [compiled])
     return found.comparison.judgements[0], found.compared[0]
 
 
@@ -139,7 +139,7 @@ def test_the_second_reference_is_given_eagers_noise() -> None:
     graphs = answer({5: OTHER})
     compiled = replace(graphs, top=({BEST: -0.22, SECOND: -4.0, OTHER: -6.0}, *graphs.top[1:]))
     kinds = {
-        noise: arbitrated(compare([answer()], [graphs], noise), [graphs], [compiled]).comparison.judgements[0].kind
+        noise: arbitrate(compare([answer()], [graphs], noise), [graphs], [compiled]).comparison.judgements[0].kind
         for noise in (0.0, 0.05)
     }
     assert kinds == {0.0: Kind.CORRUPT, 0.05: Kind.COMPILED}
@@ -153,6 +153,6 @@ def test_numbers_that_are_none_are_not_vouched_for() -> None:
 def test_each_prompt_is_judged_on_its_own() -> None:
     eager = [answer(), answer(), answer()]
     graphs = [answer(), answer({5: OTHER}), answer({4: OTHER})]
-    found = arbitrated(compare(eager, graphs, 0.02), graphs, [answer(), answer({5: OTHER}), answer()])
+    found = arbitrate(compare(eager, graphs, 0.02), graphs, [answer(), answer({5: OTHER}), answer()])
     assert [judgement.kind for judgement in found.comparison.judgements] == [Kind.EQUAL, Kind.COMPILED, Kind.CORRUPT]
     assert (found.compared, found.comparison.noise) == ((8, 8, 4), 0.02)

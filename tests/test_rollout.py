@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vllm_graphfix import __version__
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
-from vllm_graphfix.settings.decision import BUCKETS, bucket, buckets_of, decide, decode, handed_on
+from vllm_graphfix.settings.decision import BUCKETS, bucket, buckets_of, decide, decode, inherited_decision
 
 FIXES = ("capture-state", "flashmla-fp8")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "rollout.md"
@@ -159,7 +159,7 @@ def test_two_decisions_are_the_same_choice_if_the_same_is_done_whichever_engine_
 @pytest.mark.parametrize("percentage", ["0", "100", "nonsense"])
 def test_the_decision_of_a_percentage_at_the_end_of_the_scale_is_handed_on(percentage: str) -> None:
     decision = decide(settings.read({"VLLM_GRAPHFIX_ROLLOUT": percentage}, FIXES), "0.21.0")
-    assert handed_on(decision.encode(), "0.21.0", frozenset(FIXES)) == decision
+    assert inherited_decision(decision.encode(), "0.21.0", frozenset(FIXES)) == decision
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_a_number_outside_its_range_is_no_decision(field: str, least: int | None
 
 def test_a_decision_counts_only_for_the_vllm_and_the_plugin_that_made_it() -> None:
     decision = decide(settings.read({}, FIXES), "0.21.0")
-    assert handed_on(decision.encode(), "0.21.0", frozenset(FIXES)) == decision
-    assert handed_on(decision.encode(), "0.22.0", frozenset(FIXES)) is None
-    assert handed_on(decision.encode(), "0.21.0", frozenset({*FIXES, "a-new-one"})) is None
-    assert handed_on(decision.encode(), "0.21.0", frozenset(FIXES[:1])) is None
-    assert handed_on(None, "0.21.0", frozenset(FIXES)) is None
+    assert inherited_decision(decision.encode(), "0.21.0", frozenset(FIXES)) == decision
+    assert inherited_decision(decision.encode(), "0.22.0", frozenset(FIXES)) is None
+    assert inherited_decision(decision.encode(), "0.21.0", frozenset({*FIXES, "a-new-one"})) is None
+    assert inherited_decision(decision.encode(), "0.21.0", frozenset(FIXES[:1])) is None
+    assert inherited_decision(None, "0.21.0", frozenset(FIXES)) is None
     other = decision._replace(graphfix=__version__ + ".1")
-    assert handed_on(other.encode(), "0.21.0", frozenset(FIXES)) is None
+    assert inherited_decision(other.encode(), "0.21.0", frozenset(FIXES)) is None
 
 
 def test_a_value_that_means_nothing_is_handed_on_and_the_percentage_is_one() -> None:

@@ -234,7 +234,7 @@ class Fix(NamedTuple):
     """Every module that a patch of this fix may touch."""
     diagnose: Callable[["Source"], Diagnosis]
     patches: Callable[[str], Sequence[Patch]]
-    """Of the shape that the diagnosis named."""
+    """The patches for the shape of code that the diagnosis named."""
     events: tuple[Event, ...]
     needs: Callable[[], "tuple[Need, ...]"]
     """Who is affected: what the defect needs of a deployment, for people and for `status --for`."""

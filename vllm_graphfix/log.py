@@ -50,10 +50,8 @@ class HeldLog(_Log):
     def __init__(self) -> None:
         self._of_thread = threading.local()
 
-    def _lines(self) -> list[tuple[int, str, tuple[object, ...], BaseException | None]]:
-        lines: list[tuple[int, str, tuple[object, ...], BaseException | None]] = self._of_thread.__dict__.setdefault(
-            "lines", []
-        )
+    def _lines(self) -> list[_Line]:
+        lines: list[_Line] = self._of_thread.__dict__.setdefault("lines", [])
         return lines
 
     def _say(self, level: int, message: str, values: tuple[object, ...], exc_info: BaseException | bool | None) -> None:
@@ -64,6 +62,7 @@ class HeldLog(_Log):
             pass
 
     def release(self) -> None:
+        """Logs what this thread has said, in order; called where the thread holds no lock of ours."""
         try:
             lines = self._lines()
             while lines:

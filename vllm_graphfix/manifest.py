@@ -86,6 +86,7 @@ def _by_structure(fix: Patchable, source: Source) -> Diagnosis:
 
 def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, dict[str, str]]:
     """The verdict from structure alone, and the fingerprints of the functions that it looked at."""
+    # All fixes ask one source, one after the other: what an earlier one looked at is no evidence for this one.
     source.consulted.clear()
     source.replaced.clear()
     source.imported.clear()

@@ -33,10 +33,12 @@ def ranks_named(ranks: Iterable[int]) -> str:
 
 
 def lasting(seconds: float) -> str:
+    """How long, in one unit: ``45 s``, ``3 min``, ``5 h``."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def ago(seconds: float) -> str:
+    """How long since: ``3 min ago``."""
     return f"{lasting(seconds)} ago"

@@ -265,7 +265,7 @@ def test_an_observer_that_fails_takes_no_graph_out_of_dispatch() -> None:
         progress.mode = vllm_graphfix.fix.Mode.OBSERVE
         process.begin_capture(graph_being_captured)
         ACTIVITY.graphs = {None: "RuntimeError: seen"}
-        assert not process.failed_in_capture()
+        assert not process.failures_in_capture()
         assert ACTIVITY.error == "RuntimeError: seen"
     finally:
         progress.mode = vllm_graphfix.fix.Mode.AUTO

@@ -132,7 +132,7 @@ def status(source: Source, environment: Mapping[str, str] = os.environ, deployme
         environment = {**environment, **deployment.assigned}
     wanted = settings.read(environment, [fix.name for fix in FIXES], OBSERVED_BY_DEFAULT)
     found = {fix.name: manifest.diagnose(fix, source) for fix in FIXES}
-    filtered = filtered_out(environment)
+    filtered = why_not_loaded(environment)
     decision = rollout.decide(wanted, source.version or "")
     if deployment is not None and not wanted.rollout_key and (separately := deployment.decides_separately()):
         decision = decision.needing_a_key(separately)
@@ -198,7 +198,7 @@ def _applied_fixes(found: Mapping[str, Diagnosis], policy: Policy, filtered: str
     return would
 
 
-def filtered_out(environment: Mapping[str, str]) -> str | None:
+def why_not_loaded(environment: Mapping[str, str]) -> str | None:
     """vLLM loads the plugins that VLLM_PLUGINS names; set and empty, it loads none."""
     named = environment.get("VLLM_PLUGINS")
     if named is None or "graphfix" in (name.strip() for name in named.split(",")):

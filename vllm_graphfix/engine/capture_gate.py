@@ -174,7 +174,7 @@ class CaptureGate:
             return self._unapplied_fixes(subject)
         except Exception as error:
             logger.exception("graphfix: could not determine the states of the fixes")
-            if not self._context.manager.insisted():
+            if not self._context.manager.requires_any():
                 return None
             return (
                 f"{_BEFORE}: the states of the fixes are not known ({type(error).__name__}: {error}). Set "
@@ -185,7 +185,7 @@ class CaptureGate:
         config = getattr(subject, "vllm_config", None)
         model = getattr(config, "model_config", None) or getattr(subject, "model_config", None)
         if getattr(model, "enforce_eager", False):
-            if self._context.manager.insisted() and not self._has_captured:
+            if self._context.manager.requires_any() and not self._has_captured:
                 logger.info("graphfix: this engine runs without CUDA graphs: no fix is needed, whatever is insisted on")
             return None
         v2 = getattr(subject, "use_v2_model_runner", None)
@@ -247,7 +247,7 @@ class CaptureGate:
             stops and stage == _CAPTURE
         ):  # also where comparing fails here: the others will wait for this rank's next report
             self._to_compare_again = store, rank, world_size
-        found = status_record.agreement = rank_agreement.at_the_second_try(
+        found = status_record.agreement = rank_agreement.with_one_retry(
             rank_agreement.compare,
             store,
             place,
@@ -287,7 +287,7 @@ class CaptureGate:
             guarded(self._leave_end)  # or the others wait for this rank's report
             # Others may take graphs out of dispatch that this rank does not know of, and then wait for it in a
             # collective.
-            if self._to_compare_again is not None or self._context.manager.insisted():
+            if self._to_compare_again is not None or self._context.manager.requires_any():
                 problem = (
                     f"{_AFTER}: what failed while CUDA graphs were captured is not known ({type(error).__name__}: "
                     f"{error}). {_STOCK}"
@@ -306,7 +306,7 @@ class CaptureGate:
         from vllm_graphfix.engine.own_report import report_after_capture
 
         dispatch = Dispatch(getattr(subject, "model_runner", None))
-        failed = self._context.failed_in_capture()
+        failed = self._context.failures_in_capture()
         # Where ranks cannot tell each other, none may dispatch otherwise than the rest.
         together = self._to_compare_again is not None or (world()[1] == 1 and not _is_elastic(subject))
         graphs = [

@@ -60,15 +60,15 @@ class EngineContext:
         for manager in filter(None, (self.manager, self.shadow)):
             manager.begin_capture(graph_being_captured)
 
-    def failed_in_capture(self) -> dict[str, dict[Graph | None, str]]:
+    def failures_in_capture(self) -> dict[str, dict[Graph | None, str]]:
         """The graphs in which a fix failed since, by the name of the fix.
 
         What the shadow check has put around a capture changes no graph.
         """
         if self.shadow is not None:
-            for name, graphs in self.shadow.failed_in_capture().items():
+            for name, graphs in self.shadow.failures_in_capture().items():
                 self.shadow.settle_capture(name, next(iter(graphs.values())), failed=True)
-        return self.manager.failed_in_capture()
+        return self.manager.failures_in_capture()
 
     def forget_capture(self) -> None:
         """Ends that: what failed has been dealt with, or was in graphs that are not kept."""

@@ -29,7 +29,7 @@ class Graph(NamedTuple):
 
 
 def graph_being_captured() -> Graph | None:
-    """The graph whose capture, warm-up included, has called this; None where that cannot be told. Never raises.
+    """The graph whose capture, warm-up included, has called this; None where it is not known which. Never raises.
 
     vLLM's frames say so, which costs nothing as long as nobody asks: whoever does has met an error.
     """

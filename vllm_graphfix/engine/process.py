@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_graphfix.engine.capture_gate import CaptureGate
 from vllm_graphfix.engine.context import EngineContext
-from vllm_graphfix.engine.role import Role, deciding_separately, is_api_server_of, only_asks, place, served_model
+from vllm_graphfix.engine.role import Role, deciding_separately, is_api_server_of, place, prints_help, served_model
 from vllm_graphfix.engine.status_record import StatusRecord
 from vllm_graphfix.fix import Fix, Mode
 from vllm_graphfix.log import logger
@@ -85,8 +85,9 @@ class EngineProcess(EngineContext):
         when_imported("vllm.entrypoints.serve.instrumentator.metrics", self._watch_metrics)
         if self._report is not None and self.role is Role.FRONT_END:
             when_imported("vllm.collect_env", self._watch_report)
+        # vLLM forks engine cores and workers, and calls `register` in none of them.
         os.register_at_fork(after_in_child=self._reset_in_child)
-        if not only_asks():
+        if not prints_help():
             # For a process, such as an API server's, that imports no code of a fix.
             atexit.register(self.manager.end)
         if self.role in (Role.ENGINE_CORE, Role.WORKER):
@@ -94,7 +95,9 @@ class EngineProcess(EngineContext):
 
     def _join(self, config: Any) -> None:
         """Goes by the decision that was handed on, or decides."""
-        found = rollout.handed_on(self.environment.get(settings.DECISION), _vllm_version(), frozenset(self._names))
+        found = rollout.inherited_decision(
+            self.environment.get(settings.DECISION), _vllm_version(), frozenset(self._names)
+        )
         if found is not None and self._is_ours(found, config):
             self.decision, self.inherited = found, True
             self._engage(found)
@@ -255,7 +258,7 @@ class EngineProcess(EngineContext):
     def _reset_in_child(self) -> None:
         self._lock = threading.Lock()
         self.forked()
-        self.status_record.forked_off()
+        self.status_record.reset_in_child()
 
     def _settle_role(self) -> None:
         role, config = place()

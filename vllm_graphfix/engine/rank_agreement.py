@@ -118,16 +118,16 @@ def leave(store: Any, stage: str, rank: int, report: RankReport) -> str:
     """
     # A count that is read and then set, not added to: either may be done twice.
     count = f"{stage}/count/{rank}"
-    number = int(at_the_second_try(store.add, count, 0)) + 1
-    at_the_second_try(store.set, count, str(number))
+    number = int(with_one_retry(store.add, count, 0)) + 1
+    with_one_retry(store.set, count, str(number))
     place = f"{stage}-{number}"
     # The report first: who sees the digest may read it. Digests keep the traffic of a thousand ranks small.
-    at_the_second_try(store.set, f"{place}/word/{rank}", json.dumps(report._asdict()))
-    at_the_second_try(store.set, f"{place}/{rank}", _digest(report))
+    with_one_retry(store.set, f"{place}/word/{rank}", json.dumps(report._asdict()))
+    with_one_retry(store.set, f"{place}/{rank}", _digest(report))
     return place
 
 
-def at_the_second_try(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def with_one_retry(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What *call* returns, if not at once: for want of a report the other ranks wait for minutes, and stop."""
     try:
         return call(*args, **kwargs)

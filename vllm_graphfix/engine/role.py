@@ -55,7 +55,7 @@ def place() -> tuple[Role, Any]:
     return Role.FRONT_END, None
 
 
-def only_asks() -> bool:
+def prints_help() -> bool:
     """Whether this process prints its help and ends."""
     return any(word in ("-h", "--help") for word in getattr(sys, "argv", ()))  # an embedded Python may have none
 

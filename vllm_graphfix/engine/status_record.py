@@ -32,7 +32,7 @@ class StatusRecord:
         self._reporter: Any = None
         self._keeps_record = False
 
-    def forked_off(self) -> None:
+    def reset_in_child(self) -> None:
         """Forgets what the process told that this one was forked from; it is called in the child."""
         self._reset()
         self.forked = True

@@ -61,7 +61,7 @@ _METADATA = tuple(
 )
 _PLANNED = "scheduler_metadata, _ = get_mla_metadata(...)"
 _PLANNED_SPARSE = (_PLANNED, "out[layer_type] = get_mla_metadata()[0]")
-# A call that is none of these may do something about the state.
+# A call that is none of these may do something about the state: such code is not taken for known.
 _CALLS_BETWEEN_PASSES = frozenset(
     "CUDAGraph capture_fn cdiv copy_ create_forward_fn debug empty empty_like forward_fn generate_fn get_offloader "
     "getattr make_num_tokens_across_dp min model nullcontext prepare_dummy_inputs prepare_inputs_to_capture "
@@ -155,7 +155,7 @@ def builds_each_state(source: Source) -> bool:
 
 
 def drafts_build_each_state(source: Source) -> bool:
-    """The same of the drafts that have states of their own."""
+    """Whether the factories of drafts that have states of their own build a new one at each call."""
     for path, name in _DRAFTS:
         capture = source.function(path, f"{name}.capture")
         factory = capture and capture.inner("create_forward_fn")

@@ -66,7 +66,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def guarded(function: Callable[..., Any], *args: Any) -> None:
-    """Calls *function*, inside vLLM's; whatever goes wrong stays here."""
+    """Calls *function*, inside one of vLLM's functions; whatever goes wrong stays here."""
     try:
         function(*args)
     except Exception:

@@ -30,9 +30,10 @@ _REVERTED = "reverted; graphs captured before then keep what they recorded"
 
 
 def _exclusive(method: Callable[Concatenate[FixManager, P], T]) -> Callable[Concatenate[FixManager, P], T]:
-    """No other thread is in such a method; what is to be said is said when this one is out.
+    """Wraps a method that one thread at a time is in; what it logs is released when that thread is out of all of them.
 
-    The lock is taken by a statement alone: a context manager in Python may fail between having it and giving it back.
+    A handler of the log may wait for a thread that waits for an import, and the hook on that import for this lock. The
+    lock is taken by a statement alone: a context manager in Python may fail between having it and giving it back.
     """
 
     @functools.wraps(method)
@@ -281,7 +282,7 @@ class FixManager:
 
     # -- gate, log -------------------------------------------------------------------------------------------------
 
-    def insisted(self) -> bool:
+    def requires_any(self) -> bool:
         """Whether there is a fix that the user insists on."""
         return any(map(self._wanted.required, self._applied))
 
@@ -331,7 +332,7 @@ class FixManager:
             applied.activity.graphs = {}
 
     @_exclusive
-    def failed_in_capture(self) -> dict[str, dict[Any, str]]:
+    def failures_in_capture(self) -> dict[str, dict[Any, str]]:
         """The graphs that fixes have failed in since `begin_capture`, each with its first error, by fix.
 
         Fixes that only observe are left out: they change nothing. None stands for a graph that is not known.

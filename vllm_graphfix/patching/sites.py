@@ -92,12 +92,13 @@ class Site:
             function = outer
         codes = self._codes_of(function)
         if function is not self.stock:
+            # Before it is installed: another thread may carry it into its module at once, by `from target import name`.
             _stock_of[function] = self.stock
         try:
             setattr(self.owner, self.attribute, function)
             if self.current() is not function:
                 raise RuntimeError(f"{self.attribute} reads back as something other than what was set")
-        except BaseException:
+        except BaseException:  # an interrupt too: a layer that nobody knows of could never be taken back
             setattr(self.owner, self.attribute, self.installed)
             raise
         self.layers, self.installed, self._codes = layers, function, codes
@@ -120,6 +121,7 @@ class Site:
         for function, code in self._codes.items():
             if function.__code__ is not code:
                 return f"{self.name} was given the code of {_location(function.__code__)} {after}"
+        # A later wrapper that names ours as what it wraps still calls it: that is no conflict.
         called = self.current()
         for _ in range(_MOST_WRAPPERS):
             if called is self.installed:

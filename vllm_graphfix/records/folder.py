@@ -36,6 +36,7 @@ def opened(base: Path, doing: str, *, make: bool = False) -> Iterator[int]:
     """A descriptor of our folder, which cannot be exchanged for another one while it is used."""
     path = own_folder(base)
     try:
+        # Everything in it goes by this descriptor: the path may be exchanged for a link between two calls.
         try:
             folder = os.open(path, OPEN_FOLDER)
         except FileNotFoundError:

@@ -14,6 +14,8 @@ SILENT_AFTER = 60.0
 
 
 class Liveness(str, Enum):
+    """What can be said of the process of a record."""
+
     ALIVE = "alive"
     DEAD = "dead"
     SILENT = "silent"

@@ -31,8 +31,12 @@ def identity() -> Identity:
 
 
 class Seen(NamedTuple):
+    """A process as the system shows it."""
+
     state: str
+    """A letter: ``Z`` and ``X`` are dead."""
     start_ticks: int
+    """When it started, since the boot: the same ID belongs to another process later."""
 
 
 def seen_by_system(pid: int) -> Seen | None:
@@ -52,7 +56,7 @@ def seen_by_system(pid: int) -> Seen | None:
 
 
 def exists(pid: int) -> bool:
-    """Also of a process that /proc hides (hidepid)."""
+    """Whether there is a process with this ID, also one that /proc hides (hidepid)."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -63,4 +67,5 @@ def exists(pid: int) -> bool:
 
 
 def reduced(host: str) -> str:
+    """*host* as a part of the name of a file."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", host)[:64] or "unknown"

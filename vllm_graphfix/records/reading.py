@@ -33,6 +33,8 @@ class Found(NamedTuple):
 
 
 class Reading(NamedTuple):
+    """What came of reading all folders."""
+
     found: tuple[Found, ...]
     problems: tuple[str, ...]
     """What could not be read, a line for each folder."""

@@ -32,6 +32,8 @@ class RecordError(ValueError):
 
 
 class Rank(NamedTuple):
+    """The place of a process among the ranks of its engine."""
+
     rank: int
     local_rank: int | None
     world_size: int
@@ -49,6 +51,8 @@ class Decided(NamedTuple):
 
 
 class FixReport(NamedTuple):
+    """One fix in a process; `shadow` is reported like one."""
+
     mode: str
     state: str
     reason: str
@@ -242,6 +246,7 @@ def _cut_to_fit(text: str) -> str: ...
 @overload
 def _cut_to_fit(text: str | None) -> str | None: ...
 def _cut_to_fit(text: str | None) -> str | None:
+    """*text* on one line, cut to what a reader accepts: a record with a longer one would be refused whole."""
     if text is None:
         return None
     text = printable(text)

@@ -146,6 +146,7 @@ class Reporter:
                 elif self._ended.is_set() and self._tried:
                     act, (name, record) = self._remove_record, self._tried.popitem()
                 else:
+                    # Under the lock: `publish` must not count on a thread that has just seen that nothing is left.
                     self._writer = self._busy_since = None
                     return
             try:

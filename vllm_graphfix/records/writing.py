@@ -18,6 +18,7 @@ def write(base: Path, record: Record) -> None:
     with opened(base, "write a status record", make=True) as folder:
         if len(data) > LARGEST:
             raise OSError(errno.EFBIG, f"it has {len(data)} bytes, and at most {LARGEST} can be read")
+        # Under another name, then renamed: a reader sees the record before or this one, never a part of one.
         temporary = f".{record.file_name}.{os.urandom(4).hex()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(temporary, flags, 0o600, dir_fd=folder)

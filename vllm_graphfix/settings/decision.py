@@ -92,12 +92,12 @@ class Decision(NamedTuple):
     master: environment.Master
     modes: Mapping[str, Mode]
     shadow: str = shadow_rate.OFF
-    """How often a replay is checked, as `rate.normal` writes it."""
+    """How often a replay is checked, as `shadow_rate.normal` writes it."""
     shadow_action: shadow_rate.Action = shadow_rate.Action.REPORT
     agreement_timeout: float = environment.PATIENCE
     """Seconds that ranks wait for one another before a capture."""
     misconfigured: Mapping[str, str] = {}
-    """Variables whose value means nothing, each with that value as `settings.brief` writes it."""
+    """Variables whose value means nothing, each with that value as `environment.brief` writes it."""
 
     @property
     def withheld(self) -> str | None:
@@ -259,7 +259,7 @@ _ADDED: dict[str, Callable[[JsonObject, str], Any]] = {
 }
 
 
-def handed_on(left: str | None, vllm: str, fixes: frozenset[str]) -> Decision | None:
+def inherited_decision(left: str | None, vllm: str, fixes: frozenset[str]) -> Decision | None:
     """The decision that another process *left*, if it is for this vLLM and this version of the package."""
     from vllm_graphfix._version import __version__
 

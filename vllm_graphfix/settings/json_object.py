@@ -31,6 +31,7 @@ class JsonObject:
         self._place = "" if place == "the record" else f"{place}."
 
     def refuse(self, key: str, wanted: str = "") -> NoReturn:
+        """Raises JsonError with what is at *key*, and with what was *wanted* there."""
         if key not in self._value:
             raise JsonError(f"{self._place}{key} is missing")
         raise JsonError(f"{self._place}{key} is {_brief_ascii(self._value[key])}" + (wanted and f", not {wanted}"))
@@ -41,12 +42,15 @@ class JsonObject:
         return self._value[key]
 
     def has(self, key: str) -> bool:
+        """Whether there is something other than null at *key*."""
         return self._value.get(key) is not None
 
     def maybe(self, key: str) -> JsonObject | None:
+        """The object at *key*; None where there is none, or null."""
         return JsonObject(self._value[key], f"{self._place}{key}") if self.has(key) else None
 
     def names(self) -> Collection[str]:
+        """The keys, if each has the form of a name and there are not too many."""
         if len(self._value) > _ENTRIES:
             raise JsonError(f"{self._place[:-1]} has {len(self._value)} entries; at most {_ENTRIES} are allowed")
         for name in self._value:
@@ -55,6 +59,7 @@ class JsonObject:
         return self._value.keys()
 
     def named(self, key: str) -> Collection[tuple[str, object]]:
+        """The entries of the object at *key*, whose keys have the form of names."""
         inner = JsonObject(self.get(key), f"{self._place}{key}")
         inner.names()
         return inner._value.items()
@@ -77,6 +82,7 @@ class JsonObject:
 
     def whole(self, key: str, below: int = 2**63) -> int:
         value = self._value.get(key)
+        # The type itself: a bool is an int too, and JSON's true is no number.
         if type(value) is not int or not 0 <= value < below:
             self.refuse(key, "a whole number from 0 on")
         return value

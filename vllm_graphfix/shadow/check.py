@@ -147,6 +147,7 @@ class Shadow:
     def _check(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
         begun = time.perf_counter()
         self.results.steps.append(self.schedule.step)
+        # Everything that may fail on one rank alone comes before the ranks agree, and nothing is run before that.
         checked, failed = tried(lambda: CheckedStep(describe(), self._why_no_room(key)))
         if not self._all_ready(failed, begun):
             return replay()
@@ -295,7 +296,7 @@ class Shadow:
         if agreed is None or second is None:
             return
         self.results.changed_inputs.update(second.changed_inputs)
-        if not agreed[0] <= _LOUD:
+        if not agreed[0] <= _LOUD:  # not `>`: NaN is loud, too
             self._skip_noisy_step(checked, replay, agreed[0], of_first)
             return
         self._count_check(known)

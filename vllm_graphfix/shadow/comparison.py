@@ -73,7 +73,7 @@ def _errors(one: Tensor, other: Tensor) -> Tensor:
     return difference.amax(1) / scale
 
 
-def drawn_alike(found: list[Tensor], expected: list[Tensor], rows: int) -> Tensor:
+def rows_drawn_alike(found: list[Tensor], expected: list[Tensor], rows: int) -> Tensor:
     """(rows,) bool: the rows in which all integers, which are tokens and what follows from them, are the same."""
     import torch
 

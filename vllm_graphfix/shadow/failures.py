@@ -48,6 +48,7 @@ def is_lost(error: Exception) -> bool:
 
 
 def tried(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What *function* returns, or the error that it raises, whose frames hold no tensor any more."""
     try:
         return function(), None
     except Exception as error:
@@ -66,6 +67,7 @@ def let_go(error: BaseException | None) -> None:
 
 
 def description(error: Exception) -> str:
+    """*error* on one line of a log; its type too, unless the message stands for itself."""
     text = " ".join(str(error).split())[:300]
     return (
         text if isinstance(error, (UnfitStep, StepError, FailedElsewhereError)) else f"{type(error).__name__}: {text}"

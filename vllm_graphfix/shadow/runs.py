@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix.shadow import ranks
-from vllm_graphfix.shadow.comparison import drawn_alike, row_errors, state_error, tensors
+from vllm_graphfix.shadow.comparison import row_errors, rows_drawn_alike, state_error, tensors
 from vllm_graphfix.shadow.failures import StepError, UnfitStep, description, is_of_the_device, let_go, tried
 from vllm_graphfix.shadow.layers import first_difference
-from vllm_graphfix.shadow.snapshot import PythonState, RandomState, Rows, Snapshot, StateRows, kept_rows
+from vllm_graphfix.shadow.snapshot import PythonState, RandomState, Rows, Snapshot, StateRows, copies_of_rows
 from vllm_graphfix.shadow.verdict import Graph
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class CheckedStep:
         return self._after.states if self._after is not None else []
 
     def states_now(self) -> list[Rows]:
-        return kept_rows(self.step.states)
+        return copies_of_rows(self.step.states)
 
     def put_back(self) -> None:
         """Puts everything back to what the replay has left. All is tried, and the first error raised."""
@@ -202,14 +202,16 @@ class SecondRun:
         self.changed_inputs = tried(checked.before.changed_inputs)[0] or []
         output, self.failure = run_again(checked)
         rows, states = first.rows, checked.states_now()
-        alike = drawn_alike(output, first.output, rows)
+        alike = rows_drawn_alike(output, first.output, rows)
         # Where eager runs draw other tokens, those are no measure; that they differ at all is told by a number above 0.
         own = row_errors(output, first.output, rows)
         self.noise = max(_worst(own[alike]), 0.0 if alike.all() else _LEAST_NOISE, state_error(states, first.states))
         errors, still = first.errors, row_errors(checked.output, output, rows)
         if max(noise, self.noise) > 0:
             # A token may be another one for want of the last bit, and then all that follows from it is.
-            alike &= drawn_alike(checked.output, first.output, rows) & drawn_alike(checked.output, output, rows)
+            alike &= rows_drawn_alike(checked.output, first.output, rows) & rows_drawn_alike(
+                checked.output, output, rows
+            )
             errors, still = errors[alike], still[alike]
         of_states = state_error(checked.states_of_replay, first.states), state_error(checked.states_of_replay, states)
         self.worst = min(max(_worst(errors), of_states[0]), max(_worst(still), of_states[1]))

@@ -113,7 +113,7 @@ class Schedule:
         return max(1, math.ceil(seconds / step_time))
 
     def wanted_later(self, cost: float) -> int:
-        """The same after a step that could not be checked, which took *cost* seconds.
+        """The number of steps to the next check after one that could not be checked, which took *cost* seconds.
 
         A budget waits as at the beginning.
         """
@@ -130,7 +130,7 @@ class Schedule:
         self._pause()
 
     def wait(self, step: int) -> None:
-        """The same, and only at *step* it is known when the next check is."""
+        """Nothing is due before *step*, and only there it is known when the next check is."""
         self.move(step, planned=True)
         self._pause()
 
@@ -149,6 +149,8 @@ def place(window: int, every: int) -> int:
     It is not always the same one: with a batch that repeats at a fixed interval, the same graph would be checked each
     time, and others never.
     """
+    # Multiplied and shifted as in a hash: the places of neighbouring windows have nothing to do with each other, and
+    # every rank computes the same ones without asking.
     mixed = (window * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF
     mixed = ((mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93) & 0xFFFFFFFFFFFFFFFF
     return (mixed >> 20) % every

@@ -38,8 +38,8 @@ Rows = tuple[StateRows, "Tensor"]
 """Rows of recurrent state, and what they held."""
 
 
-def kept_rows(states: Sequence[StateRows]) -> list[Rows]:
-    """Copies."""
+def copies_of_rows(states: Sequence[StateRows]) -> list[Rows]:
+    """Copies of these rows of recurrent state, as they are now."""
     return [(rows, rows.memory.index_select(0, rows.blocks)) for rows in states]
 
 
@@ -48,10 +48,10 @@ class Snapshot:
 
     def __init__(self, inputs: Mapping[str, Tensor], states: Sequence[StateRows]) -> None:
         self._inputs = [(name, tensor, tensor.clone()) for name, tensor in inputs.items()]
-        self.states = kept_rows(states)
+        self.states = copies_of_rows(states)
 
     def put_back(self) -> None:
-        """A row that is named twice is written twice with the same."""
+        """Writes everything back. A row that is named twice is written twice with the same."""
         for _, tensor, kept in self._inputs:
             tensor.copy_(kept)
         for rows, kept in self.states:
@@ -67,7 +67,7 @@ class Snapshot:
             tensor.clamp_(min=0)
 
     def put_block_tables_back(self) -> None:
-        """These alone."""
+        """Puts back what `make_readable` has changed, and nothing else."""
         for tensor, kept in self._block_tables():
             tensor.copy_(kept)
 

@@ -28,7 +28,7 @@ def by_eager_alone(comparison: Comparison) -> Findings:
     return Findings(comparison, tuple(judgement.compared for judgement in comparison.judgements))
 
 
-def arbitrated(comparison: Comparison, found: Sequence[Answer], compiled: Sequence[Answer]) -> Findings:
+def arbitrate(comparison: Comparison, found: Sequence[Answer], compiled: Sequence[Answer]) -> Findings:
     """*comparison* is of eager and *found*, the answers with graphs; *compiled* are those of the same engine without.
 
     A prompt is corrupt where one reference contradicts and the other does not vouch. Where that is the second one's
@@ -36,7 +36,7 @@ def arbitrated(comparison: Comparison, found: Sequence[Answer], compiled: Sequen
     """
     second = compare(compiled, found, comparison.noise)
     pairs = list(zip(comparison.judgements, second.judgements, strict=True))
-    judgements = tuple(_arbitrate(first, other) for first, other in pairs)
+    judgements = tuple(_judged_by_both(first, other) for first, other in pairs)
     compared = tuple(
         judged.compared if judged.kind is Kind.CORRUPT else max(one.compared for one in pair)
         for judged, pair in zip(judgements, pairs, strict=True)
@@ -44,7 +44,7 @@ def arbitrated(comparison: Comparison, found: Sequence[Answer], compiled: Sequen
     return Findings(replace(comparison, judgements=judgements), compared)
 
 
-def _arbitrate(eager: Judgement, compiled: Judgement) -> Judgement:
+def _judged_by_both(eager: Judgement, compiled: Judgement) -> Judgement:
     if eager.kind is Kind.CORRUPT and not _vouches(compiled, eager.position):
         return eager
     if compiled.kind is Kind.CORRUPT and not _vouches(eager, compiled.position):

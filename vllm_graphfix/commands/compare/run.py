@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_graphfix.commands.compare import CompareError
-from vllm_graphfix.commands.compare.arbitration import Findings, arbitrated, by_eager_alone
+from vllm_graphfix.commands.compare.arbitration import Findings, arbitrate, by_eager_alone
 from vllm_graphfix.commands.compare.prompts import Prompt
 from vllm_graphfix.commands.compare.report import Report
 from vllm_graphfix.fixes import BY_NAME
@@ -148,7 +148,7 @@ def _error_of_reference(reference: Ended) -> CompareError:
 def _findings(comparison: Comparison, graphs: Said, arbiter: Ended | None) -> Findings:
     if arbiter is None or arbiter.said is None:
         return by_eager_alone(comparison)
-    return arbitrated(comparison, graphs.passes[0], arbiter.said.passes[0])
+    return arbitrate(comparison, graphs.passes[0], arbiter.said.passes[0])
 
 
 def _why_eager_alone(arbiter: Ended | None) -> str | None:

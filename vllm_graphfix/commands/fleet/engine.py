@@ -71,7 +71,7 @@ class Engine:
     notes: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        wrong, notes = judged(self)
+        wrong, notes = judge_engine(self)
         object.__setattr__(self, "live", any(member.live for member in self.members))
         object.__setattr__(self, "wrong", tuple(dict.fromkeys(wrong)))
         object.__setattr__(self, "notes", tuple(dict.fromkeys(notes)))
@@ -213,7 +213,7 @@ class Engine:
         return found
 
 
-def judged(engine: Engine) -> tuple[list[str], list[str]]:
+def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
     """What somebody has to see to, and what is worth knowing, of one engine."""
     wrong: list[str] = []
     notes: list[str] = []

@@ -121,9 +121,9 @@ def _own_view(pid: int, here: Identity) -> tuple[str, int]:
 
 def _reason(pid: int, environment: Mapping[str, str], command: Sequence[str], age: float) -> str:
     """Why the process *pid* has no record, as far as can be seen from outside."""
-    from vllm_graphfix.commands.status import filtered_out
+    from vllm_graphfix.commands.status import why_not_loaded
 
-    filtered = filtered_out(environment)
+    filtered = why_not_loaded(environment)
     if filtered is not None:
         return filtered
     if _file_systems(pid) not in (None, _file_systems(os.getpid())):

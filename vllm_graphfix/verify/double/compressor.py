@@ -92,14 +92,14 @@ class EntryMetadataBuilderStandIn:
 
 
 def state_spec(config: Any) -> Any:
-    """vLLM's own, of the compressor's states."""
+    """vLLM's own specification of the cache of the compressor's states."""
     cache: Any = object.__new__(CompressorStateCache)
     vars(cache).update(block_size=STATE_BLOCK, state_dim=2 * HEAD, dtype=torch.float32, sliding_window=RATIO)
     return cache.get_kv_cache_spec(config)
 
 
 def metadata_builder(spec: Any, config: Any) -> Any:
-    """vLLM's own."""
+    """vLLM's own builder of the compressor's metadata."""
     return CompressorBackend.get_builder_cls()(spec, [STATES], config, CPU)
 
 

@@ -106,7 +106,7 @@ class ManagedGraphs:
         block_size: int,
         tokens_of_a_request: int,
     ) -> None:
-        """*forward* as above."""
+        """*forward* takes what that of `WrappedGraphs` takes."""
         from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
         self._name, self._tokens_of_a_request = name, tokens_of_a_request

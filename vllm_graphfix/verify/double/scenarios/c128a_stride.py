@@ -85,7 +85,7 @@ def _decode(longest: int, *, in_graph: bool) -> list[list[float]]:
 
 
 def _builder(longest: int, in_graph: bool) -> Any:
-    """vLLM's own."""
+    """vLLM's own builder, for a model whose longest request has so many tokens, with full graphs or without."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=longest, hf_config=SimpleNamespace(index_topk=8)),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2 * CAPTURED),
