@@ -87,6 +87,8 @@ class Said:
     """Of these, until vLLM was imported: next to none in a process that was forked."""
     answer_seconds: float = 0.0
     """From an engine that answers to all answers."""
+    cpu_seconds: float = 0.0
+    """Of this process, and of those that it started and that have ended."""
     cudagraph_mode: str | None = None
     """vLLM's, as its workers have it in the end; None for an engine that was given no flags."""
 
@@ -104,6 +106,7 @@ def to_json(said: Said) -> dict[str, Any]:
         "start_seconds": said.start_seconds,
         "import_seconds": said.import_seconds,
         "answer_seconds": said.answer_seconds,
+        "cpu_seconds": said.cpu_seconds,
         "cudagraph_mode": said.cudagraph_mode,
     }
 
@@ -121,5 +124,6 @@ def from_json(written: dict[str, Any]) -> Said:
         start_seconds=written["start_seconds"],
         import_seconds=written["import_seconds"],
         answer_seconds=written["answer_seconds"],
+        cpu_seconds=written["cpu_seconds"],
         cudagraph_mode=written["cudagraph_mode"],
     )

@@ -140,14 +140,14 @@ def _serve(ready: Path, alive: int) -> None:
 
 def _why_it_cannot_be_forked() -> str | None:
     from vllm_graphfix import _membership
-    from vllm_graphfix.verify.engine.device import is_touched
+    from vllm_graphfix.verify.engine import device
 
     try:
         from vllm import LLM  # noqa: F401
     except BaseException as error:
         traceback.print_exc()
         return f"could not import vLLM ({type(error).__name__}: {error})"
-    if is_touched():
+    if device.is_touched():
         return "has touched the GPU while it imported vLLM"
     if _membership.cache_info().currsize:
         return "has begun with the plugin while it imported vLLM"

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from vllm_graphfix.settings.environment import STATUS_DIR
 from vllm_graphfix.verify.engine import worker
@@ -68,6 +68,23 @@ class Ended:
     """Whether its process had imported vLLM before, as a part of another."""
     why_not_forked: str | None = None
     """Where it should have been."""
+
+    @property
+    def times(self) -> dict[str, Any]:
+        """What an engine took, in seconds: where one failed, only what can be seen from outside."""
+        said = self.said
+        return {
+            "name": self.job.name,
+            "error": self.error,
+            "forked": self.forked,
+            "why_not_forked": self.why_not_forked,
+            "began": round(self.began, 1),
+            "seconds": round(self.seconds, 1),
+            "imports": said.import_seconds if said else None,
+            "start": round(said.start_seconds - said.import_seconds, 1) if said else None,
+            "answers": said.answer_seconds if said else None,
+            "cpu": said.cpu_seconds if said else None,
+        }
 
 
 class Process(Protocol):
@@ -135,7 +152,9 @@ class Engines:
             if again.error is None:
                 self._preload = False
             ended = replace(again, why_not_forked=f"{ended.error} (log: {log})")
-        self._done(job, f"{ended.error or 'done'}, {ended.seconds:.0f} s")
+        parts = [f"{name} {ended.times[name]:.0f}" for name in ("imports", "start", "answers", "cpu") if ended.said]
+        within = f" ({', '.join(parts)})" if parts else ""
+        self._done(job, f"{ended.error or 'done'}, {ended.seconds:.0f} s{within}")
         return ended
 
     def _engine(self, job: Job, *, preload: bool) -> Ended:

@@ -129,6 +129,7 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
         start_seconds=round(ready - started, 1),
         import_seconds=round(imported - started, 1),
         answer_seconds=round(time.monotonic() - ready, 1),
+        cpu_seconds=round(sum(os.times()[:4]), 1),
         cudagraph_mode=_cudagraph_mode(llm),
     )
 
