@@ -327,7 +327,7 @@ def verify_with(
     """The command, with a double of what runs a proof."""
     asked: list[Any] = []
 
-    def ran(*given: Any) -> Report:
+    def ran(*given: Any, **how: Any) -> Report:
         asked.append(given)
         if isinstance(outcome, BaseException):
             raise outcome
@@ -473,7 +473,7 @@ def test_a_result_that_cannot_be_printed_is_one_line_and_exit_code_1(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With doubles of what runs a proof or a comparison, and of what shows the latter."""
-    monkeypatch.setattr(vllm_graphfix.verify.run, "run", lambda *given: replace(VERIFIED, proofs=(PROVEN,)))
+    monkeypatch.setattr(vllm_graphfix.verify.run, "run", lambda *given, **how: replace(VERIFIED, proofs=(PROVEN,)))
     monkeypatch.setattr(vllm_graphfix.commands.compare.run, "run", lambda *given: None)
     monkeypatch.setattr(
         vllm_graphfix.commands.compare.report, "show", lambda report, console: console.print("the same")

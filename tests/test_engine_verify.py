@@ -145,7 +145,7 @@ def test_what_lacks_a_gpu_of_its_kind_is_skipped_and_the_rest_is_run(
     release: Path, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_h200(monkeypatch, replace(H200, name="Double of an A100", capability=(8, 0)))
-    monkeypatch.setattr(engine, "_run_cases", lambda *given: pytest.fail("nothing to run") if given[1] else {})
+    monkeypatch.setattr(engine, "_run_cases", lambda *given, **how: pytest.fail("nothing to run") if given[1] else {})
     found = verified(release, "flashmla-fp8", "capture-state", code=3)
     assert (found["holds"], found["complete"], found["logs"]) == (False, False, None)
     assert {row["outcome"] for row in found["fixes"]} == {"skipped"}
@@ -163,7 +163,7 @@ def test_a_further_case_of_a_fix_is_judged_for_itself_where_this_vllm_shows_it(
     """
     right_on_stock = RUNS | {"stock": came_to_its_end("stock", said(RIGHT, "off"))}
 
-    def ended(source: object, cases: Any, *rest: object) -> dict[str, Any]:
+    def ended(source: object, cases: Any, *rest: object, **how: object) -> dict[str, Any]:
         runs = {"mamba2-one-token": RUNS, "lfm2-one-token": right_on_stock}
         return {f"{case.name} {mode}": end for case in cases for mode, end in runs[case.name].items()}
 
