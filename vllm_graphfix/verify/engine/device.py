@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_graphfix.verify import VerifyError
-from vllm_graphfix.verify.engine.processes import PACKAGE
 
+PACKAGE = Path(__file__).parents[3]
+"""The folder that this copy of the package is in."""
 GIB = 1 << 30
 _NOT_INITIALIZED = 3
 """CUDA_ERROR_NOT_INITIALIZED of the driver."""

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from vllm_graphfix.settings.environment import STATUS_DIR
 from vllm_graphfix.verify.engine import worker
+from vllm_graphfix.verify.engine.device import PACKAGE
 from vllm_graphfix.verify.engine.job import Job, Said, from_json
 from vllm_graphfix.verify.engine.preloaded import Preloaded, imported_with
 
-PACKAGE = Path(__file__).parents[3]
 _PLUGIN = "plugin"
 _EXCEPTION = re.compile(
     r"(?:^|[\s\]])(?P<python>(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt): \S.*)|\bwhat\(\):\s+(?P<cpp>\S.*)"
