@@ -119,6 +119,10 @@ def test_an_engine_that_fails_whether_it_is_forked_or_not_ends_in_its_error(vllm
             "import vllm_graphfix; vllm_graphfix.register()",
             "has begun with the plugin while it imported vLLM",
         ),
+        (
+            "import torch; torch.cuda.is_available = lambda: 1 // 0",
+            "was forked, and the fork could not use the GPU",
+        ),
         ("os._exit(3)", "ended while it imported vLLM"),
     ],
 )

@@ -35,6 +35,8 @@ _READ_BY_ENGINES = re.compile(rf"{PREFIX}\w*|VLLM_USE_V2_MODEL_RUNNER|VLLM_DISAB
 """Variables that nothing reads while vLLM is imported: engines that differ in no others come from one process."""
 _IMPORTED_WITHIN = 180.0
 """Seconds; a slow disk takes most of a minute."""
+_TRIED_FOR = 60
+"""Seconds for a first use of the GPU, which takes two; several processes may begin with it at the same time."""
 
 
 class Forked:
@@ -151,7 +153,26 @@ def _why_it_cannot_be_forked() -> str | None:
         return "has touched the GPU while it imported vLLM"
     if _membership.cache_info().currsize:
         return "has begun with the plugin while it imported vLLM"
-    return None
+    return None if _a_fork_can_use_the_gpu() else "was forked, and the fork could not use the GPU"
+
+
+def _a_fork_can_use_the_gpu() -> bool:
+    """Tried once, so that engines need not fail, or hang, to find it out."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            signal.alarm(_TRIED_FOR)
+            import torch
+
+            if torch.cuda.is_available():
+                torch.ones(2, device="cuda").sum().item()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def _note_the_ended(engines: dict[int, Path], number: int, frame: object) -> None:
