@@ -51,8 +51,9 @@ from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import models
 from vllm_graphfix.verify.engine.cases import GDN_MTP, MIXED_FULL, MLA, Case
+from vllm_graphfix.verify.engine.device import PACKAGE
 from vllm_graphfix.verify.engine.job import Job
-from vllm_graphfix.verify.engine.processes import PACKAGE, Ended, Engines
+from vllm_graphfix.verify.engine.processes import Ended, Engines
 from vllm_graphfix.verify.trial import further_cases, trial_of
 
 TIMEOUT = 400.0

@@ -48,7 +48,7 @@ from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings.environment import PREFIX, SHADOW, SHADOW_ACTION, names
 from vllm_graphfix.verify.engine import models
 from vllm_graphfix.verify.engine.cases import full_decodes
-from vllm_graphfix.verify.engine.processes import PACKAGE
+from vllm_graphfix.verify.engine.device import PACKAGE
 
 ENGINE = Path(__file__).parent / "measuring" / "shadow_faults_engine.py"
 FAULTS = ("none", "out-of-memory", "exception", "slow", "stopped", "killed", "no-room")

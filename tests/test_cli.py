@@ -327,8 +327,10 @@ def verify_with(
     """The command, with a double of what runs a proof."""
     asked: list[Any] = []
 
-    def ran(*given: Any) -> Report:
+    def ran(*given: Any, fresh: bool, parallel: int | None) -> Report:
         asked.append(given)
+        assert fresh == ("--fresh" in arguments)
+        assert parallel == (int(arguments[arguments.index("--parallel") + 1]) if "--parallel" in arguments else None)
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
@@ -366,6 +368,16 @@ def test_verify_ends_with_what_it_found(
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 def test_verify_passes_on_where_the_user_wants_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     verify_with(replace(VERIFIED, proofs=(PROVEN,)), monkeypatch, "--device", device, code=0)
+
+
+def test_verify_passes_on_how_engines_are_to_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    verify_with(replace(VERIFIED, proofs=(PROVEN,)), monkeypatch, "--fresh", "--parallel", "3", code=0)
+
+
+def test_verbose_verify_tells_what_the_engines_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = tuple({"name": f"mla {mode}", "seconds": seconds} for mode, seconds in (("eager", 9.0), ("stock", 21.4)))
+    report = replace(VERIFIED, proofs=(PROVEN,), seconds=30.2, engines=engines)
+    assert "2 engines in 30 s; mla stock: 21 s" in verify_with(report, monkeypatch, "--verbose", code=0)[0]
 
 
 @pytest.mark.parametrize(
@@ -473,7 +485,7 @@ def test_a_result_that_cannot_be_printed_is_one_line_and_exit_code_1(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With doubles of what runs a proof or a comparison, and of what shows the latter."""
-    monkeypatch.setattr(vllm_graphfix.verify.run, "run", lambda *given: replace(VERIFIED, proofs=(PROVEN,)))
+    monkeypatch.setattr(vllm_graphfix.verify.run, "run", lambda *given, **how: replace(VERIFIED, proofs=(PROVEN,)))
     monkeypatch.setattr(vllm_graphfix.commands.compare.run, "run", lambda *given: None)
     monkeypatch.setattr(
         vllm_graphfix.commands.compare.report, "show", lambda report, console: console.print("the same")

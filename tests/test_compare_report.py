@@ -36,7 +36,7 @@ FACTS = {
     "switches": "VLLM_GRAPHFIX=on",
     "seed": "7",
 }
-SAID = Said((), {"0": {"mamba-padding": "active"}}, {}, None, FACTS, 1.0, "FULL")
+SAID = Said((), {"0": {"mamba-padding": "active"}}, {}, None, FACTS, 1.0, cudagraph_mode="FULL")
 EQUAL = judgement(Kind.EQUAL)
 
 

@@ -339,7 +339,7 @@ def test_every_affected_release_knows_the_arguments(name: str, release: str) -> 
 def test_mixtures_of_experts_have_tritons_kernels_where_there_is_a_choice() -> None:
     """FlashInfer's, which 0.20.0 would choose, are compiled for minutes, and some of them use no workspace."""
     job = CASES["workspace-growth"].jobs(FOLDER)[0]
-    assert job.where_known == {"moe_backend": "triton"}
+    assert job.where_known == {"moe_backend": "triton", "enable_flashinfer_autotune": False}
     for release, known in (("0.16.0", False), ("0.17.0", True), ("0.20.0", True), ("0.29.0", True)):
         assert ("moe_backend" in parameters(release, "vllm/engine/arg_utils.py", "EngineArgs")) is known
 
@@ -357,3 +357,36 @@ def test_what_the_engines_are_asked_with_exists(name: str, release: str) -> None
     sampling = parameters(release, "vllm/sampling_params.py", "SamplingParams")
     assert {"temperature", "max_tokens", "ignore_eos", "detokenize", "logprobs", "prompt_logprobs"} <= sampling
     assert {"prompts", "sampling_params", "use_tqdm"} <= parameters(release, "vllm/entrypoints/llm.py", "LLM.generate")
+
+
+def test_what_may_hang_begins_first_then_one_engine_of_each_case_that_compiles_then_of_the_others() -> None:
+    cases = [CASES[name] for name in ("capture-state", "indexer-padding", "mamba-padding")]
+    jobs = [job for case in cases for job in case.jobs(Path("models"))]
+    compiling = {case.name for case in cases if case.compiles}
+    turns = sorted(jobs, key=lambda job: gpu_proof._turn(job, compiling=job.name.split()[0] in compiling))
+    assert [job.name for job in turns] == [
+        "sparse-mtp stock",
+        "sparse-mtp eager",
+        "mamba2 eager",
+        "mla eager",
+        "sparse-mtp patched",
+        "mamba2 stock",
+        "mamba2 patched",
+        "mla stock",
+        "mla patched",
+    ]
+
+
+def test_where_a_model_is_not_compiled_nothing_else_is() -> None:
+    for name in ("capture-state", "prompt-logprobs"):
+        case = CASES[name]
+        disabled = {job.environment.get("TORCHDYNAMO_DISABLE") for job in case.jobs(Path("models"))}
+        assert disabled == {"1" if case.graphs["mode"] == 0 else None}
+
+
+def test_with_the_fixes_an_engine_has_longer_until_it_passes_for_one_that_hangs() -> None:
+    eager, stock, patched = CASES["indexer-padding"].jobs(Path("models"))
+    assert eager.seconds is None
+    assert stock.seconds is not None
+    assert patched.seconds is not None
+    assert patched.seconds >= 2 * stock.seconds

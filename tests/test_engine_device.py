@@ -147,7 +147,7 @@ class Chosen:
         return self._found
 
     def _on(self, device: str) -> Any:
-        def ran(source: Source, *rest: Any) -> Report:
+        def ran(source: Source, *rest: Any, **how: Any) -> Report:
             self.ran.append(device)
             return Report(source.version, source.label, device, ())
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import engine_double
-from vllm_graphfix.verify.engine import processes
+from vllm_graphfix.verify.engine import device, processes
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.processes import (
     HANG,
@@ -160,7 +160,7 @@ def test_the_vllm_that_was_asked_for_is_used_although_another_is_installed_besid
     installed = tmp_path / "site-packages"
     (installed / "vllm").mkdir(parents=True)
     (installed / "vllm" / "__init__.py").write_text("raise AssertionError('this is another one')\n")
-    for part in processes.PACKAGE.glob("vllm_graphfix*"):
+    for part in device.PACKAGE.glob("vllm_graphfix*"):
         (installed / part.name).symlink_to(part)
     monkeypatch.setattr(processes, "PACKAGE", installed)
     assert ended(vllm, logs, "answers").error is None

@@ -41,6 +41,7 @@ def release(tmp_path: Path) -> Path:
     changes = {
         "vllm/__init__.py": lambda text: engine_double.SOURCE,
         "vllm/platforms/__init__.py": lambda text: engine_double.PLATFORMS,
+        "vllm/engine/arg_utils.py": lambda text: "class EngineArgs: pass\n",
     }
     root = edited(release_root("0.18.1"), tmp_path / "release", changes, anonymous=False)
     (root / "torch.py").write_text(engine_double.TORCH)
@@ -105,6 +106,11 @@ def test_a_fix_is_proven_by_three_engines(release: Path, folders: Path, monkeypa
     assert any(line.startswith("stock: corrupt prompts: 8 of 8") for line in row["details"])
     assert any(line.startswith("patched: 520 of 520 tokens") for line in row["details"])
     assert (found["logs"], list(folders.iterdir())) == (None, [])
+    names = ["eager", "stock", "patched", "watched stock", "watched patched"]
+    assert {times["name"] for times in found["engines"]} == {f"mla-fp8 {name}" for name in names}
+    assert all(times["forked"] and times["error"] is times["why_not_forked"] is None for times in found["engines"])
+    assert all(0 <= times["imports"] + times["start"] <= times["seconds"] + 1 for times in found["engines"])
+    assert found["seconds"] >= max(times["began"] + times["seconds"] for times in found["engines"]) - 1
 
 
 def test_an_engine_that_crashes_on_stock_proves_it_and_leaves_its_log(
@@ -145,7 +151,7 @@ def test_what_lacks_a_gpu_of_its_kind_is_skipped_and_the_rest_is_run(
     release: Path, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_h200(monkeypatch, replace(H200, name="Double of an A100", capability=(8, 0)))
-    monkeypatch.setattr(engine, "_run_cases", lambda *given: pytest.fail("nothing to run") if given[1] else {})
+    monkeypatch.setattr(engine, "_run_cases", lambda *given, **how: pytest.fail("nothing to run") if given[1] else {})
     found = verified(release, "flashmla-fp8", "capture-state", code=3)
     assert (found["holds"], found["complete"], found["logs"]) == (False, False, None)
     assert {row["outcome"] for row in found["fixes"]} == {"skipped"}
@@ -163,7 +169,7 @@ def test_a_further_case_of_a_fix_is_judged_for_itself_where_this_vllm_shows_it(
     """
     right_on_stock = RUNS | {"stock": came_to_its_end("stock", said(RIGHT, "off"))}
 
-    def ended(source: object, cases: Any, *rest: object) -> dict[str, Any]:
+    def ended(source: object, cases: Any, *rest: object, **how: object) -> dict[str, Any]:
         runs = {"mamba2-one-token": RUNS, "lfm2-one-token": right_on_stock}
         return {f"{case.name} {mode}": end for case in cases for mode, end in runs[case.name].items()}
 
@@ -188,7 +194,7 @@ def test_what_is_not_needed_is_looked_at_beside_and_keeps_its_place(
     release: Path, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the stock classes, without engines: the order is that of the question."""
-    for name in ("vllm/__init__.py", "vllm/platforms/__init__.py"):
+    for name in ("vllm/__init__.py", "vllm/platforms/__init__.py", "vllm/engine/arg_utils.py"):
         shutil.copy(release_root("0.18.1") / name, release / name)
     (release / "torch.py").unlink()
     find_h200(monkeypatch, replace(H200, capability=(8, 0)))

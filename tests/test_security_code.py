@@ -81,7 +81,14 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
     },
     # `verify` and `compare`, in processes of their own:
     "verify/cpu_proof.py": {"subprocess": OWN_PYTHON},
-    "verify/engine/device.py": {"subprocess": OWN_PYTHON, "ctypes": "asks NVML for the driver's version"},
+    "verify/engine/device.py": {
+        "subprocess": OWN_PYTHON,
+        "ctypes": "asks NVML for the driver's version, and the driver whether this process has begun with CUDA",
+    },
+    "verify/engine/preloaded.py": {
+        "subprocess": OWN_PYTHON,
+        "os.fork": "engines, off a process that has imported vLLM",
+    },
     "verify/engine/processes.py": {"subprocess": OWN_PYTHON, "os.killpg": "ends what it has started"},
     "verify/engine/probes.py": {"import_module": "the module of this package that makes a case's probe"},
     "verify/engine/worker.py": {

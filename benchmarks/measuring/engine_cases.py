@@ -20,7 +20,7 @@ from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.source.files import SourceError, open_source
 from vllm_graphfix.verify.engine import cases as verified
 from vllm_graphfix.verify.engine import models
-from vllm_graphfix.verify.engine.processes import PACKAGE
+from vllm_graphfix.verify.engine.device import PACKAGE
 
 LAYERS = 24
 SIZES = [1, 2, 4, 8, 16, 32, 64]

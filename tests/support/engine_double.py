@@ -21,7 +21,7 @@ __version__ = "0.0.double"
 DEVICE = "Double of a GPU"
 PLATFORMS = "from vllm import current_platform\n"
 """The module ``vllm.platforms``."""
-TORCH = '__version__ = "0.0.torch-double"\n'
+TORCH = '__version__ = "0.0.torch-double"\nclass cuda:\n    is_available = staticmethod(lambda: False)\n'
 
 CORE_FAILED = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 WORKER_FAILED = "ValueError: Following weights were not initialized from checkpoint: {'model.norm.weight'}"

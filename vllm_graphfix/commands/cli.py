@@ -187,6 +187,16 @@ def verify(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Also what was compared, and the defects that this vLLM does not have.")
     ] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh", help="On a GPU: each engine imports vLLM itself, and is not forked from a process that has."
+        ),
+    ] = False,
+    parallel: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="On a GPU: engines at a time. Default: as many as the machine takes."),
+    ] = None,
 ) -> None:
     """Prove the fixes on this machine: vLLM without and with CUDA graphs, stock and patched. Nothing is downloaded.
 
@@ -200,7 +210,14 @@ def verify(
 
     chosen = list(dict.fromkeys(_fix_named(name) for name in fixes or BY_NAME))
     try:
-        report = run(open_source(vllm), chosen, device.value if device else None, console(stderr=True))
+        report = run(
+            open_source(vllm),
+            chosen,
+            device.value if device else None,
+            console(stderr=True),
+            fresh=fresh,
+            parallel=parallel,
+        )
     except (SourceError, ManifestError, VerifyError, OSError) as error:  # a disk that is full, say
         stop(str(error))
     except KeyboardInterrupt:

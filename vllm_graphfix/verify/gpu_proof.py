@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -23,7 +24,7 @@ from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.bars import EngineBars
 from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES, WATCHED, Case
 from vllm_graphfix.verify.engine.device import Device
-from vllm_graphfix.verify.engine.job import Said
+from vllm_graphfix.verify.engine.job import EAGER, Job, Said
 from vllm_graphfix.verify.engine.processes import CRASH, HANG, Ended, Engines
 from vllm_graphfix.verify.engine.sign import Sign
 from vllm_graphfix.verify.engine.worker import SEED
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
 
 _TIMEOUT = 600.0
 """Seconds for one engine. Most take less than one minute."""
-_MOST = 6
-"""Engines at a time; more get in each other's way while they start."""
+_MOST, _MOST_FRESH = 12, 6
+"""Engines at a time, and without a process that they are forked from: while they import vLLM, more get in each other's
+way."""
 _NO_CASE = "no tiny model on a GPU shows this defect; `verify --device cpu` proves the fix on the CPU double"
 _LOUD = 0.2
 """Eager's own noise on a tiny model, in log-probability, beyond which a defect could pass for rounding: stock's are off
@@ -50,8 +52,20 @@ Runs = Mapping[str, Ended]
 """The runs of one case, by mode."""
 
 
-def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) -> Report:
-    """Proves *fixes* on *device* with the vLLM of *source*, one that can run. Raises `VerifyError`, `SourceError`."""
+def run(
+    source: Source,
+    fixes: Sequence[Fix],
+    device: Device,
+    console: Console,
+    *,
+    fresh: bool = False,
+    parallel: int | None = None,
+) -> Report:
+    """Proves *fixes* on *device* with the vLLM of *source*, one that can run. Raises `VerifyError`, `SourceError`.
+
+    *fresh* processes are not forked from one that has imported vLLM. *parallel* engines run at a time.
+    """
+    began = time.monotonic()
     diagnoses = {fix.name: manifest.diagnose(fix, source) for fix in fixes}
     affected = [fix for fix in fixes if diagnoses[fix.name].verdict is Verdict.AFFECTED]
     others = [fix for fix in fixes if fix not in affected]
@@ -78,7 +92,7 @@ def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) 
 
             # Fixes that are not needed are looked at without a GPU: nothing of what they concern may be touched.
             left_alone = beside.submit(cpu_proof.run, source, others, Quiet(file=io.StringIO())) if others else None
-            ended = _run_cases(source, cases, device, folder, console)
+            ended = _run_cases(source, cases, device, folder, console, fresh=fresh, parallel=parallel)
             proofs = {name: [proof] for name, proof in _of_the_others(left_alone, others, diagnoses).items()}
         for fix in affected:
             proofs[fix.name] = []
@@ -111,6 +125,8 @@ def run(source: Source, fixes: Sequence[Fix], device: Device, console: Console) 
             "seed": str(SEED),
         },
         logs=str(folder) if keep else None,
+        seconds=round(time.monotonic() - began, 1),
+        engines=tuple(end.times for end in ended.values()),
     )
 
 
@@ -157,7 +173,14 @@ def _missing(case: Case, source: Source) -> str | None:
 
 
 def _run_cases(
-    source: Source, cases: Sequence[Case], device: Device, folder: Path, console: Console
+    source: Source,
+    cases: Sequence[Case],
+    device: Device,
+    folder: Path,
+    console: Console,
+    *,
+    fresh: bool,
+    parallel: int | None,
 ) -> dict[str, Ended]:
     if not cases:
         return {}
@@ -167,14 +190,28 @@ def _run_cases(
     jobs += [job for case in cases if case.watched for job in case.watched_jobs(folder)]
     path = os.pathsep.join(filter(None, [str(source.folder or ""), os.environ.get("PYTHONPATH", "")]))
     jobs = [replace(job, environment=job.environment | {"PYTHONPATH": path}) for job in jobs]
-    first = {case.name for case in cases if case.compiles}
-    jobs.sort(key=lambda job: job.name.split()[0] not in first)
-    parallel = min(_MOST, (os.cpu_count() or 2) // 2, int(device.free_gib // GIB_PER_ENGINE))
+    compiling = {case.name for case in cases if case.compiles}
+    jobs.sort(key=lambda job: _turn(job, compiling=job.name.split()[0] in compiling))
+    if parallel is None:
+        processors = os.cpu_count() or 2
+        parallel = min(_MOST_FRESH, processors // 2) if fresh else min(_MOST, processors * 3 // 4)
+    parallel = min(parallel, int(device.free_gib // GIB_PER_ENGINE))
     if any(case.needs == "flashinfer" for case in cases):
         console.print("FlashInfer compiles its kernels on first use, which takes about two minutes")
     bars = EngineBars(console, jobs)
     with bars.display():
-        return Engines(folder, _TIMEOUT, bars.doing, bars.done).run(jobs, parallel)
+        return Engines(folder, _TIMEOUT, bars.doing, bars.done, preload=not fresh).run(jobs, parallel)
+
+
+def _turn(job: Job, *, compiling: bool) -> int:
+    """When an engine begins: lower is earlier.
+
+    One that may hang takes longest. Then each case's first, so that what begins at the same time compiles as little as
+    possible twice, and what comes later finds it compiled.
+    """
+    if job.seconds is not None and job.name.endswith(" stock"):
+        return 0
+    return (1 if compiling else 2) if job.mode == EAGER else (3 if compiling else 4)
 
 
 def prove(

@@ -110,6 +110,10 @@ class Report:
     """What else a verdict depends on, by name."""
     logs: str | None = None
     """The folder with the engines' logs, if one of them ended in an error or a proof does not hold."""
+    seconds: float | None = None
+    """What all engines took together, side by side."""
+    engines: tuple[Mapping[str, Any], ...] = ()
+    """What each of them took, in seconds; `Ended.times`."""
 
     @property
     def holds(self) -> bool:
@@ -163,6 +167,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "holds": report.holds and report.complete,
         "complete": report.complete,
         "logs": report.logs,
+        "seconds": report.seconds,
+        "engines": [dict(times) for times in report.engines],
         "fixes": [
             _entry(proof)
             | {
@@ -269,6 +275,10 @@ def show(report: Report, console: Console, *, verbose: bool = False) -> None:
                 console.print(f"[dim]  {escape(told)}[/]", highlight=False)
         if proof.unwatched:
             console.print(f"[dim]  the shadow check cannot see it: {escape(proof.unwatched)}[/]", highlight=False)
+    if report.engines and verbose:
+        longest = max(report.engines, key=lambda times: float(times["seconds"]))
+        told = f"{len(report.engines)} engines in {report.seconds:.0f} s; {longest['name']}: {longest['seconds']:.0f} s"
+        console.print(f"[dim]{escape(told)}[/]", highlight=False)
     if report.logs:
         console.print(f"Engine logs: {escape(report.logs)}", highlight=False, soft_wrap=True)
 

@@ -16,18 +16,29 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def run(source: Source, fixes: Sequence[Fix], device: str | None, console: Console) -> Report:
+def run(
+    source: Source,
+    fixes: Sequence[Fix],
+    device: str | None,
+    console: Console,
+    *,
+    fresh: bool = False,
+    parallel: int | None = None,
+) -> Report:
     """Proves *fixes* on *source*; *device* is ``gpu``, ``cpu``, or None to choose.
 
+    On a GPU *parallel* engines run at a time, in *fresh* processes or forked from one that has imported vLLM.
     Raises `VerifyError`, `SourceError`.
     """
     from vllm_graphfix.verify.engine.processes import terminated_like_interrupted
 
     with terminated_like_interrupted():
-        return _run(source, fixes, device, console)
+        return _run(source, fixes, device, console, fresh=fresh, parallel=parallel)
 
 
-def _run(source: Source, fixes: Sequence[Fix], device: str | None, console: Console) -> Report:
+def _run(
+    source: Source, fixes: Sequence[Fix], device: str | None, console: Console, *, fresh: bool, parallel: int | None
+) -> Report:
     from vllm_graphfix.verify.cpu_proof import run as run_on_double
 
     if device == "cpu":
@@ -39,7 +50,7 @@ def _run(source: Source, fixes: Sequence[Fix], device: str | None, console: Cons
 
         found = devices.find()
         if found.name is not None:
-            return run_on_gpu(source, fixes, found, console)
+            return run_on_gpu(source, fixes, found, console, fresh=fresh, parallel=parallel)
         why_not = found.why_not
     if device == "gpu":
         raise VerifyError(f"cannot verify on a GPU: {why_not}. `--device cpu` uses the CPU double instead")

@@ -17,9 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_graphfix.verify import VerifyError
-from vllm_graphfix.verify.engine.processes import PACKAGE
 
+PACKAGE = Path(__file__).parents[3]
+"""The folder that this copy of the package is in."""
 GIB = 1 << 30
+_NOT_INITIALIZED = 3
+"""CUDA_ERROR_NOT_INITIALIZED of the driver."""
 _TIMEOUT = 300.0
 """Seconds to import torch, make some models and ask for the GPU; most machines take ten."""
 
@@ -108,6 +111,18 @@ def driver() -> str:
         return text.value.decode()
     except OSError:
         return "unknown"
+
+
+def is_touched() -> bool:
+    """Whether this process has begun with CUDA, which no process that it forks could use then.
+
+    The driver is asked for a context: before it was initialised, it answers with an error, and stays as it is.
+    """
+    try:
+        code: int = ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p()))
+    except (OSError, AttributeError):
+        return False  # no driver
+    return code != _NOT_INITIALIZED
 
 
 if __name__ == "__main__":

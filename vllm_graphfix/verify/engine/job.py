@@ -49,6 +49,8 @@ class Job:
     own noise."""
     probes: tuple[str, ...] = ()
     """What to look at inside the engine; names that `probes.probe_of` takes. The engine must be in one process."""
+    untuned: bool = False
+    """Of Triton's kernels that would be tuned, the first variant is taken, and no other compiled."""
     seconds: float | None = None
     """Seconds from the last thing that its probes saw to its end, where a hang is what is expected: compiling kernels
     before does not count."""
@@ -81,6 +83,12 @@ class Said:
     """What it ran on: vllm, torch, python, device."""
     start_seconds: float
     """From the first import of vLLM to an engine that answers."""
+    import_seconds: float = 0.0
+    """Of these, until vLLM was imported: next to none in a process that was forked."""
+    answer_seconds: float = 0.0
+    """From an engine that answers to all answers."""
+    cpu_seconds: float = 0.0
+    """Of this process, and of those that it started and that have ended."""
     cudagraph_mode: str | None = None
     """vLLM's, as its workers have it in the end; None for an engine that was given no flags."""
 
@@ -96,6 +104,9 @@ def to_json(said: Said) -> dict[str, Any]:
         "drafts": said.drafts,
         "facts": said.facts,
         "start_seconds": said.start_seconds,
+        "import_seconds": said.import_seconds,
+        "answer_seconds": said.answer_seconds,
+        "cpu_seconds": said.cpu_seconds,
         "cudagraph_mode": said.cudagraph_mode,
     }
 
@@ -111,5 +122,8 @@ def from_json(written: dict[str, Any]) -> Said:
         drafts=tuple(written["drafts"]) if written["drafts"] else None,
         facts=written["facts"],
         start_seconds=written["start_seconds"],
+        import_seconds=written["import_seconds"],
+        answer_seconds=written["answer_seconds"],
+        cpu_seconds=written["cpu_seconds"],
         cudagraph_mode=written["cudagraph_mode"],
     )

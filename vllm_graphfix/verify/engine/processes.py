@@ -13,14 +13,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any, Protocol
 
 from vllm_graphfix.settings.environment import STATUS_DIR
+from vllm_graphfix.verify.engine import worker
+from vllm_graphfix.verify.engine.device import PACKAGE
 from vllm_graphfix.verify.engine.job import Job, Said, from_json
+from vllm_graphfix.verify.engine.preloaded import Preloaded, imported_with
 
-PACKAGE = Path(__file__).parents[3]
 _PLUGIN = "plugin"
 _EXCEPTION = re.compile(
     r"(?:^|[\s\]])(?P<python>(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt): \S.*)|\bwhat\(\):\s+(?P<cpp>\S.*)"
@@ -59,6 +62,40 @@ class Ended:
     seconds: float
     observed: dict[str, list[float]] = field(default_factory=dict)
     """What the probes had seen, also of an engine that crashed."""
+    began: float = 0.0
+    """Seconds from the start of the first engine of the run, or of what it is forked from."""
+    forked: bool = False
+    """Whether its process had imported vLLM before, as a part of another."""
+    why_not_forked: str | None = None
+    """Where it should have been."""
+
+    @property
+    def times(self) -> dict[str, Any]:
+        """What an engine took, in seconds: where one failed, only what can be seen from outside."""
+        said = self.said
+        return {
+            "name": self.job.name,
+            "error": self.error,
+            "forked": self.forked,
+            "why_not_forked": self.why_not_forked,
+            "began": round(self.began, 1),
+            "seconds": round(self.seconds, 1),
+            "imports": said.import_seconds if said else None,
+            "start": round(said.start_seconds - said.import_seconds, 1) if said else None,
+            "answers": said.answer_seconds if said else None,
+            "cpu": said.cpu_seconds if said else None,
+        }
+
+
+class Process(Protocol):
+    """What `subprocess.Popen` has of a process that leads a group."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
 
 
 Told = Callable[[Job, str], None]
@@ -68,58 +105,124 @@ class Engines:
     """All processes of one run of a command."""
 
     def __init__(
-        self, folder: Path, timeout: float, doing: Told = lambda job, line: None, done: Told = lambda job, how: None
+        self,
+        folder: Path,
+        timeout: float,
+        doing: Told = lambda job, line: None,
+        done: Told = lambda job, how: None,
+        *,
+        preload: bool = False,
     ) -> None:
         """Logs and results go to *folder*. *timeout*, in seconds, is for one engine from start to end.
 
-        *doing* is told the last line of an engine's log twice a second, *done* how it ended.
+        *doing* is told the last line of an engine's log twice a second, *done* how it ended. With *preload* engines are
+        forked from a process that has imported vLLM, where that works.
         """
         self._folder, self._timeout, self._doing, self._done = folder, timeout, doing, done
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._preload = preload
+        self._preloaded: list[tuple[dict[str, str], Preloaded]] = []
+        self._running: dict[str, Process] = {}
         self._lock = threading.Lock()
         self._stopped = False
 
     def run(self, jobs: Sequence[Job], parallel: int) -> dict[str, Ended]:
         """All *jobs*, *parallel* at a time, by name. If this is interrupted, no process stays."""
         _put_the_plugin_alone(self._folder / _PLUGIN)
-        with terminated_like_interrupted(), ThreadPoolExecutor(max(1, parallel)) as pool:
+        self._began = time.monotonic()
+        with (
+            terminated_like_interrupted(),
+            _open_while_this_process_lives() as self._alive,
+            ThreadPoolExecutor(max(1, parallel)) as pool,
+        ):
             try:
                 futures = [pool.submit(self._run, job) for job in jobs]
                 return {job.name: future.result() for job, future in zip(jobs, futures, strict=True)}
             except BaseException:
                 self._stop()
                 raise
+            finally:
+                self._end_what_is_preloaded()
 
     def _run(self, job: Job) -> Ended:
+        ended = self._engine(job, preload=self._preload)
+        if ended.forked and ended.error and not (CRASH.search(ended.error) or HANG.fullmatch(ended.error)):
+            # Whether that is because it was forked, another one tells.
+            log = ended.log.rename(ended.log.with_suffix(".forked.log"))
+            again = self._engine(job, preload=False)
+            if again.error is None:
+                self._preload = False
+            ended = replace(again, why_not_forked=f"{ended.error} (log: {log})")
+        parts = [f"{name} {ended.times[name]:.0f}" for name in ("imports", "start", "answers", "cpu") if ended.said]
+        within = f" ({', '.join(parts)})" if parts else ""
+        self._done(job, f"{ended.error or 'done'}, {ended.seconds:.0f} s{within}")
+        return ended
+
+    def _engine(self, job: Job, *, preload: bool) -> Ended:
         stem = re.sub(r"[^\w.-]+", "-", job.name)
         given, result, log = (self._folder / f"{stem}.{kind}" for kind in ("job", "json", "log"))
         job.write(given)
+        log.write_bytes(b"")
+        environment = _environment(job.environment, self._folder / _PLUGIN)
+        preloaded = self._preloaded_for(environment) if preload else None
+        forkable = preloaded is not None and preloaded.wait()
         started = time.monotonic()
-        with log.open("wb") as output, _open_while_this_process_lives() as alive:
-            with self._lock:
-                if self._stopped:
-                    return Ended(job, None, "was not started", log, 0.0)
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "vllm_graphfix.verify.engine.worker", str(given), str(result), str(alive)],
-                    cwd=self._folder,  # `-m` looks there first, and the user's folder may hold a vLLM of its own
-                    env=_environment(job.environment, self._folder / _PLUGIN),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(alive,),
-                    start_new_session=True,  # an engine starts processes; together they can be ended
-                )
-                self._running[job.name] = process
-            late = self._wait(job, process, result, log, started)
-            _kill(process)
-            process.wait()
+        with self._lock:
+            if self._stopped:
+                return Ended(job, None, "was not started", log, 0.0)
+            process: Process | None = None
+            if preloaded is not None and forkable:
+                process = preloaded.engine(given, result, log, environment)
+            forked = process is not None
+            process = process or self._started(given, result, log, environment)
+            self._running[job.name] = process
+        late = self._wait(job, process, result, log, started)
+        _kill(process)
+        code = process.wait()
         with self._lock:
             del self._running[job.name]
-        ended = _ended(job, process.returncode, result, log, time.monotonic() - started, late)
-        self._done(job, f"{ended.error or 'done'}, {ended.seconds:.0f} s")
-        return ended
+        ended = _ended(job, code, result, log, time.monotonic() - started, late)
+        why_not = preloaded.why_not if preloaded is not None else None
+        return replace(ended, began=started - self._began, forked=forked, why_not_forked=why_not)
 
-    def _wait(self, job: Job, process: subprocess.Popen[bytes], result: Path, log: Path, started: float) -> str | None:
+    def _started(self, given: Path, result: Path, log: Path, environment: Mapping[str, str]) -> Process:
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", worker.__name__, str(given), str(result), str(self._alive)],
+                cwd=self._folder,  # `-m` looks there first, and the user's folder may hold a vLLM of its own
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(self._alive,),
+                start_new_session=True,  # an engine starts processes; together they can be ended
+            )
+
+    def _preloaded_for(self, environment: Mapping[str, str]) -> Preloaded | None:
+        """The process to fork an engine with this environment from; started if there is none."""
+        decisive = imported_with(environment)
+        with self._lock:
+            for known, preloaded in self._preloaded:
+                if known == decisive:
+                    return preloaded
+            if self._stopped:
+                return None
+            preloaded = Preloaded(self._folder, f"preloaded-{len(self._preloaded)}", environment, self._alive)
+            self._preloaded.append((decisive, preloaded))
+            return preloaded
+
+    def _end_what_is_preloaded(self) -> None:
+        with self._lock:
+            ending = [preloaded.process for _, preloaded in self._preloaded]
+            self._preloaded = []
+        for process in ending:
+            _kill(process)
+        for process in ending:
+            process.wait()
+            if process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.close()
+
+    def _wait(self, job: Job, process: Process, result: Path, log: Path, started: float) -> str | None:
         while process.poll() is None:
             took = time.monotonic() - started
             if took > self._timeout or (job.seconds is not None and _age(result) > job.seconds):
@@ -131,7 +234,7 @@ class Engines:
     def _stop(self) -> None:
         with self._lock:
             self._stopped = True
-            running = list(self._running.values())
+            running = [*(preloaded.process for _, preloaded in self._preloaded), *self._running.values()]
         for process in running:  # all of them before any is waited for: whoever is impatient interrupts again
             _kill(process)
         for process in running:
@@ -156,7 +259,7 @@ def _age(file: Path) -> float:
     return 0.0
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: Process) -> None:
     """The process and all that it started: an engine's workers hold the GPU's memory."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

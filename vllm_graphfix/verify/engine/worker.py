@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import platform
 import random
@@ -22,6 +23,7 @@ import sys
 import time
 import traceback
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
@@ -56,7 +58,7 @@ def main(job: Job, result: Path) -> int:
     return 0
 
 
-def _end_with_the_other_end_of(pipe: int) -> None:
+def end_with_the_other_end_of(pipe: int) -> None:
     """However that ended: an engine that nobody reads must not keep the GPU's memory.
 
     A process that watches, since this one may hang in CUDA, and since a signal at the death of its parent would reach
@@ -88,9 +90,17 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
     from vllm_graphfix.verify.engine.probes import probe_of
 
     started = time.monotonic()
+    # First vLLM, then the plugin, as vLLM does: in a process that was forked, vLLM has been imported before.
+    from vllm import LLM  # noqa: F401
+
+    imported = time.monotonic()
     import vllm_graphfix
 
     vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
+    if not job.flags:
+        _inspect_models_in_this_process()
+    if job.untuned:
+        _take_the_first_that_runs()
     probes = [
         probe_of(name)(observed, lambda: _write(result, {"observed": observed, "error": ""})) for name in job.probes
     ]
@@ -99,7 +109,7 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
     llm = _engine(job)
     for probe in probes:
         probe.in_the_engine(llm)
-    seconds = time.monotonic() - started
+    ready = time.monotonic()
     prompts = job.prompts or _generated(job, llm)
     passes = [_ask(llm, prompts, job.max_tokens, job)]
     for number in range(job.again):
@@ -116,9 +126,51 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
         observed=observed,
         drafts=_drafts(llm),
         facts=_facts(),
-        start_seconds=round(seconds, 1),
+        start_seconds=round(ready - started, 1),
+        import_seconds=round(imported - started, 1),
+        answer_seconds=round(time.monotonic() - ready, 1),
+        cpu_seconds=round(sum(os.times()[:4]), 1),
         cudagraph_mode=_cudagraph_mode(llm),
     )
+
+
+def _inspect_models_in_this_process() -> None:
+    """Saves the process with all of its imports that vLLM starts to look at a model's class, lest it touch the GPU.
+
+    This one is going to load the class anyway, and touches the GPU.
+    """
+    with suppress(ImportError):
+        from vllm.model_executor.models import registry
+
+        registry._run_in_subprocess = lambda function: function()
+
+
+def _take_the_first_that_runs() -> None:
+    """Triton's kernels that would be tuned take their first variant that runs, and compile no other.
+
+    All engines of a case then have the same one, whatever else the GPU does meanwhile.
+    """
+    try:
+        from triton.runtime.autotuner import Autotuner
+
+        pruned, measured = Autotuner.prune_configs, Autotuner._bench
+    except (ImportError, AttributeError):
+        return
+    runs: set[Any] = set()
+
+    def prune(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+        runs.discard(tuner)
+        return pruned(tuner, *args, **kwargs)
+
+    def bench(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+        if tuner in runs:
+            return [math.inf] * 3
+        seconds = measured(tuner, *args, **kwargs)
+        if math.isfinite(seconds[0] if isinstance(seconds, Sequence) else seconds):
+            runs.add(tuner)
+        return seconds
+
+    Autotuner.prune_configs, Autotuner._bench = prune, bench
 
 
 def _engine(job: Job) -> LLM:
@@ -323,11 +375,16 @@ def _facts() -> dict[str, str]:
     }
 
 
-if __name__ == "__main__":
-    if sys.argv[3:]:
-        _end_with_the_other_end_of(int(sys.argv[3]))
-    code = main(Job.read(Path(sys.argv[1])), Path(sys.argv[2]))
+def engine_process(job: Path, result: Path, pipe: int | None = None) -> int:
+    """All of a process for one engine: its exit code."""
+    if pipe is not None:
+        end_with_the_other_end_of(pipe)
+    code = main(Job.read(job), result)
     sys.stdout.flush()
     sys.stderr.flush()
+    return code
+
+
+if __name__ == "__main__":
     # What is torn down at the end of an interpreter hangs now and then after an illegal memory access.
-    os._exit(code)
+    os._exit(engine_process(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None))

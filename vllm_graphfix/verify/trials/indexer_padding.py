@@ -29,5 +29,5 @@ TRIAL = Trial(
     engine="DeepSeek V3.2's sparse attention and MTP, one draft token, FlashMLA, bf16, a batch that shrinks in the "
     "same way",
     shows_in="the lowest length that the indexer's builder prepares (must be at least 0); on stock a hang, which is an "
-    "engine that is not done 100 s after a negative one; tokens",
+    "engine that is not done 40 s after a negative one; tokens",
 )

@@ -1,0 +1,210 @@
+"""Engines that are forked: vLLM is imported once, in a process without an engine, and not again for each of them.
+
+    python -m vllm_graphfix.verify.engine.preloaded READY PIPE
+
+imports vLLM, writes to the file READY why it cannot be forked, or nothing, and then forks an engine for each line of
+JSON on its standard input. How far an engine is, it writes to files. PIPE is a pipe as `worker` is given one.
+
+It is what vLLM does itself, whose front end has imported all of this when it forks the process with the engine. What a
+process must not have done before it is forked: touched the GPU, or begun with the plugin, which decides by an
+environment that each engine has for itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm_graphfix.settings.environment import PREFIX
+from vllm_graphfix.verify.engine import worker
+
+_READ_BY_ENGINES = re.compile(rf"{PREFIX}\w*|VLLM_USE_V2_MODEL_RUNNER|VLLM_DISABLE_COMPILE_CACHE")
+"""Variables that nothing reads while vLLM is imported: engines that differ in no others come from one process."""
+_IMPORTED_WITHIN = 180.0
+"""Seconds; a slow disk takes most of a minute."""
+_TRIED_FOR = 60
+"""Seconds for a first use of the GPU, which takes two; several processes may begin with it at the same time."""
+
+
+class Forked:
+    """A process of another's, to be looked at and waited for like a `subprocess.Popen`."""
+
+    def __init__(self, parent: subprocess.Popen[bytes], stem: Path) -> None:
+        self._parent, self._code = parent, stem.with_name(f"{stem.name}.code")
+        self.pid, self.returncode = int(stem.with_name(f"{stem.name}.pid").read_text()), None
+
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        orphaned = self._parent.poll() is not None  # before the file, which may be its last
+        if self.returncode is None and self._code.exists():
+            self.returncode = int(self._code.read_text())
+        elif self.returncode is None and orphaned:
+            self.returncode = -signal.SIGKILL
+        return self.returncode
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.02)
+        return code
+
+
+class Preloaded:
+    """A process that has imported vLLM as *environment* says, in *folder*, and what it has forked."""
+
+    def __init__(self, folder: Path, name: str, environment: Mapping[str, str], alive: int) -> None:
+        self._ready, self.why_not = folder / f"{name}.ready", None
+        with (folder / f"{name}.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(self._ready), str(alive)],
+                cwd=folder,
+                env=imported_with(environment),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(alive,),
+                start_new_session=True,
+            )
+        self._asking = threading.Lock()
+
+    why_not: str | None
+
+    def wait(self) -> bool:
+        """Whether it can be forked, as soon as that is known; `why_not` says why it cannot."""
+        deadline = time.monotonic() + _IMPORTED_WITHIN
+        while self.why_not is None and not self._ready.exists():
+            if self.process.poll() is not None:
+                self.why_not = "ended while it imported vLLM"
+            elif time.monotonic() > deadline:
+                self.why_not = f"had not imported vLLM after {_IMPORTED_WITHIN:.0f} s"
+            time.sleep(0.05)
+        if self.why_not is None:
+            self.why_not = self._ready.read_text() or None
+        return self.why_not is None
+
+    def engine(self, job: Path, result: Path, log: Path, environment: Mapping[str, str]) -> Forked | None:
+        """An engine forked off, or None if the process is gone."""
+        stem = result.with_suffix("")
+        order = {"job": str(job), "result": str(result), "log": str(log), "environment": dict(environment)}
+        assert self.process.stdin is not None  # noqa: S101 - it was given a pipe
+        with self._asking:
+            try:
+                self.process.stdin.write(json.dumps(order).encode() + b"\n")
+                self.process.stdin.flush()
+            except OSError:
+                return None
+            while not stem.with_name(f"{stem.name}.pid").exists():
+                if self.process.poll() is not None:
+                    return None
+                time.sleep(0.01)
+        return Forked(self.process, stem)
+
+
+def imported_with(environment: Mapping[str, str]) -> dict[str, str]:
+    """The part of *environment* that decides what an import of vLLM does."""
+    return {name: value for name, value in environment.items() if not _READ_BY_ENGINES.fullmatch(name)}
+
+
+def _serve(ready: Path, alive: int) -> None:
+    why_not = _why_it_cannot_be_forked()
+    gc.collect()
+    gc.freeze()  # or the first collection in each engine would copy all of it
+    engines: dict[int, Path] = {}
+    signal.signal(signal.SIGCHLD, functools.partial(_note_the_ended, engines))
+    _write(ready, why_not or "")
+    while line := sys.stdin.readline():
+        order = json.loads(line)
+        # An engine that ends at once is noted when it is known which it was.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        pid = os.fork()
+        if not pid:
+            _become_an_engine(order, alive)
+        with suppress(OSError):
+            os.setpgid(pid, pid)  # also in the engine itself, whichever comes first
+        stem = Path(order["result"]).with_suffix("")
+        engines[pid] = stem
+        _write(stem.with_name(f"{stem.name}.pid"), str(pid))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+
+
+def _why_it_cannot_be_forked() -> str | None:
+    from vllm_graphfix import _membership
+    from vllm_graphfix.verify.engine import device
+
+    try:
+        from vllm import LLM  # noqa: F401
+    except BaseException as error:
+        traceback.print_exc()
+        return f"could not import vLLM ({type(error).__name__}: {error})"
+    if device.is_touched():
+        return "has touched the GPU while it imported vLLM"
+    if _membership.cache_info().currsize:
+        return "has begun with the plugin while it imported vLLM"
+    return None if _a_fork_can_use_the_gpu() else "was forked, and the fork could not use the GPU"
+
+
+def _a_fork_can_use_the_gpu() -> bool:
+    """Tried once, so that engines need not fail, or hang, to find it out."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            signal.alarm(_TRIED_FOR)
+            import torch
+
+            if torch.cuda.is_available():
+                torch.ones(2, device="cuda").sum().item()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _note_the_ended(engines: dict[int, Path], number: int, frame: object) -> None:
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = ended
+            if (stem := engines.pop(pid, None)) is not None:
+                _write(stem.with_name(f"{stem.name}.code"), str(os.waitstatus_to_exitcode(status)))
+
+
+def _become_an_engine(order: Mapping[str, Any], alive: int) -> NoReturn:
+    code = 1
+    try:
+        os.setpgid(0, 0)  # an engine starts processes; together they can be ended
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(order["log"], os.O_WRONLY | os.O_APPEND)
+        for descriptor, standard in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(descriptor, standard)
+        os.environ.clear()
+        os.environ.update(order["environment"])
+        code = worker.engine_process(Path(order["job"]), Path(order["result"]), alive)
+    finally:
+        os._exit(code)
+
+
+def _write(file: Path, text: str) -> None:
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text)
+    partial.replace(file)
+
+
+if __name__ == "__main__":
+    worker.end_with_the_other_end_of(os.dup(int(sys.argv[2])))
+    _serve(Path(sys.argv[1]), int(sys.argv[2]))
