@@ -3,7 +3,8 @@
 All engines run on one GPU and take turns, in all configurations.
 
     python benchmarks/engine_cost.py [--site RELEASE=FOLDER …] --out FOLDER [--plot FILE]
-    python benchmarks/engine_cost.py --from FOLDER/result.json [--markdown] [--plot FILE]
+    python benchmarks/engine_cost.py --steps [--site RELEASE=FOLDER …] --out FOLDER
+    python benchmarks/engine_cost.py --from FOLDER/result.json [FILE …] [--markdown] [--plot FILE]
 
 FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one. For each case
 (`CASES`) the newest release that its fixes are for runs eager, with piecewise graphs, with full graphs stock (twice:
@@ -11,6 +12,9 @@ the second engine is the noise) and patched; the first release given that has th
 All are alive at once and decode one after the other, in alternating order, so that ratios are of neighbours in time.
 Then the engines end, and stock and patched ones of the first case start in pairs. The result is written after every
 step: what was measured is there however this ends.
+
+With --steps it is a decode step alone that is measured, on each release given: patched as by default and observed
+against stock, with a second stock engine beside them (`measuring/engine_steps.py`).
 
 What matters most comes first; --limit ends it in time. Exit code 1 if nothing was measured, 2 if nothing could be.
 """
@@ -25,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -51,6 +55,7 @@ from measuring.engine_cases import (
 from measuring.engine_figures import Figures, markdown, notes, tables
 from measuring.engine_plot import svg
 from measuring.engine_process import DiedError, EngineProcess, GpuMemory
+from measuring.engine_steps import STEPS, is_step, packed, step_notes, step_plans, step_table
 from vllm_graphfix import __version__
 from vllm_graphfix.source.files import SourceError
 from vllm_graphfix.verify import VerifyError
@@ -69,7 +74,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--site", action="append", default=[], metavar="RELEASE=FOLDER", help="a vLLM; may be repeated")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"for {RESULT} and the engines' logs")
-    names = [case.name for case in (*CASES, *REHEARSAL)]
+    parser.add_argument("--steps", action="store_true", help="a decode step alone, patched and observed against stock")
+    names = [case.name for case in (*CASES, *STEPS, *REHEARSAL)]
     parser.add_argument("--only", action="append", choices=names, help="this case; may be repeated (default: all)")
     parser.add_argument("--rounds", type=int, default=11, metavar="N", help="of turns of all engines (default: 11)")
     parser.add_argument("--starts", type=int, default=3, metavar="N", help="pairs of starts (default: 3)")
@@ -79,12 +85,15 @@ def main() -> int:
         "--limit", type=float, default=float("inf"), metavar="SECONDS", help="start nothing that would end later"
     )
     parser.add_argument("--rehearse", action="store_true", help="run this whole script on a CPU engine, without graphs")
-    parser.add_argument("--from", dest="read", type=Path, metavar="FILE", help="measure nothing; show this result")
+    parser.add_argument(
+        "--from", dest="read", type=Path, nargs="+", metavar="FILE", help="measure nothing; show these results"
+    )
     parser.add_argument("--markdown", action="store_true", help="print the tables for a page")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the picture, as SVG")
     options = parser.parse_args()
     if options.read:
-        result = json.loads(options.read.read_text())
+        results = [json.loads(file.read_text()) for file in options.read]
+        result = results[0] | {"cases": [case for each in results for case in each["cases"]]}
     else:
         if options.out is None:
             parser.error("--out FOLDER is needed")
@@ -127,6 +136,11 @@ class Benchmark:
             ending.callback(self._end_all)
             self._sites = find_sites(self._options.site)
             plans, free_gib = self._plans()
+            if self._options.steps:
+                groups = packed(plans, free_gib)
+                for number, group in enumerate(groups):
+                    self._decode(group, cases_left=sum(map(len, groups[number:])))
+                plans = []
             for number, group in enumerate(_groups(plans, free_gib)):
                 self._decode(group)
                 if number == 0 and self._options.starts:
@@ -139,7 +153,8 @@ class Benchmark:
 
     def _plans(self) -> tuple[list[Plan], float]:
         if self._options.rehearse:
-            plans = [made for made in rehearsal(self._sites) if self._wanted(made.case)]
+            plans = step_plans(self._sites, REHEARSAL) if self._options.steps else rehearsal(self._sites)
+            plans = [made for made in plans if self._wanted(made.case)]
             device: dict[str, Any] = {"name": "CPU engine, rehearsal", "driver": "none", "torch": "", "cuda": "none"}
             capability, free_gib = None, float("inf")
         else:
@@ -148,9 +163,11 @@ class Benchmark:
                 raise VerifyError(f"no GPU ({found.why_not}); --rehearse runs this script on a CPU engine")
             device = {key: getattr(found, key) for key in ("name", "driver", "torch", "cuda", "python", "total_gib")}
             capability, free_gib = found.capability[0], found.free_gib
-            cases = [case for case in CASES if self._wanted(case)]
+            cases = [case for case in CASES if self._wanted(case) and not self._options.steps]
             planned = [plan(case, self._sites) for case in cases]
             plans = [made for made in planned if made is not None]
+            if self._options.steps:
+                plans = step_plans(self._sites, [case for case in STEPS if self._wanted(case)])
             for case, made in zip(cases, planned, strict=True):
                 if made is None:
                     self._say(
@@ -178,7 +195,7 @@ class Benchmark:
         return runnable, free_gib
 
     def _wanted(self, case: Case) -> bool:
-        return not self._options.only or case.name in self._options.only
+        return not self._options.only or case.name.partition("_")[0] in self._options.only
 
     def _empty(self, made: Plan) -> dict[str, Any]:
         case = made.case
@@ -188,6 +205,7 @@ class Benchmark:
             "fixes": list(case.fixes),
             "runner": case.runner,
             "model": dict(case.model),
+            "target": case.target,
             "tokens": self._options.tokens,
             "not_run": list(made.not_run),
             "configurations": [
@@ -210,16 +228,20 @@ class Benchmark:
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
-    def _decode(self, group: Sequence[Plan]) -> None:
+    def _decode(self, group: Sequence[Plan], cases_left: int | None = None) -> None:
+        """With *cases_left*, each of so many cases has a share of the time; without, what comes first may take all."""
         if self._left() < WORTHWHILE:
             for made in group:
                 self._not_run(made, "time was up")
             return
         self._say(f"starting {sum(len(made.configurations) for made in group)} engines: {_named(group)}")
         with self._started(group) as engines:
-            for made in group:
+            for number, made in enumerate(group):
                 if engines[made.case.name]:
-                    self._rounds(made, engines[made.case.name])
+                    left = self._left() / (max(1, cases_left - number) if cases_left is not None else 1)
+                    self._rounds(made, engines[made.case.name], left)
+                    if "speculative_config" in made.case.arguments:
+                        self._count_drafts(made, engines[made.case.name])
         self._say(f"ended: {_named(group)}")
 
     @contextmanager
@@ -271,14 +293,14 @@ class Benchmark:
         self._alive.append(engine)
         return engine
 
-    def _rounds(self, made: Plan, engines: dict[str, EngineProcess]) -> None:
-        result = self._case(made)
+    def _rounds(self, made: Plan, engines: dict[str, EngineProcess], seconds: float) -> None:
+        result, until = self._case(made), time.monotonic() + seconds
         turns = [(batch, name) for batch in self._options.batches for name in engines]
         for batch in self._options.batches:  # what is compiled with the first batch of a size is not to be measured
             self._turns(made, engines, [(batch, name) for name in engines], together=True)
         took, done = 0.0, 0
         for number in range(self._options.rounds):
-            if self._left() < 1.2 * took:
+            if until - time.monotonic() < 1.2 * took:
                 result["not_run"].append(
                     f"{self._options.rounds - number} of {self._options.rounds} rounds: time was up"
                 )
@@ -292,6 +314,12 @@ class Benchmark:
             took, done = time.monotonic() - began, number + 1
             self._save()
         self._say(f"{made.case.name}: {done} rounds, the last one took {took:.1f} s")
+
+    def _count_drafts(self, made: Plan, engines: Mapping[str, EngineProcess]) -> None:
+        for name, engine in engines.items():
+            with suppress(DiedError):
+                self._entry(made, made[name])["drafts"] = engine.ask({"drafts": True}, TURN_TIMEOUT)
+        self._save()
 
     def _turns(
         self,
@@ -435,15 +463,17 @@ def show(result: Mapping[str, Any], *, as_markdown: bool) -> None:
     )
     out = console()
     out.print(f"{facts}\n{result['machine']}", highlight=False)
-    for case in result["cases"]:
-        for figures in tables(case):
+    steps = [case for case in result["cases"] if is_step(case)]
+    for case in [*steps[:1], *(case for case in result["cases"] if case not in steps)]:
+        for figures in [step_table(steps)] if is_step(case) else tables(case):
             if as_markdown:
                 print(f"\n{markdown(figures)}")
             else:
                 out.print()
                 out.print(_rich(figures))
+    for case in result["cases"]:
         print(f"\n{case['title']}:")
-        for note in notes(case):
+        for note in [*notes(case), *(step_notes(case) if is_step(case) else ())]:
             print(f"  {note}")
 
 

@@ -25,6 +25,9 @@ import shadow_faults
 from measuring import engine_cases, engine_figures, engine_plot, engine_process
 from measuring.engine_cases import CASES, MLA, MLA_FP8, Site, find_sites, plan
 from measuring.engine_process import DiedError, EngineProcess, Order
+from measuring.engine_steps import STEPS, packed, step_plans, step_table
+from vllm_graphfix.fix import variable
+from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.engine.device import Device
 
 STAND_IN = Path(__file__).parent / "support" / "engine_worker_stand_in.py"
@@ -107,6 +110,56 @@ def test_the_largest_batch_is_prefilled_in_one_step_and_fits_the_largest_graph()
     source = (Path(engine_process.WORKER)).read_text()
     (prompt,) = (int(line.split("=")[1]) for line in source.splitlines() if line.startswith("PROMPT ="))
     assert prompt * max(engine_cases.SIZES) <= engine_cases._ENGINE["max_num_batched_tokens"]
+
+
+# -- a decode step alone
+
+
+def test_each_case_of_a_step_runs_on_each_release() -> None:
+    plans = step_plans(sites("0.21.0", "0.33.0"), STEPS)
+    assert [made.case.name for made in plans] == [
+        f"{name}_{release}" for release in ("0.21.0", "0.33.0") for name in ("llama", "hybrid", "drafts", "flash")
+    ]
+    assert all(len({c.site for c in made.configurations}) == 1 for made in plans)
+
+
+def test_a_step_is_patched_as_by_default_and_observed_by_every_fix() -> None:
+    (made,) = step_plans(sites("0.21.0"), STEPS[:1])
+    switches = {
+        c.name: {name: value for name, value in c.environment(made.case, (), Path()).items() if "GRAPHFIX" in name}
+        for c in made.configurations
+    }
+    assert {name: switches[name] for name in ("stock", "stock-again", "patched")} == {
+        "stock": {},
+        "stock-again": {},
+        "patched": {},
+    }
+    assert switches["observed"] == dict.fromkeys(map(variable, BY_NAME), "observe")
+    assert {c.name: c.environment(made.case, (), Path())["VLLM_PLUGINS"] for c in made.configurations} == {
+        "stock": "",
+        "stock-again": "",
+        "patched": "graphfix",
+        "observed": "graphfix",
+    }
+
+
+@pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
+def test_every_batch_of_a_step_is_in_a_full_graph(case: engine_cases.Case) -> None:
+    (graphs,) = case.graphs["full"]
+    drafts = case.arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
+    assert graphs["cudagraph_capture_sizes"] == [size * (1 + drafts) for size in engine_cases.SIZES]
+    assert graphs["cudagraph_mode"].startswith("FULL")
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "cores", "groups"),
+    [(100.0, 16, [4, 4]), (100.0, 8, [2, 2, 2, 2]), (50.0, 16, [2, 2, 2, 2]), (10.0, 2, [1] * 8)],
+)
+def test_as_many_engines_of_a_release_as_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch, free_gib: float, cores: int, groups: list[int]
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert [len(group) for group in packed(step_plans(sites("0.21.0", "0.33.0"), STEPS), free_gib)] == groups
 
 
 # -- one engine
@@ -255,6 +308,31 @@ def test_cases_of_several_releases_run_one_after_the_other(run: Run) -> None:
     ]
 
 
+def test_engines_of_a_step_take_turns_and_tell_what_was_drafted(run: Run) -> None:
+    result = run({}, "--steps", "--only", "drafts", "--only", "flash", "--rounds", "1", releases=("0.33.0",))
+    assert [case["name"] for case in result["cases"]] == ["drafts_0.33.0", "flash_0.33.0"]
+    everybody = ["observed", "patched", "stock", "stock-again"]
+    assert all(sorted(turn["seconds"]) == everybody for case in result["cases"] for turn in case["rounds"])
+    drafts, flash = result["cases"]
+    assert [engine["drafts"] for engine in drafts["configurations"]] == [{"drafts": 10.0, "accepted_tokens": 20.0}] * 4
+    assert not any("drafts" in engine for engine in flash["configurations"])
+    assert [row[-1] for row in step_table(result["cases"]).rows] == ["met"] * 6
+
+
+def test_engines_whose_drafts_are_others_are_not_compared(run: Run) -> None:
+    behaves = {"drafts_0.33.0-patched": "drafts badly"}
+    result = run(behaves, "--steps", "--only", "drafts", "--rounds", "1", "--batches", "1", releases=("0.33.0",))
+    assert [row[-1] for row in step_table(result["cases"]).rows] == ["not compared: other drafts"]
+
+
+def test_each_case_of_a_step_has_a_share_of_the_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(engine_cost.Benchmark, "_rounds", lambda self, made, engines, seconds: given.append(seconds))
+    monkeypatch.setattr(engine_cost.Benchmark, "_left", lambda self: 120.0)
+    run({}, "--steps", "--limit", "120", releases=("0.33.0",))
+    assert given == [30.0, 40.0, 60.0, 120.0]
+
+
 def test_where_time_is_up_nothing_more_is_begun(run: Run) -> None:
     case = case_of(run({}, "--only", "mla", "--limit", "1"), "mla")
     assert (case["rounds"], case["not_run"]) == ([], ["time was up", "starts: stock and patched did not start before"])
@@ -396,6 +474,60 @@ def test_a_table_for_a_page_has_a_line_for_each_engine() -> None:
         .splitlines()[-1]
         .startswith("| 1 | full graphs, patched | 200.000 | 5 | 2.000")
     )
+
+
+def step_measured(**seconds: float) -> dict[str, Any]:
+    """A case of `--steps` with one round of batch 1, in which the engines took *seconds*."""
+    (made,) = step_plans(sites("0.33.0"), STEPS[:1])
+    told = {"compilation_mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY", "active": ["capture-state"]}
+    engines = [
+        {"name": c.name, "label": c.label, "graphs": c.graphs, "attempt": 0, "failure": None, "told": told}
+        for c in made.configurations
+    ]
+    rounds = [{"batch": 1, "seconds": {name.replace("_", "-"): value for name, value in seconds.items()}}]
+    shared = {"title": made.case.title, "fixes": [], "target": made.case.target, "tokens": 11, "not_run": []}
+    return {"configurations": engines, "rounds": rounds, "starts": [], **shared}
+
+
+@pytest.mark.parametrize(
+    ("control", "patched", "observed", "judged"),
+    [
+        (1.0, 1.0, 1.0, "met"),
+        (1.0, 1.004, 1.004, "met"),
+        (1.0, 1.006, 1.0, "not met"),
+        (1.0, 1.0, 1.006, "not met"),
+        (1.02, 1.01, 1.0, "not met, nor by stock"),
+    ],
+)
+def test_a_step_may_be_slower_than_stock_by_half_a_percent(
+    control: float, patched: float, observed: float, judged: str
+) -> None:
+    case = step_measured(stock=1.0, stock_again=control, patched=patched, observed=observed)
+    (row,) = step_table([case]).rows
+    assert (row[0], row[2], row[-1]) == ("Llama, V2: no fix acts, 0.33.0", "100.000", judged)
+
+
+def test_a_step_without_one_of_its_engines_is_not_compared() -> None:
+    (row,) = step_table([step_measured(stock=1.0, stock_again=1.0, patched=1.0)]).rows
+    assert row[-2:] == ("", "not compared")
+
+
+def test_results_of_several_releases_are_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for name in ("a", "b"):
+        case = step_measured(stock=1.0, stock_again=1.0, patched=1.0, observed=1.0)
+        device = {"name": "Double of a GPU", "driver": "0", "torch": "0"}
+        whole = {"device": device, "graphfix": "0", "date": "2026-11-24", "machine": "a machine", "cases": [case]}
+        files.append(tmp_path / name)
+        files[-1].write_text(json.dumps(whole))
+    monkeypatch.setattr(sys, "argv", ["engine_cost.py", "--markdown", "--from", *map(str, files)])
+    assert engine_cost.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("| Llama, V2")]) == 2
+    assert len([line for line in lines if line.startswith("| engine")]) == 1
+    assert any("fixes at work in the patched engine: capture-state" in line for line in lines)
 
 
 # -- faults of a rank

@@ -32,11 +32,20 @@ PROJECT = Path(__file__).parent.parent
 CHEAP = ("status", "explain", "fleet", "report", "doctor")
 """Commands of vllm-graphfix that take well below a second, and need neither a GPU nor an engine."""
 
-NOT_RUN = {"kubectl delete pod POD...": "needs a cluster"}
+NOT_RUN = {
+    "kubectl delete pod POD...": "needs a cluster",
+    "PYTHONPATH=FOLDER python benchmarks/triton_mla_rows.py": "needs a GPU",
+}
 """Why a command is not run here. Of a block that tools/walk_rollout.py has written, none is: it ran them on real
 servers."""
 
 ELSEWHERE = {
+    "python benchmarks/engine_cost.py --steps --site 0.33.0=FOLDER --limit 150 --out build/steps-0.33.0": (
+        "test_benchmarks.py::test_engines_of_a_step_take_turns_and_tell_what_was_drafted"
+    ),
+    "python benchmarks/engine_cost.py --from build/steps-*/result.json --markdown": (
+        "test_benchmarks.py::test_results_of_several_releases_are_one_table"
+    ),
     "vllm-graphfix fleet --watch 5": (
         "test_fleet_command.py::test_watching_goes_on_until_it_is_interrupted_which_is_exit_0"
     ),

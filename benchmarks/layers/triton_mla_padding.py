@@ -48,14 +48,15 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
             calls = Calls(*(call(function, builder, 0, metadata) for function in (stock, fixed, stock, observed)))
             found.append(compared(f"triton-mla-padding, {label}", around, calls, rounds, target=True))
 
-    def decode_attention_fwd(
-        q: Any, k_buffer: Any, v_buffer: Any, o: Any, lse: Any, req_to_token: Any, b_seq_len: Any
+    def _decode_softmax_reducev_fwd(
+        logits: Any, q: Any, o: Any, lse: Any, v_buffer: Any, b_seq_len: Any, num_kv_splits: Any
     ) -> None: ...
 
-    # Its Python runs in a step without a full graph alone, once a layer; in a graph it is two kernels.
-    given = (None, None, None, torch.zeros(REQUESTS, 1, 1), None, None, torch.ones(REQUESTS, dtype=torch.int32))
-    fixed = zeros.wrap(decode_attention_fwd, active)
-    functions = (decode_attention_fwd, fixed, decode_attention_fwd, decode_attention_fwd)
+    # Its Python runs in a step without a full graph alone, once a layer; in a graph there is none of it.
+    # `benchmarks/triton_mla_rows.py` measures the graph, on a GPU.
+    given = (None, None, torch.zeros(REQUESTS, 1, 1), None, None, torch.ones(REQUESTS, dtype=torch.int32), 1)
+    fixed = zeros.wrap(_decode_softmax_reducev_fwd, active)
+    functions = (_decode_softmax_reducev_fwd, fixed, *[_decode_softmax_reducev_fwd] * 2)
     calls = Calls(*(call(function, *given) for function in functions))
     found.append(compared("triton-mla-padding, a layer outside of a graph", "alone", calls, rounds, target=False))
     return found

@@ -15,8 +15,8 @@ from typing import Any
 
 from measuring.engine_process import Order
 from vllm_graphfix import manifest
-from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.fix import Verdict, variable
+from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.source.files import SourceError, open_source
 from vllm_graphfix.verify.engine import cases as verified
 from vllm_graphfix.verify.engine import models
@@ -28,6 +28,7 @@ SIZES = [1, 2, 4, 8, 16, 32, 64]
 GIB = 1 << 30
 
 REFERENCE, STOCK, CONTROL, PATCHED, FIXED = "eager", "stock", "stock-again", "patched", "fixed"
+OBSERVED = "observed"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Case:
     """GPU memory of an engine."""
     environment: Mapping[str, str] = field(default_factory=dict)
     graphs: Mapping[str, tuple[Mapping[str, Any], ...]] = field(default_factory=lambda: GRAPHS)
+    target: float = 0.99
+    """The tokens a second that a patched engine must reach, relative to stock's."""
 
 
 _FULL = {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": SIZES}
@@ -144,6 +147,8 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TQDM_DISABLE": "1",
     "OMP_NUM_THREADS": "1",  # as vLLM's own worker processes have it
+    # Newer releases would compile FlashInfer's top-k and top-p for minutes when they start; nothing here draws tokens.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 
 
@@ -165,6 +170,8 @@ class Configuration:
     graphs: str | None
     """Key of `Case.graphs`; None: `enforce_eager`."""
     plugin: bool = False
+    mode: str | None = None
+    """Of every fix; None: as by default."""
 
     def attempts(self, case: Case) -> int:
         return len(case.graphs[self.graphs]) if self.graphs else 1
@@ -194,6 +201,7 @@ class Configuration:
             kept
             | _ENVIRONMENT
             | dict(case.environment)
+            | (dict.fromkeys(map(variable, BY_NAME), self.mode) if self.mode else {})
             | {
                 "PYTHONPATH": os.pathsep.join(path),
                 "PYTHONUNBUFFERED": "1",

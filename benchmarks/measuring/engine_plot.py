@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from measuring.engine_cases import CONTROL, REFERENCE
-from measuring.engine_figures import CaseResult, Spread, batches, throughput, tokens_a_second
+from measuring.engine_figures import CaseResult, Spread, batches, engine_of, throughput, tokens_a_second
 
 COLOURS = {"eager": "#8c8c8c", "piecewise": "#5b8db8", "stock": "#c0504d", "patched": "#3a8a4d", "fixed": "#8064a2"}
 LABELS, PANEL, GAP, BAR, PITCH, HEAD = 285, 200, 24, 14, 20, 46
@@ -22,7 +22,7 @@ TITLE = "Decoding: tokens a second, relative to eager"
 
 def svg(result: dict[str, Any]) -> str:
     """*result* is the content of a result file."""
-    cases = [case for case in result["cases"] if case["rounds"]]
+    cases = [case for case in result["cases"] if case["rounds"] and engine_of(case, REFERENCE)]
     across = max((len(batches(case)) for case in cases), default=1)
     width = 2 * MARGIN + LABELS + across * (PANEL + GAP)
     body: list[str] = []

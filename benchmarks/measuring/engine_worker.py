@@ -5,7 +5,8 @@
 DESCRIPTOR is this end of a `multiprocessing.Pipe`. The first message is the order, what `engine_process.Order` makes.
 The answers to it are the moment at which the engine was ready and then `_told`. After that each
 ``{"batch": …, "tokens": …}`` is answered with the seconds of its decode steps; ``"shadow"`` in it is the rate of the
-shadow check for them, in an engine that has one. An error is the last answer: ``{"error": …}``.
+shadow check for them, in an engine that has one. ``{"drafts": true}`` is answered with what was drafted until then. An
+error is the last answer: ``{"error": …}``.
 
 Imports nothing of the plugin unless the order says so: a stock engine must not pay for it.
 """
@@ -59,6 +60,9 @@ def main(parent: Any) -> int:
         prompts = _prompts(llm, order["largest_batch"])
         while True:
             asked = parent.recv()
+            if "drafts" in asked:
+                parent.send(_drafted(llm))
+                continue
             with _checked(asked.get("shadow")):
                 seconds = _decode(llm, prompts[: asked["batch"]], asked["tokens"])
             parent.send(seconds)
@@ -134,6 +138,12 @@ def _told(llm: LLM, order: dict[str, Any], captures: list[float]) -> dict[str, A
         told["graphfix"] = vllm_graphfix.__version__
         told["active"] = [name for name, state in vllm_graphfix.states().items() if state.state.value == "active"]
     return told
+
+
+def _drafted(llm: LLM) -> dict[str, float]:
+    """How often was drafted, and how many tokens were accepted: it decides how many steps an answer takes."""
+    counted = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    return {name: counted[f"vllm:spec_decode_num_{name}"] or 0.0 for name in ("drafts", "accepted_tokens")}
 
 
 def _prompts(llm: LLM, largest_batch: int) -> list[dict[str, list[int]]]:

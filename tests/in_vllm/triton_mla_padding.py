@@ -6,18 +6,21 @@ What is left in the rows of a batch.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 from vllm.v1.attention.backends.mla import triton_mla
+from vllm.v1.attention.ops import triton_decode_attention
 
 import vllm_graphfix
 from activities import activity_of, layers
 from vllm_graphfix.fix import Activity
+from vllm_graphfix.fixes import _triton_mla_reduce
 from vllm_graphfix.fixes.triton_mla_padding import EMPTY_ROWS_GIVEN, FIX
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios.triton_mla_padding import (
@@ -32,6 +35,8 @@ from vllm_graphfix.verify.double.scenarios.triton_mla_padding import (
 )
 
 MINUS_INFINITY = float("-inf")
+KERNELS = "vllm.v1.attention.ops.triton_decode_attention"
+STOCK_KERNEL = triton_decode_attention._fwd_kernel_stage2
 
 
 @pytest.fixture(autouse=True)
@@ -96,10 +101,10 @@ def test_without_a_graph_a_row_without_tokens_is_zeros_too(lengths: list[int]) -
     assert output.isfinite().all()
 
 
-def test_a_batch_without_rows_is_one() -> None:
-    wrapped, activity = with_zeros(kernel_that_leaves(float("nan")))
-    given = arguments(rows=0)
-    assert wrapped(**given) is given
+def test_a_batch_without_rows_is_one(own: Any) -> None:
+    own(RuntimeError())
+    wrapped, activity = around(launching(stand_in))
+    wrapped(**arguments(rows=0))
     assert activity.error is None
 
 
@@ -113,66 +118,109 @@ def test_every_token_of_a_padded_row_is_zeros() -> None:
     assert (log_sums[4:] == MINUS_INFINITY).all()
 
 
-def with_zeros(kernel: Any) -> tuple[Any, Activity]:
-    """What the backend calls in the place of *kernel*, and the activity that it tells of its errors."""
+def around(launch: Any) -> tuple[Any, Activity]:
+    """What the kernels' module calls in the place of *launch*, and the activity that it tells of its errors."""
     activity, (zeros, _) = layers(FIX, "divides-by-nothing")
-    return zeros.wrap(kernel), activity
+    return zeros.wrap(launch), activity
 
 
-def kernel_that_leaves(value: float) -> Any:
-    """Stands in for `decode_attention_fwd`: fills the output, and returns all that it was given."""
+def launching(launch: Any) -> Any:
+    """*launch*, with the globals that it looks up its kernel in: each launch leaves its name and what it was given."""
+    names = {"torch": torch, "_fwd_kernel_stage2": _Launcher("stock"), "launched": []}
+    return FunctionType(launch.__code__, names | {"__name__": triton_decode_attention.__name__})
 
-    def decode_attention_fwd(
-        q: Any, k_buffer: Any, v_buffer: Any, o: Any, lse: Any, req_to_token: Any, b_seq_len: Any, **rest: Any
-    ) -> Any:
-        o.fill_(value)
-        return rest["returned"]
 
-    return decode_attention_fwd
+class _Launcher:
+    """Stands in for a kernel. It leaves 3 in all rows, as stock's would leave what it computes or NaN."""
+
+    def __init__(self, name: str, error: Exception | None = None) -> None:
+        self._name, self._error = name, error
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(o: Any, launched: list[str]) -> None:
+            launched.append(self._name)
+            if self._error is not None:
+                raise self._error
+            o.fill_(3.0)
+
+        return launch
+
+
+def stand_in(logits: Any, q: Any, o: Any, lse: Any, v_buffer: Any, b_seq_len: Any, num_kv_splits: Any) -> Any:
+    _fwd_kernel_stage2[o.shape](o, launched)  # type: ignore[name-defined]  # noqa: F821 - see `launching`
+    return num_kv_splits
 
 
 def arguments(rows: int, lengths: list[int] | None = None) -> dict[str, Any]:
-    given: dict[str, Any] = dict.fromkeys(("q", "k_buffer", "v_buffer", "lse", "req_to_token"))
+    given: dict[str, Any] = dict.fromkeys(("logits", "q", "lse", "v_buffer"))
     given["o"] = torch.zeros(rows, HEADS, LATENT, dtype=torch.bfloat16)
     given["b_seq_len"] = torch.tensor([1] * rows if lengths is None else lengths, dtype=torch.int32)
-    given["returned"] = given
+    given["num_kv_splits"] = 5
     return given
 
 
-def test_the_output_is_written_in_place_and_what_stock_returns_is_handed_on() -> None:
-    wrapped, _ = with_zeros(kernel_that_leaves(3.0))
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what stands in for the fix's own kernel: one that leaves 3, or raises this error."""
+
+    def put(error: Exception | None) -> None:
+        monkeypatch.setattr(_triton_mla_reduce, "reduce_kernel", _Launcher("own", error))
+
+    return put
+
+
+def test_the_own_kernel_is_launched_in_the_place_of_stocks_and_alone(own: Any) -> None:
+    own(None)
+    stock = launching(stand_in)
+    wrapped, activity = around(stock)
     given = arguments(3, [4, 0, 1])
-    output, lengths = given["o"], given["b_seq_len"].clone()
-    assert wrapped(**given) is given
-    assert given["o"] is output
-    assert output[:, 0, 0].tolist() == [3.0, 0.0, 3.0]
-    assert torch.equal(given["b_seq_len"], lengths)
+    assert wrapped(**given) == 5
+    assert stock.__globals__["launched"] == ["own"]
+    assert (given["o"] == 3.0).all(), "nothing else is written"
+    assert activity.error is None
 
 
-def test_it_is_called_by_position_too() -> None:
-    wrapped, _ = with_zeros(kernel_that_leaves(3.0))
-    given = arguments(2, [0, 1])
-    names = ("q", "k_buffer", "v_buffer", "o", "lse", "req_to_token", "b_seq_len")
-    wrapped(*(given[name] for name in names), returned=None)
+@pytest.mark.parametrize("by_position", [False, True])
+def test_where_it_cannot_be_compiled_stock_runs_and_zeros_are_filled_in(own: Any, by_position: bool) -> None:
+    own(RuntimeError("no such architecture"))
+    stock = launching(stand_in)
+    wrapped, activity = around(stock)
+    for number in (1, 2):
+        given = arguments(3, [4, 0, 1])
+        output, lengths = given["o"], given["b_seq_len"].clone()
+        names = ("logits", "q", "o", "lse", "v_buffer", "b_seq_len", "num_kv_splits")
+        assert (wrapped(*map(given.get, names)) if by_position else wrapped(**given)) == 5
+        assert output[:, 0, 0].tolist() == [3.0, 0.0, 3.0]
+        assert torch.equal(given["b_seq_len"], lengths)
+        assert stock.__globals__["launched"] == ["own", *["stock"] * number], "it is not tried again"
+    assert activity.error is None, "the remedy is there"
+
+
+def test_where_it_cannot_be_imported_stock_runs_and_zeros_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("vllm_graphfix.fixes._triton_mla_reduce")
+    monkeypatch.setitem(sys.modules, "vllm_graphfix.fixes._triton_mla_reduce", None)
+    wrapped, activity = around(launching(stand_in))
+    given = arguments(2, [0, 7])
+    wrapped(**given)
     assert given["o"][:, 0, 0].tolist() == [0.0, 3.0]
+    assert activity.error is None
 
 
 @pytest.mark.parametrize("lengths", [[0], [0, 0], [0, 0, 0, 0, 0]])
-def test_other_lengths_than_rows_leave_the_output_as_the_kernel_did(lengths: list[int]) -> None:
-    wrapped, activity = with_zeros(kernel_that_leaves(3.0))
+def test_other_lengths_than_rows_leave_the_output_as_the_kernel_did(own: Any, lengths: list[int]) -> None:
+    own(RuntimeError())
+    wrapped, activity = around(launching(stand_in))
     given = arguments(4, lengths)
-    assert wrapped(**given) is given
+    wrapped(**given)
     assert (given["o"] == 3.0).all()
     assert activity.error is not None
 
 
-def test_an_error_of_the_kernel_comes_out_as_it_is() -> None:
+def test_an_error_of_stocks_own_launch_comes_out_as_it_is() -> None:
     error = ZeroDivisionError()
-
-    def decode_attention_fwd(*_: Any, **__: Any) -> None:
-        raise error
-
-    wrapped, _ = with_zeros(decode_attention_fwd)
+    stock = launching(stand_in)
+    stock.__globals__["_fwd_kernel_stage2"] = _Launcher("stock", error)
+    wrapped, _ = around(stock)
     with pytest.raises(ZeroDivisionError) as raised:
         wrapped(**arguments(1))
     assert raised.value is error
@@ -222,9 +270,9 @@ def test_a_builder_of_a_model_that_inherits_tritons_is_counted_and_another_backe
         assert count() == counted
 
 
-def test_the_name_that_the_backend_looks_up_is_what_is_wrapped() -> None:
-    """The kernels' own module is stock: other backends import from there."""
-    from vllm.v1.attention.ops import triton_decode_attention
-
-    assert triton_mla.decode_attention_fwd.__wrapped__ is triton_decode_attention.decode_attention_fwd
-    assert not hasattr(triton_decode_attention.decode_attention_fwd, "__wrapped__")
+def test_the_launch_is_wrapped_and_the_kernel_is_stocks() -> None:
+    """Other backends take the kernel from that module, and launch it themselves."""
+    assert triton_decode_attention._decode_softmax_reducev_fwd.__wrapped__.__module__ == KERNELS
+    assert _triton_mla_reduce._stock_reduce is STOCK_KERNEL  # type: ignore[attr-defined]
+    assert STOCK_KERNEL is not _triton_mla_reduce.reduce_kernel
+    assert not hasattr(triton_mla.decode_attention_fwd, "__wrapped__")

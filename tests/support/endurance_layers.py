@@ -198,17 +198,17 @@ def triton_mla(*, active: bool, padded: bool) -> Case:
     lengths = (torch.arange(ROWS) < requests).int()
     output = torch.zeros(ROWS, 2, 4)
 
-    def decode_attention_fwd(
-        q: Any, k_buffer: Any, v_buffer: Any, o: Any, lse: Any, req_to_token: Any, b_seq_len: Any
+    def _decode_softmax_reducev_fwd(
+        logits: Any, q: Any, o: Any, lse: Any, v_buffer: Any, b_seq_len: Any, num_kv_splits: Any
     ) -> None: ...
 
-    around = decode_attention_fwd
+    around = _decode_softmax_reducev_fwd
     if active:
-        around = layers.around("decode_attention_fwd", around)
+        around = layers.around("_decode_softmax_reducev_fwd", around)
 
     def call() -> None:
         build(decode.builder, 0, metadata)
-        around(None, None, None, output, None, None, lengths)
+        around(None, None, output, None, None, lengths, 4)
 
     return Case(call, ("empty-rows-given",) if padded else (), activities=layers.activities)
 

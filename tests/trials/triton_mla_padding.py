@@ -122,6 +122,25 @@ EDITS = (
         "            out,\n            lse,\n",
         unknown,
     ),
+    Edit(
+        "rows are the second of the grid",
+        "0.29.0",
+        _KERNELS,
+        r"(    cur_batch = tl\.program_id\()0(\)\n    cur_head = tl\.program_id\()1\)(?=\n\n    cur_batch_seq_len)",
+        r"\g<1>1\g<2>0)",
+        unknown,
+    ),
+    Edit(
+        "a further parameter of the second stage",
+        "0.33.0",
+        _KERNELS,
+        r"^    stride_lse_bs,\n    NUM_KV_SPLITS",
+        "    stride_lse_bs,\n    sink,\n    NUM_KV_SPLITS",
+        unknown,
+    ),
+    Edit(
+        "launched by another name", "0.25.1", _KERNELS, r"^    _fwd_kernel_stage2\[grid\]", "    _stage2[grid]", unknown
+    ),
     Edit("decodes of its own", "0.23.0", _BACKEND, r"^(    _cudagraph_support.*)\n", own_decodes, unknown),
     Edit("another builder", "0.22.1", _BACKEND, r"TritonMLAMetadataBuilder", "PaddedMLABuilder", unknown),
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._about import About
+from vllm_graphfix.log import logger
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 _BACKEND = "vllm/v1/attention/backends/mla/triton_mla.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.mla.triton_mla"
 _KERNELS = "vllm/v1/attention/ops/triton_decode_attention.py"
+_KERNELS_MODULE = "vllm.v1.attention.ops.triton_decode_attention"
+_REDUCE = "_fwd_kernel_stage2"
+_LAUNCH = "_decode_softmax_reducev_fwd"
 _COMMON = "vllm/model_executor/layers/attention/mla_attention.py"
 _COMMON_MODULE = "vllm.model_executor.layers.attention.mla_attention"
 _COMMON_BEFORE = "vllm/v1/attention/backends/mla/common.py"
@@ -24,6 +29,11 @@ _BUILDER = "TritonMLAMetadataBuilder"
 _PARAMETERS = (
     "q, k_buffer, v_buffer, o, lse, req_to_token, b_seq_len, attn_logits, num_kv_splits, sm_scale, page_size, "
     "logit_cap, k_scale, v_scale, is_mla"
+)
+_LAUNCH_PARAMETERS = "logits, q, o, lse, v_buffer, b_seq_len, num_kv_splits"
+_REDUCE_PARAMETERS = (
+    "Mid_O, o, lse, B_Seqlen, stride_mid_ob, stride_mid_oh, stride_mid_os, stride_obs, stride_oh, stride_lse_bs, "
+    "NUM_KV_SPLITS, BLOCK_DV, Lv, OUTPUT_FP16"
 )
 _FULL = ("ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE")
 _EMPTY = ("e_sum == 0", "e_sum <= 0", "cur_batch_seq_len == 0", "cur_batch_seq_len <= 0", "cur_batch_seq_len < 1")
@@ -48,7 +58,8 @@ def diagnose(source: Source) -> Diagnosis:
             Verdict.FIXED, "Triton MLA allows no full graphs, without which no row is padded", f"{_BACKEND}:1"
         )
     forward = source.function(_BACKEND, "TritonMLAImpl.forward_mqa")
-    reduce = source.function(_KERNELS, "_fwd_kernel_stage2")
+    reduce = source.function(_KERNELS, _REDUCE)
+    launch = source.function(_KERNELS, _LAUNCH)
     decode = source.function(_KERNELS, "decode_attention_fwd")
     build = source.function(_COMMON, "MLACommonMetadataBuilder.build")
     if builder is None or forward is None or reduce is None or decode is None or build is None:
@@ -69,6 +80,7 @@ def diagnose(source: Source) -> Diagnosis:
         and len(reduce.find("... / ...")) == 1
         and not reduce.find("return")
         and reduce.mentions(acc=4, e_sum=5, e_max=5, result=4, cur_batch_seq_len=3)
+        and _is_launched_as_known(reduce, launch)
         and decode.takes == _PARAMETERS
         and decode.mentions(o=2, b_seq_len=2)
         and called is not None
@@ -123,33 +135,60 @@ def _zeroed(forward: Function) -> str | None:
     return None
 
 
+def _is_launched_as_known(reduce: Function, launch: Function | None) -> bool:
+    """Whether a program of the second stage is for one row and head, told apart as the kernel of this fix does it."""
+    return (
+        reduce.takes == _REDUCE_PARAMETERS
+        and reduce.only("cur_batch = tl.program_id(0)") is not None
+        and reduce.only("cur_head = tl.program_id(1)") is not None
+        and reduce.only("tl.load(B_Seqlen + cur_batch)") is not None
+        and reduce.only("o + cur_batch * stride_obs + cur_head * stride_oh + offs_d") is not None
+        and reduce.only("lse + cur_batch * stride_lse_bs + cur_head") is not None
+        and len(reduce.find("tl.store(...)")) == 2
+        and launch is not None
+        and launch.takes == _LAUNCH_PARAMETERS
+        and len(launch.find(f"{_REDUCE}[grid](logits, o, lse, b_seq_len, *...)")) == 1
+        and launch.mentions(**{_REDUCE: 1})
+    )
+
+
 def _builds_otherwise(source: Source) -> bool:
     """Whether Triton's builder makes its decode metadata itself: lengths may then be others."""
     return any(source.function(_BACKEND, f"{_BUILDER}.{name}") for name in ("build", "_build_decode"))
 
 
 def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `decode_attention_fwd`, as the backend calls it: rows of `o` whose length is below 1 are zeros afterwards.
+    """Wraps `_decode_softmax_reducev_fwd`, which launches the second stage: rows whose length is below 1 become zeros.
 
-    On the device, from the very lengths that the kernel has read, so that a graph records it and every replay does it
-    for its own batch. Rows with tokens keep what the kernel left, a NaN included. `lse` is -inf in such rows already:
-    what a merge over ranks takes as "no tokens". `o` is (rows, heads, values), `b_seq_len` (rows,) int32, both on the
-    device.
+    Stock's own function runs, and finds another kernel under the name that it launches: one that has stock's compiled
+    in, and leaves that out where the row has no tokens. So a graph records as many launches as on stock, each replay
+    goes by the lengths of its own batch, and rows with tokens keep what stock's kernel leaves, a NaN included.
+
+    Where Triton cannot compile it, stock's kernel runs and zeros are filled in afterwards, which writes all of `o`.
+    `o` is (rows, heads, values), `b_seq_len` (rows,) int32, both on the device.
     """
+    kernels: Any = None
+    try:
+        from vllm_graphfix.fixes import _triton_mla_reduce as kernels
+    except Exception as error:
+        _without_own_kernel(error)
 
     @functools.wraps(stock)
-    def decode_attention_fwd(
-        q: Any,
-        k_buffer: Any,
-        v_buffer: Any,
-        o: Any,
-        lse: Any,
-        req_to_token: Any,
-        b_seq_len: Any,
-        *args: Any,
-        **kwargs: Any,
+    def _decode_softmax_reducev_fwd(
+        logits: Any, q: Any, o: Any, lse: Any, v_buffer: Any, b_seq_len: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        result = stock(q, k_buffer, v_buffer, o, lse, req_to_token, b_seq_len, *args, **kwargs)
+        nonlocal kernels
+        if kernels is not None:
+            try:
+                # Not by setting the name in vLLM's module: other backends launch the kernel that they find there.
+                names = {**stock.__globals__, _REDUCE: kernels.reduce_kernel}
+                launch = FunctionType(stock.__code__, names, argdefs=stock.__defaults__, closure=stock.__closure__)
+                return launch(logits, q, o, lse, v_buffer, b_seq_len, *args, **kwargs)
+            except Exception as error:
+                # Nothing was launched, or nothing can be any more: then stock's own launch says so below.
+                kernels = None
+                _without_own_kernel(error)
+        result = stock(logits, q, o, lse, v_buffer, b_seq_len, *args, **kwargs)
         try:
             # By the number of rows, so that other than one length a row is an error here, and nothing is written.
             o.masked_fill_((b_seq_len < 1).view(o.shape[0], 1, 1), 0.0)
@@ -157,7 +196,15 @@ def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunc
             activity.failed(error)
         return result
 
-    return decode_attention_fwd
+    return _decode_softmax_reducev_fwd
+
+
+def _without_own_kernel(error: Exception) -> None:
+    logger.warning(
+        "graphfix: triton-mla-padding fills padded rows after vLLM's kernel, which takes longer: its own one was not "
+        "compiled",
+        exc_info=error,
+    )
 
 
 def _count_empty_rows(stock: StockFunction, activity: Activity) -> StockFunction:
@@ -191,7 +238,7 @@ def _is_tritons(builder: type) -> bool:
 
 def patches(shape: str) -> tuple[Patch, ...]:
     return (
-        Patch(_BACKEND_MODULE, "decode_attention_fwd", _zeros_for_empty_rows, observes=False),
+        Patch(_KERNELS_MODULE, _LAUNCH, _zeros_for_empty_rows, observes=False),
         Patch(_COMMON_MODULE, "MLACommonMetadataBuilder.build", _count_empty_rows),
     )
 
@@ -214,7 +261,7 @@ FIX = Fix(
     name="triton-mla-padding",
     runner=None,
     reads=(_BACKEND, _KERNELS, _COMMON, _COMMON_BEFORE, _UTILS),
-    modules=(_BACKEND_MODULE, _COMMON_MODULE),
+    modules=(_KERNELS_MODULE, _COMMON_MODULE),
     diagnose=diagnose,
     patches=patches,
     events=(EMPTY_ROWS_GIVEN,),
@@ -243,8 +290,9 @@ ABOUT = About(
     cause="Since 0.22.0 Triton MLA decodes in full graphs, whose padded rows have length 0. The kernel divides their "
     "sum over no tokens by 0. Code that quantises activations with one scale for the whole batch, as online fp8 MoE "
     "does, then gets NaN as its scale.",
-    remedy="After the kernel, inside the graph, rows of length 0 are filled with zeros. Rows with tokens keep the "
-    "kernel's output; the log-sum-exp, which is -inf in padded rows, is left as it is.",
+    remedy="The second stage of the kernel runs inside one that leaves it out in rows of length 0 and writes zeros "
+    "there: no launch more than on stock. Rows with tokens get the kernel's output; the log-sum-exp of padded rows is "
+    "-inf, as on stock.",
     detect="Wrong output, or NaN log-probabilities, only at batch sizes between two capture sizes; with "
     "--enforce-eager both are right.",
     workaround='--compilation-config \'{"cudagraph_mode": "NONE"}\', or --enforce-eager.',

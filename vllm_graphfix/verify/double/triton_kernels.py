@@ -66,11 +66,27 @@ class Launch:
         arguments = list(self.scalars)
         for place, tensor in zip(self.places, tensors, strict=True):
             arguments[place] = Pointer.to(tensor)
-        names = self.body.__globals__  # helpers of the kernel are functions of its module
-        jitted = {name: _body(value) for name, value in names.items() if _body(value) is not value}
+        modules = _replacements(self.body)
         for program in itertools.product(*map(range, self.grid)):
-            with mock.patch.dict(names, jitted | {"tl": Language(self.grid, program)}):
+            with contextlib.ExitStack() as stack:
+                for names, replaced in modules:
+                    stack.enter_context(mock.patch.dict(names, {**replaced, "tl": Language(self.grid, program)}))
                 self.body(*arguments, **self.constants)
+
+
+def _replacements(body: Callable[..., None]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The globals of each module that *body* and the kernels it calls are of, and what stands for them there."""
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    waiting = [body]
+    while waiting:
+        names = waiting.pop().__globals__
+        if any(names is known for known, _ in found):
+            continue
+        jitted = {name: _body(value) for name, value in names.items() if _body(value) is not value}
+        found.append((names, jitted))
+        called = (jitted.get(name, names[name]) for name in names)
+        waiting += [each for each in called if inspect.isfunction(each) and "tl" in each.__globals__]
+    return found
 
 
 _launches: list[Launch] = []

@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import triton_mla
 from vllm.v1.attention.ops import triton_decode_attention
 
+from vllm_graphfix.fixes import _triton_mla_reduce
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 from vllm_graphfix.verify.measurement import Measurement
@@ -53,7 +54,7 @@ def run(*, hit: bool = True) -> Measurement:
 def cpu_triton_mla() -> Iterator[None]:
     """For the block, Triton MLA decodes on a CPU."""
     with (
-        cpu_triton_kernels(triton_decode_attention, triton_mla),
+        cpu_triton_kernels(triton_decode_attention, triton_mla, _triton_mla_reduce),
         mock.patch.object(triton_decode_attention, "_decode_grouped_att_m_fwd", first_stage_stand_in),
     ):
         yield

@@ -1,0 +1,55 @@
+"""A kernel around the second stage of Triton's MLA decode, for `triton-mla-padding`.
+
+Imported where vLLM's own kernels are, and never before. Triton reads the annotations below as they stand, so they are
+no text.
+"""
+
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.triton_decode_attention import _fwd_kernel_stage2 as _stock_reduce
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def reduce_kernel(  # type: ignore[no-untyped-def]
+    Mid_O,
+    o,
+    lse,
+    B_Seqlen,
+    stride_mid_ob,
+    stride_mid_oh,
+    stride_mid_os,
+    stride_obs,
+    stride_oh,
+    stride_lse_bs,
+    NUM_KV_SPLITS: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    Lv: tl.constexpr,
+    OUTPUT_FP16: tl.constexpr = 0,
+) -> None:
+    """One program a row and head, as vLLM launches its own: that one's work, or zeros in a row without tokens.
+
+    vLLM's kernel is compiled into this one, so nothing is launched in addition and rows with tokens get what it
+    computes. The log-sum-exp of a row without tokens is -inf, as it leaves it.
+    """
+    row, head = tl.program_id(0), tl.program_id(1)
+    if tl.load(B_Seqlen + row) > 0:
+        _stock_reduce(
+            Mid_O,
+            o,
+            lse,
+            B_Seqlen,
+            stride_mid_ob,
+            stride_mid_oh,
+            stride_mid_os,
+            stride_obs,
+            stride_oh,
+            stride_lse_bs,
+            NUM_KV_SPLITS,
+            BLOCK_DV,
+            Lv,
+            OUTPUT_FP16,
+        )
+    else:
+        values = tl.arange(0, BLOCK_DV)
+        zeros = tl.zeros([BLOCK_DV], dtype=tl.float32)
+        tl.store(o + row.to(tl.int64) * stride_obs + head * stride_oh + values, zeros, mask=values < Lv)
+        tl.store(lse + row.to(tl.int64) * stride_lse_bs + head, -float("inf"))
