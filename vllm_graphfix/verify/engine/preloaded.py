@@ -141,7 +141,7 @@ def _serve(ready: Path, alive: int) -> None:
 
 
 def _why_it_cannot_be_forked() -> str | None:
-    from vllm_graphfix import _membership
+    from vllm_graphfix import _engine_process
     from vllm_graphfix.verify.engine import device
 
     try:
@@ -151,7 +151,7 @@ def _why_it_cannot_be_forked() -> str | None:
         return f"could not import vLLM ({type(error).__name__}: {error})"
     if device.is_touched():
         return "has touched the GPU while it imported vLLM"
-    if _membership.cache_info().currsize:
+    if _engine_process.cache_info().currsize:
         return "has begun with the plugin while it imported vLLM"
     return None if _a_fork_can_use_the_gpu() else "was forked, and the fork could not use the GPU"
 
