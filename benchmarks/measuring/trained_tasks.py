@@ -2,6 +2,8 @@
 
 walk    pairs of symbols in any order, each symbol once on the left and once on the right, and where to begin:
         ``bc ab ca :a`` is to be followed by ``bcabca…``. A model has to look every pair up in what it was told.
+sort    symbols in any order, each at most once; to be followed by them in the order of ASCII, and then by dots:
+        ``c,a,b:`` by ``abc...``. At each step a model has to see all of the prompt.
 song    one character, to be followed by its own 40 notes of four, which are the same in every training: a prompt of one
         token, and at each step only what a model remembers of it says which song it is.
 """
@@ -38,3 +40,9 @@ def walk(chance: random.Random, pairs: int, length: int) -> Asked:
     chance.shuffle(told)
     again = math.ceil((length + 1) / pairs)
     return Asked("".join(told) + ":" + circle[0], "".join(circle * again)[1 : length + 1])
+
+
+def sort(chance: random.Random, count: int, length: int) -> Asked:
+    """*count* symbols, and *length* characters of an answer."""
+    told = chance.sample(SYMBOLS, count)
+    return Asked(",".join(told) + ":", "".join(sorted(told)).ljust(length, ".")[:length])
