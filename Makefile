@@ -122,7 +122,7 @@ mutation: releases  ## operators, numbers and conditions of the fixes changed on
 	$(BIN)/python tools/mutate.py $(MODULES)
 
 bench: releases  ## the numbers of docs/performance.md that need no GPU
-	@set -e; for script in $(filter-out benchmarks/capture_faults.py benchmarks/engine_cost.py benchmarks/idle_ranks.py benchmarks/shadow_check.py benchmarks/shadow_faults.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for script in $(filter-out benchmarks/capture_faults.py benchmarks/engine_cost.py benchmarks/idle_ranks.py benchmarks/shadow_check.py benchmarks/shadow_faults.py benchmarks/trained.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
 bench-engine:  ## those that need one; PYTHON is what runs vLLM there, with the plugin
 	$(PYTHON) benchmarks/engine_cost.py --out build/engine-cost --plot build/engine-cost/engine.svg

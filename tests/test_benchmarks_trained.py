@@ -57,6 +57,7 @@ def test_songs_are_the_same_everywhere_and_each_its_own() -> None:
     assert len(set(map(song, SINGERS))) == len(SINGERS)
 
 
+@pytest.mark.slow  # transformers' modules are imported
 def test_the_scan_that_is_trained_with_is_transformers_own() -> None:
     from transformers.models.mamba2 import modeling_mamba2
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from measuring import PROJECT
-from measuring.trained_tasks import SINGERS, SONG, Asked, song, sort, walk
+from measuring.trained_tasks import SINGERS, Asked, song, sort, walk
 from vllm_graphfix.verify.engine import cases as verified
 from vllm_graphfix.verify.engine.cases import Case
 from vllm_graphfix.verify.engine.job import EAGER, Job
@@ -151,16 +151,16 @@ def _exact(asked: Asked) -> Question:
     return Question(tuple(asked.prompt.encode()), asked.prompt, len(asked.answer), asked.answer)
 
 
-def _walks_in_waves(folder: Path) -> tuple[Question, ...]:
+def _in_waves(folder: Path) -> tuple[Question, ...]:
     """Of each three, one has ended before the long one's prompt is computed, and the batch is padded over its slot."""
     chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
     most = _most(folder)
-    sizes = ((2, 4), (2, most), (most, most)) * _WAVES
-    return tuple(_exact(walk(chance, pairs, length)) for pairs, length in sizes)
+    waves = [(walk(chance, 2, 4), Asked(it, song(it)), walk(chance, most, most)) for it in SINGERS[:_WAVES]]
+    return tuple(_exact(asked) for wave in waves for asked in wave)
 
 
 def _songs(folder: Path) -> tuple[Question, ...]:
-    return tuple(Question((ord(singer),), singer, SONG, song(singer)) for singer in SINGERS)
+    return tuple(_exact(Asked(singer, song(singer))) for singer in SINGERS)
 
 
 def _sorts(folder: Path) -> tuple[Question, ...]:
@@ -223,9 +223,9 @@ CASES = (
             probes=("measuring.in_waves:InWaves",),
             where_known={"mamba_ssm_cache_dtype": "float32"},
         ),
-        "trained Mamba-2, chunked prefill, a request that ends early, V1; walks",
+        "trained Mamba-2, chunked prefill, a request that ends early, V1; walks and songs",
         EXACT,
-        _walks_in_waves,
+        _in_waves,
     ),
     Trained(
         "prefill-dispatch",

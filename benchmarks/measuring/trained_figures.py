@@ -11,6 +11,9 @@ from vllm_graphfix.verify.comparison import Answer, Kind, compare, noise_between
 from vllm_graphfix.verify.engine.cases import MODES
 from vllm_graphfix.verify.engine.processes import Ended
 
+_LONGEST = 400
+"""Characters of a text in a table."""
+
 Text = Callable[[tuple[int, ...]], str]
 
 
@@ -41,7 +44,7 @@ def _mode(trained: Trained, questions: Sequence[Question], end: Ended, eager: En
         "state": " and ".join(sorted({states.get(trained.fix, "unknown") for states in end.said.states.values()})),
         "graphs": end.said.cudagraph_mode,
         "drafts": end.said.drafts,
-        "facts": end.said.facts,
+        "facts": {name: end.said.facts.get(name) for name in ("vllm", "torch", "device", "driver")},
     }
     answers = end.said.passes[0]
     if trained.kind == EXACT:
@@ -58,6 +61,7 @@ def _mode(trained: Trained, questions: Sequence[Question], end: Ended, eager: En
         noise = noise_between(*eager.said.passes) if len(eager.said.passes) > 1 else 0.0
         comparison = compare(eager.said.passes[0], answers, noise)
         found |= {
+            "sound": [len(questions) - len(comparison.of(Kind.CORRUPT)), len(questions)],
             "agreed": [comparison.agreed, comparison.tokens],
             "compared": comparison.compared,
             "distance": comparison.distance if math.isfinite(comparison.distance) else None,
@@ -130,6 +134,7 @@ _COUNTED = (
     ("answers right", "right"),
     ("characters right", "characters"),
     ("perplexity of the prompts", "perplexity"),
+    ("answers without corruption", "sound"),
     ("tokens before corruption", "agreed"),
     ("draft tokens accepted", "drafts"),
 )
@@ -140,7 +145,7 @@ def _shown(mode: Mapping[str, Any], key: str) -> str:
         return _cell(mode["error"])
     value = mode.get(key)
     if value is None:
-        return "" if key == "agreed" else "–"
+        return ""
     return f"{value[0]} of {value[1]}" if isinstance(value, (list, tuple)) else f"{value:g}"
 
 
@@ -155,4 +160,6 @@ def _of_models(result: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    return text.replace("\n", "⏎").replace("|", "\\|")
+    """In one line, and not all of a long one."""
+    short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+    return " ".join(short.split("\n")).replace("|", "\\|")
