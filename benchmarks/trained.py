@@ -186,7 +186,7 @@ class Benchmark:
     def _training(self, names: set[str]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
         """Processes that train the models *names*; none is left behind."""
         running = {}
-        path = os.pathsep.join(filter(None, [str(PACKAGE), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]))
+        path = _path(str(PACKAGE), str(BENCHMARKS))
         toy = ["--toy"] if self._options.rehearse else []
         for name in sorted(name for name in names if not self._told(name).exists()):
             asked = [name, str(self._models), "--seconds", str(self._options.train_seconds), *toy]
@@ -229,7 +229,7 @@ class Benchmark:
     def _engines(self, planned: Sequence[Planned]) -> None:
         jobs: list[Job] = []
         for trained, site in planned:
-            path = os.pathsep.join(filter(None, [str(site.folder or ""), str(BENCHMARKS)]))
+            path = _path(str(site.folder or ""), str(BENCHMARKS))
             made = trained.jobs(self._models, path, rehearse=self._options.rehearse)
             jobs += [
                 _named(job, f"{trained.name} {site.release} {mode}") for mode, job in zip(MODES, made, strict=True)
@@ -256,6 +256,11 @@ class Benchmark:
 
     def _save(self) -> None:
         (self._out / RESULT).write_text(json.dumps(self._result, indent=1))
+
+
+def _path(*first: str) -> str:
+    """What Python is to search *first*, and what it would search here."""
+    return os.pathsep.join(filter(None, [*first, os.environ.get("PYTHONPATH", "")]))
 
 
 def _together(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ RECIPES = {
             "num_key_value_heads": 4,
             "kv_lora_rank": 64,
             "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
+            "qk_rope_head_dim": 32,  # heads of 64 in all, for which a CPU has attention
             "v_head_dim": 32,
         },
         sort,
