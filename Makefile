@@ -5,6 +5,7 @@ PYTEST_WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
+NEED_A_GPU := capture_faults engine_cost idle_ranks shadow_check shadow_faults trained triton_mla_rows
 
 .PHONY: help venv releases demo test test-all lint check fix docs build install-check packages audit manifest generated release mutation bench bench-engine clean
 .DELETE_ON_ERROR:
@@ -122,7 +123,8 @@ mutation: releases  ## operators, numbers and conditions of the fixes changed on
 	$(BIN)/python tools/mutate.py $(MODULES)
 
 bench: releases  ## the numbers of docs/performance.md that need no GPU
-	@set -e; for script in $(filter-out benchmarks/capture_faults.py benchmarks/engine_cost.py benchmarks/idle_ranks.py benchmarks/shadow_check.py benchmarks/shadow_faults.py benchmarks/triton_mla_rows.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for script in $(filter-out $(NEED_A_GPU:%=benchmarks/%.py),$(wildcard benchmarks/*.py)); do \
+		echo "== $$script"; $(BIN)/python $$script; done
 
 bench-engine:  ## those that need one; PYTHON is what runs vLLM there, with the plugin
 	$(PYTHON) benchmarks/engine_cost.py --out build/engine-cost --plot build/engine-cost/engine.svg

@@ -1,0 +1,259 @@
+"""What `benchmarks/trained.py` runs: engines with models that were trained, what they are asked, and what is right."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from measuring import PROJECT
+from measuring.trained_tasks import SINGERS, Asked, song, sort, walk
+from vllm_graphfix.verify.engine import cases as verified
+from vllm_graphfix.verify.engine.cases import Case
+from vllm_graphfix.verify.engine.job import EAGER, Job
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TEXT, SCORED, EXACT = "text", "scored", "exact"
+SMOLLM2 = "smollm2"
+SEED = 11
+"""Prompts are others than those of any training."""
+ANSWER = 96
+"""Tokens of an answer in text."""
+_END = "<|im_end|>"
+_SHORT = (
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "Explain in three sentences what a prime number is.",
+    "Write a short story about a dog that finds a key.",
+)
+_LONG = (700, 1100, 1500, 1900)
+"""Characters of a licence that the other questions are about."""
+_WAVES, _CHUNK = 16, 24
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt of an engine."""
+
+    ids: tuple[int, ...]
+    prompt: str
+    tokens: int
+    """Length of the answer."""
+    right: str | None = None
+    """The answer, where there is one that is right."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A case of `verify` with a trained model in place of a random one."""
+
+    fix: str
+    case: Case
+    title: str
+    kind: str
+    """What is counted: `TEXT`, `SCORED` or `EXACT`."""
+    questions: Callable[[Path], tuple[Question, ...]]
+    """Given the folder of the model."""
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+    def asked(self, models: Path, *, rehearse: bool = False) -> tuple[Question, ...]:
+        """What the engines are asked; to *rehearse*, the least of it."""
+        asked = self.questions(models / self.case.model)
+        if not rehearse:
+            return asked
+        return tuple(replace(each, tokens=each.tokens if each.right else 16) for each in asked[:2])
+
+    def jobs(self, models: Path, path: str, *, rehearse: bool = False) -> list[Job]:
+        """Eager, stock and patched, on the vLLM that Python finds on *path*; to *rehearse*, all of them on a CPU."""
+        asked = self.asked(models, rehearse=rehearse)
+        return [
+            replace(
+                _on_a_cpu(job) if rehearse else job,
+                prompts=tuple(question.ids for question in asked),
+                max_tokens=tuple(question.tokens for question in asked),
+                environment=job.environment | {"PYTHONPATH": path} | (_CPU if rehearse else {}),
+                probes=job.probes or (("measuring.in_waves:ThenInWaves",) if job.again else ()),
+            )
+            for job in self.case.jobs(models)
+        ]
+
+
+_CPU: dict[str, str | None] = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_MLA_DISABLE": "1",  # latent attention spelled out: the same function, which a CPU has
+}
+_OF_A_GPU = ("attention_config", "block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "gpu_memory_utilization")
+
+
+def _on_a_cpu(job: Job) -> Job:
+    kept = {name: value for name, value in job.arguments.items() if name not in _OF_A_GPU}
+    smaller = {"max_model_len": 512, "max_num_batched_tokens": 512, "block_size": 16}
+    return replace(job, mode=EAGER, arguments=kept | smaller, again=0)
+
+
+class Words:
+    """The tokenizer of a folder, and its chat template."""
+
+    def __init__(self, folder: Path) -> None:
+        import jinja2
+        from tokenizers import Tokenizer
+
+        self._tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+        # S701: what is made is no page
+        self._template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(template)  # noqa: S701
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text).ids)
+
+    def chat(self, question: str) -> tuple[int, ...]:
+        messages = [{"role": "user", "content": question}]
+        return self.ids(self._template.render(messages=messages, add_generation_prompt=True))
+
+    def text(self, ids: tuple[int, ...]) -> str:
+        """Up to where the model ends its turn."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)).partition(_END)[0]
+
+
+def _licence() -> str:
+    return " ".join((PROJECT / "LICENSE").read_text().split())
+
+
+def _chats(folder: Path) -> tuple[Question, ...]:
+    words = Words(folder)
+    about = [f"Summarize this text in simple words:\n\n{_licence()[:length]}" for length in _LONG]
+    return tuple(Question(words.chat(text), text, ANSWER) for text in (*_SHORT, *about))
+
+
+def _passages(folder: Path) -> tuple[Question, ...]:
+    """Pieces of one text, one after the other, as long as graphs are large."""
+    words = Words(folder)
+    ids, begin, found = words.ids(_licence()[300:]), 0, []
+    for length, tokens in verified.LLAMA_EAGLE_SCORED.workload:
+        piece = ids[begin : begin + length]
+        found.append(Question(piece, words.text(piece), tokens))
+        begin += length
+    return tuple(found)
+
+
+def _exact(asked: Asked) -> Question:
+    return Question(tuple(asked.prompt.encode()), asked.prompt, len(asked.answer), asked.answer)
+
+
+def _in_waves(folder: Path) -> tuple[Question, ...]:
+    """Of each three, one has ended before the long one's prompt is computed, and the batch is padded over its slot."""
+    chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
+    most = _most(folder)
+    waves = [(walk(chance, 2, 4), Asked(it, song(it)), walk(chance, most, most)) for it in SINGERS[:_WAVES]]
+    return tuple(_exact(asked) for wave in waves for asked in wave)
+
+
+def _songs(folder: Path) -> tuple[Question, ...]:
+    return tuple(_exact(Asked(singer, song(singer))) for singer in SINGERS)
+
+
+def _sorts(folder: Path) -> tuple[Question, ...]:
+    chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
+    most = _most(folder)
+    return tuple(_exact(sort(chance, most - number % 8 * most // 10, most)) for number in range(32))
+
+
+def _most(folder: Path) -> int:
+    """Symbols of the longest prompt that the model was trained on."""
+    return int(json.loads((folder / "trained.json").read_text())["symbols"])
+
+
+def _with(case: Case, name: str, model: str, **changed: Any) -> Case:
+    arguments = case.arguments | changed.pop("arguments", {})
+    return replace(case, name=name, model=model, arguments=arguments, watched=False, **{"probes": (), **changed})
+
+
+_ITSELF = {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}}
+_BF16 = {"dtype": "bfloat16", "max_model_len": 1024}
+CASES = (
+    Trained(
+        "flash-mixed-schedule",
+        _with(verified.LLAMA_FULL_FLASH_V1, "chat", SMOLLM2),
+        "SmolLM2-135M-Instruct, `cudagraph_mode=FULL`, V1",
+        TEXT,
+        _chats,
+    ),
+    Trained(
+        "flash-mixed-schedule",
+        _with(verified.LLAMA_FULL_FLASH_V1, "chat-draft", SMOLLM2, draft=SMOLLM2, arguments=_ITSELF),
+        "the same with itself as draft model, three tokens",
+        TEXT,
+        _chats,
+    ),
+    Trained(
+        "prompt-logprobs",
+        _with(
+            verified.LLAMA_EAGLE_SCORED,
+            "scored",
+            SMOLLM2,
+            draft=SMOLLM2,
+            where_said=None,
+            arguments=_ITSELF,
+            # A draft model is given one token more than the target.
+            graphs=verified.LLAMA_EAGLE_SCORED.graphs | {"cudagraph_capture_sizes": [4, 8, 16, 32, 64, 128]},
+        ),
+        "SmolLM2-135M-Instruct with itself as draft model, piecewise graphs, V1; prompts are scored",
+        SCORED,
+        _passages,
+    ),
+    Trained(
+        "mamba-padding",
+        _with(
+            verified.MAMBA2,
+            "mamba2-walk",
+            "mamba2",
+            workload=(),
+            arguments=_BF16 | {"max_num_batched_tokens": _CHUNK},
+            probes=("measuring.in_waves:InWaves",),
+            where_known={"mamba_ssm_cache_dtype": "float32"},
+        ),
+        "trained Mamba-2, chunked prefill, a request that ends early, V1; walks and songs",
+        EXACT,
+        _in_waves,
+    ),
+    Trained(
+        "prefill-dispatch",
+        _with(
+            verified.MAMBA2_ONE_TOKEN,
+            "mamba2-song",
+            "mamba2",
+            workload=(),
+            arguments=_BF16,
+            where_known={"mamba_ssm_cache_dtype": "float32"},
+        ),
+        "trained Mamba-2, prompts of one token, V1; songs",
+        EXACT,
+        _songs,
+    ),
+    Trained(
+        "capture-state",
+        _with(verified.MLA, "mla-sort", "mla", workload=(), arguments=_BF16),
+        "trained MLA, FlashMLA, V2; sorting",
+        EXACT,
+        _sorts,
+    ),
+    Trained(
+        "flashmla-fp8",
+        _with(verified.MLA_FP8, "mla-fp8-sort", "mla", workload=(), arguments=_BF16),
+        "trained MLA, FlashMLA, fp8 KV cache, V1; sorting",
+        EXACT,
+        _sorts,
+    ),
+)
+"""What matters most comes first."""

