@@ -13,6 +13,7 @@ from rich.console import Console
 
 from served_models import AMPERE, EAGLE, HOPPER, answer
 from stock import ALL_RELEASES, release_root
+from update_docs import default_runner_of
 from vllm_graphfix.commands.status import status
 from vllm_graphfix.commands.status_table import show
 from vllm_graphfix.deployment import Concern, Deployment, hardware, read_deployment
@@ -66,7 +67,7 @@ def test_the_default_is_said_of_each_release(release: str) -> None:
     at = ALL_RELEASES.index
     of_some = "V1, V2 for some models" if at(release) >= at("0.22.0") else "V1"
     expected = "V2" if at(release) >= at("0.29.0") else of_some
-    assert default_runner(open_source(release_root(release))) == expected
+    assert default_runner(open_source(release_root(release))) == expected == default_runner_of(release)
 
 
 def test_a_vllm_that_chooses_otherwise_is_not_known(tmp_path: Path) -> None:
@@ -82,12 +83,49 @@ def test_a_vllm_that_chooses_otherwise_is_not_known(tmp_path: Path) -> None:
     assert default_runner(open_source(tmp_path)) == ""
 
 
-def test_a_fix_of_the_other_model_runner_is_said_to_be_one() -> None:
-    console = Console(file=io.StringIO(), width=200)
-    show(status(open_source(release_root("0.33.0")), {}), console)
+@pytest.mark.parametrize(
+    ("release", "said", "beginning"),
+    [
+        (
+            "0.33.0",
+            "4 of these 5 need a model runner or a mode that is not the default of this vLLM.",
+            {
+                "prefill-dispatch": "model runner V1 (not the default here), recurrent layers",
+                "prompt-logprobs": "model runner V1 (not the default here), speculative decoding",
+                "idle-rank": "model runner V1 (not the default here), data parallelism",
+                "triton-mla-padding": "Triton MLA, full graphs",
+                "flash-mixed-schedule": "cudagraph_mode FULL (not the default here), FlashAttention 3",
+            },
+        ),
+        (
+            "0.29.0",
+            "3 of these 7 need",
+            {
+                "prefill-dispatch": "model runner V1 (not the default here), recurrent layers",
+                "idle-rank": "data parallelism",  # V2 has it there, too
+            },
+        ),
+        ("0.28.0", "1 of these 7 needs", {"prefill-dispatch": "model runner V1, recurrent layers"}),
+        ("0.25.1", "1 of these 7 needs", {"prefill-dispatch": "recurrent layers", "idle-rank": "data parallelism"}),
+        ("0.18.1", "3 of these 10 need", {"capture-state": "model runner V2 (not the default here), full graphs"}),
+    ],
+)
+def test_what_is_not_the_default_of_a_release_is_said(release: str, said: str, beginning: dict[str, str]) -> None:
+    console = Console(file=io.StringIO(), width=400)
+    show(status(open_source(release_root(release)), {}), console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text.startswith("vLLM 0.33.0, stock release; model runner V2 by default\n")
-    assert "model runner V1 (not the default here), speculative decoding" in text
+    assert text.startswith(f"vLLM {release}, stock release; model runner {default_runner_of(release)} by default\n")
+    assert said in text
+    for name, needed in beginning.items():
+        (line,) = (line for line in text.splitlines() if line.startswith(name))
+        assert f"  {needed}" in line
+
+
+def test_an_idle_rank_of_the_newest_release_spares_the_default_model_runner() -> None:
+    line = "VLLM_USE_V2_MODEL_RUNNER={} vllm serve ./qwen3-next --data-parallel-size 2"
+    assert answer("0.33.0", "idle-rank", line.format(1))[0] is NO
+    assert answer("0.33.0", "idle-rank", line.format(0))[0] is YES
+    assert answer("0.30.0", "idle-rank", line.format(1))[0] is YES
 
 
 FACTS = [

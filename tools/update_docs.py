@@ -26,7 +26,7 @@ from fetch_vllm import ALL_RELEASES
 from vllm_graphfix import manifest
 from vllm_graphfix.commands.explain import by_default, references
 from vllm_graphfix.commands.links import thread
-from vllm_graphfix.deployment.needs import briefly, described
+from vllm_graphfix.deployment.needs import Need, briefly, described
 from vllm_graphfix.fix import Fix, Mode, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES, about
 from vllm_graphfix.fixes._about import About
@@ -64,6 +64,8 @@ NEW_PAGE = """# {0}
 """
 """The page of a fix, in the order in which an operator asks: am I hit, what do I do, how is that known, why."""
 THREAD = re.compile(r"\b(PR|issue) (\d+)\b")
+DEFAULT_RUNNERS = {"0.14.1": "V1", "0.22.0": "V1, V2 for some models", "0.29.0": "V2"}
+"""The model runner that a release takes where nobody chooses one, by the first release that does so."""
 Row = tuple[str, ...]
 TABLES: dict[str, tuple[Row, Callable[[Fix, About], Row]]] = {
     "summary": (
@@ -142,6 +144,7 @@ def updated(text: str) -> str:
             "verdicts": verdict_table,
             "variables": variables,
             "watched": watched,
+            "runners": runners,
         }
         if name in TABLES:
             made[name] = partial(a_row_for_each_fix, *TABLES[name])
@@ -203,6 +206,45 @@ def watched() -> Iterator[str]:
         )
         engine = any(case.watched for case in (trial.case, *trial.further) if case)
         yield f"| `{fix.name}` | {double} | {'watched' if engine else ''} | {trial.unwatched} |"
+
+
+def runners() -> Iterator[str]:
+    """A row for each fix of one model runner, or of a mode that no release has by default."""
+    yield "| fix | affected releases | concerned | the default there |"
+    yield "|---|---|---|---|"
+    for fix in FIXES:
+        for need in (need for need in fix.needs() if need.runners is not None or not need.usual):
+            affected = {
+                release: str(entry["shape"])
+                for entry in _entries(fix)
+                if entry["verdict"] == Verdict.AFFECTED.value
+                for release in entry["releases"]
+            }
+            of_release = {release: _concerned(need, release, shape) for release, shape in affected.items()}
+            for (concerned, usual), same in groupby(of_release, key=of_release.__getitem__):
+                yield f"| {_code(fix)} | {_span(list(same))} | {concerned} | {usual} |"
+
+
+def _concerned(need: Need, release: str, shape: str) -> tuple[str, str]:
+    """What *need* asks for on *release*, and whether nobody has to choose it there."""
+    if need.runners is None:
+        return f"`{need.text}`", "no"
+    found, default = need.runners(shape), default_runner_of(release)
+    if len(found) > 1:
+        return "model runners V1 and V2", "yes"
+    of_some = {"V1": "of most models", "V2": "of some models"}[found[0]]
+    usual = {True: "yes", False: "no"}[default == found[0]] if default in ("V1", "V2") else of_some
+    return f"model runner {found[0]}", usual
+
+
+def default_runner_of(release: str) -> str:
+    """The model runner that *release* takes where nobody chooses one; a test holds it against the releases' code."""
+    since = max(first for first in DEFAULT_RUNNERS if _numbers(first) <= _numbers(release))
+    return DEFAULT_RUNNERS[since]
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
 
 
 def variables() -> Iterator[str]:

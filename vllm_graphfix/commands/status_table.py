@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm_graphfix.commands.explain import by_default
 from vllm_graphfix.commands.links import fix_name, linked
 from vllm_graphfix.deployment import Concern
-from vllm_graphfix.deployment.needs import briefly
+from vllm_graphfix.deployment.needs import briefly_here, by_choice
 from vllm_graphfix.deployment.runner import Default
 from vllm_graphfix.fix import State, Verdict
 from vllm_graphfix.fixes import about
@@ -48,6 +48,9 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
     line(verdict(needed, len(found.rows), elsewhere=found.elsewhere), "bold")
     if asked:
         line(_sentence_on_deployment(needed), "bold")
+    elif chosen := sum(by_choice(row.fix.needs(), found.default_runner, row.diagnosis.shape) for row in needed):
+        verb = "needs" if chosen == 1 else "need"
+        line(f"{chosen} of these {len(needed)} {verb} a model runner or a mode that is not the default of this vLLM.")
     for name, value in found.misconfigured.items():
         line(f"misconfigured: {name}={value}", "bold red")
     for note in found.notes:
@@ -183,9 +186,7 @@ def _details_of(row: Row, default: Default, *, asked: bool, verbose: bool, why: 
         yours = row.answer.concern is Concern.CONCERNS
         yield row.answer.reason if yours else f"{row.answer.concern.value} {row.answer.reason}"
     else:
-        needed, runner = briefly(row.fix.needs()), f"model runner {row.fix.runner}"
-        others = row.fix.runner is not None and default in ("V1", "V2") and default != row.fix.runner
-        yield needed.replace(runner, f"{runner} (not the default here)", 1) if others else needed
+        yield briefly_here(row.fix.needs(), default, row.diagnosis.shape)
     yield from row.notes
     if why and row.would_be not in (State.ACTIVE, State.OBSERVING) and not row.notes:
         yield f"{row.would_be.value}: {row.reason}"

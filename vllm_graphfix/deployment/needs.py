@@ -8,6 +8,8 @@ from typing import NamedTuple
 from vllm_graphfix.deployment.answers import Answer, Fact, all_of
 from vllm_graphfix.deployment.facts import Deployment
 
+_NO_DEFAULT = " (not the default here)"
+
 
 class Need(NamedTuple):
     """One thing that a defect needs; it shows where all of them are met."""
@@ -22,6 +24,23 @@ class Need(NamedTuple):
     flags: tuple[str, ...] = ()
     """Flags of `vllm serve` that it asks for and the facts of a `Deployment` do not: ``--switch``, or ``--option=``
     for one with a value."""
+    runners: Callable[[str], tuple[str, ...]] | None = None
+    """Of a need for a model runner: those with the defect on code of a shape, ``V1``, ``V2`` or both."""
+    usual: bool = True
+    """False for a setting that no release has by default."""
+
+    def here(self, default: str, shape: str) -> str:
+        """What it is on code of *shape*, and whether that is the default there; empty where it spares nobody.
+
+        *default* is the model runner which that code takes if nobody chooses one; empty if that is not known.
+        """
+        if self.runners is None:
+            return self.text if self.usual else f"{self.text}{_NO_DEFAULT}"
+        runners = self.runners(shape)
+        if not runners or len(runners) > 1:
+            return "" if runners else self.text
+        other = default in ("V1", "V2") and default not in runners
+        return f"model runner {runners[0]}{_NO_DEFAULT if other else ''}"
 
 
 def unseen(text: str, detail: str = "") -> Need:
@@ -29,8 +48,21 @@ def unseen(text: str, detail: str = "") -> Need:
     return Need(text, lambda deployment, shape: None, detail)
 
 
-RUNNER_V1 = Need("model runner V1", lambda deployment, _: deployment.runner("V1"))
-RUNNER_V2 = Need("model runner V2", lambda deployment, _: deployment.runner("V2"))
+def on_runners(text: str, runners: Callable[[str], tuple[str, ...]], detail: str = "") -> Need:
+    """The need for a model runner, of which *runners* names those with the defect on code of a shape.
+
+    Where both have it, or the shape is not known, it decides nothing.
+    """
+
+    def fact(deployment: Deployment, shape: str) -> Fact | None:
+        found = runners(shape)
+        return deployment.runner(found[0]) if len(found) == 1 else None
+
+    return Need(text, fact, detail, runners=runners)
+
+
+RUNNER_V1 = on_runners("model runner V1", lambda _: ("V1",))
+RUNNER_V2 = on_runners("model runner V2", lambda _: ("V2",))
 GRAPHS = Need("CUDA graphs", lambda deployment, _: deployment.graphs())
 FULL_GRAPHS = Need(
     "full graphs", lambda deployment, _: deployment.full_graphs(), "a cudagraph_mode with FULL, as by default"
@@ -55,6 +87,16 @@ def judge(needs: Iterable[Need], deployment: Deployment, shape: str) -> Answer:
 def briefly(needs: Iterable[Need]) -> str:
     """Who is affected, for a table."""
     return ", ".join(need.text for need in needs)
+
+
+def briefly_here(needs: Iterable[Need], default: str, shape: str) -> str:
+    """Who is affected on code of *shape* whose default model runner is *default*, and what of it is no default."""
+    return ", ".join(filter(None, (need.here(default, shape) for need in needs)))
+
+
+def by_choice(needs: Iterable[Need], default: str, shape: str) -> bool:
+    """Whether one of *needs* is no default on code of *shape*: nobody has the defect who has not chosen it."""
+    return any(need.here(default, shape).endswith(_NO_DEFAULT) for need in needs)
 
 
 def described(needs: Iterable[Need]) -> str:

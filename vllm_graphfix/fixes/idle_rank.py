@@ -345,13 +345,22 @@ def patches(shape: str) -> tuple[Patch, ...]:
 
 
 def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need
 
     ranks = "more than one rank, which in practice is expert parallelism"
     return (
+        needs.on_runners("from 0.31.0 on model runner V1", _runners),
         Need("data parallelism", lambda deployment, _: deployment.data_parallel(), ranks),
         Need("from 0.20.0 on recurrent layers or speculative decoding", _has_states_or_drafts),
     )
+
+
+def _runners(shape: str) -> tuple[str, ...]:
+    """The model runners of which a step leaves something, on code of *shape*."""
+    if not shape:
+        return ()
+    return ("V1", "V2") if _part_of_v2(shape) else ("V1",)
 
 
 def _has_states_or_drafts(deployment: Deployment, shape: str) -> Fact | None:

@@ -13,7 +13,6 @@ from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunct
 from vllm_graphfix.fixes._about import About
 
 if TYPE_CHECKING:
-    from vllm_graphfix.deployment import Deployment, Fact
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
@@ -367,15 +366,15 @@ def needs() -> tuple[Need, ...]:
 
     layers = "Mamba, gated delta nets, linear attention, short convolutions"
     return (
-        Need("model runner V1, in 0.23.0 - 0.27.1 V2 too", _on_the_runner),
+        needs.on_runners("model runner V1, in 0.23.0 - 0.27.1 V2 too", _runners),
         Need("recurrent layers", lambda deployment, _: deployment.recurrent(), layers),
         needs.FULL_GRAPHS,
     )
 
 
-def _on_the_runner(deployment: Deployment, shape: str) -> Fact | None:
-    # Both runners have it in the shapes that say so, and where the shape is not known.
-    return None if shape in ("", _BOTH) else deployment.runner("V1" if shape == _V1 else "V2")
+def _runners(shape: str) -> tuple[str, ...]:
+    """The model runners that have the defect on code of *shape*."""
+    return {_V1: ("V1",), _V2: ("V2",), _BOTH: ("V1", "V2")}.get(shape, ())
 
 
 FIX = Fix(
