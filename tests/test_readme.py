@@ -20,6 +20,7 @@ from vllm_graphfix import manifest
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.fix import Fix, Mode
 from vllm_graphfix.fixes import BY_NAME, FIXES, about
+from vllm_graphfix.fixes._about import NEWEST
 from vllm_graphfix.settings import environment
 
 PROJECT = Path(__file__).parent.parent
@@ -79,6 +80,7 @@ def test_the_readme_is_read_in_a_few_minutes() -> None:
 def test_the_readme_counts_the_fixes_and_names_the_releases() -> None:
     text = " ".join(re.sub("<!--.*?-->", "", README.read_text()).split())
     assert f"{len(FIXES)} CUDA-graph defects of stock vLLM {ALL_RELEASES[0]} to {ALL_RELEASES[-1]}" in text
+    assert ALL_RELEASES[-1] == NEWEST
     assert f"{sum(fix.default is Mode.OBSERVE for fix in FIXES)} of them, which no GPU" in text
 
 

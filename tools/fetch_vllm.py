@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="a release, like 0.18.1")
-    parser.add_argument("--all", action="store_true", help=f"{ALL_RELEASES[0]} to {ALL_RELEASES[-1]}, 29 releases")
+    parser.add_argument("--all", action="store_true", help=f"{ALL_RELEASES[0]} to {ALL_RELEASES[-1]}")
     parser.add_argument("--into", type=Path, metavar="DIR", help="default: $GRAPHFIX_RELEASES, else the user's cache")
     parser.add_argument("--keep-wheel", action="store_true", help="keep the wheel file, too, in DIR")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="downloads at a time (default: 2)")
