@@ -65,19 +65,19 @@ class Change(NamedTuple):
     def other_verdict(self) -> bool:
         return bool(self.verdict != self.before["verdict"])
 
-    def row(self) -> str:
-        """What there is to look at."""
-        if self.other_verdict:
-            where = f" ({self.after['where']})" if self.after["where"] else ""
-            return f"`{self.fix}` was `{self.before['verdict']}`, is `{self.verdict}`: {self.after['reason']}{where}"
-        functions = self.before["evidence"].items() ^ self.after["evidence"].items()
-        names = sorted({place.partition("::")[2] for place, _ in functions})
-        return f"`{self.fix}` is `{self.verdict}` as before, by other code: {', '.join(f'`{name}`' for name in names)}"
+    def functions(self) -> list[str]:
+        """What changed of that which the verdict rests on."""
+        changed = self.before["evidence"].items() ^ self.after["evidence"].items()
+        return [f"`{name}`" for name in sorted({place.partition("::")[2] for place, _ in changed})]
 
-    def difference(self, version: str, previous: str) -> str:
-        """A command that shows what became of the file."""
-        path = (self.after["where"] or self.before["where"] or "").partition(":")[0]
-        return shlex.join(["diff", "-u", *(str(release(each) / path) for each in (previous, version))])
+    def rows(self, version: str, previous: str) -> Iterator[str]:
+        """What there is to look at, and a command that shows what became of the file."""
+        where = self.after["where"] or self.before["where"]
+        told = f"- `{self.fix}` was `{self.before['verdict']}`, is `{self.verdict}`: {self.after['reason']}"
+        yield f"{told} ({where})" if where else told
+        if where:
+            files = (str(release(each) / where.partition(":")[0]) for each in (previous, version))
+            yield f"  `{shlex.join(['diff', '-u', *files])}`"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -185,7 +185,7 @@ def changed(version: str, root: Path, previous: str) -> list[Change]:
         before = next(each for each in entries[name] if previous in each["releases"])
         if (after["verdict"], after["evidence"]) != (before["verdict"], before["evidence"]):
             found.append(Change(name, before, after))
-    return sorted(found, key=lambda each: not each.other_verdict)
+    return found
 
 
 def not_recognised(unknown: Sequence[Change], version: str, previous: str) -> Iterator[str]:
@@ -193,29 +193,32 @@ def not_recognised(unknown: Sequence[Change], version: str, previous: str) -> It
     yield "Until they do, the plugin leaves that code alone there, and `status` says so. Look at each:"
     yield ""
     for each in unknown:
-        yield f"- {each.row()}"
-        yield f"  `{each.difference(version, previous)}`"
+        yield from each.rows(version, previous)
     yield ""
-    yield "Upstream's remedy in another form: teach `diagnose()` of that fix the form, narrowly. The defect in a new form:"
-    yield "a new shape, with patches and a scenario (docs/adding-a-release.md). Then, again,"
+    yield "Upstream's remedy in another form: teach `diagnose()` of that fix the form, narrowly. The defect in another"
+    yield "form: a new shape, with patches and a scenario (docs/adding-a-release.md). Then, again,"
     yield f"`make new-release VERSION={version}`."
     yield ""
 
 
 def to_look_at(changes: Sequence[Change], version: str, previous: str) -> Iterator[str]:
-    if changes:
-        yield f"To look at before it is committed, against {previous}:"
+    others = [each for each in changes if each.other_verdict]
+    if others:
+        yield f"Judged otherwise than {previous}; to be read before it is committed:"
         yield ""
-    for each in changes:
-        yield f"- {each.row()}"
-        yield f"  `{each.difference(version, previous)}`"
-        if each.other_verdict:
-            module = f"vllm_graphfix/fixes/{each.fix.replace('-', '_')}.py"
-            yield f"  `releases`, `absent` and `removable` in {module} have to say so; then tools/update_docs.py."
-    yield "" if changes else f"Every verdict and the code that it rests on are those of {previous}."
+    for each in others:
+        yield from each.rows(version, previous)
+        module = f"vllm_graphfix/fixes/{each.fix.replace('-', '_')}.py"
+        yield f"  `releases`, `absent` and `removable` in {module} have to say so; then tools/update_docs.py."
+    yield "" if others else f"Every verdict is that of {previous}."
+    if same := [each for each in changes if not each.other_verdict]:
+        yield "The same verdict, by code that changed and was recognised by its structure:"
+        yield ""
+        yield from (f"- `{each.fix}`, `{each.verdict}`: {', '.join(each.functions())}" for each in same)
+        yield ""
     by_hand = list(named_by_hand(previous)) if order(version) > order(ALL_RELEASES[-1]) else []
     if by_hand:
-        yield f"Said of {previous} as the last one, by hand; it holds up to there until somebody looks:"
+        yield f"Said by hand of {previous} as the last one; it holds up to there until somebody looks:"
         yield ""
         yield from (f"- {line}" for line in by_hand)
         yield ""
