@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import make_manifest
-from fetch_vllm import ALL_RELEASES, RELEASE_WHEELS, FetchError, release
+from fetch_vllm import ALL_RELEASES, RELEASE_WHEELS, FetchError, release, wheel
 from make_manifest import order
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Verdict
@@ -120,7 +120,7 @@ def add(version: str, report: list[str], options: argparse.Namespace) -> int:
     if version in releases or not before:
         raise NewReleaseError(f"{version} is known already, no stock release, or older than {releases[0]}")
     times = Times()
-    root = release(version)
+    root = release(version, keep_wheel=not options.no_archive)
     times.end("fetched")
     changes = changed(version, root, before[-1])
     times.end("judged")
@@ -141,6 +141,9 @@ def add(version: str, report: list[str], options: argparse.Namespace) -> int:
     if not options.no_archive:
         folder = ARCHIVES / version
         run("pack_gpu.py", version, "--out", str(folder), *options.pack)
+        kept = wheel(version)
+        if kept:
+            kept.unlink()  # the archive has it
         times.end("packed")
         report += [f"`{folder.relative_to(PROJECT)}` is for a GPU machine; its README says what to run there:", ""]
         report += [*(f"    {line}".rstrip() for line in (folder / "README").read_text().splitlines()), ""]

@@ -37,6 +37,12 @@ from fetch_vllm import PLATFORMS, cache_folder
 
 PROJECT = Path(__file__).parent.parent
 UNPACK = Path(__file__).with_name("unpack_gpu.sh")
+REPEATED = {
+    "as-it-is": "packages that are not packed, whatever version the machine has",
+    "bring": "packages that are packed in any case",
+    "leave-out": "paths in wheels that are not packed, such as '*_vllm_fa2_C*', FlashAttention 2",
+    "find-links": "folders of wheels that pip looks at, too",
+}
 README = """vLLM {version} and vllm-graphfix for Python {python} on x86-64 Linux, {size:.0f} MB.
 On the GPU machine, with this folder:
 
@@ -143,17 +149,7 @@ class Resolved:
             return
         for wanted in missing:
             self.wheels.pop(wanted.name, Path("none")).unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-input"]
-        command += ["--disable-pip-version-check", "--implementation=cp", f"--python-version={self._target.python}"]
-        command += [f"--platform={tag}" for tag in PLATFORMS] + [f"--find-links={each}" for each in self._find_links]
-        command += [f"--dest={self._folder}", *(each.asked_of_pip() for each in missing)]
-        # pip collects a wheel in the temporary folder first, which may be a small memory file system.
-        with tempfile.TemporaryDirectory(dir=self._folder.parent) as temporary:
-            environment = os.environ | {"TMPDIR": temporary}
-            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-            raise PackError("pip has no wheel for that machine:\n" + "\n".join(errors or done.stderr.splitlines()[-3:]))
+        download([each.asked_of_pip() for each in missing], self._folder, self._target.python, self._find_links)
         self.wheels |= {_named(wheel)[0]: wheel for wheel in self._folder.glob("*.whl")}
 
     def _requirements(self, name: NormalizedName, wheel: Path) -> Iterator[Requirement]:
@@ -166,6 +162,21 @@ class Resolved:
             marker, environment = requirement.marker, self._target.environment()
             if marker is None or any(marker.evaluate(environment | {"extra": extra}) for extra in extras):
                 yield requirement
+
+
+def download(asked: Sequence[str], folder: Path, python: str, find_links: Sequence[str]) -> None:
+    """Wheels for that machine, without what they ask for. Raises `PackError`."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--implementation=cp", f"--python-version={python}"]
+    command += [f"--platform={tag}" for tag in PLATFORMS] + [f"--find-links={each}" for each in find_links]
+    # pip collects a wheel in the temporary folder first, which may be a small memory file system.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        environment = os.environ | {"TMPDIR": temporary}
+        command += [f"--dest={folder}", *asked]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise PackError("pip has no wheel for that machine:\n" + "\n".join(errors or done.stderr.splitlines()[-3:]))
 
 
 def _named(wheel: Path) -> tuple[NormalizedName, Version]:
@@ -229,17 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="made anew")
     parser.add_argument("--python", default="3.12", metavar="X.Y", help="the machine's (default: %(default)s)")
     parser.add_argument("--machine", type=Path, metavar="FREEZE", help="what `pip list --format=freeze` prints there")
-    parser.add_argument(
-        "--as-it-is", action="append", default=[], metavar="PATTERN", help="packages that are not packed"
-    )
-    parser.add_argument(
-        "--bring", action="append", default=[], metavar="PATTERN", help="packages that are, in any case"
-    )
-    parser.add_argument("--leave-out", action="append", default=[], metavar="PATTERN", help="paths in wheels")
     parser.add_argument("--part-size", type=int, metavar="MB", help="cut the archive into parts of at most that")
-    parser.add_argument(
-        "--find-links", action="append", default=[], metavar="DIR", help="wheels that pip looks at, too"
-    )
+    for name, text in REPEATED.items():
+        parser.add_argument(f"--{name}", action="append", default=[], metavar="PATTERN", help=text)
     parser.add_argument("--plugin", type=Path, metavar="WHEEL", help="default: built from this tree")
     options = parser.parse_args(arguments)
     there = {}
@@ -247,6 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if found := re.fullmatch(r"([\w.-]+)==(\S+)", line):
             there[canonicalize_name(found[1])] = Version(found[2])
     target = Target(options.python, there, options.as_it_is, options.bring)
+    if options.out.exists() and any(options.out.iterdir()) and not (options.out / "SHA256SUMS").exists():
+        parser.error(f"{options.out} holds something else than an archive")
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
     try:
