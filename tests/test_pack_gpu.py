@@ -126,7 +126,7 @@ def test_a_missing_wheel_is_named(packed: Pack, stand_ins: Path, capsys: pytest.
     packed(code=1, pip=True)
     error = capsys.readouterr().err
     assert error.startswith("pack_gpu: pip has no wheel for that machine:\nERROR: ")
-    assert "vllm==9.9.9" in error
+    assert "requirement vllm" in error
 
 
 def test_parts_are_of_at_most_that_size_and_make_the_whole(tmp_path: Path) -> None:

@@ -245,7 +245,8 @@ def fragment(version: str) -> str:
         for each in of
         if version in each["releases"] and each["verdict"] == "affected"
     ]
-    text = f"vLLM {version} is known; it has the defects that {', '.join(needed)} put right."
+    has = f"the defects that {', '.join(needed)} put right" if needed else "none of the defects"
+    text = f"vLLM {version} is known; it has {has}."
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
