@@ -130,7 +130,8 @@ class Resolved:
             for requirement in more:
                 self._want(requirement)
             followed |= more
-            self._fetch([wanted for name, wanted in self._wanted.items() if self._lacks(name, wanted)])
+            if missing := [wanted for name, wanted in self._wanted.items() if self._lacks(name, wanted)]:
+                self._fetch(missing)
             asked = {each for name, wheel in self.wheels.items() for each in self._requirements(name, wheel)} | asked
 
     def _want(self, requirement: Requirement) -> None:
@@ -140,13 +141,10 @@ class Resolved:
         self._wanted[name] = Wanted(name, specifiers, before.extras | requirement.extras)
 
     def _lacks(self, name: NormalizedName, wanted: Wanted) -> bool:
-        if self._target.has(wanted):
-            return False
-        return name not in self.wheels or not wanted.allows(_named(self.wheels[name])[1])
+        wheel = self.wheels.get(name)
+        return not self._target.has(wanted) and not (wheel and wanted.allows(_named(wheel)[1]))
 
     def _fetch(self, missing: Sequence[Wanted]) -> None:
-        if not missing:
-            return
         for wanted in missing:
             self.wheels.pop(wanted.name, Path("none")).unlink(missing_ok=True)
         download([each.asked_of_pip() for each in missing], self._folder, self._target.python, self._find_links)
@@ -189,8 +187,8 @@ class Parts:
     def __init__(self, folder: Path, size: int | None) -> None:
         self._folder, self._size = folder, size
         self.digests: dict[str, Any] = {}
-        self._file: IO[bytes] | None = None
         self.written = 0
+        self._file: IO[bytes] | None = None
 
     def write(self, data: bytes) -> int:
         rest = memoryview(data)
@@ -201,10 +199,10 @@ class Parts:
                 name = f"wheels.tar.{len(self.digests):03}" if self._size else "wheels.tar"
                 self.digests[name] = hashlib.sha256()
                 self._file = (self._folder / name).open("wb")
-            self._file.write(rest[:room])
-            list(self.digests.values())[-1].update(rest[:room])
-            self.written += len(rest[:room])
-            rest = rest[room:]
+            piece, rest = rest[:room], rest[room:]
+            self._file.write(piece)
+            list(self.digests.values())[-1].update(piece)
+            self.written += len(piece)
         return len(data)
 
     def close(self) -> None:
@@ -265,8 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def pack(options: argparse.Namespace, target: Target) -> str:
     """Writes the archive; returns what its README says."""
     with tempfile.TemporaryDirectory(dir=options.out) as temporary:
-        wheels = Path(temporary, "wheels")
-        wheels.mkdir()
+        (wheels := Path(temporary, "wheels")).mkdir()
         resolved = Resolved(target, wheels, [str(cache_folder()), *options.find_links])
         resolved.add(options.plugin or built(Path(temporary, "plugin")))
         resolved.resolve(f"vllm=={options.version}")
@@ -279,16 +276,13 @@ def pack(options: argparse.Namespace, target: Target) -> str:
         stream.close()
     sums = "".join(f"{digest.hexdigest()}  {name}\n" for name, digest in stream.digests.items())
     (options.out / "SHA256SUMS").write_text(sums)
-    script = UNPACK.read_text().replace("@PYTHON@", options.python)
-    (options.out / "unpack.sh").write_text(script.replace("@NUMBERS@", options.python.replace(".", ", ")))
-    text = README.format(
-        version=options.version,
-        python=options.python,
-        size=stream.written / 1e6,
-        packed=", ".join(sorted(f"{name} {version}" for name, version in map(_named, resolved.wheels.values()))),
-        there=", ".join(resolved.there()) or "nothing",
-        left_out=", ".join(left_out) or "nothing",
-    )
+    (options.out / "unpack.sh").write_text(UNPACK.read_text().replace("@PYTHON@", options.python))
+    said = {
+        "packed": ", ".join(sorted(f"{name} {version}" for name, version in map(_named, resolved.wheels.values()))),
+        "there": ", ".join(resolved.there()) or "nothing",
+        "left_out": ", ".join(left_out) or "nothing",
+    }
+    text = README.format(version=options.version, python=options.python, size=stream.written / 1e6, **said)
     (options.out / "README").write_text(text)
     return text
 
@@ -296,8 +290,7 @@ def pack(options: argparse.Namespace, target: Target) -> str:
 def built(folder: Path) -> Path:
     """The wheel of this tree, made from its sdist, so that nothing of an older build gets into it."""
     command = [sys.executable, "-m", "build", "--outdir", str(folder), str(PROJECT)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+    if (done := subprocess.run(command, capture_output=True, text=True, check=False)).returncode:
         raise PackError(f"this tree's wheel cannot be built:\n{done.stderr[-600:]}")
     return next(folder.glob("*.whl"))
 

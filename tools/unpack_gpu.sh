@@ -3,7 +3,7 @@
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
-"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (@NUMBERS@))' ||
+"$python" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "@PYTHON@")' ||
     { echo 'Python @PYTHON@ is needed: PYTHON=python@PYTHON@ sh unpack.sh FOLDER' >&2; exit 2; }
 (cd "$here" && sha256sum --check --quiet SHA256SUMS)
 "$python" -m venv --without-pip --system-site-packages "$1"
