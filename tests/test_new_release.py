@@ -31,6 +31,7 @@ class Tree(NamedTuple):
     fetch: Path
     about: Path
     called: list[tuple[str, ...]]
+    failing: list[str]
 
     def written(self) -> list[str]:
         return [self.fetch.read_text(), self.about.read_text()]
@@ -38,13 +39,13 @@ class Tree(NamedTuple):
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
-    here = Tree(tmp_path / "fetch_vllm.py", tmp_path / "_about.py", [])
+    here = Tree(tmp_path / "fetch_vllm.py", tmp_path / "_about.py", [], [])
     shutil.copy(new_release.FETCH, here.fetch)
     shutil.copy(new_release.ABOUT, here.about)
 
     def run(tool: str, *arguments: str, check: bool = True) -> int:
         here.called.append((tool, *arguments))
-        return 0
+        return int(tool in here.failing)
 
     names = {"FETCH": here.fetch, "ABOUT": here.about, "FRAGMENTS": tmp_path, "run": run}
     for name, value in (names | {"REPORT": tmp_path / "build" / "report.md"}).items():
@@ -148,3 +149,15 @@ def test_the_archive_is_packed_with_the_options_and_its_readme_said(
     assert "    sh unpack.sh there\n" in new_release.REPORT.read_text()
     assert not wheel.exists()
     assert fetch_vllm.wheel(NEXT) is None
+
+
+def test_what_was_not_proven_or_packed_is_said_and_the_release_stays_added(tree: Tree, tmp_path: Path) -> None:
+    edited((tmp_path / "cache" / NEWEST).resolve(), tmp_path / "cache" / NEXT, {})
+    wheel = write_wheel(tmp_path / "cache", {}, "vllm", NEXT, "cp38-abi3-manylinux_2_31_x86_64")
+    tree.failing.extend(["record_evidence.py", "pack_gpu.py"])
+    assert new_release.main([NEXT, "--pack", "--python", "3.13"]) == 1
+    report = new_release.REPORT.read_text()
+    assert "The CPU double did not prove every fix" in report
+    assert f"`python tools/pack_gpu.py {NEXT} --out {new_release.ARCHIVES / NEXT} --python 3.13`" in report
+    assert new_release.read_releases()[-1] == NEXT
+    assert wheel.exists()

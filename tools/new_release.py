@@ -138,17 +138,23 @@ def add(version: str, report: list[str], options: argparse.Namespace) -> int:
     report += to_look_at(changes, version, before[-1])
     if not proven:
         report += ["The CPU double did not prove every fix: what it said is above.", ""]
-    if not options.no_archive:
-        folder = ARCHIVES / version
-        run("pack_gpu.py", version, "--out", str(folder), *options.pack)
-        kept = wheel(version)
-        if kept:
-            kept.unlink()  # the archive has it
-        times.end("packed")
-        report += [f"`{folder.relative_to(PROJECT)}` is for a GPU machine; its README says what to run there:", ""]
-        report += [*(f"    {line}".rstrip() for line in (folder / "README").read_text().splitlines()), ""]
+    packed = options.no_archive or pack(version, options.pack, report)
+    times.end("packed")
     report += [f"{version} {times}.", "", "Next: `make test`; then commit.", ""]
-    return 0 if proven else 1
+    return 0 if proven and packed else 1
+
+
+def pack(version: str, options: Sequence[str], report: list[str]) -> bool:
+    """Whether there is an archive; *report* is continued."""
+    command = ["pack_gpu.py", version, "--out", str(ARCHIVES / version), *options]
+    if run(*command, check=False):
+        report += ["Not packed: what was missing is above. Again:", f"`python tools/{shlex.join(command)}`", ""]
+        return False
+    if kept := wheel(version):
+        kept.unlink()  # the archive has it
+    said = (ARCHIVES / version / "README").read_text()
+    report += [f"For a GPU machine, `{ARCHIVES / version}`:", "", textwrap.indent(said, "    "), ""]
+    return True
 
 
 class Times:
