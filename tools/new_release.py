@@ -139,7 +139,8 @@ def add(version: str, report: list[str], options: argparse.Namespace) -> int:
     if not proven:
         report += ["The CPU double did not prove every fix: what it said is above.", ""]
     packed = options.no_archive or pack(version, options.pack, report)
-    times.end("packed")
+    if not options.no_archive:
+        times.end("packed")
     report += [f"{version} {times}.", "", "Next: `make test`; then commit.", ""]
     return 0 if proven and packed else 1
 
