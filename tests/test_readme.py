@@ -20,6 +20,7 @@ from vllm_graphfix import manifest
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.fix import Fix, Mode
 from vllm_graphfix.fixes import BY_NAME, FIXES, about
+from vllm_graphfix.fixes._about import NEWEST
 from vllm_graphfix.settings import environment
 
 PROJECT = Path(__file__).parent.parent
@@ -79,6 +80,7 @@ def test_the_readme_is_read_in_a_few_minutes() -> None:
 def test_the_readme_counts_the_fixes_and_names_the_releases() -> None:
     text = " ".join(re.sub("<!--.*?-->", "", README.read_text()).split())
     assert f"{len(FIXES)} CUDA-graph defects of stock vLLM {ALL_RELEASES[0]} to {ALL_RELEASES[-1]}" in text
+    assert ALL_RELEASES[-1] == NEWEST
     assert f"{sum(fix.default is Mode.OBSERVE for fix in FIXES)} of them, which no GPU" in text
 
 
@@ -138,11 +140,17 @@ def test_what_the_double_has_shown_is_recorded_for_every_affected_release(fix: F
 
 
 def test_what_is_recorded_anew_replaces_its_rows_alone() -> None:
-    found = record_evidence.Found("sums", "1 of 2 numbers wrong", "all 2 equal to eager", proven=True)
+    found = record_evidence.Found("sums", "1 of 2 numbers wrong", "all 2 equal to eager")
     rows = record_evidence.table_rows({"0.17.0": None, "0.17.1": found, "0.18.0": found, "0.18.1": None})
     made = record_evidence.with_rows("a\n<!-- recorded: cpu double -->\nold\n<!-- end -->\nb\n", rows)
     row = "| 0.17.1 – 0.18.0 | sums | 1 of 2 numbers wrong | all 2 equal to eager |\n"
     assert made == f"a\n<!-- recorded: cpu double -->\n{record_evidence.HEAD}{row}<!-- end -->\nb\n"
+
+
+@pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
+def test_what_is_recorded_of_other_releases_stays(fix: Fix) -> None:
+    page = update_docs.FIXES_PAGES[fix.name].read_text()
+    assert record_evidence.with_rows(page, record_evidence.table_rows(record_evidence.recorded(page))) == page
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))

@@ -51,14 +51,17 @@ def test_workflows_are_pinned_ask_for_little_and_have_no_known_hole() -> None:
     checked("zizmor", "--offline", "--no-progress", "--quiet", "--strict-collection", ".github")
 
 
-def test_the_right_to_publish_is_one_job_s() -> None:
+def test_the_right_to_publish_is_one_job_s_and_that_to_propose_another_s() -> None:
     asking = {
         f"{workflow.stem}.{name}": job["permissions"]
         for workflow in WORKFLOWS
         for name, job in jobs(workflow).items()
         if "permissions" in job
     }
-    assert asking == {"publish.publish": {"id-token": "write", "attestations": "write", "contents": "read"}}
+    assert asking == {
+        "publish.publish": {"id-token": "write", "attestations": "write", "contents": "read"},
+        "new-release.propose": {"contents": "write", "pull-requests": "write"},
+    }
     assert all(yaml.safe_load(workflow.read_text())["permissions"] == {"contents": "read"} for workflow in WORKFLOWS)
 
 
@@ -68,7 +71,7 @@ def test_workflows_run_what_ci_runs() -> None:
         for path in WORKFLOWS
         for job in jobs(path).values()
         for step in job.get("steps", ())
-        if "run" in step
+        if "run" in step and path.stem != "new-release"
     ]
     made = {word for run in runs if run.startswith("make ") for word in run.split()[1:] if "=" not in word}
     targets = re.search(r"for target in (.+); do", (PROJECT / ".ci" / "run").read_text())
@@ -97,3 +100,45 @@ def test_hooks_run_what_make_lint_runs() -> None:
         [word for word in shlex.split(hook["entry"]) if word != "--force-exclude"] for hook in repository["hooks"]
     ]
     assert entries == [[word for word in shlex.split(line) if word != "."] for line in recipe("lint")]
+
+
+def test_a_new_release_is_proposed_once(tmp_path: Path) -> None:
+    """The steps around `make new-release`, with git as it is and a stand-in for GitHub's own command."""
+    steps = [step for job in jobs(PROJECT / ".github/workflows/new-release.yml").values() for step in job["steps"]]
+    made, *others = [step["run"] for step in steps if "run" in step]
+    assert made == "make new-release ARCHIVE=no"
+    assert recipe("new-release")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gh").write_text('#!/bin/sh\necho "$@" >> "$HOME/asked"\n')
+    (tmp_path / "bin" / "gh").chmod(0o755)
+    environment = {
+        "HOME": str(tmp_path),
+        "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
+        "GITHUB_OUTPUT": str(tmp_path / "output"),
+        "GITHUB_STEP_SUMMARY": str(tmp_path / "summary"),
+    }
+
+    def run(script: str, folder: Path) -> None:
+        subprocess.run(["/bin/bash", "-ec", script], cwd=folder, check=True, env=environment, capture_output=True)
+
+    add = tmp_path / "add"
+    author = "-c user.name=a -c user.email=a@b"
+    run(f"git init -q -b main add; cd add; echo /build/ > .gitignore; git add .; git {author} commit -qm a", tmp_path)
+    run("git clone -q --bare add origin.git; git clone -q origin.git propose; git clone -q origin.git again", tmp_path)
+    (add / "build").mkdir()
+    (add / "build" / "new-release.md").write_text("## vLLM 99.0.0\n\n`x`; $(touch here)\n\n## vLLM 99.1.0\n")
+    run(others[1], add)
+    assert not (tmp_path / "output").exists(), "nothing was written"
+    (add / "vllm-99.0.0.added.md").write_text("new\n")
+    for script in others[:2]:
+        run(script, add)
+    assert (tmp_path / "output").read_text() == "changed=true\n"
+    assert (tmp_path / "summary").read_text() == (add / "build" / "new-release.md").read_text()
+    for clone in ("propose", "again"):
+        run(f"mkdir {clone}/build; cp add/build/new-release.* {clone}/build", tmp_path)
+        run(others[2], tmp_path / clone)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    branch = "new-release-99.0.0-99.1.0"
+    request = f"pr create --head {branch} --title vLLM 99.0.0-99.1.0 --body-file build/new-release.md"
+    assert asked == ["auth setup-git", request, "auth setup-git"]
+    run(f"git -C origin.git show {branch}:vllm-99.0.0.added.md", tmp_path)

@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 ALL_RELEASES = tuple(
-    "0.14.1 0.15.0 0.15.1 0.16.0 0.17.0 0.17.1 0.18.0 0.18.1 0.19.0 0.19.1 0.20.0 0.20.1 0.20.2 0.21.0 0.22.0 0.22.1 "
-    "0.23.0 0.24.0 0.25.0 0.25.1 0.26.0 0.27.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0".split()
+    "0.14.1 0.15.0 0.15.1 0.16.0 0.17.0 0.17.1 0.18.0 0.18.1 0.19.0 0.19.1 0.20.0 0.20.1 0.20.2 0.21.0 0.22.0 "
+    "0.22.1 0.23.0 0.24.0 0.25.0 0.25.1 0.26.0 0.27.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0".split()
 )
 
 # The tag differs by release, and pip takes a wheel only if its tag is named.
@@ -65,7 +65,7 @@ def release(
         return tree
     with only_one_fetches(version, cache) as staging:
         if not _is_complete(version, cache, keep_wheel=keep_wheel):  # else another process did it while we waited
-            downloaded = download("vllm", version, staging, progress or _no_progress, _RELEASE_WHEELS)
+            downloaded = download("vllm", version, staging, progress or _no_progress, RELEASE_WHEELS)
             if not tree.is_dir():
                 unpack(downloaded, staging / "tree", progress or _no_progress)
                 (staging / "tree").rename(tree)
@@ -132,7 +132,7 @@ def only_one_fetches(version: str, cache: Path) -> Iterator[Path]:
             shutil.rmtree(staging, ignore_errors=True)
 
 
-_RELEASE_WHEELS = ("--implementation", "cp", "--python-version", "3.12", *(f"--platform={tag}" for tag in PLATFORMS))
+RELEASE_WHEELS = ("--implementation", "cp", "--python-version", "3.12", *(f"--platform={tag}" for tag in PLATFORMS))
 """Not those for this machine: their Python is all that is kept."""
 
 
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="a release, like 0.18.1")
-    parser.add_argument("--all", action="store_true", help=f"{ALL_RELEASES[0]} to {ALL_RELEASES[-1]}, 29 releases")
+    parser.add_argument("--all", action="store_true", help=f"{ALL_RELEASES[0]} to {ALL_RELEASES[-1]}")
     parser.add_argument("--into", type=Path, metavar="DIR", help="default: $GRAPHFIX_RELEASES, else the user's cache")
     parser.add_argument("--keep-wheel", action="store_true", help="keep the wheel file, too, in DIR")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="downloads at a time (default: 2)")

@@ -27,11 +27,12 @@ class JudgeError(Exception):
     """A diagnosis is wrong; the message names the fix, the release and the line."""
 
 
-def _order(version: str) -> tuple[int, ...]:
+def order(version: str) -> tuple[int, ...]:
+    """What releases are sorted by."""
     return tuple(map(int, version.split(".")))
 
 
-def _looked_at(version: str, root: Path) -> dict[str, Any]:
+def look_at(version: str, root: Path) -> dict[str, Any]:
     """Digest of every file that a fix reads, and the verdict of every fix, of one release."""
     source = open_source(root)
     files = {path: source.digest(path) or "absent" for fix in FIXES for path in fix.reads}
@@ -87,12 +88,12 @@ def _merged(looked_at: dict[str, dict[str, Any]], kept: dict[str, Any] | None) -
                 same["releases"].append(version)
     for entries in fixes.values():
         for entry in entries:
-            entry["releases"].sort(key=_order)
-        entries.sort(key=lambda entry: _order(entry["releases"][0]))
+            entry["releases"].sort(key=order)
+        entries.sort(key=lambda entry: order(entry["releases"][0]))
     return {
         "schema": manifest.SCHEMA,
         "files": {
-            path: {digest: " ".join(sorted(versions, key=_order)) for digest, versions in sorted(digests.items())}
+            path: {digest: " ".join(sorted(versions, key=order)) for digest, versions in sorted(digests.items())}
             for path, digests in sorted(files.items())
         },
         "fixes": fixes,
@@ -103,7 +104,7 @@ def make(versions: list[str], root: Path | None = None, *, afresh: bool = False)
     """Looks at *versions* and writes the manifest; what it says of other releases stays unless it is made *afresh*."""
     looked_at = {}
     for version in versions:
-        looked_at[version] = _looked_at(version, root / version if root else release(version))
+        looked_at[version] = look_at(version, root / version if root else release(version))
         found = looked_at[version]["fixes"]
         print(f"{version:8}", " ".join(f"{name}={entry['verdict']}" for name, entry in found.items()))
     kept = json.loads(manifest.PATH.read_text()) if manifest.PATH.exists() and not afresh else None

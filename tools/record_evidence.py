@@ -2,10 +2,10 @@
 
 The page of a fix has a row for each outcome.
 
-    python tools/record_evidence.py [FIX...] [--workers N]
+    python tools/record_evidence.py [FIX...] [--release VERSION...] [--workers N]
 
-Ten minutes on two cores. With names only the pages of these fixes are recorded anew. Exit code 1 if something was not
-proven.
+Ten minutes on two cores. With names only the pages of these fixes are recorded anew; with releases what the pages say
+of the others stays. Exit code 1 if something was not proven.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Found(NamedTuple):
     compared: str
     stock: str
     patched: str
-    proven: bool
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("fixes", nargs="*", metavar="FIX", help="default: all")
+    parser.add_argument("--release", nargs="+", choices=ALL_RELEASES, metavar="VERSION", default=ALL_RELEASES)
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     known = [fix.name for fix in FIXES]
@@ -52,20 +52,21 @@ def main() -> int:
         parser.error(f"no fix is named {', '.join(unknown)}")
     wanted = arguments.fixes or known
     with ThreadPoolExecutor(arguments.workers) as pool:
-        found = dict(zip(ALL_RELEASES, pool.map(lambda version: verified(version, wanted), ALL_RELEASES), strict=True))
+        ran = pool.map(lambda version: verified(version, wanted), arguments.release)
+        found = dict(zip(arguments.release, ran, strict=True))
     for name in wanted:
         page = PAGES / f"{name}.md"
         if not PART.search(text := page.read_text()):
             raise SystemExit(f"{page}: no part `recorded: cpu double`")
-        rows = table_rows({version: each.get(name) for version, each in found.items()})
+        rows = table_rows(recorded(text) | {version: outcomes.get(name) for version, (outcomes, _) in found.items()})
         page.write_text(with_rows(text, rows))
-    outcomes = [each for by_fix in found.values() for each in by_fix.values()]
-    print(f"{len(outcomes)} pairs of a fix and a release, {sum(each.proven for each in outcomes)} proven")
-    return 0 if all(each.proven for each in outcomes) else 1
+    proofs = [proof for _, proofs in found.values() for proof in proofs]
+    print(f"{len(proofs)} pairs of a fix and a release, {sum(proofs)} proven")
+    return 0 if all(proofs) else 1
 
 
-def verified(version: str, fixes: Sequence[str]) -> dict[str, Found]:
-    """What is found for those of *fixes* that *version* is affected by."""
+def verified(version: str, fixes: Sequence[str]) -> tuple[dict[str, Found], list[bool]]:
+    """What is found for those of *fixes* that *version* is affected by, and whether each was proven."""
     command = [sys.executable, "-m", "vllm_graphfix", "verify", *fixes, "--device", "cpu", "--json"]
     environment = {name: value for name, value in os.environ.items() if "GRAPHFIX" not in name}
     done = subprocess.run(
@@ -74,11 +75,12 @@ def verified(version: str, fixes: Sequence[str]) -> dict[str, Found]:
     if not done.stdout:
         raise SystemExit(f"vLLM {version}: {done.stderr}")
     print(f"vLLM {version}: exit code {done.returncode}", file=sys.stderr)
-    return {each["name"]: _found(each) for each in json.loads(done.stdout)["fixes"] if each["diagnosis"] == "affected"}
+    rows = [row for row in json.loads(done.stdout)["fixes"] if row["diagnosis"] == "affected"]
+    return {row["name"]: _found(row) for row in rows}, [row["outcome"] == "proven" for row in rows]
 
 
 def _found(row: dict[str, Any]) -> Found:
-    return Found(row["numbers"] or "", _told(row, "stock"), _told(row, "patched"), row["outcome"] == "proven")
+    return Found(row["numbers"] or "", _told(row, "stock"), _told(row, "patched"))
 
 
 def _told(row: dict[str, Any], run: str) -> str:
@@ -89,6 +91,18 @@ def _told(row: dict[str, Any], run: str) -> str:
     eager, other = (tuple(float("nan") if x is None else x for x in row[name] or ()) for name in ("eager", run))
     wrong = differing(eager, other)
     return f"{wrong} of {len(eager)} numbers wrong" if wrong else f"all {len(eager)} equal to eager"
+
+
+def recorded(page: str) -> dict[str, Found | None]:
+    """What *page* has of every release."""
+    found: dict[str, Found | None] = dict.fromkeys(ALL_RELEASES)
+    part = PART.search(page)
+    for line in part[0].splitlines()[2:] if part else ():
+        span, *cells = re.split(r"(?<!\\) \| ", line.removeprefix("| ").removesuffix(" |"))
+        first, _, last = span.partition(" – ")
+        of = ALL_RELEASES[ALL_RELEASES.index(first) : ALL_RELEASES.index(last or first) + 1]
+        found |= dict.fromkeys(of, Found(*cells))
+    return found
 
 
 def with_rows(page: str, rows: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ from vllm_graphfix.commands.links import thread
 from vllm_graphfix.deployment.needs import Need, briefly, described
 from vllm_graphfix.fix import Fix, Mode, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES, about
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.fixes._about import NEWEST, About
 from vllm_graphfix.shadow.process import DRAFTER
 from vllm_graphfix.shadow.runners import RUNNERS
 from vllm_graphfix.verify.trial import trial_of
@@ -161,6 +161,7 @@ def updated(text: str) -> str:
 
     numbers = {"fixes": len(FIXES), "observed": sum(fix.default is Mode.OBSERVE for fix in FIXES)}
     text = re.sub(r"(<!-- number of (\w+) -->)\d+", lambda found: f"{found[1]}{numbers.get(found[2], found[2])}", text)
+    text = re.sub(r"(<!-- newest release -->)[\d.]*\d", rf"\g<1>{NEWEST}", text)
     return re.sub(r"<!-- generated: (\S+) -->\n.*?<!-- end -->", generate, text, flags=re.DOTALL)
 
 

@@ -17,7 +17,7 @@ _FILES = (
     "vllm/entrypoints/cli/serve.py",
     "vllm/utils/argparse_utils.py",
 )
-"""Where the releases from 0.14.1 to 0.33.0 have them; none has all of these files."""
+"""Where the releases from 0.14.1 on have them; none has all of these files."""
 _FLAG = re.compile(r"--?[A-Za-z][A-Za-z0-9_-]*")
 _OF_EACH = frozenset({"--tensor-parallel-size", "--headless"})
 """One of the engine's flags and one of the server's: where one is not found, they stand somewhere else, and nothing is

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from vllm_graphfix.fix import Ground
 
+NEWEST = "0.33.0"
+"""The newest stock release that was looked at. The record of a fix that it needs goes up to this, not to its number."""
+
 RESTS_ON: dict[Ground, str] = {
     "answers": "an engine on a GPU gave wrong answers, or none, and right ones with the fix",
     "memory": "an engine on a GPU wrote to memory that belongs to others, and with the fix did not",

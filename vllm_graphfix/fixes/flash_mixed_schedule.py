@@ -11,7 +11,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.fixes._about import NEWEST, About
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -225,7 +225,7 @@ ABOUT = About(
     pr=None,
     references=("https://github.com/pytorch/torchtitan/issues/3668",),
     summary="with cudagraph_mode FULL, the schedule of FlashAttention 3 is made for the kernel in the graph",
-    releases="0.14.1 - 0.33.0; no stock release up to 0.33.0 has a remedy",
+    releases=f"0.14.1 - {NEWEST}; no stock release up to {NEWEST} has a remedy",
     seen="garbage; on model runner V2 for prompts that are answered next to others",
     first_test="`-cc.cudagraph_mode=FULL_DECODE_ONLY`: gone?",
     symptom="With cudagraph_mode FULL, which is no default, models on FlashAttention 3 (Hopper) answer with garbage: "
@@ -240,7 +240,7 @@ ABOUT = About(
     "--enforce-eager.",
     workaround='--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\'; or FULL_AND_PIECEWISE, which is '
     "the default, where vLLM does not make FULL of it.",
-    removable="not yet: no release up to 0.33.0 has a remedy",
+    removable=f"not yet: no release up to {NEWEST} has a remedy",
     in_caches="entries of prompts and of generated tokens: what a layer puts into the cache is computed from the wrong "
     "attention of the one before",
     how_sure="follows from the code; the wrong answers were shown",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.fixes._about import NEWEST, About
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
@@ -396,7 +396,7 @@ ABOUT = About(
     pr=39444,
     references=("PR 34866", "PR 37728", "PR 49757", "PR 56734"),
     summary="an idle rank writes to no cache block",
-    releases="0.14.1 - 0.33.0",
+    releases=f"0.14.1 - {NEWEST}",
     seen="garbage or NaN after a pause, or wrong hits in the prefix cache",
     first_test="bursts with pauses, on one rank and on several",
     symptom="With data parallelism, on ranks that were idle for a while, answers turn to garbage or NaN, or a prompt "

@@ -9,7 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.fixes._about import NEWEST, About
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
@@ -210,7 +210,7 @@ ABOUT = About(
     references=("issue 34865",),
     summary="each group of Mamba-2 layers reads the block indices of its own batch",
     releases="0.14.1 - 0.16.0",
-    absent="0.32.0 - 0.33.0",
+    absent=f"0.32.0 - {NEWEST}",
     seen="garbage or NaN for prompts longer than a block, and wrong states in the prefix cache",
     first_test="without `--enable-prefix-caching`: gone?",
     symptom="With prefix caching, Mamba-2 hybrids such as Nemotron-H answer long prompts with garbage or NaN under "

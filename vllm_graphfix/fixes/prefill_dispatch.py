@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.fixes._about import NEWEST, About
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -398,7 +398,7 @@ ABOUT = About(
     pr=53059,
     references=("PR 47123", "PR 39945", "issue 49918", "issue 53051", "issue 57720"),
     summary="a prefill never replays a decode graph of a recurrent model",
-    releases="0.14.1 - 0.33.0",
+    releases=f"0.14.1 - {NEWEST}",
     seen="garbage for one-token prompts or one-token remainders of prompts, different each time",
     first_test="`--enforce-eager`: the same answer each time?",
     symptom="If a prompt, or what is left of one, is exactly one token long (with speculative decoding: one token "
@@ -415,7 +415,7 @@ ABOUT = About(
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager. With gated delta nets '
     "and MTP drafts PIECEWISE is reported to end in an illegal memory access of its own (PR 46324, open): take the "
     "latter.",
-    removable="not yet: no release up to 0.33.0 has the remedy for model runner V1",
+    removable=f"not yet: no release up to {NEWEST} has the remedy for model runner V1",
     in_caches="wrong recurrent states of one-token prompts and one-token remainders, and of other requests of the same "
     "batch; in hybrids wrong keys and values computed on them, also of the tokens that follow",
     how_sure="that other requests are affected was shown; which states a store keeps depends on the prefix cache's "

@@ -10,7 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.fixes._about import NEWEST, About
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -243,7 +243,7 @@ ABOUT = About(
     pr=53520,
     references=("issue 53488",),
     summary="with a draft model, prompt_logprobs are the target's",
-    releases="0.14.1 - 0.33.0; no stock release up to 0.33.0 has a remedy",
+    releases=f"0.14.1 - {NEWEST}; no stock release up to {NEWEST} has a remedy",
     seen="wrong `prompt_logprobs` of short prompts; generated tokens are right",
     first_test="the same prompt above and below the largest capture size",
     symptom="With Eagle, MTP or a draft model, prompt_logprobs of prompts up to the largest capture size are silently "

@@ -7,7 +7,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.fixes._about import NEWEST, About
 from vllm_graphfix.log import logger
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ ABOUT = About(
     pr=None,
     references=("issue 57017", "PR 57094", "PR 42885"),
     summary="padded rows of Triton MLA are zeros, not NaN",
-    releases="0.22.0 - 0.33.0",
+    releases=f"0.22.0 - {NEWEST}",
     seen="NaN in all answers of a batch, at sizes between two capture sizes",
     first_test="`--enforce-eager`: gone?",
     symptom="NaN logits for every request of a batch whose size lies between two capture sizes (issue 57017: "
@@ -296,7 +296,7 @@ ABOUT = About(
     detect="Wrong output, or NaN log-probabilities, only at batch sizes between two capture sizes; with "
     "--enforce-eager both are right.",
     workaround='--compilation-config \'{"cudagraph_mode": "NONE"}\', or --enforce-eager.',
-    removable="not yet: no release up to 0.33.0 has a remedy",
+    removable=f"not yet: no release up to {NEWEST} has a remedy",
     in_caches="NaN in entries of generated tokens of whole batches, if the NaN of a padded row reached real rows "
     "(online fp8 with one scale, mixture of experts); otherwise nothing",
     how_sure="the kernel's NaN was shown; that it spreads was shown for one model",

@@ -1,4 +1,4 @@
-"""Model runner V2: full graphs of a drafter, Eagle or MTP, which its speculator replays (0.19.0 - 0.33.0).
+"""Model runner V2: full graphs of a drafter, Eagle or MTP, which its speculator replays (from 0.19.0 on).
 
 Such a graph takes no arguments and returns nothing: it reads and writes tensors that the speculator keeps, and the
 draft layers' cache. It ends in draft tokens, sampled with random numbers that follow from seed and position, so that a

@@ -1,4 +1,4 @@
-"""Model runner V1: full graphs of the target model (0.18.0 - 0.33.0).
+"""Model runner V1: full graphs of the target model (from 0.18.0 on).
 
 `CUDAGraphWrapper` in mode FULL captures and replays them. A drafter of V1 has piecewise graphs only. A wrapper of such
 pieces is left alone, as is everything where nothing is checked.

@@ -1,4 +1,4 @@
-"""Model runner V2: full graphs of the target model (0.18.0 - 0.33.0).
+"""Model runner V2: full graphs of the target model (from 0.18.0 on).
 
 `ModelCudaGraphManager.run_fullgraph` replays them.
 

@@ -1,6 +1,6 @@
 """The parts of vLLM's model runners that the shadow check looks at where a full graph is replayed.
 
-Those are V1's of 0.15.0 - 0.33.0, and V2's of 0.18.0 on.
+Those are V1's of 0.15.0 on, and V2's of 0.18.0 on.
 """
 
 from __future__ import annotations

@@ -1,0 +1,269 @@
+"""Adds a new release of vLLM: what can be done without a GPU, and what is to be run on one.
+
+    python tools/new_release.py [VERSION…] [--no-archive] [--report FILE] [--pack OPTION…]
+
+Fetches the release, judges it by its code and compares the verdicts with those of the release before it; then adds it
+to `ALL_RELEASES`, to `NEWEST`, to the manifest and the tables, runs the CPU double on it and records that, and writes
+an archive for a GPU machine without network (tools/pack_gpu.py, which gets the OPTIONs). Without a VERSION: every
+release of the configured index that is newer than the newest known. Exit code 1: something could not be fetched, judged
+or proven. Exit code 3: the code has a shape that nobody has looked at; nothing is written then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import make_manifest
+from fetch_vllm import ALL_RELEASES, RELEASE_WHEELS, FetchError, release, wheel
+from make_manifest import order
+from vllm_graphfix import manifest
+from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.source.files import SourceError
+
+TOOLS = Path(__file__).parent
+PROJECT = TOOLS.parent
+FETCH = TOOLS / "fetch_vllm.py"
+ABOUT = PROJECT / "vllm_graphfix" / "fixes" / "_about.py"
+ARCHIVES = PROJECT / "build" / "gpu"
+FRAGMENTS = PROJECT / "changelog.d"
+REPORT = PROJECT / "build" / "new-release.md"
+_RELEASES = re.compile(r'(?<=^ALL_RELEASES = tuple\(\n)[\d. "\n]+(?=\.split\(\)\n\))', re.MULTILINE)
+_STOCK = re.compile(r"\d+\.\d+\.\d+")
+_NEWEST = re.compile(r'(?<=^NEWEST = ")[\d.]+', re.MULTILINE)
+_MADE = re.compile(r"<!-- (?:generated|recorded): .*?<!-- end -->", re.DOTALL)
+_UNRECOGNISED = Verdict.UNRECOGNISED.value
+
+
+class NewReleaseError(Exception):
+    """The release is not added; the message says why."""
+
+
+class Change(NamedTuple):
+    """A fix that is not judged as on the release before, or by other code."""
+
+    fix: str
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+    @property
+    def verdict(self) -> str:
+        verdict: str = self.after["verdict"]
+        return verdict
+
+    @property
+    def other_verdict(self) -> bool:
+        return bool(self.verdict != self.before["verdict"])
+
+    def functions(self) -> list[str]:
+        """What changed of that which the verdict rests on."""
+        changed = self.before["evidence"].items() ^ self.after["evidence"].items()
+        return [f"`{name}`" for name in sorted({place.partition("::")[2] for place, _ in changed})]
+
+    def rows(self, version: str, previous: str) -> Iterator[str]:
+        """What there is to look at, and a command that shows what became of the file."""
+        where = self.after["where"] or self.before["where"]
+        told = f"- `{self.fix}` was `{self.before['verdict']}`, is `{self.verdict}`: {self.after['reason']}"
+        yield f"{told} ({where})" if where else told
+        if where:
+            files = (str(release(each) / where.partition(":")[0]) for each in (previous, version))
+            yield f"  `{shlex.join(['diff', '-u', *files])}`"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help="such as 0.34.0; default: all that are newer")
+    parser.add_argument("--no-archive", action="store_true", help="no archive for a GPU machine")
+    parser.add_argument("--pack", nargs=argparse.REMAINDER, default=[], help="all that follows is for pack_gpu.py")
+    options = parser.parse_args(arguments)
+    report: list[str] = []
+    try:
+        versions = options.versions or newer()
+        code = next(filter(None, (add(each, report, options) for each in versions)), 0)
+    except (NewReleaseError, FetchError, SourceError, make_manifest.JudgeError) as error:
+        report.append(f"Not added: {error}")
+        code = 1
+    if not report:
+        report.append(f"No release is newer than {read_releases()[-1]}.")
+    text = "\n".join(report).rstrip() + "\n"
+    print(f"\n{text}", end="")
+    REPORT.parent.mkdir(exist_ok=True)
+    REPORT.write_text(text)
+    return code
+
+
+def newer() -> list[str]:
+    """Releases of the configured index after the newest known one, oldest first."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "vllm", "--json", "--only-binary=:all:"]
+    done = subprocess.run([*command, *RELEASE_WHEELS], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NewReleaseError(f"the index does not say which releases there are:\n{done.stderr.strip()}")
+    offered = [each for each in json.loads(done.stdout)["versions"] if _STOCK.fullmatch(each)]
+    return sorted((each for each in offered if order(each) > order(read_releases()[-1])), key=order)
+
+
+def add(version: str, report: list[str], options: argparse.Namespace) -> int:
+    """The exit code; *report* is continued."""
+    releases = read_releases()
+    before = [each for each in releases if _STOCK.fullmatch(version) and order(each) < order(version)]
+    if version in releases or not before:
+        raise NewReleaseError(f"{version} is known already, no stock release, or older than {releases[0]}")
+    times = Times()
+    root = release(version, keep_wheel=not options.no_archive)
+    times.end("fetched")
+    changes = changed(version, root, before[-1])
+    times.end("judged")
+    report += [f"## vLLM {version}", ""]
+    if unknown := [each for each in changes if each.verdict == _UNRECOGNISED]:
+        report += not_recognised(unknown, version, before[-1])
+        return 3
+    write_releases([*releases, version])
+    run("make_manifest.py", version)
+    run("update_docs.py")
+    (FRAGMENTS / f"vllm-{version}.added.md").write_text(fragment(version))
+    times.end("written")
+    proven = not run("record_evidence.py", "--release", version, check=False)
+    times.end("run on the CPU double")
+    report += to_look_at(changes, version, before[-1])
+    if not proven:
+        report += ["The CPU double did not prove every fix: what it said is above.", ""]
+    packed = options.no_archive or pack(version, options.pack, report)
+    if not options.no_archive:
+        times.end("packed")
+    report += [f"{version} {times}.", "", "Next: `make test`; then commit.", ""]
+    return 0 if proven and packed else 1
+
+
+def pack(version: str, options: Sequence[str], report: list[str]) -> bool:
+    """Whether there is an archive; *report* is continued."""
+    command = ["pack_gpu.py", version, "--out", str(ARCHIVES / version), *options]
+    if run(*command, check=False):
+        report += ["Not packed: what was missing is above. Again:", f"`python tools/{shlex.join(command)}`", ""]
+        return False
+    if kept := wheel(version):
+        kept.unlink()  # the archive has it
+    said = (ARCHIVES / version / "README").read_text()
+    report += [f"For a GPU machine, `{ARCHIVES / version}`:", "", textwrap.indent(said, "    "), ""]
+    return True
+
+
+class Times:
+    """How long each part took."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._parts: list[str] = []
+
+    def end(self, part: str) -> None:
+        now = time.monotonic()
+        self._parts.append(f"{part} in {now - self._started:.0f} s")
+        self._started = now
+
+    def __str__(self) -> str:
+        return ", ".join(self._parts)
+
+
+def read_releases() -> list[str]:
+    return re.findall(r"[\d.]+", "".join(_RELEASES.findall(FETCH.read_text())))
+
+
+def write_releases(versions: Sequence[str]) -> None:
+    """Where the releases, and the newest of them, are written by hand."""
+    in_order = sorted(versions, key=order)
+    lines = textwrap.wrap(" ".join(in_order), 106)
+    literal = "\n".join(f'    "{line}{" " if line is not lines[-1] else ""}"' for line in lines)
+    FETCH.write_text(_RELEASES.sub(lambda _: literal, FETCH.read_text()))
+    ABOUT.write_text(_NEWEST.sub(in_order[-1], ABOUT.read_text()))
+
+
+def changed(version: str, root: Path, previous: str) -> list[Change]:
+    """What is judged otherwise than on the release before, or by other code."""
+    entries = json.loads(manifest.PATH.read_text())["fixes"]
+    found = []
+    for name, after in make_manifest.look_at(version, root)["fixes"].items():
+        before = next(each for each in entries[name] if previous in each["releases"])
+        if (after["verdict"], after["evidence"]) != (before["verdict"], before["evidence"]):
+            found.append(Change(name, before, after))
+    return found
+
+
+def not_recognised(unknown: Sequence[Change], version: str, previous: str) -> Iterator[str]:
+    yield f"**Not added**: {len(unknown)} of {len(FIXES)} fixes do not know its code. Nothing was written."
+    yield "Until they do, the plugin leaves that code alone there, and `status` says so. Look at each:"
+    yield ""
+    for each in unknown:
+        yield from each.rows(version, previous)
+    yield ""
+    yield "Upstream's remedy in another form: teach `diagnose()` of that fix the form, narrowly. The defect in another"
+    yield "form: a new shape, with patches and a scenario (docs/adding-a-release.md). Then, again,"
+    yield f"`make new-release VERSION={version}`."
+    yield ""
+
+
+def to_look_at(changes: Sequence[Change], version: str, previous: str) -> Iterator[str]:
+    others = [each for each in changes if each.other_verdict]
+    if others:
+        yield f"Judged otherwise than {previous}; to be read before it is committed:"
+        yield ""
+    for each in others:
+        yield from each.rows(version, previous)
+        module = f"vllm_graphfix/fixes/{each.fix.replace('-', '_')}.py"
+        yield f"  `releases`, `absent` and `removable` in {module} have to say so; then tools/update_docs.py."
+    yield "" if others else f"Every verdict is that of {previous}."
+    if same := [each for each in changes if not each.other_verdict]:
+        yield "The same verdict, by code that changed and was recognised by its structure:"
+        yield ""
+        yield from (f"- `{each.fix}`, `{each.verdict}`: {', '.join(each.functions())}" for each in same)
+        yield ""
+    by_hand = list(named_by_hand(previous)) if order(version) > order(ALL_RELEASES[-1]) else []
+    if by_hand:
+        yield f"Said by hand of {previous} as the last one; it holds up to there until somebody looks:"
+        yield ""
+        yield from (f"- {line}" for line in by_hand)
+        yield ""
+
+
+def named_by_hand(previous: str) -> Iterator[str]:
+    """Lines of pages, outside what is made by tools, that name *previous* as the end of a span."""
+    for page in sorted((PROJECT / "docs").rglob("*.md")):
+        text = _MADE.sub(lambda found: "\n" * found[0].count("\n"), page.read_text())
+        for number, line in enumerate(text.splitlines(), 1):
+            if re.search(rf"(?:\bto|–|-) v?{re.escape(previous)}\b", line):
+                yield f"{page.relative_to(PROJECT)}:{number}: {textwrap.shorten(line.strip(), 90, placeholder='…')}"
+
+
+def fragment(version: str) -> str:
+    """What the changelog says."""
+    entries = json.loads(manifest.PATH.read_text())["fixes"].items()
+    needed = [
+        f"`{name}`"
+        for name, of in entries
+        for each in of
+        if version in each["releases"] and each["verdict"] == "affected"
+    ]
+    has = f"the defects that {', '.join(needed)} put right" if needed else "none of the defects"
+    text = f"vLLM {version} is known; it has {has}."
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def run(tool: str, *arguments: str, check: bool = True) -> int:
+    """Another tool, in a process of its own, which reads the files that were written; its exit code."""
+    done = subprocess.run([sys.executable, str(TOOLS / tool), *arguments], cwd=PROJECT, check=False)
+    if check and done.returncode:
+        raise NewReleaseError(f"{tool} ended with exit code {done.returncode}")
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
