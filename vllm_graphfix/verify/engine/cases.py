@@ -220,17 +220,6 @@ MLA_TRITON = Case(
     probes=("empty-rows",),
     padded=True,
 )
-# One scale a batch for what the experts are given: by it, what a padded row leaves reaches the others. Nothing else is
-# in fp8, since other kernels make numbers of a NaN.
-MLA_TRITON_FP8 = replace(
-    MLA_TRITON,
-    name="mla-triton-fp8",
-    model="mla-moe",
-    arguments=MLA_TRITON.arguments | {"quantization": "online", "quantization_config": {"moe": "fp8_per_tensor"}},
-    where_known={"moe_backend": "triton"},
-    probes=(),
-    compiles=True,
-)
 MLA_MTP = Case(
     name="mla-mtp",
     model="mla-mtp",

@@ -68,16 +68,6 @@ SPARSE_MTP: Config = MLA_MTP | {
     "index_n_heads": 64,
     "index_head_dim": 128,
 }
-MLA_MOE: Config = MLA | {
-    "first_k_dense_replace": 0,  # all layers are of experts
-    "num_experts_per_tok": 4,  # all of them: a tie in the choice of experts would look like corruption
-    "routed_scaling_factor": 0.5,
-    "norm_topk_prob": False,
-    "outlier": 1024.0,
-}
-"""What the experts are given has one channel far above the others, as trained models have them. vLLM's fp8 kernel drops
-a NaN when it looks for the batch's largest value, and then takes NaN for that value: without such a channel, a row of
-them is a row like any other."""
 MAMBA2: Config = _COMMON | {
     "architectures": ["Mamba2ForCausalLM"],
     "model_type": "mamba2",
@@ -232,26 +222,6 @@ def _mla(config: Config) -> Shapes:
     for layer in range(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)):
         prefix = f"model.layers.{layer}"
         shapes |= _mlp(prefix, config) | attention(prefix, config)
-    return shapes
-
-
-def _mla_moe(config: Config) -> Shapes:
-    shapes = _embeddings(config)
-    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        experts = ("shared_experts", *(f"experts.{number}" for number in range(config["n_routed_experts"])))
-        shapes |= _latent_attention(prefix, config) | {
-            f"{prefix}.input_layernorm.weight": (hidden,),
-            f"{prefix}.post_attention_layernorm.weight": (hidden,),
-            f"{prefix}.mlp.gate.weight": (config["n_routed_experts"], hidden),
-        }
-        for expert in experts:
-            shapes |= {
-                f"{prefix}.mlp.{expert}.gate_proj.weight": (inner, hidden),
-                f"{prefix}.mlp.{expert}.up_proj.weight": (inner, hidden),
-                f"{prefix}.mlp.{expert}.down_proj.weight": (hidden, inner),
-            }
     return shapes
 
 
@@ -430,7 +400,6 @@ def _eagle(config: Config) -> Shapes:
 
 MODELS: dict[str, tuple[Config, Callable[[Config], Shapes]]] = {
     "mla": (MLA, _mla),
-    "mla-moe": (MLA_MOE, _mla_moe),
     "mla-mtp": (MLA_MTP, _mla_mtp),
     "sparse-mtp": (SPARSE_MTP, _mla_mtp),
     "mamba2": (MAMBA2, _mamba2),
@@ -454,19 +423,8 @@ def write(name: str, folder: Path) -> Path:
     (made / "config.json").write_text(json.dumps(config, indent=2))
     tied = config["tie_word_embeddings"]
     tensors = {tensor: _values(tensor, shape, tied).to(torch.bfloat16) for tensor, shape in shapes(config).items()}
-    if "outlier" in config:
-        _raise_a_channel(tensors, config["outlier"])
     save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
     return made
-
-
-def _raise_a_channel(tensors: dict[str, torch.Tensor], factor: float) -> None:
-    """Makes the first channel of what the experts are given larger by *factor*, and what they make of it no larger."""
-    for name, tensor in tensors.items():
-        if name.endswith("post_attention_layernorm.weight"):
-            tensor[0] *= factor
-        elif ".mlp." in name and "down_proj" not in name:
-            tensor[:, 0] /= factor
 
 
 def _values(name: str, shape: tuple[int, ...], tied: bool) -> torch.Tensor:
