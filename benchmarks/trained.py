@@ -40,8 +40,9 @@ from vllm_graphfix.source.files import SourceError, open_source
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES
+from vllm_graphfix.verify.engine.device import PACKAGE
 from vllm_graphfix.verify.engine.job import Job
-from vllm_graphfix.verify.engine.processes import PACKAGE, Engines, terminated_like_interrupted
+from vllm_graphfix.verify.engine.processes import Engines, terminated_like_interrupted
 
 SCHEMA = 1
 RESULT = "result.json"

@@ -244,7 +244,7 @@ def ended(mode: str, texts: tuple[str, ...], error: str | None = None, logprob: 
         Answer(tuple(text.encode()), tuple({token: logprob, 0: -9.0} for token in text.encode())) for text in texts
     )
     states = {"0": {"mamba-padding": "active" if mode == "patched" else "off"}}
-    said = Said((answers,), states, {}, (3, 4), {}, 1.0, "FULL")
+    said = Said((answers,), states, {}, (3, 4), {}, 1.0, cudagraph_mode="FULL")
     return Ended(Job(mode, EAGER), None if error else said, error, Path("log"), 2.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ _LONGEST = 400
 """Characters of a text in a table."""
 
 Text = Callable[[tuple[int, ...]], str]
+
+_LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 def figures(trained: Trained, questions: Sequence[Question], ended: Mapping[str, Ended], text: Text) -> dict[str, Any]:
@@ -79,14 +82,17 @@ def _generated(question: Question, end: Ended, number: int) -> tuple[int, ...]:
 
 
 def _perplexity(questions: Sequence[Question], answers: Sequence[Answer]) -> float | None:
-    """What the model makes of the prompts' own tokens: e to the power of their mean negative log-probability."""
+    """What the model makes of the prompts' own tokens: e to the power of their mean negative log-probability.
+
+    None where that is no number, or none that a float holds: corrupt log-probabilities may be as low as that.
+    """
     found = [
         -answer.top[position][token]
         for question, answer in zip(questions, answers, strict=True)
         for position, token in enumerate(answer.tokens[: len(question.ids) - 1])
     ]
     mean = sum(found) / len(found)
-    return round(math.exp(mean), 2) if math.isfinite(mean) else None
+    return round(math.exp(mean), 2) if math.isfinite(mean) and mean < _LARGEST_EXPONENT else None
 
 
 def pair(run: Mapping[str, Any]) -> dict[str, Any] | None:
