@@ -128,7 +128,11 @@ class Stock:
 
 def keeps_its_graph_on_v1(backend: Any, length: int, rows: list[Row]) -> bool:
     config = scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, length)
-    runner = scenario.DispatchV1(config, layers(_recurrent()), backend=backend).runner
+    return _dispatched(scenario.DispatchV1(config, layers(_recurrent()), backend=backend).runner, length, rows)
+
+
+def _dispatched(runner: Any, length: int, rows: list[Row]) -> bool:
+    """Whether model runner V1 has a full graph for *rows*."""
     batch = runner.input_batch
     for column, values in (
         (batch.num_prompt_tokens, [row.prompt for row in rows]),
@@ -190,3 +194,44 @@ def test_a_step_loses_its_graph_just_where_the_builder_takes_a_row_for_a_prefill
         if kept != right or (AS_DECODE.count == before) != right:
             differing.append((step, "right" if right else "wrong", "kept" if kept else "taken"))
     assert not differing
+
+
+def taken(*backends: Any, rows: list[Row], length: int = 1) -> bool:
+    """Whether the fix takes a step's graph, in a model with layers of all *backends*."""
+    groups = layers(*(_recurrent() for _ in backends))
+    runner = scenario.DispatchV1(
+        scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, length), groups, backend=backends[0]
+    ).runner
+    for (group,), backend in zip(runner.attn_groups, backends, strict=True):
+        group.backend = backend
+    return not _dispatched(runner, length, rows)
+
+
+def backend_of(builder: type) -> Any:
+    return type("Backend", (), {"get_builder_cls": staticmethod(lambda: builder)})
+
+
+def builder_of(layer: str) -> Any:
+    module, name = BACKENDS[layer]
+    return getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), name).get_builder_cls()
+
+
+def test_of_a_builder_that_decides_itself_nothing_is_assumed() -> None:
+    linear = builder_of("linear")
+    own = type("Own", (linear,), {"build": lambda self, *_: None})
+    tail = [kinds(1)["tail with a state"]]
+    assert not taken(backend_of(linear), rows=tail)
+    assert taken(backend_of(own), rows=tail)
+
+
+def test_a_builder_that_only_adds_to_vllms_is_taken_for_it() -> None:
+    adds = type("Adds", (builder_of("linear"),), {"update_block_table": lambda self, *_: None})
+    assert not taken(backend_of(adds), rows=[kinds(1)["first prompt"]])
+
+
+def test_one_group_whose_builder_sees_a_prefill_is_enough() -> None:
+    linear, unknown = backend_of(builder_of("linear")), backend_of(type("Unknown", (), {}))
+    rows = [kinds(1)["first prompt"]]
+    assert not taken(linear, linear, rows=rows)
+    assert taken(linear, unknown, rows=rows)
+    assert taken(unknown, linear, rows=rows)
