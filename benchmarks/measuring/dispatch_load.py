@@ -2,8 +2,9 @@
 
     python dispatch_load.py DESCRIPTOR
 
-As `engine_worker.py`, but for what is asked: ``{"prompts": …, "tokens": …, "meanwhile": …}``, the prompts' token ids,
-how many tokens each answer has, and prompts that decode before the others come. The answer is what `_run` returns.
+As `engine_worker.py`, but for what is asked: ``{"prompts": …, "tokens": …, "meanwhile": …, "times": …}``, the prompts'
+token ids, how many tokens each answer has, prompts that decode before the others come, and how often all that is done.
+The answer is what `_run` returns.
 """
 
 from __future__ import annotations
@@ -79,8 +80,12 @@ def _run(
     prompts: list[list[int]],
     tokens: int,
     meanwhile: list[list[int]],
+    times: int = 1,
 ) -> dict[str, Any]:
-    """The answers, the seconds of each step from the coming of the prompts on, and how many steps the fix has taken."""
+    """The last answers, the seconds of each step from the coming of the prompts on, and what the fix has taken.
+
+    It takes graphs from steps, and counts these.
+    """
     from vllm import SamplingParams
 
     engine = llm.llm_engine
@@ -98,17 +103,19 @@ def _run(
         for output in engine.step():
             answers[output.request_id] = list(output.outputs[0].token_ids)
 
-    others = add(meanwhile, 2 * tokens + 8)
-    while not all(len(answers.get(name, ())) >= 2 for name in others):
-        step()
-    asked = add(prompts, tokens)
-    seconds = []
-    while engine.has_unfinished_requests():
-        wait()
-        begun = time.perf_counter()
-        step()
-        wait()
-        seconds.append(time.perf_counter() - begun)
+    seconds: list[list[float]] = []
+    for _ in range(times):
+        others = add(meanwhile, 2 * tokens + 8)
+        while not all(len(answers.get(name, ())) >= 2 for name in others):
+            step()
+        asked = add(prompts, tokens)
+        seconds.append([])
+        while engine.has_unfinished_requests():
+            wait()
+            begun = time.perf_counter()
+            step()
+            wait()
+            seconds[-1].append(time.perf_counter() - begun)
     return {
         "answers": [answers.get(name, []) for name in (*asked, *others)],
         "seconds": seconds,

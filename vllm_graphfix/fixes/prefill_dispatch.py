@@ -1,6 +1,6 @@
-"""`prefill-dispatch`: a prefill that has the shape of a decode never replays a decode graph (PR 53059).
+"""`prefill-dispatch`: what a builder takes for a prefill never replays a decode graph (PR 53059).
 
-This concerns recurrent models.
+This concerns recurrent models, and steps that have the shape of a decode.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _BOTH = "shape-only-v1-v2"
 
 PREFILL_AS_DECODE = Event(
     "prefill-as-decode",
-    "A step of a model with recurrent layers had the shape of a decode but contained a prefill: on stock it replays a "
-    "full decode graph, with stale indices wherever a builder sees the prefill.",
+    "A step had the shape of a decode, and a builder of the model's recurrent layers takes a request of it for a "
+    "prefill: on stock it replays a full decode graph, with stale indices.",
 )
 
 
@@ -396,9 +396,9 @@ ABOUT = About(
     cause="The model runner treats a step as a decode if every request has as many tokens as a decode, whatever phase "
     "it is in. Such a prefill replays a full decode graph, while the layers' builders see a prefill and do not "
     "refresh the buffers that the graph reads.",
-    remedy="A step is a decode only if each of its requests is past its prefill. Otherwise it runs as other steps "
-    "with prefills do: in piecewise graphs or eager. Models without recurrent layers, captures and dummy runs are as "
-    "before.",
+    remedy="A step in which a builder takes a request for a prefill is no decode: it runs as other steps with prefills "
+    "do, in piecewise graphs or eager. Steps that the builders of all layers take for decodes keep their graph, and "
+    "models without recurrent layers, captures and dummy runs are as before.",
     detect="At temperature 0 the same prompt of one token (or one token more than are drafted) gets a different "
     "answer each time, and always the same one with --enforce-eager.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager. With gated delta nets '
