@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,9 @@ ENGINES = ("eager", "stock", "stock-again", "patched")
 MODELS: Mapping[str, cases.Case] = {
     "mamba2": cases.MAMBA2_ONE_TOKEN,
     "lfm2": cases.LFM2_ONE_TOKEN,
-    "gdn": cases.replace(cases.GDN_MTP, name="gdn", arguments={"max_num_batched_tokens": 2048}),
+    "gdn": replace(cases.GDN_MTP, name="gdn", arguments={"max_num_batched_tokens": 2048}),
     "gdn-mtp": cases.GDN_MTP,
-    "llama": cases.replace(cases.MAMBA2_ONE_TOKEN, name="llama", model="llama"),
+    "llama": replace(cases.MAMBA2_ONE_TOKEN, name="llama", model="llama"),
 }
 BY_DEFAULT = ("mamba2", "lfm2")
 """Triton compiles the kernels of gated delta nets for minutes."""

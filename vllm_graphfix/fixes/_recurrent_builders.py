@@ -180,10 +180,14 @@ class Prefills(NamedTuple):
         *computed*, *prompt* (the tokens up to which a row counts as prefilling) and *known*, (rows,) int32 of NumPy.
         """
         if length == 1:
-            if self.one_token <= 1:
-                return (computed == 0) & (computed < prompt) if self.one_token else None
+            if not self.one_token:
+                return None
             rows = computed < prompt
-            return rows | (computed + 1 < known) if self.one_token == _ANY.one_token else rows
+            if self.one_token == _ANY.one_token:
+                return rows | (computed + 1 < known)
+            if self.one_token == 1 and 1 in rows.tobytes():  # most steps have no such row
+                rows &= computed == 0
+            return rows
         undrafted = computed + 1 < known
         if self.in_prompt:
             rows = computed < prompt
