@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from vllm_graphfix.fix import Diagnosis
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
@@ -28,6 +29,14 @@ _SPLIT_BY_PHASE = "split_decodes_and_prefills({}, decode_threshold={}, treat_sho
 
 
 # -- what the code says
+
+
+def with_builders(source: Source, found: Diagnosis) -> Diagnosis:
+    """*found*, of the model runners, with the words for what the builders do behind its shape."""
+    words, reason = recognised(source, found.shape), found.reason
+    if lacking := [name for name in ("mamba", "gdn", "linear") if f"{name}-" not in words]:
+        reason += f"; the builders of {', '.join(lacking)} are not recognised, so that each prefill counts there"
+    return found._replace(reason=reason, shape=f"{found.shape} {words}".rstrip())
 
 
 def recognised(source: Source, runners: str) -> str:

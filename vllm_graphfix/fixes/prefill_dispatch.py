@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._about import About
-from vllm_graphfix.fixes._recurrent_builders import MAMBA, MAMBA2, READS, Builders, recognised
+from vllm_graphfix.fixes._recurrent_builders import MAMBA, MAMBA2, READS, Builders, with_builders
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
@@ -61,14 +61,9 @@ def diagnose(source: Source) -> Diagnosis:
     affected = [found for found in (v1, v2) if found.verdict is Verdict.AFFECTED]
     if not affected:
         return v1 if v2.verdict is Verdict.ABSENT else v2
-    found = affected[0]
-    if len(affected) == 2:
-        found = v1._replace(reason="both model runners treat a step as a decode by its shape alone", shape=_BOTH)
-    words = recognised(source, found.shape)
-    reason = found.reason
-    if lacking := [name for name in ("mamba", "gdn", "linear") if f"{name}-" not in words]:
-        reason += f"; the builders of {', '.join(lacking)} are not recognised, so that each prefill counts there"
-    return found._replace(reason=reason, shape=f"{found.shape} {words}".rstrip())
+    if affected == [v1, v2]:
+        v1 = v1._replace(reason="both model runners treat a step as a decode by its shape alone", shape=_BOTH)
+    return with_builders(source, v1 if affected[0].shape == _V1 else v2)
 
 
 def _of_v1(source: Source) -> Diagnosis:
@@ -206,8 +201,7 @@ def _prefills_as_decode(builders: Builders, runner: Any, args: tuple[Any, ...], 
     tokens, rows, length = given["num_tokens"], given["num_reqs"], given["max_num_scheduled_tokens"]
     if length != runner.uniform_decode_query_len or tokens != length * rows:
         return False
-    prefills = builders.of(runner)
-    if prefills is None:
+    if (prefills := builders.of(runner)) is None:
         return False
     batch, pipelined = runner.input_batch, runner.parallel_config.pipeline_parallel_size > 1
     # A request that was preempted computes its own tokens again, and a decode feeds the last one that is known; the
@@ -239,11 +233,8 @@ def _decode_graphs(manager: Any) -> bool:
 class _Step:
     """The step that `update_requests` prepares, up to its dispatch in the same `execute_model`."""
 
-    __slots__ = ("manager",)
-
-    def __init__(self) -> None:
-        self.manager: Any = None
-        """The one that is to dispatch a step with a row that a builder takes for a prefill."""
+    manager: Any = None
+    """The one that is to dispatch a step with a row that a builder takes for a prefill."""
 
 
 def _note_prefills(stock: StockFunction, activity: Activity, *, step: _Step, builders: Builders) -> StockFunction:
@@ -274,15 +265,11 @@ def _prefills_in_decode_shape(builders: Builders, runner: Any, scheduled: Any) -
     rows, total = len(tokens), scheduled.total_num_scheduled_tokens
     if not rows or total % rows or total > rows * runner.decode_query_len:
         return False
-    prefills = builders.of(runner)
-    if prefills is None:
+    if (prefills := builders.of(runner)) is None:
         return False
-    states = runner.req_states
-    prompt = states.prefill_len.np
+    states, prompt = runner.req_states, runner.req_states.prefill_len.np
     slots = prefills.rows(total // rows, states.num_computed_prefill_tokens, prompt, prompt)
-    if slots is None:
-        return False
-    taken = slots.tobytes()
+    taken = b"" if slots is None else slots.tobytes()
     slot = taken.find(1)
     while slot >= 0:  # the slots of requests that are gone, or wait, are looked at too
         if states.index_to_req_id.get(slot) in tokens:
