@@ -12,7 +12,7 @@ token is left, as on the decoding side of a disaggregated pair. Then seconds: of
 alone, and of all steps of ordinary prompts, as ratios of neighbours in time. The fix counts the steps that it takes.
 
 Exit code 1 if patched answers differ from eager ones that repeat themselves, or if patched steps of which the fix takes
-none are slower than stock's by more than 1 %; 2 if nothing could be run.
+none are slower than stock's by more than 1 %, or an engine failed; 2 if nothing could be run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 from measuring import engine_cases, machine
 from measuring.engine_cases import Configuration, Site, find_sites
-from measuring.engine_process import DiedError, EngineProcess, Order
+from measuring.engine_process import DiedError, EngineProcess, Order, Ready
 from vllm_graphfix import __version__, manifest
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.files import SourceError, open_source
@@ -49,7 +49,11 @@ ENGINES = ("eager", "stock", "stock-again", "patched")
 MODELS: Mapping[str, cases.Case] = {
     "mamba2": cases.MAMBA2_ONE_TOKEN,
     "lfm2": cases.LFM2_ONE_TOKEN,
-    "gdn": replace(cases.GDN_MTP, name="gdn", arguments={"max_num_batched_tokens": 2048}),
+    "gdn": replace(
+        cases.GDN_MTP,
+        name="gdn",
+        arguments={name: value for name, value in cases.GDN_MTP.arguments.items() if name != "speculative_config"},
+    ),
     "gdn-mtp": cases.GDN_MTP,
     "llama": replace(cases.MAMBA2_ONE_TOKEN, name="llama", model="llama"),
 }
@@ -96,14 +100,22 @@ def main() -> int:
         models.write(name, options.out / "models")
     with processes.terminated_like_interrupted():
         for site in sites:
-            for name in names:
-                for runner in _runners(site, name, options):
-                    found = measured(site, sites, name, runner, options)
+            with ExitStack() as ending:
+                # All of a release start together, and are measured one after the other, once no other starts.
+                begun = []
+                for name in names:
+                    for runner in _runners(site, name, options):
+                        own = ending.enter_context(ExitStack())
+                        begun.append((name, runner, own, _engines(site, sites, name, runner, options, own)))
+                started = [(*each, _ready(each[-1])) for each in begun]
+                for name, runner, own, engines, ready in started:
+                    with own:
+                        found = measured(site, name, runner, engines, ready, options)
                     result["cases"].append(found)
                     (options.out / "result.json").write_text(json.dumps(result, indent=1))
                     print(json.dumps(_short(found)), file=sys.stderr)
-    judged = [case["verdict"] for case in result["cases"] if "verdict" in case]
-    return 2 if not judged else int("wrong" in judged)
+    judged = [case.get("verdict", "not run") for case in result["cases"]]
+    return 2 if set(judged) <= {"not run"} else int(set(judged) != {"right"})
 
 
 def _runners(site: Site, name: str, options: argparse.Namespace) -> Sequence[str]:
@@ -117,29 +129,54 @@ def _runners(site: Site, name: str, options: argparse.Namespace) -> Sequence[str
     return [runner for runner in offered if runner in (options.runner or offered)]
 
 
-def measured(site: Site, sites: Sequence[Site], name: str, runner: str, options: argparse.Namespace) -> dict[str, Any]:
-    case, begun = MODELS[name], time.monotonic()
+def _engines(
+    site: Site, sites: Sequence[Site], name: str, runner: str, options: argparse.Namespace, ending: ExitStack
+) -> dict[str, EngineProcess]:
+    engines = {}
+    for engine in ENGINES:
+        engines[engine] = _engine(site, sites, MODELS[name], engine, runner, options)
+        ending.callback(engines[engine].end)
+    return engines
+
+
+def _ready(engines: Mapping[str, EngineProcess]) -> dict[str, Ready] | DiedError:
+    try:
+        return {engine: each.ready(START_TIMEOUT) for engine, each in engines.items()}
+    except DiedError as error:
+        return error
+
+
+def measured(
+    site: Site,
+    name: str,
+    runner: str,
+    engines: Mapping[str, EngineProcess],
+    ready: dict[str, Ready] | DiedError,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    decode, begun = 1 + _drafts(MODELS[name]), time.monotonic()
     diagnosis = manifest.diagnose(BY_NAME["prefill-dispatch"], open_source(site.folder))
     found: dict[str, Any] = {"release": site.release, "model": name, "runner": runner, "shape": diagnosis.shape}
-    with ExitStack() as ending:
-        engines = {}
-        for engine in ENGINES:
-            engines[engine] = _engine(site, sites, case, engine, runner, options)
-            ending.callback(engines[engine].end)
-        try:
-            ready = {engine: each.ready(START_TIMEOUT) for engine, each in engines.items()}
-            found["engines"] = {engine: each.told for engine, each in ready.items()}
-            found["started_in"] = {engine: round(each.seconds, 1) for engine, each in ready.items()}
-            found["tokens"] = _tokens(engines, 1 + _drafts(case))
-            found["steps"] = _steps(engines, 1 + _drafts(case), options.rounds)
-        except DiedError as error:
-            return found | {"failure": str(error)}
-    wrong = [each for each in found["tokens"].values() if each["eager repeats"] and not each["patched"]]
-    slow = [each for each in found["steps"].values() if not each["taken"] and each["ratio"] < TARGET]
+    if isinstance(ready, DiedError):
+        return found | {"failure": f"did not start: {ready}"}
+    found["engines"] = {engine: each.told for engine, each in ready.items()}
+    found["started_in"] = {engine: round(each.seconds, 1) for engine, each in ready.items()}
+    try:
+        found["tokens"] = _tokens(engines, decode)
+        found["steps"] = _steps(engines, decode, options.rounds)
+    except DiedError as error:
+        return found | {"failure": str(error)}
     return found | {
-        "verdict": "wrong" if wrong or (slow and not options.rehearse) else "right",
+        "verdict": verdict(found["tokens"], {} if options.rehearse else found["steps"]),
         "seconds": round(time.monotonic() - begun),
     }
+
+
+def verdict(tokens: Mapping[str, Any], steps: Mapping[str, Any]) -> str:
+    """``wrong``: patched answers are not eager ones that repeat themselves, or steps that the fix leaves are slower."""
+    wrong = any(each["eager repeats"] and not each["patched"] for each in tokens.values())
+    slow = any(not each["taken"] and each["ratio"] < TARGET for each in steps.values())
+    return "wrong" if wrong or slow else "right"
 
 
 def _drafts(case: cases.Case) -> int:
