@@ -41,7 +41,7 @@ from vllm_graphfix.verify.engine import cases, models, processes
 from vllm_graphfix.verify.engine import device as devices
 
 LOAD = Path(__file__).parent / "measuring" / "dispatch_load.py"
-START_TIMEOUT, TURN_TIMEOUT = 300.0, 120.0
+START_TIMEOUT, TURN_TIMEOUT = 300.0, 240.0
 TARGET = 0.99
 """Stock's seconds by patched ones, where the fix takes no step."""
 THRESHOLD, BATCH, VOCABULARY = 16, 8, range(1, models.VOCABULARY)
@@ -281,6 +281,8 @@ def _steps(engines: Mapping[str, EngineProcess], decode: int, rounds: int) -> di
             for name in compared if number % 2 else compared[::-1]:
                 answer = engines[name].ask(asked, TURN_TIMEOUT)
                 timed_steps = [each for turn in answer["seconds"] for each in turn[timed]]
+                if len(timed_steps) < times:
+                    raise DiedError(f"{load}: {name} computed them in {len(answer['seconds'][0])} steps a turn")
                 steps = len(timed_steps)
                 if number >= 0:
                     seconds[name].append(sum(timed_steps))
