@@ -21,6 +21,7 @@ from stock import release_root
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import engine_cost
+import prefill_dispatch_cost
 import shadow_faults
 from measuring import engine_cases, engine_figures, engine_plot, engine_process
 from measuring.engine_cases import CASES, MLA, MLA_FP8, Site, find_sites, plan
@@ -358,6 +359,41 @@ def test_without_a_gpu_one_line_says_so(run: Run, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == (
         "not run: no GPU (torch sees no GPU); --rehearse runs this script on a CPU engine\n"
     )
+
+
+# -- what prefill-dispatch leaves to stock
+
+
+def cell(*, repeats: bool = True, patched: bool = True) -> dict[str, Any]:
+    return {"eager repeats": repeats, "stock": False, "patched": patched, "taken": 1}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps", "expected"),
+    [
+        ({"a": cell()}, {"b": {"taken": 0, "ratio": 0.995}}, "right"),
+        ({"a": cell(patched=False)}, {}, "wrong"),
+        ({"a": cell(patched=False, repeats=False)}, {}, "right"),
+        ({"a": cell()}, {"b": {"taken": 0, "ratio": 0.98}}, "wrong"),
+        ({"a": cell()}, {"b": {"taken": 3, "ratio": 0.5}}, "right"),
+    ],
+    ids=["as it should be", "another answer", "no answer to compare with", "a slow step", "a step that lost its graph"],
+)
+def test_prefill_dispatch_is_judged_by_its_answers_and_by_the_steps_that_it_leaves(
+    tokens: dict[str, Any], steps: dict[str, Any], expected: str
+) -> None:
+    assert prefill_dispatch_cost.verdict(tokens, steps) == expected
+
+
+def test_the_cost_of_prefill_dispatch_needs_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nothing = GPU.__class__(None, "torch sees no GPU", (0, 0), 0.0, 0.0, "unknown", "0", "none", "0")
+    monkeypatch.setattr("vllm_graphfix.verify.engine.device.find", lambda: nothing)
+    given = ["--site", f"0.21.0={release_root('0.21.0')}", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["prefill_dispatch_cost.py", *given])
+    assert prefill_dispatch_cost.main() == 2
+    assert capsys.readouterr().err == "not run: no GPU; --rehearse runs this script on a CPU engine\n"
 
 
 # -- its figures

@@ -8,11 +8,21 @@ import pytest
 
 from behaviours import check_behaviours
 from stock import run_in_release
+from table import slow_but_for
 
 
-@pytest.mark.parametrize("release", ["0.14.1", "0.21.0", "0.27.1", "0.33.0"])
-def test_a_step_has_a_decode_graph_if_every_row_is_past_its_prefill(release: str) -> None:
+@pytest.mark.parametrize("release", slow_but_for(("0.27.1", "0.33.0"), ("0.14.1", "0.21.0", "0.27.1", "0.33.0")))
+def test_a_step_has_a_decode_graph_if_every_row_is_past_its_prefill_where_no_builder_is_known(release: str) -> None:
     check_behaviours(release, "prefill_dispatch", also="prefill_dispatch_v2")
+
+
+# Between these, the table of docs/fixes/prefill-dispatch.md does not change.
+BUILDERS = ("0.14.1", "0.18.1", "0.19.0", "0.21.0", "0.22.0", "0.24.0", "0.25.1", "0.30.0", "0.31.0", "0.33.0")
+
+
+@pytest.mark.parametrize("release", slow_but_for(("0.18.1", "0.21.0", "0.25.1", "0.33.0"), BUILDERS))
+def test_a_step_loses_its_graph_just_where_the_builder_of_its_layers_sees_a_prefill(release: str) -> None:
+    check_behaviours(release, "prefill_builders")
 
 
 NAMES = ("mamba-padding", "prefill-dispatch")

@@ -6,34 +6,39 @@ from typing import Any
 
 from measuring.calls import PADDED_REQUESTS, Calls, call, compared
 
-RELEASE = "0.21.0"
+RELEASE = "0.33.0"
 
 
 def measure(rounds: int) -> list[tuple[object, ...]]:
     import numpy as np
     import torch
     from vllm.config import CUDAGraphMode
+    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    from vllm_graphfix import manifest
     from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.prefill_dispatch import FIX
+    from vllm_graphfix.source.files import open_source
     from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
 
     scenario.CAPTURED = scenario.MAX_TOKENS = PADDED_REQUESTS
     attention = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
     recurrent = MambaSpec(block_size=32, shapes=((2,),), dtypes=(torch.float32,))
 
-    def step(specs: tuple[Any, ...], *, prefills: bool) -> tuple[Any, dict[str, Any]]:
+    def step(specs: tuple[Any, ...], *, computed: int | None = None) -> tuple[Any, dict[str, Any]]:
         groups = [KVCacheGroupSpec(["layer"], spec) for spec in specs]
         with scenario._unpinned():
             made = scenario.DispatchV1(
-                scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, 1), KVCacheConfig(8, [], groups)
+                scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, 1),
+                KVCacheConfig(8, [], groups),
+                backend=Mamba2AttentionBackend,
             )
         batch = made.runner.input_batch
         batch.num_prompt_tokens[:], batch.num_computed_tokens_cpu[:], batch.num_tokens_no_spec[:] = 50, 60, 61
-        if prefills:
-            batch.num_computed_tokens_cpu[-1] = 49
+        if computed is not None:
+            batch.num_computed_tokens_cpu[-1] = computed
         return made.runner, {
             "num_tokens": PADDED_REQUESTS,
             "num_reqs": PADDED_REQUESTS,
@@ -47,11 +52,12 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
 
     hybrid = (attention, attention, attention, recurrent)
     steps = {
-        "decodes, no recurrent layers": step((attention,), prefills=False),
-        "decodes": step(hybrid, prefills=False),
-        "a prefill of their shape": step(hybrid, prefills=True),
+        "decodes, no recurrent layers": step((attention,)),
+        "decodes": step(hybrid),
+        "the last token of a prompt, with a state": step(hybrid, computed=49),
+        "a prefill of their shape": step(hybrid, computed=0),
     }
-    (patch,) = FIX.patches("shape-only-v1")
+    (patch,) = FIX.patches(manifest.diagnose(FIX, open_source()).shape)
     found = []
     real = GPUModelRunner._determine_batch_execution_and_padding
     for around, stock in (("alone", does_nothing), ("real", real)):

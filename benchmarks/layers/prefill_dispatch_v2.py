@@ -14,10 +14,13 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     """Both layers of a step, around functions that do nothing: vLLM's own need a GPU."""
     import torch
     from vllm.config import CUDAGraphMode
+    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
+    from vllm_graphfix import manifest
     from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.prefill_dispatch import FIX
+    from vllm_graphfix.source.files import open_source
     from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
 
     scenario.CAPTURED = scenario.MAX_TOKENS = PADDED_REQUESTS
@@ -25,12 +28,16 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     names = [f"request-{number}" for number in range(PADDED_REQUESTS)]
 
     def step(requests: int, *, prefilling: int | None) -> tuple[Any, Any]:
-        made = scenario.DispatchV2(scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, 1), KVCacheConfig(8, [], groups))
+        made = scenario.DispatchV2(
+            scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, 1),
+            KVCacheConfig(8, [], groups),
+            backend=Mamba2AttentionBackend,
+        )
         for name in names:
             made._states.add(name, 50)
         made._states.num_computed_prefill_tokens[:] = 50
         if prefilling is not None:
-            made._states.num_computed_prefill_tokens[prefilling] = 49
+            made._states.num_computed_prefill_tokens[prefilling] = 0
         scheduled = dict.fromkeys(names[:requests], 1)
         return made.runner, scenario._scheduler_output(scheduled, [], {})
 
@@ -53,8 +60,9 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
         "a prefill of their shape": step(PADDED_REQUESTS, prefilling=0),
     }
     stock = (updates_nothing, dispatches_nothing)
+    patches = FIX.patches(manifest.diagnose(FIX, open_source()).shape)[-2:]
     fixed, observed = (
-        tuple(patch.wrap(each, activity) for patch, each in zip(FIX.patches("shape-only-v2"), stock, strict=True))
+        tuple(patch.wrap(each, activity) for patch, each in zip(patches, stock, strict=True))
         for activity in (Activity(FIX.events), Activity(FIX.events, corrects=False))
     )
     found = []

@@ -1,6 +1,7 @@
 """prefill-dispatch on vLLM's own dispatch.
 
-Which steps of what model have a full decode graph, and what other ranks are told.
+Which steps of what model have a full decode graph, and what other ranks are told. The builders of its layers are none
+that the fix knows, so that each prefill counts; `prefill_builders.py` has vLLM's own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""prefill-dispatch on the dispatch of vLLM's model runner V2, in the releases in which that goes by the shape alone."""
+"""prefill-dispatch on the dispatch of vLLM's model runner V2, in the releases in which that goes by the shape alone.
+
+The builders of the layers are none that the fix knows.
+"""
 
 from __future__ import annotations
 

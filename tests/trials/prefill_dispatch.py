@@ -5,6 +5,8 @@ from __future__ import annotations
 from trial_rows import Edit, Served
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes._recurrent_builders import GDN, MAMBA
+from vllm_graphfix.fixes._recurrent_builders import UTILS as SPLIT
 from vllm_graphfix.fixes.prefill_dispatch import _GRAPHS_V2, _RUNNER, _RUNNER_V2, _UTILS
 
 told = r"^( *)force_uniform_decode: bool \| None = None,\n( *)\) -> bool:"
@@ -27,7 +29,61 @@ affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
 EDITS = (
     Edit("the phase in the predicate", "0.20.0", _RUNNER, told, asks, Verdict.FIXED, remedy),
     Edit("the phase in the predicate, 0.33.0", "0.33.0", _RUNNER, told, asks, Verdict.FIXED, remedy),
-    Edit("in one runner of two", "0.27.1", _RUNNER, told, asks, Verdict.AFFECTED, remedy, "shape-only-v2"),
+    Edit(
+        "in one runner of two",
+        "0.27.1",
+        _RUNNER,
+        told,
+        asks,
+        Verdict.AFFECTED,
+        remedy,
+        "shape-only-v2 mamba-state gdn-length kda-length linear-length drafted-tails",
+    ),
+    Edit(
+        "another test of a state",
+        "0.25.1",
+        MAMBA,
+        r"has_prior_state = seq_lens_cpu > 1",
+        "has_prior_state = seq_lens_cpu > 2",
+        Verdict.AFFECTED,
+        shape="shape-only-v1-v2 gdn-length linear-length drafted-tails",
+    ),
+    Edit(
+        "Mamba's decodes changed afterwards",
+        "0.33.0",
+        MAMBA,
+        r"^( *)if torch\.any\(prefill_to_decode\)",
+        r"\1prefill_to_decode &= self.may(query_lens_cpu)\n\1if torch.any(prefill_to_decode)",
+        Verdict.AFFECTED,
+        shape="shape-only-v1 gdn-state kda-state linear-length ple drafted-tails always-told told-short-conv",
+    ),
+    Edit(
+        "another threshold of gated delta nets",
+        "0.20.0",
+        GDN,
+        r"split_decodes_and_prefills\(m, decode_threshold=1\)",
+        "split_decodes_and_prefills(m, decode_threshold=self.most)",
+        Verdict.AFFECTED,
+        shape="shape-only-v1 mamba-phase linear-length",
+    ),
+    Edit(
+        "another split",
+        "0.18.1",
+        SPLIT,
+        r"is_prefill = query_lens > decode_threshold",
+        "is_prefill = query_lens >= decode_threshold",
+        Verdict.AFFECTED,
+        shape="shape-only-v1",
+    ),
+    Edit(
+        "drafts of rows past their prompts alone",
+        "0.25.1",
+        _RUNNER,
+        r"if num_scheduled_tokens\[req_idx\] == draft_len \+ 1:",
+        "if self.decodes(req_idx):",
+        Verdict.AFFECTED,
+        shape="shape-only-v1-v2 mamba-state gdn-length linear-length",
+    ),
     Edit(
         "the phase where it is asked",
         "0.29.0",

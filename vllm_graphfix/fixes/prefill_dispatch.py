@@ -1,16 +1,16 @@
-"""`prefill-dispatch`: a prefill that has the shape of a decode never replays a decode graph (PR 53059).
+"""`prefill-dispatch`: what a builder takes for a prefill never replays a decode graph (PR 53059).
 
-This concerns recurrent models.
+This concerns recurrent models, and steps that have the shape of a decode.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._about import NEWEST, About
+from vllm_graphfix.fixes._recurrent_builders import MAMBA, MAMBA2, READS, Builders, with_builders
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -47,8 +47,8 @@ _BOTH = "shape-only-v1-v2"
 
 PREFILL_AS_DECODE = Event(
     "prefill-as-decode",
-    "A step of a model with recurrent layers had the shape of a decode but contained a prefill: on stock it replays a "
-    "full decode graph, with stale indices wherever a builder sees the prefill.",
+    "A step had the shape of a decode, and a builder of the model's recurrent layers takes a request of it for a "
+    "prefill: on stock it replays a full decode graph, with stale indices.",
 )
 
 
@@ -58,11 +58,11 @@ def diagnose(source: Source) -> Diagnosis:
         if found.verdict is Verdict.UNRECOGNISED:
             return found
     affected = [found for found in (v1, v2) if found.verdict is Verdict.AFFECTED]
-    if len(affected) == 2:
-        return v1._replace(reason="both model runners treat a step as a decode by its shape alone", shape=_BOTH)
-    for found in affected:
-        return found
-    return v1 if v2.verdict is Verdict.ABSENT else v2
+    if not affected:
+        return v1 if v2.verdict is Verdict.ABSENT else v2
+    if affected == [v1, v2]:
+        v1 = v1._replace(reason="both model runners treat a step as a decode by its shape alone", shape=_BOTH)
+    return with_builders(source, v1 if affected[0].shape == _V1 else v2)
 
 
 def _of_v1(source: Source) -> Diagnosis:
@@ -170,14 +170,14 @@ def _of_v2(source: Source) -> Diagnosis:
 # -- model runner V1
 
 
-def _around_dispatch(stock: StockFunction, activity: Activity) -> StockFunction:
+def _around_dispatch(stock: StockFunction, activity: Activity, *, builders: Builders) -> StockFunction:
     """Wraps `_determine_batch_execution_and_padding`, before ranks of data parallelism are asked what they want."""
     as_decode, corrects = activity.counter(PREFILL_AS_DECODE), activity.corrects
 
     @functools.wraps(stock)
     def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            if _prefills_as_decode(self, args, kwargs):
+            if _prefills_as_decode(builders, self, args, kwargs):
                 if corrects:
                     kwargs["force_uniform_decode"] = False
                 as_decode.count += 1
@@ -188,8 +188,8 @@ def _around_dispatch(stock: StockFunction, activity: Activity) -> StockFunction:
     return _determine_batch_execution_and_padding
 
 
-def _prefills_as_decode(runner: Any, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
-    """Whether stock would replay a decode graph for a real step with a row that is not past its prefill.
+def _prefills_as_decode(builders: Builders, runner: Any, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
+    """Whether stock would replay a decode graph for a real step with a row that a builder takes for a prefill.
 
     Reads the batch's `num_computed_tokens_cpu`, `num_prompt_tokens` and `num_tokens_no_spec`, (max_num_reqs,) int32 of
     NumPy.
@@ -200,50 +200,21 @@ def _prefills_as_decode(runner: Any, args: tuple[Any, ...], given: dict[str, Any
     tokens, rows, length = given["num_tokens"], given["num_reqs"], given["max_num_scheduled_tokens"]
     if length != runner.uniform_decode_query_len or tokens != length * rows:
         return False
-    if not _recurrent(runner.kv_cache_config):
+    if (prefills := builders.of(runner)) is None:
         return False
     batch, pipelined = runner.input_batch, runner.parallel_config.pipeline_parallel_size > 1
-    computed = batch.num_computed_tokens_cpu[:rows]
-    # Bytes, since `any` of arrays this small costs more than all that is here. A request that was preempted computes
-    # its own tokens again, and a decode feeds the last one that is known; the stages of a pipeline may not know the
-    # same ones.
-    if 1 not in (computed < batch.num_prompt_tokens[:rows]).tobytes() and (
-        pipelined or 1 not in (computed + 1 < batch.num_tokens_no_spec[:rows]).tobytes()
-    ):
+    # A request that was preempted computes its own tokens again, and a decode feeds the last one that is known; the
+    # stages of a pipeline may not know the same ones.
+    prompt = batch.num_prompt_tokens[:rows]
+    known = prompt if pipelined else batch.num_tokens_no_spec[:rows]
+    taken = prefills.rows(length, batch.num_computed_tokens_cpu[:rows], prompt, known)
+    # Bytes, since `any` of arrays this small costs more than all that is here.
+    if taken is None or 1 not in taken.tobytes():
         return False
     compilation = runner.compilation_config
     if pipelined and compilation.pass_config.enable_sp:
         return False  # the worker asks too, before the batch is updated, and has to come to the same number of tokens
     return _decode_graphs(runner.cudagraph_dispatcher) and tokens <= compilation.max_cudagraph_capture_size
-
-
-class _Layers:
-    """What was found out of the last `KVCacheConfig`: an engine has one, and asks at every step."""
-
-    __slots__ = ("config", "recurrent")
-
-    def __init__(self) -> None:
-        self.config: Any = None
-        self.recurrent = False
-
-
-_layers = _Layers()
-
-
-def _recurrent(kv_cache_config: Any) -> bool:
-    """Whether some layers keep a state: Mamba, GDN, linear attention, short convolutions."""
-    if _layers.config is not kv_cache_config:
-        kinds = [_kind(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-        recurrent = sys.modules["vllm.v1.kv_cache_interface"].MambaSpec
-        _layers.recurrent = any(isinstance(kind, recurrent) for kind in kinds)
-        _layers.config = kv_cache_config
-    return _layers.recurrent
-
-
-def _kind(spec: Any) -> Any:
-    """The layer specification of a group; of one with one type and several sizes, that of one of its layers."""
-    together = getattr(spec, "kv_cache_specs", None)
-    return next(iter(together.values())) if together else spec
 
 
 def _decode_graphs(manager: Any) -> bool:
@@ -261,14 +232,11 @@ def _decode_graphs(manager: Any) -> bool:
 class _Step:
     """The step that `update_requests` prepares, up to its dispatch in the same `execute_model`."""
 
-    __slots__ = ("manager",)
-
-    def __init__(self) -> None:
-        self.manager: Any = None
-        """The one that is to dispatch a step with a row that is not past its prefill."""
+    manager: Any = None
+    """The one that is to dispatch a step with a row that a builder takes for a prefill."""
 
 
-def _note_phase(stock: StockFunction, activity: Activity, *, step: _Step) -> StockFunction:
+def _note_prefills(stock: StockFunction, activity: Activity, *, step: _Step, builders: Builders) -> StockFunction:
     """Wraps `update_requests`, after which the numbers of the step's requests are the step's."""
 
     @functools.wraps(stock)
@@ -276,7 +244,7 @@ def _note_phase(stock: StockFunction, activity: Activity, *, step: _Step) -> Sto
         returned = stock(self, *args, **kwargs)
         try:
             step.manager = None
-            if _prefills_in_decode_shape(self, args[0] if args else kwargs["scheduler_output"]):
+            if _prefills_in_decode_shape(builders, self, args[0] if args else kwargs["scheduler_output"]):
                 step.manager = self.cudagraph_manager
         except Exception as error:
             activity.failed(error)
@@ -285,8 +253,8 @@ def _note_phase(stock: StockFunction, activity: Activity, *, step: _Step) -> Sto
     return update_requests
 
 
-def _prefills_in_decode_shape(runner: Any, scheduled: Any) -> bool:
-    """Whether a scheduled request of a recurrent model is not past its prefill, in a step shaped like a decode.
+def _prefills_in_decode_shape(builders: Builders, runner: Any, scheduled: Any) -> bool:
+    """Whether a builder takes a scheduled request for a prefill, in a step shaped like a decode.
 
     In that shape all requests may have as many tokens as a decode. Reads `req_states`: `num_computed_prefill_tokens`
     and `prefill_len`, (max_num_reqs,) int32 of NumPy. A request that was preempted comes again as one whose own tokens
@@ -294,15 +262,18 @@ def _prefills_in_decode_shape(runner: Any, scheduled: Any) -> bool:
     """
     tokens = scheduled.num_scheduled_tokens
     rows, total = len(tokens), scheduled.total_num_scheduled_tokens
-    if not rows or total % rows or total > rows * runner.decode_query_len or not _recurrent(runner.kv_cache_config):
+    if not rows or total % rows or total > rows * runner.decode_query_len:
         return False
-    states = runner.req_states
-    prefilling = (states.num_computed_prefill_tokens < states.prefill_len.np).tobytes()
-    slot = prefilling.find(1)
+    if (prefills := builders.of(runner)) is None:
+        return False
+    states, prompt = runner.req_states, runner.req_states.prefill_len.np
+    slots = prefills.rows(total // rows, states.num_computed_prefill_tokens, prompt, prompt)
+    taken = b"" if slots is None else slots.tobytes()
+    slot = taken.find(1)
     while slot >= 0:  # the slots of requests that are gone, or wait, are looked at too
         if states.index_to_req_id.get(slot) in tokens:
             return True
-        slot = prefilling.find(1, slot + 1)
+        slot = taken.find(1, slot + 1)
     return False
 
 
@@ -345,13 +316,14 @@ _UPDATE_V2, _DISPATCH_V2 = "GPUModelRunner.update_requests", "dispatch_cg_and_sy
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
-    step = _Step()
-    of_v1 = Patch(_RUNNER_MODULE, _TARGET, _around_dispatch)
+    runners, _, words = shape.partition(" ")
+    step, builders = _Step(), Builders(words, v2=True)
+    of_v1 = Patch(_RUNNER_MODULE, _TARGET, functools.partial(_around_dispatch, builders=Builders(words, v2=False)))
     of_v2 = (
-        Patch(_RUNNER_V2_MODULE, _UPDATE_V2, functools.partial(_note_phase, step=step)),
+        Patch(_RUNNER_V2_MODULE, _UPDATE_V2, functools.partial(_note_prefills, step=step, builders=builders)),
         Patch(_RUNNER_V2_MODULE, _DISPATCH_V2, functools.partial(_around_noted_dispatch, step=step)),
     )
-    return {_V1: (of_v1,), _V2: of_v2, _BOTH: (of_v1, *of_v2)}[shape]
+    return {_V1: (of_v1,), _V2: of_v2, _BOTH: (of_v1, *of_v2)}[runners]
 
 
 def _v2_serves_them_wrong(source: Source) -> bool:
@@ -374,14 +346,14 @@ def needs() -> tuple[Need, ...]:
 
 def _runners(shape: str) -> tuple[str, ...]:
     """The model runners that have the defect on code of *shape*."""
-    return {_V1: ("V1",), _V2: ("V2",), _BOTH: ("V1", "V2")}.get(shape, ())
+    return {_V1: ("V1",), _V2: ("V2",), _BOTH: ("V1", "V2")}.get(shape.partition(" ")[0], ())
 
 
 FIX = Fix(
     number=7,
     name="prefill-dispatch",
     runner=None,
-    reads=(_RUNNER, _BATCH, _RUNNER_V2, _HYBRIDS_V2, _GRAPHS_V2, _UTILS, _DISPATCHER),
+    reads=(_RUNNER, _BATCH, _RUNNER_V2, _HYBRIDS_V2, _GRAPHS_V2, _UTILS, _DISPATCHER, *READS),
     modules=(_RUNNER_MODULE, _RUNNER_V2_MODULE),
     diagnose=diagnose,
     patches=patches,
@@ -391,6 +363,8 @@ FIX = Fix(
     evidence=(
         f"{_DISPATCHER}::CudagraphDispatcher",
         f"{_GRAPHS_V2}::CudaGraphManager.dispatch",
+        f"{MAMBA}::BaseMambaAttentionMetadataBuilder.build",
+        f"{MAMBA2}::Mamba2AttentionMetadataBuilder.build",
     ),
 )
 
@@ -407,9 +381,9 @@ ABOUT = About(
     cause="The model runner treats a step as a decode if every request has as many tokens as a decode, whatever phase "
     "it is in. Such a prefill replays a full decode graph, while the layers' builders see a prefill and do not "
     "refresh the buffers that the graph reads.",
-    remedy="A step is a decode only if each of its requests is past its prefill. Otherwise it runs as other steps "
-    "with prefills do: in piecewise graphs or eager. Models without recurrent layers, captures and dummy runs are as "
-    "before.",
+    remedy="A step in which a builder takes a request for a prefill is no decode: it runs as other steps with prefills "
+    "do, in piecewise graphs or eager. Steps that the builders of all layers take for decodes keep their graph, and "
+    "models without recurrent layers, captures and dummy runs are as before.",
     detect="At temperature 0 the same prompt of one token (or one token more than are drafted) gets a different "
     "answer each time, and always the same one with --enforce-eager.",
     workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager. With gated delta nets '

@@ -70,14 +70,14 @@ def run(*, hit: bool = True) -> Measurement:
     """Not *hit*: each prefill has a token more than a decode."""
     eager: list[float] = []
     graphed: list[float] = []
+    taken: list[dict[str, int]] = []
     for serve in served(longer=0 if hit else 1):
         with _unpinned():
-            eager += serve(CUDAGraphMode.NONE)
+            eager += serve(CUDAGraphMode.NONE, taken=taken)
         with _unpinned(), cpu_cuda_graphs():
             graphed += serve(CUDAGraphMode.FULL_DECODE_ONLY)
     numbers = "GDN and Mamba-2 layer outputs of 4 requests over 9 steps"
-    counted = {"prefill-as-decode": 2 * len(served())}  # a short prompt, and the rest of a long one
-    return Measurement(numbers, tuple(eager), tuple(graphed), counted=counted)
+    return Measurement(numbers, tuple(eager), tuple(graphed), counted={"prefill-as-decode": len(taken)})
 
 
 def watched(*, hit: bool = True) -> None:
@@ -206,10 +206,19 @@ class SelectiveStateStandIn(_StatesStandIn):
 # -- dispatch
 
 
+def _attention_groups(layers: KVCacheConfig, backend: Any) -> list[list[Any]]:
+    """A model runner's: each group of the KV cache has one, of *backend*; none without."""
+    return [
+        [SimpleNamespace(backend=backend, layer_names=group.layer_names)]
+        for group in layers.kv_cache_groups
+        if backend is not None
+    ]
+
+
 class DispatchV1:
     """Model runner V1 with no more than its batch and what decides about graphs."""
 
-    def __init__(self, config: Any, layers: KVCacheConfig, longer: int = 0) -> None:
+    def __init__(self, config: Any, layers: KVCacheConfig, longer: int = 0, backend: Any = None) -> None:
         self._length = 1 + config.num_speculative_tokens
         self._prompts = prompts(self._length, longer)
         self.runner: Any = object.__new__(GPUModelRunner)
@@ -219,6 +228,7 @@ class DispatchV1:
             cudagraph_dispatcher=CudagraphDispatcher(config),
             uniform_decode_query_len=self._length,
             kv_cache_config=layers,
+            attn_groups=_attention_groups(layers, backend),
             input_batch=input_batch(CAPTURED, MAX_MODEL_LEN, MAX_TOKENS, [MAX_MODEL_LEN], CPU),
         )
         self.runner.cudagraph_dispatcher.initialize_cudagraph_keys(
@@ -257,7 +267,7 @@ class DispatchV2:
     Its states are on the host, and of NumPy alone.
     """
 
-    def __init__(self, config: Any, layers: KVCacheConfig, longer: int = 0) -> None:
+    def __init__(self, config: Any, layers: KVCacheConfig, longer: int = 0, backend: Any = None) -> None:
         from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 
@@ -275,6 +285,7 @@ class DispatchV2:
             cudagraph_manager=manager,
             decode_query_len=length,
             kv_cache_config=layers,
+            attn_groups=_attention_groups(layers, backend),
             is_encoder_decoder=False,
             lora_config=None,
             dp_size=1,
@@ -343,11 +354,18 @@ def _scheduler_output(scheduled: dict[str, int], known: list[str], computed: dic
 
 
 def _serve(
-    layer_kind: Any, dispatch_kind: Any, longer: int, mode: CUDAGraphMode, *, wrapped: bool = False
+    layer_kind: Any,
+    dispatch_kind: Any,
+    longer: int,
+    mode: CUDAGraphMode,
+    *,
+    wrapped: bool = False,
+    taken: list[dict[str, int]] | None = None,
 ) -> list[float]:
     """The outputs of every token, step by step, one request after the other.
 
-    *wrapped*: the graphs are in vLLM's wrapper or manager.
+    *wrapped*: the graphs are in vLLM's wrapper or manager. Into *taken* go the steps that have the shape of a decode
+    and in which vLLM's builder takes a request for a prefill.
     """
     layer, length = recurrent(layer_kind) if wrapped else layer_kind(), layer_kind.length
     config = _config(mode, length)
@@ -366,7 +384,7 @@ def _serve(
         graphs = ManagedGraphs(LAYER, layer, layer.eager, MAX_MODEL_LEN, length)
     dispatch = None
     if mode != CUDAGraphMode.NONE:
-        dispatch = dispatch_kind(config, groups, longer)
+        dispatch = dispatch_kind(config, groups, longer, layer.backend)
         for rows in range(CAPTURED, 0, -1):
             captured = builder.build_for_cudagraph_capture(_common([length] * rows, [0] * rows, length))
             layer.decode(captured)
@@ -382,6 +400,8 @@ def _serve(
         common = _common(counts, [computed[name] for name in scheduled], length, prefilling)
         drafts = _of_drafts(prefilling, [accepted[name] for name in scheduled], length)
         metadata = builder.build(0, common, **drafts)
+        if taken is not None and metadata.num_prefills and set(counts) == {length}:
+            taken.append(scheduled)
         if in_graph is not None:
             outputs = graphs.replay(in_graph * length, metadata, tokens)
         else:

@@ -1,0 +1,143 @@
+"""One engine in a process of its own: the tokens of a batch, or the seconds of its steps.
+
+    python dispatch_load.py DESCRIPTOR
+
+As `engine_worker.py`, but for what is asked: ``{"prompts": …, "tokens": …, "meanwhile": …, "times": …}``, the prompts'
+token ids, how many tokens each answer has, prompts that decode before the others come, and how often all that is done.
+The answer is what `_run` returns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm import LLM
+
+_NUMBERS = itertools.count()
+
+
+def main(parent: Any) -> int:
+    try:
+        order = parent.recv()
+        if order["plugin"]:
+            import vllm_graphfix
+
+            vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
+        import torch
+        from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
+
+        arguments = dict(order["arguments"])
+        arguments |= {name: value for name, value in order["where_known"].items() if hasattr(EngineArgs, name)}
+        llm = LLM(**arguments)
+        parent.send(time.monotonic())  # one clock for all processes of a machine
+        parent.send(_told(llm, order))
+        wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        while True:
+            parent.send(_run(llm, wait, order, **parent.recv()))
+    except EOFError:  # nobody asks any more
+        return 0
+    except BaseException as error:  # an engine may end in SystemExit
+        traceback.print_exc()
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        parent.send({"error": f"{type(error).__name__}: {first}"})
+        return 1
+
+
+def _told(llm: LLM, order: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    import vllm
+
+    mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
+    told = {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "cudagraph_mode": getattr(mode, "name", str(mode)),
+    }
+    if order["plugin"]:
+        import vllm_graphfix
+
+        state = vllm_graphfix.states()["prefill-dispatch"]
+        told["prefill-dispatch"] = f"{state.state.value}: {state.reason}"
+    return told
+
+
+def _run(
+    llm: LLM,
+    wait: Callable[[], object],
+    order: dict[str, Any],
+    *,
+    prompts: list[list[int]],
+    tokens: int,
+    meanwhile: list[list[int]],
+    times: int = 1,
+) -> dict[str, Any]:
+    """The last answers, the seconds of each step from the coming of the prompts on, and what the fix has taken.
+
+    It takes graphs from steps, and counts these.
+    """
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    before = _taken(order)
+    answers: dict[str, list[int]] = {}
+
+    def add(batch: list[list[int]], count: int) -> list[str]:
+        names = [f"request-{next(_NUMBERS)}" for _ in batch]
+        sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        for name, prompt in zip(names, batch, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        return names
+
+    def step() -> None:
+        for output in engine.step():
+            answers[output.request_id] = list(output.outputs[0].token_ids)
+
+    seconds: list[list[float]] = []
+    for _ in range(times):
+        others = add(meanwhile, 2 * tokens + 8)
+        while not all(len(answers.get(name, ())) >= 2 for name in others):
+            step()
+        asked = add(prompts, tokens)
+        seconds.append([])
+        while engine.has_unfinished_requests():
+            wait()
+            begun = time.perf_counter()
+            step()
+            wait()
+            seconds[-1].append(time.perf_counter() - begun)
+    return {
+        "answers": [answers.get(name, []) for name in (*asked, *others)],
+        "seconds": seconds,
+        "taken": _taken(order) - before,
+    }
+
+
+def _taken(order: dict[str, Any]) -> int:
+    if not order["plugin"]:
+        return 0
+    import vllm_graphfix
+
+    return vllm_graphfix.events()["prefill-dispatch"]["prefill-as-decode"]
+
+
+if __name__ == "__main__":
+    here = os.path.realpath(os.path.dirname(__file__))  # noqa: PTH120 - a stock engine must not pay for pathlib
+    sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != here]
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # its end is this process's end, whatever it has started
+    code = main(Connection(descriptor))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What is torn down at the end of an interpreter hangs now and then after an illegal memory access.
+    os._exit(code)

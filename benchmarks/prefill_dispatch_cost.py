@@ -1,0 +1,309 @@
+"""What `prefill-dispatch` leaves to stock, and what it costs there: tokens and seconds of steps, on one GPU.
+
+    python benchmarks/prefill_dispatch_cost.py [--site RELEASE=FOLDER …] --out FOLDER [--only MODEL …]
+
+For each release (FOLDER holds a vLLM that can run; without --site it is the installed one) the tiny models of `verify`
+run in four engines each: eager, with full graphs stock twice (the second is the noise) and patched. All are alive at
+once and take turns.
+
+First tokens: each kind of row that has the shape of a decode, alone and beside requests that decode, must be answered
+as by the eager engine. A row with a state is the rest of a prompt that was cut by `long_prefill_token_threshold`: one
+token is left, as on the decoding side of a disaggregated pair. Then seconds: of the steps that compute such rests
+alone, and of all steps of ordinary prompts, as ratios of neighbours in time. The fix counts the steps that it takes.
+
+Exit code 1 if patched answers differ from eager ones that repeat themselves, or if patched steps of which the fix takes
+none are slower than stock's by more than 1 %, or an engine failed; 2 if nothing could be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from measuring import engine_cases, machine
+from measuring.engine_cases import Configuration, Site, find_sites
+from measuring.engine_process import DiedError, EngineProcess, Order, Ready
+from vllm_graphfix import __version__, manifest
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.source.files import SourceError, open_source
+from vllm_graphfix.verify import VerifyError
+from vllm_graphfix.verify.engine import cases, models, processes
+from vllm_graphfix.verify.engine import device as devices
+
+LOAD = Path(__file__).parent / "measuring" / "dispatch_load.py"
+START_TIMEOUT, TURN_TIMEOUT = 300.0, 240.0
+TARGET = 0.99
+"""Stock's seconds by patched ones, where the fix takes no step."""
+THRESHOLD, BATCH, VOCABULARY = 16, 8, range(1, models.VOCABULARY)
+ENGINES = ("eager", "stock", "stock-again", "patched")
+MODELS: Mapping[str, cases.Case] = {
+    "mamba2": cases.MAMBA2_ONE_TOKEN,
+    "lfm2": cases.LFM2_ONE_TOKEN,
+    "gdn": replace(
+        cases.GDN_MTP,
+        name="gdn",
+        arguments={name: value for name, value in cases.GDN_MTP.arguments.items() if name != "speculative_config"},
+    ),
+    "gdn-mtp": cases.GDN_MTP,
+    "llama": replace(cases.MAMBA2_ONE_TOKEN, name="llama", model="llama"),
+}
+BY_DEFAULT = ("mamba2", "lfm2")
+"""Triton compiles the kernels of gated delta nets for minutes."""
+
+
+def lengths(decode: int) -> dict[str, int]:
+    """Tokens of the prompts of each kind, where a decode has *decode*."""
+    found = {"first prompt": decode, "rest with a state": THRESHOLD + decode, "ordinary": 40}
+    # Beside decodes, releases from 0.25.0 on fill its step up with placeholders for drafts.
+    return found | ({"prompt of one token": 1} if decode > 1 else {})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--site", action="append", default=[], metavar="RELEASE=FOLDER", help="a vLLM; may be repeated")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for result.json and engines' logs")
+    parser.add_argument("--only", action="append", choices=sorted(MODELS), help=f"default: {', '.join(BY_DEFAULT)}")
+    parser.add_argument("--runner", action="append", choices=("V1", "V2"), help="default: V1, and V2 where it has it")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="of turns of all engines (20)")
+    parser.add_argument("--rehearse", action="store_true", help="run this whole script on a CPU engine, without graphs")
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        sites = find_sites(options.site)
+        device = "CPU engine, rehearsal" if options.rehearse else devices.find().name
+        if device is None:
+            raise VerifyError("no GPU; --rehearse runs this script on a CPU engine")
+    except (VerifyError, SourceError, ValueError) as error:
+        print(f"not run: {error}", file=sys.stderr)
+        return 2
+    result: dict[str, Any] = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "graphfix": __version__,
+        "device": device,
+        "machine": machine(),
+        "command": sys.argv[1:],
+        "cases": [],
+    }
+    names = ["llama"] if options.rehearse else options.only or BY_DEFAULT
+    for name in {MODELS[name].model for name in names}:
+        models.write(name, options.out / "models")
+    with processes.terminated_like_interrupted():
+        for site in sites:
+            with ExitStack() as ending:
+                # All of a release start together, and are measured one after the other, once no other starts.
+                begun = []
+                for name in names:
+                    for runner in _runners(site, name, options):
+                        own = ending.enter_context(ExitStack())
+                        begun.append((name, runner, own, _engines(site, sites, name, runner, options, own)))
+                started = [(*each, _ready(each[-1])) for each in begun]
+                for name, runner, own, engines, ready in started:
+                    with own:
+                        found = measured(site, name, runner, engines, ready, options)
+                    result["cases"].append(found)
+                    (options.out / "result.json").write_text(json.dumps(result, indent=1))
+                    print(json.dumps(_short(found)), file=sys.stderr)
+    judged = [case.get("verdict", "not run") for case in result["cases"]]
+    return 2 if set(judged) <= {"not run"} else int(set(judged) != {"right"})
+
+
+def _runners(site: Site, name: str, options: argparse.Namespace) -> Sequence[str]:
+    """V2 where its dispatch goes by the shape, and it takes such models: hybrids."""
+    if options.rehearse:
+        return ("V1",)
+    source = open_source(site.folder)
+    from vllm_graphfix.fixes.prefill_dispatch import _v2_serves_them_wrong
+
+    offered = ["V1", *(["V2"] if name != "mamba2" and _v2_serves_them_wrong(source) else [])]
+    return [runner for runner in offered if runner in (options.runner or offered)]
+
+
+def _engines(
+    site: Site, sites: Sequence[Site], name: str, runner: str, options: argparse.Namespace, ending: ExitStack
+) -> dict[str, EngineProcess]:
+    engines = {}
+    for engine in ENGINES:
+        engines[engine] = _engine(site, sites, MODELS[name], engine, runner, options)
+        ending.callback(engines[engine].end)
+    return engines
+
+
+def _ready(engines: Mapping[str, EngineProcess]) -> dict[str, Ready] | DiedError:
+    try:
+        return {engine: each.ready(START_TIMEOUT) for engine, each in engines.items()}
+    except DiedError as error:
+        return error
+
+
+def measured(
+    site: Site,
+    name: str,
+    runner: str,
+    engines: Mapping[str, EngineProcess],
+    ready: dict[str, Ready] | DiedError,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    decode, begun = 1 + _drafts(MODELS[name]), time.monotonic()
+    diagnosis = manifest.diagnose(BY_NAME["prefill-dispatch"], open_source(site.folder))
+    found: dict[str, Any] = {"release": site.release, "model": name, "runner": runner, "shape": diagnosis.shape}
+    if isinstance(ready, DiedError):
+        return found | {"failure": f"did not start: {ready}"}
+    found["engines"] = {engine: each.told for engine, each in ready.items()}
+    found["started_in"] = {engine: round(each.seconds, 1) for engine, each in ready.items()}
+    try:
+        found["tokens"] = _tokens(engines, decode)
+        found["steps"] = _steps(engines, decode, options.rounds)
+    except DiedError as error:
+        return found | {"failure": str(error)}
+    return found | {
+        "verdict": verdict(found["tokens"], {} if options.rehearse else found["steps"]),
+        "seconds": round(time.monotonic() - begun),
+    }
+
+
+def verdict(tokens: Mapping[str, Any], steps: Mapping[str, Any]) -> str:
+    """``wrong``: patched answers are not eager ones that repeat themselves, or steps that the fix leaves are slower."""
+    wrong = any(each["eager repeats"] and not each["patched"] for each in tokens.values())
+    slow = any(not each["taken"] and each["ratio"] < TARGET for each in steps.values())
+    return "wrong" if wrong or slow else "right"
+
+
+def _drafts(case: cases.Case) -> int:
+    return int(case.arguments.get("speculative_config", {}).get("num_speculative_tokens", 0))
+
+
+def _engine(
+    site: Site, sites: Sequence[Site], case: cases.Case, engine: str, runner: str, options: argparse.Namespace
+) -> EngineProcess:
+    patched = engine == "patched"
+    like = engine_cases.Case(
+        name=case.name,
+        title="",
+        fixes=(),
+        wrong="",
+        model={},
+        runner=runner,
+        arguments={},
+        capability=None,
+        gib=0,
+        environment={"VLLM_CPU_KVCACHE_SPACE": "1"} if options.rehearse else {"VLLM_USE_FLASHINFER_SAMPLER": "0"},
+    )
+    decode = 1 + _drafts(case)
+    graphs = cases.full_decodes([decode * rows for rows in range(1, 2 * BATCH + 1)])
+    arguments: dict[str, Any] = {
+        "model": str(options.out / "models" / case.model),
+        "skip_tokenizer_init": True,
+        "max_model_len": 256 if options.rehearse else 1024,
+        "max_num_seqs": 2 * BATCH,
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": True,
+        "long_prefill_token_threshold": THRESHOLD,
+        "seed": 0,
+    }
+    if options.rehearse:
+        arguments["block_size"] = 16
+    else:
+        arguments |= {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05}
+    arguments |= case.arguments
+    eager = engine == "eager" or options.rehearse
+    arguments |= {"enforce_eager": True} if eager else {"compilation_config": graphs}
+    name = f"{site.release}-{case.name}-{runner}-{engine}"
+    return EngineProcess(
+        Order(
+            arguments=arguments,
+            plugin=patched,
+            runner=runner,
+            largest_batch=BATCH,
+            # A step ends where it is timed.
+            where_known={**case.where_known, "async_scheduling": False},
+        ),
+        Configuration(engine, "", site, None, plugin=patched).environment(like, sites, options.out / f"cache-{name}"),
+        options.out / f"{name}.log",
+        LOAD,
+    )
+
+
+# -- tokens
+
+
+def _tokens(engines: Mapping[str, EngineProcess], decode: int) -> dict[str, Any]:
+    """By kind of row, alone and beside others: whose answers are an eager engine's."""
+    found = {}
+    for kind, length in lengths(decode).items():
+        for others in (0, 3):
+            asked = {"prompts": _prompts(BATCH, length), "tokens": 24, "meanwhile": _prompts(others, 9)}
+            first, again = (engines["eager"].ask(asked, TURN_TIMEOUT)["answers"] for _ in range(2))
+            answered = {name: engines[name].ask(asked, TURN_TIMEOUT) for name in ("stock", "patched")}
+            found[f"{kind}{', beside decodes' if others else ''}"] = {
+                "eager repeats": first == again,
+                "stock": answered["stock"]["answers"] == first,
+                "patched": answered["patched"]["answers"] == first,
+                "taken": answered["patched"]["taken"],
+            }
+    return found
+
+
+def _prompts(count: int, length: int) -> list[list[int]]:
+    chance = random.Random(1000 * length + count)  # noqa: S311 - the same prompts in every engine
+    return [chance.choices(VOCABULARY, k=length) for _ in range(count)]
+
+
+# -- seconds
+
+
+def _steps(engines: Mapping[str, EngineProcess], decode: int, rounds: int) -> dict[str, Any]:
+    """Steps a second under each load, and stock's seconds by patched ones: the median of the rounds."""
+    size = lengths(decode)
+    loads = {
+        # The first step computes all but the rests, the second the rests, and both sample nothing else.
+        "rests with a state": (_prompts(BATCH, size["rest with a state"]), 1, 10, slice(1, 2)),
+        "ordinary prompts": (_prompts(BATCH, size["ordinary"]), 24, 2, slice(None)),
+    }
+    compared = [name for name in engines if name != "eager"]
+    found = {}
+    for load, (prompts, tokens, times, timed) in loads.items():
+        asked = {"prompts": prompts, "tokens": tokens, "meanwhile": [], "times": times}
+        seconds: dict[str, list[float]] = {name: [] for name in compared}
+        steps, taken = 0, 0
+        for number in range(-3, rounds):  # the first ones do not count
+            for name in compared if number % 2 else compared[::-1]:
+                answer = engines[name].ask(asked, TURN_TIMEOUT)
+                timed_steps = [each for turn in answer["seconds"] for each in turn[timed]]
+                if len(timed_steps) < times:
+                    raise DiedError(f"{load}: {name} computed them in {len(answer['seconds'][0])} steps a turn")
+                steps = len(timed_steps)
+                if number >= 0:
+                    seconds[name].append(sum(timed_steps))
+                    taken += answer["taken"]
+        found[load] = {
+            "steps": steps,
+            "steps a second": {name: round(steps / statistics.median(each), 1) for name, each in seconds.items()},
+            "ratio": _ratio(seconds["stock"], seconds["patched"]),
+            "noise": _ratio(seconds["stock"], seconds["stock-again"]),
+            "taken": taken,
+        }
+    return found
+
+
+def _ratio(stock: Sequence[float], other: Sequence[float]) -> float:
+    return round(statistics.median(a / b for a, b in zip(stock, other, strict=True)), 4)
+
+
+def _short(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name not in ("engines", "started_in")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""Which rows the builders of recurrent layers take for prefills, in a step that has the shape of a decode.
+
+A builder that sees a prefill does not refresh the buffers that a decode graph reads. What it sees differs between
+releases and layers: read from the builders' code by `recognised`, put together for the layers of an engine by
+`Builders`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm_graphfix.fix import Diagnosis
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
+
+_BACKENDS = "vllm/v1/attention/backends/"
+MAMBA, MAMBA2 = f"{_BACKENDS}mamba_attn.py", f"{_BACKENDS}mamba2_attn.py"
+GDN, LINEAR, SHORT_CONV = (f"{_BACKENDS}{name}_attn.py" for name in ("gdn", "linear", "short_conv"))
+KDA = "vllm/models/kimi_k3/nvidia/kda_metadata.py"
+UTILS = f"{_BACKENDS}utils.py"
+READS = (MAMBA, MAMBA2, GDN, LINEAR, SHORT_CONV, KDA, UTILS)
+_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+_HYBRIDS_V2 = "vllm/v1/worker/gpu/model_states/mamba_hybrid.py"
+
+_SPLIT = "split_decodes_and_prefills({}, decode_threshold={})"
+_SPLIT_BY_PHASE = "split_decodes_and_prefills({}, decode_threshold={}, treat_short_extends_as_decodes=False)"
+
+
+# -- what the code says
+
+
+def with_builders(source: Source, found: Diagnosis) -> Diagnosis:
+    """*found*, of the model runners, with the words for what the builders do behind its shape."""
+    words, reason = recognised(source, found.shape), found.reason
+    if lacking := [name for name in ("mamba", "gdn", "linear") if f"{name}-" not in words]:
+        reason += f"; the builders of {', '.join(lacking)} are not recognised, so that each prefill counts there"
+    return found._replace(reason=reason, shape=f"{found.shape} {words}".rstrip())
+
+
+def recognised(source: Source, runners: str) -> str:
+    """Words for what the builders of this vLLM do, for `patches`; a builder without a word is not recognised.
+
+    ``mamba-…``, ``gdn-…``, ``kda-…`` and ``linear-…`` say by what a row is taken for a decode: ``length``, ``phase``
+    (past its prompt), ``state`` (one token, and a state or past its prompt), ``tail`` (the last token of a prompt with
+    placeholders for drafts, too). *runners* are those whose dispatch goes by the shape: they tell the builders which
+    rows have drafts.
+    """
+    split = source.function(UTILS, "split_decodes_and_prefills")
+    if not (split and split.only("is_prefill = query_lens > decode_threshold")):
+        return ""
+    short = "treat_short_extends_as_decodes"
+    if short in split.parameters and not split.only(
+        f"if not {short}: assert common_attn_metadata.is_prefilling is not None; "
+        "is_prefill |= common_attn_metadata.is_prefilling"
+    ):
+        return ""
+    words = (
+        _mamba(source),
+        _by_drafts("gdn", source.function(GDN, "GDNAttentionMetadataBuilder.build")),
+        _by_drafts("kda", source.function(KDA, "KimiK3KDAMetadataBuilder.build")),
+        _linear(source),
+        _ple(source),
+        *_told(source, runners),
+    )
+    return " ".join(filter(None, words))
+
+
+def _mamba(source: Source) -> str:
+    """Mamba-1, Mamba-2, and short convolutions have one builder."""
+    common = source.function(MAMBA, "BaseMambaAttentionMetadataBuilder._compute_common_metadata")
+    if common is None:
+        return ""
+    asked = "common_attn_metadata", "..."
+    if common.only(_SPLIT.format(*asked)) and not common.names("is_prefilling"):
+        return "mamba-length"
+    if not common.only(_SPLIT_BY_PHASE.format(*asked)):
+        return ""
+    if not common.names("is_prefilling"):
+        return "mamba-phase"
+    given_on = "common_attn_metadata = common_attn_metadata.replace(is_prefilling=is_prefilling)"
+    decodes = "is_prefilling[prefill_to_decode] = False"
+    if not (common.only(given_on) and common.only(decodes) and common.mentions(is_prefilling=7)):
+        return ""
+    one_token = common.each(
+        "single_token_prefill_rows = is_prefilling & (query_lens_cpu == 1)",
+        "has_prior_state = seq_lens_cpu > 1",
+        "prefill_to_decode = single_token_prefill_rows & has_prior_state",
+    )
+    if one_token and common.mentions(prefill_to_decode=3, has_prior_state=2):
+        return "mamba-state"
+    tails = common.each(
+        "has_prior_state = seq_lens_cpu > query_lens_cpu",
+        "stateful_prefill_rows = is_prefilling & has_prior_state",
+        "prefill_to_decode = stateful_prefill_rows & (query_lens_cpu == 1)",
+        "padded_prompt_tail_rows = stateful_prefill_rows & (num_decode_draft_tokens_cpu >= 0) "
+        "& (query_lens_cpu == num_decode_draft_tokens_cpu + 1)",
+        "prefill_to_decode |= padded_prompt_tail_rows",
+    )
+    built = source.function(MAMBA2, "Mamba2AttentionMetadataBuilder.build")
+    told = built and built.gives(
+        "self._compute_common_metadata(...)",
+        "num_decode_draft_tokens_cpu=kwargs.get('num_decode_draft_tokens_cpu')",
+    )
+    return "mamba-tail" if tails and told and common.mentions(prefill_to_decode=4, has_prior_state=2) else ""
+
+
+def _by_drafts(name: str, build: Function | None) -> str:
+    """Gated delta nets: a row with drafts is a decode; where no row has some, what is one token long."""
+    if build is None or not (
+        build.find("spec_sequence_masks_cpu = num_decode_draft_tokens_cpu >= 0")
+        or build.only("spec_sequence_masks = num_decode_draft_tokens_cpu >= 0")
+    ):
+        return ""
+    if build.only(_SPLIT.format("m", "1")):
+        return f"{name}-length"
+    by_state = build.each(
+        "no_prior_state = (query_lens_cpu > 0) & (m.seq_lens_cpu_upper_bound <= query_lens_cpu)",
+        "no_prior_state &= m.is_prefilling",
+        _SPLIT_BY_PHASE.format("m.replace(is_prefilling=no_prior_state)", "1"),
+    )
+    return f"{name}-state" if by_state else ""
+
+
+def _linear(source: Source) -> str:
+    plain = source.function(LINEAR, "LinearAttentionMetadataBuilder.build")
+    if not (plain and plain.only(_SPLIT.format("common_attn_metadata", "self.reorder_batch_threshold"))):
+        return ""
+    drafted = source.function(LINEAR, "BailingLinearAttentionMetadataBuilder.build")
+    if drafted and not drafted.each(
+        "decode_threshold = self.reorder_batch_threshold if use_spec_decode else 1",
+        _SPLIT.format("common_attn_metadata", "decode_threshold"),
+    ):
+        return ""
+    return "linear-length"
+
+
+def _ple(source: Source) -> str:
+    """The short convolution of layer embeddings (Qwen4-exp): by drafts, and without them as Mamba's."""
+    build = source.function(SHORT_CONV, "PleShortConvAttentionMetadataBuilder.build")
+    plain = source.function(SHORT_CONV, "PleShortConvAttentionMetadataBuilder._build_non_spec_metadata")
+    by_drafts = build and build.each(
+        "candidate_mask = num_decode_draft_tokens_cpu[: m.num_reqs] >= 0", "spec_sequence_masks_cpu = candidate_mask"
+    )
+    return "ple" if by_drafts and plain and plain.gives("super().build(...)", "num_accepted_tokens=None") else ""
+
+
+def _told(source: Source, runners: str) -> list[str]:
+    """What the model runners tell the builders of drafts.
+
+    ``drafted-tails``: the last token of a prompt with placeholders counts as a row with drafts. ``always-told``: model
+    runner V1 hands the numbers of drafts on in steps without any, too. ``told-short-conv``: and to short convolutions.
+    """
+    prepared = source.function(_RUNNER, "GPUModelRunner._prepare_inputs")
+    built = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
+    execute = source.function(_RUNNER, "GPUModelRunner.execute_model")
+    tails = bool(
+        prepared
+        and prepared.only(
+            "if num_scheduled_tokens[req_idx] == draft_len + 1: num_decode_draft_tokens[req_idx] = draft_len"
+        )
+    )
+    if "v2" in runners:
+        state = source.function(_HYBRIDS_V2, "MambaHybridModelState.prepare_attn")
+        tails = tails and bool(state and state.only("input_batch.num_scheduled_tokens == num_draft_tokens_per_req + 1"))
+    always = execute and execute.only("use_spec_decode = self.speculative_config is not None")
+    short = built and built.names("ShortConvAttentionMetadataBuilder")
+    words = {"drafted-tails": tails, "always-told": always, "told-short-conv": short}
+    return [word for word, said in words.items() if said]
+
+
+# -- which rows
+
+
+class Prefills(NamedTuple):
+    """Which rows a builder takes for prefills, the more the higher each number; of several builders, the highest."""
+
+    one_token: int
+    """Where a decode has one token: 0 none, 1 without a state, 2 in its prompt, 3 that computes known tokens at all."""
+    in_prompt: int
+    """Where it has drafts: 0 none, 1 in its prompt without a state or without placeholders, 2 in its prompt."""
+    undrafted: int
+    """Where it has drafts, rows without any: 0 none, 1 if all are such, 2 each."""
+
+    def rows(self, length: int, computed: Any, prompt: Any, known: Any) -> Any:
+        """Which rows of a step of *length* tokens each some builder takes for a prefill; None if none can be.
+
+        *computed*, *prompt* (the tokens up to which a row counts as prefilling) and *known*, (rows,) int32 of NumPy.
+        """
+        if length == 1:
+            if not self.one_token:
+                return None
+            rows = computed < prompt
+            if self.one_token == _ANY.one_token:
+                return rows | (computed + 1 < known)
+            if self.one_token == 1 and 1 in rows.tobytes():  # most steps have no such row
+                rows &= computed == 0
+            return rows
+        undrafted = computed + 1 < known
+        if self.in_prompt:
+            rows = computed < prompt
+            if self.in_prompt == 1:
+                rows &= undrafted | (computed == 0)
+            if self.undrafted == 2:
+                rows |= undrafted
+        else:
+            rows = undrafted
+        if self.undrafted == 1 and undrafted.all():
+            return undrafted
+        return rows if self.in_prompt or self.undrafted == 2 else None
+
+
+_ANY = Prefills(3, 2, 2)
+"""What is assumed of a builder that is not recognised: that it takes each row for one that is not past what is known
+of it."""
+_NONE = Prefills(0, 0, 0)
+_BY = {"length": (0, 0), "phase": (2, 2), "state": (1, 2), "tail": (1, 1)}
+
+
+class Builders:
+    """Which rows the builders of an engine take for prefills.
+
+    An engine has one `KVCacheConfig`, and asks at every step.
+    """
+
+    __slots__ = ("_by_class", "_config", "_prefills")
+
+    def __init__(self, words: str, *, v2: bool) -> None:
+        self._by_class = _by_class(frozenset(words.split()), v2=v2)
+        self._config: Any = None
+        self._prefills: Prefills | None = None
+
+    def of(self, runner: Any) -> Prefills | None:
+        """Of the layers of *runner* that keep a state; None if there are none, or none of them minds."""
+        config = runner.kv_cache_config
+        if self._config is not config:
+            kinds = self._kinds(config, getattr(runner, "attn_groups", ()))
+            highest = Prefills(*map(max, zip(_NONE, *kinds, strict=True)))
+            self._prefills = None if highest == _NONE else highest
+            self._config = config
+        return self._prefills
+
+    def _kinds(self, config: Any, attention_groups: Any) -> list[Prefills]:
+        recurrent = sys.modules["vllm.v1.kv_cache_interface"].MambaSpec
+        expected = {
+            name
+            for group in config.kv_cache_groups
+            if isinstance(_layer_spec(group.kv_cache_spec), recurrent)
+            for name in group.layer_names
+        }
+        kinds = []
+        for group in (group for groups in attention_groups for group in groups):
+            if expected.intersection(group.layer_names):
+                expected.difference_update(group.layer_names)
+                kinds.append(self._of_class(group.backend.get_builder_cls()))
+        return [*kinds, _ANY] if expected else kinds
+
+    def _of_class(self, builder: type) -> Prefills:
+        """*builder* may be a subclass, as long as it decides nothing itself."""
+        for cls in builder.__mro__:
+            if (known := self._by_class.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:
+                return known
+            if not vars(cls).keys().isdisjoint(("build", "_compute_common_metadata")):
+                break
+        return _ANY
+
+
+def _layer_spec(spec: Any) -> Any:
+    """The layer specification of a group; of one with one type and several sizes, that of one of its layers."""
+    together = getattr(spec, "kv_cache_specs", None)
+    return next(iter(together.values())) if together else spec
+
+
+def _by_class(words: frozenset[str], *, v2: bool) -> dict[str, Prefills]:
+    """By the name of the builder's class; what is not there is not recognised."""
+    by = dict(word.split("-") for word in words if word.startswith(("mamba-", "gdn-", "kda-", "linear-")))
+    # Without numbers of drafts a builder goes by one token, and takes every row of a longer decode for a prefill.
+    untold = 0 if v2 or "always-told" in words else 1
+    in_prompt = 0 if "drafted-tails" in words else 2
+    found: dict[str, Prefills] = {}
+    if mamba := by.get("mamba"):
+        one_token, with_drafts = _BY[mamba]
+        told = Prefills(one_token, with_drafts, untold)
+        not_told = told if v2 else Prefills(one_token, 2, 2)
+        found["mamba1_attn.Mamba1AttentionMetadataBuilder"] = not_told
+        found["mamba2_attn.Mamba2AttentionMetadataBuilder"] = told
+        short_conv = told if "told-short-conv" in words else not_told
+        found["short_conv_attn.ShortConvAttentionMetadataBuilder"] = short_conv
+        if "ple" in words:
+            found["short_conv_attn.PleShortConvAttentionMetadataBuilder"] = Prefills(one_token, in_prompt, 2)
+    if gdn := by.get("gdn"):
+        found["gdn_attn.GDNAttentionMetadataBuilder"] = Prefills(_BY[gdn][0], in_prompt, 2)
+    if "linear" in by:
+        for name in ("LinearAttentionMetadataBuilder", "BailingLinearAttentionMetadataBuilder"):
+            found[f"linear_attn.{name}"] = Prefills(0, 0, untold)
+    classes = {f"vllm.v1.attention.backends.{name}": prefills for name, prefills in found.items()}
+    if kda := by.get("kda"):
+        classes["vllm.models.kimi_k3.nvidia.kda_metadata.KimiK3KDAMetadataBuilder"] = Prefills(
+            _BY[kda][0], in_prompt, 2
+        )
+    return classes
