@@ -65,4 +65,3 @@ def _only(found: Iterator[T]) -> T:
     if len(candidates) != 1:
         raise LookupError(f"{SPECULATOR}: {len(candidates)} statements to cut where there should be one")
     return candidates[0]
-
