@@ -27,7 +27,7 @@ _PRELOADED = (
     "torch torch._dynamo torch._inductor.compile_fx numba networkx transformers transformers.models.auto "
     "transformers.models.auto.modeling_auto transformers.processing_utils mistral_common.protocol.instruct.request "
     "google.protobuf.descriptor_pb2 "
-    "opentelemetry.sdk.trace openai fastapi aiohttp xgrammar"
+    "opentelemetry.sdk.trace openai fastapi aiohttp xgrammar pytest"
 )
 
 
