@@ -26,6 +26,7 @@ from test_source import wheel_of
 from vllm_graphfix.fixes import BY_NAME
 from wheels import write_wheel
 
+pytestmark = pytest.mark.xdist_group("package")  # built once
 PROJECT = Path(__file__).parent.parent
 
 
