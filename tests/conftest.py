@@ -59,10 +59,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        given = getattr(item, "callspec", None)
-        release = given.params.get("release") if given else None
-        if isinstance(release, str) and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(release))
+        if item.get_closest_marker("xdist_group") is None and (group := _group(item)):
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _group(item: pytest.Item) -> str | None:
+    """Tests that share what their module makes run in one process, too: another one would make it again."""
+    given = getattr(item, "callspec", None)
+    release = given.params.get("release") if given else None
+    if isinstance(release, str):
+        return release
+    fixtures = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+    return item.path.stem if any(fixture[-1].scope == "module" for fixture in fixtures) else None
 
 
 gc.disable()  # nothing of what is imported and collected goes away

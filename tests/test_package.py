@@ -26,11 +26,10 @@ from test_source import wheel_of
 from vllm_graphfix.fixes import BY_NAME
 from wheels import write_wheel
 
-pytestmark = pytest.mark.xdist_group("package")  # built once
 PROJECT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the sdist and the wheel, built from a copy of this tree: nothing is left behind in it."""
     copy = tmp_path_factory.mktemp("built") / "tree"
