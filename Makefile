@@ -1,6 +1,7 @@
 # `make demo` and `make test` do all the set-up: Python 3.10-3.13 with pip and venv, git and make are enough.
 PYTHON ?= python3
-PYTEST_WORKERS ?= 2
+# One more than the cores of a small machine: a test that waits for a server or a time-out leaves its core to another.
+PYTEST_WORKERS ?= 3
 
 BIN := .venv/bin
 STAMP := .venv/installed

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import gc
 import os
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +21,7 @@ from needs_release import modules_that_need_releases
 from promtool import promtool  # noqa: F401 - a fixture
 from served_models import among_models, served_models  # noqa: F401 - fixtures
 from stock import ALL_RELEASES, release_root
+from vllm_graphfix.source import files
 from wheels import wheel_index  # noqa: F401 - a fixture
 
 # The same examples everywhere and each time. `make test-all` runs "whole" (--hypothesis-profile).
@@ -46,17 +51,45 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests of one release run in one process of pytest: a warm process of it serves them all.
     """
-    needing = modules_that_need_releases()
-    for item in items:
-        if item.path.stem in needing:
-            item.add_marker(pytest.mark.release)
+    if "release" in config.getoption("markexpr"):  # to find out which these are takes a second
+        needing = modules_that_need_releases()
+        for item in items:
+            if item.path.stem in needing:
+                item.add_marker(pytest.mark.release)
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        given = getattr(item, "callspec", None)
-        release = given.params.get("release") if given else None
-        if isinstance(release, str) and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(release))
+        if item.get_closest_marker("xdist_group") is None and (group := _group(item)):
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _group(item: pytest.Item) -> str | None:
+    """Tests that share what their module makes run in one process, too: another one would make it again."""
+    given = getattr(item, "callspec", None)
+    release = given.params.get("release") if given else None
+    if isinstance(release, str):
+        return release
+    fixtures = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+    return item.path.stem if any(fixture[-1].scope == "module" for fixture in fixtures) else None
+
+
+gc.disable()  # nothing of what is imported and collected goes away
+
+
+def pytest_collection_finish() -> None:
+    """From here on no collection of garbage goes through all of that."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _files_of_releases_are_parsed_once() -> Iterator[None]:
+    """Tests of one release follow each other, and nobody changes a tree."""
+    parse = functools.lru_cache(maxsize=64)(ast.parse)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(files, "ast", SimpleNamespace(**vars(ast) | {"parse": parse}))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

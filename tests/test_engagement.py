@@ -183,7 +183,7 @@ def test_without_a_speculator_capture_state_stays_although_its_companion_is_off(
 
 
 def log(release: str, env: dict[str, str], code: str = "") -> list[Any]:
-    done = run_in_release(release, LOAD + imports(release) + code, {"VLLM_LOGGING_LEVEL": "INFO"} | env)
+    done = run_in_release(release, LOAD + imports(release) + code, {"VLLM_LOGGING_LEVEL": "INFO"} | env, warm=True)
     return [line for line in (done.stdout + done.stderr).splitlines() if "graphfix" in line.lower()]
 
 

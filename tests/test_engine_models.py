@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_graphfix.verify.engine import models
 from vllm_graphfix.verify.engine.models import MODELS, write
@@ -26,11 +26,16 @@ def written(name: str, folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def transformers() -> Any:
+    """The library, imported late: every process that collects these tests would take seconds longer."""
+    return import_module("transformers")
+
+
 def shapes_in_transformers(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     rest = {key: value for key, value in config.items() if key != "model_type"}
-    untyped: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model = untyped.from_config(AutoConfig.for_model(config["model_type"], **rest))
+        described = transformers().AutoConfig.for_model(config["model_type"], **rest)
+        model = transformers().AutoModelForCausalLM.from_config(described)
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
@@ -49,8 +54,9 @@ def test_names_and_shapes_are_those_of_transformers_own_implementation(name: str
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-next"])
 def test_transformers_finds_every_weight_of_every_expert(name: str, tmp_path: Path) -> None:
-    made: Any = AutoModelForCausalLM
-    model, told = made.from_pretrained(write(name, tmp_path), dtype=torch.float32, output_loading_info=True)
+    folder = write(name, tmp_path)
+    found = transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, told = found
     assert not any(told.values()), told
     with torch.inference_mode():
         (logits,) = model(torch.arange(5, 37).unsqueeze(0)).logits
@@ -115,7 +121,7 @@ def test_the_generator_of_torch_is_left_where_it_was(tmp_path: Path) -> None:
 
 def test_a_llama_computes_something_else_for_every_token(tmp_path: Path) -> None:
     """With weights near zero, as vLLM's own dummies, every output would be the same; with large ones, no number."""
-    model = AutoModelForCausalLM.from_pretrained(write("llama", tmp_path), dtype=torch.float32)
+    model = transformers().AutoModelForCausalLM.from_pretrained(write("llama", tmp_path), dtype=torch.float32)
     with torch.inference_mode():
         (logits,) = model(torch.arange(5, 37).unsqueeze(0)).logits
     assert len(set(logits.argmax(-1).tolist())) > 24

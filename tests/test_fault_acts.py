@@ -58,7 +58,7 @@ def injected(act: str, release: str, every: int) -> tuple[dict[str, Any], list[t
     with TemporaryDirectory(prefix="vllm-graphfix-") as folder:
         results = str(Path(folder) / "results")
         code = CODE.format(here=str(HERE), act=act, environments=ACTS[act], results=results, every=every)
-        run_in_release(release, code, timeout=4 * 3600)
+        run_in_release(release, code, timeout=4 * 3600, warm=True)
         first, *rest = map(json.loads, Path(results).read_text().splitlines())
     return first, rest
 

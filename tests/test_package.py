@@ -29,7 +29,7 @@ from wheels import write_wheel
 PROJECT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the sdist and the wheel, built from a copy of this tree: nothing is left behind in it."""
     copy = tmp_path_factory.mktemp("built") / "tree"

@@ -110,18 +110,10 @@ def plain(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> See
 
 
 @pytest.fixture(scope="module")
-def two_ranks(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """Tensor parallel; all of its processes are killed at once in the end, as by a power cut."""
-    with serve(installed, tmp_path_factory.mktemp("two-ranks"), "--tensor-parallel-size=2") as server:
-        seen = look(server)
-        server.end()
-        return look_after(seen, server)
-
-
-@pytest.fixture(scope="module")
-def two_api_servers(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """Stopped with SIGTERM in the end, as a supervisor does."""
-    with serve(installed, tmp_path_factory.mktemp("two-api-servers"), "--api-server-count=2") as server:
+def two_of_each(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Two API servers and two ranks, tensor parallel; stopped with SIGTERM in the end, as a supervisor does."""
+    flags = ("--api-server-count=2", "--tensor-parallel-size=2")
+    with serve(installed, tmp_path_factory.mktemp("two-of-each"), *flags) as server:
         seen = look(server)
         server.stop()
         return look_after(seen, server)
@@ -136,7 +128,10 @@ def filtered_out(installed: Installed, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def outside(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """Not in the rollout, and in its folder is what is no record."""
+    """Not in the rollout, and in its folder is what is no record.
+
+    All of its processes are killed at once in the end, as by a power cut.
+    """
     folder = tmp_path_factory.mktemp("outside")
     records = folder / "status" / f"vllm-graphfix-{os.getuid()}"
     records.mkdir(parents=True, mode=0o700)
@@ -148,7 +143,9 @@ def outside(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> S
     (records / name.format(5)).write_text("[" * 60_000)
     (records / name.format(6)).mkdir()
     with serve(installed, folder, env={"VLLM_GRAPHFIX_ROLLOUT": "0"}) as server:
-        return look(server)
+        seen = look(server)
+        server.end()
+        return look_after(seen, server)
 
 
 @pytest.fixture(scope="module")
@@ -313,11 +310,11 @@ def wait_for(server: Server, status: str, seconds: float) -> bool:
     return True
 
 
-# -- two ranks ---------------------------------------------------------------------------------------------------------
+# -- two ranks behind two API servers ----------------------------------------------------------------------------------
 
 
-def test_two_ranks_agree(two_ranks: Seen) -> None:
-    workers = two_ranks.role("worker")
+def test_two_ranks_agree(two_of_each: Seen) -> None:
+    workers = two_of_each.role("worker")
     assert sorted(worker["rank"]["rank"] for worker in workers) == [0, 1]
     assert len({worker["agreement"]["group"] for worker in workers}) == 1
     for worker in workers:
@@ -328,64 +325,43 @@ def test_two_ranks_agree(two_ranks: Seen) -> None:
         }
 
 
-def test_metrics_count_both_ranks(two_ranks: Seen) -> None:
-    (text,) = two_ranks.metrics.values()
-    assert (value(text, "graphfix_ranks_expected"), value(text, "graphfix_ranks_agreeing")) == (2, 2)
-    shown = {labels["fix"]: (labels["state"], n) for labels, n in samples(text, "graphfix_fix_state")}
-    assert shown == {name: (state, 2.0) for name, state in STATES.items()}
-
-
-def test_fleet_shows_both_ranks(two_ranks: Seen) -> None:
-    engine = two_ranks.fleet.engine
+def test_fleet_shows_both_ranks(two_of_each: Seen) -> None:
+    engine = two_of_each.fleet.engine
     assert (engine["status"], engine["wrong"]) == ("in order", [])
     assert engine["ranks"] == {"expected": 2, "recorded": 2, "agreeing": 2, "missing": []}
     assert engine["fixes"]["mamba-padding"]["states"] == {"active": ["rank 0", "rank 1"]}
 
 
-def test_two_ranks_answer(two_ranks: Seen) -> None:
-    assert len(two_ranks.text.split()) == 8
+def test_two_ranks_answer(two_of_each: Seen) -> None:
+    assert len(two_of_each.text.split()) == 8
 
 
-def test_all_processes_killed_at_once_read_as_dead(two_ranks: Seen) -> None:
-    assert two_ranks.fleet_after is not None
-    engine = two_ranks.fleet_after.engine
-    assert engine["status"] == "ended"
-    assert {one["pid"]: one["liveness"] for one in engine["processes"]} == dict.fromkeys(
-        (record["pid"] for record in two_ranks.records), "dead"
-    )
-
-
-# -- two API servers ---------------------------------------------------------------------------------------------------
-
-
-def test_two_api_servers_have_records_below_one_front_end(two_api_servers: Seen) -> None:
-    roles = Counter(record["role"] for record in two_api_servers.records)
-    assert roles == {"front-end": 1, "api-server": 2, "engine-core": 1, "worker": 1}
-    assert len({record["engine"] for record in two_api_servers.records}) == 1
-    assert {record["role"]: record["kept"] for record in two_api_servers.records} == {
+def test_two_api_servers_have_records_below_one_front_end(two_of_each: Seen) -> None:
+    roles = Counter(record["role"] for record in two_of_each.records)
+    assert roles == {"front-end": 1, "api-server": 2, "engine-core": 1, "worker": 2}
+    assert len({record["engine"] for record in two_of_each.records}) == 1
+    assert {record["role"]: record["kept"] for record in two_of_each.records} == {
         "front-end": False,  # it serves nothing itself, and forks
         **dict.fromkeys(("api-server", "engine-core", "worker"), True),
     }
 
 
-def test_metrics_of_both_api_servers_are_complete(two_api_servers: Seen) -> None:
-    assert two_api_servers.metrics.keys() == {"ApiServer_0", "ApiServer_1"}
-    for text in two_api_servers.metrics.values():
+def test_metrics_of_both_api_servers_are_complete_and_count_both_ranks(two_of_each: Seen) -> None:
+    assert two_of_each.metrics.keys() == {"ApiServer_0", "ApiServer_1"}
+    for text in two_of_each.metrics.values():
         states = {labels["fix"]: (labels["state"], n) for labels, n in samples(text, "graphfix_fix_state")}
-        assert states == {name: (state, 1.0) for name, state in STATES.items()}
-        assert (value(text, "graphfix_ranks_expected"), value(text, "graphfix_ranks_agreeing")) == (1, 1)
+        assert states == {name: (state, 2.0) for name, state in STATES.items()}
+        assert (value(text, "graphfix_ranks_expected"), value(text, "graphfix_ranks_agreeing")) == (2, 2)
         assert len(samples(text, "graphfix_events")) == sum(len(BY_NAME[name].events) for name in NEEDED)
         assert value(text, "graphfix_canary") == 1
 
 
-def test_fleet_shows_both_api_servers(two_api_servers: Seen) -> None:
-    engine = two_api_servers.fleet.engine
-    assert (engine["status"], engine["wrong"]) == ("in order", [])
-    assert sum(one["role"] == "api-server" for one in engine["processes"]) == 2
+def test_fleet_shows_both_api_servers(two_of_each: Seen) -> None:
+    assert sum(one["role"] == "api-server" for one in two_of_each.fleet.engine["processes"]) == 2
 
 
-def test_a_server_that_is_stopped_leaves_no_record(two_api_servers: Seen) -> None:
-    assert two_api_servers.left == []
+def test_a_server_that_is_stopped_leaves_no_record(two_of_each: Seen) -> None:
+    assert two_of_each.left == []
 
 
 # -- VLLM_PLUGINS that filters it out ----------------------------------------------------------------------------------
@@ -438,6 +414,15 @@ def test_fleet_reads_past_what_is_no_record(outside: Seen) -> None:
 
 def test_what_is_no_record_is_no_warning_in_the_log(outside: Seen) -> None:
     assert not [line for line in outside.log.splitlines() if "graphfix" in line and "INFO" not in line]
+
+
+def test_all_processes_killed_at_once_read_as_dead(outside: Seen) -> None:
+    assert outside.fleet_after is not None
+    engine = outside.fleet_after.engine
+    assert engine["status"] == "ended"
+    assert {one["pid"]: one["liveness"] for one in engine["processes"]} == dict.fromkeys(
+        (record["pid"] for record in outside.records), "dead"
+    )
 
 
 # -- a folder that cannot be written to --------------------------------------------------------------------------------

@@ -209,10 +209,16 @@ def test_a_fixed_release_with_the_fix_cut_out_is_proven(tmp_path: Path, fix: Fix
     }
 
 
-def verify(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """The command, in a process as a user has it."""
+def verify(
+    *arguments: str | Path, env: Mapping[str, str] | None = None, warm: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """The command, in a process as a user has it; or, if *warm*, in a fork, as the two that it starts are then."""
+    command = [sys.executable, "-m", "vllm_graphfix"]
+    if warm:
+        python = warm_python.executable()
+        command = [python, "-c", f"import sys\nsys.executable = {python!r}\n{COMMAND}"]
     return subprocess.run(
-        [sys.executable, "-m", "vllm_graphfix", "verify", *map(str, arguments)],
+        [*command, "verify", *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": "", **(env or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -220,6 +226,9 @@ def verify(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subp
         check=False,
         timeout=300,
     )
+
+
+COMMAND = "from vllm_graphfix.commands.cli import main\nmain()"
 
 
 @pytest.fixture
@@ -231,7 +240,7 @@ def without_torch(tmp_path: Path) -> dict[str, str]:
 
 def test_what_is_not_affected_is_not_patched_and_its_scenario_does_not_run() -> None:
     chosen = [fix.name for fix in FIXES if verdict(fix.name, "0.33.0") != "affected"]
-    done = verify(*chosen, "--json", "--vllm", release_root("0.33.0"))
+    done = verify(*chosen, "--json", "--vllm", release_root("0.33.0"), warm=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["schema"], report["vllm"], report["holds"]) == (1, "0.33.0", True)
@@ -260,7 +269,7 @@ def test_a_wheel_file_is_verified_as_it_would_be_installed(tmp_path: Path) -> No
             if file.is_file() and file.suffix != ".pyc":
                 archive.write(file, file.relative_to(root))
         archive.writestr("vllm/_C.abi3.so", b"compiled for a GPU")
-    done = verify("--vllm", wheel)
+    done = verify("--vllm", wheel, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "vLLM 0.22.1 in " in done.stdout
     assert "(CPU double)." in done.stdout.splitlines()[0]
@@ -273,7 +282,8 @@ def test_a_wheel_file_is_verified_as_it_would_be_installed(tmp_path: Path) -> No
 
 def test_a_proof_that_does_not_hold_is_exit_code_1(tmp_path: Path) -> None:
     edit = next(e for e in edits_of("flashmla-fp8") if e.verdict is Verdict.UNRECOGNISED)
-    done = verify("flashmla-fp8", "--vllm", edited(release_root(edit.release), tmp_path / "vllm", changes(edit)))
+    tree = edited(release_root(edit.release), tmp_path / "vllm", changes(edit))
+    done = verify("flashmla-fp8", "--vllm", tree, warm=True)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "! flashmla-fp8: unrecognised: " in done.stdout
 
@@ -282,7 +292,7 @@ def test_the_vllm_that_was_named_is_the_one_that_is_verified(tmp_path: Path, mon
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('the working directory is no argument')\n")
     monkeypatch.chdir(tmp_path)
-    done = verify("flashmla-fp8", "--vllm", release_root("0.18.1"))
+    done = verify("flashmla-fp8", "--vllm", release_root("0.18.1"), warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from edited import link
 from mutants_bases import shape_of, where_of
 from mutants_made import Base, Mutant
 from mutants_near import module_of
@@ -101,7 +102,7 @@ class Stage:
         self.release, self._folder, self._paths = release, folder, set(paths)
         self._own: set[Path] = set()
         self._written = int.from_bytes(os.urandom(3), "big")
-        _link(release_root(release).resolve(), folder, {Path(path).parts for path in self._paths})
+        link(release_root(release).resolve(), folder, {Path(path).parts for path in self._paths})
         self._put({})
 
     def _put(self, files: dict[str, str]) -> None:
@@ -126,13 +127,11 @@ class Stage:
 
     @contextmanager
     def warm(self, without: Iterable[str] = NOT_YET) -> Iterator[Stage]:
-        os.environ["PYTHONPYCACHEPREFIX"] = f"{self._folder}-bytecode"  # it would go into the release, through a link
-        given = os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # and each fork would compile all of its files
+        given = os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each fork would compile all of its files
         try:
-            with WarmRelease(self._folder, without=without) as self._warm:
+            with WarmRelease(self._folder, without=without, like=self.release) as self._warm:
                 yield self
         finally:
-            del os.environ["PYTHONPYCACHEPREFIX"]
             if given is not None:
                 os.environ["PYTHONDONTWRITEBYTECODE"] = given
 
@@ -168,18 +167,6 @@ def _answer(done: subprocess.CompletedProcess[str], line: str) -> dict[str, Any]
         return {"raised": f"exit code {done.returncode}: {line[-300:]}", "state": "", "reason": "", "fallback": None}
     answer: dict[str, Any] = json.loads(line)
     return answer
-
-
-def _link(stock: Path, folder: Path, left_out: set[tuple[str, ...]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for child in stock.iterdir():
-        below = {parts[1:] for parts in left_out if parts[0] == child.name}
-        if () in below:
-            continue
-        if child.is_dir() and (any(below) or child.name == "vllm"):
-            _link(child, folder / child.name, below)
-        else:
-            (folder / child.name).symlink_to(child)
 
 
 def is_right(run: dict[str, Any], eager: Any = None) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from edited import link
+
 SPECULATOR = Path("vllm/v1/worker/gpu/spec_decode/eagle/speculator.py")
 T = TypeVar("T")
 
@@ -37,7 +39,7 @@ def make_nightly(stock_root: Path, destination: Path, *, without_mode: bool, wit
         del lines[statement.lineno - 1 : statement.end_lineno]
     edited = "".join(lines)
     ast.parse(edited)
-    _link_all_but(stock_root.resolve(), destination, SPECULATOR)
+    link(stock_root.resolve(), destination, {SPECULATOR.parts})
     (destination / SPECULATOR).write_text(edited)
     return destination
 
@@ -63,12 +65,3 @@ def _only(found: Iterator[T]) -> T:
     if len(candidates) != 1:
         raise LookupError(f"{SPECULATOR}: {len(candidates)} statements to cut where there should be one")
     return candidates[0]
-
-
-def _link_all_but(stock: Path, destination: Path, left_out: Path) -> None:
-    for part in left_out.parts:
-        destination.mkdir(parents=True, exist_ok=True)
-        for child in stock.iterdir():
-            if child.name not in (part, "__pycache__"):
-                (destination / child.name).symlink_to(child)
-        stock, destination = stock / part, destination / part

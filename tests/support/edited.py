@@ -1,4 +1,4 @@
-"""Copies of a stock release with one file edited: links to everything else."""
+"""Copies of a stock release with one file edited: links to everything else, bytecode included."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def edited(stock: Path, destination: Path, changes: dict[str, Change], *, anonym
     Anonymous: without the metadata and the file that would tell the version.
     """
     destination.mkdir(parents=True)
-    _link(stock.resolve(), destination, {Path(path).parts for path in changes})
+    link(stock.resolve(), destination, {Path(path).parts for path in changes})
     for path, change in changes.items():
         before = (stock / path).read_text() if (stock / path).exists() else ""
         after = change(before)
@@ -34,15 +34,21 @@ def edited(stock: Path, destination: Path, changes: dict[str, Change], *, anonym
     return destination
 
 
-def _link(stock: Path, destination: Path, left_out: set[tuple[str, ...]]) -> None:
-    """Links what is in *stock*; folders on the way to a file that is left out, and the package itself, are made."""
+def link(stock: Path, destination: Path, left_out: set[tuple[str, ...]]) -> None:
+    """Links what is in *stock*; folders on the way to a file that is left out, and the package itself, are made.
+
+    So are their folders of bytecode, of links: Python replaces one of these by a file where it compiles anew, and so
+    writes nothing into the release; and what is as in the release it need not compile.
+    """
+    destination.mkdir(parents=True, exist_ok=True)
     for child in stock.iterdir():
         below = {parts[1:] for parts in left_out if parts[0] == child.name}
-        if () in below or child.name == "__pycache__":
+        if () in below:
             continue
-        if child.is_dir() and (any(below) or child.name == "vllm"):
-            (destination / child.name).mkdir()
-            _link(child, destination / child.name, below)
+        if child.name == "__pycache__":
+            link(child, destination / child.name, set())
+        elif child.is_dir() and (any(below) or child.name == "vllm"):
+            link(child, destination / child.name, below)
         else:
             (destination / child.name).symlink_to(child)
 

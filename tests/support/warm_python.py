@@ -27,7 +27,7 @@ _PRELOADED = (
     "torch torch._dynamo torch._inductor.compile_fx numba networkx transformers transformers.models.auto "
     "transformers.models.auto.modeling_auto transformers.processing_utils mistral_common.protocol.instruct.request "
     "google.protobuf.descriptor_pb2 "
-    "opentelemetry.sdk.trace openai fastapi aiohttp xgrammar"
+    "opentelemetry.sdk.trace openai fastapi aiohttp xgrammar pytest"
 )
 
 
@@ -166,6 +166,10 @@ def run(job: dict[str, Any]) -> None:
     for target, descriptor in enumerate(job["descriptors"]):
         os.dup2(descriptor, target)
         os.close(descriptor)
+    # Those of the process that was forked remember what kind of file they were on, and where in it.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as Python does it
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])

