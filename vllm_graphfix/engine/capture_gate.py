@@ -144,7 +144,7 @@ class CaptureGate:
             if method == _CAPTURE:
                 guarded(self._status_record.started)
                 guarded(self._status_record.keep)
-                guarded(self._context.serve, subject)
+                guarded(self._context.serve, subject, self._captures)
             return result
 
         found = getattr(module, owner, None)
@@ -431,7 +431,7 @@ class CaptureGate:
             off=decision.is_off,
             misconfigured=decision.misconfigured,
             modes={name: mode.value for name, mode in decision.modes.items()}
-            | {"shadow": f"{decision.shadow}, {decision.shadow_action.value}"},
+            | {"shadow": f"{decision.shadow}, {decision.shadow_action.value}", "addresses": decision.addresses.value},
             states={name: _compared(state).value for name, state in states.items()},
             token=_or_else(decision.engine, new_token),
             reasons={name: one_line(state.reason) for name, state in states.items() if _compared(state) in _TELL_WHY},

@@ -14,7 +14,7 @@ from vllm_graphfix.text import printable
 SCHEMA = 1
 ROLES = ("front-end", "api-server", "engine-core", "worker")
 SHORT = 200
-"""Characters of a text of a `Wrong`, of which a record has five at most."""
+"""Characters of a text of a `Wrong`, of which a record has five at most, and of a `MovedTensor`."""
 LARGEST = 64 * 1024
 """Bytes of a record."""
 
@@ -71,6 +71,17 @@ class Wrong(NamedTuple):
     check: int
 
 
+class MovedTensor(NamedTuple):
+    """A tensor that does not lie where graphs have it; every text is of at most `SHORT` characters."""
+
+    name: str
+    kind: str
+    after: str
+    """What had been called when it was noticed."""
+    outcome: str
+    """``reported``, ``repaired``, or why it was not."""
+
+
 class AgreementReport(NamedTuple):
     """What the comparison before the first capture came to."""
 
@@ -103,6 +114,7 @@ class Record(NamedTuple):
     serves_metrics: bool = False
     """Whether /metrics of this process tells of its engine."""
     wrong: tuple[Wrong, ...] = ()
+    moved: tuple[MovedTensor, ...] = ()
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value: a field, not a state, which older readers would
     refuse."""
@@ -142,6 +154,7 @@ class Record(NamedTuple):
             "problem": _fitting(self.problem),
             "serves_metrics": self.serves_metrics,
             "wrong": {str(number): wrong._asdict() for number, wrong in enumerate(self.wrong)},
+            "moved": {str(number): moved._asdict() for number, moved in enumerate(self.moved)},
             "misconfigured": dict(self.misconfigured),
             **({} if self.graphs is None else {"graphs": self.graphs}),
             "starting": self.starting,
@@ -172,6 +185,7 @@ class Record(NamedTuple):
         fixes = {name: JsonObject(fix, f"fixes.{name}") for name, fix in given.named("fixes")}
         events = {name: JsonObject(counts, f"events.{name}") for name, counts in given.named("events")}
         wrong = [JsonObject(each, f"wrong.{name}") for name, each in given.named("wrong")] if given.has("wrong") else []
+        moved = [JsonObject(each, f"moved.{name}") for name, each in given.named("moved")] if given.has("moved") else []
         return cls(
             graphfix=given.text("graphfix"),
             vllm=given.text("vllm"),
@@ -227,6 +241,7 @@ class Record(NamedTuple):
                 )
                 for each in wrong
             ),
+            moved=tuple(MovedTensor(*(each.text(field) for field in MovedTensor._fields)) for each in moved),
             misconfigured=given.table("misconfigured", is_brief) if given.has("misconfigured") else {},
             graphs=given.truth("graphs") if given.has("graphs") else None,
             starting=given.truth("starting") if given.has("starting") else False,
