@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import vllm.v1.worker.gpu_model_runner  # noqa: F401 - its import hooks run
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.compilation import CompilationConfig, CUDAGraphMode
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -24,8 +25,9 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_graphfix import _this_process
-from vllm_graphfix.engine import addresses
-from vllm_graphfix.verify.double.graph import CPUGraph, Capture, cpu_cuda_graphs
+from vllm_graphfix.engine.inventory import Inventory
+from vllm_graphfix.log import logger
+from vllm_graphfix.verify.double.graph import Capture, CPUGraph, cpu_cuda_graphs
 
 try:
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -37,7 +39,7 @@ ACTION = os.environ.get("VLLM_GRAPHFIX_ADDRESSES", "report")
 REPAIRS = ACTION == "repair"
 HEADS, LATENT, NOPE, ROPE, VALUE = 2, 8, 4, 2, 4
 
-in_mode = {name: pytest.mark.skipif(ACTION != name, reason=f"it is {ACTION}") for name in ("report", "repair", "off")}
+in_mode = {name: pytest.mark.skipif(name != ACTION, reason=f"it is {ACTION}") for name in ("report", "repair", "off")}
 watching = pytest.mark.skipif(ACTION == "off", reason="nothing is watched")
 
 
@@ -53,7 +55,7 @@ class Extension:
         setattr(self.model_runner.model.attention, name, weight)
 
 
-class WorkerDouble(Worker, Extension):
+class WorkerDouble(Worker, Extension):  # type: ignore[misc]  # vLLM is not there where types are checked
     """A worker that has captured, on a CPU."""
 
     def __init__(self, runner: Any) -> None:
@@ -77,7 +79,8 @@ class ModelDouble(torch.nn.Module):
         attention.num_heads, attention.kv_lora_rank = HEADS, LATENT
         attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.v_head_dim = NOPE, ROPE, VALUE
         attention.quant_config, attention.layer_name = None, "attention"
-        attention.is_aiter_triton_fp4_bmm_enabled = attention.is_aiter_triton_fp8_bmm_enabled = False
+        for what in ("is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled", "is_amx_bmm_enabled"):
+            setattr(attention, what, False)
         attention.impl = SimpleNamespace(process_weights_after_loading=lambda act_dtype: None)
         for scale in ("_k_scale", "_v_scale", "_q_scale", "_prob_scale"):
             attention.register_buffer(scale, torch.ones(1))
@@ -145,7 +148,7 @@ def process(model: Any) -> None:
 
 @pytest.fixture
 def worker() -> Iterator[Any]:
-    with cpu_cuda_graphs():
+    with cpu_cuda_graphs(), set_current_vllm_config(VllmConfig()):
         made = WorkerDouble(RunnerDouble())
         _this_process().serve(made, True)
         yield made
@@ -216,6 +219,8 @@ def test_a_heartbeat_sees_data_that_was_assigned_and_changes_nothing(worker: Any
     assert moved() == {}
     elsewhere = weights(7.0)
     layer.weight.data = elsewhere
+    _this_process().look()
+    assert moved() == {}
     _this_process().look()
     assert moved() == {"kv_b_proj.weight": "reported"}
     assert layer.weight.data_ptr() == elsewhere.data_ptr()
@@ -325,8 +330,8 @@ def test_an_update_in_several_calls_is_compared_at_its_end(worker: Any) -> None:
 @watching
 def test_whatever_fails_in_it_ends_it_with_one_warning(worker: Any, monkeypatch: Any) -> None:
     said: list[str] = []
-    monkeypatch.setattr(addresses.logger, "warning", lambda text, *args: said.append(text % args))
-    monkeypatch.setattr(addresses.Inventory, "moved", lambda *args: 1 / 0)
+    monkeypatch.setattr(logger, "warning", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(Inventory, "moved", lambda *args: 1 / 0)
     worker.reload_weights()
     worker.reload_weights()
     _this_process().look()

@@ -37,6 +37,7 @@ _ON_ALL_RANKS = (
     ("vllm.v1.worker.gpu_worker", "Worker", "start_draft_weight_update"),
     ("vllm.v1.worker.gpu_worker", "Worker", "finish_weight_update"),
     ("vllm.v1.worker.gpu_worker", "Worker", "sleep"),
+    ("vllm.v1.worker.gpu_worker", "Worker", "discard"),
     ("vllm.v1.worker.gpu_worker", "Worker", "wake_up"),
     ("vllm.v1.worker.gpu_worker", "Worker", "add_lora"),
     ("vllm.v1.worker.gpu_worker", "Worker", "reinitialize_distributed"),
@@ -53,6 +54,8 @@ _ON_ONE = (
 WATCHED = (*_ON_ALL_RANKS, *_ON_ONE)
 _BEGIN, _END = ("start_weight_update", "start_draft_weight_update"), "finish_weight_update"
 """Between these vLLM has tensors elsewhere that come back (0.21.0 and later)."""
+_ELASTIC = ("reinitialize_distributed", "elastic_ep_execute")
+"""In several steps, the last of which captures again. What is not captured then, a heartbeat sees."""
 _UNFINISHED = "load_weights"
 """A model's: tensors may still be in the form in which they are loaded."""
 
@@ -92,6 +95,8 @@ class AddressWatch:
         """By name: tensors that lie elsewhere, or did before they were repaired."""
         self._pointers: dict[str, int] = {}
         """Where those lie: a tensor that moves on is counted again."""
+        self._suspected: dict[str, int] = {}
+        """What the last heartbeat saw elsewhere, and where."""
         self._said: set[str] = set()
 
     def begin(self, action: Addresses) -> None:
@@ -166,16 +171,23 @@ class AddressWatch:
             result = stock(*args, **kwargs)
         finally:
             self._depth -= 1
+        self._guarded(self._remember, name, args, kwargs)
+        settled = self._depth == 0 and not self._unfinished and "weights" not in self._asleep
+        if settled and name not in _ELASTIC:
+            self._guarded(self._after, name, together)
+        return result
+
+    def _remember(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What is asleep, and whether an update in several calls goes on."""
+        tags = kwargs.get("tags", args[1] if len(args) > 1 else None)
         if name == "sleep":
             self._asleep = {"weights", "kv_cache"}
+        elif name == "discard":
+            self._asleep |= set(tags or ())
         elif name == "wake_up":
-            tags = kwargs.get("tags", args[1] if len(args) > 1 else None)
             self._asleep -= set(self._asleep if tags is None else tags)
         elif name in (*_BEGIN, _END):
             self._unfinished = name != _END
-        if self._depth == 0 and not self._unfinished and "weights" not in self._asleep:
-            self._guarded(self._after, name, together)
-        return result
 
     def _before(self) -> None:
         """Forgets what steps have moved since the capture: no graph can hold it."""
@@ -212,6 +224,9 @@ class AddressWatch:
         with self._lock:
             if self._busy() or operations != self._operations or self._inventory is not found:
                 return  # something moves tensors meanwhile, and looks itself
+            # Seen there twice: what nobody has wrapped may be in the middle of a load.
+            suspected, self._suspected = self._suspected, {each.entry.name: _pointer(each) for each in moved}
+            moved = [each for each in moved if suspected.get(each.entry.name) == _pointer(each)]
             fresh = self._noted(moved, "no call that is watched", LASTING)
         self._warn(fresh, "no call that is watched")
 
@@ -233,7 +248,7 @@ class AddressWatch:
                 del self._moved[name]
         fresh = []
         for each in moved:
-            name, pointer = each.entry.name, 0 if each.now is None else each.now.data_ptr()
+            name, pointer = each.entry.name, _pointer(each)
             if self._pointers.get(name) == pointer:
                 continue
             self._pointers[name] = pointer
@@ -358,6 +373,10 @@ class AddressWatch:
             logger.warning(
                 "graphfix: addresses are not compared any more on this rank: %s: %s", type(error).__name__, error
             )
+
+
+def _pointer(moved: Moved) -> int:
+    return 0 if moved.now is None else int(moved.now.data_ptr())
 
 
 def _comes_and_goes(worker: Any) -> bool:
