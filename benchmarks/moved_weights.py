@@ -11,7 +11,8 @@ For each model two sets of weights, A and B, and one engine on A with full graph
 - `load and process`: B by `model.load_weights` and `process_weights_after_loading`, as programs for RL do it;
 - `elsewhere`: A the same way, after each parameter got memory of its own (`parameter.data = tensor`).
 
-What a release cannot load again is said as `failed`. Right is what a fresh engine on those weights answers, token by token. Engines run side by side, a process each.
+Right is what a fresh engine on those weights answers, token by token. What a release cannot load again is `failed`.
+Engines run side by side, a process each.
 
 Exit code 1 if a repaired engine gives another token, or a report has named nothing where stock gives one; 2 if an
 engine has not come to its end.

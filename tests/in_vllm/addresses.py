@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import vllm.v1.worker.gpu_model_runner  # noqa: F401 - its import hooks run
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.config.compilation import CompilationConfig, CUDAGraphMode
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -148,7 +148,7 @@ def process(model: Any) -> None:
 
 @pytest.fixture
 def worker() -> Iterator[Any]:
-    with cpu_cuda_graphs(), set_current_vllm_config(VllmConfig()):
+    with cpu_cuda_graphs(), set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
         made = WorkerDouble(RunnerDouble())
         _this_process().serve(made, True)
         yield made

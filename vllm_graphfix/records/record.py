@@ -154,7 +154,7 @@ class Record(NamedTuple):
             "problem": _fitting(self.problem),
             "serves_metrics": self.serves_metrics,
             "wrong": {str(number): wrong._asdict() for number, wrong in enumerate(self.wrong)},
-            "moved": {str(number): moved._asdict() for number, moved in enumerate(self.moved)},
+            **({"moved": {str(at): moved._asdict() for at, moved in enumerate(self.moved)}} if self.moved else {}),
             "misconfigured": dict(self.misconfigured),
             **({} if self.graphs is None else {"graphs": self.graphs}),
             "starting": self.starting,
