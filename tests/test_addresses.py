@@ -18,7 +18,7 @@ from table import SAMPLE, between, slow_but_for
 from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine import addresses
 from vllm_graphfix.engine.addresses import WATCHED, AddressWatch
-from vllm_graphfix.engine.inventory import Kind
+from vllm_graphfix.engine.inventory import LASTING, Inventory, Kind
 from vllm_graphfix.engine.metrics import summed_up
 from vllm_graphfix.records import MovedTensor, Record, RecordError, write
 from vllm_graphfix.records.record import SHORT
@@ -28,7 +28,7 @@ from vllm_graphfix.source.files import open_source
 
 MOVED = MovedTensor("model.layers.0.self_attn.W_UV", "attribute", "update_weights", "reported")
 COUNTS = {"comparisons": 3, "moved": 2, "repaired": 0, "graphs-taken-out": 0, "failures": 0}
-RELEASES = ("0.14.1", "0.20.0", "0.21.0", "0.25.1", "0.26.0", "0.33.0")
+RELEASES = ("0.16.0", "0.20.0", "0.21.0", "0.25.1", "0.26.0", "0.33.0")
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,60 @@ RELEASES = ("0.14.1", "0.20.0", "0.21.0", "0.25.1", "0.26.0", "0.33.0")
 )  # fmt: skip
 def test_a_tensor_that_moves_under_graphs_is_told_and_brought_back(release: str, action: str) -> None:
     check_behaviours(release, "addresses", {"VLLM_GRAPHFIX_ADDRESSES": action, "RELEASE": release})
+
+
+def made_by_vllm(module: str = "vllm.v1.backend", **attributes: Any) -> Any:
+    made = type("Of", (), {"__module__": module})()
+    vars(made).update(attributes)
+    return made
+
+
+def test_the_inventory_has_the_tensors_of_models_of_the_runner_and_of_what_these_have_of_vllms() -> None:
+    torch = pytest.importorskip("torch")
+
+    def tensor() -> Any:
+        return torch.zeros(2)
+
+    model = torch.nn.Module()
+    model.layer = torch.nn.Linear(2, 2, bias=False)
+    model.layer.register_buffer("scale", tensor())
+    model.layer.impl = made_by_vllm(W_UV=tensor(), kernel=made_by_vllm(scales=[tensor(), {"w2": tensor()}]), none=None)
+    model.layer.kv_cache = [tensor()]
+    model.layer.other = made_by_vllm("elsewhere", unseen=tensor())
+    model.layer.config = made_by_vllm("vllm.config.vllm", unseen=tensor())
+    model.layer.k_range = model.layer.empty = torch.zeros(0)
+    runner = made_by_vllm(
+        model=model,
+        device=torch.device("cpu"),
+        buffer=made_by_vllm(gpu=tensor(), cpu=torch.zeros(2, device="meta")),
+        attn_groups=[[made_by_vllm(builder=made_by_vllm(lengths=tensor()))]],
+        drafter=made_by_vllm(model=torch.nn.Linear(2, 2, bias=False)),
+        requests={"r": tensor()},
+    )
+    runner.again = runner  # what goes in a circle ends
+    worker = made_by_vllm(model_runner=runner)
+    found = Inventory(worker, hold=False)
+    assert {entry.name: entry.kind.value for entry in found.entries} == {
+        "layer.weight": "parameter",
+        "layer.scale": "buffer",
+        "layer.impl.W_UV": "attribute",
+        "layer.impl.kernel.scales[0]": "attribute",
+        "layer.impl.kernel.scales[1][w2]": "attribute",
+        "layer.kv_cache[0]": "cache",
+        "runner.buffer.gpu": "input",
+        "runner.attn_groups[0][0].builder.lengths": "metadata",
+        "drafter.weight": "parameter",
+    }
+    assert found.moved() == []
+    model.layer.impl = made_by_vllm(W_UV=tensor(), kernel=model.layer.impl.kernel)
+    del model.layer.scale
+    model.layer.weight.data = torch.zeros(2, 2).t()
+    assert {each.entry.name for each in found.moved()} == {"layer.impl.W_UV", "layer.scale", "layer.weight"}
+    assert {each.entry.name for each in found.moved(LASTING)} == {"layer.scale", "layer.weight"}
+    assert set(found.bring_back(found.moved()).values()) == {
+        "it is gone",
+        "nobody holds the memory that the graphs have",
+    }
 
 
 # -- what is wrapped -----------------------------------------------------------------------------------------------

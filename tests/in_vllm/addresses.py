@@ -1,4 +1,4 @@
-"""Weights that move under graphs, in any release: what is noticed, what is brought back, what is not used any more.
+"""Weights that move under graphs, in 0.16.0 and later: what is noticed, what is brought back, what becomes unused.
 
 Real: the worker's and the model loader's functions, linear layers, latent attention's processing of its weights,
 `replace_parameter`, the dispatcher. Stand-ins: a worker and a runner that have a model and nothing else; the CPU double
@@ -18,6 +18,7 @@ import torch
 import vllm.v1.worker.gpu_model_runner  # noqa: F401 - its import hooks run
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.config.compilation import CompilationConfig, CUDAGraphMode
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.utils import replace_parameter
@@ -28,11 +29,6 @@ from vllm_graphfix import _this_process
 from vllm_graphfix.engine.inventory import Inventory
 from vllm_graphfix.log import logger
 from vllm_graphfix.verify.double.graph import Capture, CPUGraph, cpu_cuda_graphs
-
-try:
-    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-except ImportError:  # 0.14.1 and 0.15
-    from vllm.attention.layer import MLAAttention
 
 VERSION = tuple(map(int, os.environ["RELEASE"].split(".")))
 ACTION = os.environ.get("VLLM_GRAPHFIX_ADDRESSES", "report")
@@ -52,7 +48,7 @@ class Extension:
         return "updated"
 
     def rebind(self: Any, name: str, weight: torch.Tensor) -> None:
-        setattr(self.model_runner.model.attention, name, weight)
+        put(self.model_runner.model.attention, name, weight)
 
 
 class WorkerDouble(Worker, Extension):  # type: ignore[misc]  # vLLM is not there where types are checked
@@ -64,6 +60,16 @@ class WorkerDouble(Worker, Extension):  # type: ignore[misc]  # vLLM is not ther
         self._sleep_saved_buffers: dict[str, Any] = {}
 
 
+class AttentionDouble(MLAAttention):  # type: ignore[misc]
+    """Latent attention's own processing of its weights; what it may have beside, it has not."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return False if name.startswith(("is_", "dcp_")) else super().__getattr__(name)
+
+
 class ModelDouble(torch.nn.Module):
     """Latent attention of vLLM and the layer that its absorbed weights are derived from."""
 
@@ -73,18 +79,14 @@ class ModelDouble(torch.nn.Module):
         # Of another type than the one that is computed with, as quantised ones are: what is derived is a copy.
         self.kv_b_proj = ReplicatedLinear(LATENT, size, bias=False, params_dtype=torch.float32)
         self.kv_b_proj.weight.data.copy_(weights(1.0))
-        attention = MLAAttention.__new__(MLAAttention)
-        torch.nn.Module.__init__(attention)
+        attention = AttentionDouble()
         attention.kv_b_proj = self.kv_b_proj
         attention.num_heads, attention.kv_lora_rank = HEADS, LATENT
         attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.v_head_dim = NOPE, ROPE, VALUE
         attention.quant_config, attention.layer_name = None, "attention"
-        for what in ("is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled", "is_amx_bmm_enabled"):
-            setattr(attention, what, False)
         attention.impl = SimpleNamespace(process_weights_after_loading=lambda act_dtype: None)
         for scale in ("_k_scale", "_v_scale", "_q_scale", "_prob_scale"):
             attention.register_buffer(scale, torch.ones(1))
-        attention.dcp_world_size, attention.W_UK_T_dcp_qrep = 1, None
         self.attention = attention
 
     def load_weights(self, given: Any) -> set[str]:
@@ -137,6 +139,12 @@ class RunnerDouble:
         self.model.load_weights([("kv_b_proj.weight", weights(3.0))])
 
 
+def put(module: Any, name: str, tensor: torch.Tensor) -> None:
+    """Another tensor by that name, which is a parameter where that was one."""
+    parameter = name in module._parameters
+    setattr(module, name, torch.nn.Parameter(tensor, requires_grad=False) if parameter else tensor)
+
+
 def weights(value: float) -> torch.Tensor:
     return torch.full((HEADS * (NOPE + VALUE), LATENT), value)
 
@@ -155,7 +163,8 @@ def worker() -> Iterator[Any]:
 
 
 def moved() -> dict[str, str]:
-    return {each.name: each.outcome for each in _this_process().addresses.moved()}
+    """Without what lies on the host, which is a tensor of graphs only in the double."""
+    return {each.name: each.outcome for each in _this_process().addresses.moved() if not each.name.endswith("_cpu")}
 
 
 def counts() -> dict[str, int]:
@@ -185,7 +194,6 @@ def test_vllms_own_reload_that_copies_is_silent(worker: Any) -> None:
     worker.reload_weights()
     process(worker.model_runner.model) if COPIES else None
     assert moved() == {}
-    assert counts().get("moved", 0) == 0
     assert ACTION == "off" or counts()["comparisons"] >= 1
 
 
@@ -200,8 +208,9 @@ def test_a_parameter_that_was_replaced_has_its_name_and_comes_back_with_the_new_
 
     serve_with(worker, Replaces)
     worker.replace()
-    assert moved() == {"kv_b_proj.weight": "repaired" if REPAIRS else "reported"}
-    assert (layer.weight.data_ptr() == before) is REPAIRS
+    copied = VERSION >= (0, 33)  # where `replace_parameter` copies
+    assert moved() == ({} if copied else {"kv_b_proj.weight": "repaired" if REPAIRS else "reported"})
+    assert (layer.weight.data_ptr() == before) is (REPAIRS or copied)
     assert torch.equal(layer.weight, weights(5.0))
     assert layer.weight is dict(worker.model_runner.model.named_parameters())["kv_b_proj.weight"]
 
@@ -291,7 +300,8 @@ def test_tensors_that_were_one_and_are_two_are_not_copied_over_each_other(worker
 
     class Splits:
         def split(self: Any) -> None:
-            attention.alias, attention.W_UV = attention.W_UV + 1, attention.W_UV + 2
+            put(attention, "alias", attention.W_UV + 1)
+            put(attention, "W_UV", attention.W_UV + 2)
 
     serve_with(worker, Splits)
     worker.split()

@@ -220,7 +220,7 @@ class AddressWatch:
         found, operations = self._inventory, self._operations
         if found is None or self._busy():
             return
-        moved = found.moved(LASTING)
+        moved = found.moved(LASTING, unhurried=True)
         with self._lock:
             if self._busy() or operations != self._operations or self._inventory is not found:
                 return  # something moves tensors meanwhile, and looks itself
