@@ -135,7 +135,7 @@ class CaptureGate:
             if method == _CAPTURE:
                 guarded(self._status_record.started)
                 guarded(self._status_record.keep)
-                guarded(self._context.serve, subject)
+                guarded(self._context.serve, subject, self._has_graphs)
             return result
 
         found = getattr(module, owner, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from vllm_graphfix.engine.addresses import AddressWatch
 from vllm_graphfix.engine.role import Role
 from vllm_graphfix.fix import Activity, Fix
 from vllm_graphfix.patching.applied_fix import FixState
@@ -24,6 +25,7 @@ class EngineContext:
         self.manager = manager
         self.shadow: FixManager | None = None
         """What the shadow check has put around vLLM's functions; None where nothing was ever to be checked."""
+        self.addresses = AddressWatch()
         self.role = Role.FRONT_END
         self.decision: Decision | None = None
         self.inherited = False
@@ -41,13 +43,19 @@ class EngineContext:
         return found | {process.NAME: process.state(self.shadow.states(diagnose=diagnose))}
 
     def events(self) -> dict[str, dict[str, int]]:
-        """How often each event of a fix happened in this process; of the shadow check, too, where it is on."""
+        """How often each event of a fix happened in this process; of what watches graphs, too, where it is on."""
         from vllm_graphfix.shadow import process
 
-        return self.manager.counts() | process.counts()
+        return self.manager.counts() | process.counts() | self.addresses.counts()
 
-    def serve(self, worker: Any) -> None:
-        """Begins the shadow check: *worker* has captured its graphs, and from now on it runs the steps of requests."""
+    def look(self) -> None:
+        """Looks, now and then, at what no call that is wrapped tells of."""
+        self.addresses.look()
+
+    def serve(self, worker: Any, graphs: bool) -> None:
+        """Begins what watches graphs, if there are *graphs*: *worker* has captured, and now it serves."""
+        if graphs:
+            self.addresses.serve(worker)
         if self.shadow is not None:
             from vllm_graphfix.shadow import process
 
@@ -79,4 +87,5 @@ class EngineContext:
         """Resets locks, counters and failures, which a forked child has copies of; it is called in that child."""
         for manager in filter(None, (self.manager, self.shadow)):
             manager.forked()
+        self.addresses.forked()
         Activity.capturing = None

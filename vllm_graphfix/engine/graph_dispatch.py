@@ -86,6 +86,15 @@ class Dispatch:
         drafts_known = not getattr(drafter, "use_cuda_graph", False) or hasattr(drafter, "cudagraph_dispatcher")
         return bool(self._managers) and drafts_known
 
+    def names(self) -> list[str]:
+        """What all ranks call the graphs that a batch may be dispatched to now."""
+        found = {
+            f"{name} {mode} {tokens}": None
+            for name, manager in self._managers.items()
+            for mode, tokens in _dispatched_to(manager)
+        }
+        return list(found)
+
     def leave_out(self, names: Iterable[str]) -> None:
         """Takes the graphs with these names out of dispatch, for good.
 
@@ -119,6 +128,20 @@ def _managers(runner: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_v1(manager: Any) -> bool:
     return hasattr(manager, "cudagraph_keys")
+
+
+def _dispatched_to(manager: Any) -> Iterator[tuple[str, int]]:
+    """Mode and tokens of each graph of *manager*."""
+    if _is_v1(manager):
+        for mode, keys in manager.cudagraph_keys.items():
+            yield from ((mode.name, key.num_tokens) for key in keys)
+    elif hasattr(manager, "_candidates"):
+        candidates = manager._candidates
+        for each in candidates.values() if isinstance(candidates, dict) else candidates:
+            yield from ((descriptor.cg_mode.name, descriptor.num_tokens) for descriptor in each)
+    else:
+        # Of a size that is only a piecewise graph's nothing is left.
+        yield from (("PIECEWISE", size) for size in set(manager.cudagraph_sizes.values()))
 
 
 def _leave_out(manager: Any, mode: str, tokens: int) -> None:

@@ -100,7 +100,7 @@ def summed_up(records: Iterable[Record], read_at: float, silent: int = 0) -> Sna
         for name, fix in record.fixes.items():
             states[name, fix.mode, fix.state, fix.reason, record.vllm, record.graphfix] += 1
         for name, counts in record.events.items():
-            counting = name in record.fixes and record.fixes[name].state in ("active", "observing")
+            counting = name not in record.fixes or record.fixes[name].state in ("active", "observing")
             for event, count in counts.items():
                 if counting or count:  # what nobody counts is no series
                     events[name, event] += count

@@ -47,7 +47,7 @@ def own_report(context: EngineContext) -> RankReport | None:
         off=decision.is_off,
         misconfigured=decision.misconfigured,
         modes={name: mode.value for name, mode in decision.modes.items()}
-        | {"shadow": f"{decision.shadow}, {decision.shadow_action.value}"},
+        | {"shadow": f"{decision.shadow}, {decision.shadow_action.value}", "addresses": decision.addresses.value},
         states={name: _state_to_compare(state).value for name, state in states.items()},
         token=_or_else(decision.engine, new_token),
         reasons={

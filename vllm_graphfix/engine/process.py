@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
+from vllm_graphfix.engine.addresses import AddressWatch
 from vllm_graphfix.engine.capture_gate import CaptureGate
 from vllm_graphfix.engine.context import EngineContext
 from vllm_graphfix.engine.role import Role, deciding_separately, is_api_server_of, place, prints_help, served_model
@@ -60,6 +61,7 @@ class EngineProcess(EngineContext):
         """The decisions of the engines that this process configured, by `VllmConfig.instance_id`."""
         self.status_record = StatusRecord(self)
         self.gate = CaptureGate(self, self.status_record)
+        self.addresses = AddressWatch(self.status_record.tell)
 
     @property
     def started(self) -> bool:
@@ -155,6 +157,8 @@ class EngineProcess(EngineContext):
     def _engage(self, decision: Decision) -> None:
         self.manager.start(_policy_of(decision))
         guarded(self._engage_shadow, decision)
+        if self.role is not Role.INSPECTION:
+            guarded(self.addresses.begin, decision.watches)
 
     def _engage_shadow(self, decision: Decision) -> None:
         rate = parse(decision.shadow if decision.canary and decision.master is not settings.Master.OFF else OFF)

@@ -68,7 +68,12 @@ class StatusRecord:
         """From now on the record is kept up to date."""
         if not self._keeps_record:
             self._keeps_record = True
-            self._reporter_here().keep(self.record)
+            self._reporter_here().keep(self._renewed)
+
+    def _renewed(self) -> Any:
+        """The record, after a look at what only a heartbeat sees."""
+        self._context.look()
+        return self.record()
 
     def finish(self) -> None:
         """Waits a little for the record to be written: the process is about to end, and its record says why."""
@@ -134,6 +139,7 @@ class StatusRecord:
             serves_metrics=self.serves_metrics,
             misconfigured=decision.misconfigured,
             wrong=shadow.wrong(),
+            moved=context.addresses.moved(),
             graphs=self.graphs,
             starting=self.starting,
             written=time.time(),

@@ -11,7 +11,17 @@ from vllm_graphfix.records.liveness import Liveness, all_liveness, liveness_of, 
 from vllm_graphfix.records.process_identity import Identity, identity
 from vllm_graphfix.records.pruning import PRUNED_AFTER, prune
 from vllm_graphfix.records.reading import FILES, Found, Reading, read
-from vllm_graphfix.records.record import LARGEST, AgreementReport, Decided, FixReport, Rank, Record, RecordError, Wrong
+from vllm_graphfix.records.record import (
+    LARGEST,
+    AgreementReport,
+    Decided,
+    FixReport,
+    MovedTensor,
+    Rank,
+    Record,
+    RecordError,
+    Wrong,
+)
 from vllm_graphfix.records.reporter import Reporter
 from vllm_graphfix.records.writing import remove, touch, write
 
@@ -25,6 +35,7 @@ __all__ = [
     "Found",
     "Identity",
     "Liveness",
+    "MovedTensor",
     "Rank",
     "Reading",
     "Record",

@@ -14,7 +14,7 @@ from vllm_graphfix.text import printable
 SCHEMA = 1
 ROLES = ("front-end", "api-server", "engine-core", "worker")
 SHORT = 200
-"""Characters of a text of a `Wrong`, of which a record has five at most."""
+"""Characters of a text of a `Wrong`, of which a record has five at most, and of a `MovedTensor`."""
 LARGEST = 64 * 1024
 """Bytes of a record."""
 
@@ -75,6 +75,17 @@ class Wrong(NamedTuple):
     check: int
 
 
+class MovedTensor(NamedTuple):
+    """A tensor that does not lie where graphs have it; every text is of at most `SHORT` characters."""
+
+    name: str
+    kind: str
+    after: str
+    """What had been called when it was noticed."""
+    outcome: str
+    """``reported``, ``repaired``, or why it was not."""
+
+
 class AgreementReport(NamedTuple):
     """What the comparison before the first capture came to."""
 
@@ -107,6 +118,7 @@ class Record(NamedTuple):
     serves_metrics: bool = False
     """Whether /metrics of this process tells of its engine."""
     wrong: tuple[Wrong, ...] = ()
+    moved: tuple[MovedTensor, ...] = ()
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value: a field, not a state, which older readers would
     refuse."""
@@ -146,6 +158,7 @@ class Record(NamedTuple):
             "problem": _cut_to_fit(self.problem),
             "serves_metrics": self.serves_metrics,
             "wrong": {str(number): wrong._asdict() for number, wrong in enumerate(self.wrong)},
+            **({"moved": {str(at): moved._asdict() for at, moved in enumerate(self.moved)}} if self.moved else {}),
             "misconfigured": dict(self.misconfigured),
             **({} if self.graphs is None else {"graphs": self.graphs}),
             "starting": self.starting,
@@ -177,6 +190,9 @@ class Record(NamedTuple):
         events = {name: JsonObject(counts, f"events.{name}") for name, counts in fields.named("events")}
         wrong = (
             [JsonObject(each, f"wrong.{name}") for name, each in fields.named("wrong")] if fields.has("wrong") else []
+        )
+        moved = (
+            [JsonObject(each, f"moved.{name}") for name, each in fields.named("moved")] if fields.has("moved") else []
         )
         return cls(
             graphfix=fields.text("graphfix"),
@@ -233,6 +249,7 @@ class Record(NamedTuple):
                 )
                 for each in wrong
             ),
+            moved=tuple(MovedTensor(*(each.text(field) for field in MovedTensor._fields)) for each in moved),
             misconfigured=fields.table("misconfigured", is_brief) if fields.has("misconfigured") else {},
             graphs=fields.truth("graphs") if fields.has("graphs") else None,
             starting=fields.truth("starting") if fields.has("starting") else False,

@@ -96,6 +96,7 @@ class Decision(NamedTuple):
     shadow_action: shadow_rate.Action = shadow_rate.Action.REPORT
     agreement_timeout: float = environment.PATIENCE
     """Seconds that ranks wait for one another before a capture."""
+    addresses: environment.Addresses = environment.Addresses.REPORT
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value as `environment.brief` writes it."""
 
@@ -112,6 +113,12 @@ class Decision(NamedTuple):
         )
 
     @property
+    def watches(self) -> environment.Addresses:
+        """What is done about addresses in this engine: nothing outside the rollout, or where all is off."""
+        applies = self.canary and self.master is not environment.Master.OFF
+        return self.addresses if applies else environment.Addresses.OFF
+
+    @property
     def is_off(self) -> bool:
         """Whether this engine is stock for all that its settings say.
 
@@ -125,7 +132,8 @@ class Decision(NamedTuple):
         def choice(decision: Decision) -> tuple[object, ...]:
             shadow = decision.shadow, decision.shadow_action
             fixes = decision.withheld, decision.master, dict(decision.modes)
-            return (*fixes, *shadow, decision.agreement_timeout, dict(decision.misconfigured))
+            others = decision.agreement_timeout, decision.addresses, dict(decision.misconfigured)
+            return (*fixes, *shadow, *others)
 
         return choice(self) == choice(other)
 
@@ -167,6 +175,7 @@ class Decision(NamedTuple):
             {"schema": _SCHEMA}
             | self._asdict()
             | {"master": self.master.value, "shadow_action": self.shadow_action.value}
+            | {"addresses": self.addresses.value}
         )
         told["modes"] = {name: mode.value for name, mode in self.modes.items()}
         return json.dumps(told, separators=(",", ":"))
@@ -209,6 +218,7 @@ def decide(wanted: environment.Settings, vllm: str, *, host: str | None = None) 
         wanted.shadow,
         wanted.shadow_action,
         wanted.agreement_timeout,
+        wanted.addresses,
         misconfigured,
     )
 
@@ -255,6 +265,7 @@ _ADDED: dict[str, Callable[[JsonObject, str], Any]] = {
     "shadow": lambda said, key: shadow_rate.normal(said.text(key)),
     "shadow_action": lambda said, key: shadow_rate.Action(said.get(key)),
     "agreement_timeout": _timeout,
+    "addresses": lambda said, key: environment.Addresses(said.get(key)),
     "misconfigured": lambda said, key: said.table(key, environment.is_brief),
 }
 

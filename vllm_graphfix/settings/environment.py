@@ -22,6 +22,7 @@ ROLLOUT = "VLLM_GRAPHFIX_ROLLOUT"
 ROLLOUT_KEY = "VLLM_GRAPHFIX_ROLLOUT_KEY"
 SHADOW = "VLLM_GRAPHFIX_SHADOW"
 SHADOW_ACTION = "VLLM_GRAPHFIX_SHADOW_ACTION"
+ADDRESSES = "VLLM_GRAPHFIX_ADDRESSES"
 AGREEMENT_TIMEOUT = "VLLM_GRAPHFIX_AGREEMENT_TIMEOUT"
 DECISION = "VLLM_GRAPHFIX_DECISION"
 STATUS_DIR = "VLLM_GRAPHFIX_STATUS_DIR"
@@ -48,6 +49,16 @@ class Master(str, Enum):
     """Every fix that is left at `auto` is observed: also one that a later version of this package brings."""
 
 
+class Addresses(str, Enum):
+    """What follows where a tensor that graphs hold has moved."""
+
+    REPORT = "report"
+    REPAIR = "repair"
+    """It is copied to where they have it, or they are taken out of use."""
+    OFF = "off"
+    """Nothing is watched."""
+
+
 class Settings(NamedTuple):
     master: Master
     modes: Mapping[str, Mode]
@@ -65,6 +76,7 @@ class Settings(NamedTuple):
     shadow_action: Action = Action.REPORT
     agreement_timeout: float = PATIENCE
     """Seconds that ranks wait for one another before a capture."""
+    addresses: Addresses = Addresses.REPORT
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value as `brief` writes it; `rollout.decide` adds the
     percentage."""
@@ -72,7 +84,7 @@ class Settings(NamedTuple):
 
 def names(fixes: Iterable[str]) -> tuple[str, ...]:
     """Every name of the interface, to be registered with vLLM."""
-    others = (ROLLOUT, ROLLOUT_KEY, SHADOW, SHADOW_ACTION, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
+    others = (ROLLOUT, ROLLOUT_KEY, SHADOW, SHADOW_ACTION, ADDRESSES, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
     return (PREFIX, *map(variable, fixes), *others)
 
 
@@ -102,6 +114,8 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     )
     actions = {a.value: a for a in Action}
     action = values.one_of(SHADOW_ACTION, actions, Action.REPORT, Action.REPORT, f"It counts as {Action.REPORT.value}")
+    watches = {a.value: a for a in Addresses}
+    addresses = values.one_of(ADDRESSES, watches, Addresses.REPORT, Addresses.OFF, "No address is watched")
     patience = _default_patience(environment)
     timeout = values.parsed(
         AGREEMENT_TIMEOUT, seconds, patience, f"valid: seconds, such as 900. Ranks wait {patience:.0f} s"
@@ -120,7 +134,17 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     explicit = frozenset(name for name in fixes if environment.get(variable(name), "").strip())
     rollout, key = environment.get(ROLLOUT, "").strip(), environment.get(ROLLOUT_KEY, "").strip()
     return Settings(
-        master, modes, explicit, tuple(problems), rollout, key, shadow, action, timeout, values.misconfigured
+        master,
+        modes,
+        explicit,
+        tuple(problems),
+        rollout,
+        key,
+        shadow,
+        action,
+        timeout,
+        addresses,
+        values.misconfigured,
     )
 
 

@@ -198,7 +198,9 @@ def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     modes = {variable(fix.name): [mode.value for mode in Mode] for fix in FIXES}
     actions = [action.value for action in shadow_rate.Action]
-    choices = {settings.PREFIX: [master.value for master in settings.Master], **modes, settings.SHADOW_ACTION: actions}
+    watches = [watch.value for watch in settings.Addresses]
+    choices = {settings.PREFIX: [master.value for master in settings.Master], **modes}
+    choices |= {settings.SHADOW_ACTION: actions, settings.ADDRESSES: watches}
     switches = ("1", "0", "true", "false", "yes", "no")
     for name, values in choices.items():
         if name in environment:

@@ -282,6 +282,15 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
             f"the shadow check found wrong CUDA graph replays, {found['mismatches']} in {found.get('checks', 0)} checks"
             f"{stopped}. `vllm-graphfix report` writes the bug report for vLLM"
         )
+    elsewhere = [moved for member in engine.tellers for moved in member.record.moved if moved.outcome != "repaired"]
+    if elsewhere:
+        first = elsewhere[0]
+        wrong.append(
+            f"tensors lie elsewhere than CUDA graphs have them, {engine.counts('addresses').get('moved', 0)} times: "
+            f"{first.name} ({first.kind}; after {first.after}; {first.outcome}). See docs/addresses.md"
+        )
+    if engine.counts("addresses").get("failures"):
+        notes.append("addresses are not compared any more: the log of its ranks says why")
     live = [member for member in engine.members if member.live]
     wrong += [
         f"misconfigured: {variable}={given} means nothing: what it is for is off, or at its default, "

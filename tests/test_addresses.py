@@ -1,0 +1,248 @@
+"""Tensors that move under graphs: noticed, told, brought back, or their graphs not used."""
+
+from __future__ import annotations
+
+import ast
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from behaviours import check_behaviours
+from records import record
+from stock import ALL_RELEASES, release_root
+from table import SAMPLE, between, slow_but_for
+from vllm_graphfix.commands.fleet import look
+from vllm_graphfix.engine import addresses
+from vllm_graphfix.engine.addresses import WATCHED, AddressWatch
+from vllm_graphfix.engine.inventory import LASTING, Inventory, Kind
+from vllm_graphfix.engine.metrics import summed_up
+from vllm_graphfix.records import MovedTensor, Record, RecordError, write
+from vllm_graphfix.records.record import SHORT
+from vllm_graphfix.settings.decision import decide, decode
+from vllm_graphfix.settings.environment import ADDRESSES, Addresses, read
+from vllm_graphfix.source.files import open_source
+
+MOVED = MovedTensor("model.layers.0.self_attn.W_UV", "attribute", "update_weights", "reported")
+COUNTS = {"comparisons": 3, "moved": 2, "repaired": 0, "graphs-taken-out": 0, "failures": 0}
+RELEASES = ("0.16.0", "0.20.0", "0.21.0", "0.25.1", "0.26.0", "0.33.0")
+
+
+@pytest.mark.parametrize(
+    ("release", "action"),
+    [pytest.param(release.values[0], action, marks=release.marks if action == "repair" else pytest.mark.slow)
+     for release in slow_but_for(("0.21.0", "0.33.0"), RELEASES) for action in ("report", "repair", "off")],
+)  # fmt: skip
+def test_a_tensor_that_moves_under_graphs_is_told_and_brought_back(release: str, action: str) -> None:
+    check_behaviours(release, "addresses", {"VLLM_GRAPHFIX_ADDRESSES": action, "RELEASE": release})
+
+
+def made_by_vllm(module: str = "vllm.v1.backend", **attributes: Any) -> Any:
+    made = type("Of", (), {"__module__": module})()
+    vars(made).update(attributes)
+    return made
+
+
+def test_the_inventory_has_the_tensors_of_models_of_the_runner_and_of_what_these_have_of_vllms() -> None:
+    torch = pytest.importorskip("torch")
+
+    def tensor() -> Any:
+        return torch.zeros(2)
+
+    model = torch.nn.Module()
+    model.layer = torch.nn.Linear(2, 2, bias=False)
+    model.layer.register_buffer("scale", tensor())
+    model.layer.impl = made_by_vllm(W_UV=tensor(), kernel=made_by_vllm(scales=[tensor(), {"w2": tensor()}]), none=None)
+    model.layer.kv_cache = [tensor()]
+    model.layer.other = made_by_vllm("elsewhere", unseen=tensor())
+    model.layer.config = made_by_vllm("vllm.config.vllm", unseen=tensor())
+    model.layer.k_range = model.layer.empty = torch.zeros(0)
+    runner = made_by_vllm(
+        model=model,
+        device=torch.device("cpu"),
+        buffer=made_by_vllm(gpu=tensor(), cpu=torch.zeros(2, device="meta")),
+        attn_groups=[[made_by_vllm(builder=made_by_vllm(lengths=tensor()))]],
+        drafter=made_by_vllm(model=torch.nn.Linear(2, 2, bias=False)),
+        requests={"r": tensor()},
+    )
+    runner.again = runner  # what goes in a circle ends
+    worker = made_by_vllm(model_runner=runner)
+    found = Inventory(worker, hold=False)
+    assert {entry.name: entry.kind.value for entry in found.entries} == {
+        "layer.weight": "parameter",
+        "layer.scale": "buffer",
+        "layer.impl.W_UV": "attribute",
+        "layer.impl.kernel.scales[0]": "attribute",
+        "layer.impl.kernel.scales[1][w2]": "attribute",
+        "layer.kv_cache[0]": "cache",
+        "runner.buffer.gpu": "input",
+        "runner.attn_groups[0][0].builder.lengths": "metadata",
+        "drafter.weight": "parameter",
+    }
+    assert found.moved() == []
+    model.layer.impl = made_by_vllm(W_UV=tensor(), kernel=model.layer.impl.kernel)
+    del model.layer.scale
+    model.layer.weight.data = torch.zeros(2, 2).t()
+    assert {each.entry.name for each in found.moved()} == {"layer.impl.W_UV", "layer.scale", "layer.weight"}
+    assert {each.entry.name for each in found.moved(LASTING)} == {"layer.scale", "layer.weight"}
+    assert set(found.bring_back(found.moved()).values()) == {
+        "it is gone",
+        "nobody holds the memory that the graphs have",
+    }
+
+
+# -- what is wrapped -----------------------------------------------------------------------------------------------
+
+LATER = {
+    "update_weights": between("0.16.0", "0.33.0"),
+    "start_weight_update": between("0.21.0", "0.33.0"),
+    "finish_weight_update": between("0.21.0", "0.33.0"),
+    "start_draft_weight_update": between("0.26.0", "0.33.0"),
+    "discard": between("0.31.0", "0.33.0"),
+    "reinitialize_distributed": between("0.14.1", "0.16.0"),
+    "elastic_ep_execute": between("0.17.0", "0.33.0"),
+    "reload_weights of V2": between("0.22.0", "0.33.0"),
+}
+"""What not every release has."""
+MOVES_NOTHING = {
+    *("init_weight_transfer_engine", "shutdown_weight_transfer_engine", "supports_draft_weight_updates"),
+    *("compute_weight_checksums", "reset_weights", "sleep_mode_backend", "list_loras", "pin_lora", "remove_lora"),
+}
+
+
+@pytest.mark.parametrize("release", slow_but_for(tuple(SAMPLE), ALL_RELEASES))
+def test_what_loads_weights_or_wakes_an_engine_is_there_by_its_name_in_every_release(release: str) -> None:
+    source = open_source(release_root(release))
+    for module, owner, name in WATCHED:
+        known = f"{name} of V2" if ".gpu.model_runner" in module else name
+        qualname = f"{owner}.{name}" if owner else name
+        there = source.function(f"{module.replace('.', '/')}.py", qualname) is not None
+        assert there is (release in LATER.get(known, ALL_RELEASES)), (module, qualname)
+    tree = ast.parse(source.read("vllm/v1/worker/gpu_worker.py") or b"")
+    (worker,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Worker"]
+    methods = {node.name for node in worker.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"}
+    suspects = {name for name in methods if re.search("weight|lora|sleep|wake|discard|elastic|reinit", name)}
+    assert suspects - MOVES_NOTHING <= {name for _, _, name in WATCHED}
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Torch's own, as all ranks have it."""
+    from torch import distributed
+
+    made: Any = vars(distributed)["HashStore"]()
+    monkeypatch.setattr("vllm_graphfix.engine.addresses.common_store", lambda: made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("says", "out"),
+    [
+        (((False, True), (False, True)), False),
+        (((True, True), (False, True)), True),
+        (((True, True), (False, False)), False),
+    ],
+    ids=["none has to", "one has to", "one has to and another has no way"],
+)
+def test_all_ranks_take_their_graphs_out_or_none_does(says: Any, out: bool, store: Any) -> None:
+    watches = [AddressWatch(), AddressWatch()]
+    for _ in range(3):  # one update after the other
+        assert together(*(agreeing(watches[rank], rank, *said) for rank, said in enumerate(says))) == [out, out]
+    assert store.num_keys() <= 6  # and what was said before is gone
+
+
+def test_a_rank_that_does_not_come_ends_it_on_all_and_nobody_waits_longer_than_that(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "PATIENCE", 0.2)
+    first, late = AddressWatch(), AddressWatch()
+    for call in (agreeing(first, 0, True, True), agreeing(late, 1, False, True)):
+        (error,) = together(call)
+        assert isinstance(error, TimeoutError)
+
+
+def agreeing(watch: AddressWatch, rank: int, needed: bool, can: bool) -> Callable[[], bool]:
+    return lambda: watch._agreed(rank, 2, needed=needed, can=can)
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What *calls*, each of a rank, return or raise, side by side."""
+    found: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            found[number] = calls[number]()
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+# -- settings, records ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "watches"),
+    [
+        ({}, Addresses.REPORT),
+        ({ADDRESSES: "Repair"}, Addresses.REPAIR),
+        ({ADDRESSES: "0"}, Addresses.OFF),
+        ({ADDRESSES: "on"}, Addresses.OFF),
+        ({"VLLM_GRAPHFIX": "off", ADDRESSES: "repair"}, Addresses.OFF),
+        ({"VLLM_GRAPHFIX_ROLLOUT": "0", ADDRESSES: "repair"}, Addresses.OFF),
+    ],
+)
+def test_an_engine_watches_by_default_and_not_outside_the_rollout(
+    environment: dict[str, str], watches: Addresses
+) -> None:
+    made = decide(read(environment, ()), "0.21.0", host="one")
+    assert made.watches is watches
+    assert decode(made.encode()) == made
+
+
+def test_a_record_brings_what_has_moved_and_older_ones_have_none() -> None:
+    told = record(rank=0, events={"addresses": COUNTS}, moved=(MOVED,) * 5)
+    written = told.as_json()
+    assert Record.from_json(written) == told
+    written["moved"]["0"]["name"] = "x" * 2000
+    with pytest.raises(RecordError, match=r"moved\.0"):
+        Record.from_json(written)
+    del written["moved"]
+    assert Record.from_json(written).moved == ()
+
+
+@pytest.mark.usefixtures("alone")
+def test_fleet_names_a_tensor_that_lies_elsewhere_and_not_one_that_was_brought_back(tmp_path: Path) -> None:
+    write(tmp_path, record(rank=0, events={"addresses": COUNTS}, moved=(MOVED,)))
+    (engine,) = look(tmp_path).engines
+    assert [what for what in engine.wrong if f"{MOVED.name} (attribute; after update_weights; reported)" in what]
+    write(tmp_path, record(rank=0, moved=(MOVED._replace(outcome="repaired"),), events={"addresses": COUNTS}))
+    (engine,) = look(tmp_path).engines
+    assert not engine.wrong
+    write(tmp_path, record(rank=0, events={"addresses": COUNTS | {"failures": 1}}))
+    (engine,) = look(tmp_path).engines
+    assert [what for what in engine.notes if "addresses are not compared any more" in what]
+
+
+def test_metrics_have_the_counts_and_those_at_0_too() -> None:
+    told = summed_up([record(rank=0, events={"addresses": COUNTS})], 0.0)
+    assert {event: count for (fix, event), count in told.events.items() if fix == "addresses"} == COUNTS
+
+
+def test_what_is_told_of_a_tensor_fits_into_a_record() -> None:
+    watch = AddressWatch()
+    watch._moved = {"ü" * 300: addresses._Moved(Kind.INPUT, "a" * 300, "b" * 300)}
+    (told,) = watch.moved()
+    assert max(map(len, told)) == SHORT
+    assert told.name.isascii()

@@ -1,0 +1,343 @@
+"""The tensors that the graphs of a rank may hold: where they lay when it captured, and which lie elsewhere now.
+
+A graph holds addresses. What a module, the model runner or a builder of attention metadata calls its weight may be
+another tensor since, at another address: the graph reads the old one. Tensors are remembered by the way to them, from a
+module or the runner by attributes and keys, and by numbers; nothing here keeps one alive but what `hold` asks for.
+"""
+
+# No `from __future__ import annotations`: as in `fix.py`, for the named tuples.
+
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+_DEEPEST = 5
+"""Objects between a module, or the runner, and a tensor: the runner's batch, its block tables, one, its buffer."""
+_MOST = 100_000
+"""Objects and lists that are looked into."""
+_AT_ONCE = 200
+_METADATA = ("attn_groups", "attn_metadata_builders")
+_CACHES = ("kv_cache", "kv_caches")
+_IN_NO_GRAPH = ("q_range", "k_range", "v_range")
+"""Constants of attention layers, for scales that are computed in a step without a graph; each load makes them anew."""
+_CONTAINERS = (dict, list, tuple)
+
+
+class Kind(str, Enum):
+    """What a tensor is to the model."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    ATTRIBUTE = "attribute"
+    """Of a module, or of an object that it has: MLA's absorbed weights, scales in a kernel's arguments."""
+    INPUT = "input"
+    """Of the model runner, or its drafter."""
+    METADATA = "metadata"
+    CACHE = "cache"
+
+
+LASTING = frozenset({Kind.PARAMETER, Kind.BUFFER, Kind.CACHE})
+"""Kinds that no step replaces. Of the others some are made anew in each, and no graph holds those."""
+_COPIED = frozenset({Kind.PARAMETER, Kind.BUFFER, Kind.ATTRIBUTE})
+
+
+class Place(NamedTuple):
+    """Where a tensor lies, and how: what a graph has in its kernels' arguments."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def end(self) -> int:
+        spans = (max(size - 1, 0) * abs(step) for size, step in zip(self.shape, self.stride, strict=True))
+        return self.pointer + (sum(spans) + 1) * int(self.dtype.itemsize)
+
+
+class Entry(NamedTuple):
+    """One tensor under one of its names."""
+
+    name: str
+    kind: Kind
+    root: Any
+    """A weak reference to a module or the runner."""
+    steps: tuple[Any, ...]
+    """Attributes and keys from there to the tensor."""
+    place: Place
+    storage: int
+    held: Any = None
+    """The tensor of the capture, if it is held."""
+
+
+class Moved(NamedTuple):
+    """A tensor that is not where its graphs have it; `now` is None if there is none by its name any more."""
+
+    entry: Entry
+    now: Any
+
+
+class Inventory:
+    """What lay where when the graphs were captured."""
+
+    def __init__(self, worker: Any, *, hold: bool) -> None:
+        """Of *worker*, which has captured; with *hold* the tensors of its models stay in memory from now on."""
+        self.entries: list[Entry] = []
+        self._seen = 0
+        runner = worker.model_runner
+        self._device = getattr(getattr(worker, "device", None), "type", None) or runner.device.type
+        visited: set[int] = set()
+        with _no_subclass_functions():
+            for prefix, model in models(runner):
+                for name, module in model.named_modules(prefix=prefix):
+                    self._add_module(f"{name}." if name else "", module, visited)
+            skipped = {"model", "requests", "vllm_config", "encoder_cache"}
+            self._add(runner, "runner.", Kind.INPUT, (), skipped, visited)
+            if hold:
+                self.entries = [_with_the_tensor(entry) for entry in self.entries]
+
+    def _add_module(self, name: str, module: Any, visited: set[int]) -> None:
+        self._add(module, name, Kind.ATTRIBUTE, (), _of_any_module(), visited)
+        for attribute, kind in (("_parameters", Kind.PARAMETER), ("_buffers", Kind.BUFFER)):
+            for key, tensor in getattr(module, attribute).items():
+                self._add_tensor(module, f"{name}{key}", kind, (attribute, key), tensor)
+
+    def _add(
+        self, root: Any, name: str, kind: Kind, steps: tuple[Any, ...], skipped: Container[str], visited: set[int]
+    ) -> None:
+        """Adds the tensors of *root* itself, and of what it has that is vLLM's and no module."""
+        waiting: list[tuple[Any, str, tuple[Any, ...], int]] = [(root, name, steps, 0)]
+        visited.add(id(root))
+        while waiting and self._seen < _MOST:
+            holder, holder_name, way, depth = waiting.pop()
+            self._seen += 1
+            for key, value in _held_by(holder):
+                if not way and key in skipped:
+                    continue
+                named = f"{holder_name[:-1]}[{key}]" if isinstance(holder, _CONTAINERS) else f"{holder_name}{key}"
+                if _is_tensor(value):
+                    self._add_tensor(root, named, kind, (*way, key), value)
+                elif id(value) not in visited and (inside := _looked_into(value)) and depth + inside <= _DEEPEST:
+                    visited.add(id(value))
+                    # A list or a dictionary makes nothing deeper: `_looked_into` is 1 for an object.
+                    waiting.append((value, f"{named}.", (*way, key), depth + (not isinstance(value, _CONTAINERS))))
+
+    def _add_tensor(self, root: Any, name: str, kind: Kind, steps: tuple[Any, ...], tensor: Any) -> None:
+        if not _is_tensor(tensor) or tensor.device.type != self._device or steps[-1] in _IN_NO_GRAPH:
+            return
+        try:
+            place = place_of(tensor)
+            storage = tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):  # it has no memory of its own
+            return
+        if not place.pointer:  # nor has an empty one
+            return
+        if any(step in _CACHES for step in steps):
+            kind = Kind.CACHE
+        elif kind is Kind.INPUT and steps[0] in _METADATA:
+            kind = Kind.METADATA
+        self.entries.append(Entry(name, kind, weakref.ref(root), steps, place, storage))
+
+    def moved(self, kinds: Container[Kind] = frozenset(Kind), *, unhurried: bool = False) -> list[Moved]:
+        """The tensors of these *kinds* that are not where they were; pointers alone are read, no memory of a device.
+
+        If it is *unhurried*, other threads get a turn after a few tensors: 3,000 of them take 10 ms.
+        """
+        found = []
+        with _no_subclass_functions():
+            for number, entry in enumerate(self.entries):
+                if unhurried and not number % _AT_ONCE:
+                    time.sleep(0.001)
+                if entry.kind not in kinds:
+                    continue
+                now = current(entry)
+                if now is None:
+                    if entry.kind in LASTING and entry.root() is not None:
+                        found.append(Moved(entry, None))
+                elif not _lies_at(now, entry.place):
+                    found.append(Moved(entry, now))
+        return found
+
+    def forget(self, moved: Iterable[Moved]) -> None:
+        """Leaves these out from now on."""
+        names = {each.entry.name for each in moved}
+        self.entries = [entry for entry in self.entries if entry.name not in names]
+
+    def bring_back(self, moved: Sequence[Moved]) -> dict[str, str]:
+        """Copies what has moved to where the graphs have it, and lets the models have it there; returns why not.
+
+        That is by the name of each tensor that cannot be brought back. Only to memory that is held, only to what has
+        the same shape, stride and type, and only if nobody else has it now.
+        """
+        import torch
+
+        neighbours: dict[int, list[Entry]] = defaultdict(list)
+        for entry in self.entries:
+            neighbours[entry.storage].append(entry)
+        twins: dict[Place, list[Any]] = defaultdict(list)
+        for each in moved:
+            twins[each.entry.place].append(each.now)
+        names = {each.entry.name for each in moved}
+        why = {}
+        for each in moved:
+            reason = _not_copied(each, twins[each.entry.place]) or next(
+                (
+                    f"{other.name} lies in the same memory"
+                    for other in neighbours[each.entry.storage]
+                    if other.name not in names and _partly_same(other.place, each.entry.place)
+                ),
+                None,
+            )
+            if reason is not None:
+                why[each.entry.name] = reason
+        good = [each for each in moved if each.entry.name not in why]
+        with torch.inference_mode(), _no_subclass_functions():
+            for each in good:
+                each.entry.held.copy_(each.now)
+            for each in good:
+                _point(each)
+            why |= {
+                each.entry.name: "it could not be put back"
+                for each in good
+                if (now := current(each.entry)) is None or not _lies_at(now, each.entry.place)
+            }
+        return why
+
+
+def _not_copied(each: Moved, twins: Sequence[Any]) -> str | None:
+    """Why *each* cannot be copied to where it was; *twins* are the tensors, itself included, that were one there."""
+    entry, now = each
+    if now is None:
+        return "it is gone"
+    if entry.kind not in _COPIED:
+        return f"it is no weight, but {entry.kind.value}"
+    if entry.held is None:
+        return "nobody holds the memory that the graphs have"
+    with _no_subclass_functions():
+        if place_of(now)[1:] != entry.place[1:] or now.device != entry.held.device:
+            return "its shape, stride or type is another"
+        if not all(twin is not None and _equal(twin, now) for twin in twins):
+            return "tensors that were one are two"
+    return None
+
+
+def _partly_same(one: Place, other: Place) -> bool:
+    return one != other and one.pointer < other.end and other.pointer < one.end
+
+
+def models(runner: Any) -> Iterator[tuple[str, Any]]:
+    """The model of *runner* and that of its drafter, each with a prefix for names of what is in it."""
+    import torch
+
+    get_model = getattr(runner, "get_model", None)
+    yield "", get_model() if get_model is not None else runner.model
+    for owner in ("drafter", "speculator"):
+        draft = getattr(getattr(runner, owner, None), "model", None)
+        draft = getattr(draft, "unwrap", lambda model=draft: model)()
+        if isinstance(draft, torch.nn.Module):
+            yield owner, draft
+
+
+def current(entry: Entry) -> Any:
+    """The tensor that goes by the name of *entry* now; None if there is none."""
+    value = entry.root()
+    try:
+        for step in entry.steps:
+            value = value[step] if isinstance(value, _CONTAINERS) else value.__dict__[step]
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return None
+    return value if _is_tensor(value) else None
+
+
+def place_of(tensor: Any) -> Place:
+    return Place(tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def _lies_at(tensor: Any, place: Place) -> bool:
+    try:
+        return bool(
+            tensor.data_ptr() == place.pointer
+            and tensor.shape == place.shape
+            and tensor.stride() == place.stride
+            and tensor.dtype == place.dtype
+        )
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def _with_the_tensor(entry: Entry) -> Entry:
+    tensor = current(entry) if entry.kind in _COPIED else None
+    return entry if tensor is None else entry._replace(held=tensor.detach())
+
+
+def _point(each: Moved) -> None:
+    """Lets the model have the held tensor under the name of *each*."""
+    try:
+        each.now.data = each.entry.held  # whoever else has this very tensor follows
+    except RuntimeError:  # of kinds that do not mix, such as tensors made in inference mode and others
+        holder = each.entry.root()
+        for step in each.entry.steps[:-1]:
+            holder = holder[step] if isinstance(holder, _CONTAINERS) else holder.__dict__[step]
+        if isinstance(holder, (dict, list)):
+            holder[each.entry.steps[-1]] = _like(each)
+        elif not isinstance(holder, tuple):
+            holder.__dict__[each.entry.steps[-1]] = _like(each)
+
+
+def _like(each: Moved) -> Any:
+    import torch
+
+    if not isinstance(each.now, torch.nn.Parameter):
+        return each.entry.held
+    made = torch.nn.Parameter(each.entry.held, requires_grad=False)
+    made.__dict__.update(each.now.__dict__)  # loaders of weights look at these
+    return made
+
+
+def _equal(one: Any, other: Any) -> bool:
+    import torch
+
+    return one is other or place_of(one) == place_of(other) or torch.equal(one, other)
+
+
+def _held_by(holder: Any) -> list[tuple[Any, Any]]:
+    if isinstance(holder, dict):
+        return list(holder.items())
+    if isinstance(holder, (list, tuple)):
+        return list(enumerate(holder))
+    return list(vars(holder).items())
+
+
+def _looked_into(value: Any) -> int:
+    """1 for what may have tensors: a list, a dictionary, an object of vLLM's that is no module and no configuration."""
+    if isinstance(value, _CONTAINERS):
+        return 1
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return 0
+    import torch
+
+    module = type(value).__module__
+    ours = module.startswith("vllm.") and not module.startswith("vllm.config") and not isinstance(value, Enum)
+    return int(ours and not isinstance(value, torch.nn.Module))
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _of_any_module() -> Container[str]:
+    import torch
+
+    return vars(torch.nn.Module()).keys()
+
+
+def _no_subclass_functions() -> Any:
+    """A context in which parameters are plain tensors: vLLM's have functions of their own around each operation."""
+    import torch
+
+    return torch._C.DisableTorchFunctionSubclass()
