@@ -23,7 +23,7 @@ class Updates:
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         model, config = self.model_runner.get_model(), self.vllm_config.model_config
-        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+        with torch.inference_mode(), set_current_vllm_config(self.vllm_config):
             if elsewhere:
                 for parameter in model.parameters():
                     parameter.data = parameter.data.clone()

@@ -222,6 +222,14 @@ def serve_with(worker: Any, extension: type) -> None:
 
 
 @watching
+def test_a_layer_that_a_program_processes_by_itself_is_compared_too(worker: Any) -> None:
+    worker.model_runner.model.load_weights([("kv_b_proj.weight", weights(2.0))])
+    worker.model_runner.model.attention.process_weights_after_loading(torch.bfloat16)
+    assert set(moved().values()) == (set() if COPIES else {"repaired" if REPAIRS else "reported"})
+    assert worker.model_runner.answers() == (128.0 if COPIES or REPAIRS else 64.0, 128.0)
+
+
+@watching
 def test_a_heartbeat_sees_data_that_was_assigned_and_changes_nothing(worker: Any) -> None:
     layer = worker.model_runner.model.kv_b_proj
     _this_process().look()
@@ -235,6 +243,9 @@ def test_a_heartbeat_sees_data_that_was_assigned_and_changes_nothing(worker: Any
     assert layer.weight.data_ptr() == elsewhere.data_ptr()
     _this_process().look()
     assert counts()["moved"] == 1
+    layer.weight.data, kept = layer.weight.data.clone(), layer.weight.data
+    _this_process().look()
+    layer.weight.data = kept
     worker.reload_weights()
     assert moved() == {"kv_b_proj.weight": "repaired" if REPAIRS else "reported"}
 

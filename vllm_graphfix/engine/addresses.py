@@ -56,8 +56,9 @@ _BEGIN, _END = ("start_weight_update", "start_draft_weight_update"), "finish_wei
 """Between these vLLM has tensors elsewhere that come back (0.21.0 and later)."""
 _ELASTIC = ("reinitialize_distributed", "elastic_ep_execute")
 """In several steps, the last of which captures again. What is not captured then, a heartbeat sees."""
-_UNFINISHED = "load_weights"
-"""A model's: tensors may still be in the form in which they are loaded."""
+_LAYER = "process_weights_after_loading of a layer"
+_UNFINISHED = ("load_weights", _LAYER)
+"""Called by themselves: other tensors may still be in the form in which they are loaded."""
 
 
 _REPAIRED = "repaired"
@@ -128,19 +129,21 @@ class AddressWatch:
         found = Inventory(worker, hold=self.action is Addresses.REPAIR)
         self._counts = {"comparisons": 0, "moved": 0, "repaired": 0, "graphs-taken-out": 0, "failures": 0}
         for _, model in models(worker.model_runner):
-            self._hook_model(type(model))
+            self._hook_model(model)
         self._hook_others(type(worker))
         # A worker that ends takes with it what is held here.
-        self._worker = weakref.ref(worker, lambda _: self._drop())
+        self._worker = weakref.ref(worker, lambda ended: self._drop() if ended is self._worker else None)
         self._inventory = found
 
     def _drop(self) -> None:
         self._inventory = None
 
-    def _hook_model(self, kind: type) -> None:
-        owner = next((each for each in kind.__mro__ if "load_weights" in vars(each)), None)
-        if owner is not None:
-            self._wrap_once(owner, "load_weights", together=False)
+    def _hook_model(self, model: Any) -> None:
+        self._wrap_once(type(model), "load_weights", "load_weights", together=False)
+        for kind in {
+            type(part) for module in model.modules() for part in (module, getattr(module, "quant_method", None))
+        }:
+            self._wrap_once(kind, "process_weights_after_loading", _LAYER, together=False)
 
     def _hook_others(self, kind: type) -> None:
         """Wraps what a worker extension, or somebody else's worker class, brings: vLLM calls it on all ranks."""
@@ -151,12 +154,14 @@ class AddressWatch:
             for name, value in list(vars(owner).items()):
                 plain = isinstance(value, FunctionType) and not inspect.iscoroutinefunction(value)
                 if plain and name not in vllms and not name.startswith("_"):
-                    self._wrap_once(owner, name, together=True)
+                    self._wrap_once(owner, name, name, together=True)
 
-    def _wrap_once(self, owner: type, name: str, *, together: bool) -> None:
-        if not getattr(vars(owner)[name], "_graphfix_addresses", False):
-            wrap(owner, name, functools.partial(self._around, name, together))
-            vars(owner)[name]._graphfix_addresses = True
+    def _wrap_once(self, kind: type, method: str, name: str, *, together: bool) -> None:
+        """Wraps *method* where *kind* has it from; it goes by *name*."""
+        owner = next((each for each in kind.__mro__ if method in vars(each)), None)
+        if owner is not None and not getattr(vars(owner)[method], "_graphfix_addresses", False):
+            wrap(owner, method, functools.partial(self._around, name, together))
+            vars(owner)[method]._graphfix_addresses = True
 
     # -- what may move tensors -----------------------------------------------------------------------------------
 
@@ -169,13 +174,13 @@ class AddressWatch:
         self._operations += 1
         try:
             result = stock(*args, **kwargs)
+            self._guarded(self._remember, name, args, kwargs)
+            settled = self._depth == 1 and not self._unfinished and "weights" not in self._asleep
+            if settled and name not in _ELASTIC:
+                self._guarded(self._after, name, together)
+            return result
         finally:
             self._depth -= 1
-        self._guarded(self._remember, name, args, kwargs)
-        settled = self._depth == 0 and not self._unfinished and "weights" not in self._asleep
-        if settled and name not in _ELASTIC:
-            self._guarded(self._after, name, together)
-        return result
 
     def _remember(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What is asleep, and whether an update in several calls goes on."""
@@ -206,7 +211,7 @@ class AddressWatch:
             fresh = self._noted(moved, name, frozenset(Kind))
         if self.action is Addresses.REPAIR:
             hopeless = self._repair(found, moved)
-            if name != _UNFINISHED:
+            if name not in _UNFINISHED:
                 self._take_out_of_use(hopeless, together)
         if fresh:
             self._warn(fresh, name)
@@ -243,9 +248,8 @@ class AddressWatch:
         counts["comparisons"] += 1
         here = {each.entry.name for each in moved}
         for name, tensor in list(self._moved.items()):
-            # Back where it was, by whoever has done that.
             if name not in here and tensor.outcome != _REPAIRED and tensor.kind in kinds:
-                del self._moved[name]
+                del self._moved[name], self._pointers[name]  # back where it was, by whoever has done that
         fresh = []
         for each in moved:
             name, pointer = each.entry.name, _pointer(each)
