@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from capture_state import Capturing, by_factory
 from vllm.config.compilation import CUDAGraphMode
 
@@ -53,12 +54,21 @@ def warnings() -> Iterator[list[str]]:
     log.removeHandler(handler)
 
 
+class RunnerDouble:
+    """A model runner without tensors; graphs are the managers' of its `Capturing`."""
+
+    def __init__(self) -> None:
+        self.cudagraph_manager: Any = None
+        self.speculator = SimpleNamespace(cudagraph_manager=None)
+        self.model = torch.nn.Module()
+
+
 class WorkerDouble:
     """A worker of which the gate sees the capture alone."""
 
     def __init__(self, runner: Any, capture: Any, mode: str = "FULL") -> None:
         self.model_runner, self._capture = runner, capture
-        self.local_rank, self.use_v2_model_runner = 0, True
+        self.local_rank, self.use_v2_model_runner, self.device = 0, True, torch.device("cpu")
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_rank=0, enable_elastic_ep="ELASTIC" in os.environ),
             model_config=SimpleNamespace(enforce_eager=mode == "NONE"),
@@ -78,9 +88,10 @@ def started(captured: Capturing, *, failing: int | None = None, found: bool = Tr
 
     The attention state that is built as number *failing*, from 0, cannot be built.
     """
-    runner = SimpleNamespace(cudagraph_manager=None, speculator=SimpleNamespace(cudagraph_manager=None))
+    runner = RunnerDouble()
     if found:
-        (runner if captured.kind == "target" else runner.speculator).cudagraph_manager = captured.manager
+        owner: Any = runner if captured.kind == "target" else runner.speculator
+        owner.cudagraph_manager = captured.manager
     worker = WorkerDouble(runner, captured.capture)
     fail_at(captured, failing)
     worker.compile_or_warm_up_model()
