@@ -35,6 +35,9 @@ CHEAP = ("status", "explain", "fleet", "report", "doctor")
 NOT_RUN = {
     "kubectl delete pod POD...": "needs a cluster",
     "PYTHONPATH=FOLDER python benchmarks/triton_mla_rows.py": "needs a GPU",
+    "python benchmarks/trained.py --site 0.25.1=FOLDER --smollm2 WHEEL --only chat --only scored --out FOLDER": (
+        "needs a GPU, and a wheel of 93 MB"
+    ),
 }
 """Why a command is not run here. Of a block that tools/walk_rollout.py has written, none is: it ran them on real
 servers."""

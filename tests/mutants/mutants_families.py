@@ -21,7 +21,7 @@ from mutants import OPERATORS
 from mutants_around import around, imported_otherwise
 from mutants_bases import base_of, bases
 from mutants_made import Base, Mutant, Step, edits_of_kind, fingerprint, sound
-from mutants_near import own, patched, seen
+from mutants_near import FUNCTIONS, own, patched, seen
 from mutants_of_values import OPERATORS as OF_VALUES
 from trial_rows import wordings_of
 
@@ -94,7 +94,10 @@ def _of_base(fix: str, base: Base) -> Iterator[Mutant]:
     """
     its_own = own(fix, base)
     near = [(path, name, far) for path, name, far in seen()[fix][base.name] if (path, name) not in its_own]
-    mine = _kinds_in_turn(fix, base, [(path, name, 0) for path, name in its_own], OPERATORS)
+    # Where more is read than a sample reaches, what is patched comes first.
+    behind = 2 if len(its_own) > FUNCTIONS else 0
+    ranked = [(path, name, 0 if (path, name) in patched(fix, base) else behind) for path, name in its_own]
+    mine = _kinds_in_turn(fix, base, ranked, OPERATORS)
     values = _kinds_in_turn(fix, base, near, OF_VALUES)
     rest = _kinds_in_turn(fix, base, near, OPERATORS)
     for steps in _in_turn([mine, values, mine, rest, _two_at_once(fix, base)]):
