@@ -19,7 +19,7 @@ from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine import addresses
 from vllm_graphfix.engine.addresses import WATCHED, AddressWatch
 from vllm_graphfix.engine.inventory import LASTING, Inventory, Kind
-from vllm_graphfix.engine.metrics import summed_up
+from vllm_graphfix.engine.metrics import snapshot_of
 from vllm_graphfix.records import MovedTensor, Record, RecordError, write
 from vllm_graphfix.records.record import SHORT
 from vllm_graphfix.settings.decision import decide, decode
@@ -168,7 +168,7 @@ def test_a_rank_that_does_not_come_ends_it_on_all_and_nobody_waits_longer_than_t
 
 
 def agreeing(watch: AddressWatch, rank: int, needed: bool, can: bool) -> Callable[[], bool]:
-    return lambda: watch._agreed(rank, 2, needed=needed, can=can)
+    return lambda: watch._ranks_agree(rank, 2, needed=needed, can=can)
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -236,7 +236,7 @@ def test_fleet_names_a_tensor_that_lies_elsewhere_and_not_one_that_was_brought_b
 
 
 def test_metrics_have_the_counts_and_those_at_0_too() -> None:
-    told = summed_up([record(rank=0, events={"addresses": COUNTS})], 0.0)
+    told = snapshot_of([record(rank=0, events={"addresses": COUNTS})], 0.0)
     assert {event: count for (fix, event), count in told.events.items() if fix == "addresses"} == COUNTS
 
 

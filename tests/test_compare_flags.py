@@ -239,7 +239,7 @@ PARSED = """
     flags = ["--model", "some/model", *{flags!r}]
     for stray in (["a stray word"], ["--tensor-paralel-size", "2"]):
         try:
-            worker._parsed(("--model", "some/model", *stray))
+            worker._parsed_flags(("--model", "some/model", *stray))
         except worker.FlagError as error:
             print(error)
     for mode in (EAGER, GRAPHS, COMPILED):

@@ -318,7 +318,7 @@ ACCEPTED = """
     from vllm_graphfix.verify.engine.job import GRAPHS, Job
 
     for flags in json.loads({flags!r}):
-        args = worker._given(Job("", GRAPHS, flags=tuple(flags)))
+        args = worker._engine_arguments(Job("", GRAPHS, flags=tuple(flags)))
         speculative = (args.speculative_config or {{}}).get("method")
         print("ACCEPTED", json.dumps([args.model, args.tensor_parallel_size, args.max_model_len, args.kv_cache_dtype, speculative]))
 """  # noqa: E501

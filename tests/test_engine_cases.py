@@ -252,7 +252,7 @@ def test_a_job_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
 @ON_RELEASES
 def test_a_release_on_which_a_case_is_right_on_stock_too_skips_it(name: str, release: str) -> None:
     """Before 0.19.0 a prompt of one token is a decode to Mamba layers without graphs too."""
-    skipped = gpu_proof._missing(replace(CASES[name], needs=None), stock_source(release))
+    skipped = gpu_proof._what_is_missing(replace(CASES[name], needs=None), stock_source(release))
     early = ALL_RELEASES.index(release) < ALL_RELEASES.index("0.19.0")
     if name == "prefill-dispatch" and early:
         assert skipped is not None

@@ -29,7 +29,7 @@ from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.comparison import Answer, compare
 from vllm_graphfix.verify.engine.job import Said, from_json, to_json
 from vllm_graphfix.verify.engine.processes import Ended
-from vllm_graphfix.verify.gpu_proof import described, prove
+from vllm_graphfix.verify.gpu_proof import comparison_lines, prove
 from vllm_graphfix.verify.report import Proof
 
 
@@ -239,7 +239,7 @@ def test_an_eager_engine_that_is_far_from_itself_proves_nothing() -> None:
 
 def test_corruption_of_log_probabilities_alone_is_told_as_such() -> None:
     drifted = Answer((1, 2), ({1: -0.1, 7: -3.0}, {2: -1.5, 7: -3.0}))
-    (_, line) = described(compare([answer(1, 2)], [drifted], 0.0))
+    (_, line) = comparison_lines(compare([answer(1, 2)], [drifted], 0.0))
     assert line == (
         "corrupt prompts: 1 of 1, the first at token 1 of prompt 0, in its log-probability; eager's top two "
         "are 2.9 apart there"

@@ -174,7 +174,7 @@ class AddressWatch:
         self._operations += 1
         try:
             result = stock(*args, **kwargs)
-            self._guarded(self._remember, name, args, kwargs)
+            self._guarded(self._note_sleep_and_update, name, args, kwargs)
             settled = self._depth == 1 and not self._unfinished and "weights" not in self._asleep
             if settled and name not in _ELASTIC:
                 self._guarded(self._after, name, together)
@@ -182,7 +182,7 @@ class AddressWatch:
         finally:
             self._depth -= 1
 
-    def _remember(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_sleep_and_update(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What is asleep, and whether an update in several calls goes on."""
         tags = kwargs.get("tags", args[1] if len(args) > 1 else None)
         if name == "sleep":
@@ -208,7 +208,7 @@ class AddressWatch:
             return
         with self._lock:
             moved = found.moved(frozenset(Kind) - ({Kind.CACHE} if self._asleep else set()))
-            fresh = self._noted(moved, name, frozenset(Kind))
+            fresh = self._note_moved(moved, name, frozenset(Kind))
         if self.action is Addresses.REPAIR:
             hopeless = self._repair(found, moved)
             if name not in _UNFINISHED:
@@ -232,7 +232,7 @@ class AddressWatch:
             # Seen there twice: what nobody has wrapped may be in the middle of a load.
             suspected, self._suspected = self._suspected, {each.entry.name: _pointer(each) for each in moved}
             moved = [each for each in moved if suspected.get(each.entry.name) == _pointer(each)]
-            fresh = self._noted(moved, "no call that is watched", LASTING)
+            fresh = self._note_moved(moved, "no call that is watched", LASTING)
         self._warn(fresh, "no call that is watched")
 
     def _busy(self) -> bool:
@@ -240,7 +240,7 @@ class AddressWatch:
 
     # -- what follows --------------------------------------------------------------------------------------------
 
-    def _noted(self, moved: Sequence[Moved], after: str, kinds: frozenset[Kind]) -> list[Moved]:
+    def _note_moved(self, moved: Sequence[Moved], after: str, kinds: frozenset[Kind]) -> list[Moved]:
         """Counts what has *moved*, of these *kinds*; returns what was not said yet."""
         counts = self._counts
         if counts is None:
@@ -284,7 +284,7 @@ class AddressWatch:
         dispatch = Dispatch(worker.model_runner)
         out = dispatch.can_leave_out
         if ranks > 1:
-            out = self._agreed(rank, ranks, needed=bool(hopeless), can=dispatch.can_leave_out)
+            out = self._ranks_agree(rank, ranks, needed=bool(hopeless), can=dispatch.can_leave_out)
         if not out:
             return
         names = dispatch.names()
@@ -300,7 +300,7 @@ class AddressWatch:
             or "a tensor of another rank cannot be brought back",
         )
 
-    def _agreed(self, rank: int, ranks: int, *, needed: bool, can: bool) -> bool:
+    def _ranks_agree(self, rank: int, ranks: int, *, needed: bool, can: bool) -> bool:
         """Whether all ranks take their graphs out of use: one of them has to, and all can.
 
         The first rank that knows writes it down for all, and one that has waited too long writes that nobody does.

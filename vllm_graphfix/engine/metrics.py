@@ -76,7 +76,7 @@ class Snapshot(NamedTuple):
     """Ranks that are not heard of any more: they are in the other numbers, with what they said last."""
 
 
-def of_engine(records: Iterable[Record], engine: str) -> list[Record]:
+def records_of_engine(records: Iterable[Record], engine: str) -> list[Record]:
     """The records of ranks of *engine*.
 
     These are its own, and those of nodes that follow its rank 0 and have no /metrics of their own.
@@ -91,7 +91,7 @@ def of_engine(records: Iterable[Record], engine: str) -> list[Record]:
     ]
 
 
-def summed_up(records: Iterable[Record], read_at: float, silent: int = 0) -> Snapshot:
+def snapshot_of(records: Iterable[Record], read_at: float, silent: int = 0) -> Snapshot:
     """What the records of the ranks of one engine say together, if *silent* of the ranks are silent."""
     states: Tally[tuple[str, ...]] = Tally()
     events: Tally[tuple[str, ...]] = Tally()
@@ -219,7 +219,7 @@ class Watcher:
         now, here = time.time(), records.identity()
         # Our own user's: what others write is not ours to tell.
         found = records.read(self._base, own=True, first=self.engine.id, skip=self._foreign.items()).found
-        ours = {record.file_name for record in of_engine((each.record for each in found), self.engine.id)}
+        ours = {record.file_name for record in records_of_engine((each.record for each in found), self.engine.id)}
         of_ours = [each for each in found if each.path.name in ours]
         # One that follows another engine's rank 0 will never be ours; any other may, and an inode may come again.
         foreign = (each for each in found if each.record.leader is not None and each.path.name not in ours)
@@ -230,7 +230,7 @@ class Watcher:
         ranks = [record for record, state in heard if state is not records.Liveness.DEAD]
         if ranks:
             silent = sum(state is records.Liveness.SILENT for _, state in heard)
-            self._exposition.tell(summed_up(ranks, now, silent))
+            self._exposition.tell(snapshot_of(ranks, now, silent))
 
 
 _watcher: Watcher | None = None

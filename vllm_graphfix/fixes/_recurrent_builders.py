@@ -1,7 +1,7 @@
 """Which rows the builders of recurrent layers take for prefills, in a step that has the shape of a decode.
 
 A builder that sees a prefill does not refresh the buffers that a decode graph reads. What it sees differs between
-releases and layers: read from the builders' code by `recognised`, put together for the layers of an engine by
+releases and layers: read from the builders' code by `builder_words`, put together for the layers of an engine by
 `Builders`.
 """
 
@@ -33,13 +33,13 @@ _SPLIT_BY_PHASE = "split_decodes_and_prefills({}, decode_threshold={}, treat_sho
 
 def with_builders(source: Source, found: Diagnosis) -> Diagnosis:
     """*found*, of the model runners, with the words for what the builders do behind its shape."""
-    words, reason = recognised(source, found.shape), found.reason
+    words, reason = builder_words(source, found.shape), found.reason
     if lacking := [name for name in ("mamba", "gdn", "linear") if f"{name}-" not in words]:
         reason += f"; the builders of {', '.join(lacking)} are not recognised, so that each prefill counts there"
     return found._replace(reason=reason, shape=f"{found.shape} {words}".rstrip())
 
 
-def recognised(source: Source, runners: str) -> str:
+def builder_words(source: Source, runners: str) -> str:
     """Words for what the builders of this vLLM do, for `patches`; a builder without a word is not recognised.
 
     ``mamba-…``, ``gdn-…``, ``kda-…`` and ``linear-…`` say by what a row is taken for a decode: ``length``, ``phase``
@@ -62,7 +62,7 @@ def recognised(source: Source, runners: str) -> str:
         _by_drafts("kda", source.function(KDA, "KimiK3KDAMetadataBuilder.build")),
         _linear(source),
         _ple(source),
-        *_told(source, runners),
+        *_words_on_drafts(source, runners),
     )
     return " ".join(filter(None, words))
 
@@ -146,7 +146,7 @@ def _ple(source: Source) -> str:
     return "ple" if by_drafts and plain and plain.gives("super().build(...)", "num_accepted_tokens=None") else ""
 
 
-def _told(source: Source, runners: str) -> list[str]:
+def _words_on_drafts(source: Source, runners: str) -> list[str]:
     """What the model runners tell the builders of drafts.
 
     ``drafted-tails``: the last token of a prompt with placeholders counts as a row with drafts. ``always-told``: model

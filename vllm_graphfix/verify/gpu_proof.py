@@ -78,7 +78,7 @@ def run(
         for fix in affected
     }
     skipped = {
-        case: why_skipped(case, device) or _missing(case, source)
+        case: why_skipped(case, device) or _what_is_missing(case, source)
         for of_fix in cases_of.values()
         for case in of_fix
         if case is not None
@@ -158,7 +158,7 @@ def why_skipped(case: Case, device: Device) -> str | None:
     return None
 
 
-def _missing(case: Case, source: Source) -> str | None:
+def _what_is_missing(case: Case, source: Source) -> str | None:
     """Why *case* cannot show its defect here, or None.
 
     The answer names the package that it needs and this machine has not, or says that this vLLM does not show its defect
@@ -240,7 +240,7 @@ def prove(
         _state(fix, runs["stock"], "off"),
         _state(fix, runs["patched"], "active"),
         why_unwatched=trial_of(fix.name).unwatched,
-        watched={mode: _watch(end) for mode, end in (watched or {}).items()},
+        watched={mode: _watch_of(end) for mode, end in (watched or {}).items()},
     )
 
 
@@ -280,7 +280,7 @@ def _sign(case: Case, end: Ended) -> Sign | None:
     return case.judge(end.observed) if case.judge is not None else None
 
 
-def _watch(end: Ended) -> Watch:
+def _watch_of(end: Ended) -> Watch:
     counted = {
         name.removeprefix("shadow: "): int(values[0])
         for name, values in end.observed.items()
@@ -314,7 +314,7 @@ def measure(case: Case, runs: Runs, mode: str) -> Measurement:
     if graphed.said is not None:
         comparison = compare(eager.said.passes[0], graphed.said.passes[0], noise_between(*eager.said.passes))
         found = (*found, float(comparison.agreed))
-        lines += [*described(comparison), *_drafts(eager.said, graphed.said)]
+        lines += [*comparison_lines(comparison), *_drafts(eager.said, graphed.said)]
     beyond = f"{sign.numbers}; " if sign.numbers else ""
     seen_too_late = graphed.error and sign.unseen
     return Measurement(
@@ -327,7 +327,7 @@ def measure(case: Case, runs: Runs, mode: str) -> Measurement:
     )
 
 
-def described(comparison: Comparison) -> list[str]:
+def comparison_lines(comparison: Comparison) -> list[str]:
     """For people: how far a run agrees with the reference."""
     agreed = f"{comparison.compared} of {comparison.tokens} tokens compared and equal to eager's"
     apart = f"log-probabilities up to {comparison.distance:.2g} apart"

@@ -173,18 +173,18 @@ class Engines:
             if preloaded is not None and forkable:
                 process = preloaded.engine(given, result, log, environment)
             forked = process is not None
-            process = process or self._started(given, result, log, environment)
+            process = process or self._start(given, result, log, environment)
             self._running[job.name] = process
         late = self._wait(job, process, result, log, started)
         _kill(process)
         code = process.wait()
         with self._lock:
             del self._running[job.name]
-        ended = _ended(job, code, result, log, time.monotonic() - started, late)
+        ended = _result_of(job, code, result, log, time.monotonic() - started, late)
         why_not = preloaded.why_not if preloaded is not None else None
         return replace(ended, began=started - self._began, forked=forked, why_not_forked=why_not)
 
-    def _started(self, given: Path, result: Path, log: Path, environment: Mapping[str, str]) -> Process:
+    def _start(self, given: Path, result: Path, log: Path, environment: Mapping[str, str]) -> Process:
         with log.open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", worker.__name__, str(given), str(result), str(self._alive)],
@@ -305,7 +305,7 @@ def _environment(extra: Mapping[str, str | None], plugin: Path) -> dict[str, str
     return merged | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", STATUS_DIR: str(plugin.parent)}
 
 
-def _ended(job: Job, code: int, result: Path, log: Path, seconds: float, late: str | None) -> Ended:
+def _result_of(job: Job, code: int, result: Path, log: Path, seconds: float, late: str | None) -> Ended:
     written = json.loads(result.read_text()) if result.exists() else {}
     observed = written.get("observed", {})
     if code == 0 and "passes" in written:

@@ -110,7 +110,7 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
     for probe in probes:
         probe.in_the_engine(llm)
     ready = time.monotonic()
-    prompts = job.prompts or _generated(job, llm)
+    prompts = job.prompts or _made_up_prompts(job, llm)
     passes = [_ask(llm, prompts, job.max_tokens, job)]
     for number in range(job.again):
         # What is kept of the pass before would hide the noise of computing it again.
@@ -178,7 +178,7 @@ def _engine(job: Job) -> LLM:
 
     if job.flags:
         os.chdir(job.folder or ".")
-        return LLM(**vars(_given(job)))  # as LLM.from_engine_args does, which 0.18 and older lack
+        return LLM(**vars(_engine_arguments(job)))  # as LLM.from_engine_args does, which 0.18 and older lack
     arguments = dict(job.arguments)
     if job.where_known:
         from vllm.engine.arg_utils import EngineArgs
@@ -204,12 +204,12 @@ def _drawn_drafts() -> dict[str, str]:
     return {"draft_sample_method": drawn} if drawn else {"rejection_sample_method": "probabilistic"}
 
 
-def _given(job: Job) -> EngineArgs:
+def _engine_arguments(job: Job) -> EngineArgs:
     """What vLLM makes of the flags, and what the job needs beyond them."""
     from vllm.config import CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
 
-    given = EngineArgs.from_cli_args(_parsed(job.flags))
+    given = EngineArgs.from_cli_args(_parsed_flags(job.flags))
     if job.mode == EAGER:
         given.enforce_eager = True
     elif job.mode == COMPILED:
@@ -223,7 +223,7 @@ def _given(job: Job) -> EngineArgs:
     return given
 
 
-def _parsed(flags: tuple[str, ...]) -> Any:
+def _parsed_flags(flags: tuple[str, ...]) -> Any:
     """The *flags* as `vllm serve` parses them, so that its command line can be taken over.
 
     What the server alone knows is dropped later.
@@ -246,17 +246,17 @@ def _parsed(flags: tuple[str, ...]) -> Any:
     return parsed
 
 
-def _generated(job: Job, llm: LLM) -> tuple[tuple[int, ...], ...]:
+def _made_up_prompts(job: Job, llm: LLM) -> tuple[tuple[int, ...], ...]:
     """Random tokens, in lengths from a few to half of what the model takes beside the answers."""
     config = llm.llm_engine.model_config
     longest = max(16, min(1024, (config.max_model_len - max(job.max_tokens)) // 2))
     chance = random.Random(SEED)  # noqa: S311 - the same prompts in every process
-    words = _words(llm, config.get_vocab_size())
+    words = _word_tokens(llm, config.get_vocab_size())
     lengths = [max(4, longest * (number % 8 + 1) // 8 - number) for number in range(job.generated)]
     return tuple(tuple(chance.choices(words, k=min(length, config.max_model_len - 1))) for length in lengths)
 
 
-def _words(llm: LLM, vocabulary: int) -> list[int]:
+def _word_tokens(llm: LLM, vocabulary: int) -> list[int]:
     """Token ids that stand for text.
 
     Placeholders of images and the like want an image, and ids beyond the tokenizer's are padding.

@@ -386,7 +386,7 @@ def _serve(
     if mode != CUDAGraphMode.NONE:
         dispatch = dispatch_kind(config, groups, longer, layer.backend)
         for rows in range(CAPTURED, 0, -1):
-            captured = builder.build_for_cudagraph_capture(_common([length] * rows, [0] * rows, length))
+            captured = builder.build_for_cudagraph_capture(_common_metadata([length] * rows, [0] * rows, length))
             layer.decode(captured)
             graphs.capture(rows * length, captured)
     computed, accepted = dict.fromkeys(REQUESTS, 0), dict.fromkeys(REQUESTS, 1)
@@ -397,8 +397,8 @@ def _serve(
         layer.hidden[:tokens] = torch.randn(tokens, STATE_SIZE, generator=random)
         prefilling = [computed[name] < prompts(length, longer)[name] for name in scheduled]
         in_graph = dispatch(scheduled, computed) if dispatch else None
-        common = _common(counts, [computed[name] for name in scheduled], length, prefilling)
-        drafts = _of_drafts(prefilling, [accepted[name] for name in scheduled], length)
+        common = _common_metadata(counts, [computed[name] for name in scheduled], length, prefilling)
+        drafts = _draft_arguments(prefilling, [accepted[name] for name in scheduled], length)
         metadata = builder.build(0, common, **drafts)
         if taken is not None and metadata.num_prefills and set(counts) == {length}:
             taken.append(scheduled)
@@ -432,7 +432,7 @@ class _BareGraphs:
         return output
 
 
-def _of_drafts(prefilling: list[bool], accepted: list[int], length: int) -> dict[str, torch.Tensor]:
+def _draft_arguments(prefilling: list[bool], accepted: list[int], length: int) -> dict[str, torch.Tensor]:
     """What the model runner adds for the builders where there are drafts: -1 for a row that has none."""
     if length == 1:
         return {}
@@ -443,7 +443,7 @@ def _of_drafts(prefilling: list[bool], accepted: list[int], length: int) -> dict
     }
 
 
-def _common(counts: list[int], computed: list[int], length: int, prefilling: list[bool] | None = None) -> Any:
+def _common_metadata(counts: list[int], computed: list[int], length: int, prefilling: list[bool] | None = None) -> Any:
     """What the model runner hands to every builder."""
     rows = len(counts)
     blocks = torch.arange(1, 1 + rows * length, dtype=torch.int32).view(rows, length)
