@@ -94,6 +94,84 @@ def test_the_inventory_has_the_tensors_of_models_of_the_runner_and_of_what_these
     }
 
 
+# -- when it is compared -------------------------------------------------------------------------------------------
+
+
+class CountingInventory:
+    """The inventory of an engine in which nothing moves: how often it was compared, and of what."""
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+        self.compared: list[frozenset[Kind]] = []
+
+    def moved(self, kinds: frozenset[Kind], *, unhurried: bool = False) -> list[Any]:
+        self.compared.append(frozenset(kinds))
+        return []
+
+    def forget(self, moved: Any) -> None:
+        assert not list(moved)
+
+
+@pytest.fixture
+def watching() -> tuple[AddressWatch, CountingInventory]:
+    watch, found = AddressWatch(), CountingInventory()
+    watch.action, watch._inventory, watch._counts = Addresses.REPORT, found, dict(COUNTS)  # type: ignore[assignment]
+    return watch, found
+
+
+def test_after_a_capture_inside_of_a_watched_call_it_goes_on(watching: tuple[AddressWatch, CountingInventory]) -> None:
+    """As an elastic engine captures anew."""
+    watch, found = watching
+    watch._around("elastic_ep_execute", True, watch._forget_capture)
+    watch._inventory, watch._counts = found, dict(COUNTS)  # type: ignore[assignment]
+    assert not watch._busy()
+    found.compared.clear()
+    watch._around("reload_weights", True, lambda: None)
+    assert len(found.compared) == 2  # before, and after
+
+
+@pytest.mark.parametrize("failing", ["update_weights", "finish_weight_update"])
+def test_an_update_that_fails_is_over(failing: str, watching: tuple[AddressWatch, CountingInventory]) -> None:
+    watch, found = watching
+    watch._around("start_weight_update", True, lambda: None)
+    assert watch._busy()
+    with pytest.raises(OSError, match="no such checkpoint"):
+        watch._around(failing, True, lambda: (_ for _ in ()).throw(OSError("no such checkpoint")).__next__())
+    assert not watch._busy()
+    watch.look()
+    assert found.compared
+
+
+def test_loads_of_single_tensors_are_not_compared_each_and_a_heartbeat_makes_up_for_it(
+    watching: tuple[AddressWatch, CountingInventory],
+) -> None:
+    watch, found = watching
+    watch._around("load_weights", False, lambda: None)
+    watch._not_before = float("inf")
+    found.compared.clear()
+    for _ in range(1000):
+        watch._around("load_weights", False, lambda: None)
+    assert not found.compared
+    watch.look()
+    assert found.compared == [LASTING | {Kind.ATTRIBUTE}]
+    watch._around("process_weights_after_loading", False, lambda: None)  # the end of a load is
+    watch.look()
+    assert found.compared[-1] == LASTING
+
+
+def test_of_somebody_elses_worker_only_what_loads_is_wrapped() -> None:
+    class TheirWorker:
+        def note_step(self) -> None: ...
+        def prepare_batch(self) -> None: ...
+        def update_weights_from_ipc(self) -> None: ...
+        def load_lora_adapter(self) -> None: ...
+        def set_named_param(self) -> None: ...
+
+    AddressWatch()._hook_others(TheirWorker)
+    wrapped = {name for name, value in vars(TheirWorker).items() if getattr(value, "_graphfix_addresses", False)}
+    assert wrapped == {"update_weights_from_ipc", "load_lora_adapter", "set_named_param"}
+
+
 # -- what is wrapped -----------------------------------------------------------------------------------------------
 
 LATER = {

@@ -47,7 +47,7 @@ class Extension:
         process(self.model_runner.model)
         return "updated"
 
-    def rebind(self: Any, name: str, weight: torch.Tensor) -> None:
+    def update_by_rebinding(self: Any, name: str, weight: torch.Tensor) -> None:
         put(self.model_runner.model.attention, name, weight)
 
 
@@ -203,11 +203,11 @@ def test_a_parameter_that_was_replaced_has_its_name_and_comes_back_with_the_new_
     before = layer.weight.data_ptr()
 
     class Replaces:
-        def replace(self: Any) -> None:
+        def update_by_replacing(self: Any) -> None:
             replace_parameter(layer, "weight", weights(5.0))
 
     serve_with(worker, Replaces)
-    worker.replace()
+    worker.update_by_replacing()
     copied = VERSION >= (0, 33)  # where `replace_parameter` copies
     assert moved() == ({} if copied else {"kv_b_proj.weight": "repaired" if REPAIRS else "reported"})
     assert (layer.weight.data_ptr() == before) is (REPAIRS or copied)
@@ -283,7 +283,7 @@ def test_an_input_that_a_reload_has_replaced_is_named(worker: Any) -> None:
 @in_mode["repair"]
 def test_graphs_are_not_used_any_more_where_the_new_tensor_has_another_shape(worker: Any) -> None:
     assert worker.model_runner.graphs() == 1
-    worker.rebind("W_UV", torch.zeros(HEADS, LATENT, VALUE, dtype=torch.float32))
+    worker.update_by_rebinding("W_UV", torch.zeros(HEADS, LATENT, VALUE, dtype=torch.float32))
     assert worker.model_runner.graphs() == 0
     assert counts()["graphs-taken-out"] == 1
     assert moved()["attention.W_UV"].startswith("its shape, stride or type is another")
@@ -310,12 +310,12 @@ def test_tensors_that_were_one_and_are_two_are_not_copied_over_each_other(worker
     _this_process().serve(worker, True)
 
     class Splits:
-        def split(self: Any) -> None:
+        def update_by_splitting(self: Any) -> None:
             put(attention, "alias", attention.W_UV + 1)
             put(attention, "W_UV", attention.W_UV + 2)
 
     serve_with(worker, Splits)
-    worker.split()
+    worker.update_by_splitting()
     assert worker.model_runner.graphs() == 0
 
 
@@ -325,7 +325,7 @@ def test_a_tensor_that_moves_out_of_one_that_stays_is_not_copied_into_it(worker:
     attention.whole = torch.zeros(4)
     attention.part = attention.whole[:2]
     _this_process().serve(worker, True)
-    worker.rebind("part", torch.ones(2))
+    worker.update_by_rebinding("part", torch.ones(2))
     assert torch.equal(attention.whole, torch.zeros(4))
     assert "attention.whole lies in the same memory" in moved()["attention.part"]
 

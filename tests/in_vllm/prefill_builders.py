@@ -101,7 +101,9 @@ class Stock:
 
     def takes_for_prefills(self, rows: list[Row]) -> int:
         prefilling = [row.computed < row.prefill(v2=self.v2) for row in rows]
-        common = scenario._common([self.length] * len(rows), [row.computed for row in rows], self.length, prefilling)
+        common = scenario._common_metadata(
+            [self.length] * len(rows), [row.computed for row in rows], self.length, prefilling
+        )
         return int(self.builder.build(0, common, **self._of_drafts(rows, prefilling)).num_prefills)
 
     def _of_drafts(self, rows: list[Row], prefilling: list[bool]) -> dict[str, torch.Tensor]:

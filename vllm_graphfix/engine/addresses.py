@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -61,6 +63,12 @@ _UNFINISHED = ("load_weights", _LAYER)
 """Called by themselves: other tensors may still be in the form in which they are loaded."""
 
 
+_ENDS_IF_IT_FAILS = ("update_weights", _END)
+"""vLLM gives an update up if one of these raises."""
+_LOADS = re.compile("load|update|weight|param|lora|adapter|refit|wake|sleep")
+"""In the names of methods that verl, NeMo-RL, OpenRLHF and TRL bring for it."""
+_SHARE = 50.0
+"""So many times as long as a comparison took, loads of single tensors go on without another: 2 % of their time."""
 _REPAIRED = "repaired"
 
 
@@ -85,9 +93,13 @@ class AddressWatch:
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
+        self._depth = self._operations = 0
+        self._forget_capture()
+
+    def _forget_capture(self) -> None:
+        """Not how deep in watched calls this is: an elastic engine captures again inside of one."""
         self._inventory: Inventory | None = None
         self._worker: Any = None
-        self._depth = self._operations = 0
         self._unfinished = False
         """An update in several calls has begun and not ended."""
         self._asleep: set[str] = set()
@@ -99,6 +111,9 @@ class AddressWatch:
         self._suspected: dict[str, int] = {}
         """What the last heartbeat saw elsewhere, and where."""
         self._said: set[str] = set()
+        self._left_out = False
+        """Calls were not compared after, since others had been a moment before: a heartbeat makes up for it."""
+        self._not_before = 0.0
 
     def begin(self, action: Addresses) -> None:
         """Watches from the next capture on; with `off` not at all, and puts nothing around functions of vLLM."""
@@ -125,7 +140,7 @@ class AddressWatch:
             self._guarded(self._take_inventory, worker)
 
     def _take_inventory(self, worker: Any) -> None:
-        self._forget()
+        self._forget_capture()
         found = Inventory(worker, hold=self.action is Addresses.REPAIR)
         self._counts = {"comparisons": 0, "moved": 0, "repaired": 0, "graphs-taken-out": 0, "failures": 0}
         for _, model in models(worker.model_runner):
@@ -146,14 +161,17 @@ class AddressWatch:
             self._wrap_once(kind, "process_weights_after_loading", _LAYER, together=False)
 
     def _hook_others(self, kind: type) -> None:
-        """Wraps what a worker extension, or somebody else's worker class, brings: vLLM calls it on all ranks."""
+        """Wraps what a worker extension, or somebody else's worker class, brings: vLLM calls it on all ranks.
+
+        Only what loads something, by its name: other methods may be called in each step.
+        """
         vllms = {name for each in kind.__mro__ if each.__module__.startswith("vllm.") for name in vars(each)}
         for owner in kind.__mro__:
             if owner.__module__.startswith("vllm.") or owner is object:
                 continue
             for name, value in list(vars(owner).items()):
                 plain = isinstance(value, FunctionType) and not inspect.iscoroutinefunction(value)
-                if plain and name not in vllms and not name.startswith("_"):
+                if plain and name not in vllms and not name.startswith("_") and _LOADS.search(name):
                     self._wrap_once(owner, name, name, together=True)
 
     def _wrap_once(self, kind: type, method: str, name: str, *, together: bool) -> None:
@@ -168,15 +186,24 @@ class AddressWatch:
     def _around(self, name: str, together: bool, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._inventory is None:
             return stock(*args, **kwargs)
-        if self._depth == 0:
+        # Some programs load tensor by tensor: comparing after each of thousands of calls would take longer than that.
+        left_out = name in _UNFINISHED and self.action is not Addresses.REPAIR and time.monotonic() < self._not_before
+        if self._depth == 0 and not left_out:
             self._guarded(self._before)
         self._depth += 1
         self._operations += 1
         try:
             result = stock(*args, **kwargs)
+        except BaseException:
+            if name in _ENDS_IF_IT_FAILS:
+                self._unfinished = False
+            raise
+        else:
             self._guarded(self._note_sleep_and_update, name, args, kwargs)
             settled = self._depth == 1 and not self._unfinished and "weights" not in self._asleep
-            if settled and name not in _ELASTIC:
+            if settled and left_out:
+                self._left_out = True
+            elif settled and name not in _ELASTIC:
                 self._guarded(self._after, name, together)
             return result
         finally:
@@ -206,9 +233,12 @@ class AddressWatch:
         found = self._inventory
         if found is None:
             return
+        begun = time.monotonic()
         with self._lock:
             moved = found.moved(frozenset(Kind) - ({Kind.CACHE} if self._asleep else set()))
             fresh = self._note_moved(moved, name, frozenset(Kind))
+        self._left_out = False
+        self._not_before = time.monotonic() + _SHARE * (time.monotonic() - begun)
         if self.action is Addresses.REPAIR:
             hopeless = self._repair(found, moved)
             if name not in _UNFINISHED:
@@ -225,14 +255,15 @@ class AddressWatch:
         found, operations = self._inventory, self._operations
         if found is None or self._busy():
             return
-        moved = found.moved(LASTING, unhurried=True)
+        kinds = LASTING | {Kind.ATTRIBUTE} if self._left_out else LASTING
+        moved = found.moved(kinds, unhurried=True)
         with self._lock:
             if self._busy() or operations != self._operations or self._inventory is not found:
                 return  # something moves tensors meanwhile, and looks itself
             # Seen there twice: what nobody has wrapped may be in the middle of a load.
             suspected, self._suspected = self._suspected, {each.entry.name: _pointer(each) for each in moved}
             moved = [each for each in moved if suspected.get(each.entry.name) == _pointer(each)]
-            fresh = self._note_moved(moved, "no call that is watched", LASTING)
+            fresh = self._note_moved(moved, "no call that is watched", kinds)
         self._warn(fresh, "no call that is watched")
 
     def _busy(self) -> bool:

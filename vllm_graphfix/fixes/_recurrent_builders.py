@@ -235,20 +235,19 @@ class Builders:
         """Of the layers of *runner* that keep a state; None if there are none, or none of them minds."""
         config = runner.kv_cache_config
         if self._config is not config:
+            parallel = getattr(runner, "parallel_config", None)
             kinds = self._kinds(config, getattr(runner, "attn_groups", ()))
+            if getattr(parallel, "pipeline_parallel_size", 1) > 1 and _recurrent_groups(config):
+                # Its stages have other layers each, and must come to one number of tokens: they go by the groups alone,
+                # which are the same on all of them.
+                kinds = [_ANY]
             highest = Prefills(*map(max, zip(_NONE, *kinds, strict=True)))
             self._prefills = None if highest == _NONE else highest
             self._config = config
         return self._prefills
 
     def _kinds(self, config: Any, attention_groups: Any) -> list[Prefills]:
-        recurrent = sys.modules["vllm.v1.kv_cache_interface"].MambaSpec
-        expected = {
-            name
-            for group in config.kv_cache_groups
-            if isinstance(_layer_spec(group.kv_cache_spec), recurrent)
-            for name in group.layer_names
-        }
+        expected = {name for group in _recurrent_groups(config) for name in group.layer_names}
         kinds = []
         for group in (group for groups in attention_groups for group in groups):
             if expected.intersection(group.layer_names):
@@ -266,6 +265,12 @@ class Builders:
         return _ANY
 
 
+def _recurrent_groups(config: Any) -> list[Any]:
+    """The groups of a `KVCacheConfig` whose layers keep a state."""
+    recurrent = sys.modules["vllm.v1.kv_cache_interface"].MambaSpec
+    return [group for group in config.kv_cache_groups if isinstance(_layer_spec(group.kv_cache_spec), recurrent)]
+
+
 def _layer_spec(spec: Any) -> Any:
     """The layer specification of a group; of one with one type and several sizes, that of one of its layers."""
     together = getattr(spec, "kv_cache_specs", None)
@@ -281,6 +286,8 @@ def _by_class(words: frozenset[str], *, v2: bool) -> dict[str, Prefills]:
     found: dict[str, Prefills] = {}
     if mamba := by.get("mamba"):
         one_token, with_drafts = _BY[mamba]
+        if mamba == "tail":  # by what the runner tells of drafts
+            with_drafts = max(with_drafts, in_prompt)
         told = Prefills(one_token, with_drafts, untold)
         not_told = told if v2 else Prefills(one_token, 2, 2)
         found["mamba1_attn.Mamba1AttentionMetadataBuilder"] = not_told

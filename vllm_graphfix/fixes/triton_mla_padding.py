@@ -201,8 +201,8 @@ def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunc
 
 def _without_own_kernel(error: Exception) -> None:
     logger.warning(
-        "graphfix: triton-mla-padding fills padded rows after vLLM's kernel, which takes longer: its own one was not "
-        "compiled",
+        "graphfix: triton-mla-padding fills padded rows after vLLM's kernel, which takes longer: its own one could not "
+        "be used",
         exc_info=error,
     )
 

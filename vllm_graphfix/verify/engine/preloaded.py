@@ -33,6 +33,8 @@ from vllm_graphfix.verify.engine import worker
 
 _READ_BY_ENGINES = re.compile(rf"{PREFIX}\w*|VLLM_USE_V2_MODEL_RUNNER|VLLM_DISABLE_COMPILE_CACHE")
 """Variables that nothing reads while vLLM is imported: engines that differ in no others come from one process."""
+_FORKED_WITHIN = 30.0
+"""Seconds until a process that was asked for an engine has forked it: whoever ends all engines may wait for this."""
 _IMPORTED_WITHIN = 180.0
 """Seconds; a slow disk takes most of a minute."""
 _TRIED_FOR = 60
@@ -106,8 +108,9 @@ class Preloaded:
                 self.process.stdin.flush()
             except OSError:
                 return None
+            deadline = time.monotonic() + _FORKED_WITHIN
             while not stem.with_name(f"{stem.name}.pid").exists():
-                if self.process.poll() is not None:
+                if self.process.poll() is not None or time.monotonic() > deadline:
                     return None
                 time.sleep(0.01)
         return Forked(self.process, stem)
