@@ -351,6 +351,13 @@ def test_every_picture_is_on_a_page() -> None:
     assert {path.name for path in (PROJECT / "docs").iterdir() if path.suffix in {".svg", ".png"}} <= shown
 
 
+def test_the_picture_of_the_layers_has_those_that_make_lint_holds() -> None:
+    _, contract = (PROJECT / "pyproject.toml").read_text().split("\nlayers = [")
+    layers = re.findall(r'"(\w+)"', contract.partition("]")[0])
+    boxes = re.findall(r'class="name"[^>]*>(\w+)<', (PROJECT / "docs" / "layers.svg").read_text())
+    assert boxes == layers
+
+
 def test_releases_of_the_demo_are_stock_releases() -> None:
     demo = re.search(r"^DEMO_RELEASES := (.+)$", (PROJECT / "Makefile").read_text(), re.MULTILINE)
     assert demo
