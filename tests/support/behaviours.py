@@ -24,9 +24,10 @@ load_general_plugins()
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 install_flashmla_stand_ins()
 import pytest
-options = "-q --no-header --noconftest --strict-markers --tb=short --disable-warnings -p no:cacheprovider --disable-plugin-autoload -rfE".split()
+options = "-q --no-header --noconftest --strict-markers --tb=short --disable-warnings".split()
+options += "-p no:cacheprovider --disable-plugin-autoload -rfE".split()
 sys.exit(pytest.main([*options, "-c", os.devnull, "--rootdir", {folder!r}, "-k", {select!r}, *{paths!r}]))
-"""  # noqa: E501
+"""
 
 
 def check_behaviours(

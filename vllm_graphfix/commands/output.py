@@ -1,4 +1,4 @@
-"""Where commands print: consoles, messages that end a command, and standard streams that may be closed or gone."""
+"""What commands print with: consoles, messages that end a command, and standard streams that may be closed or gone."""
 
 from __future__ import annotations
 

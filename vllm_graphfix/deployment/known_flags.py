@@ -17,7 +17,7 @@ _FILES = (
     "vllm/entrypoints/cli/serve.py",
     "vllm/utils/argparse_utils.py",
 )
-"""Where the releases from 0.14.1 on have them; none has all of these files."""
+"""The files that define flags in some release from 0.14.1 on; no release has all of them."""
 _FLAG = re.compile(r"--?[A-Za-z][A-Za-z0-9_-]*")
 _OF_EACH = frozenset({"--tensor-parallel-size", "--headless"})
 """One of the engine's flags and one of the server's: where one is not found, they stand somewhere else, and nothing is

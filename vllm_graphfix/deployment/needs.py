@@ -25,7 +25,7 @@ class Need(NamedTuple):
     """Flags of `vllm serve` that it asks for and the facts of a `Deployment` do not: ``--switch``, or ``--option=``
     for one with a value."""
     runners: Callable[[str], tuple[str, ...]] | None = None
-    """Of a need for a model runner: those with the defect on code of a shape, ``V1``, ``V2`` or both."""
+    """The model runners with the defect on code of a shape, ``V1``, ``V2`` or both; None if it is no need for one."""
     usual: bool = True
     """False for a setting that no release has by default."""
 

@@ -57,7 +57,7 @@ WATCHED = (*_ON_ALL_RANKS, *_ON_ONE)
 _BEGIN, _END = ("start_weight_update", "start_draft_weight_update"), "finish_weight_update"
 """Between these vLLM has tensors elsewhere that come back (0.21.0 and later)."""
 _ELASTIC = ("reinitialize_distributed", "elastic_ep_execute")
-"""In several steps, the last of which captures again. What is not captured then, a heartbeat sees."""
+"""Called for several steps of one change, the last of which captures again; a heartbeat sees what that one does not."""
 _LAYER = "process_weights_after_loading of a layer"
 _UNFINISHED = ("load_weights", _LAYER)
 """Called by themselves: other tensors may still be in the form in which they are loaded."""
@@ -66,7 +66,7 @@ _UNFINISHED = ("load_weights", _LAYER)
 _ENDS_IF_IT_FAILS = ("update_weights", _END)
 """vLLM gives an update up if one of these raises."""
 _LOADS = re.compile("load|update|weight|param|lora|adapter|refit|wake|sleep")
-"""In the names of methods that verl, NeMo-RL, OpenRLHF and TRL bring for it."""
+"""One of these words is in the name of each method that verl, NeMo-RL, OpenRLHF and TRL bring for loading."""
 _SHARE = 50.0
 """So many times as long as a comparison took, loads of single tensors go on without another: 2 % of their time."""
 _REPAIRED = "repaired"
@@ -107,7 +107,7 @@ class AddressWatch:
         self._moved: dict[str, _Moved] = {}
         """By name: tensors that lie elsewhere, or did before they were repaired."""
         self._pointers: dict[str, int] = {}
-        """Where those lie: a tensor that moves on is counted again."""
+        """The address of each of those: a tensor that moves on is counted again."""
         self._suspected: dict[str, int] = {}
         """What the last heartbeat saw elsewhere, and where."""
         self._said: set[str] = set()

@@ -32,9 +32,9 @@ class Kind(str, Enum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     ATTRIBUTE = "attribute"
-    """Of a module, or of an object that it has: MLA's absorbed weights, scales in a kernel's arguments."""
+    """A module, or an object that it has, holds it: MLA's absorbed weights, scales in a kernel's arguments."""
     INPUT = "input"
-    """Of the model runner, or its drafter."""
+    """The model runner, or its drafter, holds it."""
     METADATA = "metadata"
     CACHE = "cache"
 
@@ -84,7 +84,7 @@ class Inventory:
     """What lay where when the graphs were captured."""
 
     def __init__(self, worker: Any, *, hold: bool) -> None:
-        """Of *worker*, which has captured; with *hold* the tensors of its models stay in memory from now on."""
+        """Takes stock of *worker*, which has captured; with *hold* the tensors of its models stay in memory."""
         self.entries: list[Entry] = []
         self._seen = 0
         runner = worker.model_runner

@@ -232,7 +232,7 @@ class Builders:
         self._prefills: Prefills | None = None
 
     def of(self, runner: Any) -> Prefills | None:
-        """Of the layers of *runner* that keep a state; None if there are none, or none of them minds."""
+        """The rows that some layer of *runner* takes for prefills; None if none keeps a state, or takes any."""
         config = runner.kv_cache_config
         if self._config is not config:
             parallel = getattr(runner, "parallel_config", None)

@@ -253,7 +253,7 @@ def _engine_details(engine: Engine) -> list[RenderableType]:
 
 
 def _page(console: Console, what: RenderableType) -> RenderableType:
-    """As much of *what* as fits the terminal, and how much more there is."""
+    """The part of *what* that fits the terminal, and how much more there is."""
     from rich.console import Group
     from rich.segment import Segment, Segments
     from rich.text import Text

@@ -50,7 +50,7 @@ class Job:
     probes: tuple[str, ...] = ()
     """What to look at inside the engine; names that `probes.probe_of` takes. The engine must be in one process."""
     untuned: bool = False
-    """Of Triton's kernels that would be tuned, the first variant is taken, and no other compiled."""
+    """A kernel that Triton would tune takes its first variant, and no other is compiled."""
     seconds: float | None = None
     """Seconds from the last thing that its probes saw to its end, where a hang is what is expected: compiling kernels
     before does not count."""
@@ -84,11 +84,11 @@ class Said:
     start_seconds: float
     """From the first import of vLLM to an engine that answers."""
     import_seconds: float = 0.0
-    """Of these, until vLLM was imported: next to none in a process that was forked."""
+    """The part of these until vLLM was imported: next to none in a process that was forked."""
     answer_seconds: float = 0.0
     """From an engine that answers to all answers."""
     cpu_seconds: float = 0.0
-    """Of this process, and of those that it started and that have ended."""
+    """Processor time of this process, and of those that it started and that have ended."""
     cudagraph_mode: str | None = None
     """vLLM's, as its workers have it in the end; None for an engine that was given no flags."""
 
