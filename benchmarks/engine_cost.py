@@ -13,8 +13,8 @@ All are alive at once and decode one after the other, in alternating order, so t
 Then the engines end, and stock and patched ones of the first case start in pairs. The result is written after every
 step: what was measured is there however this ends.
 
-With --steps it is a decode step alone that is measured, on each release given: patched as by default and observed
-against stock, with a second stock engine beside them (`measuring/engine_steps.py`).
+With --steps it is a decode step alone that is measured, on each release given: patched as by default and observed, each
+engine against itself without the plugin's wrappers (`measuring/engine_steps.py`).
 
 What matters most comes first; --limit ends it in time. Exit code 1 if nothing was measured, 2 if nothing could be.
 """
@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,10 @@ from measuring.engine_cases import (
     rehearsal,
     write_model,
 )
-from measuring.engine_figures import Figures, markdown, notes, tables
+from measuring.engine_figures import Figures, is_measured, markdown, notes, tables
 from measuring.engine_plot import svg
 from measuring.engine_process import DiedError, EngineProcess, GpuMemory
-from measuring.engine_steps import STEPS, is_step, packed, step_notes, step_plans, step_table
+from measuring.engine_steps import STEPS, is_step, measured, packed, step_notes, step_plans, step_table
 from vllm_graphfix import __version__
 from vllm_graphfix.source.files import SourceError
 from vllm_graphfix.verify import VerifyError
@@ -74,10 +74,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--site", action="append", default=[], metavar="RELEASE=FOLDER", help="a vLLM; may be repeated")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"for {RESULT} and the engines' logs")
-    parser.add_argument("--steps", action="store_true", help="a decode step alone, patched and observed against stock")
+    parser.add_argument("--steps", action="store_true", help="a decode step alone, with and without wrappers")
     names = [case.name for case in (*CASES, *STEPS, *REHEARSAL)]
     parser.add_argument("--only", action="append", choices=names, help="this case; may be repeated (default: all)")
     parser.add_argument("--rounds", type=int, default=11, metavar="N", help="of turns of all engines (default: 11)")
+    parser.add_argument("--count", type=int, default=2000, metavar="N", help="of steps of --steps (default: 2000)")
     parser.add_argument("--starts", type=int, default=3, metavar="N", help="pairs of starts (default: 3)")
     parser.add_argument("--tokens", type=int, default=65, metavar="N", help="of each answer (default: 65)")
     parser.add_argument("--batches", default="1,8,64", help="batch sizes (default: 1,8,64)")
@@ -111,7 +112,7 @@ def main() -> int:
     if options.plot:
         options.plot.write_text(svg(result))
     show(result, as_markdown=options.markdown)
-    return 0 if any(case["rounds"] for case in result["cases"]) else 1
+    return 0 if any(is_measured(case) for case in result["cases"]) else 1
 
 
 class Benchmark:
@@ -139,7 +140,7 @@ class Benchmark:
             if self._options.steps:
                 groups = packed(plans, free_gib)
                 for number, group in enumerate(groups):
-                    self._decode(group, cases_left=sum(map(len, groups[number:])))
+                    self._decode(group, left_over=sum(map(len, groups[number:])))
                 plans = []
             for number, group in enumerate(_groups(plans, free_gib)):
                 self._decode(group)
@@ -228,8 +229,8 @@ class Benchmark:
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
-    def _decode(self, group: Sequence[Plan], cases_left: int | None = None) -> None:
-        """With *cases_left*, each of so many cases has a share of the time; without, what comes first may take all."""
+    def _decode(self, group: Sequence[Plan], left_over: int = 1) -> None:
+        """Of steps, each of *left_over* cases has its share of the time; otherwise what comes first may take all."""
         if self._left() < WORTHWHILE:
             for made in group:
                 self._not_run(made, "time was up")
@@ -237,11 +238,10 @@ class Benchmark:
         self._say(f"starting {sum(len(made.configurations) for made in group)} engines: {_named(group)}")
         with self._started(group) as engines:
             for number, made in enumerate(group):
-                if engines[made.case.name]:
-                    left = self._left() / (max(1, cases_left - number) if cases_left is not None else 1)
-                    self._rounds(made, engines[made.case.name], left)
-                    if "speculative_config" in made.case.arguments:
-                        self._count_drafts(made, engines[made.case.name])
+                if self._options.steps:
+                    self._steps(made, engines[made.case.name], self._left() / max(1, left_over - number))
+                elif engines[made.case.name]:
+                    self._rounds(made, engines[made.case.name], self._left())
         self._say(f"ended: {_named(group)}")
 
     @contextmanager
@@ -315,11 +315,24 @@ class Benchmark:
             self._save()
         self._say(f"{made.case.name}: {done} rounds, the last one took {took:.1f} s")
 
-    def _count_drafts(self, made: Plan, engines: Mapping[str, EngineProcess]) -> None:
+    def _steps(self, made: Plan, engines: Mapping[str, EngineProcess], seconds: float) -> None:
+        """In each engine, every batch; nothing is begun after *seconds*."""
+        until = time.monotonic() + seconds
         for name, engine in engines.items():
-            with suppress(DiedError):
-                self._entry(made, made[name])["drafts"] = engine.ask({"drafts": True}, TURN_TIMEOUT)
-        self._save()
+            entry = self._entry(made, made[name])
+            entry["steps"] = []
+            for batch in self._options.batches:
+                if time.monotonic() > until:
+                    self._case(made)["not_run"].append(f"{name}, batch {batch}: time was up")
+                    continue
+                try:
+                    entry["steps"].append(measured(engine, batch, self._options.count, TURN_TIMEOUT))
+                except DiedError as error:
+                    entry["failure"] = f"died while decoding batch {batch}: {error}"
+                    self._say(f"{made.case.name} {name}: {entry['failure']}")
+                    break
+                self._save()
+        self._say(f"{made.case.name}: measured")
 
     def _turns(
         self,

@@ -3,16 +3,17 @@
     python benchmarks/prefill_dispatch_cost.py [--site RELEASE=FOLDER …] --out FOLDER [--only MODEL …]
 
 For each release (FOLDER holds a vLLM that can run; without --site it is the installed one) the tiny models of `verify`
-run in four engines each: eager, with full graphs stock twice (the second is the noise) and patched. All are alive at
-once and take turns.
+run in three engines each, which are alive at once: eager, and with full graphs stock and patched.
 
 First tokens: each kind of row that has the shape of a decode, alone and beside requests that decode, must be answered
 as by the eager engine. A row with a state is the rest of a prompt that was cut by `long_prefill_token_threshold`: one
-token is left, as on the decoding side of a disaggregated pair. Then seconds: of the steps that compute such rests
-alone, and of all steps of ordinary prompts, as ratios of neighbours in time. The fix counts the steps that it takes.
+token is left, as on the decoding side of a disaggregated pair. Preempted rows are computed anew, and have such a rest
+while they have answered in part. Then seconds: of the steps that compute such rests
+alone, and of all steps of ordinary prompts, in the patched engine with and without the plugin's wrappers in turns
+(`measuring/wrappers.py`). The fix counts the steps that it takes.
 
-Exit code 1 if patched answers differ from eager ones that repeat themselves, or if patched steps of which the fix takes
-none are slower than stock's by more than 1 %, or an engine failed; 2 if nothing could be run.
+Exit code 1 if patched answers differ from eager ones that repeat themselves, or if steps of which the fix takes none
+are slower with it by more than 1 % and by more than is noise, or an engine failed; 2 if nothing could be run.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any
 from measuring import engine_cases, machine
 from measuring.engine_cases import Configuration, Site, find_sites
 from measuring.engine_process import DiedError, EngineProcess, Order, Ready
+from measuring.wrappers import ORDER, Ratio, judged
 from vllm_graphfix import __version__, manifest
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.files import SourceError, open_source
@@ -43,9 +45,9 @@ from vllm_graphfix.verify.engine import device as devices
 LOAD = Path(__file__).parent / "measuring" / "dispatch_load.py"
 START_TIMEOUT, TURN_TIMEOUT = 300.0, 240.0
 TARGET = 0.99
-"""Stock's seconds by patched ones, where the fix takes no step."""
+"""The speed of steps with the wrappers, relative to those without, where the fix takes none of them."""
 THRESHOLD, BATCH, VOCABULARY = 16, 8, range(1, models.VOCABULARY)
-ENGINES = ("eager", "stock", "stock-again", "patched")
+ENGINES = ("eager", "stock", "patched")
 MODELS: Mapping[str, cases.Case] = {
     "mamba2": cases.MAMBA2_ONE_TOKEN,
     "lfm2": cases.LFM2_ONE_TOKEN,
@@ -63,9 +65,9 @@ BY_DEFAULT = ("mamba2", "lfm2")
 
 def lengths(decode: int) -> dict[str, int]:
     """Tokens of the prompts of each kind, where a decode has *decode*."""
-    found = {"first prompt": decode, "rest with a state": THRESHOLD + decode, "ordinary": 40}
-    # Beside decodes, releases from 0.25.0 on fill its step up with placeholders for drafts.
-    return found | ({"prompt of one token": 1} if decode > 1 else {})
+    found = {"first prompt": decode, "rest with a state": THRESHOLD + decode, "preempted": 9, "ordinary": 40}
+    # Beside decodes, releases from 0.25.0 on fill the step of such a row up with placeholders for drafts.
+    return found | ({"prompt of one token": 1, "rest of one token": THRESHOLD + 1} if decode > 1 else {})
 
 
 def main() -> int:
@@ -74,7 +76,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for result.json and engines' logs")
     parser.add_argument("--only", action="append", choices=sorted(MODELS), help=f"default: {', '.join(BY_DEFAULT)}")
     parser.add_argument("--runner", action="append", choices=("V1", "V2"), help="default: V1, and V2 where it has it")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="of turns of all engines (20)")
+    parser.add_argument("--rounds", type=int, default=100, metavar="N", help="of four turns each (100)")
     parser.add_argument("--rehearse", action="store_true", help="run this whole script on a CPU engine, without graphs")
     options = parser.parse_args()
     options.out = options.out.resolve()
@@ -163,7 +165,7 @@ def measured(
     found["started_in"] = {engine: round(each.seconds, 1) for engine, each in ready.items()}
     try:
         found["tokens"] = _tokens(engines, decode)
-        found["steps"] = _steps(engines, decode, options.rounds)
+        found["steps"] = _steps(engines["patched"], decode, options.rounds)
     except DiedError as error:
         return found | {"failure": str(error)}
     return found | {
@@ -175,7 +177,7 @@ def measured(
 def verdict(tokens: Mapping[str, Any], steps: Mapping[str, Any]) -> str:
     """``wrong``: patched answers are not eager ones that repeat themselves, or steps that the fix leaves are slower."""
     wrong = any(each["eager repeats"] and not each["patched"] for each in tokens.values())
-    slow = any(not each["taken"] and each["ratio"] < TARGET for each in steps.values())
+    slow = any(not each["taken"] and each["judged"] == "not met" for each in steps.values())
     return "wrong" if wrong or slow else "right"
 
 
@@ -244,6 +246,8 @@ def _tokens(engines: Mapping[str, EngineProcess], decode: int) -> dict[str, Any]
     for kind, length in lengths(decode).items():
         for others in (0, 3):
             asked = {"prompts": _prompts(BATCH, length), "tokens": 24, "meanwhile": _prompts(others, 9)}
+            if kind == "preempted":  # with a rest of one token when they are computed anew, without drafts
+                asked["preempted_at"] = THRESHOLD + 1 - length
             first, again = (engines["eager"].ask(asked, TURN_TIMEOUT)["answers"] for _ in range(2))
             answered = {name: engines[name].ask(asked, TURN_TIMEOUT) for name in ("stock", "patched")}
             found[f"{kind}{', beside decodes' if others else ''}"] = {
@@ -263,42 +267,28 @@ def _prompts(count: int, length: int) -> list[list[int]]:
 # -- seconds
 
 
-def _steps(engines: Mapping[str, EngineProcess], decode: int, rounds: int) -> dict[str, Any]:
-    """Steps a second under each load, and stock's seconds by patched ones: the median of the rounds."""
+def _steps(engine: EngineProcess, decode: int, rounds: int) -> dict[str, Any]:
+    """Steps a second under each load, and how fast they are with the wrappers, relative to without."""
     size = lengths(decode)
     loads = {
         # The first step computes all but the rests, the second the rests, and both sample nothing else.
-        "rests with a state": (_prompts(BATCH, size["rest with a state"]), 1, 10, slice(1, 2)),
-        "ordinary prompts": (_prompts(BATCH, size["ordinary"]), 24, 2, slice(None)),
+        "rests with a state": (_prompts(BATCH, size["rest with a state"]), 1, slice(1, 2)),
+        "ordinary prompts": (_prompts(BATCH, size["ordinary"]), 8, slice(None)),
     }
-    compared = [name for name in engines if name != "eager"]
     found = {}
-    for load, (prompts, tokens, times, timed) in loads.items():
-        asked = {"prompts": prompts, "tokens": tokens, "meanwhile": [], "times": times}
-        seconds: dict[str, list[float]] = {name: [] for name in compared}
-        steps, taken = 0, 0
-        for number in range(-3, rounds):  # the first ones do not count
-            for name in compared if number % 2 else compared[::-1]:
-                answer = engines[name].ask(asked, TURN_TIMEOUT)
-                timed_steps = [each for turn in answer["seconds"] for each in turn[timed]]
-                if len(timed_steps) < times:
-                    raise DiedError(f"{load}: {name} computed them in {len(answer['seconds'][0])} steps a turn")
-                steps = len(timed_steps)
-                if number >= 0:
-                    seconds[name].append(sum(timed_steps))
-                    taken += answer["taken"]
-        found[load] = {
-            "steps": steps,
-            "steps a second": {name: round(steps / statistics.median(each), 1) for name, each in seconds.items()},
-            "ratio": _ratio(seconds["stock"], seconds["patched"]),
-            "noise": _ratio(seconds["stock"], seconds["stock-again"]),
-            "taken": taken,
-        }
+    for load, (prompts, tokens, timed) in loads.items():
+        asked = {"prompts": prompts, "tokens": tokens, "meanwhile": [], "times": len(ORDER) * rounds}
+        measured: dict[str, Any] = {}
+        for name in ("control", "compared"):
+            engine.ask(asked | {"times": len(ORDER), "in_turns": name}, TURN_TIMEOUT)  # does not count
+            answer = engine.ask(asked | {"in_turns": name}, TURN_TIMEOUT)
+            turns = [turn[timed] for turn in answer["seconds"]]
+            if not all(turns):
+                raise DiedError(f"{load}: computed in {len(answer['seconds'][0])} steps a turn")
+            measured |= {name: Ratio.of(map(sum, turns)), "taken": answer["taken"], "steps": sum(map(len, turns))}
+            measured["milliseconds"] = round(1e3 * statistics.median(each for turn in turns for each in turn), 3)
+        found[load] = measured | {"judged": judged([measured["compared"]], TARGET)}
     return found
-
-
-def _ratio(stock: Sequence[float], other: Sequence[float]) -> float:
-    return round(statistics.median(a / b for a, b in zip(stock, other, strict=True)), 4)
 
 
 def _short(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ servers."""
 
 ELSEWHERE = {
     "python benchmarks/engine_cost.py --steps --site 0.33.0=FOLDER --limit 150 --out build/steps-0.33.0": (
-        "test_benchmarks.py::test_engines_of_a_step_take_turns_and_tell_what_was_drafted"
+        "test_benchmarks.py::test_the_engines_of_a_step_are_compared_with_themselves"
     ),
     "python benchmarks/engine_cost.py --from build/steps-*/result.json --markdown": (
         "test_benchmarks.py::test_results_of_several_releases_are_one_table"

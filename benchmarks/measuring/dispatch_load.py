@@ -3,12 +3,14 @@
     python dispatch_load.py DESCRIPTOR
 
 As `engine_worker.py`, but for what is asked: ``{"prompts": …, "tokens": …, "meanwhile": …, "times": …}``, the prompts'
-token ids, how many tokens each answer has, prompts that decode before the others come, and how often all that is done.
-The answer is what `_run` returns.
+token ids, how many tokens each answer has, prompts that decode before the others come, and how often all that is done;
+with ``"in_turns"`` with and without the plugin's wrappers in turns ("compared"), or always without ("control"). With
+``"preempted_at"`` all requests are preempted once each answer has so many tokens. The answer is what `_run` returns.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import sys
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from vllm import LLM
 
+wrappers: Any = importlib.import_module("wrappers")  # beside this file, whose folder leaves the path before an engine
 _NUMBERS = itertools.count()
 
 
@@ -81,6 +84,8 @@ def _run(
     tokens: int,
     meanwhile: list[list[int]],
     times: int = 1,
+    in_turns: str | None = None,
+    preempted_at: int = 0,
 ) -> dict[str, Any]:
     """The last answers, the seconds of each step from the coming of the prompts on, and what the fix has taken.
 
@@ -103,12 +108,15 @@ def _run(
         for output in engine.step():
             answers[output.request_id] = list(output.outputs[0].token_ids)
 
+    asked: list[str] = []
     seconds: list[list[float]] = []
-    for _ in range(times):
+
+    def turn() -> float:
         others = add(meanwhile, 2 * tokens + 8)
         while not all(len(answers.get(name, ())) >= 2 for name in others):
             step()
-        asked = add(prompts, tokens)
+        asked[:] = [*add(prompts, tokens), *others]
+        waiting_for = preempted_at
         seconds.append([])
         while engine.has_unfinished_requests():
             wait()
@@ -116,8 +124,21 @@ def _run(
             step()
             wait()
             seconds[-1].append(time.perf_counter() - begun)
+            if waiting_for and all(len(answers.get(name, ())) >= waiting_for for name in asked[: len(prompts)]):
+                waiting_for = 0
+                if not engine.reset_prefix_cache(reset_running_requests=True):
+                    raise RuntimeError("the running requests were not preempted")
+        if waiting_for:
+            raise RuntimeError(f"no answer had {preempted_at} tokens: nothing was preempted")
+        return sum(seconds[-1])
+
+    if in_turns is None:
+        for _ in range(times):
+            turn()
+    else:
+        wrappers.in_turns(wrappers.Switch(), turn, times, control=in_turns == "control")
     return {
-        "answers": [answers.get(name, []) for name in (*asked, *others)],
+        "answers": [answers.get(name, []) for name in asked],
         "seconds": seconds,
         "taken": _taken(order) - before,
     }

@@ -56,6 +56,11 @@ def batches(case: CaseResult) -> list[int]:
     return list(dict.fromkeys(turn["batch"] for turn in case["rounds"]))
 
 
+def is_measured(case: CaseResult) -> bool:
+    """Whether it has turns of all engines, or an engine's own steps."""
+    return bool(case["rounds"]) or any(engine.get("steps") for engine in case["configurations"])
+
+
 def throughput(case: CaseResult, name: str, reference: str, batch: int) -> Spread | None:
     """Tokens a second of *name* over those of *reference*, which took their turns in the same round."""
     both = [turn["seconds"] for turn in case["rounds"] if turn["batch"] == batch]
@@ -204,7 +209,7 @@ def _text(spread: Spread | None) -> str:
 def notes(case: CaseResult) -> list[str]:
     """What is to be known beside the figures: what did not run, and why; what is not what its name says."""
     found = [f"not run: {what}" for what in case["not_run"]]
-    if not case["rounds"]:
+    if not is_measured(case):
         found.append("nothing was measured")
     for engine in case["configurations"]:
         told = engine.get("told") or {}

@@ -5,8 +5,9 @@
 DESCRIPTOR is this end of a `multiprocessing.Pipe`. The first message is the order, what `engine_process.Order` makes.
 The answers to it are the moment at which the engine was ready and then `_told`. After that each
 ``{"batch": …, "tokens": …}`` is answered with the seconds of its decode steps; ``"shadow"`` in it is the rate of the
-shadow check for them, in an engine that has one. ``{"drafts": true}`` is answered with what was drafted until then. An
-error is the last answer: ``{"error": …}``.
+shadow check for them, in an engine that has one. ``{"in_turns": …, "steps": …, "control": …}``, where the first one is
+the size of a batch, is answered with the seconds of each step, with and without the plugin's wrappers (`wrappers.py`).
+An error is the last answer: ``{"error": …}``.
 
 Imports nothing of the plugin unless the order says so: a stock engine must not pay for it.
 """
@@ -32,9 +33,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm import LLM
 
+wrappers: Any = importlib.import_module("wrappers")  # beside this file, whose folder leaves the path before an engine
 SEED = 7
 PROMPT = 100
 """Tokens of each prompt: the largest batch is prefilled in one step."""
+TURN = 129
+"""Tokens of each answer of which single steps are timed."""
 _SCHEDULES: dict[str, dict[str, Any]] = {}
 """The schedules of the shadow check by rate: their attributes when each was last used."""
 RUNNERS = {"V1": "vllm.v1.worker.gpu_model_runner", "V2": "vllm.v1.worker.gpu.model_runner"}
@@ -60,8 +64,8 @@ def main(parent: Any) -> int:
         prompts = _prompts(llm, order["largest_batch"])
         while True:
             asked = parent.recv()
-            if "drafts" in asked:
-                parent.send(_drafted(llm))
+            if "in_turns" in asked:
+                parent.send(_in_turns(llm, prompts[: asked["in_turns"]], asked["steps"], control=asked["control"]))
                 continue
             with _checked(asked.get("shadow")):
                 seconds = _decode(llm, prompts[: asked["batch"]], asked["tokens"])
@@ -140,12 +144,6 @@ def _told(llm: LLM, order: dict[str, Any], captures: list[float]) -> dict[str, A
     return told
 
 
-def _drafted(llm: LLM) -> dict[str, float]:
-    """How often was drafted, and how many tokens were accepted: it decides how many steps an answer takes."""
-    counted = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-    return {name: counted[f"vllm:spec_decode_num_{name}"] or 0.0 for name in ("drafts", "accepted_tokens")}
-
-
 def _prompts(llm: LLM, largest_batch: int) -> list[dict[str, list[int]]]:
     chance = random.Random(SEED)  # noqa: S311 - the same prompts in every process
     vocabulary = range(1, llm.llm_engine.model_config.get_vocab_size())
@@ -164,6 +162,45 @@ def _decode(llm: LLM, prompts: Any, tokens: int) -> float:
     # Of the engine's own clock, which it reads once a step.
     times = [output.metrics for output in outputs]
     return float(max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times))
+
+
+def _in_turns(llm: LLM, prompts: Any, count: int, *, control: bool) -> list[float]:
+    """Seconds of *count* steps or a few more, in which all *prompts* decode, in the order of `wrappers.ORDER`."""
+    import torch
+    from vllm import SamplingParams
+
+    wait: Any = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    switch = wrappers.Switch()
+    engine: Any = llm.llm_engine
+    sampling = SamplingParams(temperature=0.0, max_tokens=TURN, ignore_eos=True, detokenize=False)
+    seconds: list[float] = []
+
+    def step() -> float:
+        wait()
+        begun = time.perf_counter()
+        outputs = engine.step()
+        wait()
+        ended.extend(output for output in outputs if output.finished)
+        return time.perf_counter() - begun
+
+    while len(seconds) < count:
+        names = [f"turn-{len(seconds)}-{number}" for number in range(len(prompts))]
+        ended: list[Any] = []
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, prompt, sampling)
+        for _ in range(4):  # the prompts, and what only the first steps after them do
+            step()
+        before = len(seconds)
+        while not ended:
+            seconds += wrappers.in_turns(switch, step, len(wrappers.ORDER), control=control)
+        # Requests that end in the midst of four steps leave the others a smaller batch.
+        del seconds[max(before, len(seconds) - len(wrappers.ORDER)) :]
+        if len(seconds) == before:
+            raise RuntimeError(f"answers of {TURN} tokens end within {len(wrappers.ORDER)} steps")
+        engine.abort_request([name for name in names if name not in {output.request_id for output in ended}])
+        while engine.has_unfinished_requests():
+            engine.step()
+    return seconds
 
 
 if __name__ == "__main__":

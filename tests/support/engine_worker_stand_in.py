@@ -47,8 +47,9 @@ def main(parent: Any) -> None:
     )
     while True:
         asked = parent.recv()
-        if "drafts" in asked:
-            parent.send({"drafts": 10.0, "accepted_tokens": 9.0 if BEHAVIOUR == "drafts badly" else 20.0})
+        if "in_turns" in asked:
+            with_wrappers = 2.0 if BEHAVIOUR == "slow with wrappers" and not asked["control"] else 1.0
+            parent.send([with_wrappers, 1.0, 1.0, with_wrappers] * (asked["steps"] // 4))
             continue
         if BEHAVIOUR == "crashes at batch 8" and asked["batch"] == 8:
             sys.stderr.write("terminate called\n  what():  CUDA error: an illegal memory access was encountered\n")
