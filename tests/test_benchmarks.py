@@ -564,6 +564,7 @@ def test_wrappers_are_off_and_on_again_where_they_were_put_and_carried_to(monkey
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, other.__name__, other)
     monkeypatch.setattr(patching, "_sites", {})
+    monkeypatch.setattr(patching.Site, "lost", patching.Site.lost)  # to be put back
 
     def ours(stock: StockFunction, activity: Activity) -> Callable[..., Any]:
         @functools.wraps(stock)
@@ -590,6 +591,8 @@ def test_wrappers_are_off_and_on_again_where_they_were_put_and_carried_to(monkey
     assert in_turns(switch, step, 4) == [1.0] * 4
     patched, stock = ["patched stock"] * 3, ["stock"] * 3
     assert [*seen, answers()] == [patched, stock, stock, patched, patched]
+    switch.set(on=False)
+    assert all(site.lost() is None for site in patching._sites.values())  # or the plugin would give its fixes up
     seen.clear()
     in_turns(switch, step, 4, control=True)
     assert [*seen, answers()] == [stock] * 4 + [patched]
