@@ -17,8 +17,8 @@ from vllm_graphfix.verify.engine.models import MODELS, write
 from warm_release import run_in_fork
 
 WHOLE_MODELS = [name for name in MODELS if name not in ("eagle", "mixtral", "qwen3-next", "deepseek-v4")]
-"""Models that transformers knows; an Eagle head, which is a draft without embeddings, it does not, nor DeepSeek V4's own
-checkpoints. Experts it joins while it loads."""
+"""Models that transformers knows; an Eagle head, which is a draft without embeddings, it does not, nor the names in
+DeepSeek V4's own checkpoints. Experts it joins while it loads."""
 
 
 def written(name: str, folder: Path) -> dict[str, torch.Tensor]:

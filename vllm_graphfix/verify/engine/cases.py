@@ -408,7 +408,7 @@ DEEPSEEK_V4 = Case(
     capability=9,
     compiles=True,
 )
-# With more than 16384 tokens rows are wider in a capture than these requests need. There model runner V1 is the default.
+# With more than 16384 tokens rows are wider in a capture than these requests need. The default there is V1.
 DEEPSEEK_V4_LONG = replace(
     DEEPSEEK_V4,
     name="deepseek-v4-long",

@@ -95,9 +95,10 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def _residual(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, streams = config["hidden_size"], config["hc_mult"]
     mixed = streams * (streams + 2)
-    found: dict[str, tuple[int, ...]] = {f"{prefix}.attn_norm.weight": (hidden,), f"{prefix}.ffn_norm.weight": (hidden,)}
+    found: dict[str, tuple[int, ...]] = {}
     for part in ("attn", "ffn"):
         found |= {
+            f"{prefix}.{part}_norm.weight": (hidden,),
             f"{prefix}.hc_{part}_fn": (mixed, streams * hidden),
             f"{prefix}.hc_{part}_base": (mixed,),
             f"{prefix}.hc_{part}_scale": (3,),
