@@ -61,9 +61,11 @@ class ForeignSlots(_Counted):
         decode = DeepseekV4FlashMLAAttention._forward_decode
 
         @functools.wraps(decode)
-        def counted(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            metadata = kwargs["attn_metadata"]
+        def counted(
+            layer: Any, q: Any, kv_cache: Any, swa_metadata: Any, attn_metadata: Any, *rest: Any, **more: Any
+        ) -> Any:
             if layer.compress_ratio == _RATIO:
+                metadata = attn_metadata
                 rows = metadata.c128a_global_decode_topk_indices.squeeze(1)
                 lengths = metadata.c128a_decode_topk_lens.unsqueeze(1)
                 in_a_block = metadata.block_size // _RATIO
@@ -73,7 +75,7 @@ class ForeignSlots(_Counted):
                 own = metadata.block_table[requests][:, columns] * in_a_block + entries % in_a_block
                 foreign = (rows != own) & (entries < lengths)
                 counts.add_(torch.stack([foreign.any(1).sum(), (lengths > 0).sum()]))
-            return decode(layer, *args, **kwargs)
+            return decode(layer, q, kv_cache, swa_metadata, attn_metadata, *rest, **more)
 
         DeepseekV4FlashMLAAttention._forward_decode = counted
 

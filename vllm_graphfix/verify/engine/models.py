@@ -426,7 +426,7 @@ def write(name: str, folder: Path) -> Path:
     made.mkdir(parents=True, exist_ok=True)
     (made / "config.json").write_text(json.dumps(config, indent=2))
     tied, shapes = config["tie_word_embeddings"], described(config)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for tensor, shape in shapes.items():
         matrix, _, kind = tensor.rpartition(".")
         if kind == "scale":
