@@ -12,18 +12,27 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from vllm_graphfix.verify.engine import models
+from vllm_graphfix.verify.engine import deepseek_v4, models
 from vllm_graphfix.verify.engine.models import MODELS, write
 from warm_release import run_in_fork
 
-WHOLE_MODELS = [name for name in MODELS if name not in ("eagle", "mixtral", "qwen3-next")]
-"""Models that transformers knows; an Eagle head, which is a draft without embeddings, it does not. Experts it joins
-while it loads."""
+WHOLE_MODELS = [name for name in MODELS if name not in ("eagle", "mixtral", "qwen3-next", "deepseek-v4")]
+"""Models that transformers knows; an Eagle head, which is a draft without embeddings, it does not, nor the names in
+DeepSeek V4's own checkpoints. Experts it joins while it loads."""
 
 
 def written(name: str, folder: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = load_file(write(name, folder) / "model.safetensors")
     return tensors
+
+
+def numbers_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What each tensor stands for: a matrix in fp8, its values by the scales of its blocks."""
+    block = deepseek_v4.BLOCK
+    scales = {key.removesuffix("scale") + "weight": scale for key, scale in tensors.items() if key.endswith(".scale")}
+    blocks = {key: scale.repeat_interleave(block, 0).repeat_interleave(block, 1) for key, scale in scales.items()}
+    values = {key: tensor.float() for key, tensor in tensors.items() if not key.endswith(".scale")}
+    return {key: numbers * blocks.get(key, 1.0) for key, numbers in values.items()}
 
 
 def transformers() -> Any:
@@ -68,7 +77,10 @@ def test_what_is_written_is_what_was_described(name: str, tmp_path: Path) -> Non
     config, shapes = MODELS[name]
     tensors = written(name, tmp_path)
     assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == shapes(config)
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    in_fp8 = {key for key in tensors if key.removesuffix("weight") + "scale" in tensors and key.endswith("weight")}
+    kinds = {torch.bfloat16} | ({torch.float8_e4m3fn, torch.float32} if in_fp8 else set())
+    assert {tensor.dtype for tensor in tensors.values()} == kinds
+    assert {key for key, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn} == in_fp8
     assert json.loads((tmp_path / name / "config.json").read_text()) == config
     with safe_open(tmp_path / name / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}, "transformers refuses others"
@@ -76,15 +88,14 @@ def test_what_is_written_is_what_was_described(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", MODELS)
 def test_norms_are_one_and_matrices_keep_the_scale_of_what_they_are_given(name: str, tmp_path: Path) -> None:
-    for key, tensor in written(name, tmp_path).items():
-        values = tensor.float()
+    for key, values in numbers_of(written(name, tmp_path)).items():
         if key.endswith("A_log"):
             assert (values.exp() > 0.4).all()
             assert (values.diff() > 0).all(), "each head forgets at its own pace"
         elif key.endswith("bias"):
             assert (values == 0).all(), key
         elif values.dim() == 1:
-            assert (values == 1).all(), key
+            assert (values == deepseek_v4.LOUD.get(key, 1.0)).all(), key
         else:
             # A row of an embedding is looked up, not summed over; but for one that is the output matrix too.
             looked_up = "embed" in key and not MODELS[name][0]["tie_word_embeddings"]
@@ -168,7 +179,7 @@ LOADS_INTO_VLLM = """
     from vllm.model_executor.model_loader import get_model
     from vllm.model_executor.models import registry
     from vllm_graphfix.fixes import FIXES
-    from vllm_graphfix.verify.engine import models
+    from vllm_graphfix.verify.engine import deepseek_v4, models
     from vllm_graphfix.verify.engine.cases import GDN_MTP
     from vllm_graphfix.verify.trial import further_cases, trial_of
 
@@ -249,3 +260,14 @@ def test_a_checkpoint_without_one_of_the_weights_is_refused_by_vllm() -> None:
     assert done.returncode != 0
     assert name.removeprefix("model.") in done.stdout
     assert "not initialized from checkpoint" in done.stdout
+
+
+def test_a_matrix_in_fp8_is_the_matrix_up_to_fp8s_own_rounding() -> None:
+    """Also one whose blocks are of different sizes, and with scales that are powers of two."""
+    random = torch.Generator().manual_seed(1)
+    matrix = torch.randn(256, 384, generator=random) * torch.tensor([1e-3, 1.0, 40.0]).repeat_interleave(128)
+    tensors = models._in_blocks("m", matrix, (2, 3))
+    found = numbers_of(tensors)["m.weight"]
+    assert ((found - matrix).abs() <= 2**-4 * matrix.abs() + 2**-9 * tensors["m.scale"].max()).all()
+    assert (tensors["m.scale"].frexp().mantissa == 0.5).all()
+    assert 200 < tensors["m.weight"].float().abs().max() <= 448

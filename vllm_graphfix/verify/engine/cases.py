@@ -393,3 +393,26 @@ LLAMA_FULL_FLASH_V2 = replace(
     runner="V2",
     arguments=LLAMA_FULL_FLASH_V1.arguments | {"max_num_batched_tokens": 256, "enable_chunked_prefill": True},
 )
+# All prompts in one step, and then a batch of one size: DeepGEMM and TileLang compile kernels for each. Every request
+# begins with a group of 128 tokens or more, and completes another one while it decodes.
+DEEPSEEK_V4 = Case(
+    name="deepseek-v4",
+    model="deepseek-v4",
+    runner="V2",
+    graphs=full_decodes([8]),
+    workload=tuple((length, 150) for length in (135, 150, 180, 200, 260, 300, 380, 440)),
+    arguments={"block_size": 256, "kv_cache_dtype": "fp8", "max_num_batched_tokens": 2048},
+    where_known={"moe_backend": "triton"},
+    environment={"VLLM_DEEP_GEMM_WARMUP": "skip"},  # of every size of a batch that there may be
+    probes=("vllm_graphfix.verify.engine.compressed:unwritten_entries",),
+    capability=9,
+    compiles=True,
+)
+# With more than 16384 tokens rows are wider in a capture than these requests need. The default there is V1.
+DEEPSEEK_V4_LONG = replace(
+    DEEPSEEK_V4,
+    name="deepseek-v4-long",
+    runner="V1",
+    arguments=DEEPSEEK_V4.arguments | {"max_model_len": 32768},
+    probes=("vllm_graphfix.verify.engine.compressed:foreign_slots",),
+)

@@ -1,7 +1,8 @@
 """Tiny models with random weights, made on the spot: folders that vLLM loads like any checkpoint.
 
-Two layers each. Norms are 1 and matrices normal(0, 1/sqrt(fan-in)): with vLLM's own dummy weights, which are near zero,
-every output is the same. Each tensor has a seed of its own, so that two folders made anywhere hold the same numbers.
+Two layers each. Norms are 1 (but for one of DeepSeek V4's) and matrices normal(0, 1/sqrt(fan-in)): with vLLM's own
+dummy weights, which are near zero, every output is the same. Each tensor has a seed of its own, so that two folders
+made anywhere hold the same numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.verify.engine import deepseek_v4
 
 if TYPE_CHECKING:
     import torch
@@ -408,6 +411,7 @@ MODELS: dict[str, tuple[Config, Callable[[Config], Shapes]]] = {
     "mixtral": (MIXTRAL, _mixtral),
     "qwen3-next": (QWEN3_NEXT, _qwen3_next),
     "eagle": (EAGLE, _eagle),
+    "deepseek-v4": (deepseek_v4.CONFIG, deepseek_v4.shapes),
 }
 """Name of a model: its configuration, and the names and shapes of its tensors in a checkpoint."""
 
@@ -417,14 +421,37 @@ def write(name: str, folder: Path) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    config, shapes = MODELS[name]
+    config, described = MODELS[name]
     made = folder / name
     made.mkdir(parents=True, exist_ok=True)
     (made / "config.json").write_text(json.dumps(config, indent=2))
-    tied = config["tie_word_embeddings"]
-    tensors = {tensor: _values(tensor, shape, tied).to(torch.bfloat16) for tensor, shape in shapes(config).items()}
+    tied, shapes = config["tie_word_embeddings"], described(config)
+    tensors: dict[str, torch.Tensor] = {}
+    for tensor, shape in shapes.items():
+        matrix, _, kind = tensor.rpartition(".")
+        if kind == "scale":
+            continue
+        values = _values(tensor, shape, tied)
+        if f"{matrix}.scale" in shapes:
+            tensors |= _in_blocks(matrix, values, shapes[f"{matrix}.scale"])
+        else:
+            tensors[tensor] = values.to(torch.bfloat16)
     save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
     return made
+
+
+def _in_blocks(matrix: str, values: torch.Tensor, blocks: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """A matrix in fp8, and a scale for each of its *blocks*: a power of two, which vLLM changes nowhere."""
+    import torch
+
+    (rows, columns), (down, across) = values.shape, blocks
+    tiles = values.view(down, rows // down, across, columns // across)
+    fits = tiles.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    scales = fits.log2().ceil().exp2()
+    return {
+        f"{matrix}.weight": (tiles / scales[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn),
+        f"{matrix}.scale": scales,
+    }
 
 
 def _values(name: str, shape: tuple[int, ...], tied: bool) -> torch.Tensor:
@@ -435,7 +462,7 @@ def _values(name: str, shape: tuple[int, ...], tied: bool) -> torch.Tensor:
     if name.endswith("bias"):
         return torch.zeros(shape)
     if len(shape) == 1:
-        return torch.ones(shape)
+        return torch.full(shape, deepseek_v4.LOUD.get(name, 1.0))
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(shape, generator=generator)
     # Embeddings that are the output matrix too, and of size 1, would make every token its own successor.

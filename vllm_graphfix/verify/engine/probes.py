@@ -102,31 +102,18 @@ class IndexerLengths(Probe):
         DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors = prepared
 
 
-class EmptyRows(Probe):
-    """Rows of length 0 in which Triton's MLA decode left what is no finite number, and all rows of length 0.
-
-    Both are counted on the device, so that the graphs record it and every replay counts its own rows.
-    """
-
-    name = "empty-rows"
+class CountedInGraphs(Probe):
+    """Two numbers, counted on the device, so that the graphs record it and every replay counts its own."""
 
     def before_the_engine(self) -> None:
         import torch
-        from vllm.v1.attention.backends.mla import triton_mla
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._counts = counts = torch.zeros(2, dtype=torch.int64, device=device)
-        forward = triton_mla.TritonMLAImpl.forward_mqa
+        self._counts = torch.zeros(2, dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")
+        self.count_into(self._counts)
 
-        @functools.wraps(forward)
-        def counted(implementation: Any, q: Any, cache: Any, attn_metadata: Any, layer: Any) -> Any:
-            output, log_sums = forward(implementation, q, cache, attn_metadata, layer)
-            empty = attn_metadata.decode.seq_lens < 1
-            wrong = empty & ~output.isfinite().flatten(1).all(1)
-            counts.add_(torch.stack([wrong.sum(), empty.sum()]))
-            return output, log_sums
-
-        triton_mla.TritonMLAImpl.forward_mqa = counted
+    def count_into(self, counts: Any) -> None:
+        """Puts what counts into *counts* around vLLM's function, with functools.wraps."""
+        raise NotImplementedError
 
     def in_the_engine(self, llm: LLM) -> None:
         self._observed[self.name] = [0.0, 0.0]
@@ -142,6 +129,28 @@ class EmptyRows(Probe):
     def read(self) -> None:
         self._observed[self.name] = [float(count) for count in self._counts.tolist()]
         self._save()
+
+
+class EmptyRows(CountedInGraphs):
+    """Rows of length 0 in which Triton's MLA decode left what is no finite number, and all rows of length 0."""
+
+    name = "empty-rows"
+
+    def count_into(self, counts: Any) -> None:
+        import torch
+        from vllm.v1.attention.backends.mla import triton_mla
+
+        forward = triton_mla.TritonMLAImpl.forward_mqa
+
+        @functools.wraps(forward)
+        def counted(implementation: Any, q: Any, cache: Any, attn_metadata: Any, layer: Any) -> Any:
+            output, log_sums = forward(implementation, q, cache, attn_metadata, layer)
+            empty = attn_metadata.decode.seq_lens < 1
+            wrong = empty & ~output.isfinite().flatten(1).all(1)
+            counts.add_(torch.stack([wrong.sum(), empty.sum()]))
+            return output, log_sums
+
+        triton_mla.TritonMLAImpl.forward_mqa = counted
 
 
 class PlannersInDraftGraphs(Probe):
