@@ -175,7 +175,7 @@ FIX = Fix(
     patches=patches,
     events=(ROWS_CLOSER,),
     needs=needs,
-    ground="upstream",
+    ground="answers",
     evidence=(
         *(f"{_BACKEND}::DeepseekV4FlashMLAMetadataBuilder.{name}" for name in ("__init__", "build")),
         f"{_UTILS}::split_decodes_and_prefills",
