@@ -273,11 +273,12 @@ def test_a_capture_of_single_tokens_gives_deepgemm_lengths_of_zero_for_compresse
 # -- graphs of encoders (issue 57136)
 
 
-def test_padding_of_an_encoders_graph_is_memory_as_it_was_from_0_19_to_0_30() -> None:
+def test_padding_of_an_encoders_graph_is_memory_as_it_was_up_to_0_30() -> None:
     """FlashAttention for encoders, while a graph is captured: 3 tokens of an image in a graph for 8."""
     wrappers = module("vllm.v1.attention.ops.vit_attn_wrappers")
-    has_graphs = importlib.util.find_spec("vllm.v1.worker.encoder_cudagraph") is not None
-    assert has_graphs == (RELEASE >= (0, 19))
+    assert (importlib.util.find_spec("vllm.v1.worker.encoder_cudagraph") is not None) == (RELEASE >= (0, 19))
+    works = module("vllm.v1.worker.encoder_cudagraph") is not None
+    assert works == (RELEASE >= (0, 20)), "0.19 imports a module that its wheel does not have"
 
     def kernel(q: torch.Tensor, *_: Any, cu_seqlens_q: torch.Tensor, out: Any = None, **__: Any) -> Any:
         out = torch.empty_like(q) if out is None else out
@@ -303,6 +304,45 @@ def test_padding_of_an_encoders_graph_is_memory_as_it_was_from_0_19_to_0_30() ->
         out = function(**known_to(function, given))[0]
     assert not out[:3].isnan().any()
     assert bool(out[3:].isnan().any()) == (RELEASE < (0, 31))
+
+
+# -- adapters of encoders (PR 52376)
+
+
+class FirstBatchError(Exception):
+    """Raised when the first images are put together, which is all that is asked."""
+
+
+def test_images_are_encoded_in_another_order_than_their_adapters_are_set_from_0_20() -> None:
+    if RELEASE < (0, 20):
+        return  # as above
+    cls = importlib.import_module("vllm.v1.worker.encoder_cudagraph").EncoderCudaGraphManager
+    sizes = (8, 2, 4)
+    images = [SimpleNamespace(output_tokens=size, get_path_output_tokens=lambda _, of=size: of) for size in sizes]
+    encoded: list[int] = []
+
+    def select(_: Any, indices: list[int]) -> None:
+        encoded.extend(indices)
+        raise FirstBatchError
+
+    manager: Any = object.__new__(cls)
+    manager.token_budgets, manager.path_token_budgets = [16], {"path": [16]}
+    manager.max_batch_size = manager.max_frames_per_batch = 8
+    manager.config = SimpleNamespace(enable_dual_path_graph=False)
+    manager.model = SimpleNamespace(
+        get_encoder_cudagraph_num_items=lambda _: len(images), select_encoder_cudagraph_items=select
+    )
+    manager._get_item_specs = lambda _: images
+    manager._get_per_item_out_tokens = lambda _: list(sizes)
+    manager._find_smallest_fitting_budget_given_tokens = manager._path_fitting_budget = lambda *_: 16
+    manager._select_items = select
+    with pytest.raises(FirstBatchError):
+        manager._execute_local({})
+    assert encoded == [1, 2, 0], "by size"
+    runner = inspect.getsource(gpu_model_runner.GPUModelRunner._execute_mm_encoder)
+    assert runner.index("LoRAMappingType.TOWER") < runner.index("encoder_cudagraph_manager.execute("), "as scheduled"
+    guards = [line for line in inspect.getsource(gpu_model_runner).splitlines() if "encoder_cudagraph_manager" in line]
+    assert not any("lora" in line for line in guards)
 
 
 # -- counts of accepted drafts in rows that move (issue 51571, PRs 51599 and 53919)
