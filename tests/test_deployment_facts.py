@@ -5,7 +5,9 @@ The GPU and the environment of this machine, who runs which model runner, and ot
 
 from __future__ import annotations
 
+import ast
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,55 @@ def test_the_default_is_said_of_each_release(release: str) -> None:
     of_some = "V1, V2 for some models" if at(release) >= at("0.22.0") else "V1"
     expected = "V2" if at(release) >= at("0.29.0") else of_some
     assert default_runner(open_source(release_root(release))) == expected == default_runner_of(release)
+
+
+V2_OF = {
+    "0.22.0": {"Qwen3"},
+    "0.23.0": {"Llama", "Mistral", "Qwen3"},
+    "0.24.0": {"DeepseekV2", "GraniteMoe", "Llama", "Mistral", "Qwen2Moe", "Qwen3"},
+    "0.25.0": {"DeepseekV2", "GraniteMoe", "Qwen2Moe"},
+    "0.26.0": {"DeepseekV2", "GraniteMoe", "Inkling", "LongcatFlashNgram", "Qwen2Moe"},
+    "0.27.0": {"DeepseekV2", "GraniteMoe", "Inkling", "KimiK3", "LongcatFlashNgram", "Qwen2Moe"},
+    "0.28.0": {"DeepseekV2", "DeepseekV4", "GraniteMoe", "Inkling", "KimiK3", "LongcatFlashNgram", "Qwen2Moe"},
+}
+"""The architectures that V2 serves from a release on, until it serves all, less ``For…``."""
+REFUSED = {
+    "0.29.0": {"stock torch.compile", "sequence", "pipeline", "ngram", "speculative", "parallel", "EAGLE3", "dual"}
+    | {"elastic", "custom", "KV"},
+    "0.30.0": {"stock torch.compile", "sequence", "pipeline", "speculative", "parallel", "elastic", "custom", "mamba"},
+    "0.31.0": {"stock torch.compile", "sequence", "pipeline", "speculative", "parallel", "elastic", "mamba"},
+    "0.32.0": {"pipeline", "speculative", "parallel", "heterogeneous-vocabulary"},
+    "0.33.0": {"pipeline", "speculative", "parallel", "heterogeneous-vocabulary"},
+}
+"""The first words of what V2 refuses there, micro-batches aside."""
+
+
+@pytest.mark.parametrize("release", [release for release in ALL_RELEASES if int(release.split(".")[1]) >= 22])
+def test_whom_v2_serves_is_as_am_i_hit_says(release: str) -> None:
+    """The tables of docs/am-i-hit.md#which-model-runner; a release with others needs a row there."""
+    tree = ast.parse((release_root(release) / "vllm" / "config" / "vllm.py").read_text())
+    (listed,) = [
+        ast.literal_eval(node.value.args[0])
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"
+        if isinstance(node.value, ast.Call)
+    ] or [None]
+    if release in REFUSED:
+        assert listed is None
+        (refused,) = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.name == "_get_v2_model_runner_unsupported_features"
+        ]
+        texts = re.findall(r"append\(f?[\"'](stock torch\.compile|[\w-]+)", ast.unparse(refused))
+        assert {re.split("/", text)[0] for text in texts} == REFUSED[release]
+    else:
+        since = max((first for first in V2_OF if _at(first) <= _at(release)), key=_at)
+        assert {re.sub("For.*", "", name) for name in listed or ()} == V2_OF[since]
+
+
+def _at(release: str) -> int:
+    return ALL_RELEASES.index(release)
 
 
 def test_a_vllm_that_chooses_otherwise_is_not_known(tmp_path: Path) -> None:

@@ -233,8 +233,7 @@ def _concerned(need: Need, release: str, shape: str) -> tuple[str, str]:
     found, default = need.runners(shape), default_runner_of(release)
     if len(found) > 1:
         return "model runners V1 and V2", "yes"
-    of_some = {"V1": "of most models", "V2": "of some models"}[found[0]]
-    usual = {True: "yes", False: "no"}[default == found[0]] if default in ("V1", "V2") else of_some
+    usual = {True: "yes", False: "no"}[default == found[0]] if default in ("V1", "V2") else "of some models"
     return f"model runner {found[0]}", usual
 
 

@@ -1,0 +1,491 @@
+"""What docs/looked-at.md says of stock vLLM, shown on its own classes: what a release does, and from which on not."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from vllm import platforms
+from vllm.config import CUDAGraphMode
+from vllm.sampling_params import SamplingParams
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.mla import flashmla
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.worker import gpu_model_runner, ubatch_utils
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+from vllm.version import __version__
+
+from vllm_graphfix.verify.double import flash_attention, idle_runner
+from vllm_graphfix.verify.double.arguments import input_batch, known_to
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.scenarios import idle_rank, indexer_padding
+from vllm_graphfix.verify.double.scenarios import prefill_dispatch as recurrent
+
+RELEASE = tuple(map(int, __version__.split(".")[:3]))
+CPU = torch.device("cpu")
+LONGEST = 4096
+
+
+def module(name: str) -> Any:
+    """A module that not every release has."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+@contextmanager
+def unpinned() -> Iterator[None]:
+    """Pinned memory, which vLLM takes unasked from 0.25 on, needs CUDA."""
+    with ExitStack() as stack:
+        for name, found in list(sys.modules.items()):
+            if name.startswith("vllm."):
+                for asked, answer in (("PIN_MEMORY", False), ("is_pin_memory_available", lambda: False)):
+                    if hasattr(found, asked):
+                        stack.enter_context(mock.patch.object(found, asked, answer))
+        yield
+
+
+def decodes(tokens: int, lengths: list[int], longest: int) -> CommonAttentionMetadata:
+    """A batch of as many requests as there are *lengths*, of *tokens* tokens each."""
+    rows, known = len(lengths), torch.tensor(lengths, dtype=torch.int32)
+    starts = torch.arange(rows + 1, dtype=torch.int32) * tokens
+    given = {
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts.clone(),
+        "seq_lens": known,
+        "_seq_lens_cpu": known.clone(),
+        "_num_computed_tokens_cpu": known - tokens,
+        "seq_lens_cpu_upper_bound": known.clone(),
+        "num_reqs": rows,
+        "num_actual_tokens": rows * tokens,
+        "max_query_len": tokens,
+        "max_seq_len": longest,
+        "block_table_tensor": torch.arange(1, 1 + 4 * rows, dtype=torch.int32).view(rows, 4),
+        "slot_mapping": torch.arange(rows * tokens),
+        "is_prefilling": torch.zeros(rows, dtype=torch.bool),
+    }
+    return CommonAttentionMetadata(**known_to(CommonAttentionMetadata, given))
+
+
+# -- extract_hidden_states (issue 43810)
+
+
+def test_padding_of_hidden_states_is_written_to_the_last_slot_up_to_0_24() -> None:
+    model = module("vllm.model_executor.models.extract_hidden_states")
+    if model is None:
+        assert RELEASE < (0, 17)
+        return
+    proposer = module("vllm.v1.spec_decode.extract_hidden_states").ExtractHiddenStatesProposer
+    blocks, size, heads, width = 5, 4, 3, 2
+    shape = (blocks, heads, size, width) if RELEASE >= (0, 29) else (blocks, size, heads, width)
+    cache = torch.zeros(shape)
+    buffer = torch.zeros(8, dtype=torch.int64)
+    # Three tokens of a request in block 1, in a graph for eight.
+    mapping = proposer._get_slot_mapping(
+        SimpleNamespace(_slot_mapping_buffer=buffer, attn_layer_names=["layer"]), 8, torch.tensor([4, 5, 6])
+    )["layer"]
+    model.basic_cache(torch.ones(8, heads, width), cache, mapping)
+    last = cache[-1, :, -1] if RELEASE >= (0, 29) else cache[-1, -1]
+    assert bool(last.any()) == (RELEASE < (0, 25)), "the last slot of the last block, which a request may hold"
+    assert bool(cache[0].any()) == (RELEASE >= (0, 25)), "the null block, which nobody reads here"
+
+
+# -- DBO's capture (PR 40961)
+
+
+def test_micro_batches_of_a_capture_forget_the_longest_length_up_to_0_20() -> None:
+    split = getattr(ubatch_utils, "split_attn_metadata", None)
+    if split is None:
+        split = module("vllm.v1.attention.backends.utils").split_attn_metadata
+    halves = [ubatch_utils.UBatchSlice(slice(row, row + 2), slice(row, row + 2)) for row in (0, 2)]
+    captured = split(halves, decodes(1, [1] * 4, LONGEST))  # lengths and longest one as `_dummy_run` makes them
+    assert [half.max_seq_len for half in captured] == [1 if RELEASE < (0, 21) else LONGEST] * 2
+
+
+# -- decode context parallelism with drafts (issue 45425)
+
+
+def sharing_the_context(ranks: int, drafts: int) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(decode_context_parallel_size=ranks),
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=drafts, parallel_drafting=False, method="mtp", use_parallel_drafting=lambda: False
+        ),
+        num_speculative_tokens=drafts,
+    )
+
+
+@pytest.mark.parametrize(("ranks", "threshold"), [(1, 128), (2, 1)])
+def test_decodes_with_drafts_are_prefills_for_flashmla_on_ranks_that_share_the_context(
+    ranks: int, threshold: int
+) -> None:
+    """So that a capture of them ends in an error, where vLLM captures by `build_for_cudagraph_capture`."""
+    builder = object.__new__(flashmla.FlashMLAMetadataBuilder)
+    builder.vllm_config = sharing_the_context(ranks, 1)
+    builder._init_reorder_batch_threshold(128, True, False)
+    assert builder.reorder_batch_threshold == threshold
+    assert builder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH, "full graphs of decodes with drafts"
+    batch = decodes(2, [9, 23], LONGEST)
+    counted = split_decodes_and_prefills(batch, decode_threshold=threshold, require_uniform=True)
+    assert counted[:2] == ((2, 0) if ranks == 1 else (0, 2))
+    with mock.patch.object(type(builder), "build", return_value="built"):
+        if ranks == 1:
+            assert builder.build_for_cudagraph_capture(batch) == "built"
+        else:
+            with pytest.raises(AssertionError):
+                builder.build_for_cudagraph_capture(batch)
+
+
+def test_v2_captures_without_that_check_from_0_17_to_0_20() -> None:
+    names = ("gpu.attn_utils", "gpu.model_states.default", "utils")  # the last from 0.32 on
+    modules = [found for name in names if (found := module(f"vllm.v1.worker.{name}"))]
+    source = "".join(map(inspect.getsource, modules))
+    shared = "dcp_local_seq_lens" in source
+    checked = ".build_for_cudagraph_capture(" in source
+    assert shared == (RELEASE >= (0, 17)), "V2 knows of ranks that share the context"
+    assert checked == (RELEASE >= (0, 21))
+
+
+def test_flashinfer_on_blackwell_has_full_graphs_of_such_decodes_up_to_0_29() -> None:
+    names = ["", ".decode", ".prefill", ".utils", ".autotuner", ".comm"]
+    with mock.patch.dict(sys.modules, {f"flashinfer{name}": mock.MagicMock() for name in names}):
+        flashinfer = importlib.import_module("vllm.v1.attention.backends.flashinfer")
+    cls = flashinfer.FlashInferMetadataBuilder
+    config = sharing_the_context(2, 1)
+    config.model_config = SimpleNamespace(get_num_attention_heads=lambda parallel: 8)
+    config.attention_config = SimpleNamespace(use_non_causal=False)
+    spec = module("vllm.v1.kv_cache_interface").FullAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=128, dtype=torch.bfloat16
+    )
+    with mock.patch.object(flashinfer, "can_use_trtllm_attention", return_value=True):
+        support = cls.get_cudagraph_support(config, spec)
+    guarded = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert support is (guarded if RELEASE >= (0, 30) else AttentionCGSupport.UNIFORM_BATCH)
+    builder = object.__new__(cls)
+    builder.vllm_config = config
+    builder._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+    assert builder.reorder_batch_threshold == 1, "and its builder takes them for prefills"
+    assert "build_for_cudagraph_capture" not in vars(cls), "which no check keeps out of a capture"
+
+
+# -- rows without a request on Cutlass MLA (PR 37442, reverted by PR 38359)
+
+
+@contextmanager
+def fresh_memory_is_nan() -> Iterator[None]:
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert vars(torch.utils)["deterministic"].fill_uninitialized_memory, "as it is unless somebody switches it off"
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was)
+
+
+def test_rows_without_a_request_are_memory_as_it_was_on_cutlass_mla_but_from_0_18_to_0_19() -> None:
+    def kernel(out: torch.Tensor, lse: Any, nope: Any, rope: Any, cache: Any, lengths: torch.Tensor, *_: Any) -> None:
+        out[lengths > 0] = 1.0  # as it is reported: nothing is written for a row of length 0
+
+    processors = SimpleNamespace(multi_processor_count=148)
+    with (  # the module asks a GPU for a workspace
+        mock.patch.object(torch, "empty", return_value=torch.empty(0)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=processors),
+        mock.patch.object(platforms.Platform, "num_compute_units", create=True, return_value=148),
+    ):
+        cutlass_mla = importlib.import_module("vllm.v1.attention.backends.mla.cutlass_mla")
+    layer = SimpleNamespace(need_to_return_lse_for_decode=False, kv_cache_dtype="auto", _decode_out=None)
+    half = torch.bfloat16
+    with fresh_memory_is_nan(), mock.patch.object(cutlass_mla.ops, "sm100_cutlass_mla_decode", kernel, create=True):
+        out, _ = cutlass_mla.CutlassMLAImpl._sm100_cutlass_mla_decode(
+            layer,
+            torch.ones(4, 8, 512, dtype=half),
+            torch.ones(4, 8, 64, dtype=half),
+            torch.ones(16, 128, 576, dtype=half),
+            torch.tensor([9, 23, 14, 0], dtype=torch.int32),
+            torch.zeros(4, 4, dtype=torch.int32),
+            torch.zeros(16, dtype=torch.uint8),
+            1.0,
+            1,
+        )
+    assert not out[:3].isnan().any()
+    assert bool(out[3].isnan().all()) == (not (0, 18) <= RELEASE < (0, 20))
+
+
+# -- the null block (issues 57156 and 36939, PR 39444)
+
+
+def test_a_dummy_run_writes_the_null_block_from_0_15_to_0_19() -> None:
+    """Model runner V1, outside of full graphs: as before captures, and on a rank without work."""
+
+    class Rank(idle_rank._Rank):
+        mode = CUDAGraphMode.NONE
+
+    written: list[int] = []
+    with unpinned(), mock.patch.object(idle_runner, "write_slots", lambda _, slots, __: written.extend(slots.tolist())):
+        Rank().idle()
+    slot = 0 if RELEASE < (0, 20) else -1
+    assert written == ([] if RELEASE < (0, 15) else [slot])
+
+
+# -- lengths of DeepSeek V4's indexer in a capture (issue 51970)
+
+
+def test_a_capture_of_single_tokens_gives_deepgemm_lengths_of_zero_for_compressed_keys() -> None:
+    indexer = module("vllm.v1.attention.backends.mla.indexer")
+    if not hasattr(indexer, "get_compressed_slot_mapping"):
+        assert RELEASE < (0, 20), "DeepSeek V4 is not there"
+        return
+    if RELEASE >= (0, 28):  # whose builder wants more of a configuration than is made up here
+        source = inspect.getsource(indexer.DeepseekV32IndexerMetadataBuilder.build)
+        assert "seq_lens // self.compress_ratio" in source
+        assert "get_paged_mqa_logits_metadata(\n                    seq_lens,\n" in source
+        return
+    asked: list[Any] = []
+    builder = indexer_padding.builder(0, compress_ratio=4)
+
+    def schedule(lengths: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        asked.append(lengths.flatten().tolist())
+        return torch.zeros_like(builder.scheduler_metadata_buffer)
+
+    names: dict[str, Any] = {
+        "current_platform": SimpleNamespace(is_cuda=lambda: True, is_device_capability_family=lambda _: False),
+        "has_deep_gemm": lambda: True,
+        "get_paged_mqa_logits_metadata": schedule,
+        "get_compressed_slot_mapping": lambda *_, **__: torch.zeros(4, dtype=torch.int64),
+    }
+    with mock.patch.multiple(indexer, **names):
+        builder.build(0, indexer_padding.Batches(4).batch([1] * 4, [1] * 4))
+    assert asked == [[0] * 4]
+
+
+# -- graphs of encoders (issue 57136)
+
+
+def test_padding_of_an_encoders_graph_is_memory_as_it_was_up_to_0_30() -> None:
+    """FlashAttention for encoders, while a graph is captured: 3 tokens of an image in a graph for 8."""
+    wrappers = module("vllm.v1.attention.ops.vit_attn_wrappers")
+    assert (importlib.util.find_spec("vllm.v1.worker.encoder_cudagraph") is not None) == (RELEASE >= (0, 19))
+    works = module("vllm.v1.worker.encoder_cudagraph") is not None
+    assert works == (RELEASE >= (0, 20)), "0.19 imports a module that its wheel does not have"
+
+    def kernel(q: torch.Tensor, *_: Any, cu_seqlens_q: torch.Tensor, out: Any = None, **__: Any) -> Any:
+        out = torch.empty_like(q) if out is None else out
+        out[: cu_seqlens_q[-1]] = 1.0
+        return out
+
+    given = {
+        **dict.fromkeys("qkv", torch.ones(1, 8, 2, 4)),
+        "batch_size": 1,
+        "is_rocm_aiter": False,
+        "fa_version": 3,
+        "cu_seqlens": torch.tensor([0, 3, 3], dtype=torch.int32),
+        "max_seqlen": torch.tensor(3),
+    }
+    function = wrappers.flash_attn_maxseqlen_wrapper
+    utilities = module("vllm.v1.attention.backends.fa_utils")
+    with (
+        fresh_memory_is_nan(),
+        mock.patch.object(utilities, "flash_attn_varlen_func", kernel, create=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        mock.patch.object(type(wrappers.current_platform), "is_cuda", create=True, return_value=True),
+    ):
+        out = function(**known_to(function, given))[0]
+    assert not out[:3].isnan().any()
+    assert bool(out[3:].isnan().any()) == (RELEASE < (0, 31))
+
+
+# -- adapters of encoders (PR 52376)
+
+
+class FirstBatchError(Exception):
+    """Raised when the first images are put together, which is all that is asked."""
+
+
+def test_images_are_encoded_in_another_order_than_their_adapters_are_set_from_0_20() -> None:
+    if RELEASE < (0, 20):
+        return  # as above
+    cls = importlib.import_module("vllm.v1.worker.encoder_cudagraph").EncoderCudaGraphManager
+    sizes = (8, 2, 4)
+    images = [SimpleNamespace(output_tokens=size, get_path_output_tokens=lambda _, of=size: of) for size in sizes]
+    encoded: list[int] = []
+
+    def select(_: Any, indices: list[int]) -> None:
+        encoded.extend(indices)
+        raise FirstBatchError
+
+    manager: Any = object.__new__(cls)
+    manager.token_budgets, manager.path_token_budgets = [16], {"path": [16]}
+    manager.max_batch_size = manager.max_frames_per_batch = 8
+    manager.config = SimpleNamespace(enable_dual_path_graph=False)
+    manager.model = SimpleNamespace(
+        get_encoder_cudagraph_num_items=lambda _: len(images), select_encoder_cudagraph_items=select
+    )
+    manager._get_item_specs = lambda _: images
+    manager._get_per_item_out_tokens = lambda _: list(sizes)
+    manager._find_smallest_fitting_budget_given_tokens = manager._path_fitting_budget = lambda *_: 16
+    manager._select_items = select
+    with pytest.raises(FirstBatchError):
+        manager._execute_local({})
+    assert encoded == [1, 2, 0], "by size"
+    runner = inspect.getsource(gpu_model_runner.GPUModelRunner._execute_mm_encoder)
+    assert runner.index("LoRAMappingType.TOWER") < runner.index("encoder_cudagraph_manager.execute("), "as scheduled"
+    guards = [line for line in inspect.getsource(gpu_model_runner).splitlines() if "encoder_cudagraph_manager" in line]
+    assert not any("lora" in line for line in guards)
+
+
+# -- counts of accepted drafts in rows that move (issue 51571, PRs 51599 and 53919)
+
+
+def gathered(batch: Any, before: list[str]) -> list[int]:
+    """What `_prepare_inputs` of model runner V1 makes of the counts, of which *before* is the order of the last step.
+
+    Its own statements, taken out of it.
+    """
+    tree = ast.parse(textwrap.dedent(inspect.getsource(gpu_model_runner.GPUModelRunner._prepare_inputs)))
+    asked = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "self.use_async_scheduling and prev_req_id_to_index"
+    ]
+    (statement,) = [node for node in asked if "num_accepted_tokens_cpu" in ast.unparse(node)]
+    runner = SimpleNamespace(
+        use_async_scheduling=True,
+        input_batch=batch,
+        prev_positions=SimpleNamespace(np=np.array([before.index(name) for name in batch.req_ids])),
+        num_accepted_tokens=SimpleNamespace(np=np.zeros(len(batch.req_ids), dtype=np.int64)),
+    )
+    names = {"self": runner, "np": np, "num_reqs": len(batch.req_ids), "prev_req_id_to_index": {"any": 0}}
+    exec(compile(ast.Module([statement], []), "_prepare_inputs", "exec"), names)  # noqa: S102 - vLLM's own code
+    found: list[int] = runner.num_accepted_tokens.np.tolist()
+    return found
+
+
+@pytest.mark.parametrize("copy_is_late", [False, True])
+def test_counts_of_accepted_drafts_follow_rows_twice_if_the_copy_was_early(copy_is_late: bool) -> None:
+    if RELEASE < (0, 19):  # prefix caching of recurrent layers and asynchronous scheduling exclude each other
+        assert "prev_positions" not in inspect.getsource(gpu_model_runner.GPUModelRunner._prepare_inputs)
+        return
+    with unpinned():
+        batch = input_batch(4, 32, 64, [16], CPU)
+    before = ["prompt", "first", "second"]
+    for name in before:
+        batch.add_request(
+            CachedRequestState(
+                req_id=name,
+                prompt_token_ids=[0] * 4,
+                mm_features=[],
+                sampling_params=SamplingParams(temperature=0.0),
+                generator=None,
+                block_ids=([1],),
+                num_computed_tokens=4,
+                output_token_ids=[],
+            )
+        )
+    counts = np.array([1, 3, 2])
+    if not copy_is_late:
+        batch.num_accepted_tokens_cpu[:3] = counts  # the copy of the last step, in its order of rows
+    batch.swap_states(0, 2)  # decodes come first, as `_may_reorder_batch` sorts them
+    assert batch.req_ids == ["second", "first", "prompt"]
+    if copy_is_late:
+        batch.num_accepted_tokens_cpu[:3] = counts
+    of_each = dict(zip(batch.req_ids, gathered(batch, before), strict=True))
+    right = {"prompt": 1, "first": 3, "second": 2}
+    assert of_each == (right if copy_is_late else right | {"prompt": 2, "second": 1})
+
+
+# -- n-gram drafts on gated delta nets (issues 39273 and 40875, PRs 40738, 52942 and 56531)
+
+
+def test_a_row_without_drafts_reads_the_first_slot_of_its_state_whatever_was_accepted_last_up_to_0_31() -> None:
+    """A step in which the second request has no drafts; three tokens of each were accepted in the last one."""
+    backend = module("vllm.v1.attention.backends.gdn_attn").GDNAttentionBackend
+    specs = module("vllm.v1.kv_cache_interface").MambaSpec
+    length = 3
+    spec = specs(
+        block_size=recurrent.MAX_MODEL_LEN,
+        shapes=((2,),),
+        dtypes=(torch.float32,),
+        **known_to(specs, {"num_speculative_blocks": length - 1}),
+    )
+    config = recurrent._config(CUDAGraphMode.NONE, length)
+    builder = backend.get_builder_cls()(spec, [recurrent.LAYER], config, CPU)
+    common = recurrent._common_metadata([length, 1], [9, 9], length, [False, False])
+    # What the model runner says of a decode without drafts.
+    prepared = inspect.getsource(gpu_model_runner.GPUModelRunner._prepare_inputs)
+    counted_as_drafted = "zero_draft_decode_mask" in prepared
+    assert counted_as_drafted == (RELEASE >= (0, 32))
+    given = {
+        "num_accepted_tokens": torch.tensor([3, 3], dtype=torch.int32),
+        "num_decode_draft_tokens_cpu": torch.tensor([length - 1, 0 if counted_as_drafted else -1], dtype=torch.int32),
+    }
+    if RELEASE[:2] == (0, 17):
+        with pytest.raises(AssertionError, match="num_spec_decodes"):
+            builder.build(0, common, **given)
+        return
+    with unpinned():
+        metadata = builder.build(0, common, **given)
+    slots = common.block_table_tensor.tolist()
+    if counted_as_drafted:
+        assert metadata.non_spec_state_indices_tensor is None
+        assert metadata.spec_state_indices_tensor.tolist() == slots
+        assert metadata.num_accepted_tokens.tolist() == [3, 3], "by which the kernel finds the third slot"
+    else:
+        assert metadata.non_spec_state_indices_tensor.tolist() == [slots[1][0]]
+        assert metadata.num_accepted_tokens.tolist() == [3], "that of the other row"
+
+
+# -- FlashAttention 3 with adaptive verification
+
+
+def test_a_schedule_for_fewer_drafts_than_the_graph_has_is_made_for_another_kernel_from_0_28() -> None:
+    """In a graph of decodes of up to three tokens. What such a kernel does is assumed, as in `flash-mixed-schedule`."""
+    verification = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.adaptive_verification")
+    assert (verification is not None) == (RELEASE >= (0, 28))
+    if verification is None:
+        return
+    runner = inspect.getsource(importlib.import_module("vllm.v1.worker.gpu.model_runner"))
+    assert "int(num_scheduled_tokens_upper_bound.max())" in runner, "the longest of the step, not of the graph"
+    capture, steps = ([3, 3], [3, 3]), [([2, 1], [9, 14]), ([3, 2], [12, 16])]
+
+    def served(mode: CUDAGraphMode) -> list[float]:
+        with flash_attention.flash_attention_stand_ins(3):
+            builder = flash_attention.metadata_builder(mode, 2, [6])
+            return flash_attention.attend(builder, capture, steps, 2, 6)
+
+    eager = served(CUDAGraphMode.NONE)
+    with cpu_cuda_graphs():
+        graphed = served(CUDAGraphMode.FULL_DECODE_ONLY)
+    wrong = [not np.isclose(one, other) for one, other in zip(eager, graphed, strict=True)]
+    first = len(wrong) * 3 // 8  # numbers of the first step, which has three of eight tokens
+    assert all(wrong[:first]), "two is not the three that the graph was captured with"
+    assert not any(wrong[first:])
+
+
+# -- the workspace of FlashInfer's all-reduce (PR 45917)
+
+
+def test_a_workspace_of_flashinfers_all_reduce_is_given_its_group_from_0_24() -> None:
+    fused = module("vllm.distributed.device_communicators.flashinfer_all_reduce")
+    if fused is None:
+        assert RELEASE < (0, 17)
+        return
+    calls = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(fused)))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".create_allreduce_fusion_workspace")
+    ]
+    given = [{keyword.arg for keyword in call.keywords} for call in calls]
+    assert given
+    assert all("group" in names for names in given) == (RELEASE >= (0, 24))
