@@ -47,7 +47,7 @@ NOT_RUN = {
 servers."""
 
 ELSEWHERE = {
-    "python benchmarks/engine_cost.py --steps --site 0.33.0=FOLDER --limit 150 --out build/steps-0.33.0": (
+    "python benchmarks/engine_cost.py --steps --site 0.25.1=FOLDER --limit 200 --out build/steps-0.25.1": (
         "test_benchmarks.py::test_the_engines_of_a_step_are_compared_with_themselves"
     ),
     "python benchmarks/engine_cost.py --from build/steps-*/result.json --markdown": (

@@ -25,7 +25,7 @@ class Switch:
 
         self._sites = [site for site in sites._sites.values() if site.layers]
         # The plugin looks now and then whether its wrappers still stand, and gives up those that do not.
-        sites.Site.lost = lambda _: None  # type: ignore[method-assign]
+        sites.Site.lost = lambda _: None  # type: ignore[assignment]
         # `from target import name` has carried some of them into other modules.
         ours = {site.installed: site.stock for site in self._sites}
         modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"]
