@@ -129,6 +129,19 @@ def test_a_missing_wheel_is_named(packed: Pack, stand_ins: Path, capsys: pytest.
     assert "requirement vllm" in error
 
 
+def test_what_does_not_fit_together_is_said_with_who_asks_for_it(
+    packed: Pack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed("--pin", "wire>=3", code=1, pip=True)
+    said = capsys.readouterr().err.splitlines()[-2:]
+    assert said[0].startswith("wire: <3 for web; >=3 for the command line")
+    assert said[1].endswith("--pin an older release of one that asks for wire")
+
+
+def test_an_older_release_can_be_pinned(packed: Pack) -> None:
+    assert {"web-1.2", "wire-3.0"} <= packed("--pin", "wire>=3", "--pin", "web<1.5")
+
+
 def test_parts_are_of_at_most_that_size_and_make_the_whole(tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     parts = pack_gpu.Parts(tmp_path / "parts", 10)

@@ -40,6 +40,7 @@ UNPACK = Path(__file__).with_name("unpack_gpu.sh")
 REPEATED = {
     "as-it-is": "packages that are not packed, whatever version the machine has",
     "bring": "packages that are packed in any case",
+    "pin": "asked of a package besides, such as 'xgrammar<0.3', where newer ones ask for what others refuse",
     "leave-out": "paths in wheels that are not packed, such as '*_vllm_fa2_C*', FlashAttention 2",
     "find-links": "folders of wheels that pip looks at, too",
 }
@@ -111,6 +112,8 @@ class Resolved:
         self.wheels: dict[NormalizedName, Path] = {}
         self._target, self._folder, self._find_links = target, folder, find_links
         self._wanted: dict[NormalizedName, Wanted] = {}
+        self._askers: dict[NormalizedName, dict[str, set[str]]] = {}
+        """Of each package: who asks for which versions of it."""
 
     def there(self) -> list[str]:
         return sorted(name for name, wanted in self._wanted.items() if self._target.has(wanted))
@@ -122,20 +125,23 @@ class Resolved:
     def resolve(self, *roots: str) -> None:
         """Until nothing that is packed asks for more. Raises `PackError`.
 
-        There is no way back from a version: a later demand that it does not meet fetches another one.
+        There is no way back from a version: a later demand that it does not meet fetches another one, and one that no
+        version meets is an error, which --pin resolves.
         """
-        asked = set(map(Requirement, roots))
-        followed: set[Requirement] = set()
+        asked = {("the command line", Requirement(root)) for root in roots}
+        followed: set[tuple[str, Requirement]] = set()
         while more := asked - followed:
-            for requirement in more:
-                self._want(requirement)
+            for asker, requirement in more:
+                self._want(requirement, asker)
             followed |= more
             if missing := [wanted for name, wanted in self._wanted.items() if self._lacks(name, wanted)]:
                 self._fetch(missing)
-            asked = {each for name, wheel in self.wheels.items() for each in self._requirements(name, wheel)} | asked
+            asked |= {(name, each) for name, wheel in self.wheels.items() for each in self._requirements(name, wheel)}
 
-    def _want(self, requirement: Requirement) -> None:
+    def _want(self, requirement: Requirement, asker: str) -> None:
         name = canonicalize_name(requirement.name)
+        for each in requirement.specifier:
+            self._askers.setdefault(name, {}).setdefault(str(each), set()).add(asker)
         before = self._wanted.get(name, Wanted(name, frozenset(), frozenset()))
         specifiers = before.specifiers | {str(each) for each in requirement.specifier}
         self._wanted[name] = Wanted(name, specifiers, before.extras | requirement.extras)
@@ -147,8 +153,20 @@ class Resolved:
     def _fetch(self, missing: Sequence[Wanted]) -> None:
         for wanted in missing:
             self.wheels.pop(wanted.name, Path("none")).unlink(missing_ok=True)
-        download([each.asked_of_pip() for each in missing], self._folder, self._target.python, self._find_links)
+        try:
+            download([each.asked_of_pip() for each in missing], self._folder, self._target.python, self._find_links)
+        except PackError as error:
+            raise PackError("\n".join([str(error), *self._told_of(missing, str(error))])) from None
         self.wheels |= {_named(wheel)[0]: wheel for wheel in self._folder.glob("*.whl")}
+
+    def _told_of(self, missing: Sequence[Wanted], error: str) -> Iterator[str]:
+        """Who asks for what of each package that *error* names, where it is more than one that does."""
+        for name in [each.name for each in missing if re.search(rf"\b{each.name}\b", error)]:
+            asked = sorted(self._askers.get(name, {}).items())
+            if len(asked) > 1:
+                said = [f"{what} for {' and '.join(sorted(who))}" for what, who in asked]
+                yield f"{name}: {'; '.join(said)}"
+                yield f"If these do not fit together, --pin an older release of one that asks for {name}"
 
     def _requirements(self, name: NormalizedName, wheel: Path) -> Iterator[Requirement]:
         """What *wheel* asks for on that machine, with the extras that are asked of it."""
@@ -266,7 +284,7 @@ def pack(options: argparse.Namespace, target: Target) -> str:
         (wheels := Path(temporary, "wheels")).mkdir()
         resolved = Resolved(target, wheels, [str(cache_folder()), *options.find_links])
         resolved.add(options.plugin or built(Path(temporary, "plugin")))
-        resolved.resolve(f"vllm=={options.version}")
+        resolved.resolve(f"vllm=={options.version}", *options.pin)
         left_out = [name for wheel in resolved.wheels.values() for name in slimmed(wheel, options.leave_out)]
         stream = Parts(options.out, options.part_size and options.part_size * 1_000_000)
         with tarfile.open(fileobj=stream, mode="w|") as archive:  # type: ignore[call-overload]
