@@ -1,6 +1,6 @@
 """Tiny models with random weights, made on the spot: folders that vLLM loads like any checkpoint.
 
-Two layers each. Norms are 1 (but for one of DeepSeek V4's) and matrices normal(0, 1/sqrt(fan-in)): with vLLM's own
+Two layers each, and three of Granite 4. Norms are 1 (but for one of DeepSeek V4's) and matrices normal(0, 1/sqrt(fan-in)): with vLLM's own
 dummy weights, which are near zero, every output is the same. Each tensor has a seed of its own, so that two folders
 made anywhere hold the same numbers.
 """
@@ -88,6 +88,30 @@ MAMBA2: Config = _COMMON | {
     "residual_in_fp32": True,
     "time_step_limit": [0.0, 1e9],
 }
+GRANITE: Config = _COMMON | {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": LAYERS + 1,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 64,
+    "mamba_d_head": 64,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "attention_multiplier": 0.125,
+    "position_embedding_type": None,
+    "num_local_experts": 0,
+    "intermediate_size": 1024,
+    "shared_intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+}
+"""Two Mamba-2 layers and one of attention: layers of a kind are in groups of as many as there are of the rarer kind,
+so that each is in a group of its own. With keys and values of this size a state fits in a block of 128 tokens."""
 LLAMA: Config = _COMMON | {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -243,22 +267,48 @@ def _mla_mtp(config: Config) -> Shapes:
 
 def _mamba2(config: Config) -> Shapes:
     hidden, heads = config["hidden_size"], config["num_heads"]
-    inner = config["expand"] * hidden
-    convolved = inner + 2 * config["n_groups"] * config["state_size"]
     shapes = _embeddings(config, "backbone.layers", "backbone.norm_f")
     for layer in range(config["num_hidden_layers"]):
         prefix = f"backbone.layers.{layer}"
+        shapes[f"{prefix}.norm.weight"] = (hidden,)
+        shapes |= _mixer(f"{prefix}.mixer", config, heads, config["n_groups"] * config["state_size"])
+    return shapes
+
+
+def _mixer(prefix: str, config: Config, heads: int, states: int) -> Shapes:
+    """Mamba-2 with a convolution of four tokens, twice as wide inside as outside. *states* of all groups."""
+    hidden = config["hidden_size"]
+    inner = 2 * hidden
+    convolved = inner + 2 * states
+    return {
+        f"{prefix}.in_proj.weight": (inner + convolved + heads, hidden),
+        f"{prefix}.conv1d.weight": (convolved, 1, 4),
+        f"{prefix}.conv1d.bias": (convolved,),
+        f"{prefix}.A_log": (heads,),
+        f"{prefix}.D": (heads,),
+        f"{prefix}.dt_bias": (heads,),
+        f"{prefix}.norm.weight": (inner,),
+        f"{prefix}.out_proj.weight": (hidden, inner),
+    }
+
+
+def _granite(config: Config) -> Shapes:
+    hidden, inner = config["hidden_size"], config["shared_intermediate_size"]
+    head = hidden // config["num_attention_heads"]
+    shapes = _embeddings(config)
+    for layer, kind in enumerate(config["layer_types"]):
+        prefix = f"model.layers.{layer}"
         shapes |= {
-            f"{prefix}.norm.weight": (hidden,),
-            f"{prefix}.mixer.in_proj.weight": (inner + convolved + heads, hidden),
-            f"{prefix}.mixer.conv1d.weight": (convolved, 1, config["conv_kernel"]),
-            f"{prefix}.mixer.conv1d.bias": (convolved,),
-            f"{prefix}.mixer.A_log": (heads,),
-            f"{prefix}.mixer.D": (heads,),
-            f"{prefix}.mixer.dt_bias": (heads,),
-            f"{prefix}.mixer.norm.weight": (inner,),
-            f"{prefix}.mixer.out_proj.weight": (hidden, inner),
+            f"{prefix}.input_layernorm.weight": (hidden,),
+            f"{prefix}.post_attention_layernorm.weight": (hidden,),
+            f"{prefix}.shared_mlp.input_linear.weight": (2 * inner, hidden),  # gate and up
+            f"{prefix}.shared_mlp.output_linear.weight": (hidden, inner),
         }
+        if kind == "mamba":
+            states = config["mamba_n_groups"] * config["mamba_d_state"]
+            shapes |= _mixer(f"{prefix}.mamba", config, config["mamba_n_heads"], states)
+        else:
+            shapes |= _grouped_attention(prefix, config | {"head_dim": head})
     return shapes
 
 
@@ -406,6 +456,7 @@ MODELS: dict[str, tuple[Config, Callable[[Config], Shapes]]] = {
     "mla-mtp": (MLA_MTP, _mla_mtp),
     "sparse-mtp": (SPARSE_MTP, _mla_mtp),
     "mamba2": (MAMBA2, _mamba2),
+    "granite": (GRANITE, _granite),
     "lfm2": (LFM2, _lfm2),
     "llama": (LLAMA, _llama),
     "mixtral": (MIXTRAL, _mixtral),
