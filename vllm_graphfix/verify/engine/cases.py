@@ -289,6 +289,19 @@ MIXTRAL = Case(
     probes=("outgrown-workspace",),
 )
 
+# A state for each block of 128 tokens, which most prompts or their answers go beyond. All prompts in one step, and then a
+# batch of one size: a padded row would be another fix's.
+GRANITE_ALL_MODE = Case(
+    name="granite-all-mode",
+    model="granite",
+    runner="V1",
+    graphs=full_decodes([8]),
+    workload=TOGETHER,
+    arguments={"enable_prefix_caching": True, "max_num_batched_tokens": 2048},
+    where_known={"mamba_cache_mode": "all"},  # 0.14.1 has no other
+    compiles=True,
+    watched=True,
+)
 # The first step has the shape of a decode, and all of it is prompts.
 MAMBA2_ONE_TOKEN = Case(
     name="mamba2-one-token",
