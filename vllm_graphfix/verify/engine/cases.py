@@ -289,8 +289,8 @@ MIXTRAL = Case(
     probes=("outgrown-workspace",),
 )
 
-# A state for each block of 128 tokens, which most prompts or their answers go beyond. All prompts in one step, and then a
-# batch of one size: a padded row would be another fix's.
+# A state for each block of 128 tokens, which most prompts or their answers go beyond. All prompts in one step, and then
+# a batch of one size: a padded row would be another fix's.
 GRANITE_ALL_MODE = Case(
     name="granite-all-mode",
     model="granite",

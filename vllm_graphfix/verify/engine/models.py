@@ -1,8 +1,8 @@
 """Tiny models with random weights, made on the spot: folders that vLLM loads like any checkpoint.
 
-Two layers each, and three of Granite 4. Norms are 1 (but for one of DeepSeek V4's) and matrices normal(0, 1/sqrt(fan-in)): with vLLM's own
-dummy weights, which are near zero, every output is the same. Each tensor has a seed of its own, so that two folders
-made anywhere hold the same numbers.
+Two layers each, and three of Granite 4. Norms are 1 (but for one of DeepSeek V4's) and matrices
+normal(0, 1/sqrt(fan-in)): with vLLM's own dummy weights, which are near zero, every output is the same. Each tensor has
+a seed of its own, so that two folders made anywhere hold the same numbers.
 """
 
 from __future__ import annotations
