@@ -14,6 +14,7 @@ from vllm_graphfix.settings.decision import Decision
 
 if TYPE_CHECKING:
     from vllm_graphfix.engine.graph_dispatch import Graph
+    from vllm_graphfix.marks.process import Marks
 
 
 class EngineContext:
@@ -26,6 +27,8 @@ class EngineContext:
         self.shadow: FixManager | None = None
         """What the shadow check has put around vLLM's functions; None where nothing was ever to be checked."""
         self.addresses = AddressWatch()
+        self.marks: Marks | None = None
+        """None where nothing was ever to be marked."""
         self.role = Role.FRONT_END
         self.decision: Decision | None = None
         self.inherited = False
@@ -34,8 +37,10 @@ class EngineContext:
         """The model of the engine that this process is a part of, or configured last."""
 
     def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
-        """The states of every fix, and of the shadow check where it is on."""
+        """The states of every fix, and of the shadow check and the marks where they are on."""
         found = self.manager.states(diagnose=diagnose)
+        if self.marks is not None:
+            found |= self.marks.states()
         if self.shadow is None:
             return found
         from vllm_graphfix.shadow import process
@@ -46,7 +51,8 @@ class EngineContext:
         """How often each event of a fix happened in this process; of what watches graphs, too, where it is on."""
         from vllm_graphfix.shadow import process
 
-        return self.manager.counts() | process.counts() | self.addresses.counts()
+        marks = self.marks.counts() if self.marks is not None else {}
+        return self.manager.counts() | process.counts() | self.addresses.counts() | marks
 
     def look(self) -> None:
         """Looks, now and then, at what no call that is wrapped tells of."""
@@ -56,6 +62,8 @@ class EngineContext:
         """Begins what watches graphs, if there are *graphs*: *worker* has captured, and now it serves."""
         if graphs:
             self.addresses.serve(worker)
+        if self.marks is not None:
+            self.marks.serve(worker)
         if self.shadow is not None:
             from vllm_graphfix.shadow import process
 
@@ -88,4 +96,6 @@ class EngineContext:
         for manager in filter(None, (self.manager, self.shadow)):
             manager.forked()
         self.addresses.forked()
+        if self.marks is not None:
+            self.marks.forked()
         Activity.capturing = None

@@ -159,6 +159,7 @@ class EngineProcess(EngineContext):
         guarded(self._engage_shadow, decision)
         if self.role is not Role.INSPECTION:
             guarded(self.addresses.begin, decision.watches)
+            guarded(self._engage_marks, decision)
 
     def _engage_shadow(self, decision: Decision) -> None:
         rate = parse(decision.shadow if decision.canary and decision.master is not settings.Master.OFF else OFF)
@@ -171,6 +172,15 @@ class EngineProcess(EngineContext):
         wanted = _policy_of(decision)._replace(modes={each.name: Mode.AUTO if rate else Mode.OFF for each in RUNNERS})
         self.shadow = self.shadow or FixManager(RUNNERS, wanted)
         self.shadow.start(wanted)
+
+    def _engage_marks(self, decision: Decision) -> None:
+        every = parse(decision.marks).every
+        if self.marks is None and every is None:
+            return
+        from vllm_graphfix.marks.process import Marks
+
+        self.marks = self.marks or Marks(self.status_record.tell)
+        self.marks.begin(every)
 
     def _watch_engines(self, arg_utils: Any) -> None:
         """Around the function with which an engine begins: each engine of this process gets a decision of its own."""

@@ -140,6 +140,7 @@ class StatusRecord:
             misconfigured=decision.misconfigured,
             wrong=shadow.wrong(),
             moved=context.addresses.moved(),
+            overwritten=context.marks.overwritten() if context.marks is not None else (),
             graphs=self.graphs,
             starting=self.starting,
             written=time.time(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 from vllm_graphfix.fix import Mode, State
@@ -14,7 +14,7 @@ from vllm_graphfix.text import printable
 SCHEMA = 1
 ROLES = ("front-end", "api-server", "engine-core", "worker")
 SHORT = 200
-"""Characters of a text of a `Wrong`, of which a record has five at most, and of a `MovedTensor`."""
+"""Characters of a text of a `Wrong`, a `MovedTensor` or an `OverwrittenBlock`, of which a record has five at most."""
 LARGEST = 64 * 1024
 """Bytes of a record."""
 
@@ -86,6 +86,18 @@ class MovedTensor(NamedTuple):
     """``reported``, ``repaired``, or why it was not."""
 
 
+class OverwrittenBlock(NamedTuple):
+    """A finished cache block that has changed; every text is of at most `SHORT` characters."""
+
+    block: int
+    group: int
+    layers: str
+    request: str
+    """The request that the block was allocated for, which may have ended."""
+    ran: str
+    """What ran between the last time that it was as it should be and the first time that it was not."""
+
+
 class AgreementReport(NamedTuple):
     """What the comparison before the first capture came to."""
 
@@ -119,6 +131,7 @@ class Record(NamedTuple):
     """Whether /metrics of this process tells of its engine."""
     wrong: tuple[Wrong, ...] = ()
     moved: tuple[MovedTensor, ...] = ()
+    overwritten: tuple[OverwrittenBlock, ...] = ()
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value: a field, not a state, which older readers would
     refuse."""
@@ -157,8 +170,9 @@ class Record(NamedTuple):
             "leader": self.leader,
             "problem": _cut_to_fit(self.problem),
             "serves_metrics": self.serves_metrics,
-            "wrong": {str(number): wrong._asdict() for number, wrong in enumerate(self.wrong)},
-            **({"moved": {str(at): moved._asdict() for at, moved in enumerate(self.moved)}} if self.moved else {}),
+            "wrong": _numbered(self.wrong),
+            **({"moved": _numbered(self.moved)} if self.moved else {}),
+            **({"overwritten": _numbered(self.overwritten)} if self.overwritten else {}),
             "misconfigured": dict(self.misconfigured),
             **({} if self.graphs is None else {"graphs": self.graphs}),
             "starting": self.starting,
@@ -193,6 +207,11 @@ class Record(NamedTuple):
         )
         moved = (
             [JsonObject(each, f"moved.{name}") for name, each in fields.named("moved")] if fields.has("moved") else []
+        )
+        overwritten = (
+            [JsonObject(each, f"overwritten.{name}") for name, each in fields.named("overwritten")]
+            if fields.has("overwritten")
+            else []
         )
         return cls(
             graphfix=fields.text("graphfix"),
@@ -250,12 +269,24 @@ class Record(NamedTuple):
                 for each in wrong
             ),
             moved=tuple(MovedTensor(*(each.text(field) for field in MovedTensor._fields)) for each in moved),
+            overwritten=tuple(
+                OverwrittenBlock(
+                    each.whole("block"),
+                    each.whole("group"),
+                    *(each.text(field) for field in OverwrittenBlock._fields[2:]),
+                )
+                for each in overwritten
+            ),
             misconfigured=fields.table("misconfigured", is_brief) if fields.has("misconfigured") else {},
             graphs=fields.truth("graphs") if fields.has("graphs") else None,
             starting=fields.truth("starting") if fields.has("starting") else False,
             kept=fields.truth("kept") if fields.has("kept") else False,
             written=fields.number("written", 1e11),
         )
+
+
+def _numbered(each: Sequence[Wrong | MovedTensor | OverwrittenBlock]) -> dict[str, dict[str, Any]]:
+    return {str(number): one._asdict() for number, one in enumerate(each)}
 
 
 @overload

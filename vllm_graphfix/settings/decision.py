@@ -97,6 +97,9 @@ class Decision(NamedTuple):
     agreement_timeout: float = environment.PATIENCE
     """Seconds that ranks wait for one another before a capture."""
     addresses: environment.Addresses = environment.Addresses.REPORT
+    kv_marks: str = shadow_rate.OFF
+    """How many of the finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
+    kv_marks_action: shadow_rate.MarksAction = shadow_rate.MarksAction.REPORT
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value as `environment.brief` writes it."""
 
@@ -115,8 +118,16 @@ class Decision(NamedTuple):
     @property
     def watches(self) -> environment.Addresses:
         """What is done about addresses in this engine: nothing outside the rollout, or where all is off."""
-        applies = self.canary and self.master is not environment.Master.OFF
-        return self.addresses if applies else environment.Addresses.OFF
+        return self.addresses if self._is_watched else environment.Addresses.OFF
+
+    @property
+    def marks(self) -> str:
+        """How many of this engine's finished blocks are marked: none outside the rollout, or where all is off."""
+        return self.kv_marks if self._is_watched else shadow_rate.OFF
+
+    @property
+    def _is_watched(self) -> bool:
+        return self.canary and self.master is not environment.Master.OFF
 
     @property
     def is_off(self) -> bool:
@@ -132,8 +143,9 @@ class Decision(NamedTuple):
         def choice(decision: Decision) -> tuple[object, ...]:
             shadow = decision.shadow, decision.shadow_action
             fixes = decision.withheld, decision.master, dict(decision.modes)
+            marks = decision.kv_marks, decision.kv_marks_action
             others = decision.agreement_timeout, decision.addresses, dict(decision.misconfigured)
-            return (*fixes, *shadow, *others)
+            return (*fixes, *shadow, *marks, *others)
 
         return choice(self) == choice(other)
 
@@ -175,7 +187,7 @@ class Decision(NamedTuple):
             {"schema": _SCHEMA}
             | self._asdict()
             | {"master": self.master.value, "shadow_action": self.shadow_action.value}
-            | {"addresses": self.addresses.value}
+            | {"addresses": self.addresses.value, "kv_marks_action": self.kv_marks_action.value}
         )
         told["modes"] = {name: mode.value for name, mode in self.modes.items()}
         return json.dumps(told, separators=(",", ":"))
@@ -219,6 +231,8 @@ def decide(wanted: environment.Settings, vllm: str, *, host: str | None = None) 
         wanted.shadow_action,
         wanted.agreement_timeout,
         wanted.addresses,
+        wanted.kv_marks,
+        wanted.kv_marks_action,
         misconfigured,
     )
 
@@ -266,6 +280,8 @@ _ADDED: dict[str, Callable[[JsonObject, str], Any]] = {
     "shadow_action": lambda said, key: shadow_rate.Action(said.get(key)),
     "agreement_timeout": _timeout,
     "addresses": lambda said, key: environment.Addresses(said.get(key)),
+    "kv_marks": lambda said, key: shadow_rate.normal_fraction(said.text(key)),
+    "kv_marks_action": lambda said, key: shadow_rate.MarksAction(said.get(key)),
     "misconfigured": lambda said, key: said.table(key, environment.is_brief),
 }
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from vllm_graphfix.fix import Mode, variable
 from vllm_graphfix.settings import shadow_rate
-from vllm_graphfix.settings.shadow_rate import Action
+from vllm_graphfix.settings.shadow_rate import Action, MarksAction
 from vllm_graphfix.text import brief_repr
 
 T = TypeVar("T")
@@ -23,6 +23,8 @@ ROLLOUT_KEY = "VLLM_GRAPHFIX_ROLLOUT_KEY"
 SHADOW = "VLLM_GRAPHFIX_SHADOW"
 SHADOW_ACTION = "VLLM_GRAPHFIX_SHADOW_ACTION"
 ADDRESSES = "VLLM_GRAPHFIX_ADDRESSES"
+KV_MARKS = "VLLM_GRAPHFIX_KV_MARKS"
+KV_MARKS_ACTION = "VLLM_GRAPHFIX_KV_MARKS_ACTION"
 AGREEMENT_TIMEOUT = "VLLM_GRAPHFIX_AGREEMENT_TIMEOUT"
 DECISION = "VLLM_GRAPHFIX_DECISION"
 STATUS_DIR = "VLLM_GRAPHFIX_STATUS_DIR"
@@ -77,6 +79,9 @@ class Settings(NamedTuple):
     agreement_timeout: float = PATIENCE
     """Seconds that ranks wait for one another before a capture."""
     addresses: Addresses = Addresses.REPORT
+    kv_marks: str = shadow_rate.OFF
+    """How many of the finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
+    kv_marks_action: MarksAction = MarksAction.REPORT
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value as `brief` writes it; `rollout.decide` adds the
     percentage."""
@@ -84,8 +89,8 @@ class Settings(NamedTuple):
 
 def names(fixes: Iterable[str]) -> tuple[str, ...]:
     """Every name of the interface, to be registered with vLLM."""
-    others = (ROLLOUT, ROLLOUT_KEY, SHADOW, SHADOW_ACTION, ADDRESSES, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
-    return (PREFIX, *map(variable, fixes), *others)
+    rollout, watches = (ROLLOUT, ROLLOUT_KEY), (SHADOW, SHADOW_ACTION, ADDRESSES, KV_MARKS, KV_MARKS_ACTION)
+    return (PREFIX, *map(variable, fixes), *rollout, *watches, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
 
 
 def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -116,6 +121,16 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     action = values.one_of(SHADOW_ACTION, actions, Action.REPORT, Action.REPORT, f"It counts as {Action.REPORT.value}")
     watches = {a.value: a for a in Addresses}
     addresses = values.one_of(ADDRESSES, watches, Addresses.REPORT, Addresses.OFF, "No address is watched")
+    kv_marks = values.parsed(
+        KV_MARKS,
+        shadow_rate.normal_fraction,
+        shadow_rate.OFF,
+        f"valid: {shadow_rate.VALID_FRACTION}. No cache block is marked",
+    )
+    marks_actions = {a.value: a for a in MarksAction}
+    marks_action = values.one_of(
+        KV_MARKS_ACTION, marks_actions, MarksAction.REPORT, MarksAction.REPORT, f"It counts as {Action.REPORT.value}"
+    )
     patience = _default_patience(environment)
     timeout = values.parsed(
         AGREEMENT_TIMEOUT, seconds, patience, f"valid: seconds, such as 900. Ranks wait {patience:.0f} s"
@@ -144,6 +159,8 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
         action,
         timeout,
         addresses,
+        kv_marks,
+        marks_action,
         values.misconfigured,
     )
 

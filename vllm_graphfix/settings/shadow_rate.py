@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 OFF = "off"
 VALID = "off, a fraction such as 1/2000, a budget such as 0.1%"
+VALID_FRACTION = "off, a fraction such as 1/16"
 _MOST = 10**9
 NEVER = 1 << 62
 """A count of steps that no process comes to."""
@@ -22,6 +23,12 @@ class Action(str, Enum):
     REPORT = "report"
     QUARANTINE = "quarantine"
     """After two of one graph it is replayed no more, and its steps run without it."""
+
+
+class MarksAction(str, Enum):
+    """What follows where a finished cache block has changed."""
+
+    REPORT = "report"
 
 
 class Rate(NamedTuple):
@@ -63,3 +70,10 @@ def normal(text: str) -> str:
     if rate.every:
         return f"1/{rate.every}"
     return f"{round(100 * rate.share, 8):.8f}".rstrip("0").rstrip(".") + "%" if rate.share else OFF
+
+
+def normal_fraction(text: str) -> str:
+    """*text*, ``off`` or a fraction, in one spelling. Raises ValueError with what is wrong, as of a budget."""
+    if parse(text).share is not None:
+        raise ValueError("is not a fraction")
+    return normal(text)

@@ -55,7 +55,7 @@ def _kind_of_cache(layer: Any) -> str | None:
     return next((kind.__name__ for kind in kinds if "get_kv_cache_spec" in vars(kind)), None)
 
 
-def _caches(layer: Any) -> list[Tensor]:
+def caches_of(layer: Any) -> list[Tensor]:
     """The tensors of a layer's cache.
 
     Up to 0.19.1 they are in a list with one entry for each virtual engine, of which there is one.
@@ -95,7 +95,7 @@ def recurrent_rows(layers: Mapping[str, Any], metadata: Mapping[str, Any]) -> li
         index = indices[id(given)]
         if index is None:
             raise LookupError(f"{type(given).__name__} of {name} names no rows of state")
-        found += [StateRows(name, memory, index) for memory in _caches(layer)]
+        found += [StateRows(name, memory, index) for memory in caches_of(layer)]
     return found
 
 
@@ -116,8 +116,8 @@ def written(
         given = slots.get(name)
         if given is None or name in by_layer or not hasattr(layer, "kv_cache"):
             continue
-        for cache in _caches(layer):
-            if (axes := _block_and_token(layer, cache)) is None:
+        for cache in caches_of(layer):
+            if (axes := block_and_token(layer, cache)) is None:
                 continue
             axis, tokens = axes[0], cache.shape[axes[1]]
             if (id(given), tokens) not in named:
@@ -132,7 +132,7 @@ def written(
     return [(name, tensor) for name in layers if name in by_layer for tensor in by_layer[name]]
 
 
-def _block_and_token(layer: Any, cache: Tensor) -> tuple[int, int] | None:
+def block_and_token(layer: Any, cache: Tensor) -> tuple[int, int] | None:
     """The axes of blocks and of a block's tokens; None where that is not known.
 
     A layer's blocks are those of its kernels: groups of layers differ in them, and the block size of the engine is

@@ -289,6 +289,14 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
             f"tensors lie elsewhere than CUDA graphs have them, {engine.counts('addresses').get('moved', 0)} times: "
             f"{first.name} ({first.kind}; after {first.after}; {first.outcome}). See docs/addresses.md"
         )
+    overwritten = [block for member in engine.tellers for block in member.record.overwritten]
+    if overwritten:
+        block = overwritten[0]
+        wrong.append(
+            f"finished cache blocks have changed, {engine.counts('kv-marks').get('changed', 0)} times: block "
+            f"{block.block} of cache group {block.group} in {block.layers}; in between: {block.ran}. "
+            "See docs/kv-marks.md"
+        )
     if engine.counts("addresses").get("failures"):
         notes.append("addresses are not compared any more: the log of its ranks says why")
     live = [member for member in engine.members if member.live]

@@ -1,0 +1,171 @@
+"""Which cache blocks are finished, by what a worker is told of each step: no tensor is looked at here.
+
+A block that a request was given is written once, token by token, and from then on it is read only, also by other
+requests, also after its request has ended. It may be written again when it is allocated anew, and the worker is told of
+that no later than in the step that writes it. So a block is followed from its allocation to its next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Block(NamedTuple):
+    """A block of the cache that is followed."""
+
+    number: int
+    """The scheduler's; one pool has the blocks of all groups, and 0 is the null block."""
+    group: int
+    place: int
+    """Its place among the blocks of its request."""
+    request: str
+    """The request that it was allocated for."""
+    end: int
+    """The number of tokens of the request with which it is full."""
+
+
+class Ledger:
+    """The blocks that are followed: those that are still being filled, and those that are marked."""
+
+    def __init__(self, tokens: Mapping[int, int], every: int, slack: int) -> None:
+        """*tokens* of a block, by group: of those whose blocks are written once; other groups have none.
+
+        *every*: one of so many blocks is followed. *slack*: so many of the last tokens of a request may be computed
+        again, since drafts were refused.
+        """
+        self._tokens = tokens
+        self._every = every
+        self._slack = slack
+        self._count = 0
+        self._filling: dict[int, Block] = {}
+        self._by_request: dict[str, list[Block]] = {}
+        self._computed: dict[str, int] = {}
+        """Tokens of requests in `_by_request` when all steps so far have run; with drafts, at most so many."""
+        self._lengths: dict[str, list[int]] = {}
+        """The number of blocks of each running request, by group."""
+        self.finished: dict[int, Block] = {}
+        """Full, and not marked yet."""
+        self.marked: dict[int, Block] = {}
+
+    def step(self, output: Any) -> list[Block]:
+        """Follows a step that is about to run, *output* a `SchedulerOutput`; returns the marked ones it may write.
+
+        From here on `finished` has what was full before this step.
+        """
+        cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
+        self._settle(cached)
+        for request in output.finished_req_ids:
+            self._forget_request(request)
+        for request in getattr(output, "preempted_req_ids", None) or ():
+            self._forget_request(request)
+        dropped: list[Block] = []
+        for new in output.scheduled_new_reqs:
+            self._forget_request(new.req_id)
+            dropped += self._allocate(new.req_id, new.block_ids, new.num_computed_tokens, whole=True)
+        resumed = cached.resumed_req_ids
+        for at, blocks in enumerate(cached.new_block_ids):
+            if blocks is not None:
+                request = cached.req_ids[at]
+                whole = request in resumed
+                if whole:
+                    self._forget_request(request)
+                dropped += self._allocate(request, blocks, cached.num_computed_tokens[at], whole=whole)
+        dropped += self._drop(getattr(output, "new_block_ids_to_zero", None) or ())
+        dropped += self._drop(copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ())
+        for request in self._computed:
+            self._computed[request] += scheduled.get(request, 0)
+        return dropped
+
+    def settle(self) -> None:
+        """Notes what is full with all steps so far, before a step of no request."""
+        if not self._slack:
+            self._settle(None)
+
+    def _settle(self, cached: Any) -> None:
+        for request, computed in list(self._computed.items()):
+            if computed < self._by_request[request][0].end + self._slack:
+                continue
+            if self._slack:
+                # Refused drafts have been counted: only what the scheduler says now is sure.
+                if request not in cached.req_ids:
+                    continue
+                computed = self._computed[request] = cached.num_computed_tokens[cached.req_ids.index(request)]
+            self._finish(request, computed - self._slack)
+
+    def _finish(self, request: str, tokens: int) -> None:
+        blocks = self._by_request[request]
+        full = [block for block in blocks if block.end <= tokens]
+        for block in full:
+            if self._filling.get(block.number) is block:
+                del self._filling[block.number]
+                self.finished[block.number] = block
+        left = blocks[len(full) :]  # they were allocated in this order
+        if left:
+            self._by_request[request] = left
+        else:
+            del self._by_request[request], self._computed[request]
+
+    def _forget_request(self, request: str) -> None:
+        """It has ended, or its blocks were taken: what is full of it stays so."""
+        for block in self._by_request.pop(request, ()):
+            if self._filling.get(block.number) is block:
+                del self._filling[block.number]
+        self._computed.pop(request, None)
+        self._lengths.pop(request, None)
+
+    def _allocate(self, request: str, by_group: Sequence[Sequence[int]], computed: int, *, whole: bool) -> list[Block]:
+        """Notes blocks of *request*: all that it has, or some more. Returns the marked ones among them."""
+        dropped: list[Block] = []
+        lengths = [0] * len(by_group) if whole else self._lengths.get(request)
+        fresh: list[Block] = []
+        for group, numbers in enumerate(by_group):
+            tokens = self._tokens.get(group)
+            begin = 0 if lengths is None else lengths[group]
+            # What comes with a request and is computed already is a hit in the prefix cache.
+            hits = computed // tokens if whole and tokens else 0
+            if hits:
+                dropped += self._drop_unlike(request, group, numbers[:hits])
+            dropped += self._drop(numbers[hits:])
+            if lengths is None or not tokens:
+                continue  # a request that was there before the marks began
+            lengths[group] = begin + len(numbers)
+            first = hits + (self._every - 1 - self._count) % self._every
+            self._count += len(numbers) - hits
+            fresh += [
+                Block(numbers[at], group, begin + at, request, (begin + at + 1) * tokens)
+                for at in range(first, len(numbers), self._every)
+                if numbers[at]
+            ]
+        if lengths is not None:
+            self._lengths[request] = lengths
+        if fresh:
+            self._filling.update({block.number: block for block in fresh})
+            known = self._by_request.setdefault(request, [])
+            known += fresh
+            known.sort(key=lambda block: block.end)
+            self._computed.setdefault(request, computed)
+        return dropped
+
+    def _drop(self, numbers: Iterable[int]) -> Iterator[Block]:
+        for number in numbers:
+            self._filling.pop(number, None)
+            self.finished.pop(number, None)
+            if number in self.marked:
+                yield self.marked.pop(number)
+
+    def _drop_unlike(self, request: str, group: int, numbers: Sequence[int]) -> Iterator[Block]:
+        """Of hits: those of another group or place were allocated anew without a word, and that is not understood."""
+        for at, number in enumerate(numbers):
+            known = self.marked.get(number) or self.finished.get(number)
+            if known is not None and (known.group, known.place) != (group, at):
+                yield from self._drop((number,))
+
+    def clear(self) -> None:
+        """The cache was emptied, or is not there for a while."""
+        for request in list(self._by_request):
+            self._forget_request(request)
+        self._lengths.clear()
+        self._filling.clear()
+        self.finished.clear()
+        self.marked.clear()

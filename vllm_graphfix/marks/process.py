@@ -1,0 +1,81 @@
+"""The marks of this process: when they begin, their state, and what records, `fleet` and metrics have of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.fix import Mode, State
+from vllm_graphfix.patching.applied_fix import FixState
+
+if TYPE_CHECKING:
+    from vllm_graphfix.marks.watch import KVMarks
+
+NAME = "kv-marks"
+"""Under which records, `fleet` and metrics tell of it, as of a fix."""
+
+
+class Marks:
+    """Off until `begin` is told otherwise; torch is imported with the first engine that is marked."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        """*tell* is called when a block has changed."""
+        self._tell = tell
+        self._every: int | None = None
+        self._watch: KVMarks | None = None
+
+    def begin(self, every: int | None) -> None:
+        """One of *every* finished blocks is marked from the next engine on; none with None."""
+        self._every = every
+        if self._watch is not None:
+            self._watch.begin(every)
+
+    def serve(self, worker: Any) -> None:
+        if self._every is None:
+            return
+        if self._watch is None:
+            from vllm_graphfix.marks.watch import KVMarks
+
+            self._watch = KVMarks(self._tell)
+            self._watch.begin(self._every)
+        self._watch.serve(worker)
+
+    def forked(self) -> None:
+        if self._watch is not None:
+            self._watch.forked()
+
+    def states(self) -> dict[str, FixState]:
+        if self._every is None:
+            return {}
+        watch = self._watch
+        if watch is None or not (watch.counts() or watch.refused or watch.stopped):
+            state, reason = State.WAITING, "no engine serves in this process yet"
+        elif watch.refused is not None:
+            state, reason = State.INCOMPATIBLE, watch.refused
+        elif watch.stopped is not None:
+            state, reason = State.FAILED, f"no block is marked any more: {watch.stopped}"
+        else:
+            state, reason = State.ACTIVE, f"one of {self._every} finished cache blocks is marked"
+        return {NAME: FixState(NAME, Mode.AUTO, None, state, reason)}
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """For the events of a record."""
+        found = self._watch.counts() if self._watch is not None else {}
+        return {NAME: found} if found else {}
+
+    def overwritten(self) -> tuple[Any, ...]:
+        """For a record: the first foreign writes."""
+        if self._watch is None or not self._watch.found:
+            return ()
+        from vllm_graphfix.records.record import SHORT, OverwrittenBlock
+
+        return tuple(
+            OverwrittenBlock(
+                each.block.number,
+                each.block.group,
+                ascii(", ".join(each.layers))[1:-1][:SHORT],
+                ascii(each.block.request)[1:-1][:SHORT],
+                each.ran()[:SHORT],
+            )
+            for each in self._watch.to_report()
+        )

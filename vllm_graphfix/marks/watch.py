@@ -1,0 +1,344 @@
+"""Marks in the KV cache of one rank: finished blocks must not change until they are allocated anew.
+
+Before a step runs, some blocks that are full by then are marked: a sum over their bytes is made on the device. Before
+later steps it is made again and compared there, and the host reads what came of it when it is there. A block that has
+changed was written by somebody whose it is not: a rank without work, a padded row, a graph with the slots of another
+batch. No rank waits for another, nor for its device.
+
+Wrapped are methods of this worker alone, not of its class, and of no worker where nothing is marked. What fails in here
+turns it off, with one warning.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from vllm_graphfix.log import logger
+from vllm_graphfix.marks.ledger import Block, Ledger
+from vllm_graphfix.marks.sums import MOST, Batch, Group, Looked, Sums, UnsafeCacheError, groups
+
+SHARE = 0.001
+"""The part of the time that the host may spend on making sums."""
+_MOST_CREDIT = 0.05
+"""Seconds of that which it may have saved up."""
+_FEW = MOST // 2
+"""Blocks that are worth a batch at once; fewer wait for more."""
+_PATIENCE = 1.0
+"""Seconds that they wait."""
+_RECENT = 16
+"""Steps within which a batch is not looked at again because one of its blocks is given away."""
+_MOST_BATCHES = 256
+"""The oldest go first."""
+_REMEMBERED = 4096
+"""Steps of which it is known whether they had requests."""
+_SAID, _KEPT = 20, 5
+"""Foreign writes that are logged one by one, and those in a record."""
+_NEW_CACHE = ("sleep", "discard", "wake_up", "reinitialize_distributed", "initialize_from_config")
+"""Methods of a worker after which the cache holds something else, or nothing."""
+
+
+class ForeignWrite(NamedTuple):
+    """A finished block that has changed."""
+
+    block: Block
+    layers: tuple[str, ...]
+    """Of those that were marked, the ones in whose caches it differs."""
+    before: int
+    """It was as marked before this step, …"""
+    after: int
+    """… and was not before this one."""
+    steps: int
+    """The steps of requests in between; …"""
+    idle: int
+    """… and those without, of a rank that keeps the others company."""
+
+    def sentence(self) -> str:
+        more = f" and {len(self.layers) - 1} more layers" if len(self.layers) > 1 else ""
+        return (
+            f"block {self.block.number} of cache group {self.block.group} has changed although it was finished (block "
+            f"{self.block.place} of request {ascii(self.block.request)[1:-1][:80]}), in {self.layers[0]}{more}; "
+            f"between steps {self.before} and {self.after} of this rank: {self.ran()}"
+        )
+
+    def ran(self) -> str:
+        """Who may have been it."""
+        return f"{self.steps} with requests, {self.idle} of a rank without work"
+
+
+def unsafe(config: Any) -> str | None:
+    """Why no block of an engine with this `VllmConfig` can be marked; None if nothing is known against it."""
+    parallel = config.parallel_config
+    if getattr(config, "kv_transfer_config", None) is not None:
+        return "a KV connector writes to blocks without a word to the model's worker"
+    if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
+        return "micro-batches write on streams of their own"
+    if getattr(parallel, "enable_elastic_ep", False):
+        return "elastic expert parallelism makes the cache anew"
+    scheduler = getattr(config.scheduler_config, "scheduler_cls", None)
+    name = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__module__", "vllm.")
+    if not name.startswith("vllm."):
+        return f"blocks are given out by a scheduler of somebody else's ({name})"
+    return None
+
+
+class KVMarks:
+    """The marks of this process, in the cache of the rank that has begun to serve in it last."""
+
+    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
+        """*tell* is called when a block has changed."""
+        self._tell = tell
+        self.every: int | None = None
+        self.refused: str | None = None
+        self.stopped: str | None = None
+        self._counts: dict[str, int] | None = None
+        self.found: list[ForeignWrite] = []
+        self._seconds = 0.0
+        self._forget()
+
+    def begin(self, every: int | None) -> None:
+        """Marks one of *every* blocks, from the next engine on that this process serves; none with None."""
+        self._end()
+        self.every, self.refused, self.stopped = every, None, None
+        self._counts, self.found, self._seconds = None, [], 0.0
+
+    def _forget(self) -> None:
+        self._worker: Any = None
+        self._ledger: Ledger | None = None
+        self._sums: Sums | None = None
+        self._groups: dict[int, Group] = {}
+        self._batches: deque[Batch] = deque()
+        self._where: dict[int, tuple[Batch, int]] = {}
+        self._idle: deque[bool] = deque(maxlen=_REMEMBERED)
+        self._step = 0
+        self._was_idle = False
+        self._credit, self._credited = _MOST_CREDIT, time.perf_counter()
+        self._waiting_since: float | None = None
+
+    # -- an engine -----------------------------------------------------------------------------------------------
+
+    def serve(self, worker: Any) -> None:
+        """Begins with *worker*, which is about to serve."""
+        if self.every is not None:
+            self._end()
+            self._guarded(self._serve, worker)
+
+    def _serve(self, worker: Any) -> None:
+        device = worker.model_runner.device
+        reason = unsafe(worker.vllm_config)
+        if reason is None and device.type not in ("cuda", "cpu"):
+            reason = f"a device of the kind {device.type} is not known"
+        try:
+            self._groups = groups(worker) if reason is None else {}
+        except UnsafeCacheError as error:
+            reason = str(error)
+        if reason is not None:
+            self.refused = reason
+            logger.warning("graphfix: no cache block of this engine is marked: %s", reason)
+            return
+        tokens = {number: group.tokens for number, group in self._groups.items()}
+        self._ledger = Ledger(tokens, self.every or 1, _slack(worker.vllm_config))
+        self._sums = Sums(device)
+        self._sums.warm_up(self._groups)
+        self._counts = {"marks": 0, "looks": 0, "changed": 0, "passed-over": 0, "failures": 0}
+        # A worker that ends takes with it what is held here.
+        self._worker = weakref.ref(worker, lambda ended: self._forget() if ended is self._worker else None)
+        for name in ("execute_model", "execute_dummy_batch", *_NEW_CACHE):
+            if callable(getattr(type(worker), name, None)):
+                setattr(worker, name, self._around(name, self._worker))
+
+    def _around(self, name: str, of: Callable[[], Any]) -> Callable[..., Any]:
+        """What is called as method *name* of the worker that *of* returns: its class's, and before or after it ours."""
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            worker = of()
+            stock = getattr(type(worker), name)
+            if name in _NEW_CACHE:
+                self._guarded(self._clear)
+                try:
+                    return stock(worker, *args, **kwargs)
+                finally:
+                    self._guarded(self._clear)
+            output = args[0] if args else kwargs.get("scheduler_output")
+            self._guarded(self._before, output if name == "execute_model" else None)
+            return stock(worker, *args, **kwargs)
+
+        return method
+
+    def _end(self) -> None:
+        """Takes the wrappers away."""
+        worker = self._worker() if self._worker is not None else None
+        for name in ("execute_model", "execute_dummy_batch", *_NEW_CACHE) if worker is not None else ():
+            vars(worker).pop(name, None)
+        self._forget()
+
+    def _clear(self) -> None:
+        if self._ledger is not None and self._sums is not None:
+            self._ledger.clear()
+            self._sums.forget()
+            self._batches.clear()
+            self._where.clear()
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def _before(self, output: Any) -> None:
+        """Before a step: of requests, *output* a `SchedulerOutput`, or of a rank without work, None."""
+        ledger, sums, counts = self._ledger, self._sums, self._counts
+        if ledger is None or sums is None or counts is None:
+            return
+        begun = time.perf_counter()
+        for looked in sums.results():
+            self._note(looked)
+        if output is None:
+            ledger.settle()
+            dropped: list[Block] = []
+        else:
+            dropped = ledger.step(output)
+        at_once = output is None and not self._was_idle
+        self._was_idle = output is None
+        self._make(ledger, sums, at_once=at_once)
+        self._compare(sums, dropped)
+        self._idle.append(output is None)
+        self._step += 1
+        self._seconds += time.perf_counter() - begun
+
+    def _may(self) -> bool:
+        now = time.perf_counter()
+        self._credit = min(_MOST_CREDIT, self._credit + SHARE * (now - self._credited))
+        self._credited = now
+        return self._credit > 0
+
+    def _spend(self) -> None:
+        now = time.perf_counter()
+        self._credit -= now - self._credited
+        self._credited = now
+
+    def _make(self, ledger: Ledger, sums: Sums, *, at_once: bool) -> None:
+        """Marks what is finished, if it is enough, has waited long enough, or is *at_once* in danger."""
+        if not ledger.finished:
+            self._waiting_since = None
+            return
+        if self._waiting_since is None:
+            self._waiting_since = time.perf_counter()
+        waited = time.perf_counter() - self._waiting_since > _PATIENCE
+        if not (at_once or waited or len(ledger.finished) >= _FEW) or not self._may():
+            self._leave_out(ledger)
+            return
+        self._waiting_since = None
+        by_group: dict[int, list[Block]] = {}
+        for block in ledger.finished.values():
+            by_group.setdefault(block.group, []).append(block)
+        for group, blocks in by_group.items():
+            batch = sums.mark(blocks, self._groups[group], self._step)
+            if batch is None:
+                break
+            for at, block in enumerate(batch.blocks):
+                del ledger.finished[block.number]
+                ledger.marked[block.number] = block
+                self._where[block.number] = batch, at
+            self._batches.append(batch)
+            self._count("marks", len(batch.blocks))
+        while len(self._batches) > _MOST_BATCHES:
+            self._forget_marks([batch.blocks[at] for batch in [self._batches.popleft()] for at in batch.alive])
+        self._leave_out(ledger)
+        self._spend()
+
+    def _leave_out(self, ledger: Ledger) -> None:
+        """Of what waits only the newest are kept: a block may change before it is marked, and nobody would know."""
+        for number in list(ledger.finished)[: -2 * MOST]:
+            del ledger.finished[number]
+            self._count("passed-over", 1)
+
+    def _compare(self, sums: Sums, dropped: Sequence[Block]) -> None:
+        """Looks at blocks that are given away now, a last time; and at those that were not looked at for longest."""
+        last = {id(found[0]): found[0] for block in dropped if (found := self._where.get(block.number))}
+        for batch in last.values():
+            if batch.looked < self._step - _RECENT and self._may():
+                sums.look(batch, self._step)
+                self._spend()
+        self._forget_marks(dropped)
+        while self._batches and not self._batches[0].alive:
+            self._batches.popleft()
+        if self._batches and self._batches[0].looked < self._step and self._may():
+            batch = self._batches.popleft()
+            sums.look(batch, self._step)
+            self._batches.append(batch)
+            self._spend()
+
+    def _forget_marks(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            batch, at = self._where.pop(block.number, (None, 0))
+            if batch is not None:
+                batch.alive.discard(at)
+            if self._ledger is not None:
+                self._ledger.marked.pop(block.number, None)
+
+    # -- what was seen -------------------------------------------------------------------------------------------
+
+    def _note(self, looked: Looked) -> None:
+        batch = looked.batch
+        self._count("looks", len(looked.alive))
+        fresh = []
+        for at, layers in looked.changed.items():
+            if at in batch.told:
+                continue
+            batch.told.add(at)
+            ran = self._ran(batch.since, looked.step)
+            fresh.append(ForeignWrite(batch.blocks[at], tuple(layers), batch.since, looked.step, *ran))
+        batch.since = max(batch.since, looked.step)
+        self._forget_marks([each.block for each in fresh if self._where.get(each.block.number, (None,))[0] is batch])
+        for each in fresh:
+            self._count("changed", 1)
+            self.found.append(each)
+            if len(self.found) <= _SAID:
+                logger.warning("graphfix: %s. docs/kv-marks.md says what to do", each.sentence())
+        if fresh:
+            self._tell()
+
+    def _ran(self, before: int, after: int) -> tuple[int, int]:
+        """The number of steps from *before* on and up to *after*, with requests and without."""
+        first = self._step - len(self._idle)
+        ran = list(self._idle)[max(0, before - first) : max(0, after - first)]
+        return len(ran) - sum(ran), sum(ran)
+
+    def _count(self, event: str, more: int) -> None:
+        if self._counts is not None:
+            self._counts[event] += more
+
+    # -- for others ----------------------------------------------------------------------------------------------
+
+    def counts(self) -> dict[str, int]:
+        """For the events of a record; nothing where no block can be marked."""
+        return {} if self._counts is None else self._counts | {"milliseconds": int(1000 * self._seconds)}
+
+    def to_report(self) -> list[ForeignWrite]:
+        """The first foreign writes."""
+        return self.found[:_KEPT]
+
+    def forked(self) -> None:
+        """In a forked child: it serves nothing yet."""
+        self._forget()
+        self._counts, self.found = None, []
+
+    def _guarded(self, function: Callable[..., None], *args: Any) -> None:
+        try:
+            function(*args)
+        except Exception as error:
+            self.stopped = f"{type(error).__name__}: {error}"
+            self._count("failures", 1)
+            logger.warning(
+                "graphfix: cache blocks are not marked any more on this rank; serving goes on: %s",
+                self.stopped,
+                exc_info=error,
+            )
+            self._end()
+
+
+def _slack(config: Any) -> int:
+    """The last tokens of a request that may be computed again, since drafts are counted before they are accepted."""
+    drafts = int(getattr(getattr(config, "speculative_config", None), "num_speculative_tokens", 0) or 0)
+    under_way = int(config.parallel_config.pipeline_parallel_size) + 1
+    return 2 * (drafts + 1) * under_way if drafts else 0
