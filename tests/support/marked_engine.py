@@ -7,7 +7,6 @@ PLANT is what is done to the cache behind vLLM's back, see `PLANTS`.
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import sys
@@ -18,12 +17,9 @@ VOCABULARY = 1024
 SAMPLING: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 
 
-def main(model: str, plant: str) -> None:
-    import vllm_graphfix.marks.watch as watch
+def main(model: str, plant: str, executor: str = "uni") -> None:
     from vllm import LLM, SamplingParams
 
-    watch.SHARE = 1.0  # the machine is slow, and every mark and look is wanted
-    watch._PATIENCE = 0.0
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,
@@ -34,60 +30,84 @@ def main(model: str, plant: str) -> None:
         block_size=16,
         enable_prefix_caching=True,
         num_gpu_blocks_override=64,
+        distributed_executor_backend=executor,
         seed=0,
     )
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    core = llm.llm_engine.engine_core.engine_core
     chance = random.Random(7)
 
-    def ask(prompts: list[list[int]], tokens: int) -> None:
-        llm.generate([{"prompt_token_ids": each} for each in prompts], SamplingParams(max_tokens=tokens, **SAMPLING))
+    def in_worker(function: Callable[..., Any], *given: Any) -> Any:
+        return core.model_executor.collective_rpc(function, args=given)[0]
 
-    shared = chance.choices(range(1, VOCABULARY), k=80)
-    for number in range(6):
-        ask([shared + chance.choices(range(1, VOCABULARY), k=16 + 8 * number) for _ in range(4)], 20)
-    PLANTS[plant](worker)
-    for number in range(6):
-        ask([shared + chance.choices(range(1, VOCABULARY), k=16 + 8 * number) for _ in range(4)], 20)
-    worker.execute_dummy_batch()
-    worker.execute_dummy_batch()
+    def prompt(length: int) -> list[int]:
+        return chance.choices(range(1, VOCABULARY), k=length)
+
+    def ask(prompts: list[list[int]], tokens: int) -> list[Any]:
+        sampling = SamplingParams(max_tokens=tokens, **SAMPLING)
+        told = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
+        return [(each.outputs[0].finish_reason, each.outputs[0].stop_reason, each.num_cached_tokens) for each in told]
+
+    in_worker(hurry)
+    shared = prompt(80)
+    for number in range(4):  # hits, blocks that are given out again, several requests at once
+        ask([shared + prompt(16 + 8 * number) for _ in range(4)], 20)
+    blocks = core.scheduler.kv_cache_manager.block_pool.blocks
+    unused = [block.block_id for block in blocks if block.block_hash is None][-1]
+    planted = in_worker(PLANTS[plant], unused)
+    # Two have the shared blocks, one has none of them.
+    asked = [ask([shared + prompt(24), prompt(40), shared + prompt(16 + 8 * number)], 20) for number in range(3)]
+    for _ in range(3):
+        core.execute_dummy_batch()
+    sys.stdout.write(json.dumps(in_worker(said) | {"planted": planted, "asked": asked}) + "\n")
+
+
+def hurry(worker: Any) -> None:
+    """The machine is slow, and every mark and look is wanted."""
+    from vllm_graphfix.marks import watch
+
+    watch.SHARE, watch._PATIENCE = 1.0, 0.0
+
+
+def said(worker: Any) -> dict[str, Any]:
+    counts, state = _marks().counts()["kv-marks"], _marks().states()["kv-marks"]
+    found = [each._asdict() for each in _marks().overwritten()]
+    return {"counts": counts, "state": state.state.value, "reason": state.reason, "found": found}
+
+
+def _marks() -> Any:
     import vllm_graphfix
 
-    (counts,), (state,) = vllm_graphfix._engine_process().marks.counts().values(), vllm_graphfix._engine_process().marks.states().values()
-    found = [each._asdict() for each in vllm_graphfix._engine_process().marks.overwritten()]
-    print(json.dumps({"counts": counts, "state": state.state.value, "reason": state.reason, "found": found}))
-    del worker, llm
-    gc.collect()
+    return vllm_graphfix._engine_process().marks
 
 
-def _overwrite(worker: Any) -> None:
-    """One number of one finished block, in one layer's cache."""
-    import vllm_graphfix
-
-    marks = vllm_graphfix._engine_process().marks._watch
-    number = next(block for block, (batch, at) in marks._where.items() if at in batch.alive)
-    layer = marks._where[number][0].layers[-1]
-    layer.memory.select(layer.axis, number).flatten()[:1]  # a view of it, or a copy: not to be written to
+def overwrite_finished(worker: Any, unused: int) -> Any:
+    """One bit of the first block of the prefix that requests share, in one layer's cache."""
+    watch = _marks()._watch
+    ledger = watch._ledger
+    first = [number for number, block in ledger.marked.items() if block.place == 0]
+    number = max(first, key=lambda each: len(ledger._readers.get(each, ())))
+    layer = watch._where[number][0].layers[-1]
     layer.memory.select(layer.axis, number)[(-1,) * (layer.memory.dim() - 1)] ^= 1
-    print(json.dumps({"block": number, "layer": layer.layer}))
+    return {"block": number, "layer": layer.layer}
 
 
-def _overwrite_free(worker: Any) -> None:
-    """All that no request ever had."""
-    for layer in next(iter(_groups().values())).caches:
-        layer.memory.select(layer.axis, 63).fill_(5)
+def overwrite_unused(worker: Any, unused: int) -> Any:
+    """All of a block that no request had."""
+    for layer in next(iter(_marks()._watch._groups.values())).caches:
+        layer.memory.select(layer.axis, unused).fill_(5)
 
 
-def _groups() -> Any:
-    import vllm_graphfix
-
-    return vllm_graphfix._engine_process().marks._watch._groups
+def nothing(worker: Any, unused: int) -> None:
+    """As it is."""
 
 
-PLANTS: dict[str, Callable[[Any], None]] = {
-    "nothing": lambda worker: None,
-    "finished": _overwrite,
-    "free": _overwrite_free,
+PLANTS: dict[str, Callable[..., Any]] = {
+    "nothing": nothing,
+    "finished": overwrite_finished,
+    "unused": overwrite_unused,
 }
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    import marked_engine  # functions of which a worker in a process of its own knows the module
+
+    marked_engine.main(*sys.argv[1:])

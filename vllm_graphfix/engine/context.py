@@ -13,6 +13,7 @@ from vllm_graphfix.patching.manager import FixManager
 from vllm_graphfix.settings.decision import Decision
 
 if TYPE_CHECKING:
+    from vllm_graphfix.engine.abort import Aborts
     from vllm_graphfix.engine.graph_dispatch import Graph
     from vllm_graphfix.marks.process import Marks
 
@@ -29,6 +30,8 @@ class EngineContext:
         self.addresses = AddressWatch()
         self.marks: Marks | None = None
         """None where nothing was ever to be marked."""
+        self.aborts: Aborts | None = None
+        """What has requests ended; None where nothing ever was to."""
         self.role = Role.FRONT_END
         self.decision: Decision | None = None
         self.inherited = False
@@ -98,4 +101,6 @@ class EngineContext:
         self.addresses.forked()
         if self.marks is not None:
             self.marks.forked()
+        if self.aborts is not None:
+            self.aborts.forked()
         Activity.capturing = None

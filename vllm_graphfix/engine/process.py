@@ -28,7 +28,7 @@ from vllm_graphfix.patching.manager import FixManager
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.decision import Decision
-from vllm_graphfix.settings.shadow_rate import OFF, parse
+from vllm_graphfix.settings.shadow_rate import OFF, MarksAction, parse
 
 _configuring: ContextVar[bool] = ContextVar("graphfix_configuring", default=False)
 """An engine is being configured: of its functions that are wrapped, one may call another."""
@@ -156,6 +156,7 @@ class EngineProcess(EngineContext):
 
     def _engage(self, decision: Decision) -> None:
         self.manager.start(_policy_of(decision))
+        guarded(self._engage_aborts, decision)
         guarded(self._engage_shadow, decision)
         if self.role is not Role.INSPECTION:
             guarded(self.addresses.begin, decision.watches)
@@ -180,7 +181,18 @@ class EngineProcess(EngineContext):
         from vllm_graphfix.marks.process import Marks
 
         self.marks = self.marks or Marks(self.status_record.tell)
-        self.marks.begin(every)
+        self.marks.begin(every, self.aborts if decision.kv_marks_action is MarksAction.ABORT else None)
+
+    def _engage_aborts(self, decision: Decision) -> None:
+        """Makes what has requests ended, from the moment on that the engine's scheduler is made."""
+        if self.aborts is None and not decision.aborts:
+            return
+        from vllm_graphfix.engine.abort import Aborts
+
+        if self.aborts is None:
+            self.aborts = Aborts(self.status_record.base())
+            self.aborts.watch()
+        self.aborts.begin(decision.engine if decision.aborts else "")
 
     def _watch_engines(self, arg_utils: Any) -> None:
         """Around the function with which an engine begins: each engine of this process gets a decision of its own."""

@@ -44,6 +44,8 @@ class Ledger:
         """Tokens of requests in `_by_request` when all steps so far have run; with drafts, at most so many."""
         self._lengths: dict[str, list[int]] = {}
         """The number of blocks of each running request, by group."""
+        self._readers: dict[int, list[str]] = {}
+        """Other requests that got a finished block from the prefix cache."""
         self.finished: dict[int, Block] = {}
         """Full, and not marked yet."""
         self.marked: dict[int, Block] = {}
@@ -86,12 +88,13 @@ class Ledger:
         for request, computed in list(self._computed.items()):
             if computed < self._by_request[request][0].end + self._slack:
                 continue
+            sure = computed
             if self._slack:
                 # Refused drafts have been counted: only what the scheduler says now is sure.
                 if request not in cached.req_ids:
                     continue
-                computed = self._computed[request] = cached.num_computed_tokens[cached.req_ids.index(request)]
-            self._finish(request, computed - self._slack)
+                sure = self._computed[request] = cached.num_computed_tokens[cached.req_ids.index(request)]
+            self._finish(request, sure - self._slack)
 
     def _finish(self, request: str, tokens: int) -> None:
         blocks = self._by_request[request]
@@ -151,15 +154,27 @@ class Ledger:
         for number in numbers:
             self._filling.pop(number, None)
             self.finished.pop(number, None)
+            self._readers.pop(number, None)
             if number in self.marked:
                 yield self.marked.pop(number)
 
     def _drop_unlike(self, request: str, group: int, numbers: Sequence[int]) -> Iterator[Block]:
-        """Of hits: those of another group or place were allocated anew without a word, and that is not understood."""
+        """Notes who reads which hits.
+
+        Those of another group or place were allocated anew without a word, and that is not understood.
+        """
         for at, number in enumerate(numbers):
             known = self.marked.get(number) or self.finished.get(number)
-            if known is not None and (known.group, known.place) != (group, at):
+            if known is None:
+                continue
+            if (known.group, known.place) == (group, at):
+                self._readers.setdefault(number, []).append(request)
+            else:
                 yield from self._drop((number,))
+
+    def users(self, block: Block) -> list[str]:
+        """The requests that have *block*, and have not ended."""
+        return [each for each in (block.request, *self._readers.get(block.number, ())) if each in self._lengths]
 
     def clear(self) -> None:
         """The cache was emptied, or is not there for a while."""
@@ -168,4 +183,5 @@ class Ledger:
         self._lengths.clear()
         self._filling.clear()
         self.finished.clear()
+        self._readers.clear()
         self.marked.clear()

@@ -9,7 +9,7 @@ from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.patching.applied_fix import FixState
 
 if TYPE_CHECKING:
-    from vllm_graphfix.marks.watch import KVMarks
+    from vllm_graphfix.marks.watch import Abort, KVMarks
 
 NAME = "kv-marks"
 """Under which records, `fleet` and metrics tell of it, as of a fix."""
@@ -22,13 +22,14 @@ class Marks:
         """*tell* is called when a block has changed."""
         self._tell = tell
         self._every: int | None = None
+        self._abort: Abort | None = None
         self._watch: KVMarks | None = None
 
-    def begin(self, every: int | None) -> None:
+    def begin(self, every: int | None, abort: Abort | None = None) -> None:
         """One of *every* finished blocks is marked from the next engine on; none with None."""
-        self._every = every
+        self._every, self._abort = every, abort
         if self._watch is not None:
-            self._watch.begin(every)
+            self._watch.begin(every, abort)
 
     def serve(self, worker: Any) -> None:
         if self._every is None:
@@ -37,7 +38,7 @@ class Marks:
             from vllm_graphfix.marks.watch import KVMarks
 
             self._watch = KVMarks(self._tell)
-            self._watch.begin(self._every)
+            self._watch.begin(self._every, self._abort)
         self._watch.serve(worker)
 
     def forked(self) -> None:
@@ -55,7 +56,10 @@ class Marks:
         elif watch.stopped is not None:
             state, reason = State.FAILED, f"no block is marked any more: {watch.stopped}"
         else:
-            state, reason = State.ACTIVE, f"one of {self._every} finished cache blocks is marked"
+            action = "abort" if self._abort is not None else "report"
+            if watch.cannot_abort is not None:
+                action = f"report, since {watch.cannot_abort}"
+            state, reason = State.ACTIVE, f"one of {self._every} finished cache blocks is marked; action: {action}"
         return {NAME: FixState(NAME, Mode.AUTO, None, state, reason)}
 
     def counts(self) -> dict[str, dict[str, int]]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from vllm_graphfix.log import logger
 from vllm_graphfix.marks.ledger import Block, Ledger
@@ -78,11 +78,22 @@ def unsafe(config: Any) -> str | None:
         return "micro-batches write on streams of their own"
     if getattr(parallel, "enable_elastic_ep", False):
         return "elastic expert parallelism makes the cache anew"
+    if getattr(config.model_config, "is_diffusion", False):
+        return "a diffusion model writes the same tokens again and again"
     scheduler = getattr(config.scheduler_config, "scheduler_cls", None)
     name = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__module__", "vllm.")
     if not name.startswith("vllm."):
         return f"blocks are given out by a scheduler of somebody else's ({name})"
     return None
+
+
+class Abort(Protocol):
+    """Has requests ended, and blocks taken out of the prefix cache."""
+
+    def why_not(self) -> str | None:
+        """Why that cannot be done; to be asked once steps run."""
+
+    def tell(self, requests: Collection[str], blocks: Collection[int], why: str) -> None: ...
 
 
 class KVMarks:
@@ -91,6 +102,8 @@ class KVMarks:
     def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
         """*tell* is called when a block has changed."""
         self._tell = tell
+        self._abort: Abort | None = None
+        self.cannot_abort: str | None = None
         self.every: int | None = None
         self.refused: str | None = None
         self.stopped: str | None = None
@@ -99,9 +112,13 @@ class KVMarks:
         self._seconds = 0.0
         self._forget()
 
-    def begin(self, every: int | None) -> None:
-        """Marks one of *every* blocks, from the next engine on that this process serves; none with None."""
+    def begin(self, every: int | None, abort: Abort | None = None) -> None:
+        """Marks one of *every* blocks, from the next engine on that this process serves; none with None.
+
+        *abort*: by which those are ended who have a block that has changed; None: they are not.
+        """
         self._end()
+        self._abort, self.cannot_abort = abort, None
         self.every, self.refused, self.stopped = every, None, None
         self._counts, self.found, self._seconds = None, [], 0.0
 
@@ -143,7 +160,7 @@ class KVMarks:
         self._ledger = Ledger(tokens, self.every or 1, _slack(worker.vllm_config))
         self._sums = Sums(device)
         self._sums.warm_up(self._groups)
-        self._counts = {"marks": 0, "looks": 0, "changed": 0, "passed-over": 0, "failures": 0}
+        self._counts = {"marks": 0, "looks": 0, "changed": 0, "aborted": 0, "passed-over": 0, "failures": 0}
         # A worker that ends takes with it what is held here.
         self._worker = weakref.ref(worker, lambda ended: self._forget() if ended is self._worker else None)
         for name in ("execute_model", "execute_dummy_batch", *_NEW_CACHE):
@@ -190,6 +207,9 @@ class KVMarks:
         if ledger is None or sums is None or counts is None:
             return
         begun = time.perf_counter()
+        if self._step == 0 and self._abort is not None and (why_not := self._abort.why_not()) is not None:
+            self._abort, self.cannot_abort = None, why_not
+            logger.warning("graphfix: requests whose cache blocks change are not ended: %s", why_not)
         for looked in sums.results():
             self._note(looked)
         if output is None:
@@ -281,7 +301,7 @@ class KVMarks:
     def _note(self, looked: Looked) -> None:
         batch = looked.batch
         self._count("looks", len(looked.alive))
-        fresh = []
+        fresh: list[ForeignWrite] = []
         for at, layers in looked.changed.items():
             if at in batch.told:
                 continue
@@ -289,6 +309,7 @@ class KVMarks:
             ran = self._ran(batch.since, looked.step)
             fresh.append(ForeignWrite(batch.blocks[at], tuple(layers), batch.since, looked.step, *ran))
         batch.since = max(batch.since, looked.step)
+        users = [name for each in fresh for name in (self._ledger.users(each.block) if self._ledger else ())]
         self._forget_marks([each.block for each in fresh if self._where.get(each.block.number, (None,))[0] is batch])
         for each in fresh:
             self._count("changed", 1)
@@ -296,6 +317,10 @@ class KVMarks:
             if len(self.found) <= _SAID:
                 logger.warning("graphfix: %s. docs/kv-marks.md says what to do", each.sentence())
         if fresh:
+            if self._abort is not None:
+                why = f"a cache block that it has was overwritten by somebody else ({fresh[0].sentence()})"
+                self._abort.tell(tuple(dict.fromkeys(users)), [each.block.number for each in fresh], why)
+                self._count("aborted", len(set(users)))
             self._tell()
 
     def _ran(self, before: int, after: int) -> tuple[int, int]:

@@ -126,6 +126,11 @@ class Decision(NamedTuple):
         return self.kv_marks if self._is_watched else shadow_rate.OFF
 
     @property
+    def aborts(self) -> bool:
+        """Whether requests may be ended in this engine."""
+        return self.marks != shadow_rate.OFF and self.kv_marks_action is shadow_rate.MarksAction.ABORT
+
+    @property
     def _is_watched(self) -> bool:
         return self.canary and self.master is not environment.Master.OFF
 

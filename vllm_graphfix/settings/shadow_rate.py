@@ -29,6 +29,8 @@ class MarksAction(str, Enum):
     """What follows where a finished cache block has changed."""
 
     REPORT = "report"
+    ABORT = "abort"
+    """Requests that have it end with an error, and their blocks leave the prefix cache."""
 
 
 class Rate(NamedTuple):
