@@ -34,7 +34,7 @@ def main(model: str, plant: str, executor: str = "uni") -> None:
         seed=0,
     )
     core = llm.llm_engine.engine_core.engine_core
-    chance = random.Random(7)
+    chance = random.Random(7)  # noqa: S311 - the same prompts in every run
 
     def in_worker(function: Callable[..., Any], *given: Any) -> Any:
         return core.model_executor.collective_rpc(function, args=given)[0]

@@ -169,7 +169,7 @@ class EngineProcess(EngineContext):
         from vllm_graphfix.shadow import process
         from vllm_graphfix.shadow.runners import RUNNERS
 
-        process.start(rate, decision.shadow_action, self.status_record.tell_why_it_ends)
+        process.start(rate, decision.shadow_action, self.status_record.tell_why_it_ends, self.aborts)
         wanted = _policy_of(decision)._replace(modes={each.name: Mode.AUTO if rate else Mode.OFF for each in RUNNERS})
         self.shadow = self.shadow or FixManager(RUNNERS, wanted)
         self.shadow.start(wanted)

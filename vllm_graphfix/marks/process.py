@@ -9,7 +9,8 @@ from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.patching.applied_fix import FixState
 
 if TYPE_CHECKING:
-    from vllm_graphfix.marks.watch import Abort, KVMarks
+    from vllm_graphfix.marks.watch import KVMarks
+    from vllm_graphfix.settings.shadow_rate import Abort
 
 NAME = "kv-marks"
 """Under which records, `fleet` and metrics tell of it, as of a fix."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from vllm_graphfix.log import logger
 from vllm_graphfix.marks.ledger import Block, Ledger
 from vllm_graphfix.marks.sums import MOST, Batch, Group, Looked, Sums, UnsafeCacheError, groups
+from vllm_graphfix.settings.shadow_rate import Abort
 
 SHARE = 0.001
 """The part of the time that the host may spend on making sums."""
@@ -85,15 +86,6 @@ def unsafe(config: Any) -> str | None:
     if not name.startswith("vllm."):
         return f"blocks are given out by a scheduler of somebody else's ({name})"
     return None
-
-
-class Abort(Protocol):
-    """Has requests ended, and blocks taken out of the prefix cache."""
-
-    def why_not(self) -> str | None:
-        """Why that cannot be done; to be asked once steps run."""
-
-    def tell(self, requests: Collection[str], blocks: Collection[int], why: str) -> None: ...
 
 
 class KVMarks:

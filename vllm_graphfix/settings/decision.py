@@ -128,7 +128,9 @@ class Decision(NamedTuple):
     @property
     def aborts(self) -> bool:
         """Whether requests may be ended in this engine."""
-        return self.marks != shadow_rate.OFF and self.kv_marks_action is shadow_rate.MarksAction.ABORT
+        of_marks = self.marks != shadow_rate.OFF and self.kv_marks_action is shadow_rate.MarksAction.ABORT
+        of_shadow = self.shadow != shadow_rate.OFF and self.shadow_action is shadow_rate.Action.ABORT
+        return of_marks or (of_shadow and self._is_watched)
 
     @property
     def _is_watched(self) -> bool:

@@ -6,8 +6,9 @@ It is a fraction of the replays, or a budget of the time that they take.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 OFF = "off"
 VALID = "off, a fraction such as 1/2000, a budget such as 0.1%"
@@ -23,6 +24,8 @@ class Action(str, Enum):
     REPORT = "report"
     QUARANTINE = "quarantine"
     """After two of one graph it is replayed no more, and its steps run without it."""
+    ABORT = "abort"
+    """Requests of which a row was wrong end with an error, and their blocks leave the prefix cache."""
 
 
 class MarksAction(str, Enum):
@@ -31,6 +34,15 @@ class MarksAction(str, Enum):
     REPORT = "report"
     ABORT = "abort"
     """Requests that have it end with an error, and their blocks leave the prefix cache."""
+
+
+class Abort(Protocol):
+    """Has requests ended, and blocks taken out of the prefix cache; of the two actions of that name."""
+
+    def why_not(self) -> str | None:
+        """Why that cannot be done; to be asked once steps run."""
+
+    def tell(self, requests: Collection[str], blocks: Collection[int], why: str) -> None: ...
 
 
 class Rate(NamedTuple):

@@ -8,9 +8,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from vllm_graphfix.log import logger
-from vllm_graphfix.settings.shadow_rate import NEVER, Action, Rate
+from vllm_graphfix.settings.shadow_rate import NEVER, Abort, Action, Rate
 from vllm_graphfix.shadow import ranks, stages
 from vllm_graphfix.shadow.comparison import threshold
+from vllm_graphfix.shadow.concerned import requests_of_rows
 from vllm_graphfix.shadow.failures import FailedElsewhereError, UnfitStep, UnsafeError, description, is_lost, tried
 from vllm_graphfix.shadow.memory import Memory
 from vllm_graphfix.shadow.runs import (
@@ -26,7 +27,7 @@ from vllm_graphfix.shadow.runs import (
 )
 from vllm_graphfix.shadow.schedule import Schedule
 from vllm_graphfix.shadow.stages import Stages
-from vllm_graphfix.shadow.verdict import GraphHistory, Mismatch, Results
+from vllm_graphfix.shadow.verdict import TARGET, GraphHistory, Mismatch, Results
 
 CONFIRMATIONS = 2
 """Mismatches of one graph, each confirmed by a second eager run, after which it is put into quarantine."""
@@ -45,9 +46,12 @@ again."""
 class Shadow:
     """The shadow check of one process."""
 
-    def __init__(self, rate: Rate, action: Action, refuse: Callable[[str], None]) -> None:
-        """*refuse* is told why no step of this engine may run twice."""
+    def __init__(self, rate: Rate, action: Action, refuse: Callable[[str], None], abort: Abort | None = None) -> None:
+        """*refuse* is told why no step of this engine may run twice; *abort* ends requests, if that is the action."""
         self._refuse = refuse
+        self._abort = abort
+        self.cannot_abort: str | None = None
+        """Why no request can be ended, though that is the action."""
         self.schedule = Schedule(rate)
         self.action = action
         self.results = Results()
@@ -383,6 +387,10 @@ class Shadow:
         elif mismatch.first_layer and not known.layer:
             known.layer = mismatch.first_layer
             logger.warning("graphfix: %s first goes wrong in %s, or just before it", mismatch.graph.name, known.layer)
+        if self.action is Action.ABORT and mismatch.here:
+            _, failed = tried(lambda: self._end_requests(mismatch))
+            if failed is not None:
+                self._cannot_abort(description(failed))
         if self.action is Action.QUARANTINE and known.mismatches == CONFIRMATIONS:
             self.quarantined.add(key)
             self.results.quarantined.append(mismatch.graph)
@@ -390,3 +398,21 @@ class Shadow:
                 "graphfix: %s is no longer replayed; its steps now run without a graph, more slowly",
                 mismatch.graph.name,
             )
+
+    def _end_requests(self, mismatch: Mismatch) -> None:
+        """Ends those requests of the step that is running whose rows are wrong."""
+        if self._abort is None or not mismatch.graph.name.startswith(TARGET):
+            return  # what a drafter proposes is verified
+        if (why_not := self._abort.why_not()) is not None:
+            self._cannot_abort(why_not)
+            return
+        rounding = threshold(self._noise)
+        wrong = [not error <= rounding for error in mismatch.errors]  # not `>`: NaN is wrong, too
+        names = requests_of_rows(wrong if mismatch.failure is None else ())
+        self._abort.tell(names, (), f"its tokens came of a wrong replay of a CUDA graph ({mismatch.sentence()})")
+        self.results.aborted += len(names)
+
+    def _cannot_abort(self, why: str) -> None:
+        if self.cannot_abort is None:
+            self.cannot_abort = why
+            logger.warning("graphfix: requests of a step that was replayed wrongly are not ended: %s", why)

@@ -12,6 +12,7 @@ from vllm_graphfix.settings.shadow_rate import Action, Rate
 
 if TYPE_CHECKING:
     from vllm_graphfix.patching.applied_fix import FixState
+    from vllm_graphfix.settings.shadow_rate import Abort
     from vllm_graphfix.shadow.check import Shadow
 
 NAME = "shadow"
@@ -27,10 +28,12 @@ REFUSED: str | None = None
 """Why no step of this engine may run twice."""
 
 
-def start(rate: Rate, action: Action, tell: Callable[[str], None] = lambda problem: None) -> None:
+def start(
+    rate: Rate, action: Action, tell: Callable[[str], None] = lambda problem: None, abort: Abort | None = None
+) -> None:
     """Begins anew: a process may make one engine after the other, or be forked.
 
-    *tell* is called with the reason where the check ends this process.
+    *tell* is called with the reason where the check ends this process; *abort* ends requests, if that is the action.
     """
     global SHADOW, REFUSED  # noqa: PLW0603 - one a process
     REFUSED = SHADOW = None
@@ -39,7 +42,7 @@ def start(rate: Rate, action: Action, tell: Callable[[str], None] = lambda probl
         from vllm_graphfix.shadow.check import Shadow
 
         watchdog.last_words = functools.partial(_note_end, tell)
-        SHADOW = Shadow(rate, action, refuse)
+        SHADOW = Shadow(rate, action, refuse, abort)
 
 
 def serve(worker: Any) -> None:
@@ -85,6 +88,8 @@ def state(of_runners: Mapping[str, FixState]) -> FixState:
         return found._replace(state=State.INCOMPATIBLE, reason=REFUSED)
     if SHADOW is not None and SHADOW.stopped is not None:
         return found._replace(state=State.FAILED, reason=f"the check has stopped: {SHADOW.stopped}")
+    if SHADOW is not None and SHADOW.cannot_abort is not None:
+        return found._replace(reason=f"requests are not ended, since {SHADOW.cannot_abort}; {found.reason}")
     return found
 
 
@@ -99,6 +104,7 @@ def counts() -> dict[str, dict[str, int]]:
             "mismatches": found.mismatches,
             "quarantined-graphs": len(found.quarantined),
             "quarantines-given-up": found.given_up,
+            "aborted": found.aborted,
             "steps-left-out": found.skipped,
             "milliseconds": int(1000 * found.seconds),
         }

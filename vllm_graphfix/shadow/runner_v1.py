@@ -17,6 +17,7 @@ from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.failures import UnsafeError, tried
 from vllm_graphfix.shadow.forward import Pass, unsafe
 from vllm_graphfix.shadow.runs import Step
+from vllm_graphfix.shadow.verdict import TARGET
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,7 +171,7 @@ def _step(wrapper: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, A
         wrapper.vllm_config, context.attn_metadata, context.slot_mapping, (args, kwargs), context.additional_kwargs
     )
     eager = _without_graphs(context, wrapper.runnable, args, kwargs)
-    return found.step("target model", context.batch_descriptor, eager, lambda: _real_rows(context, wrapper.vllm_config))
+    return found.step(TARGET, context.batch_descriptor, eager, lambda: _real_rows(context, wrapper.vllm_config))
 
 
 def _real_rows(context: Any, config: Any) -> int:

@@ -22,6 +22,7 @@ from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.failures import UnsafeError
 from vllm_graphfix.shadow.forward import Pass, unsafe
 from vllm_graphfix.shadow.runs import Step
+from vllm_graphfix.shadow.verdict import TARGET
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -184,7 +185,7 @@ def _variables_of_caller(frame: FrameType | None) -> Mapping[str, Any] | None:
 def _step(manager: Any, desc: Any, caller: Mapping[str, Any]) -> Step:
     batch = caller["input_batch"]
     found = Pass(manager.vllm_config, caller["attn_metadata"], caller["slot_mappings_by_layer"], caller["model_inputs"])
-    return found.step("target model", desc, _without_graphs(manager, desc, caller), lambda: int(batch.num_tokens))
+    return found.step(TARGET, desc, _without_graphs(manager, desc, caller), lambda: int(batch.num_tokens))
 
 
 def _without_graphs(manager: Any, desc: Any, caller: Mapping[str, Any]) -> Callable[[], Any]:

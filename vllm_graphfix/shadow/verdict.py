@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+TARGET = "target model"
+"""How the name of a graph begins that is no drafter's."""
 _KEPT = 50
 """Mismatches that are told one by one, the first ones; the others are counted."""
 _ROWS = 64
@@ -83,6 +85,8 @@ class Results:
         self.noise = 0.0
         self.kept: list[Mismatch] = []
         self.quarantined: list[Graph] = []
+        self.aborted = 0
+        """The number of requests that were ended because of a mismatch."""
         self.given_up = 0
         """The number of quarantined graphs that are replayed again, since their steps cannot be run without."""
         self.changed_inputs: set[str] = set()
