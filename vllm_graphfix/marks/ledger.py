@@ -7,7 +7,7 @@ that no later than in the step that writes it. So a block is followed from its a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -28,15 +28,17 @@ class Block(NamedTuple):
 class Ledger:
     """The blocks that are followed: those that are still being filled, and those that are marked."""
 
-    def __init__(self, tokens: Mapping[int, int], every: int, slack: int) -> None:
+    def __init__(self, tokens: Mapping[int, int], every: int, slack: int = 0, doubt: int = 0) -> None:
         """*tokens* of a block, by group: of those whose blocks are written once; other groups have none.
 
         *every*: one of so many blocks is followed. *slack*: so many of the last tokens of a request may be computed
-        again, since drafts were refused.
+        again, since drafts were refused; *doubt*: so many that the scheduler counts as computed may have been.
         """
         self._tokens = tokens
         self._every = every
-        self._slack = slack
+        self._slack, self._doubt = slack, doubt
+        self._last: Any = None
+        """What was said of running requests in the last step."""
         self._count = 0
         self._filling: dict[int, Block] = {}
         self._by_request: dict[str, list[Block]] = {}
@@ -57,9 +59,9 @@ class Ledger:
         """
         cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
         self._settle(cached)
-        for request in output.finished_req_ids:
-            self._forget_request(request)
-        for request in getattr(output, "preempted_req_ids", None) or ():
+        ended = {*output.finished_req_ids, *(getattr(output, "preempted_req_ids", None) or ())}
+        self._settle_at_rest(ended & self._computed.keys())
+        for request in ended:
             self._forget_request(request)
         dropped: list[Block] = []
         for new in output.scheduled_new_reqs:
@@ -77,12 +79,22 @@ class Ledger:
         dropped += self._drop(copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ())
         for request in self._computed:
             self._computed[request] += scheduled.get(request, 0)
+        self._last = cached
         return dropped
 
     def settle(self) -> None:
         """Notes what is full with all steps so far, before a step of no request."""
-        if not self._slack:
+        if self._slack:
+            self._settle_at_rest(list(self._computed))
+        else:
             self._settle(None)
+
+    def _settle_at_rest(self, requests: Collection[str]) -> None:
+        """The same of *requests* that are in no step which is under way, where drafts may be refused."""
+        for request in requests if self._slack and self._last is not None else ():
+            if request in self._last.req_ids:
+                sure = self._last.num_computed_tokens[self._last.req_ids.index(request)] - self._doubt
+                self._finish(request, sure)
 
     def _settle(self, cached: Any) -> None:
         for request, computed in list(self._computed.items()):
@@ -91,7 +103,7 @@ class Ledger:
             sure = computed
             if self._slack:
                 # Refused drafts have been counted: only what the scheduler says now is sure.
-                if request not in cached.req_ids:
+                if cached is None or request not in cached.req_ids:
                     continue
                 sure = self._computed[request] = cached.num_computed_tokens[cached.req_ids.index(request)]
             self._finish(request, sure - self._slack)
@@ -181,6 +193,7 @@ class Ledger:
         for request in list(self._by_request):
             self._forget_request(request)
         self._lengths.clear()
+        self._last = None
         self._filling.clear()
         self.finished.clear()
         self._readers.clear()

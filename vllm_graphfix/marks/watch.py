@@ -149,7 +149,7 @@ class KVMarks:
             logger.warning("graphfix: no cache block of this engine is marked: %s", reason)
             return
         tokens = {number: group.tokens for number, group in self._groups.items()}
-        self._ledger = Ledger(tokens, self.every or 1, _slack(worker.vllm_config))
+        self._ledger = Ledger(tokens, self.every or 1, *_slack_and_doubt(worker.vllm_config))
         self._sums = Sums(device)
         self._sums.warm_up(self._groups)
         self._counts = {"marks": 0, "looks": 0, "changed": 0, "aborted": 0, "passed-over": 0, "failures": 0}
@@ -354,8 +354,16 @@ class KVMarks:
             self._end()
 
 
-def _slack(config: Any) -> int:
-    """The last tokens of a request that may be computed again, since drafts are counted before they are accepted."""
+def _slack_and_doubt(config: Any) -> tuple[int, int]:
+    """The last tokens of a request that may be computed again, and those that are counted and may have been refused.
+
+    Without drafts there are none. With asynchronous scheduling a step is made before the drafts of those under way were
+    verified.
+    """
     drafts = int(getattr(getattr(config, "speculative_config", None), "num_speculative_tokens", 0) or 0)
+    if not drafts:
+        return 0, 0
     under_way = int(config.parallel_config.pipeline_parallel_size) + 1
-    return 2 * (drafts + 1) * under_way if drafts else 0
+    if not getattr(config.scheduler_config, "async_scheduling", False):
+        under_way -= 1
+    return (drafts + 1) * (under_way + 1), drafts * under_way

@@ -1,0 +1,376 @@
+"""Marks in the KV cache: finished blocks that change are named, and who has them is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import engine as cpu
+from behaviours import check_behaviours
+from records import record
+from stock import ALL_RELEASES, release_root
+from table import SAMPLE, slow_but_for
+from vllm_graphfix.commands.fleet import look
+from vllm_graphfix.engine.abort import Aborts, Verdict
+from vllm_graphfix.engine.metrics import snapshot_of
+from vllm_graphfix.marks.ledger import Ledger
+from vllm_graphfix.records import OverwrittenBlock, Record, RecordError, own_folder, prune, write
+from vllm_graphfix.settings.decision import decide, decode
+from vllm_graphfix.settings.environment import read
+from vllm_graphfix.settings.json_object import JsonError
+from vllm_graphfix.settings.shadow_rate import Action, MarksAction
+from vllm_graphfix.source.files import open_source
+
+WRITES = {
+    "0.18.1": "Rank,DraftingRank",
+    "0.19.1": "Rank,DraftingRank",
+    "0.21.0": "DraftingRank",
+    "0.33.0": "DraftingRank",
+}
+"""Releases, and which ranks of the CPU double write to finished blocks in a step without work."""
+ON = {"VLLM_GRAPHFIX_KV_MARKS": "1/1", "VLLM_GRAPHFIX_KV_MARKS_ACTION": "abort"}
+
+
+@pytest.mark.parametrize("fix", ["off", "auto"])
+@pytest.mark.parametrize("release", slow_but_for(("0.18.1", "0.33.0"), tuple(WRITES)))
+def test_idle_steps_of_stock_are_caught_and_patched_ones_are_silent(release: str, fix: str) -> None:
+    check_behaviours(release, "kv_marks", {"VLLM_GRAPHFIX_IDLE_RANK": fix, "WRITES": WRITES[release]})
+
+
+# -- a real engine ---------------------------------------------------------------------------------------------------
+
+
+def served(folder: Path, plant: str, executor: str, **environment: str) -> dict[str, Any]:
+    """What `marked_engine` says of an engine with the cache that *plant* has overwritten."""
+    script = Path(cpu.__file__).with_name("marked_engine.py")
+    model = cpu.models.write("llama", folder)
+    done = subprocess.run(
+        [sys.executable, str(script), str(model), plant, executor],
+        env=cpu.environment(folder, script.parent, cpu.cpu_engine()) | ON | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found["state"] == "active"
+    assert found["counts"]["failures"] == found["counts"]["passed-over"] == 0
+    assert found["counts"]["marks"] > 50
+    assert found["counts"]["looks"] > 5 * found["counts"]["marks"]
+    return found
+
+
+@pytest.mark.parametrize("executor", ["uni", pytest.param("mp", marks=pytest.mark.slow)])
+def test_who_has_an_overwritten_block_ends_with_an_error_and_nobody_else_does(tmp_path: Path, executor: str) -> None:
+    """In one process, and with the scheduler in another one than the worker."""
+    found = served(tmp_path, "finished", executor)
+    assert (found["counts"]["changed"], found["counts"]["aborted"]) == (1, 2)
+    (block,) = found["found"]
+    assert (block["block"], block["layers"]) == (found["planted"]["block"], found["planted"]["layer"])
+    first, second, third = found["asked"]
+    for reason, why, cached in (first[0], first[2]):
+        assert (reason, cached) == ("error", 80)
+        assert f"block {block['block']} of cache group 0 has changed although it was finished" in why
+    assert [reason for reason, _, _ in (first[1], *second, *third)] == 7 * ["length"]
+    assert second[0][2] == 0  # what they had has left the prefix cache
+    assert third[0][2] == 80  # and is there again
+    assert not list(tmp_path.rglob("*.aborts"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", ["nothing", "unused"])
+def test_an_engine_that_nobody_meddles_with_is_silent(tmp_path: Path, plant: str) -> None:
+    found = served(tmp_path, plant, "uni")
+    assert (found["counts"]["changed"], found["found"]) == (0, [])
+    assert {reason for asked in found["asked"] for reason, _, _ in asked} == {"length"}
+
+
+@pytest.mark.slow
+def test_with_report_nobody_is_ended(tmp_path: Path) -> None:
+    found = served(tmp_path, "finished", "uni", VLLM_GRAPHFIX_KV_MARKS_ACTION="report")
+    assert (found["counts"]["changed"], found["counts"]["aborted"]) == (1, 0)
+    assert {reason for asked in found["asked"] for reason, _, _ in asked} == {"length"}
+
+
+# -- which blocks are finished ---------------------------------------------------------------------------------------
+
+
+def step(
+    new: tuple[Any, ...] = (), running: dict[str, Any] | None = None, resumed: tuple[str, ...] = (), **more: Any
+) -> Any:
+    """A `SchedulerOutput`.
+
+    *new* requests have a name, blocks by group, tokens computed and scheduled; *running* ones, by name, new blocks,
+    computed and scheduled.
+    """
+    running = running or {}
+    cached = SimpleNamespace(
+        req_ids=list(running),
+        resumed_req_ids=set(resumed),
+        new_block_ids=[blocks for blocks, _, _ in running.values()],
+        num_computed_tokens=[computed for _, computed, _ in running.values()],
+    )
+    fresh = [
+        SimpleNamespace(req_id=name, block_ids=blocks, num_computed_tokens=computed)
+        for name, blocks, computed, _ in new
+    ]
+    scheduled = {name: tokens for name, _, _, tokens in new} | {
+        name: tokens for name, (_, _, tokens) in running.items()
+    }
+    return SimpleNamespace(
+        scheduled_new_reqs=fresh,
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens=scheduled,
+        **({"finished_req_ids": set(), "preempted_req_ids": None} | more),
+    )
+
+
+def mark_all(ledger: Ledger) -> set[int]:
+    """Marks what is finished."""
+    ledger.marked.update(ledger.finished)
+    ledger.finished.clear()
+    return set(ledger.marked)
+
+
+def ledger_with_a_prompt(**given: Any) -> Ledger:
+    """Of blocks of four tokens; after a prompt of nine in blocks 1, 2 and 3."""
+    ledger = Ledger({0: 4}, 1, **given)
+    ledger.step(step(new=(("a", ([1, 2, 3],), 0, 9),)))
+    return ledger
+
+
+def test_a_block_is_finished_once_the_step_that_fills_it_has_run() -> None:
+    ledger = ledger_with_a_prompt()
+    assert not ledger.finished
+    ledger.step(step(running={"a": (None, 9, 3)}))
+    assert mark_all(ledger) == {1, 2}
+    ledger.settle()
+    assert mark_all(ledger) == {1, 2, 3}
+
+
+def test_the_last_block_of_a_request_that_has_ended_is_finished_too_if_it_is_full() -> None:
+    ledger = ledger_with_a_prompt()
+    ledger.step(step(running={"a": (None, 9, 3)}))
+    ledger.step(step(finished_req_ids={"a"}))
+    assert mark_all(ledger) == {1, 2, 3}
+    ledger = ledger_with_a_prompt()
+    ledger.step(step(finished_req_ids={"a"}))
+    assert mark_all(ledger) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    "anew",
+    [
+        step(new=(("b", ([2, 5],), 0, 8),)),
+        step(running={"a": (([2],), 9, 4)}),
+        step(running={"a": (([7, 2, 8],), 0, 9)}, resumed=("a",)),
+        step(new_block_ids_to_zero=[2]),
+        step(kv_cache_block_copies=[SimpleNamespace(src_block_id=1, dst_block_id=2)]),
+    ],
+    ids=["new", "running", "resumed", "zeroed", "copied"],
+)
+def test_a_block_that_is_allocated_anew_is_marked_no_more(anew: Any) -> None:
+    ledger = ledger_with_a_prompt()
+    ledger.settle()
+    assert mark_all(ledger) == {1, 2}
+    assert [block.number for block in ledger.step(anew)] == [2]
+    assert set(ledger.marked) == {1}
+
+
+def test_a_hit_in_the_prefix_cache_stays_marked_and_its_readers_are_known() -> None:
+    ledger = ledger_with_a_prompt()
+    ledger.settle()
+    mark_all(ledger)
+    assert ledger.users(ledger.marked[1]) == ["a"]
+    assert ledger.step(step(new=(("b", ([1, 2, 9],), 8, 3),), finished_req_ids={"a"})) == []
+    assert ledger.users(ledger.marked[1]) == ["b"]
+    # One that came to another place without a word was given away in between.
+    (dropped,) = ledger.step(step(new=(("c", ([2, 6],), 4, 3),)))
+    assert dropped.number == 2
+
+
+def test_blocks_of_groups_that_are_written_again_and_the_null_block_are_not_followed() -> None:
+    ledger = Ledger({1: 4}, 1)
+    ledger.step(step(new=(("a", ([1, 2], [0, 3]), 0, 8),)))
+    ledger.settle()
+    assert mark_all(ledger) == {3}
+    (dropped,) = ledger.step(step(new=(("b", ([3], [4]), 4, 1),)))  # whatever it says is computed
+    assert dropped.number == 3
+
+
+def test_tokens_of_drafts_that_may_be_refused_are_not_finished() -> None:
+    ledger = ledger_with_a_prompt(slack=4, doubt=2)
+    ledger.step(step(running={"a": (None, 9, 3)}))
+    assert mark_all(ledger) == {1}  # up to 9 - 4
+    ledger.step(step(running={"a": (([4],), 10, 3)}))  # two of three were refused
+    assert mark_all(ledger) == {1}
+    ledger.settle()  # all steps have run: up to 10 - 2
+    assert mark_all(ledger) == {1, 2}
+    ledger.step(step(running={"a": (None, 14, 3)}))
+    ledger.step(step(finished_req_ids={"a"}))
+    assert mark_all(ledger) == {1, 2, 3}
+
+
+def test_of_many_blocks_the_fraction_is_followed() -> None:
+    ledger = Ledger({0: 4}, 16)
+    for number in range(20):
+        first = 1 + 33 * number
+        ledger.step(step(new=((f"{number}", (list(range(first, first + 33)),), 0, 33 * 4),)))
+    ledger.settle()
+    assert len(mark_all(ledger)) == 20 * 33 // 16
+    ledger.clear()
+    assert not ledger.marked
+    assert ledger.step(step(running={"0": (([999],), 132, 1)})) == []
+
+
+# -- who is told -----------------------------------------------------------------------------------------------------
+
+
+class SchedulerStandIn:
+    """Stands in for vLLM's scheduler, which the test with a real engine has: two requests that share block 3."""
+
+    def __init__(self) -> None:
+        self.evicted: set[int] = set()
+        self.ended: list[str] = []
+        self.requests = {name: SimpleNamespace(is_finished=lambda: False) for name in ("a", "b")}
+        self.kv_cache_manager = SimpleNamespace(
+            evict_blocks=self.evicted.update,
+            get_block_ids=lambda name: ([3, 4 if name == "a" else 5],),
+            block_pool=SimpleNamespace(blocks=range(8)),
+        )
+
+    def finish_requests(self, name: str, status: object) -> None:
+        self.ended.append(name)
+        del self.requests[name]
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Aborts, Aborts, SchedulerStandIn]:
+    """A rank, the process of its scheduler, and the scheduler."""
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    monkeypatch.setattr("vllm_graphfix.engine.abort._finished_error", lambda: "error")
+    scheduler, rank, its = SchedulerStandIn(), Aborts(tmp_path), Aborts(tmp_path)
+    for each in (rank, its):
+        each.begin("0123456789abcdef")
+    return rank, its, scheduler
+
+
+def test_a_rank_in_another_process_tells_the_scheduler_by_a_file(two: Any, tmp_path: Path) -> None:
+    rank, its, scheduler = two
+    assert "No such file" in rank.why_not()
+    its._begin(scheduler)
+    assert rank.why_not() is None
+    rank.tell(["b", "gone"], [3, 10**6], "block 3 has changed")
+    its._take_out(scheduler)
+    assert (scheduler.evicted, scheduler.ended) == ({3, 5}, [])
+    ended: list[Any] = []
+    its._end_requests(scheduler, ended)
+    assert (scheduler.ended, [why for _, why in ended]) == (["b"], ["block 3 has changed"])
+    its._end_requests(scheduler, ended)
+    assert len(ended) == 1
+    names = [f"request-{number}" for number in range(1000)]
+    rank.tell([*names, "a"], [3], "again")
+    its._end_requests(scheduler, ended)
+    assert scheduler.ended == ["b", "a"]
+
+
+def test_what_a_scheduler_cannot_read_ends_nobody(two: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rank, its, scheduler = two
+    its._begin(scheduler)
+    (file,) = own_folder(tmp_path).glob("*.aborts")
+    with file.open("ab") as told:
+        told.write(b'{"requests": ["a"], "blocks": [-1], "why": ""}\nnot JSON\n{"requests": ["b"], "bl')
+    its._end_requests(scheduler, [])
+    assert (scheduler.ended, scheduler.evicted) == ([], set())
+    with pytest.raises(JsonError):
+        Verdict.decode(b"[]")
+    file.unlink()
+    with pytest.raises(OSError, match="tell the scheduler"):
+        rank.tell(["a"], [], "")
+
+
+def test_the_file_of_a_scheduler_that_was_killed_is_removed_with_the_records_of_its_engine(
+    two: Any, tmp_path: Path
+) -> None:
+    _, its, scheduler = two
+    its._begin(scheduler)
+    (file,) = own_folder(tmp_path).glob("*.aborts")
+    os.utime(file, (0, 0))
+    write(tmp_path, record())
+    prune(tmp_path)
+    assert file.exists()  # a process of that engine is alive
+    for each in own_folder(tmp_path).glob("*.json"):
+        each.unlink()
+    prune(tmp_path)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("release", slow_but_for(SAMPLE, ALL_RELEASES))
+def test_what_is_relied_on_is_there_in_every_release(release: str) -> None:
+    source = open_source(release_root(release))
+    scheduler, manager = "vllm/v1/core/sched/scheduler.py", "vllm/v1/core/kv_cache_manager.py"
+    for name in ("__init__", "schedule", "update_from_output"):
+        assert source.function(scheduler, f"Scheduler.{name}") is not None
+    finish = source.function(scheduler, "Scheduler.finish_requests")
+    assert finish is not None
+    assert finish.takes == "self, request_ids, finished_status"
+    for name in ("evict_blocks", "get_block_ids"):
+        assert source.function(manager, f"KVCacheManager.{name}") is not None
+    for runner in ("vllm/v1/worker/gpu_model_runner.py", "vllm/v1/worker/gpu/model_runner.py"):
+        execute = source.function(runner, "GPUModelRunner.execute_model")
+        assert execute is not None
+        assert execute.takes.startswith("self, scheduler_output")
+    output = (source.read("vllm/v1/core/sched/output.py") or b"").decode()
+    for name in ("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "finished_req_ids",
+                 "preempted_req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"):  # fmt: skip
+        assert f"    {name}: " in output
+    worker = "vllm/v1/worker/gpu_worker.py"
+    for name in ("execute_model", "execute_dummy_batch", "sleep", "wake_up"):
+        assert source.function(worker, f"Worker.{name}") is not None
+
+
+# -- settings, records -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_set_is_handed_on_and_is_off_outside_of_the_rollout() -> None:
+    assert decide(read({}, ()), "0.21.0").marks == "off"
+    made = decode(decide(read(ON | {"VLLM_GRAPHFIX_SHADOW_ACTION": "abort"}, ()), "0.21.0").encode())
+    assert made is not None
+    assert (made.marks, made.kv_marks_action, made.shadow_action) == ("1/1", MarksAction.ABORT, Action.ABORT)
+    assert made.aborts
+    assert made._replace(canary=False).marks == "off"
+    assert not made._replace(canary=False).aborts
+    only_shadow = read({"VLLM_GRAPHFIX_SHADOW": "1/9", "VLLM_GRAPHFIX_SHADOW_ACTION": "abort"}, ())
+    assert decide(only_shadow, "0.21.0").aborts
+    for switch in ({"VLLM_GRAPHFIX": "off"}, {"VLLM_GRAPHFIX_KV_MARKS": "0.1%"}, {"VLLM_GRAPHFIX_KV_MARKS": "off"}):
+        assert decide(read(ON | switch, ()), "0.21.0").marks == "off"
+
+
+OVERWRITTEN = OverwrittenBlock(17, 1, "model.layers.0.self_attn.attn", "cmpl-1", "3 with requests, 2 of an idle rank")
+COUNTS = {"marks": 9, "looks": 40, "changed": 2, "aborted": 1, "passed-over": 0, "failures": 0, "milliseconds": 3}
+
+
+def test_records_have_the_first_blocks_that_have_changed_and_fleet_and_metrics_tell(
+    tmp_path: Path, alone: Callable[[], None]
+) -> None:
+    told = record(rank=0, events={"kv-marks": COUNTS}, overwritten=(OVERWRITTEN,))
+    written = told.as_json()
+    assert Record.from_json(written) == told
+    write(tmp_path, told)
+    (engine,) = look(tmp_path).engines
+    (line,) = [what for what in engine.wrong if "cache blocks have changed, 2 times: block 17 of cache group 1" in what]
+    assert OVERWRITTEN.layers in line
+    events = snapshot_of([told], 0.0).events
+    assert {event: count for (fix, event), count in events.items() if fix == "kv-marks"} == COUNTS
+    written["overwritten"]["0"]["block"] = "many"
+    with pytest.raises(RecordError, match=r"overwritten\.0"):
+        Record.from_json(written)
