@@ -130,6 +130,7 @@ def step(
         scheduled_new_reqs=fresh,
         scheduled_cached_reqs=cached,
         num_scheduled_tokens=scheduled,
+        scheduled_spec_decode_tokens={name: [5] * (tokens - 1) for name, (_, _, tokens) in running.items()},
         **({"finished_req_ids": set(), "preempted_req_ids": None} | more),
     )
 
@@ -213,23 +214,27 @@ def test_tokens_of_drafts_that_may_be_refused_are_not_finished() -> None:
     assert mark_all(ledger) == {1}  # up to 9 - 4
     ledger.step(step(running={"a": (([4],), 10, 3)}))  # two of three were refused
     assert mark_all(ledger) == {1}
-    ledger.settle()  # all steps have run: up to 10 - 2
+    ledger.settle()  # all steps have run: up to 10 + 1 - 2
     assert mark_all(ledger) == {1, 2}
     ledger.step(step(running={"a": (None, 14, 3)}))
     ledger.step(step(finished_req_ids={"a"}))
     assert mark_all(ledger) == {1, 2, 3}
+    ledger = ledger_with_a_prompt(slack=4)
+    ledger.settle()  # a prompt has no drafts
+    assert mark_all(ledger) == {1, 2}
 
 
-def test_of_many_blocks_the_fraction_is_followed() -> None:
+def test_of_many_requests_the_fraction_is_followed() -> None:
     ledger = Ledger({0: 4}, 16)
-    for number in range(20):
+    for number in range(33):
         first = 1 + 33 * number
         ledger.step(step(new=((f"{number}", (list(range(first, first + 33)),), 0, 33 * 4),)))
     ledger.settle()
-    assert len(mark_all(ledger)) == 20 * 33 // 16
+    assert len(mark_all(ledger)) == 2 * 33
+    assert {block.request for block in ledger.marked.values()} == {"15", "31"}
     ledger.clear()
     assert not ledger.marked
-    assert ledger.step(step(running={"0": (([999],), 132, 1)})) == []
+    assert ledger.step(step(running={"15": (([999],), 132, 1)})) == []  # it was there before
 
 
 # -- who is told -----------------------------------------------------------------------------------------------------

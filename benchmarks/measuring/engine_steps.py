@@ -23,11 +23,11 @@ from vllm_graphfix.verify.engine import models
 
 TARGET = 0.995
 DRAFTS = 2
-_LARGE = {"num_hidden_layers": LAYERS, "hidden_size": 2048, "intermediate_size": 5504, "vocab_size": 32000}
-_LLAMA = models.LLAMA | _LARGE | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+LARGE = {"num_hidden_layers": LAYERS, "hidden_size": 2048, "intermediate_size": 5504, "vocab_size": 32000}
+_LLAMA = models.LLAMA | LARGE | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 _HYBRID = (
     models.LFM2
-    | _LARGE
+    | LARGE
     | {
         "layer_types": ["conv", "full_attention"] * (LAYERS // 2),
         "conv_dim": 2048,
@@ -36,7 +36,7 @@ _HYBRID = (
         "num_key_value_heads": 8,
     }
 )
-_MLA_MTP = models.MLA_MTP | _LARGE | {"first_k_dense_replace": LAYERS + 1}
+_MLA_MTP = models.MLA_MTP | LARGE | {"first_k_dense_replace": LAYERS + 1}
 
 
 def _case(

@@ -31,21 +31,25 @@ class Ledger:
     def __init__(self, tokens: Mapping[int, int], every: int, slack: int = 0, doubt: int = 0) -> None:
         """*tokens* of a block, by group: of those whose blocks are written once; other groups have none.
 
-        *every*: one of so many blocks is followed. *slack*: so many of the last tokens of a request may be computed
-        again, since drafts were refused; *doubt*: so many that the scheduler counts as computed may have been.
+        *every*: the blocks of one of so many requests are followed, which costs other requests next to nothing.
+        *slack*: so many of the last tokens of a request may be computed again, since drafts were refused; *doubt*: so
+        many that the scheduler counts as computed may have been.
         """
         self._tokens = tokens
         self._every = every
         self._slack, self._doubt = slack, doubt
         self._last: Any = None
-        """What was said of running requests in the last step."""
+        """The `SchedulerOutput` of the step before."""
         self._count = 0
-        self._filling: dict[int, Block] = {}
+        self._running: set[str] = set()
+        self._followed: dict[int, Block] = {}
+        """All that are followed, by number."""
         self._by_request: dict[str, list[Block]] = {}
+        """Of these, what is still being filled."""
         self._computed: dict[str, int] = {}
         """Tokens of requests in `_by_request` when all steps so far have run; with drafts, at most so many."""
         self._lengths: dict[str, list[int]] = {}
-        """The number of blocks of each running request, by group."""
+        """The number of blocks of each running request that is followed, by group."""
         self._readers: dict[int, list[str]] = {}
         """Other requests that got a finished block from the prefix cache."""
         self.finished: dict[int, Block] = {}
@@ -65,21 +69,26 @@ class Ledger:
             self._forget_request(request)
         dropped: list[Block] = []
         for new in output.scheduled_new_reqs:
-            self._forget_request(new.req_id)
-            dropped += self._allocate(new.req_id, new.block_ids, new.num_computed_tokens, whole=True)
-        resumed = cached.resumed_req_ids
+            dropped += self._begin(new.req_id, new.block_ids, new.num_computed_tokens)
+        resumed, lengths = cached.resumed_req_ids, self._lengths
+        followed = self._followed.keys()
         for at, blocks in enumerate(cached.new_block_ids):
-            if blocks is not None:
-                request = cached.req_ids[at]
-                whole = request in resumed
-                if whole:
-                    self._forget_request(request)
-                dropped += self._allocate(request, blocks, cached.num_computed_tokens[at], whole=whole)
+            if blocks is None:
+                continue
+            request = cached.req_ids[at]
+            if request in resumed:
+                dropped += self._begin(request, blocks, cached.num_computed_tokens[at])
+                continue
+            for numbers in blocks:
+                if not followed.isdisjoint(numbers):
+                    dropped += self._drop(numbers)
+            if request in lengths:
+                self._follow(request, blocks, cached.num_computed_tokens[at])
         dropped += self._drop(getattr(output, "new_block_ids_to_zero", None) or ())
         dropped += self._drop(copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ())
         for request in self._computed:
             self._computed[request] += scheduled.get(request, 0)
-        self._last = cached
+        self._last = output
         return dropped
 
     def settle(self) -> None:
@@ -91,10 +100,17 @@ class Ledger:
 
     def _settle_at_rest(self, requests: Collection[str]) -> None:
         """The same of *requests* that are in no step which is under way, where drafts may be refused."""
-        for request in requests if self._slack and self._last is not None else ():
-            if request in self._last.req_ids:
-                sure = self._last.num_computed_tokens[self._last.req_ids.index(request)] - self._doubt
-                self._finish(request, sure)
+        if not self._slack or self._last is None or not requests:
+            return
+        last = self._last
+        cached = last.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in last.scheduled_new_reqs}
+        for request in requests:
+            if request in computed:
+                drafts = len(last.scheduled_spec_decode_tokens.get(request, ()))
+                ran = last.num_scheduled_tokens.get(request, 0) - drafts
+                self._finish(request, computed[request] + ran - self._doubt)
 
     def _settle(self, cached: Any) -> None:
         for request, computed in list(self._computed.items()):
@@ -112,8 +128,7 @@ class Ledger:
         blocks = self._by_request[request]
         full = [block for block in blocks if block.end <= tokens]
         for block in full:
-            if self._filling.get(block.number) is block:
-                del self._filling[block.number]
+            if self._followed.get(block.number) is block:
                 self.finished[block.number] = block
         left = blocks[len(full) :]  # they were allocated in this order
         if left:
@@ -123,48 +138,53 @@ class Ledger:
 
     def _forget_request(self, request: str) -> None:
         """It has ended, or its blocks were taken: what is full of it stays so."""
+        self._running.discard(request)
         for block in self._by_request.pop(request, ()):
-            if self._filling.get(block.number) is block:
-                del self._filling[block.number]
+            if self._followed.get(block.number) is block:
+                del self._followed[block.number]
         self._computed.pop(request, None)
         self._lengths.pop(request, None)
 
-    def _allocate(self, request: str, by_group: Sequence[Sequence[int]], computed: int, *, whole: bool) -> list[Block]:
-        """Notes blocks of *request*: all that it has, or some more. Returns the marked ones among them."""
+    def _begin(self, request: str, by_group: Sequence[Sequence[int]], computed: int) -> list[Block]:
+        """Notes all blocks that *request* has, new or come back; returns the marked ones that it may write."""
+        self._forget_request(request)
+        self._running.add(request)
         dropped: list[Block] = []
-        lengths = [0] * len(by_group) if whole else self._lengths.get(request)
+        hits = []
+        for group, numbers in enumerate(by_group):
+            # What comes with a request and is computed already is a hit in the prefix cache.
+            tokens = self._tokens.get(group)
+            hits.append(computed // tokens if tokens else 0)
+            dropped += self._drop_unlike(request, group, numbers[: hits[-1]])
+            dropped += self._drop(numbers[hits[-1] :])
+        self._count += 1
+        if self._count % self._every == 0:
+            self._lengths[request] = [min(first, len(numbers)) for first, numbers in zip(hits, by_group, strict=True)]
+            fresh = [numbers[first:] for first, numbers in zip(hits, by_group, strict=True)]
+            self._follow(request, fresh, computed)
+        return dropped
+
+    def _follow(self, request: str, by_group: Sequence[Sequence[int]], computed: int) -> None:
+        """Follows these further blocks of *request*."""
+        lengths = self._lengths[request]
         fresh: list[Block] = []
         for group, numbers in enumerate(by_group):
-            tokens = self._tokens.get(group)
-            begin = 0 if lengths is None else lengths[group]
-            # What comes with a request and is computed already is a hit in the prefix cache.
-            hits = computed // tokens if whole and tokens else 0
-            if hits:
-                dropped += self._drop_unlike(request, group, numbers[:hits])
-            dropped += self._drop(numbers[hits:])
-            if lengths is None or not tokens:
-                continue  # a request that was there before the marks began
-            lengths[group] = begin + len(numbers)
-            first = hits + (self._every - 1 - self._count) % self._every
-            self._count += len(numbers) - hits
-            fresh += [
-                Block(numbers[at], group, begin + at, request, (begin + at + 1) * tokens)
-                for at in range(first, len(numbers), self._every)
-                if numbers[at]
-            ]
-        if lengths is not None:
-            self._lengths[request] = lengths
+            first, tokens = lengths[group], self._tokens.get(group)
+            lengths[group] = first + len(numbers)
+            if tokens:
+                places = enumerate(numbers, first)
+                fresh += [Block(number, group, at, request, (at + 1) * tokens) for at, number in places if number]
         if fresh:
-            self._filling.update({block.number: block for block in fresh})
+            self._followed.update({block.number: block for block in fresh})
             known = self._by_request.setdefault(request, [])
             known += fresh
             known.sort(key=lambda block: block.end)
             self._computed.setdefault(request, computed)
-        return dropped
 
     def _drop(self, numbers: Iterable[int]) -> Iterator[Block]:
         for number in numbers:
-            self._filling.pop(number, None)
+            if self._followed.pop(number, None) is None:
+                continue
             self.finished.pop(number, None)
             self._readers.pop(number, None)
             if number in self.marked:
@@ -176,7 +196,7 @@ class Ledger:
         Those of another group or place were allocated anew without a word, and that is not understood.
         """
         for at, number in enumerate(numbers):
-            known = self.marked.get(number) or self.finished.get(number)
+            known = self._followed.get(number)
             if known is None:
                 continue
             if (known.group, known.place) == (group, at):
@@ -186,7 +206,14 @@ class Ledger:
 
     def users(self, block: Block) -> list[str]:
         """The requests that have *block*, and have not ended."""
-        return [each for each in (block.request, *self._readers.get(block.number, ())) if each in self._lengths]
+        return [each for each in (block.request, *self._readers.get(block.number, ())) if each in self._running]
+
+    def forget(self, number: int) -> None:
+        """Marks this block no more."""
+        self._followed.pop(number, None)
+        self.finished.pop(number, None)
+        self.marked.pop(number, None)
+        self._readers.pop(number, None)
 
     def clear(self) -> None:
         """The cache was emptied, or is not there for a while."""
@@ -194,7 +221,8 @@ class Ledger:
             self._forget_request(request)
         self._lengths.clear()
         self._last = None
-        self._filling.clear()
+        self._followed.clear()
+        self._running.clear()
         self.finished.clear()
         self._readers.clear()
         self.marked.clear()

@@ -27,7 +27,7 @@ class Marks:
         self._watch: KVMarks | None = None
 
     def begin(self, every: int | None, abort: Abort | None = None) -> None:
-        """One of *every* finished blocks is marked from the next engine on; none with None."""
+        """The finished blocks of one of *every* requests are marked, from the next engine on; none with None."""
         self._every, self._abort = every, abort
         if self._watch is not None:
             self._watch.begin(every, abort)
@@ -60,7 +60,10 @@ class Marks:
             action = "abort" if self._abort is not None else "report"
             if watch.cannot_abort is not None:
                 action = f"report, since {watch.cannot_abort}"
-            state, reason = State.ACTIVE, f"one of {self._every} finished cache blocks is marked; action: {action}"
+            state, reason = (
+                State.ACTIVE,
+                f"the finished cache blocks of one of {self._every} requests are marked; action: {action}",
+            )
         return {NAME: FixState(NAME, Mode.AUTO, None, state, reason)}
 
     def counts(self) -> dict[str, dict[str, int]]:

@@ -105,7 +105,7 @@ class KVMarks:
         self._forget()
 
     def begin(self, every: int | None, abort: Abort | None = None) -> None:
-        """Marks one of *every* blocks, from the next engine on that this process serves; none with None.
+        """Marks the blocks of one of *every* requests, from the next engine on that this process serves; none with None.
 
         *abort*: by which those are ended who have a block that has changed; None: they are not.
         """
@@ -261,7 +261,7 @@ class KVMarks:
     def _leave_out(self, ledger: Ledger) -> None:
         """Of what waits only the newest are kept: a block may change before it is marked, and nobody would know."""
         for number in list(ledger.finished)[: -2 * MOST]:
-            del ledger.finished[number]
+            ledger.forget(number)
             self._count("passed-over", 1)
 
     def _compare(self, sums: Sums, dropped: Sequence[Block]) -> None:
@@ -285,8 +285,8 @@ class KVMarks:
             batch, at = self._where.pop(block.number, (None, 0))
             if batch is not None:
                 batch.alive.discard(at)
-            if self._ledger is not None:
-                self._ledger.marked.pop(block.number, None)
+                if self._ledger is not None and self._ledger.marked.get(block.number) is block:
+                    self._ledger.forget(block.number)
 
     # -- what was seen -------------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class Decision(NamedTuple):
     """Seconds that ranks wait for one another before a capture."""
     addresses: environment.Addresses = environment.Addresses.REPORT
     kv_marks: str = shadow_rate.OFF
-    """How many of the finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
+    """Of how many requests the finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
     kv_marks_action: shadow_rate.MarksAction = shadow_rate.MarksAction.REPORT
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value as `environment.brief` writes it."""

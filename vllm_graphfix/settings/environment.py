@@ -80,7 +80,7 @@ class Settings(NamedTuple):
     """Seconds that ranks wait for one another before a capture."""
     addresses: Addresses = Addresses.REPORT
     kv_marks: str = shadow_rate.OFF
-    """How many of the finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
+    """Of how many requests the finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
     kv_marks_action: MarksAction = MarksAction.REPORT
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value as `brief` writes it; `rollout.decide` adds the
