@@ -70,6 +70,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "engine/metrics.py": {"multiprocessing": "the name of this process, which vLLM gives to its API servers"},
     "engine/role.py": {"multiprocessing": "the name of this process, and the id of the one that started it"},
+    "engine/abort.py": {"multiprocessing.util": "removes the scheduler's file at the end of its process"},
     "engine/status_record.py": {"multiprocessing.util": "runs at the end of a process, in forked children too"},
     "patching/hooks.py": {
         "import_module": "waits for another thread that imports a module of vLLM, one of those named in this package"

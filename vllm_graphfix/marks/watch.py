@@ -105,7 +105,7 @@ class KVMarks:
         self._forget()
 
     def begin(self, every: int | None, abort: Abort | None = None) -> None:
-        """Marks the blocks of one of *every* requests, from the next engine on that this process serves; none with None.
+        """Marks the blocks of one of *every* requests, from the next engine on in this process; none with None.
 
         *abort*: by which those are ended who have a block that has changed; None: they are not.
         """
