@@ -34,6 +34,7 @@ CHEAP = ("status", "explain", "fleet", "report", "doctor")
 
 NOT_RUN = {
     "kubectl delete pod POD...": "needs a cluster",
+    "VLLM_GRAPHFIX_KV_MARKS=1/16 vllm serve MODEL": "an engine that is marked is in test_kv_marks.py",
     "PYTHONPATH=FOLDER python benchmarks/triton_mla_rows.py": "needs a GPU",
     "python benchmarks/trained.py --site 0.25.1=FOLDER --smollm2 WHEEL --only chat --only scored --out FOLDER": (
         "needs a GPU, and a wheel of 93 MB"

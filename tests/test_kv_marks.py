@@ -28,6 +28,7 @@ from vllm_graphfix.settings.environment import read
 from vllm_graphfix.settings.json_object import JsonError
 from vllm_graphfix.settings.shadow_rate import Action, MarksAction
 from vllm_graphfix.source.files import open_source
+from vllm_graphfix.verify.engine import models
 
 WRITES = {
     "0.18.1": "Rank,DraftingRank",
@@ -51,7 +52,7 @@ def test_idle_steps_of_stock_are_caught_and_patched_ones_are_silent(release: str
 def served(folder: Path, plant: str, executor: str, **environment: str) -> dict[str, Any]:
     """What `marked_engine` says of an engine with the cache that *plant* has overwritten."""
     script = Path(cpu.__file__).with_name("marked_engine.py")
-    model = cpu.models.write("llama", folder)
+    model = models.write("llama", folder)
     done = subprocess.run(
         [sys.executable, str(script), str(model), plant, executor],
         env=cpu.environment(folder, script.parent, cpu.cpu_engine()) | ON | environment,
@@ -319,7 +320,7 @@ def test_the_file_of_a_scheduler_that_was_killed_is_removed_with_the_records_of_
     assert not file.exists()
 
 
-@pytest.mark.parametrize("release", slow_but_for(SAMPLE, ALL_RELEASES))
+@pytest.mark.parametrize("release", slow_but_for(sorted(SAMPLE), ALL_RELEASES))
 def test_what_is_relied_on_is_there_in_every_release(release: str) -> None:
     source = open_source(release_root(release))
     scheduler, manager = "vllm/v1/core/sched/scheduler.py", "vllm/v1/core/kv_cache_manager.py"

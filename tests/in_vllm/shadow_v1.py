@@ -17,9 +17,13 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, override_forward_context
 from wrapped_model import CAPTURED, LONGEST, Served, SlotsStandIn
 
+from vllm_graphfix.fix import Mode, State
+from vllm_graphfix.patching.applied_fix import FixState
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import check, failures, forward, layers, memory, process, ranks, runner_v1, runs
 from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
+
+STATE = FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied")
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +82,33 @@ def test_quarantine_makes_the_steps_of_that_graph_right_and_leaves_others_to_the
     assert served.model.eager_runs == replays + 3
     assert (int(served.model.least_block), int(served.blocks.min())) == (0, -1)  # as in a check
     assert served.shadow.results.quarantined[0].name.startswith("target model")
+
+
+EXECUTE = """
+def execute_model(self, scheduler_output, step):
+    return step()
+"""
+
+
+def test_abort_ends_the_requests_of_a_wrong_step_and_lets_its_output_be() -> None:
+    """The model runner whose step it is, is a double: of it, the names that `requests_of_rows` reads."""
+    unwatched, served = Served(Rate(), stale=True), Served(action=Action.ABORT, stale=True)
+    told: list[Any] = []
+    served.shadow._abort = SimpleNamespace(why_not=lambda: None, tell=lambda *given: told.append(given))
+    made: dict[str, Any] = {"__name__": "vllm.v1.worker.gpu_model_runner"}
+    exec(EXECUTE, made)  # noqa: S102
+    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["b", "a", "c"]))
+    output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys("abc", 1))
+    assert torch.equal(made["execute_model"](runner, output, served.step), unwatched.step())
+    ((names, blocks, why),) = told
+    assert (names, blocks) == (["b", "a", "c"], ())
+    assert "a replayed CUDA graph was wrong: target model" in why
+    assert served.shadow.results.aborted == 3
+    assert not served.shadow.quarantined
+    served.step()  # in no step that is known
+    assert len(told) == 1
+    assert "no step of requests is running" in str(process.state({"shadow-v1": STATE}).reason)
+    assert served.shadow.stopped is None
 
 
 def test_metadata_context_random_numbers_and_output_addresses_are_as_the_replay_left_them() -> None:
