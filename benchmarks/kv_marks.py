@@ -36,7 +36,7 @@ ENGINE = Path(__file__).parent / "measuring" / "kv_marks_engine.py"
 PARTS = ("silent", "idle", "cost", "ranks")
 FRACTION = 16
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 1}
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
 SILENT: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("llama", "0", {}),
     ("llama", "1", {}),
@@ -114,7 +114,11 @@ class Bench:
 
     def ranks(self) -> dict[str, Any]:
         model = self._options.model
-        arguments: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
+        arguments: dict[str, Any] = {
+            "data_parallel_size": 2,
+            "enable_expert_parallel": True,
+            "moe_backend": "triton",
+        }
         if model.endswith("mtp"):
             arguments["speculative_config"] = DRAFTS
         found = {}

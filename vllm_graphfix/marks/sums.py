@@ -172,7 +172,8 @@ class _Transfer:
 
         gpu = device.type != "cpu"
         self.numbers = torch.zeros(MOST, dtype=torch.int64, pin_memory=gpu)
-        self.flags = torch.zeros(LAYERS, MOST, dtype=torch.bool, pin_memory=gpu)
+        self.flags = torch.zeros(LAYERS * MOST, dtype=torch.bool, pin_memory=gpu)
+        """Flat: a copy to a part of each row would go through other memory, and wait."""
         self._event = torch.cuda.Event() if gpu else None
         self.look: tuple[Batch, int, frozenset[int]] | None = None
         self._under_way = False
@@ -235,7 +236,7 @@ class Sums:
             return False
         with torch.inference_mode():
             flags = self._sums(batch).ne(batch.sums)
-            transfer.flags[: flags.shape[0], : flags.shape[1]].copy_(flags, non_blocking=True)
+            transfer.flags[: flags.numel()].copy_(flags.flatten(), non_blocking=True)
             transfer.look = batch, step, frozenset(batch.alive)
             transfer.begun()
         batch.looked = step
@@ -251,7 +252,8 @@ class Sums:
                 transfer._event.synchronize()
             batch, step, alive = transfer.look
             transfer.look = None
-            flags = transfer.flags[: len(batch.layers), : len(batch.blocks)].tolist()
+            shape = len(batch.layers), len(batch.blocks)
+            flags = transfer.flags[: shape[0] * shape[1]].view(shape).tolist()
             changed = {
                 at: layers
                 for at in sorted(alive)

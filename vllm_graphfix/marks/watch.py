@@ -79,6 +79,8 @@ def unsafe(config: Any) -> str | None:
         return "micro-batches write on streams of their own"
     if getattr(parallel, "enable_elastic_ep", False):
         return "elastic expert parallelism makes the cache anew"
+    if getattr(parallel, "distributed_executor_backend", None) == "ray":
+        return "Ray's executor has steps run past the worker, which is told of blocks"
     if getattr(config.model_config, "is_diffusion", False):
         return "a diffusion model writes the same tokens again and again"
     scheduler = getattr(config.scheduler_config, "scheduler_cls", None)
