@@ -62,7 +62,7 @@ def served(folder: Path, plant: str, executor: str, **environment: str) -> dict[
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert found["state"] == "active"
     assert found["counts"]["failures"] == found["counts"]["passed-over"] == 0
     assert found["counts"]["marks"] > 50
@@ -361,7 +361,7 @@ def test_what_is_set_is_handed_on_and_is_off_outside_of_the_rollout() -> None:
         assert decide(read(ON | switch, ()), "0.21.0").marks == "off"
 
 
-OVERWRITTEN = OverwrittenBlock(17, 1, "model.layers.0.self_attn.attn", "cmpl-1", "3 with requests, 2 of an idle rank")
+OVERWRITTEN = OverwrittenBlock(17, 1, 3, "model.layers.0.self_attn.attn", "3 with requests, 2 of an idle rank")
 COUNTS = {"marks": 9, "looks": 40, "changed": 2, "aborted": 1, "passed-over": 0, "failures": 0, "milliseconds": 3}
 
 

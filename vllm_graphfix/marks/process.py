@@ -81,8 +81,8 @@ class Marks:
             OverwrittenBlock(
                 each.block.number,
                 each.block.group,
+                each.block.place,
                 ascii(", ".join(each.layers))[1:-1][:SHORT],
-                ascii(each.block.request)[1:-1][:SHORT],
                 each.ran()[:SHORT],
             )
             for each in self._watch.to_report()

@@ -91,9 +91,9 @@ class OverwrittenBlock(NamedTuple):
 
     block: int
     group: int
+    place: int
+    """The number of blocks before it of its request, whose name is in the log alone: a client may have chosen it."""
     layers: str
-    request: str
-    """The request that the block was allocated for, which may have ended."""
     ran: str
     """What ran between the last time that it was as it should be and the first time that it was not."""
 
@@ -273,7 +273,9 @@ class Record(NamedTuple):
                 OverwrittenBlock(
                     each.whole("block"),
                     each.whole("group"),
-                    *(each.text(field) for field in OverwrittenBlock._fields[2:]),
+                    each.whole("place"),
+                    each.text("layers"),
+                    each.text("ran"),
                 )
                 for each in overwritten
             ),

@@ -201,12 +201,18 @@ def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
     watches = [watch.value for watch in settings.Addresses]
     choices = {settings.PREFIX: [master.value for master in settings.Master], **modes}
     choices |= {settings.SHADOW_ACTION: actions, settings.ADDRESSES: watches}
+    choices[settings.KV_MARKS_ACTION] = [action.value for action in shadow_rate.MarksAction]
     switches = ("1", "0", "true", "false", "yes", "no")
     for name, values in choices.items():
         if name in environment:
             word = environment[name].strip().lower()
             found.append(_variable(name, word if word in (*values, *switches, "") else None))
-    for name, parse in ((settings.SHADOW, shadow_rate.normal), (settings.AGREEMENT_TIMEOUT, settings.seconds)):
+    parsers: dict[str, Callable[[str], object]] = {
+        settings.SHADOW: shadow_rate.normal,
+        settings.KV_MARKS: shadow_rate.normal_fraction,
+        settings.AGREEMENT_TIMEOUT: settings.seconds,
+    }
+    for name, parse in parsers.items():
         if given := environment.get(name, "").strip():
             try:
                 parse(given)
