@@ -335,6 +335,9 @@ def test_what_is_relied_on_is_there_in_every_release(release: str) -> None:
         execute = source.function(runner, "GPUModelRunner.execute_model")
         assert execute is not None
         assert execute.takes.startswith("self, scheduler_output")
+        text = (source.read(runner) or b"").decode()
+        assert "self.kv_cache_config = " in text
+        assert "self.device = " in text
     output = (source.read("vllm/v1/core/sched/output.py") or b"").decode()
     for name in ("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "finished_req_ids",
                  "preempted_req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"):  # fmt: skip

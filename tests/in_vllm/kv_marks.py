@@ -35,7 +35,7 @@ def layer(memory: torch.Tensor) -> Any:
     return SimpleNamespace(kv_cache=memory.view(-1, PAGE, WIDTH), get_attn_backend=lambda: object)
 
 
-def marked(rank: Any) -> KVMarks:
+def marked(rank: Any, abort: Any = None) -> KVMarks:
     """The marks of *rank*, which has caches of the layers that its groups name."""
     config, cache = rank.runner.vllm_config, rank.cache
     layers = {ATTENTION: layer(cache.keys), DRAFT: layer(cache.drafts)}
@@ -45,7 +45,7 @@ def marked(rank: Any) -> KVMarks:
     rank.runner.kv_cache_config = KVCacheConfig(len(cache.keys) // PAGE, [], groups)
     rank.worker.vllm_config = config
     watch = KVMarks()
-    watch.begin(1)
+    watch.begin(1, abort)
     watch.serve(rank.worker)
     assert watch.stopped is watch.refused is None
     return watch
@@ -124,6 +124,41 @@ def test_a_step_without_work_that_writes_to_a_finished_block_is_named(kind: Any)
     first = watch.found[0]
     assert (first.steps <= 1, first.idle >= 1) == (True, True)
     assert "without work" in first.sentence()
+
+
+def overwritten(abort: Any) -> KVMarks:
+    """The marks of two requests, of which the first's finished block was overwritten."""
+    rank = _DraftingRank()
+    watch = marked(rank, abort)
+    watch._before(told(rank, new=BOTH))
+    rank.step(BOTH)
+    watch._ledger.settle()  # type: ignore[union-attr]
+    watch._before(None)
+    rank.cache.keys[BLOCKS["first"][1][0] * PAGE] += 1.0
+    for _ in range(2):
+        watch._before(told(rank, running=BOTH))
+    assert [each.block.number for each in watch.found] == [BLOCKS["first"][1][0]]
+    assert watch.stopped is None
+    return watch
+
+
+def test_of_two_requests_the_one_whose_block_was_overwritten_is_ended() -> None:
+    ended: list[Any] = []
+    watch = overwritten(SimpleNamespace(why_not=lambda: None, tell=lambda *given: ended.append(given)))
+    ((names, blocks, why),) = ended
+    assert (names, blocks) == (("first",), [BLOCKS["first"][1][0]])
+    assert "has changed although it was finished" in why
+    assert watch.counts()["aborted"] == 1
+
+
+def test_where_the_scheduler_cannot_be_told_it_is_reported_and_nothing_else_ends() -> None:
+    def tell(*_: Any) -> None:
+        raise OSError("the folder is gone")
+
+    refused = overwritten(SimpleNamespace(why_not=lambda: "there is no file", tell=tell))
+    assert refused.cannot_abort == "there is no file"
+    failed = overwritten(SimpleNamespace(why_not=lambda: None, tell=tell))
+    assert (failed.cannot_abort, failed.counts()["aborted"]) == ("the folder is gone", 0)
 
 
 def test_a_recurrent_state_is_not_marked_and_the_worker_is_stock_again_afterwards() -> None:

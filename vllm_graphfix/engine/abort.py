@@ -21,9 +21,11 @@ from vllm_graphfix.log import logger
 from vllm_graphfix.patching.hooks import guarded, when_imported, wrap
 from vllm_graphfix.records.folder import opened
 from vllm_graphfix.settings.json_object import JsonError, JsonObject
+from vllm_graphfix.text import printable
 
 _LONGEST = 4000
 """Bytes of a line: as many as one write appends undivided."""
+_LONGEST_WHY = 900
 _MOST = 1 << 20
 """Bytes of all lines; what is beyond is not read."""
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -95,7 +97,7 @@ class Aborts:
 
     def tell(self, requests: Collection[str], blocks: Collection[int], why: str) -> None:
         """Raises OSError where the scheduler cannot be told."""
-        verdict = Verdict(tuple(requests), tuple(blocks), why)
+        verdict = Verdict(tuple(requests), tuple(blocks), printable(why)[:_LONGEST_WHY])
         if self._scheduled_here:
             self._here.append(verdict)
             return

@@ -202,8 +202,7 @@ class KVMarks:
             return
         begun = time.perf_counter()
         if self._step == 0 and self._abort is not None and (why_not := self._abort.why_not()) is not None:
-            self._abort, self.cannot_abort = None, why_not
-            logger.warning("graphfix: requests whose cache blocks change are not ended: %s", why_not)
+            self._cannot_abort(why_not)
         for looked in sums.results():
             self._note(looked)
         if output is None:
@@ -311,11 +310,23 @@ class KVMarks:
             if len(self.found) <= _SAID:
                 logger.warning("graphfix: %s. docs/kv-marks.md says what to do", each.sentence())
         if fresh:
-            if self._abort is not None:
-                why = f"a cache block that it has was overwritten by somebody else ({fresh[0].sentence()})"
-                self._abort.tell(tuple(dict.fromkeys(users)), [each.block.number for each in fresh], why)
-                self._count("aborted", len(set(users)))
+            self._end_users(fresh, tuple(dict.fromkeys(users)))
             self._tell()
+
+    def _end_users(self, fresh: Sequence[ForeignWrite], users: Sequence[str]) -> None:
+        if self._abort is None:
+            return
+        why = f"a cache block that it has was overwritten by somebody else ({fresh[0].sentence()})"
+        try:
+            self._abort.tell(users, [each.block.number for each in fresh], why)
+        except OSError as error:
+            self._cannot_abort(str(error))
+        else:
+            self._count("aborted", len(users))
+
+    def _cannot_abort(self, why: str) -> None:
+        self._abort, self.cannot_abort = None, why
+        logger.warning("graphfix: requests whose cache blocks change are not ended: %s", why)
 
     def _ran(self, before: int, after: int) -> tuple[int, int]:
         """The number of steps from *before* on and up to *after*, with requests and without."""
