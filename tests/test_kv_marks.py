@@ -43,7 +43,7 @@ ON = {"VLLM_GRAPHFIX_KV_MARKS": "1/1", "VLLM_GRAPHFIX_KV_MARKS_ACTION": "abort"}
 @pytest.mark.parametrize("fix", ["off", "auto"])
 @pytest.mark.parametrize("release", slow_but_for(("0.18.1", "0.33.0"), tuple(WRITES)))
 def test_idle_steps_of_stock_are_caught_and_patched_ones_are_silent(release: str, fix: str) -> None:
-    check_behaviours(release, "kv_marks", {"VLLM_GRAPHFIX_IDLE_RANK": fix, "WRITES": WRITES[release]})
+    check_behaviours(release, "cache_marks", {"VLLM_GRAPHFIX_IDLE_RANK": fix, "WRITES": WRITES[release]})
 
 
 # -- a real engine ---------------------------------------------------------------------------------------------------
