@@ -220,6 +220,10 @@ def test_tokens_of_drafts_that_may_be_refused_are_not_finished() -> None:
     ledger.step(step(running={"a": (None, 14, 3)}))
     ledger.step(step(finished_req_ids={"a"}))
     assert mark_all(ledger) == {1, 2, 3}
+    ledger = ledger_with_a_prompt(slack=4, doubt=2)
+    ledger.step(step(running={"a": (None, 12, 3)}))
+    ledger.step(step(finished_req_ids={"a"}))
+    assert mark_all(ledger) == {1, 2}  # up to 12 + 1 - 2
     ledger = ledger_with_a_prompt(slack=4)
     ledger.settle()  # a prompt has no drafts
     assert mark_all(ledger) == {1, 2}
