@@ -19,7 +19,7 @@ LAYERS = 4
 """Layers of a group that a batch of marks has; the next batch has the next ones."""
 MOST = 64
 """Blocks in a batch."""
-_BYTES = 16 << 20
+_BYTES = 8 << 20
 """Bytes of one layer's blocks that are copied for a sum at once."""
 _AT_ONCE = 8
 """Transfers that may be under way."""
