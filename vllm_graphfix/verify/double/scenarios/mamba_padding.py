@@ -27,10 +27,12 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_graphfix.verify.double import steps
 from vllm_graphfix.verify.double.arguments import input_batch
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import WrappedGraphs, recurrent, wrappers_on_the_double
 from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.poison.rows import Room, Rows
 
 CAPTURED = 4
 MAX_MODEL_LEN = 32
@@ -57,14 +59,14 @@ PAST_THEIR_PROMPTS: list[dict[str, int]] = [
 
 def run(*, hit: bool = True) -> Measurement:
     """Not *hit*: whoever was in the padded slot was past its prompt."""
-    steps = STEPS if hit else PAST_THEIR_PROMPTS
+    schedule = STEPS if hit else PAST_THEIR_PROMPTS
     eager: list[float] = []
     graphed: list[float] = []
     for backend in (Mamba1AttentionBackend, Mamba2AttentionBackend):
         with _unpinned():
-            eager += _serve(backend, CUDAGraphMode.NONE, steps)
+            eager += _serve(backend, CUDAGraphMode.NONE, schedule)
         with _unpinned(), cpu_cuda_graphs():
-            graphed += _serve(backend, CUDAGraphMode.FULL, steps)
+            graphed += _serve(backend, CUDAGraphMode.FULL, schedule)
     numbers = "Mamba1 and Mamba2 layer outputs of 3 requests over 4 decode steps"
     # In three steps of each of two models.
     return Measurement(numbers, tuple(eager), tuple(graphed), counted={"padded-row-prefilling": 6})
@@ -107,12 +109,17 @@ class SelectiveStateStandIn:
         return torch.cat(outputs) if outputs else self.hidden[:0]
 
 
-def _serve(backend: Any, mode: CUDAGraphMode, steps: Sequence[dict[str, int]], *, wrapped: bool = False) -> list[float]:
+def _serve(
+    backend: Any, mode: CUDAGraphMode, schedule: Sequence[dict[str, int]], *, wrapped: bool = False
+) -> list[float]:
     """The decode outputs of every step that only decodes, one request after the other.
 
     *wrapped*: the graph is in vLLM's wrapper.
     """
     runner, layer = _runner(backend, mode), recurrent(SelectiveStateStandIn) if wrapped else SelectiveStateStandIn()
+    inputs = {"runner": runner, "hidden": layer.hidden}
+    room = Room(CAPTURED, MAX_TOKENS)
+    engine = steps.Engine(runner, inputs, room, {LAYER: layer._states}, MAX_MODEL_LEN - 1, MAX_MODEL_LEN)
     replay: Callable[[Any, int], torch.Tensor] | None = None
     if mode == CUDAGraphMode.FULL:
         _set_lengths(runner, [1] * CAPTURED, [1] * CAPTURED)
@@ -120,9 +127,11 @@ def _serve(backend: Any, mode: CUDAGraphMode, steps: Sequence[dict[str, int]], *
         replay = (_replay_of_wrapped_graph if wrapped else _replay_of_bare_graph)(layer, captured)
     numbers: list[float] = []
     random = torch.Generator().manual_seed(0)
-    for scheduled in steps:
+    for scheduled in schedule:
         _update_batch(runner, scheduled)
         order = runner.input_batch.req_ids
+        held = {1 + list(PROMPTS).index(name) for name in order}
+        steps.begins(engine, Rows(len(order), sum(scheduled.values()), len(order)), held)
         inputs = {name: torch.randn(count, STATE_SIZE, generator=random) for name, count in scheduled.items()}
         layer.hidden[: sum(scheduled.values())] = torch.cat([inputs[name] for name in order])
         counts = [scheduled[name] for name in order]
@@ -134,6 +143,7 @@ def _serve(backend: Any, mode: CUDAGraphMode, steps: Sequence[dict[str, int]], *
             outputs = layer.eager(_metadata(runner, len(order), len(order), max(counts), num_tokens=sum(counts)))
         if len(order) == 3 and decode_only:
             numbers += [n for name in scheduled for n in outputs[order.index(name)].tolist()]
+        steps.ends()
         for name, count in scheduled.items():
             runner.computed[name] += count
     return numbers

@@ -1,0 +1,106 @@
+"""Poison in a model runner: put there before a step is prepared, judged after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm_graphfix.verify.poison.blocks import Blocks
+from vllm_graphfix.verify.poison.rows import Buffer, Lease, Rows, Seen
+
+ROWS, NULL, BLOCKS, MEMORY = "padded rows", "null block", "unused blocks", "freed memory"
+KINDS = (ROWS, NULL, BLOCKS, MEMORY)
+NULL_BLOCK = 0
+_MOST = 20
+"""Findings that are kept; a write in each step is one defect."""
+
+
+class Finding(NamedTuple):
+    """Something that poison showed in a step; steps are counted from 1."""
+
+    step: int
+    told: str
+
+
+@dataclass
+class Poison:
+    """What one runner has of it."""
+
+    buffers: list[Buffer]
+    blocks: Blocks
+    length: int
+    block_size: int = 16
+    vocabulary: int = 1 << 30
+    kinds: frozenset[str] = frozenset(KINDS)
+    fill_memory: Callable[[], int] = lambda: 0
+    """Poisons what is free in the allocator's pools and in workspaces; returns bytes."""
+
+    steps: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    most: dict[str, int] = field(default_factory=dict)
+    """What was poisoned at most in a step: buffers, blocks, bytes."""
+    held: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._lease = Lease()
+
+    def before_preparing(self, rows: Rows, held: Iterable[int]) -> None:
+        """A step of *rows* begins, whose requests, and whoever else holds blocks, hold *held*."""
+        self.end_of_step()
+        self.steps += 1
+        given = set(held) - {NULL_BLOCK}
+        if BLOCKS in self.kinds:
+            allocated = self.blocks.poisoned & given
+            # What was written there before it was anybody's would be lost.
+            self._note_overwritten(allocated)
+            self.blocks.wipe(allocated)
+            free = set(range(1, self.blocks.count)) - given
+            self.blocks.fill(free - self.blocks.poisoned)
+            self._count(BLOCKS, len(free))
+        self.held = given
+        if NULL in self.kinds:
+            self.blocks.fill([NULL_BLOCK])
+            self._count(NULL, 1)
+        if ROWS in self.kinds:
+            free_blocks = sorted(self.blocks.poisoned - {NULL_BLOCK})
+            seen = Seen(free_blocks[0] if free_blocks else NULL_BLOCK, self.length, self.block_size, self.vocabulary)
+            self._count(ROWS, self._lease.fill(self.buffers, rows, seen))
+        if MEMORY in self.kinds:
+            self._count(MEMORY, self.fill_memory())
+
+    def after_running(self) -> None:
+        """The step's work has been done, or is queued: what nobody holds must still be poison."""
+        self._note_overwritten(self.blocks.poisoned - {NULL_BLOCK})
+        if len(self.findings) < _MOST and (wrong := self.blocks.with_nan(self.held)):
+            layer, blocks = next(iter(wrong.items()))
+            told = f"NaN in what requests hold: first in {layer}, {_listed(blocks)} ({len(wrong)} layers)"
+            self._note(told)
+
+    def end_of_step(self) -> None:
+        """Gives the rows back: another request may be in them next."""
+        self._lease.end()
+
+    def remove(self) -> None:
+        """Takes all poison out; blocks hold zeros then."""
+        self._note_overwritten(self.blocks.poisoned - {NULL_BLOCK})
+        self.end_of_step()
+        self.blocks.wipe(set(self.blocks.poisoned))
+
+    def _note_overwritten(self, blocks: Iterable[int]) -> None:
+        for layer, changed in self.blocks.overwritten(blocks).items():
+            self._note(f"{layer}: {_listed(changed)}, which nobody holds, was written to")
+            self.blocks.fill(changed)  # once is enough
+
+    def _note(self, told: str) -> None:
+        if len(self.findings) < _MOST and all(told != finding.told for finding in self.findings):
+            self.findings.append(Finding(self.steps, told))
+
+    def _count(self, kind: str, number: int) -> None:
+        self.most[kind] = max(self.most.get(kind, 0), number)
+
+
+def _listed(blocks: list[int]) -> str:
+    shown = ", ".join(map(str, blocks[:8]))
+    more = f" and {len(blocks) - 8} more" if len(blocks) > 8 else ""
+    return f"block {shown}{more}"
