@@ -55,7 +55,7 @@ def _kind_of_cache(layer: Any) -> str | None:
     return next((kind.__name__ for kind in kinds if "get_kv_cache_spec" in vars(kind)), None)
 
 
-def _caches(layer: Any) -> list[Tensor]:
+def caches(layer: Any) -> list[Tensor]:
     """The tensors of a layer's cache.
 
     Up to 0.19.1 they are in a list with one entry for each virtual engine, of which there is one.
@@ -95,7 +95,7 @@ def recurrent_rows(layers: Mapping[str, Any], metadata: Mapping[str, Any]) -> li
         index = indices[id(given)]
         if index is None:
             raise LookupError(f"{type(given).__name__} of {name} names no rows of state")
-        found += [StateRows(name, memory, index) for memory in _caches(layer)]
+        found += [StateRows(name, memory, index) for memory in caches(layer)]
     return found
 
 
@@ -116,7 +116,7 @@ def written(
         given = slots.get(name)
         if given is None or name in by_layer or not hasattr(layer, "kv_cache"):
             continue
-        for cache in _caches(layer):
+        for cache in caches(layer):
             if (axes := _block_and_token(layer, cache)) is None:
                 continue
             axis, tokens = axes[0], cache.shape[axes[1]]

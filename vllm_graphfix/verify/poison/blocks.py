@@ -50,6 +50,13 @@ class Blocks:
         self._write(blocks, 0)
         self.poisoned.difference_update(blocks)
 
+    def seen(self, held: set[int]) -> int:
+        """The last block that nobody holds, nor the one that has its number in kernels' blocks; the null block if there
+        is none."""
+        many = {cache.kernel_blocks for cache in self._caches}
+        last = range(self.count - 1, 0, -1)
+        return next((block for block in last if all(block // each and block // each not in held for each in many)), 0)
+
     def _write(self, blocks: Iterable[int], byte: int) -> None:
         listed = sorted(blocks)
         if listed:

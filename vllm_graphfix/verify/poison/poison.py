@@ -14,6 +14,8 @@ KINDS = (ROWS, NULL, BLOCKS, MEMORY)
 NULL_BLOCK = 0
 _MOST = 20
 """Findings that are kept; a write in each step is one defect."""
+_LOOKED_AT = 64
+"""Blocks of each kind that are looked at after a step: of a large cache all of them would take a second."""
 
 
 class Finding(NamedTuple):
@@ -21,6 +23,8 @@ class Finding(NamedTuple):
 
     step: int
     told: str
+    written: bool
+    """Somebody wrote where nobody may; else somebody has read NaN."""
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Poison:
 
     def __post_init__(self) -> None:
         self._lease = Lease()
+        self._pointed_to = NULL_BLOCK
 
     def before_preparing(self, rows: Rows, held: Iterable[int]) -> None:
         """A step of *rows* begins, whose requests, and whoever else holds blocks, hold *held*."""
@@ -63,19 +68,25 @@ class Poison:
             self.blocks.fill([NULL_BLOCK])
             self._count(NULL, 1)
         if ROWS in self.kinds:
-            free_blocks = sorted(self.blocks.poisoned - {NULL_BLOCK})
-            seen = Seen(free_blocks[0] if free_blocks else NULL_BLOCK, self.length, self.block_size, self.vocabulary)
+            self._pointed_to = self.blocks.seen(given)
+            seen = Seen(self._pointed_to, self.length, self.block_size, self.vocabulary)
             self._count(ROWS, self._lease.fill(self.buffers, rows, seen))
         if MEMORY in self.kinds:
             self._count(MEMORY, self.fill_memory())
 
     def after_running(self) -> None:
-        """The step's work has been done, or is queued: what nobody holds must still be poison."""
-        self._note_overwritten(self.blocks.poisoned - {NULL_BLOCK})
-        if len(self.findings) < _MOST and (wrong := self.blocks.with_nan(self.held)):
+        """The step's work has been done, or is queued: what nobody holds must still be poison.
+
+        Only the block that padded rows name, and those that are likely to be allocated next, are looked at now; each
+        other one is before it is somebody's, or in the end.
+        """
+        near = sorted(self.blocks.poisoned - {NULL_BLOCK})[:_LOOKED_AT]
+        self._note_overwritten({*near, self._pointed_to} - {NULL_BLOCK})
+        if not all(finding.written for finding in self.findings) or len(self.findings) >= _MOST:
+            return  # what follows from the first NaN says nothing new
+        if wrong := self.blocks.with_nan(sorted(self.held)[-_LOOKED_AT:]):
             layer, blocks = next(iter(wrong.items()))
-            told = f"NaN in what requests hold: first in {layer}, {_listed(blocks)} ({len(wrong)} layers)"
-            self._note(told)
+            self._note(f"NaN in what requests hold: first in {layer}, {_listed(blocks)} ({len(wrong)} layers)", written=False)
 
     def end_of_step(self) -> None:
         """Gives the rows back: another request may be in them next."""
@@ -89,12 +100,12 @@ class Poison:
 
     def _note_overwritten(self, blocks: Iterable[int]) -> None:
         for layer, changed in self.blocks.overwritten(blocks).items():
-            self._note(f"{layer}: {_listed(changed)}, which nobody holds, was written to")
+            self._note(f"{layer}: {_listed(changed)}, which nobody holds, was written to", written=True)
             self.blocks.fill(changed)  # once is enough
 
-    def _note(self, told: str) -> None:
+    def _note(self, told: str, *, written: bool) -> None:
         if len(self.findings) < _MOST and all(told != finding.told for finding in self.findings):
-            self.findings.append(Finding(self.steps, told))
+            self.findings.append(Finding(self.steps, told, written))
 
     def _count(self, kind: str, number: int) -> None:
         self.most[kind] = max(self.most.get(kind, 0), number)

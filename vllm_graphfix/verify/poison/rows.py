@@ -22,8 +22,10 @@ _DEEPEST, _MOST = 5, 20_000
 _LARGEST = 16 << 20
 """Bytes of a buffer that are poisoned: the rows right behind those of a step, which padding reaches first."""
 _NOT_INPUTS = frozenset(
-    {"model", "requests", "vllm_config", "encoder_cache", "kv_cache", "kv_caches", "sampler", "rejection_sampler"}
+    "model requests vllm_config encoder_cache kv_cache kv_caches kv_cache_config sampler rejection_sampler eplb_state "
+    "cudagraph_dispatcher cudagraph_manager".split()
 )
+"""Attributes that are no inputs, and what statistics of experts are kept in."""
 _ACROSS_STEPS = re.compile(
     r"(^|\.)(prev_\w+|num_accepted_tokens\w*|num_computed_tokens|valid_sampled\w+|\w*sampled_token\w*|draft_token_ids\w*"
     r"|\w*arange\w*|\w*generator\w*|num_blocks_per_row)\b"
@@ -53,7 +55,7 @@ class Seen(NamedTuple):
     """Ids and lengths that exist, so that whoever reads them is seen and does not crash."""
 
     block: int
-    """A block of the cache that holds poison."""
+    """A block of the cache that holds poison, whether it is counted in the engine's blocks or in those of kernels."""
     length: int
     """Tokens of a sequence, which all of a block table's columns hold."""
     block_size: int
@@ -175,22 +177,19 @@ def poison_of(buffer: Buffer, rows: Rows, seen: Seen) -> int:
     if tensor.dtype is torch.bool:
         return 1
     name = buffer.name.lower()
-    kernel_blocks = getattr(buffer.holder, "blocks_per_kv_block", 1)
     if "slot" in name:
-        return seen.block * kernel_blocks * _block_size(buffer.holder, seen)
-    if "block_table" in name or "table" in name:
-        return seen.block * kernel_blocks
+        return seen.block * _block_size(buffer.holder, seen)
+    if "table" in name or "state_ind" in name or "block_id" in name:
+        return seen.block
     if "start" in name or "cu_" in name:
         return rows.tokens + 1  # one more row of one token
     if "computed" in name:
         return 1
     if "prompt" in name or "len" in name or "position" in name:
         return seen.length
-    if "num_" in name:
-        return 1
     if "input_ids" in name or "token_ids" in name:
         return seen.block % seen.vocabulary
-    return seen.block
+    return 1  # whatever it counts, there is a first or a second one
 
 
 def _block_size(holder: Any, seen: Seen) -> int:
