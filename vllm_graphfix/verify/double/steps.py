@@ -87,9 +87,8 @@ class Poisoned:
         return [finding for _, poison in self._engines.values() for finding in poison.findings]
 
     @property
-    def buffers(self) -> list[str]:
-        """The names of all buffers with padding that was poisoned or could be."""
-        return [buffer.name for _, poison in self._engines.values() for buffer in poison.buffers]
+    def steps(self) -> int:
+        return sum(poison.steps for _, poison in self._engines.values())
 
 
 @contextmanager
