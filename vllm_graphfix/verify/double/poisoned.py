@@ -13,9 +13,16 @@ if TYPE_CHECKING:
     from vllm_graphfix.verify.trial import Scenario
 
 
+class NotPoisonedError(Exception):
+    """The scenario does not tell where its steps begin."""
+
+
 def shown_by_poison(scenario: Scenario, kinds: Collection[str] = KINDS, *, hit: bool = True) -> list[str]:
-    """What poison of *kinds* shows in *scenario*, in words; nothing if each number is, to the last bit, that of eager
-    without poison, nobody wrote where nobody may, and the graphs came to their end."""
+    """What poison of *kinds* shows in *scenario*, in words.
+
+    Nothing if each number is, to the last bit, that of eager
+    without poison, nobody wrote where nobody may, and the graphs came to their end. Raises NotPoisonedError.
+    """
     expected = scenario(hit=hit).eager
     with poisoned(kinds) as poison:
         found = scenario(hit=hit)
@@ -26,7 +33,7 @@ def shown_by_poison(scenario: Scenario, kinds: Collection[str] = KINDS, *, hit: 
         elif differing := _different(expected, numbers):
             told.append(f"{how}: {differing} of {len(expected)} numbers differ")
     if not poison.steps:
-        raise LookupError("no step of the scenario was poisoned")
+        raise NotPoisonedError
     return told
 
 
