@@ -40,8 +40,6 @@ def unused_block(input_ids: Any, hidden: Any) -> Any:
     return hidden
 
 
-
-
 PLANTS = {made.__name__: made for made in (padded_row, null_block, unused_block)}
 
 

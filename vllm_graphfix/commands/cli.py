@@ -261,7 +261,7 @@ def compare(
         bool,
         typer.Option(
             "--poison",
-            help="Also: do padded rows, the null block, unused blocks or freed memory reach the answers? One more engine.",
+            help="Also: do padded rows, the null block, unused blocks, freed memory reach answers? One more engine.",
         ),
     ] = False,
     as_json: JsonOption = False,
@@ -270,8 +270,8 @@ def compare(
 
     One engine runs after the other. The environment decides whether the fixes are on; VLLM_GRAPHFIX=off shows stock.
 
-    Exit code 0 if no answer is corrupt, 1 for corruption or poison that was seen, 2 if nothing could be compared, 3 if there is no verdict, as
-    without graphs.
+    Exit code 0 if no answer is corrupt, 1 for corruption or poison that was seen, 2 if nothing could be compared, 3 if
+    there is no verdict, as without graphs.
     """
     from vllm_graphfix.commands.compare import CompareError
     from vllm_graphfix.commands.compare.prompts import read_prompts

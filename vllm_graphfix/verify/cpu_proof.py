@@ -81,9 +81,7 @@ def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
                 patched.states[fix.name],
                 why_unwatched=trial_of(fix.name).unwatched,
                 poisoned={
-                    worker.kind: worker.poisoned[fix.name]
-                    for worker in (stock, patched)
-                    if fix.name in worker.poisoned
+                    worker.kind: worker.poisoned[fix.name] for worker in (stock, patched) if fix.name in worker.poisoned
                 },
                 watched={
                     worker.kind: replace(found[0], further=tuple(found[1:]))

@@ -89,7 +89,8 @@ class PoisonReport:
                 continue
             where = ", ".join(each.buffers or each.kinds) + (" (large numbers, no NaN)" if each.finite else "")
             if self._shows(each):
-                gap = "another token, or NaN" if math.isinf(each.worst) else f"log-probabilities by up to {each.worst:.3g}"
+                numbers = f"log-probabilities by up to {each.worst:.3g}"
+                gap = "another token, or NaN" if math.isinf(each.worst) else numbers
                 told.append(f"{where}: {each.differs} answers differ ({gap})" if each.differs else f"{where}:")
                 ranks = len(each.ranks) > 1
                 told += [
@@ -97,7 +98,9 @@ class PoisonReport:
                     for rank, step, found, _ in each.findings
                 ]
                 if self._by_zero(each):
-                    told.append("  a kernel multiplies it by 0, which NaN does not stand: harmless where none is left there")
+                    told.append(
+                        "  a kernel multiplies it by 0, and gets NaN: harmless where none is left there"
+                    )
             elif len(self.said.poisoned) > 1:
                 told.append(f"{where}: nothing")
         notes = dict.fromkeys(note for found in self.said.poisoned[0].ranks for note in found["notes"])

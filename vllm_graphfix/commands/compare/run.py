@@ -53,8 +53,8 @@ def run(
     """Asks *prompts*, or *generated* ones if there are none, for up to *max_tokens* tokens each.
 
     *flags* are vLLM's. *timeout*, in seconds, is for one engine. With *poison* the engine with graphs is asked once
-    more, in a process of its own, with poison in what must not matter. Raises CompareError if the engine does not run without
-    graphs.
+    more, in a process of its own, with poison in what must not matter. Raises CompareError if the engine does not run
+    without graphs.
     """
     if model[:1] in ("/", ".", "~") and not Path(model).expanduser().exists():
         raise CompareError(f"{model} does not exist; name a folder with a model, or one of the Hugging Face Hub")

@@ -1,4 +1,4 @@
-"""Whether poison shows in a scenario: the same scenario without and with it, and nothing of what it is a scenario of."""
+"""Whether poison shows in a scenario: it is run without and with it, and nothing is known of what it is for."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class NotPoisonedError(Exception):
 def shown_by_poison(scenario: Scenario, kinds: Collection[str] = KINDS, *, hit: bool = True) -> list[str]:
     """What poison of *kinds* shows in *scenario*, in words.
 
-    Nothing if each number is, to the last bit, that of eager
-    without poison, nobody wrote where nobody may, and the graphs came to their end. Raises NotPoisonedError.
+    Nothing if each number is, to the last bit, that of eager without poison, nobody wrote where nobody may, and the
+    graphs came to their end. Raises NotPoisonedError.
     """
     expected = scenario(hit=hit).eager
     with poisoned(kinds) as poison:

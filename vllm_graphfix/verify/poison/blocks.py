@@ -51,8 +51,10 @@ class Blocks:
         self.poisoned.difference_update(blocks)
 
     def seen(self, held: set[int]) -> int:
-        """The last block that nobody holds, nor the one that has its number in kernels' blocks; the null block if there
-        is none."""
+        """The last block that nobody holds, in the engine's count and in that of kernels with smaller blocks.
+
+        The null block if there is none.
+        """
         many = {cache.kernel_blocks for cache in self._caches}
         last = range(self.count - 1, 0, -1)
         return next((block for block in last if all(block // each and block // each not in held for each in many)), 0)
@@ -117,10 +119,10 @@ def caches_of(layers: Mapping[str, Sequence[Tensor]], count: int) -> tuple[list[
     for name, tensors in layers.items():
         for tensor in tensors:
             axes = [axis for axis, size in enumerate(tensor.shape[:2]) if size and size % count == 0]
-            if not axes or count < 2:
+            if not axes or count < 3:
                 unknown.append(name)
                 continue
-            # Where both fit, blocks are the longer axis: the other one counts keys and values, or tokens.
-            axis = max(axes, key=lambda axis: tensor.shape[axis])
+            # In a small cache tokens may be as many as blocks, or a multiple.
+            axis = next((axis for axis in axes if tensor.shape[axis] == count), axes[0])
             found.append(Cache(name, tensor, axis, tensor.shape[axis] // count))
     return found, unknown

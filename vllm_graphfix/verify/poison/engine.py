@@ -74,7 +74,7 @@ class PoisonedRunner:
         config = runner.vllm_config
         chosen = frozenset(kinds)
         if getattr(config, "kv_transfer_config", None) is not None:
-            self.notes.append("not poisoned: blocks, since a KV connector writes to blocks of which workers are not told")
+            self.notes.append("not poisoned: blocks, since workers are not told which a KV connector writes to")
             chosen -= {BLOCKS, NULL}
         self._holders = Holders(cached=bool(config.cache_config.enable_prefix_caching))
         given = buffers_of(_holders(runner), _room(runner))
@@ -124,7 +124,7 @@ class PoisonedRunner:
         self._wrapped.append(name)
 
     def _executing(self, stock: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        dummy = bool(kwargs.get("dummy_run"))
+        dummy = bool(kwargs.get("dummy_run", len(args) > 1 and args[1]))
 
         def begin() -> None:
             self._end_step()
@@ -132,6 +132,7 @@ class PoisonedRunner:
                 self.poison.before_preparing(Rows(0, 0, self._live), self._holders.held)
             else:
                 self._holders.hear(scheduler_output)
+                self.poison.give(self._holders.held)
 
         self._guarded(begin)
         return stock(scheduler_output, *args, **kwargs)

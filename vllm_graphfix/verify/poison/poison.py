@@ -54,16 +54,12 @@ class Poison:
         """A step of *rows* begins, whose requests, and whoever else holds blocks, hold *held*."""
         self.end_of_step()
         self.steps += 1
-        given = set(held) - {NULL_BLOCK}
+        self.give(held)
+        given = self.held
         if BLOCKS in self.kinds:
-            allocated = self.blocks.poisoned & given
-            # What was written there before it was anybody's would be lost.
-            self._note_overwritten(allocated)
-            self.blocks.wipe(allocated)
             free = set(range(1, self.blocks.count)) - given
             self.blocks.fill(free - self.blocks.poisoned)
             self._count(BLOCKS, len(free))
-        self.held = given
         if NULL in self.kinds:
             self.blocks.fill([NULL_BLOCK])
             self._count(NULL, 1)
@@ -73,6 +69,16 @@ class Poison:
             self._count(ROWS, self._lease.fill(self.buffers, rows, seen))
         if MEMORY in self.kinds:
             self._count(MEMORY, self.fill_memory())
+
+    def give(self, held: Iterable[int]) -> None:
+        """From now on *held* are somebody's: poison is looked for in those that were not, and they are emptied.
+
+        To be called before vLLM, which empties some of them itself.
+        """
+        self.held = set(held) - {NULL_BLOCK}
+        allocated = self.blocks.poisoned & self.held
+        self._note_overwritten(allocated)
+        self.blocks.wipe(allocated)
 
     def after_running(self) -> None:
         """The step's work has been done, or is queued: what nobody holds must still be poison.
@@ -86,7 +92,8 @@ class Poison:
             return  # what follows from the first NaN says nothing new
         if wrong := self.blocks.with_nan(sorted(self.held)[-_LOOKED_AT:]):
             layer, blocks = next(iter(wrong.items()))
-            self._note(f"NaN in what requests hold: first in {layer}, {_listed(blocks)} ({len(wrong)} layers)", written=False)
+            told = f"NaN in what requests hold: first in {layer}, {_listed(blocks)} ({len(wrong)} layers)"
+            self._note(told, written=False)
 
     def end_of_step(self) -> None:
         """Gives the rows back: another request may be in them next."""

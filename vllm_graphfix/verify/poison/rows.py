@@ -28,7 +28,7 @@ _NOT_INPUTS = frozenset(
 """Attributes that are no inputs, and what statistics of experts are kept in."""
 _ACROSS_STEPS = re.compile(
     r"(^|\.)(prev_\w+|num_accepted_tokens\w*|num_computed_tokens|valid_sampled\w+|\w*sampled_token\w*|draft_token_ids\w*"
-    r"|\w*arange\w*|\w*generator\w*|num_blocks_per_row)\b"
+    r"|\w*arange\w*|\w*_ptrs?|\w*_strides?|\w*generator\w*|num_blocks_per_row)\b"
 )
 """What a step reads at the rows that its requests had in the step before, and what is the same in all steps."""
 _BY_STATE = frozenset({"RequestState", "StagedWriteTensor", "UvaBackedTensor", "UvaBuffer", "UvaBufferPool"})
@@ -92,7 +92,8 @@ def buffers_of(holders: Mapping[str, Any], room: Room) -> list[Buffer]:
         (room.tokens, lambda rows: rows.tokens),
         (room.tokens + 1, lambda rows: rows.tokens),
     ):
-        lengths.setdefault(length, []).append(start)
+        if length > 2:  # else there is no padding, and many a tensor has as few rows
+            lengths.setdefault(length, []).append(start)
     found: dict[tuple[int, tuple[int, ...]], Buffer] = {}
     for name, tensor, holder in _tensors_in(holders):
         axis = next((axis for axis, size in enumerate(tensor.shape) if size in lengths), None)
