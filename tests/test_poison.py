@@ -24,13 +24,13 @@ QUICK = ("0.19.1", "0.27.1")
 
 @pytest.mark.parametrize("release", slow_but_for(QUICK, ALL_RELEASES))
 def test_poison_finds_the_known_defects_of_padding(release: str) -> None:
-    check_behaviours(release, "poison", {"VLLM_GRAPHFIX": "off"})
+    check_behaviours(release, "poisoned_steps", {"VLLM_GRAPHFIX": "off"})
 
 
 @pytest.mark.parametrize("release", slow_but_for(QUICK[:1], ALL_RELEASES))
 def test_poison_is_silent_with_the_fixes(release: str) -> None:
     switches = {"VLLM_GRAPHFIX": "on", "VLLM_GRAPHFIX_TRITON_MLA_PADDING": "on"}
-    check_behaviours(release, "poison", switches, select="nothing_elsewhere or does")
+    check_behaviours(release, "poisoned_steps", switches, select="nothing_elsewhere or does")
 
 
 LAYOUTS = {

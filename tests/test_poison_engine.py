@@ -53,7 +53,8 @@ def asked(engine: Any, written: list[dict[str, Any]]) -> Asked:
 
 
 def test_where_nothing_shows_it_is_asked_once() -> None:
-    engine, written = EngineStandIn(lambda *_: False), []
+    engine = EngineStandIn(lambda *_: False)
+    written: list[dict[str, Any]] = []
     (passed,) = ask_with_poison(asked(engine, written))
     assert (passed.kinds, passed.shows, passed.ranks[0]["steps"]) == (KINDS, False, 3)
     assert written == [{"observed": {poisoned.PASSES: [1.0]}, "error": ""}], "before what may crash"
@@ -78,8 +79,9 @@ def test_a_hang_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poisoned, "_LEAST_SECONDS", 0.05)
     monkeypatch.setattr(poisoned, "_TIMES", 0)
     ended: list[int] = []
-    monkeypatch.setattr(poisoned.os, "_exit", ended.append)
-    engine, written = EngineStandIn(lambda *_: True), []
+    monkeypatch.setattr("os._exit", ended.append)
+    engine = EngineStandIn(lambda *_: True)
+    written: list[dict[str, Any]] = []
 
     def ask() -> tuple[Answer, ...]:
         while engine._poisoned and not ended:

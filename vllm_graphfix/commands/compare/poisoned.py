@@ -98,9 +98,7 @@ class PoisonReport:
                     for rank, step, found, _ in each.findings
                 ]
                 if self._by_zero(each):
-                    told.append(
-                        "  a kernel multiplies it by 0, and gets NaN: harmless where none is left there"
-                    )
+                    told.append("  a kernel multiplies it by 0, and gets NaN: harmless where none is left there")
             elif len(self.said.poisoned) > 1:
                 told.append(f"{where}: nothing")
         notes = dict.fromkeys(note for found in self.said.poisoned[0].ranks for note in found["notes"])

@@ -138,8 +138,8 @@ def _compare(
         poisoned = None
         for job in further:
             ended = engines.run([job], 1)[job.name]
-            error = f"{ended.error} (log: {ended.log})" if ended.error else None
-            poisoned = report_of(ended.said, error, ended.observed)
+            why = f"{ended.error} (log: {ended.log})" if ended.error else None
+            poisoned = report_of(ended.said, why, ended.observed)
         comparison = compare(reference.said.passes[0], found.said.passes[0], noise)
         arbiter = None
         if len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
