@@ -116,7 +116,7 @@ def a_pass(
 ) -> Poisoned:
     findings = [] if written is None else [[2, "layer: block 5", written]]
     rank = {"steps": 3, "findings": findings, "most": {"padded rows": 9}, "notes": list(notes), "error": None}
-    return Poisoned(kinds or KINDS, None, finite, int(worst > 0), worst, (rank,))
+    return Poisoned(kinds or KINDS, None, finite, (0,) if worst else (), worst, (rank,))
 
 
 def judged(*passes: Poisoned, again: Answer = RIGHT) -> PoisonReport:
@@ -220,7 +220,7 @@ def test_poison_is_silent_in_a_real_engine(folder: Path) -> None:
     """Without graphs there is no verdict on them."""
     told = poisoned_engine(folder, "", code=3)
     (passed,) = told["passes"]
-    assert (told["found"], told["inconclusive"], told["noise"], passed["differs"]) == (False, None, 0.0, 0)
+    assert (told["found"], told["inconclusive"], told["noise"], passed["prompts"]) == (False, None, 0.0, [])
     (rank,) = passed["ranks"]
     assert rank["steps"] >= 12
     assert rank["most"]["padded rows"] >= 20
@@ -238,7 +238,7 @@ def test_a_reader_of_padded_rows_is_found_with_the_input_that_it_reads(folder: P
 @pytest.mark.xdist_group("poison")
 def test_a_block_that_nobody_holds_and_somebody_writes_to_is_named_with_its_layer(folder: Path) -> None:
     first, *_ = poisoned_engine(folder, "unused_block", code=1)["passes"]
-    assert first["differs"] == 0
+    assert first["prompts"] == []
     ((step, told, written),) = first["ranks"][0]["findings"]
     assert (step, written) == (1, True)
     assert told == "model.layers.0.self_attn.attn: block 62, which nobody holds, was written to"

@@ -11,6 +11,8 @@ from vllm_graphfix.verify.engine.poisoned import PASSES, gap_between
 
 LEFT_BY_THE_ENGINE = "the engine itself has left NaN in the null block"
 """As `verify.poison.engine` says it, which imports torch."""
+_SHOWN = 12
+"""Prompts that are named; JSON has all."""
 _ENOUGH = 3
 """Times the engine's own noise."""
 
@@ -91,7 +93,8 @@ class PoisonReport:
             if self._shows(each):
                 numbers = f"log-probabilities by up to {each.worst:.3g}"
                 gap = "another token, or NaN" if math.isinf(each.worst) else numbers
-                told.append(f"{where}: {each.differs} answers differ ({gap})" if each.differs else f"{where}:")
+                differing = ", ".join(map(str, each.prompts[:_SHOWN])) + (" …" if len(each.prompts) > _SHOWN else "")
+                told.append(f"{where}: answers of prompts {differing} differ ({gap})" if each.prompts else f"{where}:")
                 ranks = len(each.ranks) > 1
                 told += [
                     f"  step {step}{f' of rank {rank}' if ranks else ''}: {found}"
@@ -126,7 +129,7 @@ class PoisonReport:
                     "finite": each.finite,
                     "inputs": None if each.buffers is None else list(each.buffers),
                     "shows": self._shows(each),
-                    "differs": each.differs,
+                    "prompts": list(each.prompts),
                     "distance": _number(each.worst),
                     "ranks": [
                         {name: found[name] for name in ("steps", "most", "findings", "notes", "error")}

@@ -78,8 +78,8 @@ class Poisoned:
     """The persistent inputs that were poisoned, or all of them."""
     finite: bool
     """Blocks held large numbers and no NaN, which a kernel that masks by multiplying with 0 cannot stand."""
-    differs: int
-    """Answers that are not, to the last bit, those without poison."""
+    prompts: tuple[int, ...]
+    """The prompts whose answers are not, to the last bit, those without poison; from 0."""
     worst: float
     """The largest difference of log-probabilities, infinite where a token is another one or a number is NaN."""
     ranks: tuple[dict[str, Any], ...]
@@ -92,7 +92,7 @@ class Poisoned:
 
     @property
     def shows(self) -> bool:
-        return bool(self.differs or self.findings)
+        return bool(self.prompts or self.findings)
 
     @property
     def written(self) -> bool:
@@ -162,7 +162,7 @@ def from_json(written: dict[str, Any]) -> Said:
         answer_seconds=written["answer_seconds"],
         cpu_seconds=written["cpu_seconds"],
         poisoned=tuple(
-            Poisoned(**each | {"kinds": tuple(each["kinds"]), "ranks": tuple(each["ranks"])})
+            Poisoned(**each | {name: tuple(each[name]) for name in ("kinds", "prompts", "ranks")})
             for each in written["poisoned"]
         ),
         cudagraph_mode=written["cudagraph_mode"],

@@ -90,7 +90,7 @@ def _one_pass(
         tuple(kinds),
         None if buffers is None else tuple(buffers),
         finite,
-        sum(gap > 0 for gap in gaps),
+        tuple(number for number, gap in enumerate(gaps) if gap > 0),
         max(gaps, default=0.0),
         tuple(ranks),
     )
