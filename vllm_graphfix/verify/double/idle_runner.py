@@ -7,10 +7,8 @@ Stand-ins: the model's layers and their caches, and a backend whose metadata are
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,7 +18,6 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.sampling_params import SamplingParams
-from vllm.v1.attention.backends import mamba_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.utils import CpuGpuBuffer
@@ -42,20 +39,6 @@ SPARE = 1 + max(block for _, keys in BLOCKS.values() for block in keys)
 """A block that is never anybody's."""
 PROMPT = 3
 CPU = torch.device("cpu")
-
-
-@contextmanager
-def unpinned() -> Iterator[None]:
-    """Pinned memory, which vLLM takes unasked, needs CUDA."""
-    with ExitStack() as stack:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("vllm.") and vars(module).get("PIN_MEMORY"):
-                stack.enter_context(mock.patch.object(module, "PIN_MEMORY", False))
-        if hasattr(mamba_attn, "async_tensor_h2d"):  # a batch with prefills, from 0.21 on
-            unpinned_copy = mamba_attn.async_tensor_h2d
-            known = known_to(unpinned_copy, {"pin_memory": False})
-            stack.enter_context(mock.patch.object(mamba_attn, "async_tensor_h2d", partial(unpinned_copy, **known)))
-        yield
 
 
 class CacheStandIn:

@@ -40,9 +40,9 @@ from vllm_graphfix.verify.double.idle_runner import (
     lengths_of,
     model_runner,
     step_on_a_cpu,
-    unpinned,
     write_slots,
 )
+from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.poison.rows import Room, Rows
 

@@ -7,17 +7,14 @@ one moves down into its slot, and the batches of three decodes that follow are p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
-from vllm.v1.attention.backends import mamba_attn
 from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionBackend
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
@@ -28,9 +25,10 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_graphfix.verify.double import steps
-from vllm_graphfix.verify.double.arguments import input_batch
+from vllm_graphfix.verify.double.arguments import input_batch, known_to
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import WrappedGraphs, recurrent, wrappers_on_the_double
+from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.poison.rows import Room, Rows
 
@@ -63,9 +61,9 @@ def run(*, hit: bool = True) -> Measurement:
     eager: list[float] = []
     graphed: list[float] = []
     for backend in (Mamba1AttentionBackend, Mamba2AttentionBackend):
-        with _unpinned():
+        with unpinned():
             eager += _serve(backend, CUDAGraphMode.NONE, schedule)
-        with _unpinned(), cpu_cuda_graphs():
+        with unpinned(), cpu_cuda_graphs():
             graphed += _serve(backend, CUDAGraphMode.FULL, schedule)
     numbers = "Mamba1 and Mamba2 layer outputs of 3 requests over 4 decode steps"
     # In three steps of each of two models.
@@ -75,7 +73,7 @@ def run(*, hit: bool = True) -> Measurement:
 def watched(*, hit: bool = True) -> None:
     """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
     for backend in (Mamba1AttentionBackend, Mamba2AttentionBackend):
-        with _unpinned(), wrappers_on_the_double():
+        with unpinned(), wrappers_on_the_double():
             _serve(backend, CUDAGraphMode.FULL, STEPS if hit else PAST_THEIR_PROMPTS, wrapped=True)
 
 
@@ -177,19 +175,14 @@ def _replay_of_wrapped_graph(layer: Any, captured: Any) -> Callable[[Any, int], 
     return partial(graphs.replay, CAPTURED)
 
 
-def _unpinned() -> AbstractContextManager[object]:
-    """From 0.21 on a batch with prefills is described in pinned memory, which needs CUDA."""
-    if not hasattr(mamba_attn, "async_tensor_h2d"):
-        return nullcontext()
-    return mock.patch.object(mamba_attn, "async_tensor_h2d", partial(mamba_attn.async_tensor_h2d, pin_memory=False))
-
-
 def _runner(backend: Any, mode: CUDAGraphMode) -> Any:
     """A GPUModelRunner with no more than its batch and what `_build_attention_metadata` reads."""
     spec = MambaSpec(block_size=MAX_MODEL_LEN, shapes=((STATE_SIZE,),), dtypes=(torch.float32,))
     config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_mamba_chunk_size=lambda: 8),
-        cache_config=SimpleNamespace(mamba_cache_mode="none", kv_sharing_fast_prefill=False),
+        model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_mamba_chunk_size=lambda: 8, rswa_window=None),
+        cache_config=SimpleNamespace(
+            mamba_cache_mode="none", kv_sharing_fast_prefill=False, use_replayssm=False, replayssm_buffer_len=0
+        ),
         scheduler_config=SimpleNamespace(max_num_seqs=CAPTURED),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=CAPTURED),
@@ -197,16 +190,18 @@ def _runner(backend: Any, mode: CUDAGraphMode) -> Any:
         num_speculative_tokens=0,
     )
     group = AttentionGroup(backend, [LAYER], spec, 0)
-    group.create_metadata_builders(config, CPU)
+    group.create_metadata_builders(config, CPU, kernel_block_size=None)
     runner: Any = object.__new__(GPUModelRunner)
     runner.input_batch = input_batch(CAPTURED, MAX_MODEL_LEN, MAX_TOKENS, [MAX_MODEL_LEN], CPU)
     runner.computed = {}
     runner.device, runner.max_model_len = CPU, MAX_MODEL_LEN
     runner.cache_config, runner.compilation_config = config.cache_config, config.compilation_config
+    runner.model_config = config.model_config
     groups = [KVCacheGroupSpec([LAYER], spec)]
     runner.kv_cache_config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     runner.attn_groups = [[group]]
-    runner.query_start_loc = CpuGpuBuffer(CAPTURED + 1, dtype=torch.int32, device=CPU, pin_memory=False)
+    given = known_to(CpuGpuBuffer, {"dtype": torch.int32, "device": CPU, "pin_memory": False})
+    runner.query_start_loc = CpuGpuBuffer(CAPTURED + 1, **given)
     runner.seq_lens = torch.zeros(CAPTURED, dtype=torch.int32)
     runner.optimistic_seq_lens_cpu = torch.zeros(CAPTURED, dtype=torch.int32)
     runner.positions = torch.zeros(MAX_TOKENS, dtype=torch.int64)
