@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,10 @@ from typing import Any
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
 import planted_reader
+import poison as poison_script
 from engine import compare, report, write_llama
 from vllm_graphfix.commands.compare import CompareError, run
 from vllm_graphfix.commands.compare.poisoned import LEFT_BY_THE_ENGINE, PoisonReport, report_of
@@ -189,6 +193,25 @@ def test_the_words_of_two_modules_that_must_not_import_torch_are_the_same() -> N
 def test_a_worker_extension_of_the_users_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CompareError, match="leave out --worker-extension-cls"):
         run.run("m", ("--worker-extension-cls", "a.B"), (), 1, 2, 1.0, SimpleNamespace(), poison=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fixes", ["off", "on"])
+def test_the_script_for_a_gpu_asks_with_poison_what_a_case_asks(tmp_path: Path, fixes: str) -> None:
+    job = poison_script.job_of(poison_script.CASES["sparse-mtp"], fixes, tmp_path)
+    assert (job.poison, job.again, job.seconds, job.probes) == (True, 1, None, ())
+    assert job.environment["VLLM_GRAPHFIX"] == fixes
+    assert poison_script.job_of(poison_script.CASES["mamba2-idle"], fixes, tmp_path).probes
+
+
+def test_the_script_fails_where_poison_shows_with_the_fixes_or_without_a_known_defect() -> None:
+    def found(case: str, fixes: str, *, shows: bool, error: str | None = None) -> dict[str, Any]:
+        return {"case": case, "fixes": fixes, "found": shows, "error": error}
+
+    verdict = poison_script.verdict
+    assert verdict([found("mamba2", "off", shows=True), found("mamba2", "on", shows=False)]) == 0
+    assert verdict([found("mamba2", "on", shows=True)]) == 1
+    assert verdict([found("llama-v1", "off", shows=True)]) == 1
+    assert verdict([found("mamba2", "off", shows=False, error="no memory")]) == 2
 
 
 # What follows starts engines.

@@ -12,6 +12,7 @@ from defects import affected
 from vllm_graphfix.shadow.snapshot import same_bits
 from vllm_graphfix.verify.double import worker
 from vllm_graphfix.verify.double.poisoned import shown_by_poison
+from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.poison.engine import _holders
 from vllm_graphfix.verify.poison.poison import BLOCKS, ROWS
 from vllm_graphfix.verify.poison.rows import Lease, Room, Rows, Seen, buffers_of
@@ -63,8 +64,9 @@ def runner_with(*requests: str) -> Any:
     from vllm_graphfix.verify.double.scenarios import mamba_padding
 
     try:
-        runner = mamba_padding._runner(Mamba2AttentionBackend, CUDAGraphMode.NONE)
-        mamba_padding._update_batch(runner, dict.fromkeys(requests, 1))
+        with unpinned():
+            runner = mamba_padding._runner(Mamba2AttentionBackend, CUDAGraphMode.NONE)
+            mamba_padding._update_batch(runner, dict.fromkeys(requests, 1))
     except (AttributeError, TypeError):
         pytest.skip("the scenario is of other releases' code")
     return runner
