@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,12 @@ FIXES = ("flashmla-padding", "triton-mla-padding", "indexer-padding", "mamba-pad
 SHOW_WITHOUT_THEIR_PROVOCATION = {"mamba-padding": ROWS, "idle-rank": ROWS}
 """Poison is enough for these: a workload that happens to leave a slot in the middle of a prompt, or a block table of
 somebody's, is not needed."""
+
+
+@pytest.fixture(autouse=True)
+def _cpu_memory() -> Iterator[None]:
+    with unpinned():
+        yield
 
 
 def scenario_on_this_release(fix: str) -> Any:
@@ -64,9 +71,8 @@ def runner_with(*requests: str) -> Any:
     from vllm_graphfix.verify.double.scenarios import mamba_padding
 
     try:
-        with unpinned():
-            runner = mamba_padding._runner(Mamba2AttentionBackend, CUDAGraphMode.NONE)
-            mamba_padding._update_batch(runner, dict.fromkeys(requests, 1))
+        runner = mamba_padding._runner(Mamba2AttentionBackend, CUDAGraphMode.NONE)
+        mamba_padding._update_batch(runner, dict.fromkeys(requests, 1))
     except (AttributeError, TypeError):
         pytest.skip("the scenario is of other releases' code")
     return runner

@@ -18,6 +18,8 @@ def unpinned() -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             if name.startswith("vllm.") and vars(module).get("PIN_MEMORY"):
                 stack.enter_context(mock.patch.object(module, "PIN_MEMORY", False))
+            if name.startswith("vllm.") and "is_pin_memory_available" in vars(module):
+                stack.enter_context(mock.patch.object(module, "is_pin_memory_available", return_value=False))
         builders = sys.modules.get("vllm.v1.attention.backends.mamba_attn")
         if builders is not None and hasattr(builders, "async_tensor_h2d"):
             copy = builders.async_tensor_h2d
