@@ -35,10 +35,11 @@ class EngineStandIn:
     """Answers wrongly while what *reads* says of kinds, inputs and finite poison is poisoned."""
 
     def __init__(self, reads: Callable[[list[str], list[str] | None, bool], bool]) -> None:
-        self._reads, self._poisoned = reads, False
+        self._reads, self._poisoned, self.holding = reads, False, False
         self.calls: list[tuple[list[str], list[str] | None, bool]] = []
 
-    def reset_prefix_cache(self) -> None: ...
+    def reset_prefix_cache(self) -> bool:
+        return not self.holding
 
     def collective_rpc(self, name: str, args: Any = ()) -> list[Any]:
         if name == "graphfix_poison":
@@ -62,6 +63,16 @@ def test_where_nothing_shows_it_is_asked_once() -> None:
     (passed,) = ask_with_poison(asked(engine, written))
     assert (passed.kinds, passed.shows, passed.ranks[0]["steps"]) == (KINDS, False, 3)
     assert written == [{"observed": {poisoned.PASSES: [1.0]}, "error": ""}], "before what may crash"
+
+
+def test_nothing_is_poisoned_while_blocks_are_held() -> None:
+    engine = EngineStandIn(lambda *_: False)
+    engine.holding = True
+    written: list[dict[str, Any]] = []
+    with pytest.raises(RuntimeError, match="holds blocks"):
+        ask_with_poison(asked(engine, written))
+    assert not engine.calls
+    assert not written, "the engine ended before it was poisoned"
 
 
 def test_an_input_is_found_by_halves() -> None:

@@ -44,7 +44,7 @@ def ask_with_poison(asked: Asked) -> tuple[Poisoned, ...]:
     Where NaN in blocks shows, one with large numbers in its place.
     """
     started = time.monotonic()
-    asked.llm.reset_prefix_cache()
+    _let_go_of_all_blocks(asked.llm)
     asked.ask()
     bound = max(_LEAST_SECONDS, _TIMES * (time.monotonic() - started))
 
@@ -62,6 +62,12 @@ def ask_with_poison(asked: Asked) -> tuple[Poisoned, ...]:
     return tuple(passes)
 
 
+def _let_go_of_all_blocks(llm: LLM) -> None:
+    """Empties the prefix cache: what is poisoned next is every block. Raises RuntimeError if some are still held."""
+    if llm.reset_prefix_cache() is False:
+        raise RuntimeError("vLLM holds blocks of its cache although no request runs, so none can be poisoned")
+
+
 def _halves(one: Callable[..., Poisoned], names: list[str]) -> Iterator[Poisoned]:
     """Down to the input that is enough for it to show."""
     while len(names) > 1:
@@ -76,9 +82,9 @@ def _halves(one: Callable[..., Poisoned], names: list[str]) -> Iterator[Poisoned
 def _one_pass(
     asked: Asked, bound: float, kinds: Sequence[str], buffers: Sequence[str] | None, finite: bool
 ) -> Poisoned:
+    _let_go_of_all_blocks(asked.llm)
     asked.observed.setdefault(PASSES, [0.0])[0] += 1
     asked.write({"observed": asked.observed, "error": ""})  # before what may crash
-    asked.llm.reset_prefix_cache()  # now nobody holds a block
     named = f"poison in {', '.join(buffers if buffers and len(buffers) < 4 else kinds)}"
     with _bounded(bound, lambda: {"observed": asked.observed, "error": f"hangs with {named}: no answers"}, asked.write):
         chosen = None if buffers is None else list(buffers)
