@@ -486,7 +486,7 @@ def test_a_result_that_cannot_be_printed_is_one_line_and_exit_code_1(
 ) -> None:
     """With doubles of what runs a proof or a comparison, and of what shows the latter."""
     monkeypatch.setattr(vllm_graphfix.verify.run, "run", lambda *given, **how: replace(VERIFIED, proofs=(PROVEN,)))
-    monkeypatch.setattr(vllm_graphfix.commands.compare.run, "run", lambda *given: None)
+    monkeypatch.setattr(vllm_graphfix.commands.compare.run, "run", lambda *given, **how: None)
     monkeypatch.setattr(
         vllm_graphfix.commands.compare.report, "show", lambda report, console: console.print("the same")
     )

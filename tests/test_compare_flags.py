@@ -34,7 +34,7 @@ def caught(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the command would run: model, flags, prompts, how many to make up, tokens, seconds."""
     calls: list[tuple[Any, ...]] = []
 
-    def run(*arguments: Any) -> None:
+    def run(*arguments: Any, poison: bool) -> None:
         calls.append(arguments[:-1])
         raise NotStartedError("engines are not started here")
 
@@ -204,7 +204,7 @@ def test_none_of_our_options_is_a_flag_of_an_engine() -> None:
     """An option of ours that is a flag of any of the releases would never reach vLLM."""
     group: Any = typer.main.get_command(app)
     ours = {name for option in group.commands["compare"].params for name in option.opts if name.startswith("-")}
-    assert ours == {"--prompts", "--num-prompts", "--max-tokens", "--timeout", "--json"}
+    assert ours == {"--prompts", "--num-prompts", "--max-tokens", "--timeout", "--poison", "--json"}
     for release in ALL_RELEASES:
         flags = engine_flags(release)
         assert {

@@ -93,6 +93,7 @@ def test_json_has_the_fields_of_its_schema() -> None:
         "cudagraph_mode": "FULL",
         "fixes": {"0": {"mamba-padding": "active"}},
         "drafts": {"eager": None, "graphs": None, "lost": False},
+        "poison": None,
         "noise": 0.01,
         "tolerance": 0.0625,
         "distance": 0.0,

@@ -105,6 +105,7 @@ COMPARED = (
     "vllm-graphfix compare MODEL -tp 2",
     "vllm-graphfix compare MODEL -tp 2 --kv-cache-dtype fp8",
     "vllm-graphfix compare MODEL --prompts prompts.txt --max-tokens 256",
+    "vllm-graphfix compare MODEL --poison",
     "vllm-graphfix compare MODEL --json > compared.json",
     "vllm-graphfix compare mla $FLASHMLA",
     """vllm-graphfix compare mla-mtp $FLASHMLA --speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'""",
@@ -344,8 +345,12 @@ def test_compare_takes_the_options_that_are_shown_and_vllm_the_flags(
     script = "\n".join(COMPARED)
     subprocess.run(["/bin/bash", "-euc", script], cwd=tmp_path, env={"PATH": path}, check=True)
     reached: list[tuple[str, list[str], int, int]] = []
+    poisoned: list[bool] = []
 
-    def run(model: str, flags: list[str], prompts: tuple[str, ...], generated: int, tokens: int, *rest: object) -> None:
+    def run(
+        model: str, flags: list[str], prompts: tuple[str, ...], generated: int, tokens: int, *rest: object, poison: bool
+    ) -> None:
+        poisoned.append(poison)
         reached.append((model, flags, len(prompts), tokens))
         raise CompareError("engines are not started here")
 
@@ -359,16 +364,19 @@ def test_compare_takes_the_options_that_are_shown_and_vllm_the_flags(
         ("MODEL", 0, 128),
         ("MODEL", 1, 256),
         ("MODEL", 0, 128),
+        ("MODEL", 0, 128),
         ("mla", 0, 128),
         ("mla-mtp", 0, 128),
         ("mamba2", 0, 128),
         ("llama", 0, 128),
     ]
+    assert [number for number, poison in enumerate(poisoned) if poison] == [3]
     flags = json.dumps([["--model", model, *flags] for model, flags, *_ in reached])
     done = run_in_release("0.21.0", ACCEPTED.format(flags=flags), warm=True)
     assert [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines() if line.startswith("ACCEPTED")] == [
         ["MODEL", 2, None, "auto", None],
         ["MODEL", 2, None, "fp8", None],
+        ["MODEL", 1, None, "auto", None],
         ["MODEL", 1, None, "auto", None],
         ["MODEL", 1, None, "auto", None],
         ["mla", 1, 2048, "auto", None],

@@ -25,6 +25,7 @@ from vllm_graphfix.verify.double import idle_runner
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.idle_runner import DRAFT, REQUESTS
 from vllm_graphfix.verify.double.scenarios.idle_rank import _DraftingRank, _Rank
+from vllm_graphfix.verify.double.unpinned import unpinned
 
 BOTH = ("first", "second")
 HAS_DRAFT_SLOTS = hasattr(EagleProposer, "_get_slot_mapping")
@@ -77,7 +78,7 @@ def during(rank: _Rank, look: Callable[[], Any]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _graphs() -> Any:
-    with idle_runner.unpinned(), cpu_cuda_graphs():
+    with unpinned(), cpu_cuda_graphs():
         yield
 
 

@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilde
 from vllm.v1.kv_cache_interface import MambaSpec
 
 import vllm_graphfix
-from vllm_graphfix.verify.double.scenarios.mamba_padding import _unpinned
+from vllm_graphfix.verify.double.unpinned import unpinned
 
 BUILDERS = (Mamba1AttentionMetadataBuilder, Mamba2AttentionMetadataBuilder)
 SLOTS = 8
@@ -29,7 +29,7 @@ every_builder = pytest.mark.parametrize("kind", BUILDERS, ids=["mamba1", "mamba2
 
 @pytest.fixture(autouse=True)
 def _cpu_memory() -> Iterator[None]:
-    with _unpinned():
+    with unpinned():
         yield
 
 

@@ -257,14 +257,21 @@ def compare(
         int, typer.Option(min=2, help="Tokens of the longest answer; the others are shorter, down to half of that.")
     ] = 128,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for each engine, start-up included.")] = 3600.0,
+    poison: Annotated[
+        bool,
+        typer.Option(
+            "--poison",
+            help="Also: do padded rows, the null block, unused blocks, freed memory reach answers? One more engine.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Does this model give the same tokens with CUDA graphs as without? Runs it greedily with your flags.
 
     One engine runs after the other. The environment decides whether the fixes are on; VLLM_GRAPHFIX=off shows stock.
 
-    Exit code 0 if no answer is corrupt, 1 for corruption, 2 if nothing could be compared, 3 if there is no verdict, as
-    without graphs.
+    Exit code 0 if no answer is corrupt, 1 for corruption or poison that was seen, 2 if nothing could be compared, 3 if
+    there is no verdict, as without graphs.
     """
     from vllm_graphfix.commands.compare import CompareError
     from vllm_graphfix.commands.compare.prompts import read_prompts
@@ -276,7 +283,7 @@ def compare(
         stop(f"name the model first: vllm-graphfix compare MODEL {model} …")
     try:
         asked = read_prompts(prompts) if prompts is not None else ()
-        report = run(model, context.args, asked, num_prompts, max_tokens, timeout, console(stderr=True))
+        report = run(model, context.args, asked, num_prompts, max_tokens, timeout, console(stderr=True), poison=poison)
     except (CompareError, OSError) as error:
         stop(str(error))
     except KeyboardInterrupt as interrupt:
@@ -285,7 +292,7 @@ def compare(
         typer.echo(json.dumps(report_json(report), indent=2))
     else:
         show(report, console())
-    if report.corrupt:
+    if report.wrong:
         raise typer.Exit(EXIT_NOT_PROVEN)
     if report.inconclusive is not None:
         raise typer.Exit(EXIT_LEFT_UNDONE)

@@ -114,15 +114,15 @@ class Inventory:
         while waiting and self._seen < _MOST:
             holder, holder_name, way, depth = waiting.pop()
             self._seen += 1
-            for key, value in _held_by(holder):
+            for key, value in held_by(holder):
                 if not way and key in skipped:
                     continue
                 named = f"{holder_name[:-1]}[{key}]" if isinstance(holder, _CONTAINERS) else f"{holder_name}{key}"
                 if _is_tensor(value):
                     self._add_tensor(root, named, kind, (*way, key), value)
-                elif id(value) not in visited and (inside := _looked_into(value)) and depth + inside <= _DEEPEST:
+                elif id(value) not in visited and (inside := looked_into(value)) and depth + inside <= _DEEPEST:
                     visited.add(id(value))
-                    # A list or a dictionary makes nothing deeper: `_looked_into` is 1 for an object.
+                    # A list or a dictionary makes nothing deeper: `looked_into` is 1 for an object.
                     waiting.append((value, f"{named}.", (*way, key), depth + (not isinstance(value, _CONTAINERS))))
 
     def _add_tensor(self, root: Any, name: str, kind: Kind, steps: tuple[Any, ...], tensor: Any) -> None:
@@ -303,7 +303,8 @@ def _equal(one: Any, other: Any) -> bool:
     return one is other or place_of(one) == place_of(other) or torch.equal(one, other)
 
 
-def _held_by(holder: Any) -> list[tuple[Any, Any]]:
+def held_by(holder: Any) -> list[tuple[Any, Any]]:
+    """What *holder*, an object or a container, has: keys and values."""
     if isinstance(holder, dict):
         return list(holder.items())
     if isinstance(holder, (list, tuple)):
@@ -311,7 +312,7 @@ def _held_by(holder: Any) -> list[tuple[Any, Any]]:
     return list(vars(holder).items())
 
 
-def _looked_into(value: Any) -> int:
+def looked_into(value: Any) -> int:
     """1 for what may have tensors: a list, a dictionary, an object of vLLM's that is no module and no configuration."""
     if isinstance(value, _CONTAINERS):
         return 1

@@ -80,6 +80,9 @@ def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
                 stock.states[fix.name],
                 patched.states[fix.name],
                 why_unwatched=trial_of(fix.name).unwatched,
+                poisoned={
+                    worker.kind: worker.poisoned[fix.name] for worker in (stock, patched) if fix.name in worker.poisoned
+                },
                 watched={
                     worker.kind: replace(found[0], further=tuple(found[1:]))
                     for worker in (stock, patched)
@@ -110,6 +113,7 @@ class _Worker(threading.Thread):
         self.failed: dict[str, str] = {}
         self.states: dict[str, tuple[str, str]] = {}
         self.watched: dict[str, list[Watch]] = {}
+        self.poisoned: dict[str, tuple[str, ...]] = {}
         self.torch = "unknown"
         self._progress, self._task, self._names = progress, task, names
         # The log is kept for the user if the process fails.
@@ -169,6 +173,9 @@ class _Worker(threading.Thread):
             self.failed[name] = f"{line['error']} (in the {self.kind} process; log: {self._log.name})"
         elif event == "state":
             self.states[name] = (line["state"], line["reason"])
+            return
+        elif event == "poisoned":
+            self.poisoned[name] = tuple(line["told"])
             return
         elif event == "watched":
             told = {each.name: line[each.name] for each in fields(Watch) if each.name != "further"}

@@ -43,6 +43,8 @@ class Proof:
     watched: Mapping[str, Watch] = field(default_factory=dict)
     """What the shadow check made of an engine each, ``stock`` and ``patched``, where the defect is one that it has to
     see."""
+    poisoned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What poison showed in the scenario, ``stock`` and ``patched``, where it was tried."""
     further: str | None = None
     """Name of the engines' case, if it is not the fix's first one: the fix has been judged before."""
     why_unwatched: str = ""
@@ -78,6 +80,10 @@ class Proof:
             return "defect not shown on stock"
         if self.patched.error or differing(self.patched.eager, self.patched.graphed):
             return "defect still there"
+        if self.poisoned.get("patched"):
+            return "poison is still seen"
+        if "stock" in self.poisoned and not self.poisoned["stock"]:
+            return "missed by poison"
         return self._fault_of_checks() or "proven"
 
     def _fault_of_checks(self) -> str | None:
@@ -202,6 +208,7 @@ def _entry(proof: Proof) -> dict[str, Any]:
         "details": [line for measured in (proof.stock, proof.patched) if measured for line in measured.details],
         "shadow": {mode: asdict(watch) for mode, watch in proof.watched.items()} or None,
         "unwatched": proof.unwatched,
+        "poison": {mode: list(told) for mode, told in proof.poisoned.items()} or None,
         "state": proof.patched_state[0],
         "state_reason": proof.patched_state[1],
     }
@@ -273,6 +280,9 @@ def show(report: Report, console: Console, *, verbose: bool = False) -> None:
             for each in (watch, *watch.further):
                 told = f"{mode}, shadow check{f' ({each.graphs})' if each.graphs else ''}: {each.sentence}"
                 console.print(f"[dim]  {escape(told)}[/]", highlight=False)
+        for mode, shown in proof.poisoned.items():
+            told = f"{mode}, poison: {'; '.join(shown) or 'nothing'}"
+            console.print(f"[dim]  {escape(told)}[/]", highlight=False)
         if proof.unwatched:
             console.print(f"[dim]  the shadow check cannot see it: {escape(proof.unwatched)}[/]", highlight=False)
     if report.engines and verbose:

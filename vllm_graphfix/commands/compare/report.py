@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix._version import __version__
 from vllm_graphfix.commands.compare.arbitration import Findings
+from vllm_graphfix.commands.compare.poisoned import PoisonReport
 from vllm_graphfix.verify.comparison import Comparison, Kind
 from vllm_graphfix.verify.engine.job import Said
 from vllm_graphfix.verify.engine.processes import CRASH
@@ -54,6 +55,13 @@ class Report:
     note: str | None = None
     logs: str | None = None
     """The folder with the engines' logs, if one of them ended in an error."""
+    poison: PoisonReport | None = None
+    """What poison showed, if it was asked for."""
+
+    @property
+    def wrong(self) -> bool:
+        """Exit code 1."""
+        return self.corrupt or (self.poison is not None and self.poison.found)
 
     @property
     def corrupt(self) -> bool:
@@ -73,8 +81,10 @@ class Report:
     @property
     def inconclusive(self) -> str | None:
         """Why it says nothing that no corruption was found; None if it does."""
-        if self.corrupt:
+        if self.wrong:
             return None
+        if self.poison is not None and (why := self.poison.inconclusive):
+            return why
         if self.findings is None or self.graphs is None:
             return f"with graphs the engine failed, but not with an error that is typical of graphs: {self.error}"
         comparison, compared = self.findings.comparison, sum(self.findings.compared)
@@ -118,6 +128,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "graphs": graphs.drafts if graphs else None,
             "lost": report.drafts_lost,
         },
+        "poison": report.poison.as_json() if report.poison else None,
         "noise": _number(comparison.noise) if comparison else None,
         "tolerance": _number(comparison.tolerance) if comparison else None,
         "distance": _number(comparison.distance) if comparison else None,
@@ -260,10 +271,15 @@ def _show_verdict(report: Report, findings: Findings, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if report.poison is not None:
+        for line in [report.poison.summary(), *report.poison.lines()]:
+            console.print(escape(line), highlight=False, soft_wrap=True)
     if report.note:
         console.print(f"[dim]{escape(report.note)}[/]", highlight=False, soft_wrap=True)
     if comparison.corrupt:
         verdict = "[bold red]corruption[/]"
+    elif report.poison is not None and report.poison.found:
+        verdict = "[bold red]poison was seen[/]: what must not matter reaches what does"
     elif report.drafts_lost:
         verdict = "[bold red]drafts lost[/]: the tokens are right, but the draft model's graphs are not"
     elif report.inconclusive:

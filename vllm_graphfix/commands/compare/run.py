@@ -12,11 +12,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.arbitration import Findings, arbitrate, by_eager_alone
+from vllm_graphfix.commands.compare.poisoned import report_of
 from vllm_graphfix.commands.compare.prompts import Prompt
 from vllm_graphfix.commands.compare.report import Report
 from vllm_graphfix.fixes import BY_NAME
@@ -31,6 +33,8 @@ from vllm_graphfix.verify.engine.worker import FlagError
 if TYPE_CHECKING:
     from rich.console import Console
 
+POISON = "poison"
+"""The name of the engine that is poisoned."""
 _LEAST = 0.5
 """The shortest answer, as a part of the longest: a batch that shrinks passes through sizes between those captured."""
 
@@ -43,15 +47,18 @@ def run(
     max_tokens: int,
     timeout: float,
     console: Console,
+    *,
+    poison: bool = False,
 ) -> Report:
     """Asks *prompts*, or *generated* ones if there are none, for up to *max_tokens* tokens each.
 
-    *flags* are vLLM's. *timeout*, in seconds, is for one engine. Raises CompareError if the engine does not run without
-    graphs.
+    *flags* are vLLM's. *timeout*, in seconds, is for one engine. With *poison* the engine with graphs is asked once
+    more, in a process of its own, with poison in what must not matter. Raises CompareError if the engine does not run
+    without graphs.
     """
     if model[:1] in ("/", ".", "~") and not Path(model).expanduser().exists():
         raise CompareError(f"{model} does not exist; name a folder with a model, or one of the Hugging Face Hub")
-    _refuse_flags(flags)
+    _refuse_flags(flags, poison=poison)
     _refuse_settings(os.environ)
     if importlib.util.find_spec("vllm") is None:
         raise CompareError(f"this Python ({sys.executable}) has no vLLM; use the Python that runs vLLM")
@@ -71,6 +78,10 @@ def run(
         )
         for mode in (EAGER, GRAPHS, COMPILED)
     ]
+    if poison:
+        # One process decides what runs together: with another one for the scheduler, batches would be of chance.
+        alone: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        jobs.append(replace(jobs[1], name=POISON, again=1, poison=True, environment=alone))
     folder = Path(tempfile.mkdtemp(prefix="graphfix-compare-"))
     keep = True  # where somebody has to look into the logs
     try:
@@ -87,10 +98,12 @@ def run(
     return report
 
 
-def _refuse_flags(flags: Sequence[str]) -> None:
+def _refuse_flags(flags: Sequence[str], *, poison: bool) -> None:
     names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     if "--enforce-eager" in names:
         raise CompareError("with --enforce-eager there are no graphs to compare; leave that flag out")
+    if poison and "--worker-extension-cls" in names:
+        raise CompareError("--poison needs vLLM's worker extension for itself; leave out --worker-extension-cls")
     if "--model" in names:
         raise CompareError("name the model once, before the flags, as vllm-graphfix compare MODEL …; leave out --model")
 
@@ -109,7 +122,7 @@ def _compare(
     bars = EngineBars(console, jobs)
     engines = Engines(folder, timeout, bars.doing, bars.done)
     with bars.display():
-        eager, graphs, compiled = jobs
+        eager, graphs, compiled, *further = jobs
         reference = engines.run([eager], 1)[eager.name]
         if reference.said is None:
             raise _error_of_reference(reference)
@@ -122,11 +135,16 @@ def _compare(
         if found.said is None:
             error = f"{found.error} (log: {found.log})"
             return Report(model, tuple(flags), reference.said, None, None, error, logs=str(folder))
+        poisoned = None
+        for job in further:
+            ended = engines.run([job], 1)[job.name]
+            why = f"{ended.error} (log: {ended.log})" if ended.error else None
+            poisoned = report_of(ended.said, why, ended.observed)
         comparison = compare(reference.said.passes[0], found.said.passes[0], noise)
         arbiter = None
         if len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
             arbiter = engines.run([compiled], 1)[compiled.name]
-    failed = arbiter is not None and arbiter.said is None
+    failed = (arbiter is not None and arbiter.said is None) or (poisoned is not None and poisoned.said is None)
     return Report(
         model,
         tuple(flags),
@@ -135,6 +153,7 @@ def _compare(
         _findings(comparison, found.said, arbiter),
         note=_why_eager_alone(arbiter),
         logs=str(folder) if failed else None,
+        poison=poisoned,
     )
 
 

@@ -7,7 +7,6 @@ Stand-ins: the model's layers and their caches, and a backend whose metadata are
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -36,25 +35,17 @@ WIDTH = 2
 MIXER, ATTENTION, DRAFT = "model.layers.0.mixer", "model.layers.1.self_attn", "draft.layers.0.self_attn"
 BLOCKS = {"first": (1, [2, 3, 4, 5]), "second": (6, [7, 8, 9, 10])}
 """The blocks of each request: its state's, and those of its keys."""
+SPARE = 1 + max(block for _, keys in BLOCKS.values() for block in keys)
+"""A block that is never anybody's."""
 PROMPT = 3
 CPU = torch.device("cpu")
-
-
-@contextmanager
-def unpinned() -> Iterator[None]:
-    """Pinned memory, which vLLM takes unasked from 0.25 on, needs CUDA."""
-    with ExitStack() as stack:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("vllm.") and vars(module).get("PIN_MEMORY"):
-                stack.enter_context(mock.patch.object(module, "PIN_MEMORY", False))
-        yield
 
 
 class CacheStandIn:
     """Stands in for the model's layers and their kernels: a state per block, keys per slot, a draft's keys per slot."""
 
     def __init__(self) -> None:
-        blocks = 1 + max(block for _, keys in BLOCKS.values() for block in keys)
+        blocks = SPARE + 1
         self.states = torch.zeros(blocks, WIDTH)
         self.keys, self.drafts = torch.zeros(blocks * PAGE, WIDTH), torch.zeros(blocks * PAGE, WIDTH)
         self.hidden = torch.zeros(MAX_TOKENS, WIDTH)
@@ -84,8 +75,13 @@ class CacheStandIn:
             write_slots(self.drafts, slots, self.hidden)
 
     def blocks(self) -> list[float]:
-        """All but the null block."""
-        return [*self.states[1:].flatten(), *self.keys[PAGE:].flatten(), *self.drafts[PAGE:].flatten()]
+        """All blocks that are ever somebody's."""
+        rows = slice(PAGE, SPARE * PAGE)
+        return [*self.states[1:SPARE].flatten(), *self.keys[rows].flatten(), *self.drafts[rows].flatten()]
+
+    def by_layer(self) -> dict[str, torch.Tensor]:
+        pages = {ATTENTION: self.keys, DRAFT: self.drafts}
+        return {MIXER: self.states} | {layer: each.view(-1, PAGE, WIDTH) for layer, each in pages.items()}
 
     def _decode(self, metadata: Any) -> torch.Tensor:
         """One token for each decode row; -1 (up to 0.19) and 0 mean that a row has no state."""

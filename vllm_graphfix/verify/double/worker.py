@@ -148,10 +148,25 @@ def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Wa
     process.start(Rate(), Action.REPORT)
 
 
+def poisoned(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """What poison shows in the scenarios of the fixes *names*, of those that tell where a step begins."""
+    from vllm_graphfix.verify.double.poisoned import NotPoisonedError, shown_by_poison
+
+    for name in names:
+        try:
+            yield name, shown_by_poison(scenario_of(name))
+        except NotPoisonedError:
+            continue
+        except Exception as error:
+            traceback.print_exc()
+            yield name, [f"{type(error).__name__}: {error}".splitlines()[0]]
+
+
 def main(names: list[str], others: Sequence[str] = (), *, watch: bool = False) -> None:
     """Runs the scenarios of the fixes *names*, and looks whether what *others* concern was left alone.
 
-    *watch*: when all else has been told, the shadow check looks at their replays.
+    *watch*: when all else has been told, they are run once more with poison, and the shadow check looks at their
+    replays.
     """
     results = _results()
 
@@ -189,6 +204,8 @@ def main(names: list[str], others: Sequence[str] = (), *, watch: bool = False) -
     for state in vllm_graphfix.states().values():
         say(event="state", fix=state.name, state=state.state.value, reason=state.reason)
     if watch:
+        for name, told in poisoned(names):
+            say(event="poisoned", fix=name, told=told)
         for name, seen in watched(names):
             say(event="watched", fix=name, **asdict(seen))
 

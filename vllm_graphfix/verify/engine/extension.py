@@ -16,3 +16,14 @@ class GraphfixStates:
     def graphfix_cudagraph_mode(self) -> str:
         config: Any = getattr(self, "vllm_config")  # noqa: B009 - the worker's, which this is mixed into
         return str(config.compilation_config.cudagraph_mode.name)
+
+    def graphfix_poison(self, kinds: list[str], buffers: list[str] | None, finite: bool) -> None:
+        """Begins to poison the steps of this rank; no request may be running."""
+        from vllm_graphfix.verify.poison.engine import PoisonedRunner
+
+        runner = getattr(self, "model_runner")  # noqa: B009 - as above
+        self._graphfix_poisoned = PoisonedRunner(runner, kinds, buffers, finite=finite)
+
+    def graphfix_poison_found(self) -> dict[str, Any]:
+        """Ends that, and tells what it has shown."""
+        return self._graphfix_poisoned.remove()

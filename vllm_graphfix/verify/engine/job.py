@@ -49,6 +49,8 @@ class Job:
     own noise."""
     probes: tuple[str, ...] = ()
     """What to look at inside the engine; names that `probes.probe_of` takes. The engine must be in one process."""
+    poison: bool = False
+    """Ask once more with poison in what must not matter, and where that shows, with each kind of it alone."""
     untuned: bool = False
     """A kernel that Triton would tune takes its first variant, and no other is compiled."""
     seconds: float | None = None
@@ -65,6 +67,37 @@ class Job:
         for name in ("flags", "max_tokens", "probes"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
+
+
+@dataclass(frozen=True)
+class Poisoned:
+    """Answers of an engine with poison in what must not matter."""
+
+    kinds: tuple[str, ...]
+    buffers: tuple[str, ...] | None
+    """The persistent inputs that were poisoned, or all of them."""
+    finite: bool
+    """Blocks held large numbers and no NaN, which a kernel that masks by multiplying with 0 cannot stand."""
+    prompts: tuple[int, ...]
+    """The prompts whose answers are not, to the last bit, those without poison; from 0."""
+    worst: float
+    """The largest difference of log-probabilities, infinite where a token is another one or a number is NaN."""
+    ranks: tuple[dict[str, Any], ...]
+    """What each rank has found (`poison.engine.PoisonedRunner.remove`)."""
+
+    @property
+    def findings(self) -> list[tuple[int, int, str, bool]]:
+        """Rank, step, what was found, and whether somebody wrote there."""
+        return [(rank, *finding) for rank, found in enumerate(self.ranks) for finding in found["findings"]]
+
+    @property
+    def shows(self) -> bool:
+        return bool(self.prompts or self.findings)
+
+    @property
+    def written(self) -> bool:
+        """Whether somebody wrote where nobody may."""
+        return any(written for *_, written in self.findings)
 
 
 @dataclass(frozen=True)
@@ -89,6 +122,8 @@ class Said:
     """From an engine that answers to all answers."""
     cpu_seconds: float = 0.0
     """Processor time of this process, and of those that it started and that have ended."""
+    poisoned: tuple[Poisoned, ...] = ()
+    """What was asked with poison, all kinds of it first."""
     cudagraph_mode: str | None = None
     """vLLM's, as its workers have it in the end; None for an engine that was given no flags."""
 
@@ -107,6 +142,7 @@ def to_json(said: Said) -> dict[str, Any]:
         "import_seconds": said.import_seconds,
         "answer_seconds": said.answer_seconds,
         "cpu_seconds": said.cpu_seconds,
+        "poisoned": [asdict(poisoned) for poisoned in said.poisoned],
         "cudagraph_mode": said.cudagraph_mode,
     }
 
@@ -125,5 +161,9 @@ def from_json(written: dict[str, Any]) -> Said:
         import_seconds=written["import_seconds"],
         answer_seconds=written["answer_seconds"],
         cpu_seconds=written["cpu_seconds"],
+        poisoned=tuple(
+            Poisoned(**each | {name: tuple(each[name]) for name in ("kinds", "prompts", "ranks")})
+            for each in written["poisoned"]
+        ),
         cudagraph_mode=written["cudagraph_mode"],
     )

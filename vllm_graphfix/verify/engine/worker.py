@@ -25,12 +25,14 @@ import traceback
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from vllm_graphfix.settings.environment import DECISION, PREFIX, STATUS_DIR
 from vllm_graphfix.verify.comparison import Answer
-from vllm_graphfix.verify.engine.job import COMPILED, EAGER, Job, Said, to_json
+from vllm_graphfix.verify.engine.job import COMPILED, EAGER, Job, Poisoned, Said, to_json
+from vllm_graphfix.verify.engine.poisoned import Asked, ask_with_poison
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -115,8 +117,13 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
     for number in range(job.again):
         # What is kept of the pass before would hide the noise of computing it again.
         llm.reset_prefix_cache()
-        order = 1 if number % 2 else -1
+        # With poison, what is asked again is the same: what differs then is no poison's doing.
+        order = 1 if number % 2 or job.poison else -1
         passes.append(_ask(llm, prompts[::order], job.max_tokens[::order], job)[::order])
+    poisoned: tuple[Poisoned, ...] = ()
+    if job.poison:
+        asked = Asked(llm, lambda: _ask(llm, prompts, job.max_tokens, job), passes, observed, partial(_write, result))
+        poisoned = ask_with_poison(asked)
     for probe in probes:
         probe.after_the_answers()
     observed |= _events()
@@ -130,6 +137,7 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
         import_seconds=round(imported - started, 1),
         answer_seconds=round(time.monotonic() - ready, 1),
         cpu_seconds=round(sum(os.times()[:4]), 1),
+        poisoned=poisoned,
         cudagraph_mode=_cudagraph_mode(llm),
     )
 

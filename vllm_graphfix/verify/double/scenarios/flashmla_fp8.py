@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_graphfix.verify.double import steps
 from vllm_graphfix.verify.double.flashmla import FP8_BLOCK_SIZE, PLAN_WIDTH, SM_PARTS, install_flashmla_stand_ins
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.poison.rows import Room, Rows
 
 if TYPE_CHECKING:
     from vllm_graphfix.verify.double.model_runners import WrappedGraphs
@@ -98,6 +100,14 @@ class DenseFP8Decode:
             cp_kv_cache_interleave_size=1,
         )
         self._runner = self._model_runner(full_graphs=captured_requests is not None)
+        self._engine = steps.Engine(
+            self,
+            {"runner": self._runner, "query": self._query},
+            Room(MAX_REQUESTS, MAX_REQUESTS),
+            {LAYER: self._cache},
+            MAX_BLOCKS * FP8_BLOCK_SIZE,
+            FP8_BLOCK_SIZE,
+        )
         self._graph: torch.cuda.CUDAGraph | None = None
         self._wrapped: WrappedGraphs | None = None
         self._captured_requests = captured_requests
@@ -109,6 +119,8 @@ class DenseFP8Decode:
     def step(self, lengths: list[int]) -> list[float]:
         """Decode one token a request (counted in `lengths`): requests * heads * 8 values of the attention output."""
         requests = len(lengths)
+        held = range(1, requests * MAX_BLOCKS + 1)
+        steps.begins(self._engine, Rows(requests, requests), held)
         self._query[:requests] = torch.randn(requests, HEADS, LATENT + ROPE, generator=self._random).to(FP8)
         self._block_table.commit_block_table(requests)
         metadata = self._metadata(lengths, self._captured_requests or requests)

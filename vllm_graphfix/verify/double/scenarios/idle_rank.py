@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker import gpu_worker
 
+from vllm_graphfix.verify.double import steps
 from vllm_graphfix.verify.double.arguments import known_to
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.idle_runner import (
@@ -39,10 +40,11 @@ from vllm_graphfix.verify.double.idle_runner import (
     lengths_of,
     model_runner,
     step_on_a_cpu,
-    unpinned,
     write_slots,
 )
+from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.poison.rows import Room, Rows
 
 IDLE = "a step without work"
 STEPS: list[tuple[str, ...] | str] = [
@@ -60,18 +62,18 @@ STEPS: list[tuple[str, ...] | str] = [
 
 def run(*, hit: bool = True) -> Measurement:
     """Not *hit*: the rank idles before its first requests, when nothing is in its buffers."""
-    steps: Sequence[tuple[str, ...] | str] = STEPS if hit else [IDLE, IDLE, ("first", "second")]
+    schedule: Sequence[tuple[str, ...] | str] = STEPS if hit else [IDLE, IDLE, ("first", "second")]
     numbers = (
         "every cache block of 2 requests and the outputs of a Mamba hybrid and of a model with a drafter, step by step"
     )
-    never_idle = [step for step in steps if step != IDLE]
+    never_idle = [step for step in schedule if step != IDLE]
     with unpinned():
         eager = [*_serve(_Rank(), never_idle), *_serve(_DraftingRank(), never_idle)]
         with cpu_cuda_graphs():
             hybrid = _Rank()
             hybrid.capture()
-            graphed = [*_serve(hybrid, steps), *_serve(_DraftingRank(), steps)]
-    counted = {"idle-step-on-real-blocks": 2 * (len(steps) - len(never_idle))}  # of each of two ranks
+            graphed = [*_serve(hybrid, schedule), *_serve(_DraftingRank(), schedule)]
+    counted = {"idle-step-on-real-blocks": 2 * (len(schedule) - len(never_idle))}  # of each of two ranks
     return Measurement(numbers, tuple(eager), tuple(graphed), counted=counted)
 
 
@@ -90,6 +92,9 @@ class _Rank:
         self.worker.model_runner, self.worker.use_v2_model_runner = self.runner, False
         self.runner._determine_batch_execution_and_padding = self._decide
         self.computed: dict[str, int] = {}
+        inputs = {"runner": self.runner, "hidden": self.cache.hidden}
+        caches = self.cache.by_layer()
+        self._engine = steps.Engine(self, inputs, Room(REQUESTS, MAX_TOKENS), caches, MAX_MODEL_LEN - 1, PAGE)
 
     def groups(self) -> list[tuple[Any, list[str], Any]]:
         state = MambaSpec(block_size=MAX_MODEL_LEN, shapes=((WIDTH,),), dtypes=(torch.float32,))
@@ -100,6 +105,11 @@ class _Rank:
         full = self.mode == CUDAGraphMode.FULL
         tokens = REQUESTS if full else 1
         return self.mode, BatchDescriptor(num_tokens=tokens, num_reqs=tokens if full else None), False, None, None
+
+    def begins(self, names: tuple[str, ...]) -> None:
+        """Blocks of requests that have ended are held, too: a prefix hit finds them."""
+        held = {block for name in self.computed for state, keys in [BLOCKS[name]] for block in (state, *keys)}
+        steps.begins(self._engine, Rows(len(names), len(names), self.runner.input_batch.num_reqs), held)
 
     def capture(self) -> None:
         """A graph of a batch of as many decodes as there can be."""
@@ -116,6 +126,7 @@ class _Rank:
     def step(self, names: tuple[str, ...]) -> torch.Tensor:
         """A decode step of these requests."""
         self.update(names)
+        self.begins(names)
         rows = len(names)
         if not rows:
             return self.cache.hidden[:0]
@@ -216,17 +227,20 @@ class _DraftingRank(_Rank):
         return outputs
 
 
-def _serve(rank: _Rank, steps: Sequence[tuple[str, ...] | str]) -> list[float]:
+def _serve(rank: _Rank, schedule: Sequence[tuple[str, ...] | str]) -> list[float]:
     """The outputs of each step that has requests, and what is in the cache after it."""
     random = torch.Generator().manual_seed(0)
     numbers: list[float] = []
-    for step in steps:
+    for step in schedule:
         if step == IDLE:
+            rank.begins(())
             # What lies in the input buffers then is of no request: data parallelism randomizes it.
             rank.cache.hidden.fill_(7.0)
             rank.idle()
+            steps.ends()
             continue
         rank.cache.hidden.copy_(torch.randn(MAX_TOKENS, WIDTH, generator=random))
         numbers += map(float, rank.step(tuple(step)).flatten())
         numbers += map(float, rank.cache.blocks())
+        steps.ends()
     return numbers

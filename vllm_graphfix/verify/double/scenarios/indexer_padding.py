@@ -18,8 +18,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import indexer
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
+from vllm_graphfix.verify.double import steps
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.poison.rows import Room, Rows
 
 CAPTURED = 4
 MAX_BLOCKS, BLOCK_SIZE = 3, 64
@@ -100,6 +102,9 @@ class Decode:
         self._runner = Batches(CAPTURED)
         self._tokens = tokens
         self._builder = builder(tokens - 1)
+        inputs = {"query": self._query, "runner": self._runner, "builder": self._builder}
+        room = Room(CAPTURED, CAPTURED * tokens)
+        self._engine = steps.Engine(self, inputs, room, {LAYER: self._keys}, MAX_MODEL_LEN, BLOCK_SIZE)
         self._captured_requests = captured_requests
         self._graph: torch.cuda.CUDAGraph | None = None
         if captured_requests is not None:
@@ -111,6 +116,8 @@ class Decode:
     def step(self, lengths: list[int]) -> list[float]:
         """Positions chosen for each token of each request."""
         requests = len(lengths)
+        held = range(1, requests * MAX_BLOCKS + 1)
+        steps.begins(self._engine, Rows(requests, requests * self._tokens), held)
         self._query[:requests] = torch.randn(requests, self._tokens, WIDTH, generator=self._random)
         padding = (self._captured_requests or requests) - requests
         batch = self._runner.batch([self._tokens] * requests + [0] * padding, lengths + [0] * padding)

@@ -7,17 +7,14 @@ one moves down into its slot, and the batches of three decodes that follow are p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
-from vllm.v1.attention.backends import mamba_attn
 from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionBackend
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
@@ -27,10 +24,13 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_graphfix.verify.double.arguments import input_batch
+from vllm_graphfix.verify.double import steps
+from vllm_graphfix.verify.double.arguments import input_batch, known_to
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import WrappedGraphs, recurrent, wrappers_on_the_double
+from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.poison.rows import Room, Rows
 
 CAPTURED = 4
 MAX_MODEL_LEN = 32
@@ -57,14 +57,14 @@ PAST_THEIR_PROMPTS: list[dict[str, int]] = [
 
 def run(*, hit: bool = True) -> Measurement:
     """Not *hit*: whoever was in the padded slot was past its prompt."""
-    steps = STEPS if hit else PAST_THEIR_PROMPTS
+    schedule = STEPS if hit else PAST_THEIR_PROMPTS
     eager: list[float] = []
     graphed: list[float] = []
     for backend in (Mamba1AttentionBackend, Mamba2AttentionBackend):
-        with _unpinned():
-            eager += _serve(backend, CUDAGraphMode.NONE, steps)
-        with _unpinned(), cpu_cuda_graphs():
-            graphed += _serve(backend, CUDAGraphMode.FULL, steps)
+        with unpinned():
+            eager += _serve(backend, CUDAGraphMode.NONE, schedule)
+        with unpinned(), cpu_cuda_graphs():
+            graphed += _serve(backend, CUDAGraphMode.FULL, schedule)
     numbers = "Mamba1 and Mamba2 layer outputs of 3 requests over 4 decode steps"
     # In three steps of each of two models.
     return Measurement(numbers, tuple(eager), tuple(graphed), counted={"padded-row-prefilling": 6})
@@ -73,7 +73,7 @@ def run(*, hit: bool = True) -> Measurement:
 def watched(*, hit: bool = True) -> None:
     """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
     for backend in (Mamba1AttentionBackend, Mamba2AttentionBackend):
-        with _unpinned(), wrappers_on_the_double():
+        with unpinned(), wrappers_on_the_double():
             _serve(backend, CUDAGraphMode.FULL, STEPS if hit else PAST_THEIR_PROMPTS, wrapped=True)
 
 
@@ -107,12 +107,17 @@ class SelectiveStateStandIn:
         return torch.cat(outputs) if outputs else self.hidden[:0]
 
 
-def _serve(backend: Any, mode: CUDAGraphMode, steps: Sequence[dict[str, int]], *, wrapped: bool = False) -> list[float]:
+def _serve(
+    backend: Any, mode: CUDAGraphMode, schedule: Sequence[dict[str, int]], *, wrapped: bool = False
+) -> list[float]:
     """The decode outputs of every step that only decodes, one request after the other.
 
     *wrapped*: the graph is in vLLM's wrapper.
     """
     runner, layer = _runner(backend, mode), recurrent(SelectiveStateStandIn) if wrapped else SelectiveStateStandIn()
+    inputs = {"runner": runner, "hidden": layer.hidden}
+    room = Room(CAPTURED, MAX_TOKENS)
+    engine = steps.Engine(runner, inputs, room, {LAYER: layer._states}, MAX_MODEL_LEN - 1, MAX_MODEL_LEN)
     replay: Callable[[Any, int], torch.Tensor] | None = None
     if mode == CUDAGraphMode.FULL:
         _set_lengths(runner, [1] * CAPTURED, [1] * CAPTURED)
@@ -120,9 +125,11 @@ def _serve(backend: Any, mode: CUDAGraphMode, steps: Sequence[dict[str, int]], *
         replay = (_replay_of_wrapped_graph if wrapped else _replay_of_bare_graph)(layer, captured)
     numbers: list[float] = []
     random = torch.Generator().manual_seed(0)
-    for scheduled in steps:
+    for scheduled in schedule:
         _update_batch(runner, scheduled)
         order = runner.input_batch.req_ids
+        held = {1 + list(PROMPTS).index(name) for name in order}
+        steps.begins(engine, Rows(len(order), sum(scheduled.values()), len(order)), held)
         inputs = {name: torch.randn(count, STATE_SIZE, generator=random) for name, count in scheduled.items()}
         layer.hidden[: sum(scheduled.values())] = torch.cat([inputs[name] for name in order])
         counts = [scheduled[name] for name in order]
@@ -134,6 +141,7 @@ def _serve(backend: Any, mode: CUDAGraphMode, steps: Sequence[dict[str, int]], *
             outputs = layer.eager(_metadata(runner, len(order), len(order), max(counts), num_tokens=sum(counts)))
         if len(order) == 3 and decode_only:
             numbers += [n for name in scheduled for n in outputs[order.index(name)].tolist()]
+        steps.ends()
         for name, count in scheduled.items():
             runner.computed[name] += count
     return numbers
@@ -167,19 +175,14 @@ def _replay_of_wrapped_graph(layer: Any, captured: Any) -> Callable[[Any, int], 
     return partial(graphs.replay, CAPTURED)
 
 
-def _unpinned() -> AbstractContextManager[object]:
-    """From 0.21 on a batch with prefills is described in pinned memory, which needs CUDA."""
-    if not hasattr(mamba_attn, "async_tensor_h2d"):
-        return nullcontext()
-    return mock.patch.object(mamba_attn, "async_tensor_h2d", partial(mamba_attn.async_tensor_h2d, pin_memory=False))
-
-
 def _runner(backend: Any, mode: CUDAGraphMode) -> Any:
     """A GPUModelRunner with no more than its batch and what `_build_attention_metadata` reads."""
     spec = MambaSpec(block_size=MAX_MODEL_LEN, shapes=((STATE_SIZE,),), dtypes=(torch.float32,))
     config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_mamba_chunk_size=lambda: 8),
-        cache_config=SimpleNamespace(mamba_cache_mode="none", kv_sharing_fast_prefill=False),
+        model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_mamba_chunk_size=lambda: 8, rswa_window=None),
+        cache_config=SimpleNamespace(
+            mamba_cache_mode="none", kv_sharing_fast_prefill=False, use_replayssm=False, replayssm_buffer_len=0
+        ),
         scheduler_config=SimpleNamespace(max_num_seqs=CAPTURED),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=CAPTURED),
@@ -187,16 +190,18 @@ def _runner(backend: Any, mode: CUDAGraphMode) -> Any:
         num_speculative_tokens=0,
     )
     group = AttentionGroup(backend, [LAYER], spec, 0)
-    group.create_metadata_builders(config, CPU)
+    group.create_metadata_builders(config, CPU, kernel_block_size=None)
     runner: Any = object.__new__(GPUModelRunner)
     runner.input_batch = input_batch(CAPTURED, MAX_MODEL_LEN, MAX_TOKENS, [MAX_MODEL_LEN], CPU)
     runner.computed = {}
     runner.device, runner.max_model_len = CPU, MAX_MODEL_LEN
     runner.cache_config, runner.compilation_config = config.cache_config, config.compilation_config
+    runner.model_config = config.model_config
     groups = [KVCacheGroupSpec([LAYER], spec)]
     runner.kv_cache_config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     runner.attn_groups = [[group]]
-    runner.query_start_loc = CpuGpuBuffer(CAPTURED + 1, dtype=torch.int32, device=CPU, pin_memory=False)
+    given = known_to(CpuGpuBuffer, {"dtype": torch.int32, "device": CPU, "pin_memory": False})
+    runner.query_start_loc = CpuGpuBuffer(CAPTURED + 1, **given)
     runner.seq_lens = torch.zeros(CAPTURED, dtype=torch.int32)
     runner.optimistic_seq_lens_cpu = torch.zeros(CAPTURED, dtype=torch.int32)
     runner.positions = torch.zeros(MAX_TOKENS, dtype=torch.int64)

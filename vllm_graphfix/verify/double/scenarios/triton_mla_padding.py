@@ -21,15 +21,18 @@ from vllm.v1.attention.backends.mla import triton_mla
 from vllm.v1.attention.ops import triton_decode_attention
 
 from vllm_graphfix.fixes import _triton_mla_reduce
+from vllm_graphfix.verify.double import steps
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.poison.rows import Room, Rows
 
 CAPTURED = 4
 HEADS, LATENT, ROPE = 2, 8, 4
 PAGE_SIZE, MAX_PAGES = 16, 4
 SPLITS_FROM = 1024
 """Tokens in the longest sequence that the metadata claim: enough for two splits, in eager as in a graph."""
+LAYER = "model.layers.0.self_attn.attn"
 CPU = torch.device("cpu")
 
 
@@ -133,6 +136,9 @@ class TritonMLADecode:
         self.tables = torch.zeros(CAPTURED, MAX_PAGES, dtype=torch.int32)
         self.query_start = torch.zeros(CAPTURED + 1, dtype=torch.int32)
         self.builder, self.implementation = metadata_builder(), implementation()
+        inputs = {name: vars(self)[name] for name in ("query", "lengths", "tables", "query_start", "builder")}
+        longest = MAX_PAGES * PAGE_SIZE
+        self._engine = steps.Engine(self, inputs, Room(CAPTURED, CAPTURED), {LAYER: self.cache}, longest, PAGE_SIZE)
         self.graph: torch.cuda.CUDAGraph | None = None
         self._captured_requests = captured_requests
         if captured_requests is not None:
@@ -141,6 +147,7 @@ class TritonMLADecode:
     def step(self, lengths: list[int]) -> list[float]:
         """Decode one token a request (counted in `lengths`): requests * heads * values of the quantised output."""
         requests = len(lengths)
+        steps.begins(self._engine, Rows(requests, requests), range(1, requests * MAX_PAGES + 1))
         self.query[:requests] = torch.randn(requests, HEADS, LATENT + ROPE, generator=self._random)
         metadata = self.metadata(lengths, self._captured_requests or requests)
         if self.graph is None:

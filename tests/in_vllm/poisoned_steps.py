@@ -1,0 +1,129 @@
+"""Poison in the scenarios of `verify` on the CPU double: what it finds on its own, and where it is silent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from defects import affected
+
+from vllm_graphfix.shadow.snapshot import same_bits
+from vllm_graphfix.verify.double import worker
+from vllm_graphfix.verify.double.poisoned import shown_by_poison
+from vllm_graphfix.verify.double.unpinned import unpinned
+from vllm_graphfix.verify.poison.engine import _holders
+from vllm_graphfix.verify.poison.poison import BLOCKS, ROWS
+from vllm_graphfix.verify.poison.rows import Lease, Room, Rows, Seen, buffers_of
+
+FIXES = ("flashmla-padding", "triton-mla-padding", "indexer-padding", "mamba-padding", "idle-rank")
+"""What the shadow check cannot see, and mamba-padding."""
+SHOW_WITHOUT_THEIR_PROVOCATION = {"mamba-padding": ROWS, "idle-rank": ROWS}
+"""Poison is enough for these: a workload that happens to leave a slot in the middle of a prompt, or a block table of
+somebody's, is not needed."""
+
+
+@pytest.fixture(autouse=True)
+def _cpu_memory() -> Iterator[None]:
+    with unpinned():
+        yield
+
+
+def scenario_on_this_release(fix: str) -> Any:
+    """Skips where the scenario is of code that this release has not, and the fix is not needed."""
+    try:
+        scenario = worker.scenario_of(fix)
+        scenario(hit=True)
+    except (AttributeError, TypeError):
+        if affected(fix):
+            raise
+        pytest.skip("the scenario is of other releases' code")
+    return scenario
+
+
+@pytest.mark.parametrize("fix", FIXES)
+def test_a_defect_is_found_where_it_is_and_nothing_elsewhere(fix: str) -> None:
+    found = shown_by_poison(scenario_on_this_release(fix))
+    assert bool(found) == affected(fix), found
+    assert not any("without graphs" in told for told in found)
+
+
+@pytest.mark.parametrize("fix", FIXES)
+def test_what_the_workload_does_not_provoke_poison_does(fix: str) -> None:
+    scenario = scenario_on_this_release(fix)
+    plain = scenario(hit=False)
+    assert plain.error is None
+    assert plain.eager == plain.graphed
+    found = shown_by_poison(scenario, hit=False)
+    expected = affected(fix) and fix in SHOW_WITHOUT_THEIR_PROVOCATION
+    assert bool(found) == expected, found
+    if expected:
+        assert not shown_by_poison(scenario, {BLOCKS}, hit=False), "no row names the blocks"
+
+
+def runner_with(*requests: str) -> Any:
+    """Model runner V1's own batch and buffers, as the scenario of mamba-padding has them."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
+
+    from vllm_graphfix.verify.double.scenarios import mamba_padding
+
+    try:
+        runner = mamba_padding._runner(Mamba2AttentionBackend, CUDAGraphMode.NONE)
+        mamba_padding._update_batch(runner, dict.fromkeys(requests, 1))
+    except (AttributeError, TypeError):
+        pytest.skip("the scenario is of other releases' code")
+    return runner
+
+
+SEEN = Seen(block=4, length=31, block_size=32, vocabulary=1000)
+
+
+def test_rows_behind_the_batch_look_like_a_request_in_its_prompt_and_are_given_back() -> None:
+    runner = runner_with("first", "second")
+    batch, room = runner.input_batch, Room(4, 32)
+    before = {each.name: each.tensor.clone() for each in buffers_of({"runner": runner}, room)}
+    assert {"runner.query_start_loc.gpu", "runner.seq_lens", "runner.positions"} <= before.keys()
+    lease = Lease()
+    lease.fill(buffers_of({"runner": runner}, room), Rows(2, 2, 2), SEEN)
+    assert (batch.num_computed_tokens_cpu[2:] < batch.num_prompt_tokens[2:]).all()
+    assert (batch.block_table[0].block_table.gpu[2:] == SEEN.block).all()
+    assert (batch.block_table[0].slot_mapping.gpu[2:] == SEEN.block * batch.block_table[0].block_size).all()
+    assert batch.num_prompt_tokens[:2].tolist() == [3, 4]
+    for each in buffers_of({"runner": runner}, room):
+        real = each.tensor.narrow(each.axis, 0, 2)
+        assert same_bits(real, before[each.name].narrow(each.axis, 0, 2)), each.name
+    runner.seq_lens[2] = 0  # what vLLM pads with
+    lease.end()
+    for each in buffers_of({"runner": runner}, room):
+        assert same_bits(each.tensor, before[each.name]), each.name
+
+
+def test_a_step_without_work_leaves_the_batch_what_it_knows_of_its_requests() -> None:
+    runner = runner_with("first", "second")
+    Lease().fill(buffers_of({"runner": runner}, Room(4, 32)), Rows(0, 0, 2), SEEN)
+    assert runner.input_batch.num_prompt_tokens[:2].tolist() == [3, 4]
+    assert (runner.input_batch.block_table[0].block_table.gpu == SEEN.block).all()
+
+
+def test_slots_of_model_runner_v2_lie_in_the_block_of_their_group() -> None:
+    input_batch = pytest.importorskip("vllm.v1.worker.gpu.input_batch")
+    tables = SimpleNamespace(
+        input_block_tables=[torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)],
+        slot_mappings=torch.zeros(2, 16, dtype=torch.int64),
+        block_sizes=[16, 64],
+    )
+    try:
+        inputs = input_batch.InputBuffers(max_num_reqs=4, max_num_tokens=16, device=torch.device("cpu"))
+    except TypeError:
+        pytest.skip("buffers are made otherwise")
+    runner = SimpleNamespace(input_buffers=inputs, block_tables=tables, attn_groups=[])
+    buffers = buffers_of(_holders(runner), Room(4, 16))
+    Lease().fill(buffers, Rows(1, 3), SEEN)
+    assert (tables.slot_mappings[:, 3:] // torch.tensor([[16], [64]]) == SEEN.block).all()
+    assert not tables.slot_mappings[:, :3].any()
+    assert (tables.input_block_tables[1][1:] == SEEN.block).all()
+    assert inputs.input_ids.tolist() == [0] * 3 + [SEEN.block] * 13
+    assert inputs.seq_lens.tolist() == [0, *[SEEN.length] * 3]

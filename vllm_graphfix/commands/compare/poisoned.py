@@ -1,0 +1,150 @@
+"""What poison showed: verdict, words for people, and JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_graphfix.verify.engine.job import Poisoned, Said
+from vllm_graphfix.verify.engine.poisoned import PASSES, gap_between
+
+LEFT_BY_THE_ENGINE = "the engine itself has left NaN in the null block"
+"""As `verify.poison.engine` says it, which imports torch."""
+_SHOWN = 12
+"""Prompts that are named; JSON has all."""
+_ENOUGH = 3
+"""Times the engine's own noise."""
+
+
+@dataclass(frozen=True)
+class PoisonReport:
+    """An engine with graphs, asked twice without poison and then with it."""
+
+    said: Said | None
+    error: str | None = None
+    """What it ended in."""
+    passes_begun: int = 0
+    """With poison, before it ended."""
+
+    @property
+    def noise(self) -> float:
+        """The engine's own, between two passes without poison; 0 if it gives the same bits."""
+        if self.said is None:
+            return 0.0
+        return max((gap_between(*pair) for pair in zip(*self.said.passes[:2], strict=True)), default=0.0)
+
+    def _shows(self, poisoned: Poisoned) -> bool:
+        worse = poisoned.worst > 0 if not self.noise else poisoned.worst > max(_ENOUGH * self.noise, 0.0625)
+        return bool(poisoned.findings) or (worse and not math.isinf(self.noise))
+
+    @property
+    def found(self) -> bool:
+        """Poison reached answers, was overwritten, or ended the engine.
+
+        NaN that shows where large numbers do not is what a kernel multiplies by 0: that harms only if the engine
+        itself leaves NaN there.
+        """
+        if self.said is None:
+            return self.passes_begun > 0
+        first, *alone = self.said.poisoned
+        if not self._shows(first):
+            return False
+        showing = [each for each in alone if self._shows(each) and not self._by_zero(each)]
+        return first.written or self._nan_was_there or bool(showing) or not any(map(self._shows, alone))
+
+    def _by_zero(self, poisoned: Poisoned) -> bool:
+        """Whether the same with large numbers in place of NaN shows nothing."""
+        passes = self.said.poisoned if self.said else ()
+        finite = [each for each in passes if each.finite and each.kinds == poisoned.kinds]
+        return not poisoned.written and bool(finite) and not any(map(self._shows, finite))
+
+    @property
+    def _nan_was_there(self) -> bool:
+        notes = [note for found in self.said.poisoned[0].ranks for note in found["notes"]] if self.said else []
+        return any(note.startswith(LEFT_BY_THE_ENGINE) for note in notes)
+
+    @property
+    def inconclusive(self) -> str | None:
+        """Why silence says nothing; None if it does."""
+        if self.found:
+            return None
+        if self.said is None:
+            return f"the engine to be poisoned ended before it was: {self.error}"
+        if math.isinf(self.noise):
+            return "without poison the engine's answers differ in their tokens from one time to the next"
+        errors = [found["error"] for each in self.said.poisoned for found in each.ranks if found["error"]]
+        if errors:
+            return f"poison was taken out of a running engine: {errors[0]}"
+        if not all(found["steps"] for each in self.said.poisoned for found in each.ranks):
+            return "no step was poisoned"
+        return None
+
+    def lines(self) -> list[str]:
+        """What people read, without the verdict."""
+        if self.said is None:
+            return [f"with poison the engine ends: {self.error}"] if self.found else []
+        told = []
+        halves = [each for each in self.said.poisoned if each.buffers is not None]
+        for each in self.said.poisoned:
+            if each in halves[:-1]:
+                continue
+            where = ", ".join(each.buffers or each.kinds) + (" (large numbers, no NaN)" if each.finite else "")
+            if self._shows(each):
+                numbers = f"log-probabilities by up to {each.worst:.3g}"
+                gap = "another token, or NaN" if math.isinf(each.worst) else numbers
+                differing = ", ".join(map(str, each.prompts[:_SHOWN])) + (" …" if len(each.prompts) > _SHOWN else "")
+                told.append(f"{where}: answers of prompts {differing} differ ({gap})" if each.prompts else f"{where}:")
+                ranks = len(each.ranks) > 1
+                told += [
+                    f"  step {step}{f' of rank {rank}' if ranks else ''}: {found}"
+                    for rank, step, found, _ in each.findings
+                ]
+                if self._by_zero(each):
+                    told.append("  a kernel multiplies it by 0, and gets NaN: harmless where none is left there")
+            elif len(self.said.poisoned) > 1:
+                told.append(f"{where}: nothing")
+        notes = dict.fromkeys(note for found in self.said.poisoned[0].ranks for note in found["notes"])
+        return told + list(notes)
+
+    def summary(self) -> str:
+        """How much was poisoned."""
+        if self.said is None:
+            return ""
+        first = self.said.poisoned[0].ranks[0]
+        amounts = ", ".join(f"{kind} {number}" for kind, number in first["most"].items())
+        exact = "to the last bit" if not self.noise else f"beyond the engine's own noise of {self.noise:.3g}"
+        return f"{first['steps']} steps poisoned (at most {amounts}); answers compared {exact}"
+
+    def as_json(self) -> dict[str, Any]:
+        passes = self.said.poisoned if self.said else ()
+        return {
+            "found": self.found,
+            "inconclusive": self.inconclusive,
+            "error": self.error,
+            "noise": _number(self.noise) if self.said else None,
+            "passes": [
+                {
+                    "kinds": list(each.kinds),
+                    "finite": each.finite,
+                    "inputs": None if each.buffers is None else list(each.buffers),
+                    "shows": self._shows(each),
+                    "prompts": list(each.prompts),
+                    "distance": _number(each.worst),
+                    "ranks": [
+                        {name: found[name] for name in ("steps", "most", "findings", "notes", "error")}
+                        for found in each.ranks
+                    ],
+                }
+                for each in passes
+            ],
+        }
+
+
+def report_of(said: Said | None, error: str | None, observed: dict[str, list[float]]) -> PoisonReport:
+    """What an engine's end means; *observed* is what it had told before."""
+    return PoisonReport(said, error, int(observed.get(PASSES, [0.0])[0]))
+
+
+def _number(number: float) -> float | None:
+    return number if math.isfinite(number) else None

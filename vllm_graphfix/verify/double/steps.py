@@ -1,0 +1,102 @@
+"""Tells whoever watches that a step of a scenario begins, when nothing of it is in the persistent buffers yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
+
+from vllm_graphfix.verify.poison.blocks import Blocks, Cache
+from vllm_graphfix.verify.poison.poison import KINDS, Finding, Poison
+from vllm_graphfix.verify.poison.rows import Room, Rows, buffers_of
+
+
+class Engine(NamedTuple):
+    """What a scenario has of an engine."""
+
+    owner: object
+    """Which engine it is."""
+    holders: Mapping[str, object]
+    """Who has persistent buffers: a model runner, its inputs, builders of metadata."""
+    room: Room
+    caches: Mapping[str, torch.Tensor]
+    """The cache of each layer, (blocks, …)."""
+    length: int
+    """The longest sequence."""
+    block_size: int = 1
+
+
+class Watcher(Protocol):
+    def begins(self, engine: Engine, rows: Rows, held: Collection[int]) -> None: ...
+    def ends(self) -> None: ...
+
+
+_watchers: list[Watcher] = []
+
+
+def begins(engine: Engine, rows: Rows, held: Collection[int]) -> None:
+    """A step of *rows* of *engine* begins; its requests, and finished ones that are kept, have the blocks *held*."""
+    for watcher in _watchers:
+        watcher.begins(engine, rows, held)
+
+
+def ends() -> None:
+    """The step has ended, and the batch may change."""
+    for watcher in _watchers:
+        watcher.ends()
+
+
+class Poisoned:
+    """Poison in every engine of a scenario."""
+
+    def __init__(self, kinds: Collection[str] = KINDS) -> None:
+        self._kinds = frozenset(kinds)
+        self._engines: dict[int, tuple[object, Poison]] = {}
+        self._last: Poison | None = None
+
+    def begins(self, engine: Engine, rows: Rows, held: Collection[int]) -> None:
+        self.ends()
+        with torch.inference_mode():
+            if id(engine.owner) not in self._engines:
+                self._engines[id(engine.owner)] = (engine.owner, self._poison(engine))
+            poison = self._engines[id(engine.owner)][1]
+            poison.before_preparing(rows, held)
+            self._last = poison
+
+    def _poison(self, engine: Engine) -> Poison:
+        (count,) = {len(cache) for cache in engine.caches.values()}
+        return Poison(
+            buffers_of(engine.holders, engine.room),
+            Blocks([Cache(name, tensor) for name, tensor in engine.caches.items()], count),
+            length=engine.length,
+            block_size=engine.block_size,
+            kinds=self._kinds,
+        )
+
+    def ends(self) -> None:
+        if self._last is not None:
+            with torch.inference_mode():
+                self._last.after_running()
+                self._last.end_of_step()
+            self._last = None
+
+    def findings(self) -> list[Finding]:
+        self.ends()
+        return [finding for _, poison in self._engines.values() for finding in poison.findings]
+
+    @property
+    def steps(self) -> int:
+        return sum(poison.steps for _, poison in self._engines.values())
+
+
+@contextmanager
+def poisoned(kinds: Collection[str] = KINDS) -> Iterator[Poisoned]:
+    """For the block, engines of scenarios are poisoned."""
+    watcher = Poisoned(kinds)
+    _watchers.append(watcher)
+    try:
+        yield watcher
+    finally:
+        _watchers.remove(watcher)

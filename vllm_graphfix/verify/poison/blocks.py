@@ -1,0 +1,128 @@
+"""Blocks of the caches: those that nobody holds, and the null block, hold poison that nobody may read or overwrite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from vllm_graphfix.verify.poison.bits import NAN, as_integers, pattern
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_AT_ONCE = 64 << 20
+"""Bytes that are looked at together."""
+
+
+class Cache(NamedTuple):
+    """A tensor of a layer's cache, with its blocks along *axis*."""
+
+    layer: str
+    tensor: Tensor
+    axis: int = 0
+    kernel_blocks: int = 1
+    """Blocks of the layer's kernels in one of the engine's."""
+
+
+class Blocks:
+    """All caches of a model; each block is poisoned, or somebody's."""
+
+    def __init__(self, caches: Sequence[Cache], count: int, byte: int = NAN) -> None:
+        seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+        self._caches = []
+        for cache in caches:
+            key = (cache.tensor.data_ptr(), tuple(cache.tensor.shape), tuple(cache.tensor.stride()))
+            if key not in seen:
+                seen.add(key)
+                self._caches.append(cache)
+        self.count, self._byte = count, byte
+        self.poisoned: set[int] = set()
+
+    def fill(self, blocks: Iterable[int]) -> None:
+        """Poisons *blocks*."""
+        self._write(blocks, self._byte)
+        self.poisoned.update(blocks)
+
+    def wipe(self, blocks: Iterable[int]) -> None:
+        """Leaves zeros in *blocks*, as a new engine has them: a kernel may multiply a block's unwritten tail by 0."""
+        self._write(blocks, 0)
+        self.poisoned.difference_update(blocks)
+
+    def seen(self, held: set[int]) -> int:
+        """The last block that nobody holds, in the engine's count and in that of kernels with smaller blocks.
+
+        The null block if there is none.
+        """
+        many = {cache.kernel_blocks for cache in self._caches}
+        last = range(self.count - 1, 0, -1)
+        return next((block for block in last if all(block // each and block // each not in held for each in many)), 0)
+
+    def _write(self, blocks: Iterable[int], byte: int) -> None:
+        listed = sorted(blocks)
+        if listed:
+            for cache in self._caches:
+                memory = as_integers(cache.tensor)
+                memory.index_fill_(cache.axis, _index(listed, cache), pattern(cache.tensor, byte))
+
+    def overwritten(self, blocks: Iterable[int]) -> dict[str, list[int]]:
+        """Those of the poisoned *blocks* that do not hold poison any more, by layer."""
+        listed = sorted(self.poisoned.intersection(blocks))
+        found: dict[str, list[int]] = {}
+        for cache in self._caches:
+            memory = as_integers(cache.tensor)
+            number = pattern(cache.tensor, self._byte)
+            changed = self._where(cache, listed, lambda part, memory=memory, number=number: part != number)
+            if changed:
+                found.setdefault(cache.layer, []).extend(changed)
+        return found
+
+    def with_nan(self, blocks: Iterable[int]) -> dict[str, list[int]]:
+        """Those of *blocks* with NaN in them, by layer, in the order of the layers; none of caches in bytes."""
+        listed = sorted(blocks)
+        found: dict[str, list[int]] = {}
+        for cache in self._caches:
+            if cache.tensor.is_floating_point() and cache.tensor.element_size() > 1:
+                wrong = self._where(cache, listed, torch.isnan, cache.tensor)
+                if wrong:
+                    found.setdefault(cache.layer, []).extend(wrong)
+        return found
+
+    @staticmethod
+    def _where(cache: Cache, listed: list[int], holds: object, memory: Tensor | None = None) -> list[int]:
+        memory = as_integers(cache.tensor) if memory is None else memory
+        size = cache.tensor.element_size() * cache.tensor.numel() // max(1, cache.tensor.shape[cache.axis])
+        step = max(1, _AT_ONCE // max(1, size * cache.kernel_blocks))
+        found: list[int] = []
+        for begin in range(0, len(listed), step):
+            some = listed[begin : begin + step]
+            part = memory.index_select(cache.axis, _index(some, cache))
+            flags = holds(part).movedim(cache.axis, 0).flatten(1).any(1)  # type: ignore[operator]
+            flags = flags.view(len(some), cache.kernel_blocks).any(1)
+            found += [block for block, hit in zip(some, flags.tolist(), strict=True) if hit]
+        return found
+
+
+def _index(blocks: Sequence[int], cache: Cache) -> Tensor:
+    numbers = torch.tensor(blocks, dtype=torch.int64, device=cache.tensor.device)
+    if cache.kernel_blocks == 1:
+        return numbers
+    inside = torch.arange(cache.kernel_blocks, device=numbers.device)
+    return (numbers[:, None] * cache.kernel_blocks + inside).flatten()
+
+
+def caches_of(layers: Mapping[str, Sequence[Tensor]], count: int) -> tuple[list[Cache], list[str]]:
+    """The caches of *layers* that have *count* blocks, or a multiple, along one axis; and the layers that have not."""
+    found: list[Cache] = []
+    unknown: list[str] = []
+    for name, tensors in layers.items():
+        for tensor in tensors:
+            axes = [axis for axis, size in enumerate(tensor.shape[:2]) if size and size % count == 0]
+            if not axes or count < 3:
+                unknown.append(name)
+                continue
+            # In a small cache tokens may be as many as blocks, or a multiple.
+            axis = next((axis for axis in axes if tensor.shape[axis] == count), axes[0])
+            found.append(Cache(name, tensor, axis, tensor.shape[axis] // count))
+    return found, unknown

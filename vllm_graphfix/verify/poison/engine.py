@@ -1,0 +1,226 @@
+"""Poison in a worker of an engine that runs: around the model runner's own methods, from one call until another."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from vllm_graphfix.shadow.layers import caches_of
+from vllm_graphfix.verify.poison import memory
+from vllm_graphfix.verify.poison.bits import LOUD, NAN
+from vllm_graphfix.verify.poison.blocks import Blocks, caches_of
+from vllm_graphfix.verify.poison.poison import BLOCKS, KINDS, NULL, NULL_BLOCK, ROWS, Poison
+from vllm_graphfix.verify.poison.rows import Room, Rows, buffers_of
+
+LEFT_BY_THE_ENGINE = "the engine itself has left NaN in the null block"
+_PREPARE = ("_prepare_inputs", "prepare_inputs")
+"""The method that fills the persistent inputs of a step, of model runner V1 and V2."""
+
+
+class Holders:
+    """Who has which blocks, from what the scheduler tells the workers."""
+
+    def __init__(self, *, cached: bool) -> None:
+        """*cached*: blocks of a request that has ended may be found by another."""
+        self._cached = cached
+        self._of: dict[str, set[int]] = {}
+        self._kept: set[int] = set()
+
+    def hear(self, scheduler_output: Any) -> None:
+        for name in (*scheduler_output.finished_req_ids, *(getattr(scheduler_output, "preempted_req_ids", None) or ())):
+            self._of.pop(name, None)
+        for request in scheduler_output.scheduled_new_reqs:
+            self._give(request.req_id, request.block_ids)
+        cached = scheduler_output.scheduled_cached_reqs
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            self._give(name, blocks or ())
+
+    def _give(self, name: str, groups: Iterable[Iterable[int]]) -> None:
+        blocks = {block for group in groups for block in group}
+        self._of.setdefault(name, set()).update(blocks)
+        if self._cached:
+            self._kept.update(blocks)
+
+    @property
+    def held(self) -> set[int]:
+        return self._kept.union(*self._of.values())
+
+
+class PoisonedRunner:
+    """A model runner whose steps are poisoned until `remove`. No request may be running when it is made."""
+
+    def __init__(
+        self,
+        runner: Any,
+        kinds: Collection[str] = KINDS,
+        buffers: Collection[str] | None = None,
+        *,
+        finite: bool = False,
+    ) -> None:
+        """Only *kinds* of poison; of persistent inputs those with the names *buffers*, if any are given.
+
+        *finite*: blocks hold large numbers, and no NaN.
+        """
+        self._runner = runner
+        self.notes: list[str] = []
+        """What is not poisoned, and why; and what was there before."""
+        self.error: str | None = None
+        """What went wrong here; nothing was poisoned after it."""
+        self._live = 0
+        config = runner.vllm_config
+        chosen = frozenset(kinds)
+        if getattr(config, "kv_transfer_config", None) is not None:
+            self.notes.append("not poisoned: blocks, since workers are not told which a KV connector writes to")
+            chosen -= {BLOCKS, NULL}
+        self._holders = Holders(cached=bool(config.cache_config.enable_prefix_caching))
+        given = buffers_of(_holders(runner), _room(runner))
+        blocks, count = self._blocks(LOUD if finite else NAN)
+        if count and (left := blocks.with_nan([NULL_BLOCK])):
+            self.notes.append(f"{LEFT_BY_THE_ENGINE} (first in {next(iter(left))})")
+        if count < 2:
+            self.notes.append("not poisoned: blocks, of which this model has none")
+            chosen -= {BLOCKS, NULL}
+        self.poison = Poison(
+            [each for each in given if buffers is None or each.name in buffers],
+            blocks,
+            length=max(1, min(runner.max_model_len, config.model_config.max_model_len) - 1),
+            block_size=int(config.cache_config.block_size or 16),
+            vocabulary=int(config.model_config.get_vocab_size()),
+            kinds=chosen,
+            fill_memory=memory.fill,
+        )
+        self._wrapped: list[str] = []
+        self._wrap("execute_model", self._executing)
+        prepare = next((name for name in _PREPARE if hasattr(runner, name)), None)
+        if prepare is None:
+            raise LookupError(f"{type(runner).__name__} prepares its inputs in a way that is not known")
+        self._wrap(prepare, self._preparing)
+        if prepare == "_prepare_inputs":  # V2's step without work is an `execute_model`
+            self._wrap("_dummy_run", self._idling)
+
+    def _blocks(self, byte: int) -> tuple[Blocks, int]:
+        layers = self._runner.vllm_config.compilation_config.static_forward_context
+        tensors = {name: found for name, layer in layers.items() if (found := caches_of(layer))}
+        count = int(self._runner.kv_cache_config.num_blocks) if tensors else 0
+        known, unknown = caches_of(tensors, count) if tensors else ([], [])
+        if unknown:
+            named = ", ".join(dict.fromkeys(unknown))
+            self.notes.append(f"not poisoned: blocks of {named}, whose cache has an unknown shape")
+        return Blocks(known, count, byte), count
+
+    def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
+        stock = getattr(self._runner, name)
+
+        @functools.wraps(stock)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(stock, *args, **kwargs)
+
+        # On this object alone, whose class stays as it is.
+        setattr(self._runner, name, wrapped)
+        self._wrapped.append(name)
+
+    def _executing(self, stock: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        dummy = bool(kwargs.get("dummy_run", len(args) > 1 and args[1]))
+
+        def begin() -> None:
+            self._end_step()
+            if dummy:
+                self.poison.before_preparing(Rows(0, 0, self._live), self._holders.held)
+            else:
+                self._holders.hear(scheduler_output)
+                self.poison.give(self._holders.held)
+
+        self._guarded(begin)
+        return stock(scheduler_output, *args, **kwargs)
+
+    def _preparing(self, stock: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        def poison() -> None:
+            scheduled = scheduler_output.num_scheduled_tokens
+            self._live = len(scheduled)
+            rows = Rows(len(scheduled), scheduler_output.total_num_scheduled_tokens, len(scheduled))
+            self.poison.before_preparing(rows, self._holders.held)
+
+        self._guarded(poison)
+        return stock(scheduler_output, *args, **kwargs)
+
+    def _idling(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def poison() -> None:
+            self._end_step()
+            live = int(self._runner.input_batch.num_reqs)
+            self.poison.before_preparing(Rows(0, 0, live), self._holders.held)
+
+        self._guarded(poison)
+        return stock(*args, **kwargs)
+
+    def _end_step(self) -> None:
+        if self.poison.steps:
+            _wait_for_the_device()  # a copy to the device may not have read its host memory yet
+            self.poison.after_running()
+            self.poison.end_of_step()
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        if self.error is not None:
+            return
+        try:
+            with torch.inference_mode():
+                act()
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+            with torch.inference_mode():
+                self.poison.remove()
+
+    def remove(self) -> dict[str, Any]:
+        """Takes everything out again, and tells what was found."""
+        for name in self._wrapped:
+            delattr(self._runner, name)
+        self._wrapped = []
+
+        def end() -> None:
+            _wait_for_the_device()
+            self.poison.after_running()
+            self.poison.remove()
+
+        self._guarded(end)
+        return {
+            "steps": self.poison.steps,
+            "findings": [list(finding) for finding in self.poison.findings],
+            "most": dict(self.poison.most),
+            "buffers": sorted(buffer.name for buffer in self.poison.buffers) if ROWS in self.poison.kinds else [],
+            "notes": self.notes,
+            "error": self.error,
+        }
+
+
+def _wait_for_the_device() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _room(runner: Any) -> Room:
+    return Room(int(runner.max_num_reqs), int(runner.max_num_tokens))
+
+
+def _holders(runner: Any) -> dict[str, Any]:
+    """Who has the buffers of a step."""
+    if hasattr(runner, "input_batch"):
+        return {"runner": runner}
+    tables = runner.block_tables
+    # Groups of layers differ in the size of their blocks, and so in what a slot's number means.
+    groups = [
+        SimpleNamespace(table=table, slots=slots, block_size=size)
+        for table, slots, size in zip(tables.input_block_tables, tables.slot_mappings, tables.block_sizes, strict=True)
+    ]
+    speculator = getattr(runner, "speculator", None)
+    return {
+        "input_buffers": runner.input_buffers,
+        "groups": groups,
+        "attn_groups": runner.attn_groups,
+        "speculator": SimpleNamespace(
+            input_buffers=getattr(speculator, "input_buffers", None),
+            hidden_states=getattr(speculator, "hidden_states", None),
+        ),
+    }
