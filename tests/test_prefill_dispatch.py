@@ -13,7 +13,7 @@ from table import slow_but_for
 
 @pytest.mark.parametrize("release", slow_but_for(("0.27.1", "0.33.0"), ("0.14.1", "0.21.0", "0.27.1", "0.33.0")))
 def test_a_step_has_a_decode_graph_if_every_row_is_past_its_prefill_where_no_builder_is_known(release: str) -> None:
-    check_behaviours(release, "prefill_dispatch", also="prefill_dispatch_v2")
+    check_behaviours(release, "prefill_dispatch", also=["prefill_dispatch_v2"])
 
 
 # Between these, the table of docs/fixes/prefill-dispatch.md does not change.

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import shadow_table
 from behaviours import check_behaviours
+from shadow_table import RELEASES as OF_CACHES
 from stock import release_root
+from table import slow_but_for
 from vllm_graphfix.fix import Verdict, variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings.environment import SHADOW
+from vllm_graphfix.shadow.forward import unsafe
 from vllm_graphfix.shadow.runners import RUNNERS
 from vllm_graphfix.source.files import open_source
 
@@ -28,8 +36,17 @@ def test_the_code_of_every_release_from_0_18_on_is_known(runner: Any, release: s
 @pytest.mark.parametrize("release", ["0.18.0", "0.21.0", "0.30.0", "0.33.0"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_model_runner(release: str, runner: str) -> None:
-    also = "shadow_layers" if runner == "v1" else None
+    also = ("shadow_layers", "shadow_connector") if runner == "v1" else ()
     check_behaviours(release, f"shadow_{runner}", {SHADOW: "1/1"}, also=also)
+
+
+INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""Triton's own interpreter runs vLLM's kernels on a CPU."""
+
+
+@pytest.mark.parametrize("release", slow_but_for(("0.33.0",), OF_CACHES))
+def test_caches_that_a_step_can_write_twice(release: str) -> None:
+    check_behaviours(release, "shadow_caches", {SHADOW: "1/1"} | INTERPRETED, fresh=True)
 
 
 def test_faults_of_one_of_two_ranks_whose_graphs_are_in_quarantine() -> None:
@@ -78,9 +95,11 @@ def test_a_draft_prefill_that_is_mended_is_no_mismatch(release: str) -> None:
     ("release", "scenarios"),
     [
         ("0.16.0", "mamba-all-mode"),
-        ("0.18.1", "not mamba-padding and not draft-prefill-state and not draft-idx-mapping and not mamba-all-mode"),
-        ("0.21.0", "not dcp-context-lens and not mamba-all-mode"),
-        ("0.22.1", "not dcp-context-lens and not mamba-all-mode"),
+        ("0.18.1", "not (mamba-padding or draft-prefill-state or draft-idx-mapping or mamba-all-mode or c128a-stride)"),
+        ("0.21.0", "not dcp-context-lens and not mamba-all-mode and not c128a-stride"),
+        ("0.22.1", "not dcp-context-lens and not mamba-all-mode and not c128a-stride"),
+        ("0.27.1", "c128a-stride"),
+        pytest.param("0.28.0", "c128a-stride", marks=pytest.mark.slow),
     ],
 )
 def test_defects_of_stock_releases_are_caught_and_releases_without_them_are_silent(
@@ -89,3 +108,37 @@ def test_defects_of_stock_releases_are_caught_and_releases_without_them_are_sile
     """Less scenarios that do not run there, of other releases' code. Model runner V1 is checked from 0.15.0 on."""
     off = {variable(fix): "off" for fix in BY_NAME}
     check_behaviours(release, "shadow_defects", off, select=scenarios)
+
+
+@pytest.mark.parametrize("release", OF_CACHES)
+def test_every_setting_of_parallelism_is_in_the_table_which_says_what_is_refused(release: str) -> None:
+    """Sizes above 1, and what is enabled; the table is docs/shadow.md's."""
+    tree = ast.parse((release_root(release) / "vllm/config/parallel.py").read_text(encoding="utf-8"))
+    (config,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ParallelConfig")
+    fields = [node.target.id for node in config.body if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (checked|refused)", shadow_table.PAGE.read_text("utf-8"), re.MULTILINE))
+    for field in fields:
+        if re.search("_parallel_size$|^enable_", field):
+            given = {"is_moe_model": True, field: 2 if field.endswith("_size") else True}
+            engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(**given), cache_config=SimpleNamespace())
+            assert rows[field] == ("refused" if unsafe(engine) else "checked"), field
+
+
+def test_the_table_of_cache_classes_is_that_of_the_releases() -> None:
+    assert shadow_table.main(["--check"]) == 0
+
+
+def test_a_class_that_nobody_has_looked_at_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, text in {
+        "models/new/attention.py": "class NewCache(AttentionLayerBase):\n    def get_kv_cache_spec(self): ...\n",
+        "models/new/amd/attention.py": "class NewCache(AttentionLayerBase):\n    def get_kv_cache_spec(self): ...\n",
+        "v1/kv_cache_interface.py": "",
+    }.items():
+        file = tmp_path / "vllm" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr("fetch_vllm.release", lambda _: tmp_path)
+    assert shadow_table.main(["--check"]) == 2
+    assert "does not know models.new.attention.NewCache: what does" in capsys.readouterr().err

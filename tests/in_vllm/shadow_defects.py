@@ -22,6 +22,7 @@ BACKENDS: dict[str, set[tuple[str, ...]]] = {
     "mamba-padding": {("Mamba1AttentionMetadata",), ("Mamba2AttentionMetadata",)},
     "flashmla-fp8": {("FlashMLAMetadata",)},
     "prefill-dispatch": {("GDNAttentionMetadata",), ("Mamba2AttentionMetadata",)},
+    "c128a-stride": {("DeepseekV4FlashMLAMetadata",)},
     "dcp-context-lens": {("FlashAttentionMetadata",)},
     "draft-idx-mapping": {()},
     "mamba-all-mode": {("Mamba2AttentionMetadata",)},

@@ -8,7 +8,7 @@ output that the assertion shows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stock import run_in_release
@@ -31,15 +31,23 @@ sys.exit(pytest.main([*options, "-c", os.devnull, "--rootdir", {folder!r}, "-k",
 
 
 def check_behaviours(
-    release: str | Path, name: str, env: Mapping[str, str] | None = None, *, also: str | None = None, select: str = ""
+    release: str | Path,
+    name: str,
+    env: Mapping[str, str] | None = None,
+    *,
+    also: Sequence[str] = (),
+    select: str = "",
+    fresh: bool = False,
 ) -> None:
-    """Runs the tests of ``in_vllm/<name>.py``, and of ``<also>.py``, or those that pytest's ``-k`` *select* names.
+    """Runs the tests of ``in_vllm/<name>.py``, and of each of *also*, or those that pytest's ``-k`` *select* names.
+
+    *fresh*: in a Python that has imported nothing yet, for what *env* says to Triton.
 
     Raises AssertionError with pytest's report if one fails, or if there was none to run.
     """
-    paths = [str(_FOLDER / f"{each}.py") for each in (name, also) if each]
+    paths = [str(_FOLDER / f"{each}.py") for each in (name, *also)]
     code = _CODE.format(folder=str(_FOLDER), support=str(Path(__file__).parent), paths=paths, select=select)
-    if isinstance(release, str):
+    if isinstance(release, str) and not fresh:
         run_in_fork(release, code, env)
     else:
-        run_in_release(release, code, env, warm=True)
+        run_in_release(release, code, env, warm=not fresh)

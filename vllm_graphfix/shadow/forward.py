@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_graphfix.shadow import connectors
 from vllm_graphfix.shadow.failures import UnsafeError
-from vllm_graphfix.shadow.layers import recurrent_rows, unknown_cache, written
+from vllm_graphfix.shadow.layers import recurrent_rows, ring_rows, unknown_cache, written
 from vllm_graphfix.shadow.runs import Step
 from vllm_graphfix.shadow.verdict import Graph
 
@@ -24,7 +25,7 @@ it reads them."""
 def unsafe(config: Any) -> str | None:
     """Why no step of an engine with this `VllmConfig` may run twice; None if nothing is known against it."""
     parallel = config.parallel_config
-    if getattr(config, "kv_transfer_config", None) is not None:
+    if getattr(config, "kv_transfer_config", None) is not None and not connectors.can_be_silenced():
         return "a KV connector takes each layer's cache while a forward pass runs, and would get it twice"
     if getattr(parallel, "data_parallel_size", 1) > 1 and getattr(parallel, "is_moe_model", True) is not False:
         return (
@@ -37,13 +38,25 @@ def unsafe(config: Any) -> str | None:
         return "ranks of prefill context parallelism belong to no group that a check can ask"
     if getattr(parallel, "enable_eplb", False):
         return "each forward pass counts the load of experts, which would be counted twice"
+    if getattr(parallel, "enable_hc_sp", False):
+        return "rows are spread over the ranks of a group within a forward pass, which was not examined"
     if getattr(parallel, "enable_elastic_ep", False):
         return "ranks come and go"
     if _consumes_embeddings(config):
         return "the model clears the embeddings of its images in a forward pass, and a second one would be without"
+    if getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None:
+        return "HiSparse moves parts of the cache to and from the host in a forward pass"
+    if _captures_other_kernels(config):
+        return "its graphs run other kernels than a step without a graph, and round differently"
     if getattr(config.cache_config, "use_replayssm", False):
         return "ReplaySSM keeps recurrent state in a form that this plugin does not know"
     return None
+
+
+def _captures_other_kernels(config: Any) -> bool:
+    """Whether Kimi K3 or DeepSeek V4.1 has its specialised decode, which runs where a graph is captured alone."""
+    further = getattr(config, "additional_config", None)
+    return isinstance(further, dict) and further.get("decode_backend", "auto") != "auto"
 
 
 def _consumes_embeddings(config: Any) -> bool:
@@ -84,10 +97,10 @@ class Pass(NamedTuple):
         if reason := unknown_cache(self.layers):
             raise UnsafeError(reason)
         backends = tuple(dict.fromkeys(type(each).__name__ for each in self.metadata.values()))
-        states = recurrent_rows(self.layers, self.metadata)
+        states = [*recurrent_rows(self.layers, self.metadata), *ring_rows(self.layers, self.metadata)]
         return Step(
             Graph(f"{model}, {descriptor}", descriptor.num_tokens, backends),
-            eager,
+            connectors.silenced(eager),
             real_rows,
             self._inputs(),
             (self.metadata, self.own),

@@ -12,25 +12,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm_graphfix.shadow.cache_classes import (
+    OF_A_STATE,
+    OTHER_DEVICES,
+    RECURRENT,
+    UNKNOWN,
+    CacheClass,
+    Treatment,
+    known,
+)
 from vllm_graphfix.shadow.snapshot import StateRows, same_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BY_SLOT = (
-    "Attention",
-    "ChunkedLocalAttention",
-    "CrossAttention",
-    "EncoderOnlyAttention",
-    "MLAAttention",
-    "DeepseekV32IndexerCache",
-    "PrefillPrefixLMAttention",
-    "RSWAAttention",
-    "StaticSinkAttention",
-)
-"""Classes of vLLM whose cache has a slot for each token: what a step writes there a second time is the same."""
-_RECURRENT = "MambaBase"
-"""The class of vLLM whose cache is a state for each request: Mamba, GDN, linear attention, short convolutions."""
+_OTHERS = frozenset(OTHER_DEVICES)
 _MOST_COPIED = 256 << 20
 """Bytes of blocks that are copied in all to find the first layer; what is beyond is passed over."""
 _MANY_BLOCKS, _MANY_TOKENS = 1 << 30, 1 << 20
@@ -40,19 +36,26 @@ _MANY_BLOCKS, _MANY_TOKENS = 1 << 30, 1 << 20
 def unknown_cache(layers: Mapping[str, Any]) -> str | None:
     """The first layer with a cache of a kind of which it is not known whether a step may write it twice."""
     for name, layer in layers.items():
-        kinds = [kind.__name__ for kind in type(layer).__mro__]
-        if "AttentionLayerBase" in kinds and _RECURRENT not in kinds and _kind_of_cache(layer) not in _BY_SLOT:
-            return f"{name} is a {type(layer).__name__}; it is not known whether a step can write its cache twice"
+        if "AttentionLayerBase" not in {kind.__name__ for kind in type(layer).__mro__}:
+            continue
+        found = _class_of_cache(layer)
+        if found is None or found.treatment is Treatment.REFUSED:
+            return f"{name} is a {type(layer).__name__}; {found.why if found else UNKNOWN}"
     return None
 
 
-def _kind_of_cache(layer: Any) -> str | None:
-    """The class that says what the cache of *layer* is.
+def _class_of_cache(layer: Any) -> CacheClass | None:
+    """What is known of the class that says what the cache of *layer* is.
 
-    A subclass that says it anew may use it otherwise than its base.
+    A subclass that says it anew may use it otherwise than its base, and so may one for another device.
     """
     kinds = type(layer).__mro__
-    return next((kind.__name__ for kind in kinds if "get_kv_cache_spec" in vars(kind)), None)
+    if any(kind.__module__.startswith("vllm.models.") and _OTHERS & {*kind.__module__.split(".")} for kind in kinds):
+        return None
+    if RECURRENT in {kind.__name__ for kind in kinds}:
+        return OF_A_STATE
+    says = next((kind for kind in kinds if "get_kv_cache_spec" in vars(kind)), None)
+    return known(says) if says is not None else None
 
 
 def caches_of(layer: Any) -> list[Tensor]:
@@ -82,7 +85,7 @@ def recurrent_rows(layers: Mapping[str, Any], metadata: Mapping[str, Any]) -> li
     found: list[StateRows] = []
     indices: dict[int, Tensor | None] = {}
     for name, layer in layers.items():
-        if name not in metadata or _RECURRENT not in {kind.__name__ for kind in type(layer).__mro__}:
+        if name not in metadata or RECURRENT not in {kind.__name__ for kind in type(layer).__mro__}:
             continue
         given = metadata[name]
         if id(given) not in indices:
@@ -96,6 +99,23 @@ def recurrent_rows(layers: Mapping[str, Any], metadata: Mapping[str, Any]) -> li
         if index is None:
             raise LookupError(f"{type(given).__name__} of {name} names no rows of state")
         found += [StateRows(name, memory, index) for memory in caches_of(layer)]
+    return found
+
+
+def ring_rows(layers: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[StateRows]:
+    """The blocks of the rings that a step writes to, which are also all that it reads of them.
+
+    A request has one block. Its slots, (tokens,) and -1 for none, are in the layer's own metadata: those of the forward
+    context do not go round.
+    """
+    found: list[StateRows] = []
+    for name, layer in layers.items():
+        if name not in metadata or (kind := _class_of_cache(layer)) is None or kind.treatment is not Treatment.RING:
+            continue
+        slots = metadata[name].slot_mapping
+        for cache in _caches(layer):  # (blocks, slots, …)
+            blocks = slots[slots >= 0].long().div(cache.shape[1], rounding_mode="floor").unique()
+            found.append(StateRows(name, cache, blocks))
     return found
 
 
@@ -119,7 +139,8 @@ def written(
         for cache in caches_of(layer):
             if (axes := block_and_token(layer, cache)) is None:
                 continue
-            axis, tokens = axes[0], cache.shape[axes[1]]
+            # Of DeepSeek V4 and its like an entry stands for several tokens, which have a slot each.
+            axis, tokens = axes[0], cache.shape[axes[1]] * max(1, getattr(layer, "compress_ratio", 1))
             if (id(given), tokens) not in named:
                 named[id(given), tokens] = given[given >= 0].div(tokens, rounding_mode="floor").unique()
             blocks = named[id(given), tokens]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from vllm_graphfix.verify.engine.cases import DEEPSEEK_V4_LONG
 from vllm_graphfix.verify.engine.sign import Observed, Sign
-from vllm_graphfix.verify.trial import Trial
+from vllm_graphfix.verify.trial import Trial, Watched
 
 
 def judge(observed: Observed) -> Sign:
@@ -22,7 +22,7 @@ def judge(observed: Observed) -> Sign:
 
 TRIAL = Trial(
     case=replace(DEEPSEEK_V4_LONG, judge=judge),
-    unwatched="DeepSeek V4 is not checked, since it is not known whether a step can write its compressor's cache twice",
+    watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.c128a_stride:watched"),
     engine="DeepSeek V4 of two layers, FlashMLA, fp8 KV cache, a `--max-model-len` of 32768, model runner V1",
     shows_in="rows of slots that decode batches read in the graphs and that hold slots of other requests, or of "
     "nobody; tokens",

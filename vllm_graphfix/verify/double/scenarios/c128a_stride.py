@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.mla import compressor_utils
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.model_runners import WrappedGraphs, wrappers_on_the_double
 from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 from vllm_graphfix.verify.measurement import Measurement
 
@@ -43,7 +44,13 @@ def run(*, hit: bool = True) -> Measurement:
     return Measurement(told, tuple(eager), tuple(graphed))
 
 
-def _decode(longest: int, *, in_graph: bool) -> list[list[float]]:
+def watched(*, hit: bool = True) -> None:
+    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
+    with _cpu_kernels(), wrappers_on_the_double():
+        _decode(MAX_MODEL_LEN if hit else MAX_MODEL_LEN // 2, in_graph=True, wrapped=True)
+
+
+def _decode(longest: int, *, in_graph: bool, wrapped: bool = False) -> list[list[float]]:
     random = torch.Generator().manual_seed(0)
     blocks_each = -(-(max(LENGTHS) + STEPS) // BLOCK)
     cache = torch.randn(1 + CAPTURED * blocks_each, BLOCK // RATIO, WIDTH, generator=random)
@@ -63,12 +70,20 @@ def _decode(longest: int, *, in_graph: bool) -> list[list[float]]:
     def attend(metadata: Any, rows: int) -> None:
         layer._forward_decode(query[:rows], cache, window, metadata, False, output[:rows])
 
+    def forward(metadata: Any, rows: int) -> torch.Tensor:
+        attend(metadata, rows)
+        return output[:rows] * 1.0
+
     graph = None
+    graphs = WrappedGraphs("model.layers.0.attn", layer, forward, BLOCK) if wrapped else None
     if in_graph:
         captured = builder.build(0, _batch(persistent, [1] * CAPTURED, CAPTURED, table, longest))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            attend(captured, CAPTURED)
+        if graphs is not None:
+            graphs.capture(CAPTURED, captured)
+        else:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                attend(captured, CAPTURED)
     rows = len(LENGTHS)
     table[:rows] = torch.arange(1, 1 + rows * blocks_each).view(rows, blocks_each)
     found: list[list[float]] = []
@@ -76,7 +91,9 @@ def _decode(longest: int, *, in_graph: bool) -> list[list[float]]:
         query[:rows] = torch.randn(rows, HEADS, WIDTH, generator=random)
         lengths = [length + step for length in LENGTHS]
         metadata = builder.build(0, _batch(persistent, lengths, CAPTURED if in_graph else rows, table, max(lengths)))
-        if graph is None:
+        if graphs is not None:
+            graphs.replay(CAPTURED, metadata, rows)
+        elif graph is None:
             attend(metadata, rows)
         else:
             graph.replay()

@@ -1,0 +1,114 @@
+"""What is known of vLLM's classes that say what a layer's cache is: whether a step can write it a second time.
+
+A class that is not here is refused. docs/shadow.md has the table; a test reads the classes of each release.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Treatment(Enum):
+    """What a check does with a cache, in words of the table."""
+
+    SLOT = "checked"
+    RING = "checked; the ring is put back and compared"
+    STATE = "checked; the state is put back and compared"
+    REFUSED = "refused"
+
+
+class CacheClass(NamedTuple):
+    models: str
+    treatment: Treatment
+    why: str
+    """What a step writes there, or why no step is checked; a clause."""
+
+
+_INSERT = "each token's own key and value, at its own slot"
+_GROUPS = "an entry for each group of tokens, made of what is kept for its tokens, at the group's own slot"
+_BY_NAME = {
+    name: CacheClass("all", Treatment.SLOT, _INSERT)
+    for name in (
+        "Attention",
+        "ChunkedLocalAttention",
+        "CrossAttention",
+        "EncoderOnlyAttention",
+        "MLAAttention",
+        "DeepseekV32IndexerCache",
+        "PrefillPrefixLMAttention",
+        "RSWAAttention",
+        "StaticSinkAttention",
+    )
+}
+"""By the name alone: from release to release these were in other modules."""
+RECURRENT = "MambaBase"
+"""The class of vLLM whose cache is a state for each request: Mamba, GDN, KDA, linear attention, short convolutions.
+
+Its subclasses may say anew how many states there are: those of a step are named by its metadata all the same.
+"""
+OF_A_STATE = CacheClass("", Treatment.STATE, "a request's state, in the rows that the step's metadata name")
+
+V4, V41, K3, M3, QWEN4 = "DeepSeek V4", "DeepSeek V4.1", "Kimi K3", "MiniMax M3", "Qwen4-exp"
+_NOT_EXAMINED = "not examined"
+_V4, _V41 = "models.deepseek_v4", "models.deepseek_v41"
+_CLASSES = {
+    "v1.attention.backends.mla.sparse_swa.DeepseekV4SWACache": CacheClass(f"{V4}, V4.1", Treatment.SLOT, _INSERT),
+    f"{_V4}.attention.DeepseekV4Attention": CacheClass(V4, Treatment.SLOT, _GROUPS),
+    f"{_V4}.attention.DeepseekV4IndexerCache": CacheClass(V4, Treatment.SLOT, _GROUPS),
+    f"{_V4}.compressor.CompressorStateCache": CacheClass(
+        V4, Treatment.SLOT, "each token's own state and score, at its own slot; groups are read from there"
+    ),
+    f"{_V41}.attention.DeepseekV4Attention": CacheClass(V41, Treatment.SLOT, _GROUPS),
+    f"{_V41}.attention.DeepseekV4IndexerCache": CacheClass(V41, Treatment.SLOT, _GROUPS),
+    f"{_V41}.compressor.CompressorStateCache": CacheClass(
+        V41,
+        Treatment.RING,
+        "the last 8 or more tokens' states of a request, in a ring: a step of more tokens than that overwrites what "
+        "it has read",
+    ),
+    "models.kimi_k3.nvidia.mla.MultiHeadLatentAttention": CacheClass(K3, Treatment.SLOT, _INSERT),
+    "models.minimax_m3.nvidia.model.MiniMaxM3SparseAttention": CacheClass(M3, Treatment.SLOT, _INSERT),
+    "models.minimax_m3.common.indexer.MiniMaxM3IndexerCache": CacheClass(M3, Treatment.SLOT, _INSERT),
+    "models.qwen4_exp.nvidia.qsa.Qwen4ExpQSAAttention": CacheClass(QWEN4, Treatment.SLOT, _INSERT),
+    "models.qwen4_exp.common.qsa_cache.QSACompressedKeyCache": CacheClass(QWEN4, Treatment.SLOT, _GROUPS),
+    "models.qwen4_exp.common.qsa_cache.QSAKeyStateCache": CacheClass(
+        QWEN4, Treatment.RING, "the keys of a request's open group and of its drafts, in a ring"
+    ),
+}
+_REFUSED = {
+    "models.inkling.nvidia.attention.InklingAttention": "Inkling",
+    "models.inkling.nvidia.sconv_swa_attn.InklingConvState": "Inkling",
+    "models.glm5next.nvidia.attention.Glm5NextIndexerCache": "GLM-5.3 (0.30.0)",
+    "models.glm5next.nvidia.attention.Glm5NextTailCache": "GLM-5.3 (0.30.0)",
+    "models.glm5next.common.attention.Glm5NextIndexerCache": "GLM-5.3",
+    "models.glm5next.common.attention.Glm5NextTailCache": "GLM-5.3",
+    "models.step5.nvidia.sparse_summary_cache.Step5SparseSummaryCacheLayer": "Step 5",
+    "models.step5.nvidia.csa_tail_ring.Step5CSATailRing": "Step 5",
+    "models.dots3_note.nvidia.model.Dots3NotePaddedMLAAttention": "dots.3 NOTE",
+    "model_executor.models.whisper_causal.WhisperCausalAttentionWithBlockPooling": "causal Whisper",
+    "model_executor.models.extract_hidden_states.CacheOnlyAttentionLayer": "`extract_hidden_states`",
+}
+OTHER_DEVICES = ("amd", "rocm", "xpu", "cpu")
+"""Packages and modules of a model's own classes for other devices than NVIDIA's, which may write otherwise: refused."""
+UNKNOWN = "it is not known whether a step can write its cache twice"
+
+
+CLASSES = _CLASSES.keys() | _REFUSED.keys()
+"""All that are known by ``module.Class``, without ``vllm.``."""
+
+
+def known(kind: type) -> CacheClass | None:
+    """What is known of the class *kind*, the one of a layer's class that says what its cache is."""
+    return known_at(f"{kind.__module__}.{kind.__name__}".removeprefix("vllm.")) or known_by_name(kind.__name__)
+
+
+def known_at(place: str) -> CacheClass | None:
+    """The same by ``module.Class``, without ``vllm.``."""
+    if place in _REFUSED:
+        return CacheClass(_REFUSED[place], Treatment.REFUSED, _NOT_EXAMINED)
+    return _CLASSES.get(place)
+
+
+def known_by_name(name: str) -> CacheClass | None:
+    return _BY_NAME.get(name)
