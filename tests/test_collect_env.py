@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fetch_cpu_engine
-from engine import environment
+from engine import environment, warm
 from records import leave, of, record
 from stock import ALL_RELEASES, release_root, run_in_release
 from table import affected_by, state_by_default
@@ -109,8 +109,13 @@ def test_what_standard_output_cannot_print_is_escaped(tmp_path: Path) -> None:
     assert r"na\xefve \u2013 \u03b1" in said
 
 
-@pytest.mark.xdist_group("decision")
-@pytest.mark.parametrize("version", [fetch_cpu_engine.AFFECTED, fetch_cpu_engine.VERSION])
+@pytest.mark.parametrize(
+    "version",
+    [  # where the same engine runs
+        pytest.param(fetch_cpu_engine.AFFECTED, marks=pytest.mark.xdist_group("examples")),
+        pytest.param(fetch_cpu_engine.VERSION, marks=pytest.mark.xdist_group("decision")),
+    ],
+)
 def test_the_real_command_tells_of_running_engines_with_the_settings_that_they_were_started_with(
     version: str, tmp_path: Path
 ) -> None:
@@ -123,11 +128,13 @@ def test_the_real_command_tells_of_running_engines_with_the_settings_that_they_w
             process, decision=decided, role=role, fixes=observing, events={"prefill-dispatch": {"mixed-up": 7}}
         )
         leave(tmp_path / "records", said)
+    around = environment(tmp_path, fetch_cpu_engine.engine(version=version))
+    around["VLLM_GRAPHFIX_STATUS_DIR"] = str(tmp_path / "records")
+    python, _ = warm(around)
     done = subprocess.run(
-        [sys.executable, "-m", "vllm.entrypoints.cli.main", "collect-env"],
+        [python, "-m", "vllm.entrypoints.cli.main", "collect-env"],
         cwd=tmp_path,
-        env=environment(tmp_path, fetch_cpu_engine.engine(version=version))
-        | {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path / "records")},
+        env=around,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
