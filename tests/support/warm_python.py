@@ -95,7 +95,13 @@ def call(address: str, arguments: list[str]) -> int:
     """Has *arguments* run by the server at *address*; the exit code."""
     here = os.getcwd()  # noqa: PTH109 - this side imports as little as it can
     inherited = [0, 1, 2, *_open_above(2)]
-    job = {"arguments": arguments, "environment": dict(os.environ), "folder": here, "numbers": inherited}
+    job = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "folder": here,
+        "numbers": inherited,
+        "leads": os.getsid(0) == os.getpid(),
+    }
     told = json.dumps(job).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
@@ -156,16 +162,23 @@ def serve(address: str) -> dict[str, Any] | None:
                         selector.register(caller, selectors.EVENT_READ, child)
                     else:  # the caller was killed
                         selector.unregister(key.fileobj)
-                        os.kill(key.data, signal.SIGKILL)
+                        _kill(key.data)
                 else:
                     _tell_ends(callers, selector)
         finally:
             for child, caller in callers.items():
                 caller.close()
                 if job is None:
-                    os.kill(child, signal.SIGKILL)
+                    _kill(child)
                     os.waitpid(child, 0)
     return job
+
+
+def _kill(child: int) -> None:
+    """Kills it; and its group, if it leads one as its caller did, who was killed with his."""
+    os.kill(child, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
 
 
 def _asked(caller: socket.socket) -> dict[str, Any]:
@@ -190,6 +203,8 @@ def run(job: dict[str, Any]) -> None:
     import multiprocessing
     import runpy
 
+    if job["leads"]:
+        os.setsid()
     _put(job["descriptors"], job["numbers"])
     # Those of the process that was forked remember what kind of file they were on, and where in it.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as Python does it
@@ -233,6 +248,38 @@ def _put(descriptors: list[int], numbers: list[int]) -> None:
         os.close(descriptor)
 
 
+def ended(job: dict[str, Any]) -> int:
+    """Runs a program, and what it wants done at exit; its exit code.
+
+    To take down torch and the rest takes longer than many a program.
+    """
+    import atexit
+    import threading
+
+    code: object = 0
+    try:
+        run(job)
+    except SystemExit as error:
+        code = error.code
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)  # noqa: T201 - as Python does it
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        return 120  # as Python has it
+    return (code or 0) & 255
+
+
 if __name__ == "__main__":
     address, *rest = sys.argv[1:]
     if rest:
@@ -240,4 +287,4 @@ if __name__ == "__main__":
     job = serve(address)
     if job is None:
         os._exit(0)  # nothing of what it has imported needs to be taken down
-    run(job)
+    os._exit(ended(job))
