@@ -66,10 +66,10 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """All of a tensor but its numbers."""
 
-    size: torch.Size
+    shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
 
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
         return tuple(produced) if len(returns) > 1 else produced[0] if returns else None
 
     def _layouts_of_results(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What *func* returns, with a `_Layout` for each tensor; computed once for all arguments that are alike.
+        """What *func* returns, with a `Layout` for each tensor; computed once for all arguments that are alike.
 
         A graph has the same operations for each layer and size of batch, and to find this out takes ten times as long
         as the rest of recording one.
@@ -290,9 +290,9 @@ def poison_(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _poisoned_like(layout: Any) -> Any:
-    if not isinstance(layout, _Layout):
+    if not isinstance(layout, Layout):
         return layout
-    return poison_(torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype))
+    return poison_(torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype))
 
 
 def _is_composite(func: Any) -> bool:
@@ -306,7 +306,7 @@ def _has_composite_kernel(name: str) -> bool:
 
 
 def _layout_of(value: Any) -> Any:
-    return _Layout(value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+    return Layout(value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def _likeness(value: Any) -> Any:
