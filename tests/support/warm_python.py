@@ -265,7 +265,7 @@ def ended(job: dict[str, Any]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = 1
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)  # noqa: T201 - as Python does it

@@ -301,7 +301,7 @@ def _compile_once(remembered: str, names: tuple[str, ...]) -> None:
     for name in names:
         file = Path(*sys.modules["vllm"].__path__, *name.split(".")[1:]).with_suffix(".py")
         if file.is_file() and (key := (_digest(text := file.read_bytes()), str(file))) not in codes:
-            codes[key] = stock(SourceFileLoader(name, str(file)), text, str(file))  # type: ignore[arg-type]
+            codes[key] = stock(SourceFileLoader(name, str(file)), text, str(file))
     if kept and len(codes) > before:
         with contextlib.suppress(OSError):  # a cache that is only to be read
             half = kept.with_suffix(f".{os.getpid()}")
