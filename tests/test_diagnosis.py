@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,9 +14,12 @@ from table import affected_by, verdict
 from trial_rows import Edit, edits_of
 from vllm_files import FLASHMLA, RUNNER
 from vllm_graphfix import manifest
-from vllm_graphfix.fix import Diagnosis, Fix, Patchable, Verdict
+from vllm_graphfix.fix import Diagnosis, Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.source.files import Source, open_source
+
+if TYPE_CHECKING:
+    from vllm_graphfix.fix import Patchable
 
 
 def test_every_stock_release_is_judged_as_the_table_says(release: str) -> None:
