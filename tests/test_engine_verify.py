@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ def find_h200(monkeypatch: pytest.MonkeyPatch, found: Device = H200) -> None:
     """What is found; the models are made as they would be."""
     make = devices.find
 
-    def find(folder: Path | None = None, names: Sequence[str] = ()) -> Device:
+    def find(folder: Path | None = None, names: tuple[str, ...] = ()) -> Device:
         if folder is None:
             return found
         with monkeypatch.context() as patched:  # in a fork that has imported torch, as engines here have a double of it
