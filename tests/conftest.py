@@ -8,8 +8,8 @@ import gc
 import os
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from types import FunctionType, SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -69,8 +69,25 @@ def _group(item: pytest.Item) -> str | None:
     release = given.params.get("release") if given else None
     if isinstance(release, str):
         return release
-    fixtures = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
-    return item.path.stem if any(fixture[-1].scope == "module" for fixture in fixtures) else None
+    if not isinstance(item, pytest.Function):
+        return None
+    if any(fixture[-1].scope == "module" for fixture in item._fixtureinfo.name2fixturedefs.values()):
+        return item.path.stem
+    return _release_in_a_fork(item.function)
+
+
+_IN_FORKS = {"run_in_fork", "check_behaviours"}
+"""What runs code in a fork of the warm process of a release."""
+
+
+@functools.cache
+def _release_in_a_fork(function: Callable[..., object]) -> str | None:
+    """The release that a test names, itself or by a function beside it, which runs code in a fork of that release."""
+    code, around = function.__code__, function.__globals__
+    beside = [around[name].__code__ for name in code.co_names if isinstance(around.get(name), FunctionType)]
+    forking = [each for each in (code, *beside) if _IN_FORKS & {*each.co_names}]
+    named = {each for code in forking for each in code.co_consts if each in ALL_RELEASES}
+    return named.pop() if len(named) == 1 else None
 
 
 gc.disable()  # nothing of what is imported and collected goes away

@@ -7,17 +7,17 @@ import hashlib
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import fetch_cpu_engine
-from engine import environment
+from engine import environment, warm
 from records import leave, of, record
 from stock import ALL_RELEASES, release_root, run_in_release
 from table import affected_by, state_by_default
 from vllm_graphfix.records import Decided, FixReport, identity
+from warm_release import run_in_fork
 
 DISTINCT = {
     hashlib.sha256((release_root(release) / "vllm/collect_env.py").read_bytes()).hexdigest(): release
@@ -26,7 +26,8 @@ DISTINCT = {
 """The last release of each text of `collect_env.py`."""
 
 REPORT = """
-import vllm_graphfix
+import sys, vllm_graphfix
+assert "vllm.collect_env" not in sys.modules
 {before}
 vllm_graphfix.register()
 from vllm import collect_env
@@ -39,7 +40,7 @@ collect_env.main()
 @pytest.mark.parametrize("before", ["", "import vllm.collect_env"], ids=["imported after", "imported before"])
 def test_every_releases_own_report_ends_with_what_the_plugin_would_do(release: str, before: str) -> None:
     """The command line of vLLM has imported the report when it loads plugins; another program may not have."""
-    said = run_in_release(release, REPORT.format(before=before), {"VLLM_GRAPHFIX": "observe"}, warm=True).stdout
+    said = run_in_fork(release, REPORT.format(before=before), {"VLLM_GRAPHFIX": "observe"}).stdout
     stocks, ours = _parts(said)
     assert "vLLM Version" in stocks
     assert re.search(rf"^Verdict +: vLLM {re.escape(release)}: \d+ of \d+ known defects", ours, re.MULTILINE)
@@ -63,7 +64,7 @@ def test_in_every_release_the_command_line_loads_plugins_and_the_report_is_made_
 
 def test_vllms_own_variables_stay_and_ours_are_shown_masked_or_not_at_all() -> None:
     given = {"VLLM_GRAPHFIX_ROLLOUT_KEY": "tenant-of-ours", "VLLM_GRAPHFIX_ROLLOUT": "5", "VLLM_NO_USAGE_STATS": "1"}
-    said = run_in_release("0.21.0", REPORT.format(before=""), given, warm=True).stdout
+    said = run_in_fork("0.21.0", REPORT.format(before=""), given).stdout
     stocks, ours = _parts(said)
     assert "VLLM_NO_USAGE_STATS=1" in stocks
     assert "VLLM_GRAPHFIX" not in stocks
@@ -73,15 +74,15 @@ def test_vllms_own_variables_stay_and_ours_are_shown_masked_or_not_at_all() -> N
 
 
 def test_nothing_of_the_doctor_is_imported_where_no_report_is_made() -> None:
-    run_in_release(
+    run_in_fork(
         "0.21.0",
         """
         import sys, vllm_graphfix
+        assert "vllm.collect_env" not in sys.modules
         vllm_graphfix.register()
         import vllm.collect_env
         assert not [name for name in sys.modules if name.startswith("vllm_graphfix.commands")]
         """,
-        warm=True,
     )
 
 
@@ -95,7 +96,7 @@ BROKEN = {
 @pytest.mark.parametrize("how", BROKEN)
 def test_vllms_own_report_is_printed_whatever_goes_wrong_in_ours(how: str) -> None:
     before = f"def ill():\n    {BROKEN[how]}\nvllm_graphfix._report = ill"
-    done = run_in_release("0.21.0", REPORT.format(before=before), warm=True)
+    done = run_in_fork("0.21.0", REPORT.format(before=before))
     assert "vLLM Version                 : 0.21.0" in done.stdout
     assert "Verdict" not in done.stdout
 
@@ -109,8 +110,13 @@ def test_what_standard_output_cannot_print_is_escaped(tmp_path: Path) -> None:
     assert r"na\xefve \u2013 \u03b1" in said
 
 
-@pytest.mark.xdist_group("decision")
-@pytest.mark.parametrize("version", [fetch_cpu_engine.AFFECTED, fetch_cpu_engine.VERSION])
+@pytest.mark.parametrize(
+    "version",
+    [  # where the same engine runs
+        pytest.param(fetch_cpu_engine.AFFECTED, marks=pytest.mark.xdist_group("examples")),
+        pytest.param(fetch_cpu_engine.VERSION, marks=pytest.mark.xdist_group("decision")),
+    ],
+)
 def test_the_real_command_tells_of_running_engines_with_the_settings_that_they_were_started_with(
     version: str, tmp_path: Path
 ) -> None:
@@ -123,11 +129,13 @@ def test_the_real_command_tells_of_running_engines_with_the_settings_that_they_w
             process, decision=decided, role=role, fixes=observing, events={"prefill-dispatch": {"mixed-up": 7}}
         )
         leave(tmp_path / "records", said)
+    around = environment(tmp_path, fetch_cpu_engine.engine(version=version))
+    around["VLLM_GRAPHFIX_STATUS_DIR"] = str(tmp_path / "records")
+    python, _ = warm(around)
     done = subprocess.run(
-        [sys.executable, "-m", "vllm.entrypoints.cli.main", "collect-env"],
+        [python, "-m", "vllm.entrypoints.cli.main", "collect-env"],
         cwd=tmp_path,
-        env=environment(tmp_path, fetch_cpu_engine.engine(version=version))
-        | {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path / "records")},
+        env=around,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

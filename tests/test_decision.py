@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from engine import cpu_engine, environment
+import warm_python
+from engine import cpu_engine, environment, warm
 from stock import run_in_release
 from vllm_graphfix.settings import decision
 from vllm_graphfix.settings import environment as settings
@@ -64,10 +64,11 @@ def told(code: str, model: Path, scratch: Path, env: Mapping[str, str]) -> dict[
     """
     script = scratch / "program.py"
     script.write_text(BEFORE + "\nif __name__ == '__main__':\n" + textwrap.indent(textwrap.dedent(code), "    "))
+    python, around = warm(environment(scratch, cpu_engine()))
     done = subprocess.run(
-        [sys.executable, str(script), str(model)],
+        [python, str(script), str(model)],
         cwd=scratch,
-        env=environment(scratch, cpu_engine()) | {"VLLM_LOGGING_LEVEL": "WARNING"} | dict(env),
+        env=around | {"VLLM_LOGGING_LEVEL": "WARNING"} | dict(env),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -280,7 +281,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shapes(release: str, model: Path, environment: Mapping[str, str], of: list[Any]) -> list[list[Any]]:
     code = f"MODEL, SHAPES = {str(model)!r}, {of!r}\n{SEPARATE}"
-    done = run_in_release(release, code, environment, warm=True)
+    spawned = {warm_python.SPAWNED: warm_python.executable()}  # where vLLM looks at the model's class
+    done = run_in_release(release, code, {**environment, **spawned}, warm=True)
     return [json.loads(line.removeprefix("TOLD ")) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
 
 

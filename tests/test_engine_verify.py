@@ -20,6 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import engine_double
+import warm_python
 from edited import edited
 from engine_proofs import CASES, RIGHT, RUNS, came_to_its_end, said, shown
 from stock import release_root
@@ -33,6 +34,12 @@ from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS
 from vllm_graphfix.verify.report import as_json
+
+
+@pytest.fixture(autouse=True)
+def python() -> str:
+    """Started before a test looks at where temporary folders are made."""
+    return warm_python.executable()
 
 
 @pytest.fixture
@@ -61,7 +68,15 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def find_h200(monkeypatch: pytest.MonkeyPatch, found: Device = H200) -> None:
     """What is found; the models are made as they would be."""
     make = devices.find
-    monkeypatch.setattr(devices, "find", lambda folder=None, names=(): found if folder is None else make(folder, names))
+
+    def find(folder: Path | None = None, names: tuple[str, ...] = ()) -> Device:
+        if folder is None:
+            return found
+        with monkeypatch.context() as patched:  # in a fork that has imported torch, as engines here have a double of it
+            patched.setattr(sys, "executable", warm_python.executable())
+            return make(folder, names)
+
+    monkeypatch.setattr(devices, "find", find)
 
 
 def verified(release: Path, *names: str, code: int, env: dict[str, str] | None = None) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 import fetch_cpu_engine
 import rollouts
-from engine import environment, write_llama
+from engine import environment, warm, write_llama
 from table import affected_by, state_by_default
 
 pytestmark = pytest.mark.xdist_group("examples")
@@ -28,12 +27,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ran(model: Path, folder: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
     """The example, from another folder, as a user's scheduler runs it; the engine has processes of its own."""
-    return subprocess.run(
-        [sys.executable, str(EXAMPLE), str(model), "--enforce-eager", *flags],
-        cwd=folder,
-        env=environment(folder, fetch_cpu_engine.engine(version=RELEASE))
+    python, around = warm(
+        environment(folder, fetch_cpu_engine.engine(version=RELEASE))
         | {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        | env,
+        | {"XDG_CACHE_HOME": str(model.parent)}  # what vLLM finds out about the model, once
+    )
+    return subprocess.run(
+        [python, str(EXAMPLE), str(model), "--enforce-eager", *flags],
+        cwd=folder,
+        env=around | env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stock import release_root, run_in_release
+from warm_release import run_in_fork
 
 WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
     "agrees": (({}, True), ({}, True)),
@@ -227,7 +228,7 @@ def test_a_core_whose_ranks_stop_it_ends_its_executor(error: str, ended: bool) -
     except RuntimeError as raised:
         print("RAISED", raised)
     """
-    said = run_in_release("0.21.0", code, warm=True).stdout
+    said = run_in_fork("0.21.0", code).stdout
     assert f"RAISED {error}" in said
     assert ("ENDED" in said) == ended
 

@@ -158,6 +158,19 @@ def test_a_model_gives_the_same_numbers_as_eager() -> None:
         assert torch.equal(output, value)
 
 
+def test_a_result_is_of_the_type_and_layout_that_eager_gives_whatever_was_recorded_before() -> None:
+    """What is alike is looked up once: numbers that are equal, and sizes that are, are not all that counts."""
+    for left in (torch.ones(3, 3, dtype=torch.int32), torch.ones(3, 3), torch.ones(3, 3).t(), torch.ones(3, 1)):
+        for right in (1, 1.0, True, torch.ones(3, 3), torch.ones(3, 3, dtype=torch.float64), torch.ones(())):
+            for _ in range(2):
+                with torch.inference_mode():
+                    eager = left + right
+                graph, made = _capture(lambda left=left, right=right: left + right)  # type: ignore[misc]
+                graph.replay()
+                assert (made.dtype, made.shape, made.stride()) == (eager.dtype, eager.shape, eager.stride())
+                assert torch.equal(made, eager)
+
+
 def test_a_custom_operator_is_one_operation() -> None:
     """The mode does not look into a kernel's stand-in, and a kernel may write its arguments."""
     library = torch.library.Library("graph_double_test", "DEF")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import make_index
-from stock import release_root
+from stock import run_in_release
 from table import affected_by
 from vllm_graphfix import fixes
 from vllm_graphfix.fix import Fix
@@ -91,7 +91,8 @@ before = {OURS}
 states = vllm_graphfix.states()
 print(json.dumps([before, {{name: state.state.value for name, state in states.items()}}, {OURS}, list(sys.modules)]))
 """
-    before, states, after, imported = python(code, PYTHONPATH=str(release_root(release)))
+    said = run_in_release(release, code, warm=True).stdout
+    before, states, after, imported = json.loads(said.splitlines()[-1])
     concerned = {name.replace("-", "_") for name in affected_by(release) if {*BY_NAME[name].modules} & {*imported}}
     assert 0 < len(concerned) < 4
     assert {name for name in before if not name.startswith("_")} == concerned

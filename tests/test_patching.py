@@ -445,3 +445,28 @@ def test_only_a_module_of_the_source_that_was_diagnosed_is_patched(
         with pytest.raises(patching.ConflictError, match="does not run the code that was diagnosed"):
             apply("one", [patch], lambda _: said)
         assert module.Manager.capture.__code__.co_filename == str(file)
+
+
+def test_a_module_is_compared_once_and_anew_with_another_text_or_when_it_is_loaded_anew(
+    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # or whoever asks for the code of the file compiles it, too
+    target, text = _from_a_file(tmp_path), _TARGET_SOURCE.encode()
+    compiled: list[bytes] = []
+    stocks = type(target.__spec__.loader).source_to_code
+
+    def source_to_code(self: Any, data: bytes, path: str) -> Any:
+        compiled.append(data)
+        return stocks(self, data, path)
+
+    monkeypatch.setattr(type(target.__spec__.loader), "source_to_code", source_to_code)
+    apply("one", [capture(10), Patch(TARGET, "helper", adding(1))], lambda _: text)
+    assert compiled == [text]
+    with pytest.raises(patching.ConflictError, match="does not run the code that was diagnosed"):
+        apply("two", [Patch(TARGET, "context", adding(1))], lambda _: text + b"MORE = 1\n")
+    other = _from_a_file(tmp_path)
+    compiled.clear()
+    Path(other.__spec__.origin).write_bytes(text + b"MORE = 1\n")
+    with pytest.raises(patching.ConflictError, match="does not run the code that was diagnosed"):
+        apply("one", [capture(10)], lambda _: text)
+    assert text in compiled

@@ -20,7 +20,6 @@ from mutants_judged import BROKEN, CLAIMED, MISSED, WRONG, Judged, Stage, diagno
 from mutants_made import Mutant, formatted
 from mutants_near import own, patched
 from stock import release_root
-from table import slow_but_for
 from trial_rows import wordings_of
 from vllm_files import MAMBA, RUNNER
 from vllm_graphfix import manifest
@@ -37,8 +36,14 @@ SAMPLED = {
 OF_EACH = 3
 WITHOUT_A_REMEDY = {"draft-prefill-state"}
 """No vLLM with the remedy runs in its scenario: the speculator is another one since then."""
+RELEASE_OF = {fix: release for release, fixes in SAMPLED.items() for fix in fixes}
+# One process of pytest makes the mutants of a fix, which takes seconds, and that is the one that runs the sample.
 each_fix = pytest.mark.parametrize(
-    "fix", slow_but_for([fix for fixes in SAMPLED.values() for fix in fixes], tuple(BY_NAME))
+    "fix",
+    [
+        pytest.param(fix, marks=pytest.mark.xdist_group(RELEASE_OF[fix]) if fix in RELEASE_OF else pytest.mark.slow)
+        for fix in BY_NAME
+    ],
 )
 
 

@@ -254,6 +254,7 @@ def test_what_the_user_has_switched_off_is_verified_all_the_same() -> None:
     done = verify(
         *("flashmla-fp8", "--json", "--vllm", release_root("0.18.1")),
         env={"VLLM_GRAPHFIX": "off", "VLLM_GRAPHFIX_FLASHMLA_FP8": "off", "VLLM_GRAPHFIX_ROLLOUT": "1%"},
+        warm=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads(done.stdout)["fixes"]

@@ -8,11 +8,16 @@ ends with it.
 ``python warm_python.py SOCKET program.py …`` then does what ``python program.py …`` does, with its own environment,
 folder, input and outputs; so do ``-c`` and ``-m``. Nothing of vLLM and nothing of the plugin is imported before the
 fork: it serves every release.
+
+What such a program starts by `sys.executable`, or multiprocessing spawns, are ordinary processes, unless `SPAWNED` in
+its environment names a program such as `executable` returns: then these are forks, too. The program inherits what is
+open as it would from the shell, so that what one process hands to another arrives.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -27,19 +32,24 @@ _PRELOADED = (
     "torch torch._dynamo torch._inductor.compile_fx numba networkx transformers transformers.models.auto "
     "transformers.models.auto.modeling_auto transformers.processing_utils mistral_common.protocol.instruct.request "
     "google.protobuf.descriptor_pb2 "
-    "opentelemetry.sdk.trace openai fastapi aiohttp xgrammar pytest"
+    "mistral_common.tokens.tokenizers.mistral opentelemetry.sdk.trace openai openai_harmony fastapi aiohttp xgrammar "
+    "gguf torch.utils.cpp_extension pytest"
 )
 
 
-_kept: list[tuple[str, int, contextlib.ExitStack]] = []
-"""The program, the process that has started its server, and what ends that."""
+SPAWNED = "WARM_PYTHON"
+_MOST_DESCRIPTORS = 250
+"""The kernel sends 253 at once."""
+
+_kept: dict[tuple[tuple[str, str], ...], tuple[str, int, contextlib.ExitStack]] = {}
+"""By its environment: the program, the process that has started its server, and what ends that."""
 
 
-def executable() -> str:
+def executable(**environment: str) -> str:
     """A program that takes Python's arguments, and runs in a fork of the process that is kept for it; see `end_kept`.
 
     For what is not about how a process starts: what the libraries read of the environment when they are imported was
-    read before.
+    read before; *environment* is for that, and for where the libraries are.
     """
     import shlex
     import subprocess
@@ -48,7 +58,8 @@ def executable() -> str:
 
     from stock import without_settings
 
-    if not _kept:
+    key = tuple(sorted(environment.items()))
+    if key not in _kept:
         with contextlib.ExitStack() as started:
             # Not pytest's folder, whose name may be longer than a socket's can be.
             scratch = started.enter_context(tempfile.TemporaryDirectory(prefix="vllm-graphfix-"))
@@ -56,7 +67,7 @@ def executable() -> str:
             server = subprocess.Popen(
                 [sys.executable, __file__, address],
                 cwd=scratch,
-                env=without_settings(scratch) | {"PYTHONPATH": ""},
+                env=without_settings(scratch) | {"PYTHONPATH": ""} | environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -68,14 +79,14 @@ def executable() -> str:
             command = shlex.join([sys.executable, "-S", __file__, address])
             program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
             program.chmod(0o755)
-            _kept.append((str(program), os.getpid(), started.pop_all()))
-    return _kept[0][0]
+            _kept[key] = (str(program), os.getpid(), started.pop_all())
+    return _kept[key][0]
 
 
 def end_kept() -> None:
-    """Ends the process that `executable` has started; in a fork of the one that did, nothing."""
+    """Ends the processes that `executable` has started; in a fork of the one that did, nothing."""
     while _kept:
-        _, starter, started = _kept.pop()
+        _, (_, starter, started) = _kept.popitem()
         if starter == os.getpid():
             started.close()
 
@@ -83,13 +94,34 @@ def end_kept() -> None:
 def call(address: str, arguments: list[str]) -> int:
     """Has *arguments* run by the server at *address*; the exit code."""
     here = os.getcwd()  # noqa: PTH109 - this side imports as little as it can
-    told = json.dumps({"arguments": arguments, "environment": dict(os.environ), "folder": here}).encode()
+    inherited = [0, 1, 2, *_open_above(2)]
+    job = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "folder": here,
+        "numbers": inherited,
+        "leads": os.getsid(0) == os.getpid(),
+    }
+    told = json.dumps(job).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
-        socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
+        socket.send_fds(server, [len(told).to_bytes(8, "big")], inherited)
         server.sendall(told)
         code = server.recv(1)
     return code[0] if code else 1
+
+
+def _open_above(number: int) -> list[int]:
+    """The descriptors above *number* that this process has inherited; what Python opens is not to be inherited."""
+    found = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208 - this side imports as little as it can
+    return sorted(each for each in found if each > number and _is_inheritable(each))
+
+
+def _is_inheritable(descriptor: int) -> bool:
+    try:
+        return os.get_inheritable(descriptor)
+    except OSError:  # the one of the listing itself
+        return False
 
 
 def serve(address: str) -> dict[str, Any] | None:
@@ -130,20 +162,27 @@ def serve(address: str) -> dict[str, Any] | None:
                         selector.register(caller, selectors.EVENT_READ, child)
                     else:  # the caller was killed
                         selector.unregister(key.fileobj)
-                        os.kill(key.data, signal.SIGKILL)
+                        _kill(key.data)
                 else:
                     _tell_ends(callers, selector)
         finally:
             for child, caller in callers.items():
                 caller.close()
                 if job is None:
-                    os.kill(child, signal.SIGKILL)
+                    _kill(child)
                     os.waitpid(child, 0)
     return job
 
 
+def _kill(child: int) -> None:
+    """Kills it; and its group, if it leads one as its caller did, who was killed with his."""
+    os.kill(child, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+
+
 def _asked(caller: socket.socket) -> dict[str, Any]:
-    length, descriptors, _, _ = socket.recv_fds(caller, 8, 3)
+    length, descriptors, _, _ = socket.recv_fds(caller, 8, _MOST_DESCRIPTORS)
     with caller.makefile("rb") as stream:
         told: dict[str, Any] = json.loads(stream.read(int.from_bytes(length, "big")))
     return told | {"descriptors": descriptors}
@@ -161,11 +200,12 @@ def _tell_ends(callers: dict[int, socket.socket], selector: selectors.BaseSelect
 
 def run(job: dict[str, Any]) -> None:
     """Runs a program in this fork, with what a Python of its own would have."""
+    import multiprocessing
     import runpy
 
-    for target, descriptor in enumerate(job["descriptors"]):
-        os.dup2(descriptor, target)
-        os.close(descriptor)
+    if job["leads"]:
+        os.setsid()
+    _put(job["descriptors"], job["numbers"])
     # Those of the process that was forked remember what kind of file they were on, and where in it.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as Python does it
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
@@ -174,7 +214,13 @@ def run(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))  # Python reads it when it starts
+    if python := os.environ.get(SPAWNED):
+        sys.executable = python
+        multiprocessing.set_executable(python)
     arguments = job["arguments"]
+    while arguments[0] not in ("-c", "-m") and arguments[0].startswith("-"):  # what this Python was started with
+        arguments = arguments[1:]
+    sys.orig_argv = [sys.executable, *arguments]
     given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
@@ -186,10 +232,52 @@ def run(job: dict[str, Any]) -> None:
         sys.path[:1] = [os.getcwd(), *given]  # noqa: PTH109 - as Python does it
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        program = next(argument for argument in arguments if not argument.startswith("-"))
-        sys.argv = arguments[arguments.index(program) :]
+        program, *_ = sys.argv = arguments
         sys.path[:1] = [os.path.dirname(os.path.abspath(program)), *given]  # noqa: PTH100, PTH120 - as Python does it
         runpy.run_path(program, run_name="__main__")
+
+
+def _put(descriptors: list[int], numbers: list[int]) -> None:
+    """Gives *descriptors* the *numbers* that they had in the other process."""
+    above = max(*descriptors, *numbers) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(moved, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def ended(job: dict[str, Any]) -> int:
+    """Runs a program, and what it wants done at exit; its exit code.
+
+    To take down torch and the rest takes longer than many a program.
+    """
+    import atexit
+    import threading
+
+    code: object = 0
+    try:
+        run(job)
+    except SystemExit as error:
+        code = error.code
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)  # noqa: T201 - as Python does it
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        return 120  # as Python has it
+    return (code or 0) & 255
 
 
 if __name__ == "__main__":
@@ -199,4 +287,4 @@ if __name__ == "__main__":
     job = serve(address)
     if job is None:
         os._exit(0)  # nothing of what it has imported needs to be taken down
-    run(job)
+    os._exit(ended(job))

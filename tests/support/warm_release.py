@@ -13,6 +13,7 @@ import gc
 import importlib
 import importlib.util
 import json
+import marshal
 import os
 import signal
 import subprocess
@@ -23,8 +24,9 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 STAND_INS = ("vllm.v1.attention.ops.flashmla",)
@@ -270,6 +272,7 @@ def _serve(remembered: str, without: tuple[str, ...]) -> dict[str, Any] | None:
     done = _imports(names)
     sys.meta_path.remove(refusing)
     _drop_orphans()
+    _compile_once(remembered, without)
     print(json.dumps([name for name in done if name in sys.modules]), file=answers, flush=True)
     gc.enable()
     gc.collect()
@@ -281,6 +284,41 @@ def _serve(remembered: str, without: tuple[str, ...]) -> dict[str, Any] | None:
             return job
         print(json.dumps(_exit_code(child, job["limit"])), file=answers, flush=True)
     return None
+
+
+def _compile_once(remembered: str, names: tuple[str, ...]) -> None:
+    """Forks need not compile the sources of the modules *names*.
+
+    Before the plugin patches a module, it compiles the source that it has diagnosed, to compare it with what runs. That
+    takes as long as all else in many a fork. The same text at the same place has the same code, and is kept beside
+    *remembered*; any other is compiled as ever.
+    """
+    kept = Path(remembered).with_suffix(".code") if remembered else None
+    codes: dict[tuple[bytes, str], CodeType] = {}
+    with contextlib.suppress(OSError, ValueError, EOFError, TypeError):
+        codes = marshal.loads(kept.read_bytes()) if kept else {}  # noqa: S302 - written below
+    stock, before = SourceFileLoader.source_to_code, len(codes)
+    for name in names:
+        file = Path(*sys.modules["vllm"].__path__, *name.split(".")[1:]).with_suffix(".py")
+        if file.is_file() and (key := (_digest(text := file.read_bytes()), str(file))) not in codes:
+            codes[key] = stock(SourceFileLoader(name, str(file)), text, str(file))
+    if kept and len(codes) > before:
+        with contextlib.suppress(OSError):  # a cache that is only to be read
+            half = kept.with_suffix(f".{os.getpid()}")
+            half.write_bytes(marshal.dumps(codes))
+            half.replace(kept)
+
+    def source_to_code(loader: Any, data: Any, path: Any, **rest: Any) -> CodeType:
+        known = codes.get((_digest(data), path)) if isinstance(data, bytes) and not rest else None
+        return known or stock(loader, data, path, **rest)
+
+    setattr(SourceFileLoader, "source_to_code", source_to_code)  # noqa: B010 - a method, to mypy
+
+
+def _digest(text: bytes) -> bytes:
+    import hashlib
+
+    return hashlib.sha256(text).digest()
 
 
 def _exit_code(child: int, limit: float) -> int:

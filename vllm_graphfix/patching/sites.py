@@ -143,6 +143,9 @@ _sites: dict[tuple[int, str], Site] = {}
 _stock_of: weakref.WeakKeyDictionary[FunctionType, FunctionType] = weakref.WeakKeyDictionary()
 """Our functions and what they wrap: `from target import name` may have carried one into another module."""
 
+_as_diagnosed: dict[str, tuple[Any, int, int]] = {}
+"""Modules that run the text that was diagnosed: the spec, and the hash and the length of that text."""
+
 
 def apply(fix: str, patches: Iterable[Patch], activity: Activity, diagnosed: Read = lambda _: None) -> list[Site]:
     """Puts the layer of *fix* on every target, whose modules are imported, or on none.
@@ -248,10 +251,16 @@ def _refuse_another_text(module: ModuleType, diagnosed: bytes | None) -> None:
     spec: Any = module.__spec__
     if diagnosed is None or not hasattr(getattr(spec, "loader", None), "source_to_code"):
         return
+    # Once: to compile a model runner takes 60 ms, and several fixes have targets there. What is loaded anew has another
+    # spec.
+    known, *text = _as_diagnosed.get(spec.name, (None,))
+    if known is spec and text == [hash(diagnosed), len(diagnosed)]:
+        return
     if spec.loader.get_code(spec.name) != spec.loader.source_to_code(diagnosed, spec.origin):
         raise ConflictError(
             f"{module.__name__} does not run the code that was diagnosed: {spec.origin} or its bytecode has changed"
         )
+    _as_diagnosed[spec.name] = (spec, hash(diagnosed), len(diagnosed))
 
 
 def _refuse_foreign_function(owner: Any, patch: Patch, function: Any) -> None:

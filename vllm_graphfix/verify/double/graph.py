@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace, TracebackType
 from typing import Any
 from unittest import mock
@@ -32,6 +33,10 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+_layouts: dict[Any, Any] = {}
+"""Results by operation and arguments; see `Recorder`."""
 _capturing: list[CPUGraph] = []
 """The graph being captured, if any: never more than one."""
 
@@ -58,6 +63,15 @@ class Operation:
         for memory, value in zip(self.results, tree_leaves(computed), strict=True):
             if memory is not None:
                 memory.copy_(value)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All of a tensor but its numbers."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class CPUGraph:
@@ -111,23 +125,16 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with self:  # in inference mode composites such as matmul arrive whole
-            decomposed = func.decompose(*args, **kwargs)
-        if decomposed is not NotImplemented:
-            return decomposed
+        if _is_composite(func):
+            with self:  # in inference mode composites such as matmul arrive whole
+                return func.decompose(*args, **kwargs)
         returns = func._schema.returns
         aliases = [r.alias_info for r in returns]
         if any(a is not None and not a.is_write for a in aliases):
             return func(*args, **kwargs)
-        try:
-            with self._fake:
-                shapes = func(*tree_map(self._fake_of, args), **tree_map(self._fake_of, kwargs))
-        except (DataDependentOutputException, DynamicOutputShapeException) as e:
-            raise RuntimeError(
-                f"operation not permitted when stream is capturing: {func} needs values on the host"
-            ) from e
-        results = shapes if len(returns) > 1 else (shapes,) * len(returns)
-        given = _arguments_by_alias(func, args, kwargs)
+        layouts = self._layouts_of_results(func, args, kwargs)
+        results = layouts if len(returns) > 1 else (layouts,) * len(returns)
+        given = _arguments_by_alias(func, args, kwargs) if any(aliases) else {}
         produced = [
             tree_map(_poisoned_like, result) if alias is None else given[next(iter(alias.before_set))]
             for alias, result in zip(aliases, results, strict=True)
@@ -140,6 +147,30 @@ class Recorder(TorchDispatchMode):
             )
             self._graph.operations.append(Operation(func, args, kwargs, memory))
         return tuple(produced) if len(returns) > 1 else produced[0] if returns else None
+
+    def _layouts_of_results(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What *func* returns, with a `Layout` for each tensor; computed once for all arguments that are alike.
+
+        A graph has the same operations for each layer and size of batch, and to find this out takes ten times as long
+        as the rest of recording one.
+        """
+        try:
+            key = (func, torch.get_default_dtype(), _likeness(args), _likeness(tuple(sorted(kwargs.items()))))
+        except TypeError:
+            return self._layouts_by_fake_tensors(func, args, kwargs)
+        if key not in _layouts:
+            _layouts[key] = self._layouts_by_fake_tensors(func, args, kwargs)
+        return _layouts[key]
+
+    def _layouts_by_fake_tensors(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            with self._fake:
+                found = func(*tree_map(self._fake_of, args), **tree_map(self._fake_of, kwargs))
+        except (DataDependentOutputException, DynamicOutputShapeException) as e:
+            raise RuntimeError(
+                f"operation not permitted when stream is capturing: {func} needs values on the host"
+            ) from e
+        return tree_map(_layout_of, found)
 
     def _fake_of(self, value: Any) -> Any:
         return self._fake.from_tensor(value) if isinstance(value, torch.Tensor) else value
@@ -258,10 +289,39 @@ def poison_(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.fill_(info.min // 2 or info.max)
 
 
-def _poisoned_like(shape: Any) -> Any:
-    if not isinstance(shape, torch.Tensor):
-        return shape
-    return poison_(torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype))
+def _poisoned_like(layout: Any) -> Any:
+    if not isinstance(layout, Layout):
+        return layout
+    return poison_(torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype))
+
+
+def _is_composite(func: Any) -> bool:
+    """Whether `decompose` has something to do."""
+    return _COMPOSITE in func.py_kernels or _has_composite_kernel(func.name())
+
+
+@cache
+def _has_composite_kernel(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE)
+
+
+def _layout_of(value: Any) -> Any:
+    return Layout(value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _likeness(value: Any) -> Any:
+    """All of an argument that the layout of a result may depend on.
+
+    Raises TypeError where it may depend on more.
+    """
+    kind = type(value)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return (value.shape, value.stride(), value.dtype, value.device)
+    if kind in (tuple, list):
+        return (kind, *map(_likeness, value))
+    if kind in _PLAIN:
+        return (kind, value)  # 1, 1.0 and True are equal, and make results of other types
+    raise TypeError(kind)
 
 
 def _arguments_by_alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

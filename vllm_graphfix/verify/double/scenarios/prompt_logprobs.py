@@ -78,12 +78,12 @@ class PoolStandIn:
             self._free.append(output)
         return output
 
-    def allocate(self, shape: Any) -> Any:
+    def allocate(self, layout: Any) -> Any:
         """In place of the double's."""
-        for number, free in enumerate(self._free if isinstance(shape, torch.Tensor) else ()):
-            if (free.shape, free.dtype) == (shape.shape, shape.dtype):
+        for number, free in enumerate(self._free if isinstance(layout, graph.Layout) else ()):
+            if (free.shape, free.dtype) == (layout.shape, layout.dtype):
                 return graph.poison_(self._free.pop(number))
-        return self._allocate(shape)
+        return self._allocate(layout)
 
 
 @contextmanager
