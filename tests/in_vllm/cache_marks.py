@@ -14,11 +14,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from vllm_graphfix.marks.watch import KVMarks
 from vllm_graphfix.shadow.concerned import requests_of_rows
-from vllm_graphfix.verify.double import idle_runner
 from vllm_graphfix.verify.double.arguments import known_to
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.idle_runner import ATTENTION, BLOCKS, DRAFT, PAGE, PROMPT, WIDTH
 from vllm_graphfix.verify.double.scenarios.idle_rank import _DraftingRank, _Rank
+from vllm_graphfix.verify.double.unpinned import unpinned
 
 BOTH = ("first", "second")
 STOCK = os.environ.get("VLLM_GRAPHFIX_IDLE_RANK") == "off"
@@ -26,7 +26,7 @@ STOCK = os.environ.get("VLLM_GRAPHFIX_IDLE_RANK") == "off"
 
 @pytest.fixture(autouse=True)
 def _graphs() -> Iterator[None]:
-    with idle_runner.unpinned(), cpu_cuda_graphs():
+    with unpinned(), cpu_cuda_graphs():
         yield
 
 

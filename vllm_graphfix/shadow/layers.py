@@ -113,7 +113,7 @@ def ring_rows(layers: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[St
         if name not in metadata or (kind := _class_of_cache(layer)) is None or kind.treatment is not Treatment.RING:
             continue
         slots = metadata[name].slot_mapping
-        for cache in _caches(layer):  # (blocks, slots, …)
+        for cache in caches_of(layer):  # (blocks, slots, …)
             blocks = slots[slots >= 0].long().div(cache.shape[1], rounding_mode="floor").unique()
             found.append(StateRows(name, cache, blocks))
     return found

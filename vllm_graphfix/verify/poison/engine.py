@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_graphfix.shadow.layers import caches_of
+from vllm_graphfix.shadow import layers as shadow_layers
 from vllm_graphfix.verify.poison import memory
 from vllm_graphfix.verify.poison.bits import LOUD, NAN
 from vllm_graphfix.verify.poison.blocks import Blocks, caches_of
@@ -104,7 +104,7 @@ class PoisonedRunner:
 
     def _blocks(self, byte: int) -> tuple[Blocks, int]:
         layers = self._runner.vllm_config.compilation_config.static_forward_context
-        tensors = {name: found for name, layer in layers.items() if (found := caches_of(layer))}
+        tensors = {name: found for name, layer in layers.items() if (found := shadow_layers.caches_of(layer))}
         count = int(self._runner.kv_cache_config.num_blocks) if tensors else 0
         known, unknown = caches_of(tensors, count) if tensors else ([], [])
         if unknown:
