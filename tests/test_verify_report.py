@@ -99,6 +99,25 @@ def test_what_the_shadow_check_made_of_each_kind_of_graphs_is_judged_and_told(
 
 
 @pytest.mark.parametrize(
+    ("poisoned", "outcome"),
+    [
+        ({"stock": ("a block was written to",), "patched": ()}, "proven"),
+        ({"stock": (), "patched": ()}, "missed by poison"),
+        ({"stock": ("x",), "patched": ("with graphs: 3 of 4 numbers differ",)}, "poison is still seen"),
+        ({}, "proven"),
+    ],
+    ids=["found", "missed", "false alarm", "not tried"],
+)
+def test_what_poison_showed_is_judged_and_told(poisoned: dict[str, tuple[str, ...]], outcome: str) -> None:
+    proof = replace(PROVEN, poisoned=poisoned)
+    report = Report("0.21.0", "/somewhere", "CPU double", (proof,))
+    assert proof.outcome == outcome
+    assert as_json(report)["fixes"][0]["poison"] == ({mode: list(told) for mode, told in poisoned.items()} or None)
+    for mode, told in poisoned.items():
+        assert f"  {mode}, poison: {'; '.join(told) or 'nothing'}\n" in shown(report)
+
+
+@pytest.mark.parametrize(
     ("proof", "told"),
     [
         (replace(PROVEN, fix=BY_NAME["idle-rank"], why_unwatched=trial_of("idle-rank").unwatched), True),
