@@ -193,7 +193,7 @@ FIX = Fix(
     patches=patches,
     events=(INDICES_OF_ANOTHER_GROUP,),
     needs=needs,
-    ground="upstream",
+    ground="answers",
     evidence=(
         *(
             f"{_BUILDER}::{_BASE}.{name}"
