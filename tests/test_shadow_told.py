@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from records import record
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.fleet import look
-from vllm_graphfix.commands.shadow_report import markdown
+from vllm_graphfix.commands.upstream_report import markdown
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.patching.manager import FixState
 from vllm_graphfix.records import FixReport, Record, RecordError, Wrong, write
-from vllm_graphfix.records.record import SHORT
+from vllm_graphfix.records.record import SHORT, MovedTensor, OverwrittenBlock
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
@@ -73,6 +73,30 @@ def test_fleet_says_that_graphs_are_wrong_and_report_writes_it_down(tmp_path: Pa
     write(tmp_path, record(rank=0))
     assert markdown(look(tmp_path)) is None
     assert CliRunner().invoke(app, ["report", "--dir", str(tmp_path)]).exit_code == 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_report_has_a_part_for_each_detector_that_has_found_something(tmp_path: Path) -> None:
+    block = OverwrittenBlock(7, 1, 3, "model.layers.0.attn", "4 with requests, 2 of a rank without work")
+    moved = MovedTensor("model.layers.0.W_UV", "attribute", "reload_weights", "reported")
+    events = {"shadow": COUNTS, "kv-marks": {"marks": 50, "changed": 1}, "addresses": {"comparisons": 9, "moved": 4}}
+    write(tmp_path, record(rank=0, events=events, wrong=(WRONG,), overwritten=(block,), moved=(moved,)))
+    parts = (markdown(look(tmp_path)) or "").split("\n# ")
+    assert [part.splitlines()[0].removeprefix("# ") for part in parts] == [
+        "A replayed CUDA graph differs from the same step without it",
+        "A finished block of the prefix cache changes",
+        "Tensors move after CUDA graphs were captured",
+    ]
+    assert "1 of 50 had changed" in parts[1]
+    assert "block 7 of cache group 1, block 3 of its request, in model.layers.0.attn" in parts[1]
+    assert "2 of a rank without work" in parts[1]
+    assert "9 comparisons found tensors elsewhere 4 times" in parts[2]
+    assert "attribute `model.layers.0.W_UV`, noticed after reload_weights: reported" in parts[2]
+    for part in parts:
+        assert "vLLM 0.21.0, model `some/model`" in part
+        assert "Fixes of vllm-graphfix in this engine: " in part
+    write(tmp_path, record(rank=0, events=events, overwritten=(block,)))
+    assert (markdown(look(tmp_path)) or "").startswith("# A finished block")
 
 
 def test_a_rank_tells_its_first_mismatch_of_each_graph_with_the_layer_once_it_is_known(monkeypatch: Any) -> None:

@@ -350,12 +350,12 @@ def fleet(
 def report(
     folder: FolderOption = None,
 ) -> None:
-    """A bug report for vLLM, in Markdown, on each CUDA graph that the shadow check found wrong (VLLM_GRAPHFIX_SHADOW).
+    """Bug reports for vLLM, in Markdown, of what the shadow check, marks in the KV cache and addresses have found.
 
     Exit code 0 if there is something to report, 3 if not.
     """
     from vllm_graphfix.commands import fleet as fleets
-    from vllm_graphfix.commands.shadow_report import markdown
+    from vllm_graphfix.commands.upstream_report import markdown
 
     try:
         found = markdown(fleets.look(folder))
@@ -364,7 +364,10 @@ def report(
     except KeyboardInterrupt:
         stop("interrupted", code=EXIT_INTERRUPTED)
     if found is None:
-        typer.echo("vllm-graphfix: no status record mentions a graph that the shadow check found wrong", err=True)
+        typer.echo(
+            "vllm-graphfix: no status record mentions a wrong graph, a cache block that changed or a tensor that moved",
+            err=True,
+        )
         raise typer.Exit(EXIT_LEFT_UNDONE)
     typer.echo(found, nl=False)
 

@@ -1,0 +1,93 @@
+"""Bug reports for vLLM, in Markdown, from the records of engines in which a detector has found something.
+
+Of three: replays that the shadow check found wrong, finished cache blocks that have changed, and tensors that do not
+lie where graphs have them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm_graphfix.commands.fleet.engine import Engine
+    from vllm_graphfix.commands.fleet.survey import Fleet
+
+_HEAD = """# {title}
+
+vLLM {vllm}, model `{model}`, vllm-graphfix {graphfix}. {text}
+"""
+_REPLAYS = (
+    "A replayed CUDA graph differs from the same step without it",
+    """Each checked step was run again
+without its graph, on the same inputs: {mismatches} of {checks} replays differed from two such runs. \
+Only rows that are not padding were compared. A row's error is its
+largest difference divided by its largest value.""",
+)
+_GRAPH = """
+## {graph}
+
+- found by {rank}, in its check {check}
+- {rows} real rows of {padded_rows}, attention metadata: {backends}
+- error of each row: {errors}
+- runs without the graph differ from each other by at most {noise}
+- {layer}
+"""
+_LAYER = "the first layer whose cache was written differently is `{}`; the error is there, or just before it"
+_NO_LAYER = (
+    "the layer is not known: the graph was not checked a second time, or no cache that could be compared differs"
+)
+_BLOCKS = (
+    "A finished block of the prefix cache changes",
+    """Blocks whose tokens were all computed,
+and that were not allocated anew, were summed over their bytes on the device, and again later:
+{changed} of {marks} had changed, so that a request that hits them attends to somebody else's keys and values.""",
+)
+_BLOCK = (
+    "- {rank}: block {block} of cache group {group}, block {place} of its request, in {layers}; in between ran: {ran}"
+)
+_TENSORS = (
+    "Tensors move after CUDA graphs were captured",
+    """Graphs hold the addresses of the capture,
+and go on with what lies there. {comparisons} comparisons found tensors elsewhere {moved} times:""",
+)
+_TENSOR = "- {rank}: {kind} `{name}`, noticed after {after}: {outcome}"
+
+
+def markdown(fleet: Fleet) -> str | None:
+    """What was found in all engines whose records tell of something; None if none does."""
+    return "\n".join(part for engine in fleet.engines for part in _of_engine(engine)) or None
+
+
+def _of_engine(engine: Engine) -> Iterator[str]:
+    ranks = [(engine.name_of(member), member.record) for member in engine.tellers]
+    if wrong := [(rank, each) for rank, record in ranks for each in record.wrong]:
+        found = [
+            _GRAPH.format(
+                **each._asdict() | {"layer": _LAYER.format(each.layer) if each.layer else _NO_LAYER}, rank=rank
+            )
+            for rank, each in wrong
+        ]
+        yield _written(engine, _REPLAYS, "shadow", "".join(found))
+    if blocks := [_BLOCK.format(**each._asdict(), rank=rank) for rank, record in ranks for each in record.overwritten]:
+        yield _written(engine, _BLOCKS, "kv-marks", "\n" + "\n".join(blocks) + "\n")
+    if tensors := [_TENSOR.format(**each._asdict(), rank=rank) for rank, record in ranks for each in record.moved]:
+        yield _written(engine, _TENSORS, "addresses", "\n" + "\n".join(tensors) + "\n")
+
+
+def _written(engine: Engine, about: tuple[str, str], detector: str, found: str) -> str:
+    title, text = about
+    counts = dict.fromkeys(("checks", "mismatches", "marks", "changed", "comparisons", "moved"), 0)
+    head = _HEAD.format(
+        title=title,
+        vllm=", ".join(engine.values_of("vllm")),
+        model=next(iter(engine.values_of("model")), "not known"),
+        graphfix=", ".join(engine.values_of("graphfix")),
+        text=text.format(**counts | engine.counts(detector)),
+    )
+    fixes = [f"`{fix}` {engine.foremost(fix).state}" for fix in engine.fixes if fix not in _DETECTORS]
+    return f"{head}{found}\nFixes of vllm-graphfix in this engine: {', '.join(fixes)}.\n"
+
+
+_DETECTORS = ("shadow", "kv-marks", "addresses")
