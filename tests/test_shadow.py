@@ -99,7 +99,6 @@ def test_a_draft_prefill_that_is_mended_is_no_mismatch(release: str) -> None:
         ("0.21.0", "not dcp-context-lens and not mamba-all-mode and not c128a-stride"),
         ("0.22.1", "not dcp-context-lens and not mamba-all-mode and not c128a-stride"),
         ("0.27.1", "c128a-stride"),
-        pytest.param("0.28.0", "c128a-stride", marks=pytest.mark.slow),
     ],
 )
 def test_defects_of_stock_releases_are_caught_and_releases_without_them_are_silent(

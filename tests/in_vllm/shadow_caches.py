@@ -19,6 +19,7 @@ from vllm.triton_utils import HAS_TRITON
 
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import forward, layers, process
+from vllm_graphfix.shadow.snapshot import Snapshot
 from vllm_graphfix.verify.double.model_runners import WrappedModel, wrappers_on_the_double
 
 
@@ -211,3 +212,55 @@ def test_the_blocks_of_a_ring_are_those_of_its_own_slots() -> None:
     (rows,) = layers.ring_rows({"ring": served.cache}, {"ring": served.metadata})
     assert (rows.blocks.tolist(), rows.compared) == ([1, 3], True)
     assert layers.ring_rows({"ring": served.cache}, {}) == []
+
+
+class BoolMasks:
+    """Triton's interpreter with masks that are numbers where vLLM combines conditions, as a compiler takes them."""
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        return self._stock.load(pointers, mask.astype(bool), other, dtype)
+
+    def store(self, pointers: Any, value: Any, mask: Any) -> Any:
+        return self._stock.store(pointers, value, mask.astype(bool))
+
+
+def test_a_ring_of_qwen4_exp_is_put_back_before_a_second_run() -> None:
+    """Nine tokens close two groups of four, the first of which has a token in the ring of eight.
+
+    The kernels are vLLM's own, of the path that is not fused.
+    """
+    qsa: Any = pytest.importorskip("vllm.models.qwen4_exp.nvidia.ops.qsa", reason="from 0.29.0 on")
+    from triton.runtime import interpreter
+    from vllm.models.qwen4_exp.common.qsa_cache import QSAKeyStateCache
+
+    positions, requests = torch.arange(START, START + TOKENS), torch.zeros(TOKENS, dtype=torch.int32)
+    ring: Any = object.__new__(QSAKeyStateCache)
+    torch.nn.Module.__init__(ring)
+    ring.kv_cache = torch.randn(BLOCKS, RING, 1, 64)
+    slots = torch.where(positions > START, 2 * RING + positions % RING, -1)
+    groups = torch.where((positions + 1) % 4 == 0, positions // 4, -1)
+    table, starts = torch.tensor([[2]], dtype=torch.int32), torch.tensor([0, TOKENS], dtype=torch.int32)
+    keys, compressed = torch.randn(TOKENS, 1, 64), torch.zeros(2, 8, 1, 64)
+    rows = positions.view(-1, 1, 1).expand(-1, 1, 3)
+
+    def run() -> torch.Tensor:
+        masks = mock.patch.object(interpreter, "_interpreter", BoolMasks(interpreter._interpreter))
+        with masks, mock.patch.object(torch.Tensor, "is_cuda", True):
+            pooled, _ = qsa.qsa_compress_groups_with_ratio(
+                keys, rows, ring.kv_cache, table, requests, starts, positions, groups, 4
+            )
+            qsa.qsa_store_cache_rows(compressed, groups, pooled)
+            qsa.qsa_store_cache_rows(ring.kv_cache, slots, keys)
+        return compressed.clone()
+
+    before = Snapshot({}, layers.ring_rows({"ring": ring}, {"ring": SimpleNamespace(slot_mapping=slots)}))
+    first, unrestored = run(), run()
+    before.put_back()
+    assert not torch.equal(first, unrestored)
+    assert torch.equal(first, run())
