@@ -19,6 +19,7 @@ from vllm.triton_utils import HAS_TRITON
 
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import forward, layers, process
+from vllm_graphfix.shadow.failures import UnfitStep
 from vllm_graphfix.shadow.snapshot import Snapshot
 from vllm_graphfix.verify.double.model_runners import WrappedModel, wrappers_on_the_double
 
@@ -97,6 +98,35 @@ def compressor_of(ratio: int, head: int) -> tuple[Any, torch.Tensor, torch.Tenso
         _scale_dim=(head - 64) // 64 + 1 if head == 512 else 4,
     )
     return found, states, entries, block
+
+
+# -- which classes
+
+
+@pytest.mark.parametrize(
+    ("place", "checked"),
+    [
+        ("vllm.v1.attention.backends.mla.sparse_swa.DeepseekV4SWACache", True),
+        ("vllm.models.deepseek_v4.compressor.CompressorStateCache", True),
+        ("vllm.models.deepseek_v4.attention.DeepseekV4IndexerCache", True),
+        ("vllm.models.minimax_m3.common.indexer.MiniMaxM3IndexerCache", True),
+        ("vllm.model_executor.models.extract_hidden_states.CacheOnlyAttentionLayer", False),
+    ],
+)
+def test_vllms_own_classes_are_known_and_those_of_another_device_or_a_new_subclass_are_not(
+    place: str, checked: bool
+) -> None:
+    module, _, name = place.rpartition(".")
+    kind = getattr(pytest.importorskip(module), name)
+
+    def refused(kind: Any) -> str | None:
+        return layers.unknown_cache({"layer": object.__new__(kind)})
+
+    assert (refused(kind) is None) == checked
+    inherits = type("Inherits", (kind,), {"__module__": "vllm.models.deepseek_v4.nvidia.model"})
+    assert (refused(inherits) is None) == checked
+    for module, says in (("vllm.models.deepseek_v4.amd.rocm", {}), (kind.__module__, {"get_kv_cache_spec": None})):
+        assert "Anew" in (refused(type("Anew", (kind,), {"__module__": module, **says})) or "")
 
 
 # -- rings
@@ -209,9 +239,11 @@ def test_a_graph_that_leaves_a_ring_wrong_is_a_mismatch_though_its_output_is_rig
 def test_the_blocks_of_a_ring_are_those_of_its_own_slots() -> None:
     served = Ringed(Rate())
     served.slots.copy_(torch.tensor([-1, 8, 9, 31, -1, -1, 24, 10, 11]))
-    (rows,) = layers.ring_rows({"ring": served.cache}, {"ring": served.metadata})
+    (rows,) = layers.ring_rows({"ring": served.cache}, {"ring": served.metadata}, every=True)
     assert (rows.blocks.tolist(), rows.compared) == ([1, 3], True)
-    assert layers.ring_rows({"ring": served.cache}, {}) == []
+    assert layers.ring_rows({"ring": served.cache}, {}, every=False) == []
+    with pytest.raises(UnfitStep, match="which blocks of ring"):
+        layers.ring_rows({"ring": served.cache}, {}, every=True)
 
 
 class BoolMasks:
@@ -259,7 +291,7 @@ def test_a_ring_of_qwen4_exp_is_put_back_before_a_second_run() -> None:
             qsa.qsa_store_cache_rows(ring.kv_cache, slots, keys)
         return compressed.clone()
 
-    before = Snapshot({}, layers.ring_rows({"ring": ring}, {"ring": SimpleNamespace(slot_mapping=slots)}))
+    before = Snapshot({}, layers.ring_rows({"ring": ring}, {"ring": SimpleNamespace(slot_mapping=slots)}, every=True))
     first, unrestored = run(), run()
     before.put_back()
     assert not torch.equal(first, unrestored)

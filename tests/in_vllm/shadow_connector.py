@@ -14,7 +14,7 @@ from vllm.config import CUDAGraphMode, KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector, ExampleConnectorMetadata
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.v1 import kv_cache_interface
 from wrapped_model import BLOCK, BLOCKS, WIDTH, Served, SlotsStandIn
@@ -25,6 +25,9 @@ from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
 HEADS_SECOND = hasattr(kv_cache_interface, "compute_layer_kv_cache_shape_bytes")
 """From 0.29 on a cache is (blocks, heads, tokens, width); before, keys and values come first."""
+
+ONE_AN_ENGINE = "virtual_engine" in ForwardContext.__annotations__
+"""Up to 0.19.1 a layer has a list of caches."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +50,7 @@ class TransferredStandIn(SlotsStandIn):
         self.memory: torch.Tensor = self.kv_cache[0]
         shape = (BLOCKS, 1, BLOCK, WIDTH) if HEADS_SECOND else (2, BLOCKS, BLOCK, WIDTH)
         cache = torch.zeros(shape)
-        self.kv_cache: Any = cache if HEADS_SECOND else [cache]
+        self.kv_cache: Any = [cache] if ONE_AN_ENGINE else cache
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         def run() -> torch.Tensor:

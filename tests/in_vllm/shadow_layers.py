@@ -83,3 +83,14 @@ def test_caches_are_copied_up_to_a_limit_of_all_layers_and_slots_that_there_are_
         assert [name for name, _ in layers.written(found, slots, [])] == list(KINDS)[:2]
     slots["triton"] = torch.tensor([7 * 48])
     assert "triton" not in dict(layers.written(found, slots, []))
+
+
+def test_an_entry_that_stands_for_several_tokens_is_found_in_the_block_of_their_slots() -> None:
+    """DeepSeek V4's: a block has slots for four times as many tokens as it has entries."""
+    kind, backend, tokens = KINDS["mla"]
+    layer = layer_of(kind, backend, tokens)
+    layer.compress_ratio = 4
+    slots = {"entries": torch.tensor([-1, 3 * 4 * tokens + 5])}
+    before = layers.written({"entries": layer}, slots, [])
+    cell(layer.kv_cache, tokens, 3, 1).fill_(1)
+    assert layers.first_difference(before, layers.written({"entries": layer}, slots, [])) == "entries"

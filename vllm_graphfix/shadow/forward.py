@@ -97,7 +97,9 @@ class Pass(NamedTuple):
         if reason := unknown_cache(self.layers):
             raise UnsafeError(reason)
         backends = tuple(dict.fromkeys(type(each).__name__ for each in self.metadata.values()))
-        states = [*recurrent_rows(self.layers, self.metadata), *ring_rows(self.layers, self.metadata)]
+        # Among all layers there are a drafter's, which do not run in a step of the target model.
+        rings = ring_rows(self.layers, self.metadata, every=self.only is not None)
+        states = [*recurrent_rows(self.layers, self.metadata), *rings]
         return Step(
             Graph(f"{model}, {descriptor}", descriptor.num_tokens, backends),
             connectors.silenced(eager),

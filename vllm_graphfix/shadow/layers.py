@@ -21,6 +21,7 @@ from vllm_graphfix.shadow.cache_classes import (
     Treatment,
     known,
 )
+from vllm_graphfix.shadow.failures import UnfitStep
 from vllm_graphfix.shadow.snapshot import StateRows, same_bits
 
 if TYPE_CHECKING:
@@ -102,15 +103,19 @@ def recurrent_rows(layers: Mapping[str, Any], metadata: Mapping[str, Any]) -> li
     return found
 
 
-def ring_rows(layers: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[StateRows]:
+def ring_rows(layers: Mapping[str, Any], metadata: Mapping[str, Any], *, every: bool) -> list[StateRows]:
     """The blocks of the rings that a step writes to, which are also all that it reads of them.
 
     A request has one block. Its slots, (tokens,) and -1 for none, are in the layer's own metadata: those of the forward
-    context do not go round.
+    context do not go round. Raises UnfitStep if *every* layer runs in the step and one with a ring has no metadata.
     """
     found: list[StateRows] = []
     for name, layer in layers.items():
-        if name not in metadata or (kind := _class_of_cache(layer)) is None or kind.treatment is not Treatment.RING:
+        if (kind := _class_of_cache(layer)) is None or kind.treatment is not Treatment.RING:
+            continue
+        if name not in metadata:
+            if every:
+                raise UnfitStep(f"it is not known which blocks of {name}, a ring, it writes to")
             continue
         slots = metadata[name].slot_mapping
         for cache in caches_of(layer):  # (blocks, slots, …)
