@@ -189,9 +189,9 @@ def test_off_there_is_no_wrapper_at_all_and_no_reason_to_ask() -> None:
 
 def test_an_engine_whose_steps_cannot_run_twice_is_refused_and_drafts() -> None:
     unwatched = Served(Rate())
-    served = Served(kv_transfer_config=SimpleNamespace())
+    served = Served(attention_config=SimpleNamespace(hisparse_config=SimpleNamespace()))
     assert torch.equal(served.step([0, 1, 2]), unwatched.step([0, 1, 2]))
-    assert "KV connector" in refused()
+    assert "HiSparse" in refused()
     assert served.shadow.results.checks == 0
 
 

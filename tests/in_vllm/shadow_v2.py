@@ -146,9 +146,9 @@ def test_in_a_pipeline_each_replay_of_the_target_model_is_a_step() -> None:
 
 def test_an_engine_whose_steps_cannot_run_twice_is_refused_and_serves() -> None:
     unwatched = Served(Rate())
-    served = Served(kv_transfer_config=SimpleNamespace())
+    served = Served(attention_config=SimpleNamespace(hisparse_config=SimpleNamespace()))
     assert torch.equal(served.step(), unwatched.step())
-    assert "KV connector" in (process.REFUSED or "")
+    assert "HiSparse" in (process.REFUSED or "")
     assert served.shadow.results.checks == 0
 
 
@@ -159,3 +159,9 @@ def test_a_failing_eager_run_turns_the_check_off_and_serving_goes_on() -> None:
         assert torch.equal(served.step(), unwatched.step())
         assert all(map(torch.equal, served.caches(), unwatched.caches()))
     assert served.shadow.stopped == "RuntimeError: planted"
+
+
+def test_an_engine_with_a_kv_connector_is_checked() -> None:
+    served = Served(kv_transfer_config=SimpleNamespace())
+    served.step()
+    assert (served.shadow.results.checks, process.REFUSED) == (1, None)
