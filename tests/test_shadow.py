@@ -98,7 +98,7 @@ def test_a_draft_prefill_that_is_mended_is_no_mismatch(release: str) -> None:
         ("0.18.1", "not (mamba-padding or draft-prefill-state or draft-idx-mapping or mamba-all-mode or c128a-stride)"),
         ("0.21.0", "not dcp-context-lens and not mamba-all-mode and not c128a-stride"),
         ("0.22.1", "not dcp-context-lens and not mamba-all-mode and not c128a-stride"),
-        ("0.27.1", "c128a-stride"),
+        pytest.param("0.27.1", "c128a-stride", marks=pytest.mark.slow),
     ],
 )
 def test_defects_of_stock_releases_are_caught_and_releases_without_them_are_silent(
