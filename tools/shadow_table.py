@@ -12,6 +12,7 @@ import argparse
 import ast
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -111,7 +112,7 @@ def table() -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     others = "; ".join(f"`{spec}` ({_OTHER_SPECS[spec]})" for spec in specs if spec not in of_layers)
-    return [*head, *(line for _, line in sorted(rows)), "", f"No layer makes {others}."]
+    return [*head, *(line for _, line in sorted(rows)), "", *textwrap.wrap(f"No layer makes {others}.", 120)]
 
 
 def _row(place: str, seen: list[tuple[str, Found]]) -> tuple[tuple[int, str], str]:
