@@ -293,6 +293,74 @@ def test_a_rank_in_another_process_tells_the_scheduler_by_a_file(two: Any, tmp_p
     assert scheduler.ended == ["b", "a"]
 
 
+def test_a_request_whose_name_is_longer_than_a_line_ends_too(two: Any) -> None:
+    rank, its, scheduler = two
+    its._begin(scheduler)
+    name = "\u4e00" * 2000
+    scheduler.requests[name] = SimpleNamespace(is_finished=lambda: False)
+    rank.tell([name], [3], "block 3 has changed")
+    its._end_requests(scheduler, [])
+    assert (scheduler.ended, 3 in scheduler.evicted) == ([name], True)
+
+
+def test_blocks_that_a_request_gets_before_it_ends_leave_the_cache_too(two: Any) -> None:
+    rank, its, scheduler = two
+    its._begin(scheduler)
+    rank.tell(["a"], [3], "")
+    its._take_out(scheduler)
+    scheduler.kv_cache_manager.get_block_ids = lambda name: ([3, 4, 6],)  # the step that is scheduled now
+    its._end_requests(scheduler, [])
+    assert scheduler.evicted == {3, 4, 6}
+
+
+def test_nobody_is_ended_where_an_end_without_a_result_ends_the_front_end(
+    two: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank, its, scheduler = two
+    scheduler.vllm_config = SimpleNamespace(model_config=SimpleNamespace(runner_type="pooling"))
+    its._begin(scheduler)
+    assert "cannot be told" in rank.why_not()
+    assert "cannot be told" in its.why_not()
+    assert "answers with vectors or scores" in caplog.text
+
+
+def test_a_verdict_is_for_the_scheduler_that_was_made_last(two: Any) -> None:
+    _, its, scheduler = two
+    its._begin(SchedulerStandIn())
+    its._begin(scheduler)
+    its.tell(["a"], [3], "")
+    its._end_requests(SchedulerStandIn(), [])
+    its._end_requests(scheduler, [])
+    assert scheduler.ended == ["a"]
+
+
+def test_a_worker_that_somebody_else_has_wrapped_is_left_alone() -> None:
+    parallel = SimpleNamespace(distributed_executor_backend="mp")
+    config = SimpleNamespace(parallel_config=parallel, model_config=None, scheduler_config=None)
+    theirs = object()
+    runner = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    worker = SimpleNamespace(vllm_config=config, model_runner=runner, execute_model=theirs)
+    from vllm_graphfix.marks.watch import KVMarks
+
+    marks = KVMarks()
+    marks.begin(1)
+    marks.serve(worker)
+    assert (marks.refused, worker.execute_model) == ("execute_model of this worker is somebody else's wrapper", theirs)
+
+
+def test_requests_that_have_ended_are_no_readers_for_long() -> None:
+    ledger = ledger_with_a_prompt()
+    ledger.settle()
+    mark_all(ledger)
+    before: set[str] = {"a"}
+    for number in range(500):
+        name = f"reader-{number}"
+        ledger.step(step(new=((name, ([1, 2, 100 + number],), 8, 3),), finished_req_ids=before))
+        before = {name}
+    assert ledger.users(ledger.marked[1]) == ["reader-499"]
+    assert len(ledger._readers[1]) < 100
+
+
 def test_what_a_scheduler_cannot_read_ends_nobody(two: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rank, its, scheduler = two
     its._begin(scheduler)

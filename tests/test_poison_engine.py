@@ -188,6 +188,15 @@ def test_an_engine_that_ends_is_found_if_it_was_poisoned_and_else_says_nothing()
     assert "ended before it was: no memory" in (before.inconclusive or "")
 
 
+def test_a_slow_engine_is_no_finding() -> None:
+    slow = report_of(None, "did not finish in 3600 s", {poisoned.PASSES: [2.0]})
+    assert (slow.found, slow.inconclusive) == (
+        False,
+        "the engine to be poisoned was not done: did not finish in 3600 s",
+    )
+    assert report_of(None, "hangs with padded rows: no answers in 120 s", {poisoned.PASSES: [2.0]}).found
+
+
 def test_steps_that_were_not_poisoned_prove_nothing() -> None:
     passed = a_pass()
     passed.ranks[0]["steps"] = 0

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +70,8 @@ class Aborts:
         """In a forked child: the scheduler is not here."""
         self._here: list[Verdict] = []
         self._scheduled_here = False
+        self._scheduler: Any = lambda: None
+        """The one that was made last; verdicts are of its engine."""
         self._incoming: int | None = None
         self._read = 0
         self._waiting: list[Verdict] = []
@@ -101,15 +104,11 @@ class Aborts:
         if self._scheduled_here:
             self._here.append(verdict)
             return
-        # A long list is told in parts.
-        parts = [verdict]
-        while len(parts[-1].encode()) > _LONGEST and len(parts[-1].requests) + len(parts[-1].blocks) > 1:
-            parts = [half for each in parts for half in _halves(each)]
         with opened(self._base, "tell the scheduler") as folder:
             file = os.open(self._name(os.getppid()), os.O_WRONLY | os.O_APPEND | _FLAGS, dir_fd=folder)
             try:
-                for part in parts:
-                    os.write(file, part.encode())
+                for line in _lines(verdict):
+                    os.write(file, line)
             finally:
                 os.close(file)
 
@@ -138,7 +137,13 @@ class Aborts:
         if not callable(evict) or not callable(getattr(scheduler, "finish_requests", None)):
             logger.warning("graphfix: requests cannot be ended here: this scheduler is not known")
             return
-        self._scheduled_here = True
+        model = getattr(getattr(scheduler, "vllm_config", None), "model_config", None)
+        if getattr(model, "runner_type", None) == "pooling":
+            # The front-end takes an end without a result for a mistake of its own, and ends all requests.
+            logger.warning("graphfix: requests cannot be ended here: this model answers with vectors or scores")
+            return
+        self._scheduled_here, self._scheduler = True, weakref.ref(scheduler)
+        self._here, self._waiting = [], []
         with opened(self._base, "make the scheduler's file", make=True) as folder:
             name = self._name(os.getpid())
             file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | _FLAGS, 0o600, dir_fd=folder)
@@ -161,22 +166,14 @@ class Aborts:
 
     def _take_out(self, scheduler: Any) -> None:
         """Takes blocks out of the cache before a request may get them."""
-        fresh = self._news()
-        if not fresh:
-            return
-        manager = scheduler.kv_cache_manager
-        known = len(manager.block_pool.blocks)
+        fresh = self._news() if scheduler is self._scheduler() else []
         for verdict in fresh:
-            blocks = set(verdict.blocks)
-            for request in verdict.requests:
-                if request in scheduler.requests:
-                    blocks.update(number for group in manager.get_block_ids(request) for number in group)
-            manager.evict_blocks({number for number in blocks if 0 < number < known})
+            _evict(scheduler, verdict.requests, verdict.blocks)
         self._waiting += fresh
 
     def _end_requests(self, scheduler: Any, ended: list[tuple[Any, str]]) -> None:
         self._take_out(scheduler)
-        if not self._waiting:
+        if not self._waiting or scheduler is not self._scheduler():
             return
         waiting, self._waiting = self._waiting, []
         error = _finished_error()
@@ -184,6 +181,8 @@ class Aborts:
             for name in verdict.requests:
                 request = scheduler.requests.get(name)
                 if request is not None and not request.is_finished():
+                    # Once more: the step that is under way has given it blocks, whose contents follow from wrong ones.
+                    _evict(scheduler, (name,), ())
                     scheduler.finish_requests(name, error)
                     ended.append((request, verdict.why))
                     logger.error("graphfix: request %s ends with an error: %s", ascii(name)[1:-1], verdict.why)
@@ -209,12 +208,26 @@ class Aborts:
         return fresh
 
 
-def _halves(verdict: Verdict) -> list[Verdict]:
-    requests, blocks = len(verdict.requests) // 2, len(verdict.blocks) // 2
-    return [
-        verdict._replace(requests=verdict.requests[:requests], blocks=verdict.blocks[:blocks]),
-        verdict._replace(requests=verdict.requests[requests:], blocks=verdict.blocks[blocks:]),
-    ]
+def _lines(verdict: Verdict) -> Iterator[bytes]:
+    """*verdict*, in parts where it is long; one name alone is told however long it is, a client may have chosen it."""
+    line = verdict.encode()
+    if len(line) <= _LONGEST or len(verdict.requests) + len(verdict.blocks) <= 1:
+        yield line
+        return
+    requests, blocks = len(verdict.requests) // 2, -(-len(verdict.blocks) // 2)
+    yield from _lines(verdict._replace(requests=verdict.requests[:requests], blocks=verdict.blocks[:blocks]))
+    yield from _lines(verdict._replace(requests=verdict.requests[requests:], blocks=verdict.blocks[blocks:]))
+
+
+def _evict(scheduler: Any, requests: Collection[str], blocks: Collection[int]) -> None:
+    """Takes *blocks*, and all that *requests* have, out of the prefix cache."""
+    manager = scheduler.kv_cache_manager
+    known = len(manager.block_pool.blocks)
+    found = set(blocks)
+    for request in requests:
+        if request in scheduler.requests:
+            found.update(number for group in manager.get_block_ids(request) for number in group)
+    manager.evict_blocks({number for number in found if 0 < number < known})
 
 
 def _finished_error() -> Any:

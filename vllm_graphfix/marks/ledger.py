@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+_FEW_READERS = 64
+"""Names of requests that are not worth looking through."""
+
 
 class Block(NamedTuple):
     """A block of the cache that is followed."""
@@ -200,7 +203,10 @@ class Ledger:
             if known is None:
                 continue
             if (known.group, known.place) == (group, at):
-                self._readers.setdefault(number, []).append(request)
+                readers = self._readers.setdefault(number, [])
+                if len(readers) > 2 * len(self._running) + _FEW_READERS:  # most have ended
+                    readers[:] = [each for each in readers if each in self._running]
+                readers.append(request)
             else:
                 yield from self._drop((number,))
 

@@ -140,6 +140,9 @@ class KVMarks:
     def _serve(self, worker: Any) -> None:
         device = worker.model_runner.device
         reason = unsafe(worker.vllm_config)
+        wrapped = ("execute_model", "execute_dummy_batch", *_NEW_CACHE)
+        if reason is None and (theirs := [name for name in wrapped if name in vars(worker)]):
+            reason = f"{theirs[0]} of this worker is somebody else's wrapper"
         if reason is None and device.type not in ("cuda", "cpu"):
             reason = f"a device of the kind {device.type} is not known"
         try:
@@ -157,7 +160,7 @@ class KVMarks:
         self._counts = {"marks": 0, "looks": 0, "changed": 0, "aborted": 0, "passed-over": 0, "failures": 0}
         # A worker that ends takes with it what is held here.
         self._worker = weakref.ref(worker, lambda ended: self._forget() if ended is self._worker else None)
-        for name in ("execute_model", "execute_dummy_batch", *_NEW_CACHE):
+        for name in wrapped:
             if callable(getattr(type(worker), name, None)):
                 setattr(worker, name, self._around(name, self._worker))
 

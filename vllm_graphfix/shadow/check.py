@@ -408,7 +408,8 @@ class Shadow:
             return
         rounding = threshold(self._noise)
         wrong = [not error <= rounding for error in mismatch.errors]  # not `>`: NaN is wrong, too
-        names = requests_of_rows(wrong if mismatch.failure is None else ())
+        # Where a step failed, or only a state is wrong, nobody knows whose: all of the step end.
+        names = requests_of_rows(wrong if mismatch.failure is None and any(wrong) else ())
         self._abort.tell(names, (), f"its tokens came of a wrong replay of a CUDA graph ({mismatch.sentence()})")
         self.results.aborted += len(names)
 

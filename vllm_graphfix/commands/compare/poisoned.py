@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_graphfix.verify.engine.job import Poisoned, Said
 from vllm_graphfix.verify.engine.poisoned import PASSES, gap_between
+from vllm_graphfix.verify.engine.processes import HANG
 
 LEFT_BY_THE_ENGINE = "the engine itself has left NaN in the null block"
 """As `verify.poison.engine` says it, which imports torch."""
@@ -46,7 +47,8 @@ class PoisonReport:
         itself leaves NaN there.
         """
         if self.said is None:
-            return self.passes_begun > 0
+            # An engine that the limit of a whole one has ended may be slow: what hangs is ended before, and says so.
+            return self.passes_begun > 0 and not HANG.match(self.error or "")
         first, *alone = self.said.poisoned
         if not self._shows(first):
             return False
@@ -70,7 +72,8 @@ class PoisonReport:
         if self.found:
             return None
         if self.said is None:
-            return f"the engine to be poisoned ended before it was: {self.error}"
+            ended = "ended before it was" if not self.passes_begun else "was not done"
+            return f"the engine to be poisoned {ended}: {self.error}"
         if math.isinf(self.noise):
             return "without poison the engine's answers differ in their tokens from one time to the next"
         errors = [found["error"] for each in self.said.poisoned for found in each.ranks if found["error"]]
