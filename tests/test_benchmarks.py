@@ -558,7 +558,8 @@ def test_what_drifts_from_step_to_step_is_no_difference() -> None:
 
 def test_wrappers_are_off_and_on_again_where_they_were_put_and_carried_to(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("vllm.of_this_test")
-    exec("def target():\n    return 'stock'\nclass Runner:\n    def step(self):\n        return 'stock'", vars(module))  # noqa: S102
+    text = "def target():\n    return 'stock'\nclass Runner:\n    def step(self):\n        return 'stock'"
+    exec(text, vars(module))  # noqa: S102
     module.__spec__ = None
     other = ModuleType("vllm.that_imports_it")
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -211,8 +211,9 @@ def test_the_words_of_two_modules_that_must_not_import_torch_are_the_same() -> N
 
 
 def test_a_worker_extension_of_the_users_is_refused(tmp_path: Path) -> None:
+    nobody: Any = SimpleNamespace()
     with pytest.raises(CompareError, match="leave out --worker-extension-cls"):
-        run.run("m", ("--worker-extension-cls", "a.B"), (), 1, 2, 1.0, SimpleNamespace(), poison=True)  # type: ignore[arg-type]
+        run.run("m", ("--worker-extension-cls", "a.B"), (), 1, 2, 1.0, nobody, poison=True)
 
 
 @pytest.mark.parametrize("fixes", ["off", "on"])

@@ -58,7 +58,7 @@ class Verdict(NamedTuple):
 
 
 class Aborts:
-    """Of one process: it has the scheduler, or a rank, or both."""
+    """Carries verdicts within one process, which has the scheduler, or a rank, or both."""
 
     def __init__(self, base: Path) -> None:
         """*base*: of the records."""
@@ -67,7 +67,7 @@ class Aborts:
         self.forked()
 
     def forked(self) -> None:
-        """In a forked child: the scheduler is not here."""
+        """Forgets the scheduler, which a forked child has not."""
         self._here: list[Verdict] = []
         self._scheduled_here = False
         self._scheduler: Any = lambda: None

@@ -48,7 +48,7 @@ class Ledger:
         self._followed: dict[int, Block] = {}
         """All that are followed, by number."""
         self._by_request: dict[str, list[Block]] = {}
-        """Of these, what is still being filled."""
+        """The followed blocks of each request that are still being filled."""
         self._computed: dict[str, int] = {}
         """Tokens of requests in `_by_request` when all steps so far have run; with drafts, at most so many."""
         self._lengths: dict[str, list[int]] = {}

@@ -43,7 +43,7 @@ class LayerCache(NamedTuple):
 
     layer: str
     memory: Tensor
-    """As integers of the same size, so that NaN is like itself."""
+    """Its bytes seen as integers, among which NaN equals itself."""
     axis: int
     """The axis of blocks."""
     parts: int
@@ -161,7 +161,7 @@ class Looked(NamedTuple):
     alive: frozenset[int]
     """The marks that it is of."""
     changed: dict[int, list[str]]
-    """Of those, which have changed, and in which layers."""
+    """The blocks of the batch that have changed, each with the layers in whose caches it has."""
 
 
 class _Transfer:

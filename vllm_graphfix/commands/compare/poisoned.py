@@ -11,7 +11,7 @@ from vllm_graphfix.verify.engine.poisoned import PASSES, gap_between
 from vllm_graphfix.verify.engine.processes import HANG
 
 LEFT_BY_THE_ENGINE = "the engine itself has left NaN in the null block"
-"""As `verify.poison.engine` says it, which imports torch."""
+"""The note that `verify.poison.engine` makes of it; that module imports torch, which a command must not."""
 _SHOWN = 12
 """Prompts that are named; JSON has all."""
 _ENOUGH = 3

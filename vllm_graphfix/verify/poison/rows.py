@@ -27,8 +27,8 @@ _NOT_INPUTS = frozenset(
 )
 """Attributes that are no inputs, and what statistics of experts are kept in."""
 _ACROSS_STEPS = re.compile(
-    r"(^|\.)(prev_\w+|num_accepted_tokens\w*|num_computed_tokens|valid_sampled\w+|\w*sampled_token\w*|draft_token_ids\w*"
-    r"|\w*arange\w*|\w*_ptrs?|\w*_strides?|\w*generator\w*|num_blocks_per_row)\b"
+    r"(^|\.)(prev_\w+|num_accepted_tokens\w*|num_computed_tokens|valid_sampled\w+|\w*sampled_token\w*"
+    r"|draft_token_ids\w*|\w*arange\w*|\w*_ptrs?|\w*_strides?|\w*generator\w*|num_blocks_per_row)\b"
 )
 """What a step reads at the rows that its requests had in the step before, and what is the same in all steps."""
 _BY_STATE = frozenset({"RequestState", "StagedWriteTensor", "UvaBackedTensor", "UvaBuffer", "UvaBufferPool"})
