@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,34 @@ def test_a_rank_tells_its_first_mismatch_of_each_graph_with_the_layer_once_it_is
     ]
     assert process.wrong()[0].errors == "0 inf"
     assert process.counts()["shadow"]["mismatches"] == 22
+
+
+@pytest.mark.parametrize(
+    ("errors", "failure", "looked_for"),
+    [
+        ((0.0, math.inf, math.nan), None, [False, True, True]),
+        ((0.0, 0.0), None, ()),  # a recurrent state alone is wrong: it is not known whose
+        ((), "RuntimeError: x", ()),
+    ],
+)
+def test_abort_ends_whose_rows_are_wrong_and_all_where_that_is_not_known(
+    monkeypatch: Any, errors: tuple[float, ...], failure: str | None, looked_for: Any
+) -> None:
+    shadow = Shadow(Rate(every=1), Action.REPORT, process.refuse)
+    asked: list[Any] = []
+    told: list[Any] = []
+
+    def requests_of_rows(wrong: Any) -> list[str]:
+        asked.append(wrong)
+        return ["a"]
+
+    monkeypatch.setattr("vllm_graphfix.shadow.check.requests_of_rows", requests_of_rows)
+    monkeypatch.setattr(
+        shadow, "_abort", SimpleNamespace(why_not=lambda: None, tell=lambda *given: told.append(given[:2]))
+    )
+    graph = Graph("target model, 4", 4, ("Metadata",))
+    shadow._end_requests(Mismatch(graph, len(errors), errors, 0.0, None, 1, 0.0, here=True, failure=failure))
+    assert (asked, told) == ([looked_for], [(["a"], ())])
 
 
 @pytest.mark.parametrize(
