@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from dataclasses import replace
+from dataclasses import field, make_dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -299,11 +299,12 @@ def test_of_what_is_for_releases_that_know_it_the_rest_is_left_out(monkeypatch: 
     """By a double of vLLM that hands back what its engine is given."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **given: given))
     monkeypatch.setitem(sys.modules, "vllm.engine", SimpleNamespace())
-    monkeypatch.setitem(
-        sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=SimpleNamespace(moe_backend="auto"))
-    )
-    job = Job("one", GRAPHS, arguments={"model": "m"}, where_known={"moe_backend": "triton", "of_another": 1})
-    assert _engine(job) == {"model": "m", "moe_backend": "triton"}
+    fields = [("moe_backend", str, "auto"), ("kernel_config", dict, field(default_factory=dict))]
+    arguments = make_dataclass("EngineArgs", fields)
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=arguments))
+    known = {"moe_backend": "triton", "kernel_config": {"enable_jit_warmup": False}}
+    job = Job("one", GRAPHS, arguments={"model": "m"}, where_known=known | {"of_another": 1})
+    assert _engine(job) == {"model": "m"} | known
     assert job.arguments == {"model": "m"}
 
 

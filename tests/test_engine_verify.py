@@ -48,7 +48,9 @@ def release(tmp_path: Path) -> Path:
     changes = {
         "vllm/__init__.py": lambda text: engine_double.SOURCE,
         "vllm/platforms/__init__.py": lambda text: engine_double.PLATFORMS,
-        "vllm/engine/arg_utils.py": lambda text: "class EngineArgs: pass\n",
+        "vllm/engine/arg_utils.py": lambda text: (
+            "import dataclasses\nEngineArgs = dataclasses.make_dataclass('EngineArgs', [])\n"
+        ),
     }
     root = edited(release_root("0.18.1"), tmp_path / "release", changes, anonymous=False)
     (root / "torch.py").write_text(engine_double.TORCH)

@@ -200,7 +200,9 @@ def main(order: dict[str, Any]) -> None:
         from vllm import LLM
         from vllm.engine.arg_utils import EngineArgs
 
-        llm = LLM(**{name: value for name, value in order["arguments"].items() if hasattr(EngineArgs, name)})
+        llm = LLM(
+            **{name: value for name, value in order["arguments"].items() if name in EngineArgs.__dataclass_fields__}
+        )
         found = PARTS[part](llm, **order)
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()

@@ -37,7 +37,9 @@ def main(parent: Any) -> int:
         from vllm.engine.arg_utils import EngineArgs
 
         arguments = dict(order["arguments"])
-        arguments |= {name: value for name, value in order["where_known"].items() if hasattr(EngineArgs, name)}
+        arguments |= {
+            name: value for name, value in order["where_known"].items() if name in EngineArgs.__dataclass_fields__
+        }
         llm = LLM(**arguments)
         parent.send(time.monotonic())  # one clock for all processes of a machine
         parent.send({name: state.state.value for name, state in vllm_graphfix.states().items()})

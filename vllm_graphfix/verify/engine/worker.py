@@ -191,7 +191,7 @@ def _engine(job: Job) -> LLM:
     if job.where_known:
         from vllm.engine.arg_utils import EngineArgs
 
-        arguments |= {name: value for name, value in job.where_known.items() if hasattr(EngineArgs, name)}
+        arguments |= {name: value for name, value in job.where_known.items() if name in EngineArgs.__dataclass_fields__}
     if job.sampled and "speculative_config" in arguments:
         arguments["speculative_config"] = arguments["speculative_config"] | _drawn_drafts()
     if job.mode == EAGER:
