@@ -1,11 +1,14 @@
 """Engines whose cache blocks are marked, for `kv_marks.py`: each in a process of its own, which prints its result.
 
 python kv_marks_engine.py JSON
+
+A line of JSON every now and then: the last one is the result, however the process ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -17,89 +20,192 @@ from typing import Any
 
 _MOST = 24
 """Requests at a time, at most; more than an engine takes, so that some wait."""
-_IDLE_AFTER = 16
-"""Steps after which a rank without work makes one."""
+_ENOUGH = 5
+"""Blocks that have changed, after which no more are looked for."""
+_PATIENCE = 3.0
+"""Seconds between two lines."""
 
 
-def silent(llm: Any, seconds: float, marks: int, **_: Any) -> dict[str, Any]:
-    """Requests of all lengths that come, go and share prefixes, until so many blocks were marked."""
+class Result:
+    """What is printed: as it is, now and then, and once more at the end."""
+
+    def __init__(self, until: float, stop: str) -> None:
+        self._until, self._stop = until, Path(stop)
+        self._begun = self._said = time.time()
+
+    def over(self) -> bool:
+        return time.time() > self._until or self._stop.exists()
+
+    def seconds(self) -> float:
+        return round(time.time() - self._begun, 1)
+
+    def is_due(self) -> bool:
+        return time.time() - self._said > _PATIENCE
+
+    def say(self, found: dict[str, Any]) -> None:
+        self._said = time.time()
+        sys.stdout.write(json.dumps({"load, s": self.seconds()} | found) + "\n")
+        sys.stdout.flush()
+
+
+def silent(llm: Any, result: Result, **_: Any) -> dict[str, Any]:
+    """Requests of all lengths that come, go, are aborted and share prefixes."""
     llm.collective_rpc(_hurry)
-    return _load(llm, seconds, lambda: _counts(llm).get("marks", 0) >= marks, idle=False)
+    chance = random.Random(7)  # noqa: S311 - the same load in every run
+    load, engine = Load(llm, chance), llm.llm_engine
+    steps = 0
+    wanted = _MOST
+    while not (steps % 16 == 0 and result.over()):
+        if chance.random() < 0.02:
+            wanted = chance.randint(1, _MOST)
+        while len(load.running) < wanted:
+            load.add(chance.randint(1, 120))
+        load.step()
+        steps += 1
+        if load.running and chance.random() < 0.01:
+            name = chance.choice(sorted(load.running))
+            engine.abort_request([name])
+            load.running.discard(name)
+        if result.is_due():
+            result.say({"steps": steps, "requests": load.made, **said(llm)})
+    return {"steps": steps, "requests": load.made, **said(llm)}
 
 
-def idle(llm: Any, seconds: float, **_: Any) -> dict[str, Any]:
-    """The same with steps of a rank without work in between, until a block has changed."""
-    return _load(llm, seconds, lambda: _counts(llm).get("changed", 0) > 0, idle=True)
+def idle(llm: Any, result: Result, planted: bool, **_: Any) -> dict[str, Any]:
+    """Bursts of requests with pauses, in which the engine makes the steps of a rank without work.
+
+    As an engine core of a data-parallel rank does while others have work: after the last step of a burst one that tells
+    the worker who has ended, and then those.
+    """
+    if planted:
+        llm.collective_rpc(_plant)
+    chance = random.Random(7)  # noqa: S311 - the same load in every run
+    load, engine = Load(llm, chance), llm.llm_engine
+    bursts = 0
+    first: dict[str, Any] | None = None
+    while not result.over():
+        scores = chance.random() < 0.25  # or who wants a class: one token
+        for _ in range(chance.randint(1, 8)):
+            load.add(1 if scores else chance.randint(1, 40))
+        while load.running:
+            load.step()
+        engine.step()
+        for _ in range(chance.randint(1, 12)):
+            engine.engine_core.execute_dummy_batch()
+        bursts += 1
+        changed = _counts(llm).get("changed", 0)
+        if changed and first is None:
+            first = {"seconds": result.seconds(), "bursts": bursts}
+        if changed >= _ENOUGH:
+            break
+        if result.is_due():
+            result.say({"first": first, "bursts": bursts, "requests": load.made, **said(llm)})
+    return {"first": first, "bursts": bursts, "requests": load.made, **said(llm)}
 
 
-def cost(llm: Any, rounds: int, batch: int, prompt: int, answer: int, every: int, **_: Any) -> dict[str, Any]:
-    """Seconds for a batch of requests, without marks and with them in turns, in one engine."""
+class Load:
+    """Requests of one engine in this process."""
+
+    def __init__(self, llm: Any, chance: random.Random) -> None:
+        self._engine, self._chance = llm.llm_engine, chance
+        self._vocabulary = range(1, self._engine.model_config.get_vocab_size())
+        self._shared = [chance.choices(self._vocabulary, k=200) for _ in range(4)]
+        self.running: set[str] = set()
+        self.made = 0
+
+    def add(self, tokens: int) -> None:
+        from vllm import SamplingParams
+
+        chance = self._chance
+        prompt = chance.choices(self._vocabulary, k=chance.choice((1, 7, 64, 150, 250)))
+        if chance.random() < 0.5:
+            prompt = chance.choice(self._shared) + prompt
+        given = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        self._engine.add_request(f"r{self.made}", {"prompt_token_ids": prompt}, given)
+        self.running.add(f"r{self.made}")
+        self.made += 1
+
+    def step(self) -> None:
+        self.running.difference_update(output.request_id for output in self._engine.step() if output.finished)
+
+
+ORDER = (True, False, False, True)
+"""Windows with marks, and without: what drifts cancels out."""
+
+
+def cost(llm: Any, result: Result, batch: int, prompt: int, answer: int, every: int, **_: Any) -> dict[str, Any]:
+    """Seconds for the same number of requests with marks and without, in `ORDER`, in one engine; and without in all.
+
+    Marks begin with nothing saved up that they might spend: each window is as any other of a long time.
+    """
     from vllm import SamplingParams
 
     chance = random.Random(3)  # noqa: S311 - the same prompts in every run
     vocabulary = range(1, llm.llm_engine.model_config.get_vocab_size())
     sampling = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
-    taken: dict[str, list[float]] = {"off": [], "off again": [], "on": []}
-    counted: dict[str, int] = {}
-    for number in range(-1, rounds):  # the first does not count
-        for mode in list(taken) if number % 2 else list(taken)[::-1]:
-            llm.collective_rpc(_switch, args=(every if mode == "on" else None,))
-            prompts = [{"prompt_token_ids": chance.choices(vocabulary, k=prompt)} for _ in range(batch)]
-            begun = time.perf_counter()
-            llm.generate(prompts, sampling, use_tqdm=False)
-            seconds = time.perf_counter() - begun
-            taken[mode] += [seconds] if number >= 0 else []
-            if mode == "on":
-                counted = _counts(llm)
-    return {"seconds": taken, "counts of the last": counted}
+    taken: dict[str, list[float]] = {"control": [], "compared": []}
+    marked = {"seconds": 0.0, "of them in marks": 0.0, "marks": 0, "looks": 0, "passed-over": 0}
+
+    def window(*, on: bool, counts: bool) -> float:
+        llm.collective_rpc(_switch, args=(every if on else None,))
+        prompts = [{"prompt_token_ids": chance.choices(vocabulary, k=prompt)} for _ in range(batch)]
+        gc.collect()
+        begun = time.perf_counter()
+        llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - begun
+        if on and counts:
+            known = _counts(llm)
+            marked["seconds"] += seconds
+            marked["of them in marks"] += known["milliseconds"] / 1e3
+            for name in ("marks", "looks", "passed-over"):
+                marked[name] += known[name]
+        return seconds
+
+    gc.disable()
+    for on in ORDER:
+        window(on=on, counts=False)
+    while not result.over():
+        for name in ("compared", "control", "compared"):
+            taken[name] += [window(on=on and name == "compared", counts=True) for on in ORDER]
+        result.say({"seconds": taken, "with marks": marked})
+    return {"seconds": taken, "with marks": marked}
 
 
 def _hurry(_: Any) -> None:
     """What marks may cost is not what is asked."""
     import vllm_graphfix.marks.watch
 
-    vllm_graphfix.marks.watch.SHARE = 1.0
+    vllm_graphfix.marks.watch.SHARE = 2.0
 
 
 def _switch(worker: Any, every: int | None) -> None:
-    """Marks one of *every* blocks of *worker* from here on; none with None."""
+    """Marks one of *every* requests' blocks of *worker* from here on; none with None."""
     marks = _marks()
     marks.begin(every)
-    marks.serve(worker)
+    marks.serve(getattr(worker, "worker", worker))
+    if every is not None:
+        for budget in (marks._watch._for_marks, marks._watch._for_looks):
+            budget.allows()
+            budget._credit = 0.0
 
 
-def _load(llm: Any, seconds: float, enough: Any, *, idle: bool) -> dict[str, Any]:
-    from vllm import SamplingParams
+def _plant(worker: Any) -> None:
+    """Has a step without work write to the slot that the last step's first token was written to, as 0.18.1's does."""
+    kind = type(getattr(worker, "worker", worker))
+    stock = kind.execute_dummy_batch
 
-    chance = random.Random(7)  # noqa: S311 - the same load in every run
-    engine = llm.llm_engine
-    vocabulary = range(1, engine.model_config.get_vocab_size())
-    shared = [chance.choices(vocabulary, k=200) for _ in range(4)]
-    running: set[str] = set()
-    begun, made, steps, wanted = time.monotonic(), 0, 0, _MOST
-    while time.monotonic() - begun < seconds and not (steps % 8 == 0 and enough()):
-        if chance.random() < 0.02:
-            wanted = chance.randint(1, _MOST)
-        while len(running) < wanted:
-            prompt = chance.choices(vocabulary, k=chance.choice((1, 7, 64, 150, 250)))
-            if chance.random() < 0.5:
-                prompt = chance.choice(shared) + prompt
-            tokens = chance.randint(1, 120)
-            given = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-            engine.add_request(f"r{made}", {"prompt_token_ids": prompt}, given)
-            running.add(f"r{made}")
-            made += 1
-        running.difference_update(output.request_id for output in engine.step() if output.finished)
-        steps += 1
-        if running and chance.random() < 0.01:
-            name = chance.choice(sorted(running))
-            engine.abort_request([name])
-            running.discard(name)
-        if idle and steps % _IDLE_AFTER == 0:
-            for _ in range(3):
-                engine.engine_core.execute_dummy_batch()
-    taken = time.monotonic() - begun
-    return {"seconds": round(taken, 1), "steps": steps, "requests": made, **said(llm)}
+    def execute_dummy_batch(self: Any) -> Any:
+        tables = self.model_runner.input_batch.block_table.block_tables
+        slots = [int(table.slot_mapping.gpu[0]) for table in tables]
+        told = stock(self)
+        for number, group in _marks()._watch._groups.items():
+            layer = group.caches[-1]
+            if slots[number] > 0:
+                block = slots[number] // group.tokens * layer.parts
+                layer.memory.select(layer.axis, block).view(-1)[0] ^= 1
+        return told
+
+    kind.execute_dummy_batch = execute_dummy_batch
 
 
 def _marks() -> Any:
@@ -131,42 +237,71 @@ def _said_by_a_worker(_: Any) -> dict[str, Any]:
     }
 
 
-async def ranks(arguments: dict[str, Any], seconds: float, **_: Any) -> dict[str, Any]:
-    """Two data-parallel ranks: one decodes all the time, the other has bursts of requests with pauses.
+async def ranks(arguments: dict[str, Any], result: Result, **_: Any) -> dict[str, Any]:
+    """Two data-parallel ranks: one always has requests, more or fewer; the other has bursts of them with pauses.
 
-    Until a record tells of a block that has changed; the records have what ranks in other processes say.
+    What ranks in other processes say is in their records.
     """
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    known = {name: value for name, value in arguments.items() if hasattr(AsyncEngineArgs, name)}
+    known = {name: value for name, value in arguments.items() if name in AsyncEngineArgs.__dataclass_fields__}
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**known))
-    chance, number = random.Random(5), 0  # noqa: S311 - the same prompts in every run
-    begun, first = time.monotonic(), None
+    chance, made, bursts = random.Random(5), 0, 0  # noqa: S311 - the same prompts in every run
+    shared = [chance.choices(range(1, 1000), k=200) for _ in range(4)]
+    result._begun = time.time()
+    first: dict[str, Any] | None = None
+    ended = False
 
-    async def ask(prompt: list[int], rank: int, tokens: int) -> None:
-        nonlocal number
-        number += 1
+    async def ask(rank: int, tokens: int) -> None:
+        nonlocal made
+        made += 1
+        prompt = chance.choices(range(1, 1000), k=chance.choice((1, 7, 64, 150, 250, 500)))
+        if chance.random() < 0.5:
+            prompt = chance.choice(shared) + prompt
+        given: Any = {"prompt_token_ids": prompt}
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        async for _ in engine.generate({"prompt_token_ids": prompt}, sampling, str(number), data_parallel_rank=rank):
+        async for _ in engine.generate(given, sampling, f"r{made}", data_parallel_rank=rank):
             pass
 
-    def prompt(length: int) -> list[int]:
-        return chance.choices(range(1, 1000), k=length)
+    async def busy(place: int) -> None:
+        while not ended:
+            await ask(0, chance.randint(20, 200))
+            if place:  # more or fewer of them
+                await asyncio.sleep(chance.random() * place / 4)
 
+    async def now_and_then() -> None:
+        nonlocal bursts
+        while not ended:
+            scores = chance.random() < 0.25
+            wanted = [1 if scores else chance.randint(1, 40) for _ in range(chance.randint(1, 8))]
+            await asyncio.gather(*(ask(1, tokens) for tokens in wanted))
+            bursts += 1
+            await asyncio.sleep(chance.uniform(0.05, 0.3))  # nothing to do meanwhile
+
+    def found() -> dict[str, Any]:
+        return {"first": first, "bursts": bursts, "requests": made, "ranks": _recorded()}
+
+    tasks = [asyncio.create_task(each) for each in (*map(busy, range(12)), now_and_then())]
     try:
-        while time.monotonic() - begun < seconds and first is None:
-            busy = asyncio.create_task(ask(prompt(30), 0, 200))
-            # The last token that is computed fills a block; with drafts, an idle step also writes where the last
-            # prompt was.
-            tokens = chance.choice((1, 5))
-            await asyncio.gather(*(ask(prompt(chance.choice((28, 60, 92))), 1, tokens) for _ in range(4)))
-            await busy  # the other rank has nothing to do meanwhile
-            if any(each["changed"] for each in _recorded()):
-                first = round(time.monotonic() - begun, 1)
+        while not result.over():
+            await asyncio.sleep(0.5)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            changed = sum(each["changed"] for each in _recorded())
+            if changed and first is None:
+                first = {"seconds": result.seconds(), "bursts": bursts}
+            if changed >= _ENOUGH:
+                break
+            if result.is_due():
+                result.say(found())
+        result.say(found())
+        ended = True
+        await asyncio.wait(tasks, timeout=10)
         await asyncio.sleep(11)  # a heartbeat, which renews the counts
-        return {"seconds": first, "load": round(time.monotonic() - begun, 1), "requests": number, "ranks": _recorded()}
+        return found()
     finally:
         engine.shutdown()
 
@@ -182,6 +317,7 @@ def _recorded() -> list[dict[str, Any]]:
             "state": record.fixes["kv-marks"].state if "kv-marks" in record.fixes else None,
             "changed": record.events.get("kv-marks", {}).get("changed", 0),
             "counts": record.events.get("kv-marks", {}),
+            "idle-rank": record.events.get("idle-rank", {}),
             "found": [each._asdict() for each in record.overwritten],
         }
         for record in found
@@ -191,21 +327,19 @@ def _recorded() -> list[dict[str, Any]]:
 
 def main(order: dict[str, Any]) -> None:
     part = order["part"]
+    result = Result(order["until"], order["stop"])
     if part == "ranks":
-        found = asyncio.run(ranks(**order))
-    else:
-        import vllm_graphfix
+        result.say(asyncio.run(ranks(order["arguments"], result)) | {"ended": True})
+        return
+    import vllm_graphfix
 
-        vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
-        from vllm import LLM
-        from vllm.engine.arg_utils import EngineArgs
+    vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
 
-        llm = LLM(
-            **{name: value for name, value in order["arguments"].items() if name in EngineArgs.__dataclass_fields__}
-        )
-        found = PARTS[part](llm, **order)
-    sys.stdout.write(json.dumps(found) + "\n")
-    sys.stdout.flush()
+    llm = LLM(**{name: value for name, value in order["arguments"].items() if name in EngineArgs.__dataclass_fields__})
+    result._begun = time.time()
+    result.say(PARTS[part](llm, result, **order["more"]) | {"ended": True})
 
 
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {"silent": silent, "idle": idle, "cost": cost}
@@ -215,3 +349,5 @@ if __name__ == "__main__":
     # An engine must not find this folder.
     sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != here]
     main(json.loads(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # what an engine does at its end is not asked, and may hang

@@ -23,9 +23,9 @@ from vllm_graphfix.marks.sums import MOST, Batch, Group, Looked, Sums, UnsafeCac
 from vllm_graphfix.settings.shadow_rate import Abort
 
 SHARE = 0.001
-"""The part of the time that the host may spend on making sums."""
-_MOST_CREDIT = 0.05
-"""Seconds of that which it may have saved up."""
+"""The part of the time that the host may spend on making sums: one half on marks, the other on looking at them."""
+_MOST_CREDIT = 0.025
+"""Seconds of each half which it may have saved up, or, before a rank without work makes its first step, owe."""
 _FEW = MOST // 2
 """Blocks that are worth a batch at once; fewer wait for more."""
 _PATIENCE = 1.0
@@ -68,6 +68,26 @@ class ForeignWrite(NamedTuple):
     def ran(self) -> str:
         """Who may have been it."""
         return f"{self.steps} with requests, {self.idle} of a rank without work"
+
+
+class Budget:
+    """Half of the time that may be spent on sums."""
+
+    def __init__(self) -> None:
+        self._credit, self._credited = _MOST_CREDIT, time.perf_counter()
+
+    def allows(self, *, debt: bool = False) -> bool:
+        """Whether a sum may be made now; with *debt*, also one that others will have to wait for."""
+        now = time.perf_counter()
+        self._credit = min(_MOST_CREDIT, self._credit + SHARE / 2 * (now - self._credited))
+        self._credited = now
+        return self._credit > (-_MOST_CREDIT if debt else 0)
+
+    def spend(self) -> None:
+        """Takes what has passed since it was asked."""
+        now = time.perf_counter()
+        self._credit -= now - self._credited
+        self._credited = now
 
 
 def unsafe(config: Any) -> str | None:
@@ -121,12 +141,16 @@ class KVMarks:
         self._ledger: Ledger | None = None
         self._sums: Sums | None = None
         self._groups: dict[int, Group] = {}
+        self._fresh: deque[Batch] = deque()
+        """Marks that nobody has looked at yet, the newest last."""
         self._batches: deque[Batch] = deque()
+        """The others, first those that nobody has looked at for longest."""
+        self._newest_first = False
         self._where: dict[int, tuple[Batch, int]] = {}
         self._idle: deque[bool] = deque(maxlen=_REMEMBERED)
         self._step = 0
         self._was_idle = False
-        self._credit, self._credited = _MOST_CREDIT, time.perf_counter()
+        self._for_marks, self._for_looks = Budget(), Budget()
         self._waiting_since: float | None = None
 
     # -- an engine -----------------------------------------------------------------------------------------------
@@ -193,6 +217,7 @@ class KVMarks:
         if self._ledger is not None and self._sums is not None:
             self._ledger.clear()
             self._sums.forget()
+            self._fresh.clear()
             self._batches.clear()
             self._where.clear()
 
@@ -221,46 +246,45 @@ class KVMarks:
         self._step += 1
         self._seconds += time.perf_counter() - begun
 
-    def _may(self) -> bool:
-        now = time.perf_counter()
-        self._credit = min(_MOST_CREDIT, self._credit + SHARE * (now - self._credited))
-        self._credited = now
-        return self._credit > 0
-
-    def _spend(self) -> None:
-        now = time.perf_counter()
-        self._credit -= now - self._credited
-        self._credited = now
-
     def _make(self, ledger: Ledger, sums: Sums, *, at_once: bool) -> None:
-        """Marks what is finished, if it is enough, has waited long enough, or is *at_once* in danger."""
+        """Marks what is finished, if it is enough, has waited long enough, or is *at_once* in danger: then all of it.
+
+        What is in danger has to be marked before the step that may write to it: later the mark would be one of what
+        that step has left. So it may owe what others have used up.
+        """
         if not ledger.finished:
             self._waiting_since = None
             return
         if self._waiting_since is None:
             self._waiting_since = time.perf_counter()
         waited = time.perf_counter() - self._waiting_since > _PATIENCE
-        if not (at_once or waited or len(ledger.finished) >= _FEW) or not self._may():
-            self._leave_out(ledger)
-            return
-        self._waiting_since = None
+        if at_once or waited or len(ledger.finished) >= _FEW:
+            more = self._for_marks.allows(debt=at_once)
+            while more and self._mark(ledger, sums):
+                self._waiting_since = None
+                self._for_marks.spend()
+                more = at_once and bool(ledger.finished) and self._for_marks.allows(debt=True)
+        while len(self._fresh) + len(self._batches) > _MOST_BATCHES:
+            oldest = (self._batches or self._fresh).popleft()
+            self._forget_marks([oldest.blocks[at] for at in oldest.alive])
+        self._leave_out(ledger)
+
+    def _mark(self, ledger: Ledger, sums: Sums) -> bool:
+        """Marks a batch of each group of what is finished, the newest first; False if too much is under way."""
         by_group: dict[int, list[Block]] = {}
-        for block in ledger.finished.values():
+        for block in reversed(ledger.finished.values()):
             by_group.setdefault(block.group, []).append(block)
         for group, blocks in by_group.items():
             batch = sums.mark(blocks, self._groups[group], self._step)
             if batch is None:
-                break
+                return False
             for at, block in enumerate(batch.blocks):
                 del ledger.finished[block.number]
                 ledger.marked[block.number] = block
                 self._where[block.number] = batch, at
-            self._batches.append(batch)
+            self._fresh.append(batch)
             self._count("marks", len(batch.blocks))
-        while len(self._batches) > _MOST_BATCHES:
-            self._forget_marks([batch.blocks[at] for batch in [self._batches.popleft()] for at in batch.alive])
-        self._leave_out(ledger)
-        self._spend()
+        return True
 
     def _leave_out(self, ledger: Ledger) -> None:
         """Of what waits only the newest are kept: a block may change before it is marked, and nobody would know."""
@@ -269,20 +293,35 @@ class KVMarks:
             self._count("passed-over", 1)
 
     def _compare(self, sums: Sums, dropped: Sequence[Block]) -> None:
-        """Looks at blocks that are given away now, a last time; and at those that were not looked at for longest."""
+        """Looks at blocks that are given away now, a last time; and at others, see `_next`."""
         last = {id(found[0]): found[0] for block in dropped if (found := self._where.get(block.number))}
-        for batch in last.values():
-            if batch.looked < self._step - _RECENT and self._may():
-                sums.look(batch, self._step)
-                self._spend()
+        for given in last.values():
+            if given.looked < self._step - _RECENT and self._for_looks.allows():
+                sums.look(given, self._step)
+                self._for_looks.spend()
         self._forget_marks(dropped)
-        while self._batches and not self._batches[0].alive:
-            self._batches.popleft()
-        if self._batches and self._batches[0].looked < self._step and self._may():
-            batch = self._batches.popleft()
+        if self._for_looks.allows() and (batch := self._next()) is not None:
             sums.look(batch, self._step)
             self._batches.append(batch)
-            self._spend()
+            self._for_looks.spend()
+
+    def _next(self) -> Batch | None:
+        """Takes the batch to look at before this step: in turns the newest, and that of the longest ago.
+
+        Most writes that are not allowed are to what was used last; and none may be out of sight for ever, however
+        many new ones there are.
+        """
+        self._newest_first = not self._newest_first
+        newest = self._fresh, -1
+        oldest = self._batches, 0
+        for queue, end in (newest, oldest) if self._newest_first else (oldest, newest):
+            while queue and not queue[end].alive:
+                del queue[end]
+            if queue and queue[end].looked < self._step:
+                batch = queue[end]
+                del queue[end]
+                return batch
+        return None
 
     def _forget_marks(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
