@@ -271,6 +271,8 @@ class Bench:
             "gpu_memory_utilization": 0.05,
             "compilation_config": GRAPHS,
         } | engine.arguments
+        if "speculative_config" in arguments:  # a decode has two tokens
+            arguments["compilation_config"] = GRAPHS | {"cudagraph_capture_sizes": [2, 4, 8, 16, 32]}
         if options.cpu:
             for name in (
                 "kv_cache_memory_bytes",

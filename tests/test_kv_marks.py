@@ -348,6 +348,40 @@ def test_a_worker_that_somebody_else_has_wrapped_is_left_alone() -> None:
     assert (marks.refused, worker.execute_model) == ("execute_model of this worker is somebody else's wrapper", theirs)
 
 
+def test_marks_are_looked_at_in_turns_the_newest_and_that_of_the_longest_ago() -> None:
+    from vllm_graphfix.marks.watch import KVMarks
+
+    def batch(name: str, looked: int, alive: int = 1) -> Any:
+        return SimpleNamespace(name=name, looked=looked, alive=set(range(alive)))
+
+    marks = KVMarks()
+    marks._step = 9
+    marks._fresh.extend([batch("new", 7), batch("newer", 8), batch("given away", 8, alive=0), batch("of now", 9)])
+    marks._batches.extend([batch("old", 2), batch("older than none", 3)])
+    found = [marks._next() for _ in range(5)]
+    assert [each.name if each else None for each in found] == ["old", "older than none", None, None, None]
+    marks._step = 10
+    found = [marks._next() for _ in range(4)]
+    assert [each.name if each else None for each in found] == ["of now", "newer", "new", None]
+
+
+def test_what_sums_may_cost_is_saved_up_and_owed_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_graphfix.marks import watch
+
+    now = [0.0]
+    monkeypatch.setattr(watch.time, "perf_counter", lambda: now[0])
+    budget, spent = watch.Budget(), 0.0
+    while budget.allows(debt=True):
+        now[0] += 0.001
+        budget.spend()
+        spent += 0.001
+    assert 2 * watch._MOST_CREDIT <= spent < 2 * watch._MOST_CREDIT + 0.002
+    now[0] += 0.9 * spent / watch.SHARE
+    assert not budget.allows()
+    now[0] += 0.2 * spent / watch.SHARE
+    assert budget.allows()
+
+
 def test_requests_that_have_ended_are_no_readers_for_long() -> None:
     ledger = ledger_with_a_prompt()
     ledger.settle()

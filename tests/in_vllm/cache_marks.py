@@ -91,11 +91,13 @@ def told(rank: Any, new: tuple[str, ...] = (), running: tuple[str, ...] = ()) ->
     return SchedulerOutput(**known_to(SchedulerOutput, output))
 
 
-def decode_and_idle(rank: Any) -> KVMarks:
-    """A step that fills a block of each request, and steps without work."""
+def decode_and_idle(rank: Any, *, spent: bool = False) -> KVMarks:
+    """A step that fills a block of each request, and steps without work; *spent* is what marks may cost."""
     if isinstance(rank, _Rank) and not isinstance(rank, _DraftingRank):
         rank.capture()
     watch = marked(rank)
+    if spent:
+        watch._for_marks._credit = -0.02
     watch._before(told(rank, new=BOTH))
     rank.cache.hidden.copy_(torch.arange(rank.cache.hidden.numel()).view_as(rank.cache.hidden))
     rank.step(BOTH)  # the fourth token: the first block of each is full
@@ -106,10 +108,15 @@ def decode_and_idle(rank: Any) -> KVMarks:
     return watch
 
 
+@pytest.mark.parametrize("spent", [False, True])
 @pytest.mark.parametrize("kind", [_Rank, _DraftingRank])
-def test_a_step_without_work_that_writes_to_a_finished_block_is_named(kind: Any) -> None:
-    """`idle-rank`: which blocks it writes to is a matter of release; with the fix none."""
-    watch = decode_and_idle(kind())
+def test_a_step_without_work_that_writes_to_a_finished_block_is_named(kind: Any, spent: bool) -> None:
+    """`idle-rank`: which blocks it writes to is a matter of release; with the fix none.
+
+    What it may write to is marked before it, also when marks of other steps have used up what they may cost: a mark
+    that is made later is one of what the step has left.
+    """
+    watch = decode_and_idle(kind(), spent=spent)
     counts = watch.counts()
     full = {BLOCKS[name][1][0] for name in BOTH}
     assert counts["marks"] == len(full)
