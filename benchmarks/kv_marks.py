@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--site", action="append", default=[], metavar="RELEASE=FOLDER", help="a vLLM; may be repeated")
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="for each part (300)")
-    parser.add_argument("--parallel", type=int, default=6, metavar="N", help="engines at a time (6)")
+    parser.add_argument("--parallel", type=int, default=8, metavar="N", help="engines at a time (8)")
     parser.add_argument("--model", choices=sorted(models.MODELS))
     parser.add_argument("--fix", action="append", choices=("off", "auto"), help="of idle and ranks (both)")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="of idle and ranks: 1/N is marked (1)")
@@ -232,7 +232,7 @@ class Bench:
         cpu = self._options.cpu
         more: dict[str, Any] = {"load_format": "dummy", "max_num_seqs": 64, "async_scheduling": False}
         more |= {"kv_cache_memory_bytes": 8 << 30, "gpu_memory_utilization": 0.3}
-        load = {"batch": 64, "prompt": 64, "answer": 192} if not cpu else {"batch": 16, "prompt": 260, "answer": 8}
+        load = {"batch": 64, "prompt": 64, "answer": 256} if not cpu else {"batch": 16, "prompt": 260, "answer": 8}
         sizes = [1, 2, 4, 8, 16, 32, 64]
         more["compilation_config"] = GRAPHS | {"cudagraph_capture_sizes": sizes}
         return [

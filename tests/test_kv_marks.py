@@ -358,7 +358,7 @@ def test_marks_are_looked_at_in_turns_the_newest_and_that_of_the_longest_ago() -
     marks._step = 9
     marks._fresh.extend([batch("new", 7), batch("newer", 8), batch("given away", 8, alive=0), batch("of now", 9)])
     marks._batches.extend([batch("old", 2), batch("older than none", 3)])
-    found = [marks._next() for _ in range(5)]
+    found: list[Any] = [marks._next() for _ in range(5)]
     assert [each.name if each else None for each in found] == ["old", "older than none", None, None, None]
     marks._step = 10
     found = [marks._next() for _ in range(4)]
@@ -369,7 +369,7 @@ def test_what_sums_may_cost_is_saved_up_and_owed_within_bounds(monkeypatch: pyte
     from vllm_graphfix.marks import watch
 
     now = [0.0]
-    monkeypatch.setattr(watch.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("vllm_graphfix.marks.watch.time.perf_counter", lambda: now[0])
     budget, spent = watch.Budget(), 0.0
     while budget.allows(debt=True):
         now[0] += 0.001

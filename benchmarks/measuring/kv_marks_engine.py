@@ -71,7 +71,7 @@ def silent(llm: Any, result: Result, **_: Any) -> dict[str, Any]:
     return {"steps": steps, "requests": load.made, **said(llm)}
 
 
-def idle(llm: Any, result: Result, planted: bool, **_: Any) -> dict[str, Any]:
+def idle(llm: Any, result: Result, planted: bool) -> dict[str, Any]:
     """Bursts of requests with pauses, in which the engine makes the steps of a rank without work.
 
     As an engine core of a data-parallel rank does while others have work: after the last step of a burst one that tells
