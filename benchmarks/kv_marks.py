@@ -282,7 +282,7 @@ class Bench:
                 "enable_expert_parallel",
             ):
                 arguments.pop(name, None)
-            arguments |= {"enforce_eager": True, "num_gpu_blocks_override": 400}
+            arguments |= {"enforce_eager": True, "num_gpu_blocks_override": 400, "block_size": 16}
         given = {"part": part, "arguments": arguments, "until": until, "stop": str(stop), "more": engine.more}
         known = {"VLLM_GRAPHFIX_KV_MARKS": "1/1", "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         if part == "ranks":
