@@ -108,8 +108,8 @@ def steps_of(rank: int, steps: list[tuple[str, str]]) -> list[str]:
 
 BOTH = [(BUSY, BUSY)]
 STEPS = [*BOTH * 3, (BUSY, IDLE), (IDLE, BUSY), (PROMPTS, PROMPTS), (BUSY, PROMPTS), *BOTH * 4, (IDLE, IDLE)]
-"""Of both ranks. The first is not checked: in it they say that they are there. Where only one replays, which vLLM should
-not do, none checks, and two steps later they ask again."""
+"""Of both ranks. The first is not checked: in it they say that they are there. Where only one replays, which vLLM
+should not do, none checks, and two steps later they ask again."""
 CHECKED = [2, 3, 4, 5, 9, 10, 11, 12]
 
 
