@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import shadow_ranks
+import shadow_v2
 import torch
 import wrapped_model
 from shadow_ranks import (
@@ -32,10 +33,14 @@ from shadow_ranks import (
 )
 from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
-from wrapped_model import EVERY_STEP, Served
+from vllm.forward_context import set_forward_context
+from vllm.v1.worker.gpu import dp_utils
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from wrapped_model import CAPTURED, EVERY_STEP, Served
 
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 
 BUSY, IDLE, PROMPTS = "requests", "a dummy batch", "prompts, which no graph has"
 METHODS = """
@@ -57,7 +62,10 @@ def data_parallel(rank: int, run: Callable[[], None]) -> None:
         "_EP": group_of(rank, [[0, 1]], "ep"),
     }
     SharedStandIn.rank = rank
-    with mock.patch.multiple(parallel_state, **groups):
+    with (
+        mock.patch.multiple(parallel_state, **groups),
+        mock.patch.object(dp_utils, "get_dp_group", lambda: groups["_DP"]),
+    ):
         run()
 
 
@@ -256,3 +264,54 @@ def test_engines_that_were_not_examined_are_refused(given: dict[str, Any], reaso
     process.serve(SimpleNamespace(vllm_config=config))
     assert reason in (process.REFUSED or "")
     process.start(Rate(), Action.REPORT)
+
+
+# -- model runner V2
+
+
+class ServedV2(shadow_v2.Served):
+    """The same on vLLM's manager; a step begins with vLLM's own agreement of the ranks on its batch."""
+
+    def __init__(self, rank: int, rate: Rate, action: Action = Action.REPORT, *, stale: bool = False) -> None:
+        self.rank = rank
+        with mock.patch.object(shadow_v2, "ModelStandIn", SharedStandIn):
+            super().__init__(rate, action, stale=stale)
+        self.config.parallel_config = parallel_config(data_parallel_rank=rank)
+        self.manager.dispatch = lambda *_, **__: self.desc
+        process.SHADOW = self.shadow
+        if rate:
+            process.serve(SimpleNamespace(vllm_config=self.config, use_v2_model_runner=True))
+
+    def common_step(self, kind: str) -> torch.Tensor:
+        process.SHADOW = self.shadow
+        eager = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=CAPTURED, num_reqs=CAPTURED)
+        agreed, *_ = dp_utils.sync_cudagraph_and_dp_padding(
+            self.manager, self.desc if kind != PROMPTS else eager, CAPTURED, CAPTURED, None, 2, self.rank
+        )
+        if agreed.cg_mode == CUDAGraphMode.FULL:
+            return self.step(3 if kind == BUSY else 1, dummy_run=kind == IDLE)
+        with set_forward_context(
+            self.metadata(), self.config, slot_mapping=self.by_layer(), num_tokens=CAPTURED, num_tokens_across_dp=FOUR
+        ):
+            return self.model(self.hidden)[:1].clone()
+
+
+FOUR = torch.tensor([CAPTURED, CAPTURED], dtype=torch.int32)
+"""Rows on each rank."""
+STEPS_V2 = [*BOTH * 2, (BUSY, IDLE), (IDLE, BUSY), (PROMPTS, BUSY), *BOTH * 3]
+CHECKED_V2 = [2, 3, 4, 6, 7, 8]
+
+
+def test_on_model_runner_v2_they_check_the_steps_of_which_vllm_agrees_that_all_replay() -> None:
+    def scenario(rank: int, say: Say) -> None:
+        with cpu_cuda_graphs(), torch.inference_mode():
+            unwatched, watched = ServedV2(rank, Rate()), ServedV2(rank, EVERY_STEP)
+            for kind in steps_of(rank, STEPS_V2):
+                before = unwatched.common_step(kind)
+                say(bool(torch.equal(watched.common_step(kind), before)))
+            shadow = watched.shadow
+            say(list(shadow.results.steps), shadow.results.checks, shadow.results.mismatches, shadow.stopped)
+
+    ended = two_ranks(scenario)
+    never_wrong(ended)
+    assert [each.said[-1] for each in ended] == [[CHECKED_V2, len(CHECKED_V2), 0, None]] * 2, ended
