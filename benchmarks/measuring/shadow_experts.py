@@ -44,7 +44,9 @@ async def _serve(parent: Any) -> None:
 
     order = parent.recv()
     arguments = dict(order["arguments"])
-    arguments |= {name: value for name, value in order["where_known"].items() if hasattr(AsyncEngineArgs, name)}
+    arguments |= {
+        name: value for name, value in order["where_known"].items() if name in AsyncEngineArgs.__dataclass_fields__
+    }
     engine = started(arguments)
     try:
         parent.send(time.monotonic())  # one clock for all processes of a machine
@@ -100,10 +102,10 @@ def _found_by_a_worker(worker: Any, taken: float) -> dict[str, Any]:
     place = worker.vllm_config.parallel_config.data_parallel_rank
     if shadow is None:
         return {"rank": place}
-    results = shadow.results
+    results, state = shadow.results, vllm_graphfix.states()["shadow"]
     return {
         "rank": place,
-        "state": str(vllm_graphfix.states()["shadow"]),
+        "state": f"{state.state.value}: {state.reason}",
         "checks": results.checks,
         "mismatches": results.mismatches,
         "quarantined": [graph.name for graph in results.quarantined],

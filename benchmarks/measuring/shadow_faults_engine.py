@@ -31,7 +31,7 @@ def main(parent: Any) -> int:
         from vllm.engine.arg_utils import EngineArgs
 
         arguments = dict(order["arguments"])
-        if not hasattr(EngineArgs, "moe_backend"):
+        if "moe_backend" not in EngineArgs.__dataclass_fields__:
             arguments.pop("moe_backend", None)
         llm: Any = RanksInTurn(arguments) if "data_parallel_size" in arguments else LLM(**arguments)
         parent.send(time.monotonic())
