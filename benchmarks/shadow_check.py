@@ -17,6 +17,9 @@ ranks       on two GPUs, with tensor and with pipeline parallelism, under the sa
             quarantine, the fixes on, and a budget of 1 %; what each rank has counted, and which steps it has checked:
             with either the same on both
 
+experts     on two GPUs, with data-parallel ranks that share experts, each with requests and pauses of its own, as
+            `ranks`; as many checks, of the same steps, are expected on both
+
 and models of 24 layers:
 
 throughput  the fixes on; nothing checked, 1/100 and 0.1% in turns in one engine: seconds to decode a batch, --rounds
@@ -50,7 +53,7 @@ from vllm_graphfix.settings.environment import PREFIX, SHADOW, SHADOW_ACTION
 from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import models
-from vllm_graphfix.verify.engine.cases import GDN_MTP, MIXED_FULL, MLA, Case
+from vllm_graphfix.verify.engine.cases import GDN_MTP, MIXED_FULL, MLA, Case, full_decodes
 from vllm_graphfix.verify.engine.device import PACKAGE
 from vllm_graphfix.verify.engine.job import Job
 from vllm_graphfix.verify.engine.processes import Ended, Engines
@@ -59,7 +62,8 @@ from vllm_graphfix.verify.trial import further_cases, trial_of
 TIMEOUT = 400.0
 """Seconds for one engine of a tiny model, and for the start of a large one."""
 LOAD = Path(__file__).parent / "measuring" / "shadow_load.py"
-PARTS = ("caught", "alone", "others-on", "quarantine", "silent", "budget", "ranks", "throughput")
+LOAD_OF_EXPERTS = LOAD.with_name("shadow_experts.py")
+PARTS = ("caught", "alone", "others-on", "quarantine", "silent", "budget", "ranks", "experts", "throughput")
 OFF: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "off"), PREFIX: "on"}
 ON: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "auto"), PREFIX: "on"}
 RATES = ("off", "1/100", "0.1%")
@@ -84,6 +88,23 @@ MIXED = tuple(
 )
 """Full graphs of prompts and decodes together, which are captured for one request: Triton's attention cuts its work by
 that."""
+EXPERTS = tuple(
+    Case(
+        name=f"mixtral-{name}-{runner.lower()}",
+        model="mixtral",
+        runner=runner,
+        graphs=graphs,
+        workload=(),
+        arguments=arguments,
+        where_known={"moe_backend": "triton"},  # the same on all releases, and nothing to compile
+    )
+    for name, graphs, arguments in (
+        ("decodes", full_decodes([1, 2, 4, 8]), {}),
+        ("flash", MIXED_FULL, {"attention_config": {"backend": "FLASH_ATTN"}}),
+    )
+    for runner in ("V1", "V2")
+)
+"""Engines of `experts`. In those whose graphs take prompts, too, `flash-mixed-schedule` shows on stock."""
 OF_NO_VERIFY = {"prefill-dispatch": (GDN_MTP,)}
 """By name of a fix: an engine in which its defect shows, and that takes too long to compile for `verify`."""
 FEW_BLOCKS = 34
@@ -97,7 +118,7 @@ def main() -> int:
         "--out", type=Path, required=True, metavar="FOLDER", help="for result.json and the engines' logs"
     )
     cases = full_graph_cases()
-    parser.add_argument("--only", action="append", choices=sorted(case.name for case in cases))
+    parser.add_argument("--only", action="append", choices=sorted(case.name for case in (*cases, *EXPERTS)))
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--checks", type=int, default=10_000, metavar="N", help="without a false alarm (10000)")
     parser.add_argument(
@@ -115,10 +136,13 @@ def main() -> int:
     for part in ("silent", "budget"):
         if part in parts:
             measured.load(part)
-    if "ranks" in parts:
+    if {"ranks", "experts"} & {*parts}:
         if not metadata.entry_points(group="vllm.general_plugins", name="graphfix"):
-            parser.error("ranks: install the plugin; a worker that is spawned finds it by its entry point alone")
-        measured.ranks()
+            parser.error("install the plugin: a worker that is spawned finds it by its entry point alone")
+        if "ranks" in parts:
+            measured.ranks()
+        if "experts" in parts:
+            measured.experts()
     if "throughput" in parts:
         measured.throughput()
     if not measured.ran:
@@ -156,7 +180,7 @@ class Measured:
             },
         }
         self.ran = False
-        for name in {name for case in cases for name in case.models}:
+        for name in {name for case in (*cases, *EXPERTS) for name in case.models}:
             models.write(name, self._models)
 
     @property
@@ -295,6 +319,58 @@ class Measured:
 
         with ThreadPoolExecutor(self._options.parallel) as pool:
             list(pool.map(lambda which: one(*which), wanted))
+
+    # -- data-parallel ranks that share experts --------------------------------------------------------------------
+
+    def experts(self) -> None:
+        wanted = [
+            (case, what, environment)
+            for case in EXPERTS
+            if not self._options.only or case.name in self._options.only
+            for what, environment in (
+                ("the fixes on", ON | {SHADOW: "1/1"}),
+                ("the fixes on, a budget", ON | {SHADOW: "1%"}),
+                ("every fix off", OFF | {SHADOW: "1/1"}),
+                ("every fix off, quarantine", OFF | {SHADOW: "1/1", SHADOW_ACTION: "quarantine"}),
+            )
+            if what.startswith("the fixes on") or "flash" in case.name
+        ]
+
+        def one(case: Case, what: str, environment: dict[str, str | None]) -> None:
+            found = self._loaded_experts(case, f"{case.name}-{what.replace(' ', '-')}", environment)
+            self.ran |= "error" not in found
+            self._write(case.name, what, found)
+
+        with ThreadPoolExecutor(self._options.parallel) as pool:
+            list(pool.map(lambda which: one(*which), wanted))
+
+    def _loaded_experts(self, case: Case, log: str, environment: dict[str, str | None]) -> dict[str, Any]:
+        job = case.jobs(self._models)[1]
+        own = {"disable_log_stats": True, "data_parallel_size": 2, "enable_expert_parallel": True}
+        environment = job.environment | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        environment |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # the workers are sent a function
+        engine = EngineProcess(
+            Order(
+                arguments=job.arguments | {"max_num_batched_tokens": 256, "enable_chunked_prefill": True} | own,
+                plugin=True,
+                runner=case.runner,
+                largest_batch=0,
+                where_known=job.where_known,
+            ),
+            _environment(environment),
+            self._options.out / f"{log}.log",
+            LOAD_OF_EXPERTS,
+        )
+        try:
+            engine.ready(TIMEOUT)
+            asked = {"seconds": self._options.seconds, "seed": 7}
+            found: dict[str, Any] = engine.ask(asked, self._options.seconds + TIMEOUT)
+        except DiedError as error:
+            return {"error": str(error)}
+        finally:
+            engine.end()
+        steps = [rank.get("last steps checked") for rank in found["ranks"]]
+        return found | {"the same steps checked": all(each == steps[0] for each in steps)}
 
     # -- engines of larger models ---------------------------------------------------------------------------------
 

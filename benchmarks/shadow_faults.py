@@ -1,10 +1,11 @@
 """What becomes of an engine of two ranks if one of them fails while the shadow check runs a step without its graph.
 
-    python benchmarks/shadow_faults.py --out FOLDER [--parallel tensor|pipeline …] [--mode check|quarantine …]
+    python benchmarks/shadow_faults.py --out FOLDER [--parallel tensor|pipeline|experts …] [--mode check|quarantine …]
             [--fault FAULT …] [--runner V1|V2 …]
 
-A tiny Llama with full graphs of decodes on the installed vLLM, on two GPUs, every fix off. Each engine has a process of
-its own, which is ended after --limit seconds. Either every replay is checked, or every graph is in quarantine; the
+A tiny Llama with full graphs of decodes on the installed vLLM, on two GPUs, every fix off; with experts a tiny Mixtral
+on two data-parallel ranks, which are asked in turns, so that one of them has nothing to do. Each engine has a process
+of its own, which is ended after --limit seconds. Either every replay is checked, or every graph is in quarantine; the
 fault is in a run without its graph, before the last layer of rank --rank:
 
 none            no fault
@@ -53,7 +54,11 @@ from vllm_graphfix.verify.engine.device import PACKAGE
 ENGINE = Path(__file__).parent / "measuring" / "shadow_faults_engine.py"
 FAULTS = ("none", "out-of-memory", "exception", "slow", "stopped", "killed", "no-room")
 SECONDS = {"slow": 10, "stopped": 20}
-PARALLEL = {"tensor": "tensor_parallel_size", "pipeline": "pipeline_parallel_size"}
+PARALLEL = {
+    "tensor": "tensor_parallel_size",
+    "pipeline": "pipeline_parallel_size",
+    "experts": "data_parallel_size",
+}
 CLEAN = 30.0
 """Seconds from a fault in which an engine must be gone."""
 RIGHT, WRONG, STOP, HANG, NOT_REACHED, NOT_STARTED = (
@@ -89,7 +94,8 @@ def main() -> int:
     options = parser.parse_args()
     options.out = options.out.resolve()  # engines start in other folders
     options.out.mkdir(parents=True, exist_ok=True)
-    models.write("llama", options.out / "models")
+    for model in ("llama", "mixtral"):
+        models.write(model, options.out / "models")
     faults = Faults(options)
     for parallel, runner in product(options.parallel or PARALLEL, options.runner or ("V1",)):
         if not faults.references(parallel, runner):
@@ -212,7 +218,7 @@ class Faults:
     ) -> EngineProcess:
         rehearse = self._options.rehearse
         arguments: dict[str, Any] = {
-            "model": str(self._options.out / "models" / "llama"),
+            "model": str(self._options.out / "models" / ("mixtral" if parallel == "experts" else "llama")),
             "skip_tokenizer_init": True,
             "max_model_len": 1024,
             "max_num_seqs": len(LENGTHS),
@@ -224,6 +230,8 @@ class Faults:
             PARALLEL[parallel]: 2,
             **more,
         }
+        if parallel == "experts":
+            arguments |= {"enable_expert_parallel": True, "moe_backend": "triton"}
         if rehearse:
             arguments |= {"enforce_eager": True}
             del arguments["compilation_config"], arguments["kv_cache_memory_bytes"], arguments["gpu_memory_utilization"]

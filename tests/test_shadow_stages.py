@@ -134,7 +134,7 @@ def _stand_in_for_vllm(patched: pytest.MonkeyPatch) -> None:
     context._forward_context = SimpleNamespace(batch_descriptor="a descriptor")
     patched.setitem(sys.modules, "vllm.forward_context", context)
     patched.setattr(runner_v1, "_replays", lambda wrapper, _: wrapper.stage.replays)
-    patched.setattr(runner_v1, "_step", lambda wrapper, *_: wrapper.stage.describe())
+    patched.setattr(runner_v1, "_step", lambda _, wrapper, *__: wrapper.stage.describe())
     patched.setattr(runner_v2, "unsafe", lambda config: None)
     patched.setattr(
         runner_v2,
@@ -497,7 +497,7 @@ def steps_checked(rate: Rate, drafts: int, steps: int) -> list[tuple[int, int]]:
     """The steps of a stage on model runner V2 that are checked; and which replay of them, 0 for the target model's."""
     schedule = Schedule(rate)
     schedule.count = 12 + drafts  # of its start, which is another number on each stage
-    schedule.begin_in_pipeline(drafts=True)
+    schedule.begin_together(drafts=True)
     found = []
     for step in range(1, steps + 1):
         before = schedule.count

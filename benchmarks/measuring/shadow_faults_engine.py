@@ -10,6 +10,8 @@ its process waits: whoever asks looks what is left of it.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import sys
 import time
@@ -26,8 +28,12 @@ def main(parent: Any) -> int:
 
         vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
         from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
 
-        llm = LLM(**order["arguments"])
+        arguments = dict(order["arguments"])
+        if "moe_backend" not in EngineArgs.__dataclass_fields__:
+            arguments.pop("moe_backend", None)
+        llm: Any = RanksInTurn(arguments) if "data_parallel_size" in arguments else LLM(**arguments)
         parent.send(time.monotonic())
         parent.send({name: state.state.value for name, state in vllm_graphfix.states().items()})
         while True:
@@ -51,11 +57,42 @@ def main(parent: Any) -> int:
         return 1
 
 
+class RanksInTurn:
+    """Data-parallel ranks, one of which has a request at a time; what is asked of it here is as of `vllm.LLM`."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from measuring import data_parallel
+
+        self._parallel, self._ranks = data_parallel, arguments["data_parallel_size"]
+        self._loop = asyncio.new_event_loop()
+        self._asked = itertools.count()
+        self._engine = self._loop.run_until_complete(self._start(arguments))
+
+    async def _start(self, arguments: dict[str, Any]) -> Any:
+        return self._parallel.started(arguments)
+
+    def collective_rpc(self, function: Any, args: tuple[Any, ...] = ()) -> list[Any]:
+        return self._loop.run_until_complete(self._parallel.on_all_ranks(self._engine, function, *args))
+
+    def answers(self, prompts: list[list[int]], sampling: Any) -> list[list[int]]:
+        async def one_by_one() -> list[list[int]]:
+            return [
+                await self._parallel.tokens_of(
+                    self._engine, str(next(self._asked)), prompt, number % self._ranks, sampling
+                )
+                for number, prompt in enumerate(prompts)
+            ]
+
+        return self._loop.run_until_complete(one_by_one())
+
+
 def _answers(llm: Any, asked: dict[str, Any]) -> list[list[int]]:
     """The tokens that follow each prompt; all prompts are in one step."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
+    if isinstance(llm, RanksInTurn):
+        return llm.answers(asked["prompts"], sampling)
     prompts: Any = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
     llm.sleep(level=0, mode="keep")  # what is in a batch decides how its sums round
     llm.enqueue(prompts, sampling, use_tqdm=False)
@@ -80,6 +117,7 @@ def _plant(worker: Any, wanted: dict[str, Any]) -> int:
     import torch
 
     from vllm_graphfix.shadow import process, ranks
+    from vllm_graphfix.shadow.lockstep import shape_of
 
     shadow = process.SHADOW
     runner = worker.model_runner
@@ -87,8 +125,9 @@ def _plant(worker: Any, wanted: dict[str, Any]) -> int:
         manager, wrapper = getattr(runner, "cudagraph_manager", None), runner.model
         found = getattr(manager, "graphs", None) or getattr(wrapper, "concrete_cudagraph_entries", {})
         owner = manager if getattr(manager, "graphs", None) else wrapper
-        shadow.quarantined.update((id(owner), descriptor) for descriptor in found)
-    if worker.rank != wanted["rank"]:
+        of_all = shadow.lockstep is not None  # then by what is the same on all ranks
+        shadow.quarantined.update((id(owner), shape_of(each) if of_all else each) for each in found)
+    if worker.rank + worker.vllm_config.parallel_config.data_parallel_rank != wanted["rank"]:
         return os.getpid()
     fault, folder, seconds = wanted["fault"], pathlib.Path(wanted["folder"]), wanted["seconds"]
     inside, runs, held = [False], itertools.count(1), []
@@ -161,9 +200,8 @@ def _found(_: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     here = os.path.realpath(os.path.dirname(__file__))  # noqa: PTH120 - as in engine_worker.py
-    sys.path[:] = [
-        folder for folder in sys.path if os.path.realpath(folder) != here
-    ]  # an engine must not find this folder
+    # An engine must not find this folder, and finds the one above behind all others.
+    sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != here] + [os.path.dirname(here)]  # noqa: PTH120
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # its end is this process's end, whatever it has started
     code = main(Connection(descriptor))

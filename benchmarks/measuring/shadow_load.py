@@ -72,7 +72,7 @@ def _load(llm: LLM, checks: int, seconds: float, seed: int) -> dict[str, Any]:
         while len(running) < wanted:
             name = f"{seed}-{made}"
             prompt = chance.choices(vocabulary, k=chance.choice((1, 2, 7, 64, 250, 500, 500, 700)))
-            engine.add_request(name, {"prompt_token_ids": prompt}, _sampling(chance))
+            engine.add_request(name, {"prompt_token_ids": prompt}, sampling(chance))
             running.add(name)
             made += 1
         running.difference_update(output.request_id for output in engine.step() if output.finished)
@@ -119,7 +119,7 @@ def found_here(taken: float) -> dict[str, Any]:
     }
 
 
-def _sampling(chance: random.Random) -> Any:
+def sampling(chance: random.Random) -> Any:
     from vllm import SamplingParams
 
     drawn: dict[str, Any] = {"temperature": 0.0}

@@ -171,7 +171,7 @@ def test_drafts_count_for_a_budget_and_leave_the_clock_to_the_target_model() -> 
 def test_in_a_pipeline_drafts_are_no_steps_and_belong_to_the_one_before_them() -> None:
     served = Served()
     schedule = served.shadow.schedule
-    schedule.begin_in_pipeline(drafts=True)
+    schedule.begin_together(drafts=True)
     schedule.count = schedule.within + 1  # the target model's call
     schedule.due = schedule.count + 1
     served.step([0, 1])

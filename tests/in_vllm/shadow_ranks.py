@@ -60,15 +60,23 @@ class Ended(NamedTuple):
     seconds: float
 
 
-def two_ranks(scenario: Callable[[int, Say], None], patience: float = 40.0, *, may_hang: bool = False) -> list[Ended]:
-    """Each rank in a process of its own. One that is stopped is killed once the other one has ended."""
+def two_ranks(
+    scenario: Callable[[int, Say], None], patience: float = 40.0, *, may_hang: bool = False, run: Any = None
+) -> list[Ended]:
+    """Each rank in a process of its own. One that is stopped is killed once the other one has ended.
+
+    *run* does what `tensor_parallel` does, the default.
+    """
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
         context = multiprocessing.get_context("fork")
         started = [
-            context.Process(target=_rank, args=(rank, port, Path(folder), scenario), daemon=True) for rank in range(2)
+            context.Process(
+                target=_rank, args=(rank, port, Path(folder), scenario, run or tensor_parallel), daemon=True
+            )
+            for rank in range(2)
         ]
         begun, took = time.monotonic(), [0.0, 0.0]
         for each in started:
@@ -94,12 +102,26 @@ def two_ranks(scenario: Callable[[int, Say], None], patience: float = 40.0, *, m
         return [Ended(started[rank].exitcode or 0, said[rank], logs[rank], took[rank]) for rank in range(2)]
 
 
-def _rank(rank: int, port: int, folder: Path, scenario: Callable[[int, Say], None]) -> None:
+def tensor_parallel(rank: int, run: Callable[[], None]) -> None:
+    """Calls *run* with a tensor-parallel group of both."""
+    with mock.patch.object(parallel_state, "_TP", group_of(rank, [[0, 1]], "tp")):
+        run()
+
+
+def group_of(rank: int, ranks: list[list[int]], name: str) -> Any:
+    group = parallel_state.init_model_parallel_group(ranks, rank, "gloo", group_name=name)
+    group.use_custom_op_call = True  # as on a GPU: an operation that a graph records
+    return group
+
+
+def _rank(rank: int, port: int, folder: Path, scenario: Callable[[int, Say], None], run: Any) -> None:
     log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(log, standard)
     # pytest may have taken the stream that vLLM's handler writes to.
-    logging.getLogger("vllm.graphfix").addHandler(logging.FileHandler(folder / f"log-{rank}"))
+    logger = logging.getLogger("vllm.graphfix")
+    logger.addHandler(logging.FileHandler(folder / f"log-{rank}"))
+    logger.setLevel(logging.WARNING)
     os.environ["FAULT_FOLDER"] = str(folder)
     torch.set_num_threads(1)
     watchdog.LIMIT, watchdog.DRAIN = LIMIT, DRAIN
@@ -109,10 +131,8 @@ def _rank(rank: int, port: int, folder: Path, scenario: Callable[[int, Say], Non
             said.write(json.dumps(what) + "\n")
 
         parallel_state.init_distributed_environment(2, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
-        group = parallel_state.init_model_parallel_group([[0, 1]], rank, "gloo", group_name="tp")
-        group.use_custom_op_call = True  # as on a GPU: an operation that a graph records
-        with wrappers_on_the_double(), mock.patch.object(parallel_state, "_TP", group):
-            scenario(rank, say)
+        with wrappers_on_the_double():
+            run(rank, lambda: scenario(rank, say))
     torch.distributed.barrier()
     os._exit(0)
 
@@ -147,6 +167,10 @@ class SummedStandIn(ModelStandIn):
     """The layer before which the fault is, or 2 behind the last sum."""
     everywhere = False
 
+    def combined(self, hidden: torch.Tensor) -> torch.Tensor:
+        summed: torch.Tensor = parallel_state.get_tp_group().all_reduce(hidden * 0.25)
+        return summed
+
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         eager = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.NONE
         self.eager_runs += eager
@@ -155,7 +179,7 @@ class SummedStandIn(ModelStandIn):
             if self.fault and place == self.place and eager and (self.eager_runs == AT or self.everywhere):
                 self.fault()
             if layer is not None:
-                hidden = parallel_state.get_tp_group().all_reduce(layer(hidden) * 0.25)
+                hidden = self.combined(layer(hidden))
         return hidden
 
 
@@ -217,7 +241,7 @@ def test_a_rank_that_fails_half_way_through_its_run_ends_all_and_nothing_wrong_i
     fault: Callable[[], None], quarantined: bool
 ) -> None:
     ended = two_ranks(with_fault(fault, 1, quarantined=quarantined))
-    clean_stop(ended, "it waits for another rank of its tensor-parallel group")
+    clean_stop(ended, "it waits for another rank of its group")
     assert [each.code for each in ended] == [watchdog.EXIT_CODE] * 2
 
 
@@ -252,7 +276,7 @@ def test_a_slow_rank_is_waited_for_and_the_check_goes_on(quarantined: bool) -> N
 def test_a_rank_that_is_stopped_or_gone_ends_the_other_one(fault: Callable[[], None], quarantined: bool) -> None:
     told = {
         be_stopped: "another rank of the group may have failed, and 3 s were not enough",
-        be_killed: "the ranks of its tensor-parallel group cannot agree any more",
+        be_killed: "the ranks of its group cannot agree any more",
     }
     clean_stop(two_ranks(with_fault(fault, 1, quarantined=quarantined)), told[fault])
 

@@ -137,7 +137,7 @@ def test_dummy_batches_and_other_callers_are_not_checked() -> None:
 
 def test_in_a_pipeline_each_replay_of_the_target_model_is_a_step() -> None:
     served = Served()
-    assert served.shadow.schedule.begin_in_pipeline(drafts=True) == 1
+    assert served.shadow.schedule.begin_together(drafts=True) == 1
     for step in range(1, 4):
         served.step(dummy_run=step == 2)
         assert served.shadow.schedule.step == step

@@ -9,10 +9,11 @@ from typing import Any
 
 from vllm_graphfix.log import logger
 from vllm_graphfix.settings.shadow_rate import NEVER, Abort, Action, Rate
-from vllm_graphfix.shadow import ranks, stages
+from vllm_graphfix.shadow import lockstep, ranks, stages
 from vllm_graphfix.shadow.comparison import threshold
 from vllm_graphfix.shadow.concerned import requests_of_rows
 from vllm_graphfix.shadow.failures import FailedElsewhereError, UnfitStep, UnsafeError, description, is_lost, tried
+from vllm_graphfix.shadow.lockstep import Lockstep, Shape
 from vllm_graphfix.shadow.memory import Memory
 from vllm_graphfix.shadow.runs import (
     CheckedStep,
@@ -69,23 +70,73 @@ class Shadow:
         """The failure that it is over for."""
         self._stages: Stages | None = None
         """The stages of a pipeline that keeps a budget."""
+        self.lockstep: Lockstep | None = None
+        """The other data-parallel ranks with which this one shares experts."""
 
     def begin_in_pipeline(self, *, drafts: bool) -> None:
         """All stages count their steps from here on.
 
         With a fraction they check the same ones, with a budget they have to agree.
         """
-        first = self.schedule.begin_in_pipeline(drafts=drafts)
+        first = self.schedule.begin_together(drafts=drafts)
         if self.schedule.share is not None:
             self._stages = stages.of_this_rank(self.schedule.share, first)
         if self._is_over:
             self.end()
 
+    def begin_in_lockstep(self) -> None:
+        """All data-parallel ranks that share experts count their steps from here on, which are the same ones."""
+        self.lockstep = lockstep.of_this_rank(self.schedule.begin_together(drafts=False))
+        self.schedule.move(1)
+
+    def all_replay(self, shape: Shape | None) -> bool:
+        """Whether every rank that shares experts replays a graph of this *shape* in the step that all are making.
+
+        *shape* is None where this rank replays none. Every rank calls it at a step that is due, and at each step where
+        graphs are in quarantine, and if its check is over, it tells the others here.
+        """
+        others, step, begun = self.lockstep, self.schedule.step, time.perf_counter()
+        if others is None:
+            return False
+        if not others.introduced:
+            _, failed = tried(others.introduce)
+            self.schedule.move(max(step + 1, others.first))
+            if failed is not None:
+                self.stop(description(failed), failed)
+            return False
+        if not others.met and not self._meet(others):
+            return False
+        number = shape.number if shape is not None else 0
+        over, most, least = ranks.largest(self._is_over, number, -number)
+        if over:
+            self.stop(description(FailedElsewhereError()))
+            self.schedule.due = NEVER
+        alike = most == -least > 0
+        if alike:
+            others.resume()
+        elif step >= self.schedule.due:
+            self.schedule.move(step + others.pause())
+        cost = time.perf_counter() - begun
+        self.results.seconds += cost
+        self.schedule.plan(cost)
+        return alike
+
+    def _meet(self, others: Lockstep) -> bool:
+        """Whether all ranks take part, which all of them come to see alike."""
+        missing, failed = tried(others.missing)
+        if missing:
+            named = ", ".join(map(str, missing))
+            self._refuse(f"rank {named} of the ranks that share experts takes no part in it")
+            return False
+        others.met = True
+        if failed is not None:  # the others wait for this rank, which cannot know whether all are there
+            self.stop(description(failed), failed)
+        return True
+
     def stop(self, reason: str, error: Exception | None = None) -> None:
         """For good, with one warning. What is in quarantine stays there."""
         if self._is_over:
             return
-        self._is_over = True
         self.end()
         if isinstance(error, UnsafeError):
             self._refuse(str(error))
@@ -94,8 +145,13 @@ class Shadow:
             logger.warning("graphfix: the shadow check is now off; serving goes on: %s", reason, exc_info=error)
 
     def end(self) -> None:
-        """No step is due any more, and no other stage of a pipeline has to wait for this one's."""
-        self.schedule.due = NEVER
+        """No step is due any more, and no other stage of a pipeline has to wait for this one's.
+
+        Data-parallel ranks that wait for this one at the step that is due are told there.
+        """
+        self._is_over = True
+        if self.lockstep is None or not self.lockstep.met:
+            self.schedule.due = NEVER
         if self._stages is not None:
             tried(self._stages.end)
 

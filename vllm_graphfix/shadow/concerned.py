@@ -33,10 +33,19 @@ def requests_of_rows(wrong: Sequence[bool]) -> list[str]:
     return found
 
 
+def has_requests() -> bool:
+    """Whether the step that is running has requests, and is no dummy batch."""
+    try:
+        _step(sys._getframe(1))
+    except LookupError:
+        return False
+    return True
+
+
 def _step(frame: FrameType | None) -> Any:
     """The variables of the `execute_model` of a model runner that is being called."""
     for _ in range(_CALLERS):
-        if frame is None:
+        if frame is None or (frame.f_code.co_name == "_dummy_run" and frame.f_globals.get("__name__") in _RUNNERS):
             break
         if frame.f_code.co_name == "execute_model" and frame.f_globals.get("__name__") in _RUNNERS:
             found = frame.f_locals

@@ -28,6 +28,7 @@ from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.drafter_shapes import BUILT_OF, SHAPES, DrafterGraphs, Speculator
 from vllm_graphfix.shadow.failures import UnfitStep, UnsafeError
 from vllm_graphfix.shadow.forward import Pass, unsafe
+from vllm_graphfix.shadow.lockstep import is_in_lockstep
 from vllm_graphfix.shadow.runs import Step
 from vllm_graphfix.shadow.snapshot import StateRows
 
@@ -69,6 +70,9 @@ def _watch_managers(speculator: Speculator, stock: StockFunction, activity: Acti
 def _watch_speculator(speculator: Any, graphs: tuple[DrafterGraphs, ...], shadow: Shadow) -> None:
     if reason := unsafe(speculator.vllm_config):
         process.refuse(reason)
+        return
+    if is_in_lockstep(speculator.vllm_config):
+        logger.info("graphfix: the shadow check leaves the graphs of drafts alone: data-parallel ranks share experts")
         return
     for attribute, meaning in _STATEFUL.items():
         if getattr(speculator, attribute, None) is not None:

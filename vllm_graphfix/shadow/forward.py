@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_graphfix.shadow import connectors
+from vllm_graphfix.shadow import connectors, lockstep
 from vllm_graphfix.shadow.failures import UnsafeError
 from vllm_graphfix.shadow.layers import recurrent_rows, ring_rows, unknown_cache, written
 from vllm_graphfix.shadow.runs import Step
@@ -27,11 +27,8 @@ def unsafe(config: Any) -> str | None:
     parallel = config.parallel_config
     if getattr(config, "kv_transfer_config", None) is not None and not connectors.can_be_silenced():
         return "a KV connector takes each layer's cache while a forward pass runs, and would get it twice"
-    if getattr(parallel, "data_parallel_size", 1) > 1 and getattr(parallel, "is_moe_model", True) is not False:
-        return (
-            "data-parallel ranks of a mixture of experts run collectives together in a forward pass, "
-            "and are not at the same step"
-        )
+    if lockstep.is_in_lockstep(config) and (reason := lockstep.why_not(config)):
+        return reason
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
         return "micro-batches overlap in a forward pass, on threads of their own"
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
@@ -84,6 +81,8 @@ class Pass(NamedTuple):
     """More that belongs to the pass, whose attributes may be set while it runs."""
     only: Collection[str] | None = None
     """The layers that run in it; None: all."""
+    dummy: bool = False
+    """Of no request: it is run because other ranks run theirs, and nothing that it leaves matters."""
 
     @property
     def layers(self) -> Mapping[str, Any]:
@@ -100,6 +99,8 @@ class Pass(NamedTuple):
         # Among all layers there are a drafter's, which do not run in a step of the target model.
         rings = ring_rows(self.layers, self.metadata, every=self.only is not None)
         states = [*recurrent_rows(self.layers, self.metadata), *rings]
+        if self.dummy:
+            states, real_rows = [each._replace(compared=False) for each in states], lambda: 0
         return Step(
             Graph(f"{model}, {descriptor}", descriptor.num_tokens, backends),
             connectors.silenced(eager),

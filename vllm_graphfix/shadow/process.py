@@ -49,12 +49,25 @@ def serve(worker: Any) -> None:
     """Begins the check, once *worker* has captured its graphs.
 
     All stages of a pipeline make the same steps from here on, and up to here they do not: V1's last stage makes one
-    more, and so do those that capture when they measure memory.
+    more, and so do those that capture when they measure memory. Data-parallel ranks that share experts do, too.
     """
-    if SHADOW is not None:
-        SHADOW.memory.measuring = False
-    if SHADOW is not None and worker.vllm_config.parallel_config.pipeline_parallel_size > 1:
-        SHADOW.begin_in_pipeline(drafts=bool(getattr(worker, "use_v2_model_runner", False)))
+    if SHADOW is None:
+        return
+    from vllm_graphfix.shadow.forward import unsafe
+    from vllm_graphfix.shadow.lockstep import can_count, is_in_lockstep
+
+    SHADOW.memory.measuring = False
+    on_v2 = bool(getattr(worker, "use_v2_model_runner", False))
+    if is_in_lockstep(worker.vllm_config):
+        reason = unsafe(worker.vllm_config)
+        if reason is None and on_v2 and not can_count():
+            reason = "it is not known how data-parallel ranks agree on a batch on model runner V2 of this release"
+        if reason is not None:
+            refuse(reason)
+        if REFUSED is None:
+            SHADOW.begin_in_lockstep()
+    elif worker.vllm_config.parallel_config.pipeline_parallel_size > 1:
+        SHADOW.begin_in_pipeline(drafts=on_v2)
         if REFUSED is not None:
             SHADOW.end()
 

@@ -1,9 +1,9 @@
-"""What the ranks of a tensor-parallel group agree about, and how the collectives of a further run stay paired.
+"""What ranks that have collectives in a forward pass agree about, and how those of a further run stay paired.
 
-They agree through vLLM's own CPU group, and no more than that group: in the engines that are checked, each group with
-collectives in a forward pass (decode context parallelism, expert parallelism without data parallelism) is a part of it.
-The stages of a pipeline are at different steps, and the forward pass of one has no collective with another. What they
-tell each other goes through a store (`stages`).
+They agree through vLLM's own CPU group: the tensor-parallel one or, for a mixture of experts with data parallelism,
+that of all ranks which share the experts. In the engines that are checked, each other group with collectives in a
+forward pass (decode context parallelism, say) is a part of it. The stages of a pipeline are at different steps, and the
+forward pass of one has no collective with another. What they tell each other goes through a store (`stages`).
 
 A rank that fails in the middle of a run has queued fewer collectives than the others. It must queue no other one: a
 later one would pair with those, and every sum from there on would be of two different things. So a run begins when all
@@ -26,15 +26,23 @@ _STEP, _OTHER = 1.0, 2.0
 """Kinds of failures; of several the largest is what the group goes by."""
 
 
+def group() -> Any:
+    """All ranks with which this one has collectives in a forward pass, as vLLM's group."""
+    from vllm.distributed import parallel_state
+
+    tensor_parallel: Any = parallel_state.get_tp_group()
+    # There is one of experts for each mixture of them. Without data parallelism it is the tensor-parallel one.
+    experts: Any = getattr(parallel_state, "_EP", None)
+    return experts if experts is not None and experts.world_size > tensor_parallel.world_size else tensor_parallel
+
+
 def alone() -> bool:
     """Whether this rank's group has no other one.
 
     It waits for nobody then, and whatever fails in it concerns nobody else.
     """
     try:
-        from vllm.distributed.parallel_state import get_tp_group
-
-        return bool(get_tp_group().world_size == 1)
+        return bool(group().world_size == 1)
     except Exception:  # there is no group
         return True
 
@@ -54,19 +62,17 @@ def largest(*values: float) -> tuple[float, ...]:
     Every rank of the group has to call it; a rank alone gets its own. Where a rank does not come, or is gone, this
     process ends: it cannot know what the other one does instead.
     """
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group: Any = get_tp_group()
-    if group.world_size == 1:
+    others = group()
+    if others.world_size == 1:
         return values
     import torch
 
     given = torch.tensor(values, dtype=torch.float64)
-    with watchdog.limit("it waits for another rank of its tensor-parallel group"):
+    with watchdog.limit("it waits for another rank of its group"):
         try:
-            torch.distributed.all_reduce(given, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+            torch.distributed.all_reduce(given, torch.distributed.ReduceOp.MAX, group=others.cpu_group)
         except Exception as error:
-            watchdog.end(f"the ranks of its tensor-parallel group cannot agree any more: {description(error)}")
+            watchdog.end(f"the ranks of its group cannot agree any more: {description(error)}")
     return tuple(given.tolist())
 
 

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.fix import Activity, Diagnosis, Patch, StockFunction, Verdict
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
+from vllm_graphfix.shadow.concerned import has_requests
 from vllm_graphfix.shadow.failures import UnsafeError, tried
 from vllm_graphfix.shadow.forward import Pass, unsafe
+from vllm_graphfix.shadow.lockstep import shape_of
 from vllm_graphfix.shadow.runs import Step
 from vllm_graphfix.shadow.verdict import TARGET
 
@@ -143,19 +145,23 @@ def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...],
         return kind.__call__(wrapper, *args, **kwargs)
 
     shadow.plan()
+    key: tuple[int, Any] | None = None
     try:
         context = sys.modules["vllm.forward_context"]._forward_context
-        key = (id(wrapper), context.batch_descriptor) if _replays(wrapper, context) else None
+        if _replays(wrapper, context):
+            found = context.batch_descriptor
+            key = id(wrapper), found if shadow.lockstep is None else shape_of(found)
     except Exception as error:  # the same on every rank: no tensor was looked at
         shadow.stop(f"{type(error).__name__}: {error}", error)
+    if shadow.lockstep is not None and not shadow.all_replay(key[1] if key is not None else None):
         return replay()
     if key is None:
         return replay()
     if key in shadow.quarantined:
-        return shadow.without_graph(key, lambda: _step(wrapper, context, args, kwargs), replay)
+        return shadow.without_graph(key, lambda: _step(shadow, wrapper, context, args, kwargs), replay)
     if shadow.schedule.count < shadow.schedule.due:
         return replay()
-    return shadow.check(key, lambda: _step(wrapper, context, args, kwargs), replay)
+    return shadow.check(key, lambda: _step(shadow, wrapper, context, args, kwargs), replay)
 
 
 def _replays(wrapper: Any, context: Any) -> bool:
@@ -166,9 +172,10 @@ def _replays(wrapper: Any, context: Any) -> bool:
     return entry is not None and entry.cudagraph is not None
 
 
-def _step(wrapper: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+def _step(shadow: Shadow, wrapper: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
     found = Pass(
-        wrapper.vllm_config, context.attn_metadata, context.slot_mapping, (args, kwargs), context.additional_kwargs
+        *(wrapper.vllm_config, context.attn_metadata, context.slot_mapping, (args, kwargs), context.additional_kwargs),
+        dummy=shadow.lockstep is not None and not has_requests(),
     )
     eager = _without_graphs(context, wrapper.runnable, args, kwargs)
     return found.step(TARGET, context.batch_descriptor, eager, lambda: _real_rows(context, wrapper.vllm_config))

@@ -21,6 +21,7 @@ from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.failures import UnsafeError
 from vllm_graphfix.shadow.forward import Pass, unsafe
+from vllm_graphfix.shadow.lockstep import AGREEMENT, AGREEMENT_MODULE, is_in_lockstep, shape_of
 from vllm_graphfix.shadow.runs import Step
 from vllm_graphfix.shadow.verdict import TARGET
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 GRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
 GRAPHS_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
+DISPATCH = "vllm/v1/worker/gpu/dp_utils.py"
 RUNNER = "vllm/v1/worker/gpu/model_runner.py"
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 CONTEXT = "vllm/forward_context.py"
@@ -38,9 +40,12 @@ CONTEXT = "vllm/forward_context.py"
 _SHAPE = "run-fullgraph"
 _UNMEASURED = "run-fullgraph-unmeasured"
 """The shape of code of which it is not known that it asks for the function of each batch size before it warms up."""
+_ALONE = "-alone"
+"""The end of the shape of code of which it is not known how data-parallel ranks agree on a batch."""
 _VARIABLES = ("attn_metadata", "slot_mappings_by_layer", "input_batch", "model_inputs", "dummy_run")
 _CALLERS = 4
 """Functions between: a decorator or two."""
+_MANAGER = "ModelCudaGraphManager"
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -67,21 +72,39 @@ def diagnose(source: Source) -> Diagnosis:
     ):
         capture = source.function(GRAPHS, "CudaGraphManager.capture")
         measured = capture and capture.takes.startswith("self, create_forward_fn, ") and forward_functions(capture)
+        shape = _SHAPE if measured else _UNMEASURED
         return Diagnosis(
             Verdict.AFFECTED,
             "full graphs of model runner V2 replay in run_fullgraph",
             run.where,
-            _SHAPE if measured else _UNMEASURED,
+            shape if _agrees_with_the_others(source) else f"{shape}{_ALONE}",
         )
     return Diagnosis(
         Verdict.UNRECOGNISED, "full graphs of model runner V2 replay in a way that is not recognised", run.where
     )
 
 
+def _agrees_with_the_others(source: Source) -> bool:
+    """Whether data-parallel ranks agree on a batch where it is known (from 0.20.0 on)."""
+    agree = source.function(DISPATCH, AGREEMENT)
+    dispatch = source.function(DISPATCH, "dispatch_cg_and_sync_dp")
+    return bool(
+        agree
+        and agree.takes.startswith("cudagraph_manager, desired_batch_desc, num_tokens, num_reqs, uniform_token_count, ")
+        and dispatch
+        and dispatch.mentions(**{AGREEMENT: 1})
+    )
+
+
 def patches(shape: str) -> tuple[Patch, ...]:
     checked = Patch(GRAPHS_MODULE, "ModelCudaGraphManager.run_fullgraph", _check_replays)
     measured = Patch(GRAPHS_MODULE, "CudaGraphManager.capture", _measure_warm_ups)
-    return (checked,) if shape == _UNMEASURED else (checked, measured)
+    agreed = Patch(AGREEMENT_MODULE, AGREEMENT, _count_common_steps)
+    return (
+        checked,
+        *(() if shape.startswith(_UNMEASURED) else (measured,)),
+        *(() if shape.endswith(_ALONE) else (agreed,)),
+    )
 
 
 def _measure_warm_ups(stock: StockFunction, _: Activity) -> StockFunction:
@@ -128,6 +151,8 @@ def _check_replays(stock: StockFunction, _: Activity) -> StockFunction:
         shadow = process.SHADOW
         if shadow is None:
             return stock(self, desc)
+        if shadow.lockstep is not None:  # which has counted this step
+            return _maybe_check_together(shadow, stock, self, desc)
         schedule = shadow.schedule
         before = schedule.count
         schedule.count = (before | schedule.within) + 1
@@ -140,6 +165,64 @@ def _check_replays(stock: StockFunction, _: Activity) -> StockFunction:
         return _maybe_check(shadow, stock, self, desc)
 
     return run_fullgraph
+
+
+def _count_common_steps(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Around `sync_cudagraph_and_dp_padding(cudagraph_manager, …)`, which data-parallel ranks call together.
+
+    Drafters' managers are of other classes.
+    """
+
+    @functools.wraps(stock)
+    def agree(*args: Any, **kwargs: Any) -> Any:
+        agreed = stock(*args, **kwargs)
+        shadow = process.SHADOW
+        if shadow is not None and shadow.lockstep is not None and type(args[0]).__name__ == _MANAGER:
+            schedule = shadow.schedule
+            schedule.count += 1
+            if schedule.timed:
+                schedule.tick()
+            shadow.lockstep.common = None
+            if schedule.count >= schedule.due or shadow.quarantined:
+                _ask_the_others(shadow, agreed)
+        return agreed
+
+    return agree
+
+
+def _ask_the_others(shadow: Shadow, agreed: Any) -> None:
+    shape = None
+    try:
+        desc = agreed[0]
+        if desc.cg_mode.name == "FULL":
+            shape = shape_of(desc)
+    except Exception as error:
+        shadow.stop(f"{type(error).__name__}: {error}", error)
+    if shadow.all_replay(shape) and shadow.lockstep is not None:
+        shadow.lockstep.common = shape
+
+
+def _maybe_check_together(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) -> Any:
+    def replay() -> Any:
+        return stock(manager, desc)
+
+    shape = shadow.lockstep.common if shadow.lockstep is not None else None
+    if shadow.lockstep is None or shape is None:
+        return replay()
+    shadow.lockstep.common = None
+    key, caller = (id(manager), shape), sys._getframe(2)
+
+    def describe() -> Step:
+        variables = _variables_of_caller(caller)
+        if variables is None or shape_of(desc) != shape:
+            raise UnsafeError("a step that its ranks have agreed on is replayed by somebody else")
+        return _step(manager, desc, variables)
+
+    if key in shadow.quarantined:
+        return shadow.without_graph(key, describe, replay)
+    if shadow.schedule.count < shadow.schedule.due:
+        return replay()
+    return shadow.check(key, describe, replay)
 
 
 def _maybe_check(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) -> Any:
@@ -184,17 +267,28 @@ def _variables_of_caller(frame: FrameType | None) -> Mapping[str, Any] | None:
 
 def _step(manager: Any, desc: Any, caller: Mapping[str, Any]) -> Step:
     batch = caller["input_batch"]
-    found = Pass(manager.vllm_config, caller["attn_metadata"], caller["slot_mappings_by_layer"], caller["model_inputs"])
+    found = Pass(
+        *(manager.vllm_config, caller["attn_metadata"], caller["slot_mappings_by_layer"], caller["model_inputs"]),
+        dummy=bool(caller["dummy_run"]),  # of which a rank alone runs none
+    )
     return found.step(TARGET, desc, _without_graphs(manager, desc, caller), lambda: int(batch.num_tokens))
 
 
 def _without_graphs(manager: Any, desc: Any, caller: Mapping[str, Any]) -> Callable[[], Any]:
     """What `execute_model` does for a step that has no graph."""
+    import torch
+
     module = sys.modules["vllm.forward_context"]
     known = inspect.signature(module.set_forward_context).parameters
-    batch = caller["input_batch"]
+    batch, parallel = caller["input_batch"], manager.vllm_config.parallel_config
     given = {
         "num_tokens": desc.num_tokens,
+        "num_tokens_across_dp": (
+            # Graphs of one size on all, or vLLM would agree on it once more.
+            torch.full((parallel.data_parallel_size,), desc.num_tokens, dtype=torch.int32, device="cpu")
+            if is_in_lockstep(manager.vllm_config)
+            else None
+        ),
         "cudagraph_runtime_mode": type(desc.cg_mode)["NONE"],
         "batch_descriptor": module.BatchDescriptor(num_tokens=desc.num_tokens),
         "slot_mapping": caller["slot_mappings_by_layer"],

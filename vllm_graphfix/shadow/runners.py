@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_graphfix.fix import Diagnosis, Event, Patch, Together
 from vllm_graphfix.settings.environment import SHADOW
 from vllm_graphfix.shadow import drafter_shapes, drafter_v2, runner_v1, runner_v2
+from vllm_graphfix.shadow.lockstep import AGREEMENT_MODULE
 from vllm_graphfix.shadow.process import DRAFTER
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ RUNNERS = (
         "V2",
         runner_v2.diagnose,
         runner_v2.patches,
-        (runner_v2.GRAPHS, runner_v2.CONTEXT, runner_v2.RUNNER),
-        (runner_v2.GRAPHS_MODULE,),
+        (runner_v2.GRAPHS, runner_v2.CONTEXT, runner_v2.RUNNER, runner_v2.DISPATCH),
+        (runner_v2.GRAPHS_MODULE, AGREEMENT_MODULE),
     ),
     Graphs(
         f"shadow-v2{DRAFTER}",

@@ -60,8 +60,8 @@ class Schedule:
     def share(self) -> float | None:
         return self._share
 
-    def begin_in_pipeline(self, *, drafts: bool) -> int:
-        """Begins at the same moment on all stages; returns the first step that is due, which is the same on all.
+    def begin_together(self, *, drafts: bool) -> int:
+        """Begins at the same moment on all ranks; returns the first step that is due, which is the same on all.
 
         *drafts*: a drafter's replays count too.
         """
