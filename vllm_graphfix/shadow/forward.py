@@ -132,7 +132,8 @@ def _unplanned(metadata: Mapping[str, Any], run: Callable[[], Any]) -> Callable[
     A dummy batch that is replayed may have a plan that the kernel refuses outside of the graph: of another number of
     requests than the graph has. It would fail between two collectives that other ranks wait in.
     """
-    planned = {id(each): each for layer in metadata.values() for each in (layer, getattr(layer, "decode", None))}
+    found: list[Any] = [each for layer in metadata.values() for each in (layer, getattr(layer, "decode", None))]
+    planned = {id(each): each for each in found}
 
     def unplanned() -> Any:
         plans = [(each, each.scheduler_metadata) for each in planned.values() if hasattr(each, "scheduler_metadata")]
