@@ -421,6 +421,14 @@ def test_what_sums_may_cost_is_saved_up_and_owed_within_bounds(monkeypatch: pyte
         budget.spend()
         spent += 0.001
     assert 2 * watch._MOST_CREDIT <= spent < 2 * watch._MOST_CREDIT + 0.002
+    now[0] += spent / 2 / watch.IDLE_SHARE
+    budget.repay()
+    assert budget.allows(debt=True)
+    assert not budget.allows()
+    now[0] += 2 * spent / watch.IDLE_SHARE
+    budget.repay()  # what is owed, and no more
+    assert budget._credit == 0
+    budget._credit, budget._credited = watch._MOST_CREDIT - spent, now[0]
     now[0] += 0.9 * spent / watch.SHARE
     assert not budget.allows()
     now[0] += 0.2 * spent / watch.SHARE

@@ -25,7 +25,7 @@ from vllm_graphfix.settings.shadow_rate import Abort
 SHARE = 0.001
 """The part of the time that the host may spend on making sums: one half on marks, the other on looking at them."""
 IDLE_SHARE = 0.01
-"""The same of the time of a rank without work, which has no inputs to prepare and no tokens to sample."""
+"""The part of its time out of which a rank without work pays what it owes: it has no inputs to prepare."""
 _MOST_CREDIT = 0.025
 """Seconds of each half which it may have saved up, or, around the steps of a rank without work, owe."""
 _FEW = MOST // 2
@@ -82,13 +82,17 @@ class Budget:
 
     def allows(self, *, debt: bool = False) -> bool:
         """Whether a sum may be made now; with *debt*, also one that others will have to wait for."""
-        self.earn(SHARE)
+        self._earn(SHARE, _MOST_CREDIT)
         return self._credit > (-_MOST_CREDIT if debt else 0)
 
-    def earn(self, share: float) -> None:
-        """Adds this half of *share* of what has passed since it was asked."""
+    def repay(self) -> None:
+        """Pays what is owed, out of the time since it was asked, in which its rank had no work."""
+        if self._credit < 0:
+            self._earn(IDLE_SHARE, 0.0)
+
+    def _earn(self, share: float, most: float) -> None:
         now = time.perf_counter()
-        self._credit = min(_MOST_CREDIT, self._credit + share / 2 * (now - self._credited))
+        self._credit = min(most, self._credit + share / 2 * (now - self._credited))
         self._credited = now
 
     def spend(self) -> None:
@@ -255,7 +259,7 @@ class KVMarks:
             dropped = ledger.step(output)
         idle, run = output is None, self._idle_run
         for budget in (self._for_marks, self._for_looks) if run else ():
-            budget.earn(IDLE_SHARE)
+            budget.repay()
         self._make(ledger, sums, at_once=idle and not run)
         if idle and not run:
             self._in_danger = self._endangered(ledger)
