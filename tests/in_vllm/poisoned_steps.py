@@ -14,7 +14,7 @@ from vllm_graphfix.shadow.snapshot import same_bits
 from vllm_graphfix.verify.double import worker
 from vllm_graphfix.verify.double.poisoned import shown_by_poison
 from vllm_graphfix.verify.double.unpinned import unpinned
-from vllm_graphfix.verify.poison.engine import _holders
+from vllm_graphfix.verify.poison.engine import PoisonedRunner, _holders
 from vllm_graphfix.verify.poison.poison import BLOCKS, ROWS
 from vllm_graphfix.verify.poison.rows import Lease, Room, Rows, Seen, buffers_of
 
@@ -129,3 +129,29 @@ def test_slots_of_model_runner_v2_lie_in_the_block_of_their_group() -> None:
     assert (tables.input_block_tables[1][1:] == SEEN.block).all()
     assert inputs.input_ids.tolist() == [0] * 3 + [SEEN.block] * 13
     assert inputs.seq_lens.tolist() == [0, *[SEEN.length] * 3]
+
+
+def test_poison_is_there_before_the_fix_empties_the_buffers_of_a_step_without_work() -> None:
+    """As in an engine, where poison is around the worker's method that the fix is around, too."""
+    from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+    from vllm_graphfix.verify.double.scenarios.idle_rank import _Rank
+
+    with cpu_cuda_graphs():
+        rank = _Rank()
+        runner, caches = rank.runner, rank.cache.by_layer()
+        runner.max_num_reqs, runner.model_config.get_vocab_size, runner.cache_config.block_size = 2, lambda: 1000, 4
+        runner.kv_cache_config.num_blocks = len(caches["model.layers.0.mixer"])
+        forward_context = {name: SimpleNamespace(kv_cache=[cache]) for name, cache in caches.items()}
+        runner.vllm_config.compilation_config.static_forward_context = forward_context
+        rank.capture()
+        rank.step(("first",))
+        # Large numbers: what a CPU computes from NaN is the same NaN, to the bit.
+        poisoned = PoisonedRunner(runner, worker=rank.worker, finite=True)
+        rank.idle()
+        rank.update(())
+        rank.idle()  # all rows are nobody's now
+        told = poisoned.remove()
+        rank.idle()
+    assert (told["steps"], told["error"], told["notes"]) == (2, None, [])
+    assert bool(told["findings"]) == affected("idle-rank"), told["findings"]
+    assert "execute_dummy_batch" not in vars(rank.worker)

@@ -59,11 +59,12 @@ class PoisonedRunner:
         kinds: Collection[str] = KINDS,
         buffers: Collection[str] | None = None,
         *,
+        worker: Any = None,
         finite: bool = False,
     ) -> None:
         """Only *kinds* of poison; of persistent inputs those with the names *buffers*, if any are given.
 
-        *finite*: blocks hold large numbers, and no NaN.
+        *worker* is the runner's, if it has one. *finite*: blocks hold large numbers, and no NaN.
         """
         self._runner = runner
         self.notes: list[str] = []
@@ -71,6 +72,7 @@ class PoisonedRunner:
         self.error: str | None = None
         """What went wrong here; nothing was poisoned after it."""
         self._live = 0
+        self._idle = False
         config = runner.vllm_config
         chosen = frozenset(kinds)
         if getattr(config, "kv_transfer_config", None) is not None:
@@ -93,14 +95,17 @@ class PoisonedRunner:
             kinds=chosen,
             fill_memory=memory.fill,
         )
-        self._wrapped: list[str] = []
-        self._wrap("execute_model", self._executing)
+        self._wrapped: list[tuple[Any, str]] = []
+        self._wrap(runner, "execute_model", self._executing)
         prepare = next((name for name in _PREPARE if hasattr(runner, name)), None)
         if prepare is None:
             raise LookupError(f"{type(runner).__name__} prepares its inputs in a way that is not known")
-        self._wrap(prepare, self._preparing)
+        self._wrap(runner, prepare, self._preparing)
         if prepare == "_prepare_inputs":  # V2's step without work is an `execute_model`
-            self._wrap("_dummy_run", self._idling)
+            self._wrap(runner, "_dummy_run", self._idling)
+        if hasattr(worker, "execute_dummy_batch"):
+            # The step begins here, and `idle-rank` empties buffers here: poison that came later would undo that.
+            self._wrap(worker, "execute_dummy_batch", self._idling)
 
     def _blocks(self, byte: int) -> tuple[Blocks, int]:
         layers = self._runner.vllm_config.compilation_config.static_forward_context
@@ -112,21 +117,23 @@ class PoisonedRunner:
             self.notes.append(f"not poisoned: blocks of {named}, whose cache has an unknown shape")
         return Blocks(known, count, byte), count
 
-    def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
-        stock = getattr(self._runner, name)
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        stock = getattr(owner, name)
 
         @functools.wraps(stock)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return wrapper(stock, *args, **kwargs)
 
         # On this object alone, whose class stays as it is.
-        setattr(self._runner, name, wrapped)
-        self._wrapped.append(name)
+        setattr(owner, name, wrapped)
+        self._wrapped.append((owner, name))
 
     def _executing(self, stock: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         dummy = bool(kwargs.get("dummy_run", len(args) > 1 and args[1]))
 
         def begin() -> None:
+            if self._idle:
+                return
             self._end_step()
             if dummy:
                 self.poison.before_preparing(Rows(0, 0, self._live), self._holders.held)
@@ -150,11 +157,18 @@ class PoisonedRunner:
     def _idling(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def poison() -> None:
             self._end_step()
-            live = int(self._runner.input_batch.num_reqs)
+            batch = getattr(self._runner, "input_batch", None)  # V1's
+            live = self._live if batch is None else int(batch.num_reqs)
             self.poison.before_preparing(Rows(0, 0, live), self._holders.held)
 
+        if self._idle:  # the worker's step has begun, and this is the runner's part of it
+            return stock(*args, **kwargs)
         self._guarded(poison)
-        return stock(*args, **kwargs)
+        self._idle = True
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            self._idle = False
 
     def _end_step(self) -> None:
         if self.poison.steps:
@@ -175,8 +189,8 @@ class PoisonedRunner:
 
     def remove(self) -> dict[str, Any]:
         """Takes everything out again, and tells what was found."""
-        for name in self._wrapped:
-            delattr(self._runner, name)
+        for owner, name in self._wrapped:
+            delattr(owner, name)
         self._wrapped = []
 
         def end() -> None:
