@@ -200,8 +200,13 @@ def expectation(site: Site, case: str, fixes: str) -> bool | None:
 def verdict(results: list[dict[str, Any]]) -> int:
     if not results or all(found["error"] and not found["found"] for found in results):
         return 2
-    judged = [found for found in results if found["expected"] is not None and (found["found"] or not found["error"])]
-    return int(any(found["found"] != found["expected"] for found in judged))
+    judged = [found for found in results if found["expected"] is not None and (shows(found) or not found["error"])]
+    return int(any(shows(found) != found["expected"] for found in judged))
+
+
+def shows(found: dict[str, Any]) -> bool:
+    """What `triton-mla-padding` does stays in padded rows where the model is dense."""
+    return bool(found["found"] or (found["case"] == "mla-triton" and found["padded"]))
 
 
 if __name__ == "__main__":

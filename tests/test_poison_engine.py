@@ -229,7 +229,7 @@ def test_the_script_for_a_gpu_asks_with_poison_what_a_case_asks(tmp_path: Path, 
 
 def test_the_script_fails_where_poison_shows_what_it_should_not_or_misses_what_it_should_show() -> None:
     def found(*, shows: bool, expected: bool | None, error: str | None = None) -> dict[str, Any]:
-        return {"found": shows, "expected": expected, "error": error}
+        return {"case": "mamba2", "found": shows, "expected": expected, "error": error, "padded": None}
 
     verdict = poison_script.verdict
     right = found(shows=True, expected=True)

@@ -14,7 +14,8 @@ from vllm_graphfix.verify.poison import memory
 from vllm_graphfix.verify.poison.bits import LOUD, NAN
 from vllm_graphfix.verify.poison.blocks import Blocks, caches_of
 from vllm_graphfix.verify.poison.poison import BLOCKS, KINDS, NULL, NULL_BLOCK, ROWS, Poison
-from vllm_graphfix.verify.poison.rows import Room, Rows, buffers_of
+from vllm_graphfix.verify.poison.rows import Buffer, Room, Rows, buffers_of
+from vllm_graphfix.verify.poison.states import as_many_as_fit, free_rows, states_of
 
 LEFT_BY_THE_ENGINE = "the engine itself has left NaN in the null block"
 _PREPARE = ("_prepare_inputs", "prepare_inputs")
@@ -73,6 +74,9 @@ class PoisonedRunner:
         """What went wrong here; nothing was poisoned after it."""
         self._live = 0
         self._idle = False
+        self._tokens = 0
+        self._padded: int | None = None
+        """The first step in which padded rows of the model's output were NaN."""
         config = runner.vllm_config
         chosen = frozenset(kinds)
         if getattr(config, "kv_transfer_config", None) is not None:
@@ -94,6 +98,7 @@ class PoisonedRunner:
             vocabulary=int(config.model_config.get_vocab_size()),
             kinds=chosen,
             fill_memory=memory.fill,
+            states=functools.partial(self._states, buffers),
         )
         self._wrapped: list[tuple[Any, str]] = []
         self._wrap(runner, "execute_model", self._executing)
@@ -116,6 +121,11 @@ class PoisonedRunner:
             named = ", ".join(dict.fromkeys(unknown))
             self.notes.append(f"not poisoned: blocks of {named}, whose cache has an unknown shape")
         return Blocks(known, count, byte), count
+
+    def _states(self, chosen: Collection[str] | None = None) -> list[tuple[Buffer, list[int]]]:
+        rows = free_rows(self._runner)
+        states = states_of(self._runner) if rows else []
+        return [(each, as_many_as_fit(rows, each)) for each in states if chosen is None or each.name in chosen]
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         stock = getattr(owner, name)
@@ -142,12 +152,23 @@ class PoisonedRunner:
                 self.poison.give(self._holders.held)
 
         self._guarded(begin)
-        return stock(scheduler_output, *args, **kwargs)
+        self._tokens = 0
+        output = stock(scheduler_output, *args, **kwargs)
+        self._guarded(self._look_at_padding)
+        return output
+
+    def _look_at_padding(self) -> None:
+        """Padded rows begin as a token that exists: if they end as NaN, a kernel has made it of nothing, or of NaN."""
+        hidden = getattr(getattr(self._runner, "execute_model_state", None), "hidden_states", None)
+        if self._padded is not None or not self._tokens or not isinstance(hidden, torch.Tensor):
+            return
+        if hidden.is_floating_point() and hidden[self._tokens :].isnan().any():
+            self._padded = self.poison.steps
 
     def _preparing(self, stock: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         def poison() -> None:
             scheduled = scheduler_output.num_scheduled_tokens
-            self._live = len(scheduled)
+            self._live, self._tokens = len(scheduled), scheduler_output.total_num_scheduled_tokens
             rows = Rows(len(scheduled), scheduler_output.total_num_scheduled_tokens, len(scheduled))
             self.poison.before_preparing(rows, self._holders.held)
 
@@ -199,11 +220,13 @@ class PoisonedRunner:
             self.poison.remove()
 
         self._guarded(end)
+        inputs = [*self.poison.buffers, *(state for state, _ in self._states())]
         return {
             "steps": self.poison.steps,
             "findings": [list(finding) for finding in self.poison.findings],
             "most": dict(self.poison.most),
-            "buffers": sorted(buffer.name for buffer in self.poison.buffers) if ROWS in self.poison.kinds else [],
+            "buffers": sorted(each.name for each in inputs) if ROWS in self.poison.kinds else [],
+            "padded": self._padded,
             "notes": self.notes,
             "error": self.error,
         }
