@@ -63,6 +63,16 @@ def test_faults_of_one_of_two_ranks(release: str) -> None:
     check_behaviours(release, "shadow_ranks", {SHADOW: "1/1"})
 
 
+def test_data_parallel_ranks_that_share_experts_check_the_same_steps() -> None:
+    check_behaviours("0.33.0", "shadow_lockstep", {SHADOW: "1/1"}, select="check_the_same_steps or agrees")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["0.20.0", "0.21.0", "0.25.1", "0.33.0"])
+def test_data_parallel_ranks_that_share_experts(release: str) -> None:
+    check_behaviours(release, "shadow_lockstep", {SHADOW: "1/1"})
+
+
 CAPTURES_OFF = {"capture-state": "off", "draft-prefill-state": "off"}
 
 
@@ -112,15 +122,30 @@ def test_defects_of_stock_releases_are_caught_and_releases_without_them_are_sile
 @pytest.mark.parametrize("release", OF_CACHES)
 def test_every_setting_of_parallelism_is_in_the_table_which_says_what_is_refused(release: str) -> None:
     """Sizes above 1, and what is enabled; the table is docs/shadow.md's."""
-    tree = ast.parse((release_root(release) / "vllm/config/parallel.py").read_text(encoding="utf-8"))
+    source = (release_root(release) / "vllm/config/parallel.py").read_text(encoding="utf-8")
+    tree, page = ast.parse(source), shadow_table.PAGE.read_text("utf-8")
     (config,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ParallelConfig")
     fields = [node.target.id for node in config.body if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (checked|refused)", shadow_table.PAGE.read_text("utf-8"), re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \| (checked|refused)", page, re.MULTILINE))
     for field in fields:
         if re.search("_parallel_size$|^enable_", field):
-            given = {"is_moe_model": True, field: 2 if field.endswith("_size") else True}
-            engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(**given), cache_config=SimpleNamespace())
-            assert rows[field] == ("refused" if unsafe(engine) else "checked"), field
+            given = DEFAULTS | {field: 2 if field.endswith("_size") else True}
+            assert rows[field] == _what_becomes_of(**given), field
+    backends = re.search(r"^All2AllBackend = Literal\[(.*?)^\]", source, re.MULTILINE | re.DOTALL)
+    assert backends is not None
+    table = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (checked|refused)", page, re.MULTILINE)
+    of_backends = {name: told for names, told in table for name in re.findall(r"`(\w+)`", names)}
+    for backend in re.findall(r'"(\w+)"', backends[1]):
+        given = DEFAULTS | {"data_parallel_size": 2, "all2all_backend": backend}
+        assert of_backends[backend] == _what_becomes_of(**given), backend
+
+
+DEFAULTS: dict[str, Any] = {"is_moe_model": True, "all2all_backend": "allgather_reducescatter"}
+
+
+def _what_becomes_of(**parallel: Any) -> str:
+    engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), cache_config=SimpleNamespace())
+    return "refused" if unsafe(engine) else "checked"
 
 
 def test_the_table_of_cache_classes_is_that_of_the_releases() -> None:

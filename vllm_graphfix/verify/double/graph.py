@@ -225,7 +225,7 @@ class CPUStream:
 class SingleRankGroupStandIn:
     """Stands in for vLLM's GroupCoordinator of one rank."""
 
-    world_size, rank, local_rank, rank_in_group, ranks = 1, 0, 0, 0, [0]
+    world_size, rank, local_rank, device_index, rank_in_group, ranks = 1, 0, 0, 0, 0, [0]
     is_first_rank = is_last_rank = True
     device_communicator = None
 

@@ -22,8 +22,7 @@ def judge(observed: Observed) -> Sign:
 
 TRIAL = Trial(
     case=replace(MAMBA2_IDLE, judge=judge),
-    unwatched="an idle rank's step has no request to compare, and without a graph it writes to the same blocks; data "
-    "parallelism of a mixture of experts is not checked at all",
+    unwatched="an idle rank's step has no request to compare, and without a graph it writes to the same blocks",
     engine="Mamba-2, model runner V1, with an idle rank's step after every sixteenth step",
     shows_in="cache blocks that such a step changed; tokens",
 )

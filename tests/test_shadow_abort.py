@@ -1,0 +1,68 @@
+"""The shadow check's action `abort` in a real engine: who has a wrong row ends, and nobody else does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aborted_engine
+import engine as cpu
+from vllm_graphfix.verify.engine import models
+
+ON = {"VLLM_GRAPHFIX_SHADOW": "1/1", "VLLM_GRAPHFIX_SHADOW_ACTION": "abort"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrong", "executor", "more"),
+    [
+        ("1", "uni", {}),
+        ("0,2", "mp", {}),
+        ("none", "uni", {}),
+        ("1", "uni", {"VLLM_GRAPHFIX_SHADOW_ACTION": "report"}),
+    ],
+    ids=["one row", "two rows, the scheduler in another process", "no row", "report"],
+)
+def test_who_has_a_wrong_row_ends_with_an_error_and_the_others_are_right(
+    tmp_path: Path, wrong: str, executor: str, more: dict[str, str]
+) -> None:
+    script = Path(aborted_engine.__file__)
+    model = models.write("llama", tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(script), str(model), wrong, executor],
+        env=cpu.environment(tmp_path, script.parent, cpu.cpu_engine()) | ON | more,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    rows = {int(row) for row in wrong.split(",") if row != "none"}
+    ending = rows if not more else set()
+    assert (found["state"], found["counts"]["checks"] > 20, found["counts"]["steps-left-out"]) == ("active", True, 0)
+    assert (found["counts"]["mismatches"], found["counts"]["aborted"]) == (int(bool(rows)), len(ending))
+    for number, (asked, after, again, right) in enumerate(
+        zip(found["asked"], found["after"], found["again"], found["eager"], strict=True)
+    ):
+        whole_blocks = aborted_engine.LENGTHS[number] // 16 * 16
+        if number in ending:
+            assert asked["reason"] == "error"
+            assert "its tokens came of a wrong replay of a CUDA graph (a replayed CUDA graph was wrong" in asked["why"]
+            assert f"{len(rows)} of 3 rows differ" in asked["why"]
+            # The prompt's token, and those of the right replays: not the one that came of the wrong row.
+            assert asked["tokens"] == right["tokens"][: aborted_engine.AT]
+            assert after["cached"] == 0
+        else:
+            assert (asked["reason"], len(asked["tokens"])) == ("length", aborted_engine.TOKENS)
+            assert asked["tokens"] == right["tokens"] or number in rows
+            assert after["cached"] == whole_blocks
+        # Later requests are served, and find what those before them have left.
+        assert (after["reason"], after["tokens"]) == ("length", right["tokens"][:1])
+        assert (again["reason"], again["tokens"], again["cached"]) == ("length", right["tokens"], whole_blocks)
+    assert not list(tmp_path.rglob("*.aborts"))
