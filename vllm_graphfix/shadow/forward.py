@@ -101,7 +101,6 @@ class Pass(NamedTuple):
         states = [*recurrent_rows(self.layers, self.metadata), *rings]
         if self.dummy:
             states, real_rows = [each._replace(compared=False) for each in states], lambda: 0
-            eager = _unplanned(self.metadata, eager)
         return Step(
             Graph(f"{model}, {descriptor}", descriptor.num_tokens, backends),
             connectors.silenced(eager),
@@ -124,28 +123,6 @@ class Pass(NamedTuple):
             if tensor.numel() * tensor.element_size() <= _LARGEST_INPUT:
                 found.setdefault(id(tensor), (name, tensor))
         return {f"{name} ({number})": tensor for number, (name, tensor) in enumerate(found.values())}
-
-
-def _unplanned(metadata: Mapping[str, Any], run: Callable[[], Any]) -> Callable[[], Any]:
-    """*run*, in which FlashAttention plans its work itself.
-
-    A dummy batch that is replayed may have a plan that the kernel refuses outside of the graph: of another number of
-    requests than the graph has. It would fail between two collectives that other ranks wait in.
-    """
-    found: list[Any] = [each for layer in metadata.values() for each in (layer, getattr(layer, "decode", None))]
-    planned = {id(each): each for each in found}
-
-    def unplanned() -> Any:
-        plans = [(each, each.scheduler_metadata) for each in planned.values() if hasattr(each, "scheduler_metadata")]
-        for each, _ in plans:
-            each.scheduler_metadata = None
-        try:
-            return run()
-        finally:
-            for each, plan in plans:
-                each.scheduler_metadata = plan
-
-    return unplanned
 
 
 def _launches(config: Any, descriptor: Any) -> tuple[dict[str, int], ...]:
