@@ -339,7 +339,9 @@ class Measured:
 
     def _ends(self, case: Case, executor: str, fixes: str, eager: list[list[int]] | None) -> dict[str, Any]:
         environment = (OFF if fixes == "off" else ON) | {SHADOW: "1/1", SHADOW_ACTION: "abort"}
-        environment |= {STATUS_DIR: str(self._options.out / "records")}
+        records = self._options.out / "records"
+        records.mkdir(exist_ok=True)  # a worker in a process of its own tells the scheduler by a file there
+        environment |= {STATUS_DIR: str(records)}
         more = {"distributed_executor_backend": executor} if executor != "uni" else {}
         asked = _ends_asked(case, self._models)
         engine = self._engine_of_ends(case, f"abort-{executor}-{fixes}", environment, **more)
