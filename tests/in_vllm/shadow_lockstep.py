@@ -64,7 +64,7 @@ def data_parallel(rank: int, run: Callable[[], None]) -> None:
     SharedStandIn.rank = rank
     with (
         mock.patch.multiple(parallel_state, **groups),
-        mock.patch.object(dp_utils, "get_dp_group", lambda: groups["_DP"]),
+        mock.patch.object(dp_utils, "get_dp_group", return_value=groups["_DP"]),
     ):
         run()
 
