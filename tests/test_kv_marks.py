@@ -365,6 +365,51 @@ def test_marks_are_looked_at_in_turns_the_newest_and_that_of_the_longest_ago() -
     assert [each.name if each else None for each in found] == ["of now", "newer", "new", None]
 
 
+def test_what_the_last_step_of_requests_filled_is_known_until_the_next_one() -> None:
+    ledger = ledger_with_a_prompt()
+    ledger.step(step(finished_req_ids={"a"}))  # of no request: it tells who has ended
+    assert [block.number for block in ledger.newest] == [1, 2]
+    ledger.settle()
+    assert [block.number for block in ledger.newest] == [1, 2]
+    ledger.step(step(new=(("b", ([5],), 0, 4),)))
+    assert ledger.newest == []
+    ledger.settle()
+    assert [block.number for block in ledger.newest] == [5]
+
+
+def test_what_was_in_danger_is_looked_at_before_all_others_and_before_it_is_given_away() -> None:
+    from vllm_graphfix.marks.sums import Batch
+    from vllm_graphfix.marks.watch import KVMarks
+
+    seen: list[int] = []
+
+    class SumsStandIn:
+        def results(self) -> list[Any]:
+            return []
+
+        def mark(self, blocks: list[Any], group: Any, at: int) -> Any:
+            return Batch(blocks[:2], (), None, at)  # type: ignore[arg-type]
+
+        def look(self, batch: Any, at: int) -> bool:
+            seen.append(batch.blocks[0].number)
+            batch.looked = at
+            return True
+
+    marks = KVMarks()
+    marks._ledger, marks._sums, marks._counts = Ledger({0: 4}, 1), SumsStandIn(), {"marks": 0}  # type: ignore[assignment]
+    marks._groups = {0: None}  # type: ignore[dict-item]
+    for name in ("a", "b"):  # five full blocks of each
+        first = {"a": 1, "b": 11}[name]
+        marks._before(step(new=((name, (list(range(first, first + 5)),), 0, 20),)))
+    marks._for_looks._credit = -0.02  # all that looks may cost is spent
+    marks._before(None)
+    for _ in range(20):
+        marks._before(None)
+    assert seen == []
+    marks._before(step(new=(("c", ([15, 16],), 0, 4),)))
+    assert seen == [15, 13, 11, 4, 2]  # what "b" filled in the last step, the newest first, and then the others
+
+
 def test_what_sums_may_cost_is_saved_up_and_owed_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_graphfix.marks import watch
 
@@ -376,6 +421,14 @@ def test_what_sums_may_cost_is_saved_up_and_owed_within_bounds(monkeypatch: pyte
         budget.spend()
         spent += 0.001
     assert 2 * watch._MOST_CREDIT <= spent < 2 * watch._MOST_CREDIT + 0.002
+    now[0] += spent / 2 / watch.IDLE_SHARE
+    budget.repay()
+    assert budget.allows(debt=True)
+    assert not budget.allows()
+    now[0] += 2 * spent / watch.IDLE_SHARE
+    budget.repay()  # what is owed, and no more
+    assert budget._credit == 0
+    budget._credit, budget._credited = watch._MOST_CREDIT - spent, now[0]
     now[0] += 0.9 * spent / watch.SHARE
     assert not budget.allows()
     now[0] += 0.2 * spent / watch.SHARE

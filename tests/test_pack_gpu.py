@@ -6,7 +6,9 @@ import functools
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -154,14 +156,26 @@ def test_parts_are_of_at_most_that_size_and_make_the_whole(tmp_path: Path) -> No
 
 
 def test_the_archive_unpacks_without_a_network(packed: Pack, tmp_path: Path) -> None:
-    """In parts; on a machine whose CUDA libraries torch finds beside itself; a damaged part stops it."""
+    """In parts; the machine's Python is a virtual environment's, and torch finds its CUDA; a damaged part stops it."""
     packed("--part-size", "1", machine="nvidia-cublas==13.1\nweb==1.2\nwire==2\nwrapt==2\n", pip=True)
-    script, folder = tmp_path / "out" / "unpack.sh", tmp_path / "site"
+    script, folder, machine = tmp_path / "out" / "unpack.sh", tmp_path / "site", tmp_path / "environment"
+    venv.create(machine, symlinks=True)
+    (packages,) = machine.glob("lib/python*/site-packages")
+    (packages / "pip.pth").write_text(sysconfig.get_path("purelib"))
+    (packages / "of_the_machine.py").touch()
     command = ["sh", str(script), str(folder)]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "PIP_CONFIG_FILE": "/dev/null"}
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(machine / "bin" / "python"), "PIP_CONFIG_FILE": "/dev/null"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode, done.stdout) == (0, "torch 2.14.0 with CUDA 13.0\n"), done.stderr
     assert list(folder.glob("lib/python*/site-packages/vllm_graphfix/__init__.py"))
+    look = [
+        folder / "bin" / "python",
+        "-P",
+        "-c",
+        "import of_the_machine, vllm_graphfix; print(vllm_graphfix.__file__)",
+    ]
+    seen = subprocess.run(look, capture_output=True, text=True, check=True)
+    assert seen.stdout.startswith(str(folder))
     (script.parent / "wheels.tar.000").write_bytes(b"")
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode != 0

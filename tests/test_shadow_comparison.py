@@ -11,6 +11,7 @@ import pytest
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
+from vllm_graphfix.shadow.snapshot import PythonState
 from vllm_graphfix.shadow.verdict import Graph
 
 
@@ -187,3 +188,16 @@ def test_ranks_of_a_group_come_to_the_largest_that_one_of_them_found() -> None:
     assert [answers.get(timeout=300) for _ in started] == [(1.0, 3.0, math.inf)] * 2
     for each in started:
         each.join()
+
+
+def test_a_run_that_is_told_what_the_capture_was_told_has_no_plan_of_the_step() -> None:
+    metadata = type("Metadata", (), {"__module__": "vllm.of_a_test"})()
+    plan = object()
+    metadata.max_query_len, metadata.scheduler_metadata = 1, plan
+    state = PythonState([{"layer": metadata}])
+    state.set_numbers({})
+    assert metadata.scheduler_metadata is plan
+    state.set_numbers({"max_query_len": 64})
+    assert (metadata.max_query_len, metadata.scheduler_metadata) == (64, None)
+    state.put_back()
+    assert (metadata.max_query_len, metadata.scheduler_metadata) == (1, plan)

@@ -7,6 +7,13 @@ python=${PYTHON:-python3}
     { echo 'Python @PYTHON@ is needed: PYTHON=python@PYTHON@ sh unpack.sh FOLDER' >&2; exit 2; }
 (cd "$here" && sha256sum --check --quiet SHA256SUMS)
 "$python" -m venv --without-pip --system-site-packages "$1"
+# Of a Python that is in a virtual environment itself, the new one sees no packages: they come after its own.
+"$python" - "$1" <<'END'
+import pathlib, sys, sysconfig
+if sys.prefix != sys.base_prefix:
+    (own,) = pathlib.Path(sys.argv[1]).glob("lib/python*/site-packages")
+    (own / "machine.pth").write_text(sysconfig.get_path("purelib") + "\n")
+END
 cat "$here"/wheels.tar* | tar -xf - -C "$1"
 # Without their dependencies: whether these are packed or the machine's was decided when the archive was made.
 "$python" -m pip --python "$1/bin/python" install --quiet --no-index --no-deps --no-compile --ignore-installed \

@@ -22,6 +22,8 @@ _MOST = 24
 """Requests at a time, at most; more than an engine takes, so that some wait."""
 _ENOUGH = 5
 """Blocks that have changed, after which no more are looked for."""
+PLANTED = {"marked": 0, "finished, not marked": 0}
+"""Writes of `_plant` to blocks that were followed."""
 _PATIENCE = 3.0
 """Seconds between two lines."""
 
@@ -197,12 +199,17 @@ def _plant(worker: Any) -> None:
     def execute_dummy_batch(self: Any) -> Any:
         tables = self.model_runner.input_batch.block_table.block_tables
         slots = [int(table.slot_mapping.gpu[0]) for table in tables]
-        told = stock(self)
+        told, ledger = stock(self), _marks()._watch._ledger
         for number, group in _marks()._watch._groups.items():
-            layer = group.caches[-1]
-            if slots[number] > 0:
-                block = slots[number] // group.tokens * layer.parts
-                layer.memory.select(layer.axis, block).view(-1)[0] ^= 1
+            block = slots[number] // group.tokens
+            if slots[number] <= 0:
+                continue
+            for layer in group.caches:
+                written = layer.memory.select(layer.axis, block * layer.parts).view(-1)[:1]
+                fresh = int(written) != 1
+                written.fill_(1)  # always the same, as an idle step's
+            PLANTED["marked"] += fresh and block in ledger.marked
+            PLANTED["finished, not marked"] += fresh and block in ledger.finished
         return told
 
     kind.execute_dummy_batch = execute_dummy_batch
@@ -232,6 +239,7 @@ def _said_by_a_worker(_: Any) -> dict[str, Any]:
     state = _marks().states()["kv-marks"]
     return {
         "counts": _counts_of_a_worker(_),
+        "planted": PLANTED,
         "state": f"{state.state.value}: {state.reason}",
         "found": [each._asdict() for each in _marks().overwritten()],
     }

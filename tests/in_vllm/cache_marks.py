@@ -97,14 +97,15 @@ def decode_and_idle(rank: Any, *, spent: bool = False) -> KVMarks:
         rank.capture()
     watch = marked(rank)
     if spent:
-        watch._for_marks._credit = -0.02
+        watch._for_marks._credit = watch._for_looks._credit = -0.02
     watch._before(told(rank, new=BOTH))
     rank.cache.hidden.copy_(torch.arange(rank.cache.hidden.numel()).view_as(rank.cache.hidden))
     rank.step(BOTH)  # the fourth token: the first block of each is full
     rank.cache.hidden.fill_(7.0)  # of no request
     for _ in range(3):
         rank.idle()
-    watch._before(told(rank, running=BOTH))
+    for _ in range(2):  # one that looks, and one that reads what came of it
+        watch._before(told(rank, running=BOTH))
     return watch
 
 
@@ -113,8 +114,8 @@ def decode_and_idle(rank: Any, *, spent: bool = False) -> KVMarks:
 def test_a_step_without_work_that_writes_to_a_finished_block_is_named(kind: Any, spent: bool) -> None:
     """`idle-rank`: which blocks it writes to is a matter of release; with the fix none.
 
-    What it may write to is marked before it, also when marks of other steps have used up what they may cost: a mark
-    that is made later is one of what the step has left.
+    What it may write to is marked before it and looked at after it, also when sums of other steps have used up what
+    they may cost: a mark that is made later is one of what the step has left, and a look may be one of another block.
     """
     watch = decode_and_idle(kind(), spent=spent)
     counts = watch.counts()

@@ -12,11 +12,14 @@ from defects import affected
 
 from vllm_graphfix.shadow.snapshot import same_bits
 from vllm_graphfix.verify.double import worker
+from vllm_graphfix.verify.double.arguments import known_to
 from vllm_graphfix.verify.double.poisoned import shown_by_poison
 from vllm_graphfix.verify.double.unpinned import unpinned
-from vllm_graphfix.verify.poison.engine import _holders
-from vllm_graphfix.verify.poison.poison import BLOCKS, ROWS
+from vllm_graphfix.verify.poison.blocks import Blocks
+from vllm_graphfix.verify.poison.engine import PoisonedRunner, _holders
+from vllm_graphfix.verify.poison.poison import BLOCKS, ROWS, STATES, Poison
 from vllm_graphfix.verify.poison.rows import Lease, Room, Rows, Seen, buffers_of
+from vllm_graphfix.verify.poison.states import free_rows, states_of
 
 FIXES = ("flashmla-padding", "triton-mla-padding", "indexer-padding", "mamba-padding", "idle-rank")
 """What the shadow check cannot see, and mamba-padding."""
@@ -129,3 +132,83 @@ def test_slots_of_model_runner_v2_lie_in_the_block_of_their_group() -> None:
     assert (tables.input_block_tables[1][1:] == SEEN.block).all()
     assert inputs.input_ids.tolist() == [0] * 3 + [SEEN.block] * 13
     assert inputs.seq_lens.tolist() == [0, *[SEEN.length] * 3]
+
+
+def test_rows_of_model_runner_v2_that_no_request_has_look_like_one_and_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = pytest.importorskip("vllm.v1.worker.gpu.states")
+    buffers = pytest.importorskip("vllm.v1.worker.gpu.buffer_utils")
+
+    def on_the_host(self: Any, size: Any, dtype: torch.dtype) -> None:
+        self.cpu = torch.zeros(size, dtype=dtype)
+        self.np = self.cpu.numpy()
+        if not hasattr(type(self), "uva"):  # a method from 0.30.0 on
+            self.uva = self.cpu
+        self._uva = self.cpu
+
+    monkeypatch.setattr(buffers, "is_uva_available", lambda: True)
+    monkeypatch.setattr(buffers.UvaBuffer, "__init__", on_the_host)
+    sizes: dict[str, Any] = {
+        "max_num_reqs": 4,
+        "max_model_len": 32,
+        "max_num_batched_tokens": 16,
+        "num_speculative_steps": 2,
+    }
+    sizes |= {"vocab_size": 1000, "device": torch.device("cpu")}
+    sizes |= {"model_dtype": torch.bfloat16, "cache_draft_logits": False}  # up to 0.18
+    requests = states.RequestState(**known_to(states.RequestState, sizes))
+    tables = SimpleNamespace(
+        block_tables=[buffers.StagedWriteTensor((4, 8), torch.int32, torch.device("cpu"))],
+        num_blocks=buffers.UvaBackedTensor((1, 4), torch.int32),
+        input_block_tables=[torch.zeros(4, 8, dtype=torch.int32)],
+    )
+    runner = SimpleNamespace(req_states=requests, block_tables=tables, max_num_reqs=4)
+    held = requests.free_indices.pop()
+    before = {each.name: each.tensor.clone() for each in states_of(runner)}
+    poison = Poison([], Blocks([], 1), length=31, kinds=frozenset({ROWS}), states=lambda: _states(runner))
+    poison.before_preparing(Rows(1, 1, 1), set())
+    free = [row for row in range(4) if row != held]
+    names = before.keys()
+    assert {"requests.prefill_len.gpu", "requests.num_computed_tokens.gpu", "requests.last_sampled_tokens"} <= names
+    assert {"requests.block_tables[0].gpu", "requests.num_blocks.cpu"} <= names
+    assert requests.prefill_len.gpu[free].tolist() == [31] * 3
+    assert (requests.num_computed_tokens.gpu[free] < requests.prefill_len.gpu[free]).all()
+    for each in states_of(runner):
+        assert each.tensor.select(each.axis, held).equal(before[each.name].select(each.axis, held)), each.name
+    requests.draft_tokens[free[0]] = 9  # what vLLM writes stays
+    poison.end_of_step()
+    assert requests.draft_tokens[free[0]].tolist() == [9, 9]
+    changed = [each.name for each in states_of(runner) if not each.tensor.equal(before[each.name])]
+    assert changed == ["requests.draft_tokens"]
+    assert poison.most == {ROWS: 0, STATES: 3}
+
+
+def _states(runner: Any) -> Any:
+    return [(each, free_rows(runner)) for each in states_of(runner)]
+
+
+def test_poison_is_there_before_the_fix_empties_the_buffers_of_a_step_without_work() -> None:
+    """As in an engine, where poison is around the worker's method that the fix is around, too."""
+    from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+    from vllm_graphfix.verify.double.scenarios.idle_rank import _Rank
+
+    with cpu_cuda_graphs():
+        rank = _Rank()
+        runner, caches = rank.runner, rank.cache.by_layer()
+        runner.max_num_reqs, runner.model_config.get_vocab_size, runner.cache_config.block_size = 2, lambda: 1000, 4
+        runner.kv_cache_config.num_blocks = len(caches["model.layers.0.mixer"])
+        forward_context = {name: SimpleNamespace(kv_cache=[cache]) for name, cache in caches.items()}
+        runner.vllm_config.compilation_config.static_forward_context = forward_context
+        rank.capture()
+        rank.step(("first",))
+        # Large numbers: what a CPU computes from NaN is the same NaN, to the bit.
+        poisoned = PoisonedRunner(runner, worker=rank.worker, finite=True)
+        rank.idle()
+        rank.update(())
+        rank.idle()  # all rows are nobody's now
+        told = poisoned.remove()
+        rank.idle()
+    assert (told["steps"], told["error"], told["notes"]) == (2, None, [])
+    assert bool(told["findings"]) == affected("idle-rank"), told["findings"]
+    assert "execute_dummy_batch" not in vars(rank.worker)

@@ -57,6 +57,8 @@ class Ledger:
         """Other requests that got a finished block from the prefix cache."""
         self.finished: dict[int, Block] = {}
         """Full, and not marked yet."""
+        self.newest: list[Block] = []
+        """Those that the last step of requests has filled: its slots are in the buffers still."""
         self.marked: dict[int, Block] = {}
 
     def step(self, output: Any) -> list[Block]:
@@ -91,6 +93,8 @@ class Ledger:
         dropped += self._drop(copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ())
         for request in self._computed:
             self._computed[request] += scheduled.get(request, 0)
+        if scheduled:
+            self.newest = []
         self._last = output
         return dropped
 
@@ -133,6 +137,7 @@ class Ledger:
         for block in full:
             if self._followed.get(block.number) is block:
                 self.finished[block.number] = block
+                self.newest.append(block)
         left = blocks[len(full) :]  # they were allocated in this order
         if left:
             self._by_request[request] = left
@@ -230,5 +235,6 @@ class Ledger:
         self._followed.clear()
         self._running.clear()
         self.finished.clear()
+        self.newest = []
         self._readers.clear()
         self.marked.clear()

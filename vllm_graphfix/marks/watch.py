@@ -24,14 +24,18 @@ from vllm_graphfix.settings.shadow_rate import Abort
 
 SHARE = 0.001
 """The part of the time that the host may spend on making sums: one half on marks, the other on looking at them."""
+IDLE_SHARE = 0.01
+"""The part of its time out of which a rank without work pays what it owes: it has no inputs to prepare."""
 _MOST_CREDIT = 0.025
-"""Seconds of each half which it may have saved up, or, before a rank without work makes its first step, owe."""
+"""Seconds of each half which it may have saved up, or, around the steps of a rank without work, owe."""
 _FEW = MOST // 2
 """Blocks that are worth a batch at once; fewer wait for more."""
 _PATIENCE = 1.0
 """Seconds that they wait."""
 _RECENT = 16
 """Steps within which a batch is not looked at again because one of its blocks is given away."""
+_LONG = 16
+"""Steps without work after which what is in danger is looked at meanwhile; again after twice as many, and so on."""
 _MOST_BATCHES = 256
 """The oldest go first."""
 _REMEMBERED = 4096
@@ -78,10 +82,18 @@ class Budget:
 
     def allows(self, *, debt: bool = False) -> bool:
         """Whether a sum may be made now; with *debt*, also one that others will have to wait for."""
-        now = time.perf_counter()
-        self._credit = min(_MOST_CREDIT, self._credit + SHARE / 2 * (now - self._credited))
-        self._credited = now
+        self._earn(SHARE, _MOST_CREDIT)
         return self._credit > (-_MOST_CREDIT if debt else 0)
+
+    def repay(self) -> None:
+        """Pays what is owed, out of the time since it was asked, in which its rank had no work."""
+        if self._credit < 0:
+            self._earn(IDLE_SHARE, 0.0)
+
+    def _earn(self, share: float, most: float) -> None:
+        now = time.perf_counter()
+        self._credit = min(most, self._credit + share / 2 * (now - self._credited))
+        self._credited = now
 
     def spend(self) -> None:
         """Takes what has passed since it was asked."""
@@ -146,10 +158,15 @@ class KVMarks:
         self._batches: deque[Batch] = deque()
         """The others, first those that nobody has looked at for longest."""
         self._newest_first = False
+        self._in_danger: list[Batch] = []
+        """What the steps of a rank without work may write to, the likeliest first; …"""
+        self._first: deque[Batch] = deque()
+        """… and those of them that are to be looked at before all others."""
         self._where: dict[int, tuple[Batch, int]] = {}
         self._idle: deque[bool] = deque(maxlen=_REMEMBERED)
         self._step = 0
-        self._was_idle = False
+        self._idle_run = 0
+        """The number of steps without work since the last one of requests."""
         self._for_marks, self._for_looks = Budget(), Budget()
         self._waiting_since: float | None = None
 
@@ -219,6 +236,8 @@ class KVMarks:
             self._sums.forget()
             self._fresh.clear()
             self._batches.clear()
+            self._in_danger = []
+            self._first.clear()
             self._where.clear()
 
     # -- a step --------------------------------------------------------------------------------------------------
@@ -238,11 +257,18 @@ class KVMarks:
             dropped: list[Block] = []
         else:
             dropped = ledger.step(output)
-        at_once = output is None and not self._was_idle
-        self._was_idle = output is None
-        self._make(ledger, sums, at_once=at_once)
+        idle, run = output is None, self._idle_run
+        for budget in (self._for_marks, self._for_looks) if run else ():
+            budget.repay()
+        self._make(ledger, sums, at_once=idle and not run)
+        if idle and not run:
+            self._in_danger = self._endangered(ledger)
+        elif (run and not idle) or (run >= _LONG and not run & (run - 1)):
+            self._first = deque(self._in_danger)
+        self._look_first(sums, debt=not idle)
         self._compare(sums, dropped)
-        self._idle.append(output is None)
+        self._idle_run = run + 1 if idle else 0
+        self._idle.append(idle)
         self._step += 1
         self._seconds += time.perf_counter() - begun
 
@@ -291,6 +317,32 @@ class KVMarks:
         for number in list(ledger.finished)[: -2 * MOST]:
             ledger.forget(number)
             self._count("passed-over", 1)
+
+    def _endangered(self, ledger: Ledger) -> list[Batch]:
+        """What a rank without work may write to from now on.
+
+        First the blocks of the last step of requests, whose slots the buffers still have; then others marked just now.
+        """
+        found = [self._where[block.number][0] for block in reversed(ledger.newest) if block.number in self._where]
+        found += [batch for batch in self._fresh if batch.since == self._step]
+        return list(dict.fromkeys(found))
+
+    def _look_first(self, sums: Sums, *, debt: bool) -> None:
+        """Looks at what was in danger before a block of it is given away, or another one has its turn.
+
+        With *debt* it may owe what other looks have used up: they are at whatever comes round, and come too late.
+        """
+        while self._first:
+            batch = self._first[0]
+            if batch.alive and batch.looked < self._step:
+                if not (self._for_looks.allows(debt=debt) and sums.look(batch, self._step)):
+                    return
+                for queue in (self._fresh, self._batches):
+                    if batch in queue:
+                        queue.remove(batch)
+                self._batches.append(batch)
+                self._for_looks.spend()
+            self._first.popleft()
 
     def _compare(self, sums: Sums, dropped: Sequence[Block]) -> None:
         """Looks at blocks that are given away now, a last time; and at others, see `_next`."""

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _BLOCK_TABLE = "block_table"
 """In the name of each attribute of attention metadata that is one."""
+_PLAN = "scheduler_metadata"
+"""FlashAttention's plan, in its attention metadata: a tensor, or None where the kernel makes one."""
 _DEEPEST, _MOST = 6, 20_000
 """Levels below a layer's attention metadata, and objects in all, whose attributes are kept."""
 
@@ -132,11 +134,17 @@ class PythonState:
         return entries.values()
 
     def set_numbers(self, numbers: Mapping[str, int]) -> None:
-        """Until it is put back, each of *numbers* in every attribute of its name that is a number."""
+        """Until it is put back, each of *numbers* in every attribute of its name that is a number.
+
+        Where there are any, FlashAttention makes its plan itself: it refuses one that was made for other numbers, and
+        of ranks with batches of their own one alone would fail, between collectives that the others wait in.
+        """
         for attributes in self._attributes:
             attributes.update(
                 {name: number for name, number in numbers.items() if isinstance(attributes.get(name), int)}
             )
+            if numbers and _PLAN in attributes:
+                attributes[_PLAN] = None
 
     def put_back(self) -> None:
         for undo in self._undo:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_graphfix.verify.engine.job import Poisoned, Said
-from vllm_graphfix.verify.engine.poisoned import PASSES, gap_between
+from vllm_graphfix.verify.engine.poisoned import KINDS, PASSES, gap_between
 from vllm_graphfix.verify.engine.processes import HANG
 
 LEFT_BY_THE_ENGINE = "the engine itself has left NaN in the null block"
@@ -108,7 +108,22 @@ class PoisonReport:
             elif len(self.said.poisoned) > 1:
                 told.append(f"{where}: nothing")
         notes = dict.fromkeys(note for found in self.said.poisoned[0].ranks for note in found["notes"])
+        if self.padded is not None:
+            told.append(
+                f"padded rows of the model's output are NaN from step {self.padded} on, though they begin as a token "
+                "and no cache has NaN: harmless where rows do not meet, as in one fp8 scale for a batch"
+            )
         return told + list(notes)
+
+    @property
+    def padded(self) -> int | None:
+        """The first step in which padded rows of the model's output were NaN that no cache had; None if there is none.
+
+        No finding: they are nobody's.
+        """
+        passes = self.said.poisoned if self.said else ()
+        alone = [each for each in passes if each.kinds == KINDS[:1] and each.buffers is None]
+        return min((step for each in alone for step in each.padded), default=None)
 
     def summary(self) -> str:
         """How much was poisoned."""
@@ -125,6 +140,7 @@ class PoisonReport:
             "found": self.found,
             "inconclusive": self.inconclusive,
             "error": self.error,
+            "padded": self.padded,
             "noise": _number(self.noise) if self.said else None,
             "passes": [
                 {

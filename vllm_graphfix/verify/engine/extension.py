@@ -22,7 +22,7 @@ class GraphfixStates:
         from vllm_graphfix.verify.poison.engine import PoisonedRunner
 
         runner = getattr(self, "model_runner")  # noqa: B009 - as above
-        self._graphfix_poisoned = PoisonedRunner(runner, kinds, buffers, finite=finite)
+        self._graphfix_poisoned = PoisonedRunner(runner, kinds, buffers, worker=self, finite=finite)
 
     def graphfix_poison_found(self) -> dict[str, Any]:
         """Ends that, and tells what it has shown."""

@@ -91,6 +91,11 @@ class Poisoned:
         return [(rank, *finding) for rank, found in enumerate(self.ranks) for finding in found["findings"]]
 
     @property
+    def padded(self) -> list[int]:
+        """The first step of each rank in which padded rows of the model's output were NaN."""
+        return [found["padded"] for found in self.ranks if found.get("padded")]
+
+    @property
     def shows(self) -> bool:
         return bool(self.prompts or self.findings)
 

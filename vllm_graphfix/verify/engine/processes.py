@@ -112,14 +112,19 @@ class Engines:
         done: Told = lambda job, how: None,
         *,
         preload: bool = False,
+        ended: Callable[[Ended], None] = lambda ended: None,
+        limit: float | None = None,
     ) -> None:
         """Logs and results go to *folder*. *timeout*, in seconds, is for one engine from start to end.
+
+        *ended* is called with each engine that has, in the thread that waited for it. No engine begins when *limit*
+        seconds are over.
 
         *doing* is told the last line of an engine's log twice a second, *done* how it ended. With *preload* engines are
         forked from a process that has imported vLLM, where that works.
         """
         self._folder, self._timeout, self._doing, self._done = folder, timeout, doing, done
-        self._preload = preload
+        self._preload, self._ended, self._limit = preload, ended, limit
         self._preloaded: list[tuple[dict[str, str], Preloaded]] = []
         self._running: dict[str, Process] = {}
         self._lock = threading.Lock()
@@ -144,6 +149,8 @@ class Engines:
                 self._end_what_is_preloaded()
 
     def _run(self, job: Job) -> Ended:
+        if self._limit is not None and time.monotonic() - self._began > self._limit:
+            return Ended(job, None, "was not started: time was up", self._folder, 0.0)
         ended = self._engine(job, preload=self._preload)
         if ended.forked and ended.error and not (CRASH.search(ended.error) or HANG.fullmatch(ended.error)):
             # Whether that is because it was forked, another one tells.
@@ -155,6 +162,7 @@ class Engines:
         parts = [f"{name} {ended.times[name]:.0f}" for name in ("imports", "start", "answers", "cpu") if ended.said]
         within = f" ({', '.join(parts)})" if parts else ""
         self._done(job, f"{ended.error or 'done'}, {ended.seconds:.0f} s{within}")
+        self._ended(ended)
         return ended
 
     def _engine(self, job: Job, *, preload: bool) -> Ended:

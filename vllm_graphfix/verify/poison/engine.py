@@ -14,7 +14,8 @@ from vllm_graphfix.verify.poison import memory
 from vllm_graphfix.verify.poison.bits import LOUD, NAN
 from vllm_graphfix.verify.poison.blocks import Blocks, caches_of
 from vllm_graphfix.verify.poison.poison import BLOCKS, KINDS, NULL, NULL_BLOCK, ROWS, Poison
-from vllm_graphfix.verify.poison.rows import Room, Rows, buffers_of
+from vllm_graphfix.verify.poison.rows import Buffer, Room, Rows, buffers_of
+from vllm_graphfix.verify.poison.states import as_many_as_fit, free_rows, states_of
 
 LEFT_BY_THE_ENGINE = "the engine itself has left NaN in the null block"
 _PREPARE = ("_prepare_inputs", "prepare_inputs")
@@ -59,11 +60,12 @@ class PoisonedRunner:
         kinds: Collection[str] = KINDS,
         buffers: Collection[str] | None = None,
         *,
+        worker: Any = None,
         finite: bool = False,
     ) -> None:
         """Only *kinds* of poison; of persistent inputs those with the names *buffers*, if any are given.
 
-        *finite*: blocks hold large numbers, and no NaN.
+        *worker* is the runner's, if it has one. *finite*: blocks hold large numbers, and no NaN.
         """
         self._runner = runner
         self.notes: list[str] = []
@@ -71,6 +73,10 @@ class PoisonedRunner:
         self.error: str | None = None
         """What went wrong here; nothing was poisoned after it."""
         self._live = 0
+        self._idle = False
+        self._tokens = 0
+        self._padded: int | None = None
+        """The first step in which padded rows of the model's output were NaN."""
         config = runner.vllm_config
         chosen = frozenset(kinds)
         if getattr(config, "kv_transfer_config", None) is not None:
@@ -92,15 +98,19 @@ class PoisonedRunner:
             vocabulary=int(config.model_config.get_vocab_size()),
             kinds=chosen,
             fill_memory=memory.fill,
+            states=functools.partial(self._states, buffers),
         )
-        self._wrapped: list[str] = []
-        self._wrap("execute_model", self._executing)
+        self._wrapped: list[tuple[Any, str]] = []
+        self._wrap(runner, "execute_model", self._executing)
         prepare = next((name for name in _PREPARE if hasattr(runner, name)), None)
         if prepare is None:
             raise LookupError(f"{type(runner).__name__} prepares its inputs in a way that is not known")
-        self._wrap(prepare, self._preparing)
+        self._wrap(runner, prepare, self._preparing)
         if prepare == "_prepare_inputs":  # V2's step without work is an `execute_model`
-            self._wrap("_dummy_run", self._idling)
+            self._wrap(runner, "_dummy_run", self._idling)
+        if hasattr(worker, "execute_dummy_batch"):
+            # The step begins here, and `idle-rank` empties buffers here: poison that came later would undo that.
+            self._wrap(worker, "execute_dummy_batch", self._idling)
 
     def _blocks(self, byte: int) -> tuple[Blocks, int]:
         layers = self._runner.vllm_config.compilation_config.static_forward_context
@@ -112,21 +122,28 @@ class PoisonedRunner:
             self.notes.append(f"not poisoned: blocks of {named}, whose cache has an unknown shape")
         return Blocks(known, count, byte), count
 
-    def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
-        stock = getattr(self._runner, name)
+    def _states(self, chosen: Collection[str] | None = None) -> list[tuple[Buffer, list[int]]]:
+        rows = free_rows(self._runner)
+        states = states_of(self._runner) if rows else []
+        return [(each, as_many_as_fit(rows, each)) for each in states if chosen is None or each.name in chosen]
+
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        stock = getattr(owner, name)
 
         @functools.wraps(stock)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return wrapper(stock, *args, **kwargs)
 
         # On this object alone, whose class stays as it is.
-        setattr(self._runner, name, wrapped)
-        self._wrapped.append(name)
+        setattr(owner, name, wrapped)
+        self._wrapped.append((owner, name))
 
     def _executing(self, stock: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         dummy = bool(kwargs.get("dummy_run", len(args) > 1 and args[1]))
 
         def begin() -> None:
+            if self._idle:
+                return
             self._end_step()
             if dummy:
                 self.poison.before_preparing(Rows(0, 0, self._live), self._holders.held)
@@ -135,12 +152,23 @@ class PoisonedRunner:
                 self.poison.give(self._holders.held)
 
         self._guarded(begin)
-        return stock(scheduler_output, *args, **kwargs)
+        self._tokens = 0
+        output = stock(scheduler_output, *args, **kwargs)
+        self._guarded(self._look_at_padding)
+        return output
+
+    def _look_at_padding(self) -> None:
+        """Padded rows begin as a token that exists: if they end as NaN, a kernel has made it of nothing, or of NaN."""
+        hidden = getattr(getattr(self._runner, "execute_model_state", None), "hidden_states", None)
+        if self._padded is not None or not self._tokens or not isinstance(hidden, torch.Tensor):
+            return
+        if hidden.is_floating_point() and hidden[self._tokens :].isnan().any():
+            self._padded = self.poison.steps
 
     def _preparing(self, stock: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         def poison() -> None:
             scheduled = scheduler_output.num_scheduled_tokens
-            self._live = len(scheduled)
+            self._live, self._tokens = len(scheduled), scheduler_output.total_num_scheduled_tokens
             rows = Rows(len(scheduled), scheduler_output.total_num_scheduled_tokens, len(scheduled))
             self.poison.before_preparing(rows, self._holders.held)
 
@@ -150,11 +178,18 @@ class PoisonedRunner:
     def _idling(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def poison() -> None:
             self._end_step()
-            live = int(self._runner.input_batch.num_reqs)
+            batch = getattr(self._runner, "input_batch", None)  # V1's
+            live = self._live if batch is None else int(batch.num_reqs)
             self.poison.before_preparing(Rows(0, 0, live), self._holders.held)
 
+        if self._idle:  # the worker's step has begun, and this is the runner's part of it
+            return stock(*args, **kwargs)
         self._guarded(poison)
-        return stock(*args, **kwargs)
+        self._idle = True
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            self._idle = False
 
     def _end_step(self) -> None:
         if self.poison.steps:
@@ -175,8 +210,8 @@ class PoisonedRunner:
 
     def remove(self) -> dict[str, Any]:
         """Takes everything out again, and tells what was found."""
-        for name in self._wrapped:
-            delattr(self._runner, name)
+        for owner, name in self._wrapped:
+            delattr(owner, name)
         self._wrapped = []
 
         def end() -> None:
@@ -185,11 +220,13 @@ class PoisonedRunner:
             self.poison.remove()
 
         self._guarded(end)
+        inputs = [*self.poison.buffers, *(state for state, _ in self._states())]
         return {
             "steps": self.poison.steps,
             "findings": [list(finding) for finding in self.poison.findings],
             "most": dict(self.poison.most),
-            "buffers": sorted(buffer.name for buffer in self.poison.buffers) if ROWS in self.poison.kinds else [],
+            "buffers": sorted(each.name for each in inputs) if ROWS in self.poison.kinds else [],
+            "padded": self._padded,
             "notes": self.notes,
             "error": self.error,
         }

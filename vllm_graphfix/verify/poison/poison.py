@@ -10,6 +10,7 @@ from vllm_graphfix.verify.poison.blocks import Blocks
 from vllm_graphfix.verify.poison.rows import Buffer, Lease, Rows, Seen
 
 ROWS, NULL, BLOCKS, MEMORY = "padded rows", "null block", "unused blocks", "freed memory"
+STATES = "rows without a request"
 KINDS = (ROWS, NULL, BLOCKS, MEMORY)
 NULL_BLOCK = 0
 _MOST = 20
@@ -39,6 +40,8 @@ class Poison:
     kinds: frozenset[str] = frozenset(KINDS)
     fill_memory: Callable[[], int] = lambda: 0
     """Poisons what is free in the allocator's pools and in workspaces; returns bytes."""
+    states: Callable[[], list[tuple[Buffer, list[int]]]] = list
+    """States of requests, and those of their rows that no request has."""
 
     steps: int = 0
     findings: list[Finding] = field(default_factory=list)
@@ -67,6 +70,9 @@ class Poison:
             self._pointed_to = self.blocks.seen(given)
             seen = Seen(self._pointed_to, self.length, self.block_size, self.vocabulary)
             self._count(ROWS, self._lease.fill(self.buffers, rows, seen))
+            for buffer, listed in self.states():
+                self._lease.fill_rows(buffer, listed, rows, seen)
+                self._count(STATES, len(listed))
         if MEMORY in self.kinds:
             self._count(MEMORY, self.fill_memory())
 

@@ -147,6 +147,7 @@ class Lease:
 
     def __init__(self) -> None:
         self._lent: list[tuple[str, Any, Any, int]] = []
+        self._lent_rows: list[tuple[Any, int, Any, Any, int]] = []
 
     def fill(self, buffers: Iterable[Buffer], rows: Rows, seen: Seen) -> int:
         """Poisons the padding of *buffers* in a step of *rows*; returns how many have some."""
@@ -159,11 +160,22 @@ class Lease:
                 bits.fill_(number)
         return len(self._lent)
 
+    def fill_rows(self, buffer: Buffer, listed: list[int], rows: Rows, seen: Seen) -> None:
+        """Poisons the rows *listed* of *buffer*, wherever they are."""
+        bits = as_integers(buffer.tensor)
+        index = torch.tensor(listed, dtype=torch.int64, device=bits.device)
+        number = poison_of(buffer, rows, seen)
+        self._lent_rows.append((bits, buffer.axis, index, bits.index_select(buffer.axis, index), number))
+        bits.index_fill_(buffer.axis, index, number)
+
     def end(self) -> None:
         """Gives back what nobody has overwritten: a step later it may be a request's."""
         for _, bits, before, number in self._lent:
             torch.where(bits == number, before, bits, out=bits)
-        self._lent = []
+        for bits, axis, index, before, number in self._lent_rows:
+            now = bits.index_select(axis, index)
+            bits.index_copy_(axis, index, torch.where(now == number, before, now))
+        self._lent, self._lent_rows = [], []
 
     @property
     def lent(self) -> list[str]:
