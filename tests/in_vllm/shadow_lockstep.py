@@ -40,7 +40,6 @@ from wrapped_model import CAPTURED, EVERY_STEP, Served
 
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
-from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 
 BUSY, IDLE, PROMPTS = "requests", "a dummy batch", "prompts, which no graph has"
 METHODS = """
@@ -64,7 +63,7 @@ def data_parallel(rank: int, run: Callable[[], None]) -> None:
     SharedStandIn.rank = rank
     with (
         mock.patch.multiple(parallel_state, **groups),
-        mock.patch.object(dp_utils, "get_dp_group", lambda: groups["_DP"]),
+        mock.patch.object(dp_utils, "get_dp_group", return_value=groups["_DP"]),
     ):
         run()
 
@@ -304,14 +303,33 @@ CHECKED_V2 = [2, 3, 4, 6, 7, 8]
 
 def test_on_model_runner_v2_they_check_the_steps_of_which_vllm_agrees_that_all_replay() -> None:
     def scenario(rank: int, say: Say) -> None:
-        with cpu_cuda_graphs(), torch.inference_mode():
-            unwatched, watched = ServedV2(rank, Rate()), ServedV2(rank, EVERY_STEP)
-            for kind in steps_of(rank, STEPS_V2):
-                before = unwatched.common_step(kind)
-                say(bool(torch.equal(watched.common_step(kind), before)))
-            shadow = watched.shadow
-            say(list(shadow.results.steps), shadow.results.checks, shadow.results.mismatches, shadow.stopped)
+        unwatched, watched = ServedV2(rank, Rate()), ServedV2(rank, EVERY_STEP)
+        for kind in steps_of(rank, STEPS_V2):
+            before = unwatched.common_step(kind)
+            say(bool(torch.equal(watched.common_step(kind), before)))
+        shadow = watched.shadow
+        say(list(shadow.results.steps), shadow.results.checks, shadow.results.mismatches, shadow.stopped)
 
     ended = two_ranks(scenario)
     never_wrong(ended)
     assert [each.said[-1] for each in ended] == [[CHECKED_V2, len(CHECKED_V2), 0, None]] * 2, ended
+
+
+def test_on_model_runner_v2_a_wrong_graph_of_one_rank_is_a_mismatch_on_both_and_goes_into_quarantine() -> None:
+    def scenario(rank: int, say: Say) -> None:
+        right, watched = ServedV2(rank, Rate()), ServedV2(rank, EVERY_STEP, Action.QUARANTINE, stale=rank == 0)
+        for _ in range(3):
+            right.common_step(BUSY), watched.common_step(BUSY)
+        for mine, correct in zip(watched.model.layers.values(), right.model.layers.values(), strict=True):
+            mine.kv_cache[0].copy_(correct.kv_cache[0])
+        runs = watched.model.eager_runs
+        for kind in steps_of(rank, [(BUSY, IDLE), (BUSY, BUSY), (IDLE, BUSY)]):
+            before = right.common_step(kind)
+            say(bool(torch.equal(watched.common_step(kind), before)))
+        results = watched.shadow.results
+        here = [each.here for each in results.kept]
+        say(results.mismatches, here, len(results.quarantined), watched.shadow.stopped, watched.model.eager_runs - runs)
+
+    ended = two_ranks(scenario)
+    never_wrong(ended)
+    assert [each.said[-1] for each in ended] == [[2, [rank == 0] * 2, 1, None, 3] for rank in range(2)], ended

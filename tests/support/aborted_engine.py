@@ -100,7 +100,7 @@ def replay(worker: Any, wrong: str) -> None:
     dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY, 1)
     given: dict[str, Any] = {}
 
-    class Wrapper(CUDAGraphWrapper):
+    class Wrapper(CUDAGraphWrapper):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             given.update(args=args, kwargs=kwargs)
             return super().__call__(*args, **kwargs)
