@@ -168,13 +168,10 @@ def test_the_archive_unpacks_without_a_network(packed: Pack, tmp_path: Path) -> 
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode, done.stdout) == (0, "torch 2.14.0 with CUDA 13.0\n"), done.stderr
     assert list(folder.glob("lib/python*/site-packages/vllm_graphfix/__init__.py"))
-    look = [
-        folder / "bin" / "python",
-        "-P",
-        "-c",
-        "import of_the_machine, vllm_graphfix; print(vllm_graphfix.__file__)",
-    ]
-    seen = subprocess.run(look, capture_output=True, text=True, check=True)
+    look = "import of_the_machine, vllm_graphfix; print(vllm_graphfix.__file__)"
+    seen = subprocess.run(
+        [str(folder / "bin" / "python"), "-P", "-c", look], capture_output=True, text=True, check=True
+    )
     assert seen.stdout.startswith(str(folder))
     (script.parent / "wheels.tar.000").write_bytes(b"")
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
