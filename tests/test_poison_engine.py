@@ -261,7 +261,7 @@ def test_the_script_writes_as_engines_end_and_begins_none_when_time_is_up(tmp_pa
     for fixes in ("off", "on"):
         bench.add(site, poison_script.CASES["mamba2"], fixes, (site,))
     (stock, patched) = bench.jobs.values()
-    assert stock.environment["PYTHONPATH"].startswith(str(site.folder))
+    assert (stock.environment["PYTHONPATH"] or "").startswith(str(site.folder))
     said = Said(((RIGHT,), (RIGHT,)), {}, {}, None, {"vllm": "0.20.0"}, 1.0, poisoned=(a_pass(written=True), *QUIET))
     bench.note(Ended(stock, said, None, tmp_path / "log", 9.0))
     (written,) = json.loads((tmp_path / "result.json").read_text())
