@@ -139,7 +139,7 @@ def test_a_vllm_that_chooses_otherwise_is_not_known(tmp_path: Path) -> None:
     [
         (
             "0.33.0",
-            "4 of these 5 need a model runner or a mode that is not the default of this vLLM.",
+            "4 of these 6 need a model runner or a mode that is not the default of this vLLM.",
             {
                 "prefill-dispatch": "model runner V1 (not the default here), recurrent layers",
                 "prompt-logprobs": "model runner V1 (not the default here), speculative decoding",
@@ -150,15 +150,15 @@ def test_a_vllm_that_chooses_otherwise_is_not_known(tmp_path: Path) -> None:
         ),
         (
             "0.29.0",
-            "3 of these 7 need",
+            "3 of these 8 need",
             {
                 "prefill-dispatch": "model runner V1 (not the default here), recurrent layers",
                 "idle-rank": "data parallelism",  # V2 has it there, too
             },
         ),
-        ("0.28.0", "1 of these 7 needs", {"prefill-dispatch": "model runner V1, recurrent layers"}),
-        ("0.25.1", "1 of these 7 needs", {"prefill-dispatch": "recurrent layers", "idle-rank": "data parallelism"}),
-        ("0.18.1", "3 of these 10 need", {"capture-state": "model runner V2 (not the default here), full graphs"}),
+        ("0.28.0", "1 of these 8 needs", {"prefill-dispatch": "model runner V1, recurrent layers"}),
+        ("0.25.1", "1 of these 8 needs", {"prefill-dispatch": "recurrent layers", "idle-rank": "data parallelism"}),
+        ("0.18.1", "3 of these 11 need", {"capture-state": "model runner V2 (not the default here), full graphs"}),
     ],
 )
 def test_what_is_not_the_default_of_a_release_is_said(release: str, said: str, beginning: dict[str, str]) -> None:
@@ -193,6 +193,8 @@ FACTS = [
     ("triton_mla", "./v3 --attention-backend triton_mla", True),
     ("triton_mla", "./v3", None),
     ("triton_mla", "./llama", False),
+    ("cutlass_mla", "./v3 --attention-backend triton_mla", False),
+    ("cutlass_mla", "./v3 --attention-backend cutlass_mla", True),
     ("drafts", "./llama" + EAGLE, True),
     ("drafts", "./llama", False),
     ("drafts", "./llama --spec-method ngram", True),

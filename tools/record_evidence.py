@@ -107,7 +107,7 @@ def recorded(page: str) -> dict[str, Found | None]:
 
 def with_rows(page: str, rows: Iterable[str]) -> str:
     """*page* with *rows* for those that were recorded before."""
-    return PART.sub(lambda _: HEAD + "".join(f"{row}\n" for row in rows), page)
+    return PART.sub(lambda _: HEAD + "".join(f"{row}\n" for row in rows), page, count=1)
 
 
 def table_rows(by_release: dict[str, Found | None]) -> Iterator[str]:

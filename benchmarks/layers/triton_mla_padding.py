@@ -11,12 +11,13 @@ RELEASE = "0.25.1"
 
 def measure(rounds: int) -> list[tuple[object, ...]]:
     import torch
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLAMetadataBuilder
 
     from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes.triton_mla_padding import FIX
-    from vllm_graphfix.verify.double.scenarios.triton_mla_padding import metadata_builder
+    from vllm_graphfix.verify.double.mla_decode import metadata_builder
 
-    builder = metadata_builder()
+    builder = metadata_builder(TritonMLAMetadataBuilder)
     real = type(builder).build
     zeros, counts = FIX.patches("divides-by-nothing")
     active, observing = Activity(FIX.events), Activity(FIX.events, corrects=False)

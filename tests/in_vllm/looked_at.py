@@ -16,7 +16,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from vllm import platforms
 from vllm.config import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -77,29 +76,6 @@ def decodes(tokens: int, lengths: list[int], longest: int) -> CommonAttentionMet
         "is_prefilling": torch.zeros(rows, dtype=torch.bool),
     }
     return CommonAttentionMetadata(**known_to(CommonAttentionMetadata, given))
-
-
-# -- extract_hidden_states (issue 43810)
-
-
-def test_padding_of_hidden_states_is_written_to_the_last_slot_up_to_0_24() -> None:
-    model = module("vllm.model_executor.models.extract_hidden_states")
-    if model is None:
-        assert RELEASE < (0, 17)
-        return
-    proposer = module("vllm.v1.spec_decode.extract_hidden_states").ExtractHiddenStatesProposer
-    blocks, size, heads, width = 5, 4, 3, 2
-    shape = (blocks, heads, size, width) if RELEASE >= (0, 29) else (blocks, size, heads, width)
-    cache = torch.zeros(shape)
-    buffer = torch.zeros(8, dtype=torch.int64)
-    # Three tokens of a request in block 1, in a graph for eight.
-    mapping = proposer._get_slot_mapping(
-        SimpleNamespace(_slot_mapping_buffer=buffer, attn_layer_names=["layer"]), 8, torch.tensor([4, 5, 6])
-    )["layer"]
-    model.basic_cache(torch.ones(8, heads, width), cache, mapping)
-    last = cache[-1, :, -1] if RELEASE >= (0, 29) else cache[-1, -1]
-    assert bool(last.any()) == (RELEASE < (0, 25)), "the last slot of the last block, which a request may hold"
-    assert bool(cache[0].any()) == (RELEASE >= (0, 25)), "the null block, which nobody reads here"
 
 
 # -- DBO's capture (PR 40961)
@@ -180,49 +156,6 @@ def test_flashinfer_on_blackwell_has_full_graphs_of_such_decodes_up_to_0_29() ->
     assert "build_for_cudagraph_capture" not in vars(cls), "which no check keeps out of a capture"
 
 
-# -- rows without a request on Cutlass MLA (PR 37442, reverted by PR 38359)
-
-
-@contextmanager
-def fresh_memory_is_nan() -> Iterator[None]:
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert vars(torch.utils)["deterministic"].fill_uninitialized_memory, "as it is unless somebody switches it off"
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was)
-
-
-def test_rows_without_a_request_are_memory_as_it_was_on_cutlass_mla_but_from_0_18_to_0_19() -> None:
-    def kernel(out: torch.Tensor, lse: Any, nope: Any, rope: Any, cache: Any, lengths: torch.Tensor, *_: Any) -> None:
-        out[lengths > 0] = 1.0  # as it is reported: nothing is written for a row of length 0
-
-    processors = SimpleNamespace(multi_processor_count=148)
-    with (  # the module asks a GPU for a workspace
-        mock.patch.object(torch, "empty", return_value=torch.empty(0)),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=processors),
-        mock.patch.object(platforms.Platform, "num_compute_units", create=True, return_value=148),
-    ):
-        cutlass_mla = importlib.import_module("vllm.v1.attention.backends.mla.cutlass_mla")
-    layer = SimpleNamespace(need_to_return_lse_for_decode=False, kv_cache_dtype="auto", _decode_out=None)
-    half = torch.bfloat16
-    with fresh_memory_is_nan(), mock.patch.object(cutlass_mla.ops, "sm100_cutlass_mla_decode", kernel, create=True):
-        out, _ = cutlass_mla.CutlassMLAImpl._sm100_cutlass_mla_decode(
-            layer,
-            torch.ones(4, 8, 512, dtype=half),
-            torch.ones(4, 8, 64, dtype=half),
-            torch.ones(16, 128, 576, dtype=half),
-            torch.tensor([9, 23, 14, 0], dtype=torch.int32),
-            torch.zeros(4, 4, dtype=torch.int32),
-            torch.zeros(16, dtype=torch.uint8),
-            1.0,
-            1,
-        )
-    assert not out[:3].isnan().any()
-    assert bool(out[3].isnan().all()) == (not (0, 18) <= RELEASE < (0, 20))
-
-
 # -- the null block (issues 57156 and 36939, PR 39444)
 
 
@@ -271,6 +204,17 @@ def test_a_capture_of_single_tokens_gives_deepgemm_lengths_of_zero_for_compresse
 
 
 # -- graphs of encoders (issue 57136)
+
+
+@contextmanager
+def fresh_memory_is_nan() -> Iterator[None]:
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert vars(torch.utils)["deterministic"].fill_uninitialized_memory, "as it is unless somebody switches it off"
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was)
 
 
 def test_padding_of_an_encoders_graph_is_memory_as_it_was_up_to_0_30() -> None:

@@ -23,16 +23,8 @@ from vllm_graphfix.fix import Activity
 from vllm_graphfix.fixes import _triton_mla_reduce
 from vllm_graphfix.fixes.triton_mla_padding import EMPTY_ROWS_GIVEN, FIX
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.double.scenarios.triton_mla_padding import (
-    CAPTURED,
-    HEADS,
-    LATENT,
-    ROPE,
-    TritonMLADecode,
-    common_metadata,
-    cpu_triton_mla,
-    metadata_builder,
-)
+from vllm_graphfix.verify.double.mla_decode import CAPTURED, HEADS, common_metadata, metadata_builder
+from vllm_graphfix.verify.double.scenarios.triton_mla_padding import LATENT, ROPE, TritonMLADecode, cpu_triton_mla
 
 MINUS_INFINITY = float("-inf")
 KERNELS = "vllm.v1.attention.ops.triton_decode_attention"

@@ -188,11 +188,12 @@ def triton_mla(*, active: bool, padded: bool) -> Case:
     import torch
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 
+    from vllm_graphfix.verify.double.mla_decode import common_metadata
     from vllm_graphfix.verify.double.scenarios import triton_mla_padding as scenario
 
     decode, layers = scenario.TritonMLADecode(), _Layers("triton-mla-padding", "divides-by-nothing", active=active)
     build = layers.around("MLACommonMetadataBuilder.build", MLACommonMetadataBuilder.build)
-    metadata = scenario.common_metadata(decode, ROWS)
+    metadata = common_metadata(decode, ROWS)
     requests = REQUESTS if padded else ROWS
     metadata.query_start_loc_cpu.copy_(torch.arange(ROWS + 1).clamp(max=requests))
     lengths = (torch.arange(ROWS) < requests).int()

@@ -20,15 +20,19 @@ def between(first: str, last: str) -> tuple[str, ...]:
     return ALL_RELEASES[ALL_RELEASES.index(first) : ALL_RELEASES.index(last) + 1]
 
 
-def _span(releases: str) -> tuple[str, ...]:
-    """``first - last``, or one release; whatever stands behind is for people."""
-    found = re.match(r"(\d+\.\d+\.\d+)(?: - (\d+\.\d+\.\d+))?(?![-.\d])", releases)
+_SPAN = r"\d+\.\d+\.\d+(?: - \d+\.\d+\.\d+)?(?![-.\d])"
+
+
+def _spans(releases: str) -> tuple[str, ...]:
+    """``first - last``, or one release, and others behind a comma; whatever stands behind is for people."""
+    found = re.match(rf"{_SPAN}(?:, {_SPAN})*", releases)
     assert found, f"{releases!r} does not begin with releases"
-    return between(found[1], found[2] or found[1])
+    spans = (span.partition(" - ") for span in found[0].split(", "))
+    return tuple(release for first, _, last in spans for release in between(first, last or first))
 
 
-AFFECTED = {fix.name: _span(about(fix).releases) for fix in FIXES}
-ABSENT = {fix.name: _span(about(fix).absent) for fix in FIXES if about(fix).absent}
+AFFECTED = {fix.name: _spans(about(fix).releases) for fix in FIXES}
+ABSENT = {fix.name: _spans(about(fix).absent) for fix in FIXES if about(fix).absent}
 """Releases without the component."""
 
 

@@ -173,14 +173,21 @@ class Attention(Model):
 
     def triton_mla(self) -> Fact:
         """Latent attention runs on Triton."""
+        return self._latent_attention_on("TRITON_MLA")
+
+    def cutlass_mla(self) -> Fact:
+        """Latent attention runs on Cutlass."""
+        blackwell = self._capability((10,), "Cutlass MLA needs a Blackwell of compute capability 10")
+        return blackwell if blackwell.holds is False else self._latent_attention_on("CUTLASS_MLA")
+
+    def _latent_attention_on(self, wanted: str) -> Fact:
         backend, missing = self._backend()
         if missing is not None:
             return Fact(None, missing)
         if backend is not None:
             return Fact(
-                backend == "TRITON_MLA",
-                f"--attention-backend {printable(backend[:40])}"
-                + ("" if backend == "TRITON_MLA" else " is not TRITON_MLA"),
+                backend == wanted,
+                f"--attention-backend {printable(backend[:40])}" + ("" if backend == wanted else f" is not {wanted}"),
             )
         mla = self.mla()
         if mla.holds is False:

@@ -67,6 +67,11 @@ GRAPHS = Need("CUDA graphs", lambda deployment, _: deployment.graphs())
 FULL_GRAPHS = Need(
     "full graphs", lambda deployment, _: deployment.full_graphs(), "a cudagraph_mode with FULL, as by default"
 )
+PROMPTS_IN_GRAPHS = Need(
+    "prompts in graphs",
+    lambda deployment, _: deployment.prompts_in_graphs(),
+    "a cudagraph_mode of PIECEWISE, FULL or FULL_AND_PIECEWISE",
+)
 DRAFTS = Need("speculative decoding", lambda deployment, _: deployment.drafts())
 FP8_CACHE = Need("fp8 KV cache", lambda deployment, _: deployment.fp8_cache(), "--kv-cache-dtype fp8")
 SPARSE_MLA = Need("sparse attention", lambda deployment, _: deployment.sparse_mla(), "DeepSeek's, with its indexer")

@@ -213,11 +213,10 @@ def needs() -> tuple[Need, ...]:
 
     methods = ("eagle", "eagle3", "mtp", "dflash", "draft_model", "extract_hidden_states")
     drafters = "eagle, eagle3, mtp, dflash, dspark, a draft model or extract_hidden_states"
-    graphs = "a cudagraph_mode of PIECEWISE, FULL or FULL_AND_PIECEWISE"
     return (
         needs.RUNNER_V1,
         Need("speculative decoding", lambda deployment, _: deployment.speculator(*methods), drafters),
-        Need("prompts in graphs", lambda deployment, _: deployment.prompts_in_graphs(), graphs),
+        needs.PROMPTS_IN_GRAPHS,
         unseen("requests with prompt_logprobs"),
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._about import NEWEST, About
+from vllm_graphfix.fixes._empty_rows import counts_empty_rows
 from vllm_graphfix.log import logger
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ EMPTY_ROWS_GIVEN = Event(
     "empty-rows-given",
     "A batch with padded rows reached Triton's MLA decode: on stock the kernel leaves NaN in them.",
 )
+_COUNT = counts_empty_rows(EMPTY_ROWS_GIVEN, _BUILDER, _BACKEND_MODULE)
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -207,39 +209,10 @@ def _without_own_kernel(error: Exception) -> None:
     )
 
 
-def _count_empty_rows(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `MLACommonMetadataBuilder.build`, which Triton's builder inherits.
-
-    A replay runs no other Python of Triton MLA. Rows of length 0 that the query starts do not show are not counted,
-    since only the device knows them.
-    """
-    given = activity.counter(EMPTY_ROWS_GIVEN)
-
-    @functools.wraps(stock)
-    def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            kind: Any = type(self)
-            if _is_tritons(kind):
-                last = common_attn_metadata.query_start_loc_cpu.numpy()[-2:]
-                if len(last) == 2 and last[0] == last[1]:
-                    given.count += 1
-        except Exception as error:
-            activity.failed(error)
-        return stock(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-
-    return build
-
-
-@functools.lru_cache(maxsize=64)
-def _is_tritons(builder: type) -> bool:
-    """By name: this must not import Triton MLA where another backend is used."""
-    return any(kind.__name__ == _BUILDER and kind.__module__ == _BACKEND_MODULE for kind in builder.__mro__)
-
-
 def patches(shape: str) -> tuple[Patch, ...]:
     return (
         Patch(_KERNELS_MODULE, _LAUNCH, _zeros_for_empty_rows, observes=False),
-        Patch(_COMMON_MODULE, "MLACommonMetadataBuilder.build", _count_empty_rows),
+        Patch(_COMMON_MODULE, "MLACommonMetadataBuilder.build", _COUNT),
     )
 
 

@@ -1,0 +1,41 @@
+"""hidden-states-padding on vLLM's own drafter: what the layers are given as slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import vllm_graphfix
+from activities import activity_of
+from vllm_graphfix.fixes.hidden_states_padding import PADDING_WRITTEN
+from vllm_graphfix.verify.trials.hidden_states_padding import BLOCK_SIZE, BLOCKS, HIDDEN_SIZE, LAYER, LAYERS, proposer
+
+
+@pytest.fixture
+def drafter() -> Any:
+    return proposer(torch.zeros(BLOCKS, BLOCK_SIZE, LAYERS, HIDDEN_SIZE), graphs=True)
+
+
+@pytest.mark.usefixtures("drafter")
+def test_the_fix_is_active_by_default() -> None:
+    assert vllm_graphfix.states()["hidden-states-padding"].state == "active"
+
+
+def test_a_step_keeps_its_slots_in_the_drafters_own_buffer(drafter: Any) -> None:
+    """Those that it has as -1 itself, of tokens whose context is another rank's, are nobody's either."""
+    given = torch.tensor([5, -1, 7])
+    before = activity_of("hidden-states-padding").counter(PADDING_WRITTEN).count
+    slots = drafter._get_slot_mapping(8, given)[LAYER]
+    assert slots.tolist() == [5, 0, 7, 0, 0, 0, 0, 0]
+    assert slots.data_ptr() == drafter._slot_mapping_buffer.data_ptr()
+    assert given.tolist() == [5, -1, 7], "the step's own are the model runner's"
+    assert activity_of("hidden-states-padding").counter(PADDING_WRITTEN).count == before + 1
+
+
+def test_a_dummy_run_is_given_what_the_buffer_holds_and_is_not_counted(drafter: Any) -> None:
+    before = activity_of("hidden-states-padding").counter(PADDING_WRITTEN).count
+    drafter._slot_mapping_buffer.copy_(torch.arange(16))
+    assert drafter._get_slot_mapping(8)[LAYER].tolist() == list(range(8))
+    assert activity_of("hidden-states-padding").counter(PADDING_WRITTEN).count == before

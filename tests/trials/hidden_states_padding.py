@@ -1,0 +1,93 @@
+"""Trials of hidden-states-padding: vLLM changes that its diagnosis must see, and command lines."""
+
+from __future__ import annotations
+
+from trial_rows import Edit, Served
+from vllm_graphfix.deployment import Concern
+from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes.hidden_states_padding import _MODEL, _PROPOSER
+
+indexed = r"^( +)(kv_cache\[slot_mapping // block_size, slot_mapping % block_size\] = to_cache)\n"
+viewed = r"^( +)(token_kv_cache\[slot_mapping\] = to_cache)\n"
+raised = r"^ +slot_mapping = slot_mapping\.clamp_min\(0\)\n"
+padding = r"\.fill_\(PADDING_SLOT_ID\)"
+affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
+flags = """./llama --speculative-config '{"method": "extract_hidden_states", "num_speculative_tokens": 1}\'"""
+
+EDITS = (
+    Edit(
+        "no slot below 0 is written to",
+        "0.24.0",
+        _MODEL,
+        indexed,
+        r"\1slot_mapping = slot_mapping.clamp_min(0)\n\1\2\n",
+        Verdict.FIXED,
+    ),
+    Edit(
+        "the same, of a view of the cache",
+        "0.17.1",
+        _MODEL,
+        viewed,
+        r"\1slot_mapping = torch.clamp(slot_mapping, min=0)\n\1\2\n",
+        Verdict.FIXED,
+    ),
+    Edit("padded rows have slot 0", "0.20.0", _PROPOSER, padding, ".fill_(0)", Verdict.FIXED),
+    Edit("remedy cut out", "0.25.0", _MODEL, raised, "", Verdict.AFFECTED, runs=True),
+    Edit(
+        "raised now and then",
+        "0.22.0",
+        _MODEL,
+        indexed,
+        r"\1if self.odd:\n\1    slot_mapping = slot_mapping.clamp_min(0)\n\1\2\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "raised afterwards",
+        "0.24.0",
+        _MODEL,
+        indexed,
+        r"\1\2\n\1slot_mapping = slot_mapping.clamp_min(0)\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "written by a kernel",
+        "0.24.0",
+        _MODEL,
+        indexed,
+        r"\1ops.write(to_cache, kv_cache, slot_mapping)\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "another slot for padding",
+        "0.19.0",
+        _PROPOSER,
+        r"^PADDING_SLOT_ID = -1$",
+        "PADDING_SLOT_ID = 3",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "the buffer is seen elsewhere",
+        "0.18.0",
+        _PROPOSER,
+        r"^( +)(view = self\._slot_mapping_buffer\[:num_tokens\])\n",
+        r"\1\2\n\1self.skip(self._slot_mapping_buffer)\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "a layer has slots of its own",
+        "0.17.0",
+        _PROPOSER,
+        r"\{name: view for name in self\.attn_layer_names\}",
+        "{name: view.clone() for name in self.attn_layer_names}",
+        Verdict.UNRECOGNISED,
+    ),
+)
+
+SERVED = (
+    Served("0.20.0", flags, affects, "extract_hidden_states"),
+    Served("0.20.0", f"{flags} --enforce-eager", does_not, "--enforce-eager"),
+    Served("0.20.0", f"{flags} -cc.cudagraph_mode=FULL_DECODE_ONLY", does_not, "FULL_DECODE_ONLY"),
+    Served("0.20.0", "./llama", does_not, "no speculator"),
+    Served("0.20.0", flags.replace("extract_hidden_states", "ngram"), does_not, "the speculator is ngram"),
+    Served("0.20.0", f"{flags} --kv-transfer-config '{{}}'", unknown, "--kv-transfer-config may change it"),
+)
