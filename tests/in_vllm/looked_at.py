@@ -21,7 +21,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import flashmla
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
-from vllm.v1.worker import gpu_model_runner, ubatch_utils
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.version import __version__
 
@@ -76,18 +76,6 @@ def decodes(tokens: int, lengths: list[int], longest: int) -> CommonAttentionMet
         "is_prefilling": torch.zeros(rows, dtype=torch.bool),
     }
     return CommonAttentionMetadata(**known_to(CommonAttentionMetadata, given))
-
-
-# -- DBO's capture (PR 40961)
-
-
-def test_micro_batches_of_a_capture_forget_the_longest_length_up_to_0_20() -> None:
-    split = getattr(ubatch_utils, "split_attn_metadata", None)
-    if split is None:
-        split = module("vllm.v1.attention.backends.utils").split_attn_metadata
-    halves = [ubatch_utils.UBatchSlice(slice(row, row + 2), slice(row, row + 2)) for row in (0, 2)]
-    captured = split(halves, decodes(1, [1] * 4, LONGEST))  # lengths and longest one as `_dummy_run` makes them
-    assert [half.max_seq_len for half in captured] == [1 if RELEASE < (0, 21) else LONGEST] * 2
 
 
 # -- decode context parallelism with drafts (issue 45425)
@@ -201,53 +189,6 @@ def test_a_capture_of_single_tokens_gives_deepgemm_lengths_of_zero_for_compresse
     with mock.patch.multiple(indexer, **names):
         builder.build(0, indexer_padding.Batches(4).batch([1] * 4, [1] * 4))
     assert asked == [[0] * 4]
-
-
-# -- graphs of encoders (issue 57136)
-
-
-@contextmanager
-def fresh_memory_is_nan() -> Iterator[None]:
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert vars(torch.utils)["deterministic"].fill_uninitialized_memory, "as it is unless somebody switches it off"
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was)
-
-
-def test_padding_of_an_encoders_graph_is_memory_as_it_was_up_to_0_30() -> None:
-    """FlashAttention for encoders, while a graph is captured: 3 tokens of an image in a graph for 8."""
-    wrappers = module("vllm.v1.attention.ops.vit_attn_wrappers")
-    assert (importlib.util.find_spec("vllm.v1.worker.encoder_cudagraph") is not None) == (RELEASE >= (0, 19))
-    works = module("vllm.v1.worker.encoder_cudagraph") is not None
-    assert works == (RELEASE >= (0, 20)), "0.19 imports a module that its wheel does not have"
-
-    def kernel(q: torch.Tensor, *_: Any, cu_seqlens_q: torch.Tensor, out: Any = None, **__: Any) -> Any:
-        out = torch.empty_like(q) if out is None else out
-        out[: cu_seqlens_q[-1]] = 1.0
-        return out
-
-    given = {
-        **dict.fromkeys("qkv", torch.ones(1, 8, 2, 4)),
-        "batch_size": 1,
-        "is_rocm_aiter": False,
-        "fa_version": 3,
-        "cu_seqlens": torch.tensor([0, 3, 3], dtype=torch.int32),
-        "max_seqlen": torch.tensor(3),
-    }
-    function = wrappers.flash_attn_maxseqlen_wrapper
-    utilities = module("vllm.v1.attention.backends.fa_utils")
-    with (
-        fresh_memory_is_nan(),
-        mock.patch.object(utilities, "flash_attn_varlen_func", kernel, create=True),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-        mock.patch.object(type(wrappers.current_platform), "is_cuda", create=True, return_value=True),
-    ):
-        out = function(**known_to(function, given))[0]
-    assert not out[:3].isnan().any()
-    assert bool(out[3:].isnan().any()) == (RELEASE < (0, 31))
 
 
 # -- adapters of encoders (PR 52376)

@@ -105,6 +105,17 @@ class Graphs(Flags):
         mode, told = self._graph_mode
         return Fact(None if mode is None else mode in ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE"), told)
 
+    def encoder_graphs(self) -> Fact:
+        """Encoders of images have CUDA graphs of their own."""
+        eager = self.switched_on("--enforce-eager")
+        if eager.holds is not False:
+            return Fact(False, "--enforce-eager switches CUDA graphs off") if eager.holds else eager
+        config, missing = self._object("--compilation-config")
+        asked = config.get("cudagraph_mm_encoder", False)
+        if missing is not None or not isinstance(asked, bool):
+            return Fact(None, missing or "a cudagraph_mm_encoder that vLLM knows in --compilation-config")
+        return Fact(asked, f"cudagraph_mm_encoder is {'on' if asked else 'off'}")
+
 
 def _mode(value: object) -> str | None:
     if type(value) is int and 0 <= value < len(_MODES):

@@ -59,6 +59,7 @@ def _varlen_stand_in(**given: Any) -> Any:
         table = torch.arange(len(lengths), dtype=torch.int32).unsqueeze(1)
         given["k"], given["v"] = given["k"].unsqueeze(1), given["v"].unsqueeze(1)
     operation, _ = _attention_stand_in()
+    window, _ = given.get("window_size") or (-1, -1)
     found = operation(
         given["q"],
         given["k"],
@@ -68,6 +69,8 @@ def _varlen_stand_in(**given: Any) -> Any:
         table,
         given.get("scheduler_metadata"),
         given["max_seqlen_q"],
+        # As the kernels do it when they are launched: a window that holds the longest length is none.
+        window if window < given["max_seqlen_k"] - 1 else -1,
         given["softmax_scale"],
     )
     return found if given["out"] is None else given["out"].copy_(found[0])
@@ -77,18 +80,28 @@ def _varlen_stand_in(**given: Any) -> Any:
 def _attention_stand_in() -> tuple[Any, object]:
     """An operation, which no capture runs, in which each request's query tokens attend to its blocks.
 
-    They attend to as many tokens of them as *lengths* says. An assumption stands in it, which engines on an H100
-    support: a kernel of FlashAttention 3 that was launched for another longest query than its schedule was made for
-    gives wrong results. Which ones is not known; here it writes zeros.
+    They attend to as many tokens of them as *lengths* says, and to no more than *window* before their own if that is
+    not below 0. An assumption stands in it, which engines on an H100 support: a kernel of FlashAttention 3 that was
+    launched for another longest query than its schedule was made for gives wrong results. Which ones is not known;
+    here it writes zeros.
     """
     library = torch.library.Library("vllm_graphfix_flash_attention", "FRAGMENT")
     library.define(
         "attend(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor lengths, Tensor table, Tensor? schedule, int "
-        "longest, float scale) -> (Tensor, Tensor)"
+        "longest, int window, float scale) -> (Tensor, Tensor)"
     )
 
     def kernel(
-        q: Any, k: Any, v: Any, starts: Any, lengths: Any, table: Any, schedule: Any, longest: int, scale: float
+        q: Any,
+        k: Any,
+        v: Any,
+        starts: Any,
+        lengths: Any,
+        table: Any,
+        schedule: Any,
+        longest: int,
+        window: int,
+        scale: float,
     ) -> Any:
         out, lse = torch.zeros_like(q), torch.full(q.shape[1::-1], -torch.inf)
         if schedule is not None and schedule[0] != longest:
@@ -100,9 +113,10 @@ def _attention_stand_in() -> tuple[Any, object]:
                 seen = length - (bounds[row + 1] - 1 - token)  # none of those that come later
                 if seen < 1:
                     continue
-                scores = q[token] @ keys[:seen].T * scale
+                first = max(seen - 1 - window, 0) if window >= 0 else 0
+                scores = q[token] @ keys[first:seen].T * scale
                 lse[:, token] = scores.logsumexp(-1)
-                out[token] = scores.softmax(-1) @ values[:seen]
+                out[token] = scores.softmax(-1) @ values[first:seen]
         return out, lse
 
     library.impl("attend", kernel, "CPU")
@@ -172,6 +186,14 @@ class Rows:
         return CommonAttentionMetadata(**known_to(CommonAttentionMetadata, given))
 
 
+def random_cache(blocks: int, random: torch.Generator) -> torch.Tensor:
+    """A KV cache of *blocks* blocks, in the backend's layout."""
+    backend, shape = flash_attn.FlashAttentionBackend, (blocks, 1, BLOCK_SIZE, 2 * WIDTH)
+    if hasattr(backend, "get_kv_cache_shape"):  # as it says itself before 0.29
+        shape = backend.get_kv_cache_shape(blocks, BLOCK_SIZE, 1, WIDTH)
+    return torch.randn(shape, generator=random)
+
+
 Batch = tuple[Sequence[int], Sequence[int]]
 """The query tokens of each request, and its length with these."""
 
@@ -185,11 +207,7 @@ def attend(
     batch *capture*. *wrapped*: it is in vLLM's wrapper.
     """
     random = torch.Generator().manual_seed(0)
-    blocks, backend = requests * BLOCKS, flash_attn.FlashAttentionBackend
-    shape = (blocks, 1, BLOCK_SIZE, 2 * WIDTH)  # as the backend says itself before 0.29
-    if hasattr(backend, "get_kv_cache_shape"):
-        shape = backend.get_kv_cache_shape(blocks, BLOCK_SIZE, 1, WIDTH)
-    cache = torch.randn(shape, generator=random)
+    cache = random_cache(requests * BLOCKS, random)
     inputs = (torch.zeros(tokens, HEADS, WIDTH), *torch.zeros(2, tokens, 1, WIDTH))
     layer: Any = torch.nn.Module()
     layer._q_scale = layer._k_scale = layer._v_scale = torch.ones(())
