@@ -182,6 +182,7 @@ FIX = Fix(
     patches=patches,
     events=(LONGEST_LENGTH_FORGOTTEN,),
     needs=needs,
+    evidence=tuple(f"{path}::slice_query_start_locs" for path in _PLACES.values()),
 )
 
 ABOUT = About(
