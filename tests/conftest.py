@@ -98,6 +98,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*warm_python.SELDOM)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,6 +37,8 @@ _PRELOADED = (
 )
 
 
+SELDOM = (50_000, 20, 100)
+"""When garbage is collected: where syntax trees are made, it otherwise takes a third of the time."""
 SPAWNED = "WARM_PYTHON"
 _MOST_DESCRIPTORS = 250
 """The kernel sends 253 at once."""
@@ -133,6 +135,7 @@ def serve(address: str) -> dict[str, Any] | None:
     gc.enable()
     gc.collect()
     gc.freeze()  # or each fork's first collection goes through, and copies, all that was imported
+    gc.set_threshold(*SELDOM)
     job: dict[str, Any] | None = None
     callers: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as held:
