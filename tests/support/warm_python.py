@@ -225,6 +225,11 @@ def run(job: dict[str, Any]) -> None:
         arguments = arguments[1:]
     sys.orig_argv = [sys.executable, *arguments]
     given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    if any(os.path.exists(f"{folder}/sitecustomize.py") for folder in given):  # noqa: PTH110
+        sys.modules.pop("sitecustomize", None)
+        sys.path[:0] = given
+        __import__("sitecustomize")
+        del sys.path[: len(given)]
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         sys.path[:1] = ["", *given]
