@@ -465,7 +465,7 @@ def test_a_module_is_compared_once_and_anew_with_another_text_or_when_it_is_load
     for number in range(8):  # texts are told apart by their hashes
         more = text + f"MORE = {number}\n".encode()
         with pytest.raises(patching.ConflictError, match="does not run the code that was diagnosed"):
-            apply("two", [Patch(TARGET, "context", adding(1))], lambda _, more=more: more)
+            apply("two", [Patch(TARGET, "context", adding(1))], {f"{TARGET}": more}.get)
     other = _from_a_file(tmp_path)
     compiled.clear()
     Path(other.__spec__.origin).write_bytes(text + b"MORE = 1\n")

@@ -247,6 +247,24 @@ def test_requests_may_be_ended_where_a_check_is_on_and_ends_them(environment: di
         assert not decide(settings.read(environment | switch, ()), "0.21.0").aborts
 
 
+@pytest.mark.parametrize(
+    ("switch", "off", "watched"),
+    [
+        ({}, False, True),
+        ({"VLLM_GRAPHFIX": "observe"}, False, True),
+        ({"VLLM_GRAPHFIX": "off"}, True, False),
+        ({"VLLM_GRAPHFIX_ROLLOUT": "0"}, False, False),
+        ({"VLLM_GRAPHFIX_ROLLOUT": "half"}, True, False),
+    ],
+    ids=str,
+)
+def test_what_is_off_for_all_and_what_is_not_looked_at(switch: dict[str, str], off: bool, watched: bool) -> None:
+    wanted = {"VLLM_GRAPHFIX_ADDRESSES": "repair", **MARKS, **switch}
+    decision = decide(settings.read(wanted, ()), "0.21.0")
+    assert decision.is_off == off
+    assert (decision.watches.value, decision.marks) == (("repair", "1/1") if watched else ("off", "off"))
+
+
 @pytest.mark.parametrize("percentage", ["0.01", "5", "99.99"])
 def test_where_nodes_decide_separately_a_percentage_without_a_key_puts_nobody_in_and_says_why(percentage: str) -> None:
     for host in ("node-a", "node-b"):
