@@ -9,6 +9,7 @@ import os
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -35,6 +36,13 @@ settings.register_profile(
 )
 settings.register_profile("whole", settings.get_profile("sample"), max_examples=600)
 settings.load_profile("sample")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        held = ExitStack()
+        config.add_cleanup(held.close)
+        held.enter_context(warm_python.shared())
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +106,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*warm_python.SELDOM)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import planted_corruption
+import planted_plugin
 from engine import compare, report, write_llama
 from table import affected_by, state_by_default
 from vllm_graphfix.fixes import BY_NAME
@@ -117,7 +118,7 @@ def test_it_is_told_what_was_compared(two_ranks: dict[str, Any]) -> None:
 def corrupted(folder: Path, modes: str, *arguments: str, code: int) -> Done:
     path = folder / "planted"
     if not path.exists():
-        planted_corruption.install(path)
+        planted_plugin.install(path, "planted_corruption")
     given = ("./llama", "--max-tokens", str(TOKENS[0]), *SMALL, *arguments)
     return compare(folder, *given, env={planted_corruption.VARIABLE: modes}, path=(path,), code=code)
 

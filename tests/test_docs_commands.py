@@ -52,7 +52,7 @@ ELSEWHERE = {
         "test_benchmarks.py::test_the_engines_of_a_step_are_compared_with_themselves"
     ),
     "python benchmarks/engine_cost.py --from build/steps-*/result.json --markdown": (
-        "test_benchmarks.py::test_results_of_several_releases_are_one_table"
+        "test_benchmarks_figures.py::test_results_of_several_releases_are_one_table"
     ),
     "vllm-graphfix fleet --watch 5": (
         "test_fleet_command.py::test_watching_goes_on_until_it_is_interrupted_which_is_exit_0"

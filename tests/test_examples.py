@@ -44,11 +44,16 @@ def ran(model: Path, folder: Path, *flags: str, **env: str) -> subprocess.Comple
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "checked", "said"), [(1, "", "off"), (2, "1/2", "{'checks': 0, 'mismatches': 0,")], ids=["one", "two"]
+)
 def test_rollouts_go_on_after_a_reload_and_every_worker_has_the_fixes_that_it_needs(
-    ranks: int, model: Path, tmp_path: Path
+    ranks: int, checked: str, said: str, model: Path, tmp_path: Path
 ) -> None:
-    done = ran(model, tmp_path, f"--tensor-parallel-size={ranks}")
+    """Where the shadow check is on its counters are printed."""
+    done = ran(
+        model, tmp_path, f"--tensor-parallel-size={ranks}", **({"VLLM_GRAPHFIX_SHADOW": checked} if checked else {})
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [re.findall(rf"^step {step}: (.*)", done.stdout, re.MULTILINE) for step in (0, 1)]
     assert len(steps[0]) == len(rollouts.PROMPTS)
@@ -56,10 +61,10 @@ def test_rollouts_go_on_after_a_reload_and_every_worker_has_the_fixes_that_it_ne
     for rank in range(ranks):
         (active,) = re.findall(rf"^worker {rank}: active: (.*)", done.stdout, re.MULTILINE)
         (waiting,) = re.findall(rf"^worker {rank}: waiting: (.*)", done.stdout, re.MULTILINE)
-        by_default = {name for name in affected_by(RELEASE) if state_by_default(name, RELEASE) == "active"}
-        assert {*active.split(", "), *waiting.split(", ")} == by_default
+        expected = {name for name in affected_by(RELEASE) if state_by_default(name, RELEASE) == "active"}
+        assert {*active.split(", "), *waiting.split(", ")} == expected | ({"shadow"} if checked else set())
         assert "prefill-dispatch" in active
-        assert f"worker {rank}: shadow check: off" in done.stdout
+        assert f"worker {rank}: shadow check: {said}" in done.stdout
 
 
 def test_the_exit_code_is_1_if_a_fix_is_off(model: Path, tmp_path: Path) -> None:
@@ -68,12 +73,6 @@ def test_the_exit_code_is_1_if_a_fix_is_off(model: Path, tmp_path: Path) -> None
     assert re.findall(r"^worker 0: PROBLEM: (\S+) is (\S+):", done.stdout, re.MULTILINE) == [
         ("prefill-dispatch", "off")
     ]
-
-
-def test_with_the_shadow_check_on_its_counters_are_printed(model: Path, tmp_path: Path) -> None:
-    done = ran(model, tmp_path, VLLM_GRAPHFIX_SHADOW="1/2")
-    assert "worker 0: shadow check: {'checks': 0, 'mismatches': 0," in done.stdout, done.stdout + done.stderr
-    assert done.returncode == 0
 
 
 def report(**fix: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,10 +152,11 @@ def test_a_copy_of_our_function_in_a_module_that_was_not_patched_is_dropped_and_
     patches = [Patch(TARGET, "helper", adding(1)), Patch(IMPORTER, "helper", adding(1))]
     sites = apply("one", patches[:1])
     copied = _module(IMPORTER, f"from {TARGET} import helper")
-    patching.drop_copies(patches)
+    elsewhere = [Patch("vllm.not_imported", "helper", adding(1)), capture(1)]
+    patching.drop_copies([*elsewhere, *patches])
     assert (target.helper(1), copied.helper(1)) == (2, 1)
     patching.take_back("one", sites)
-    patching.drop_copies([*patches, Patch("vllm.not_imported", "helper", adding(1)), capture(1)])
+    patching.drop_copies([*elsewhere, *patches])
     assert target.helper is copied.helper is stock
 
 
@@ -462,11 +463,44 @@ def test_a_module_is_compared_once_and_anew_with_another_text_or_when_it_is_load
     monkeypatch.setattr(type(target.__spec__.loader), "source_to_code", source_to_code)
     apply("one", [capture(10), Patch(TARGET, "helper", adding(1))], lambda _: text)
     assert compiled == [text]
-    with pytest.raises(patching.ConflictError, match="does not run the code that was diagnosed"):
-        apply("two", [Patch(TARGET, "context", adding(1))], lambda _: text + b"MORE = 1\n")
+    for number in range(8):  # texts are told apart by their hashes
+        more = text + f"MORE = {number}\n".encode()
+        with pytest.raises(patching.ConflictError, match="does not run the code that was diagnosed"):
+            apply("two", [Patch(TARGET, "context", adding(1))], {f"{TARGET}": more}.get)
     other = _from_a_file(tmp_path)
     compiled.clear()
     Path(other.__spec__.origin).write_bytes(text + b"MORE = 1\n")
     with pytest.raises(patching.ConflictError, match="does not run the code that was diagnosed"):
         apply("one", [capture(10)], lambda _: text)
     assert text in compiled
+
+
+def test_a_module_that_python_has_from_elsewhere_than_the_diagnosis_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An overlay. What is not imported, or is in an archive, which has no folder, cannot be told."""
+    fix: Any = SimpleNamespace(reads=("vllm/a_stand_in.py", "vllm/b_stand_in.py"))
+    for folder in ("diagnosed", "elsewhere"):
+        (tmp_path / folder / "vllm").mkdir(parents=True)
+        for path in fix.reads:
+            (tmp_path / folder / path).write_text(f"# {folder}\n")
+
+    def files(folder: Path | None) -> patching.DiagnosedFiles:
+        made, source = patching.DiagnosedFiles(), SimpleNamespace(folder=folder, read=lambda path: path.encode())
+        made.add(fix, source, ["vllm.a_stand_in"])  # type: ignore[arg-type]
+        return made
+
+    def imported(module: str, folder: str) -> None:
+        origin = str(tmp_path / folder / "vllm" / f"{module}.py")
+        spec = importlib.util.spec_from_file_location(f"vllm.{module}", origin)
+        assert spec is not None
+        monkeypatch.setitem(sys.modules, f"vllm.{module}", importlib.util.module_from_spec(spec))
+
+    diagnosed, archive = files(tmp_path / "diagnosed"), files(None)
+    assert (diagnosed.text("vllm.a_stand_in"), diagnosed.text("vllm.b_stand_in")) == (b"vllm/a_stand_in.py", None)
+    imported("a_stand_in", "diagnosed")
+    diagnosed.refuse_others(fix)
+    imported("b_stand_in", "elsewhere")
+    archive.refuse_others(fix)
+    with pytest.raises(patching.ConflictError, match=r"elsewhere/vllm/b_stand_in\.py runs instead of .*/diagnosed/"):
+        diagnosed.refuse_others(fix)

@@ -14,6 +14,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import planted_plugin
 import planted_reader
 import poison as poison_script
 from engine import compare, report, write_llama
@@ -285,7 +286,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 300], [3, 4, 5], [900, 800, 700, 600, 500]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("poison")
     write_llama(made)
-    planted_reader.install(made / "planted")
+    planted_plugin.install(made / "planted", "planted_reader")
     (made / "ids.jsonl").write_text("".join(f"{json.dumps({'prompt_token_ids': ids})}\n" for ids in PROMPTS))
     return made
 

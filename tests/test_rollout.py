@@ -221,6 +221,50 @@ def test_who_has_the_fixes_is_who_is_in_the_rollout_and_neither_switched_off_nor
     assert (decision.applies, decision.percentage) == (applies, percentage)
 
 
+MARKS = {"VLLM_GRAPHFIX_KV_MARKS": "1/1"}
+MARKS_END = {"VLLM_GRAPHFIX_KV_MARKS_ACTION": "abort"}
+SHADOW = {"VLLM_GRAPHFIX_SHADOW": "1/9"}
+SHADOW_ENDS = {"VLLM_GRAPHFIX_SHADOW_ACTION": "abort"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "aborts"),
+    [
+        ({}, False),
+        (MARKS, False),
+        (MARKS_END, False),
+        (MARKS | MARKS_END, True),
+        (SHADOW, False),
+        (SHADOW_ENDS, False),
+        (SHADOW | SHADOW_ENDS, True),
+        (MARKS | SHADOW_ENDS, False),
+        (SHADOW | MARKS_END, False),
+    ],
+)
+def test_requests_may_be_ended_where_a_check_is_on_and_ends_them(environment: dict[str, str], aborts: bool) -> None:
+    assert decide(settings.read(environment, ()), "0.21.0").aborts == aborts
+    for switch in ({"VLLM_GRAPHFIX": "off"}, {"VLLM_GRAPHFIX_ROLLOUT": "0"}):
+        assert not decide(settings.read(environment | switch, ()), "0.21.0").aborts
+
+
+@pytest.mark.parametrize(
+    ("switch", "off", "watched"),
+    [
+        ({}, False, True),
+        ({"VLLM_GRAPHFIX": "observe"}, False, True),
+        ({"VLLM_GRAPHFIX": "off"}, True, False),
+        ({"VLLM_GRAPHFIX_ROLLOUT": "0"}, False, False),
+        ({"VLLM_GRAPHFIX_ROLLOUT": "half"}, True, False),
+    ],
+    ids=str,
+)
+def test_what_is_off_for_all_and_what_is_not_looked_at(switch: dict[str, str], off: bool, watched: bool) -> None:
+    wanted = {"VLLM_GRAPHFIX_ADDRESSES": "repair", **MARKS, **switch}
+    decision = decide(settings.read(wanted, ()), "0.21.0")
+    assert decision.is_off == off
+    assert (decision.watches.value, decision.marks) == (("repair", "1/1") if watched else ("off", "off"))
+
+
 @pytest.mark.parametrize("percentage", ["0.01", "5", "99.99"])
 def test_where_nodes_decide_separately_a_percentage_without_a_key_puts_nobody_in_and_says_why(percentage: str) -> None:
     for host in ("node-a", "node-b"):

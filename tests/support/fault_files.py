@@ -113,7 +113,8 @@ FORMS: dict[str, Callable[[Path], None]] = {
 def damaged_releases(release: Path, fixes: tuple[str, ...], folder: Path, every: int = 1) -> dict[str, str]:
     """Each damage to each target, or every nth, made below *folder*: roots of the trees; and the release in a zip."""
     made: dict[str, str] = {}
-    pairs = [(path, what) for path in targets(release, fixes) for what in (*DAMAGES, *FORMS)]
+    damaged = targets(release, fixes)
+    pairs = [(path, what) for path in damaged for what in (*DAMAGES, *FORMS)]
     for number, (path, what) in enumerate(pairs[::every]):
         root = edited(release, folder / str(number), {str(path): lambda text: text + "\n"}, anonymous=False)
         made[f"{path}: {what}"] = str(root)
@@ -121,7 +122,7 @@ def damaged_releases(release: Path, fixes: tuple[str, ...], folder: Path, every:
             FORMS[what](root / path)
         else:
             code = (release / path).read_text()
-            (root / path).write_bytes(DAMAGES[what](code, targets(release, fixes)[path]))
+            (root / path).write_bytes(DAMAGES[what](code, damaged[path]))
     made["all: in a zip"] = str(_zipped(release, folder / "release.zip"))
     return made
 

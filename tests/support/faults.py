@@ -19,7 +19,7 @@ from fault_engine import ENDED, INTERRUPTS
 from fault_files import damaged_packages, damaged_releases
 from stock import release_root, run_in_release
 from table import ALL_APPLIED, affected_by
-from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.fixes import BY_NAME, FIXES
 
 WATCHED = ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules that the plugin hooks besides the targets; others, such as the engine core's, are there before the plugin
@@ -77,6 +77,7 @@ class Faults:
     """The faults of one release: calls that fail, either all that there are or every nth, and damaged files."""
 
     def __init__(self, release: str, every: int = 1) -> None:
+        root = release_root(release)
         self.needed = affected_by(release)
         targets = sorted({module for name in self.needed for module in BY_NAME[name].modules})
         environments = {
@@ -90,11 +91,12 @@ class Faults:
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as folder:
             results = Path(folder) / "results"
-            trees = damaged_releases(release_root(release), self.needed, Path(folder), 1 if every == 1 else 3)
+            trees = damaged_releases(root, self.needed, Path(folder), 1 if every == 1 else 3)
             packages = damaged_packages(Path(folder))
+            read = sorted({f"{root / path}" for fix in FIXES for path in fix.reads if (root / path).is_file()})
             call = (
                 f"fault_engine.main({[*targets, *WATCHED]!r}, {environments!r}, {str(results)!r}, {every}, "
-                f"{trees!r}, {packages!r})"
+                f"{trees!r}, {packages!r}, {read!r})"
             )
             here = str(Path(__file__).parent)
             code = f"import sys\nsys.path.append({here!r})\nimport fault_engine\n{call}\n"

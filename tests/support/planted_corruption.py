@@ -17,16 +17,6 @@ VARIABLE = "PLANTED_CORRUPTION"
 """Modes of the engines to be hit, with commas."""
 
 
-def install(folder: Path) -> Path:
-    """Makes *folder* one to put on the Python path, and returns it."""
-    metadata = folder / "planted_corruption-1.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: planted_corruption\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nplanted = planted_corruption:plant\n")
-    (folder / "planted_corruption.py").write_text(Path(__file__).read_text())
-    return folder
-
-
 def plant() -> None:
     from vllm_graphfix.verify.engine.job import Job
 

@@ -6,21 +6,10 @@ No engine on a CPU pads a batch, so that what a defect of padding does is plante
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 VARIABLE = "PLANTED_READER"
 """Which one: a name of `PLANTS`."""
-
-
-def install(folder: Path) -> Path:
-    """Makes *folder* one to put on the Python path, and returns it."""
-    metadata = folder / "planted_reader-1.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: planted_reader\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nreader = planted_reader:plant\n")
-    (folder / "planted_reader.py").write_text(Path(__file__).read_text())
-    return folder
 
 
 def padded_row(input_ids: Any, hidden: Any) -> Any:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fetch_cpu_engine
-from engine import environment, write_llama
+from engine import environment, warm, write_llama
 
 RELEASE = fetch_cpu_engine.AFFECTED
 MODEL = "tiny"
@@ -33,6 +33,14 @@ _PROJECT = Path(__file__).parents[2]
 _LIMIT = 300.0
 """Seconds for a server to start; alone on two cores it takes 20."""
 _FLAGS = "--host=127.0.0.1 --enforce-eager --max-model-len=256 --max-num-seqs=4 --num-gpu-blocks-override=64".split()
+
+
+_WITH_WARM_CHILDREN = """
+import multiprocessing, runpy, sys
+sys.executable = {python!r}
+multiprocessing.set_executable(sys.executable)
+runpy.run_module("vllm.entrypoints.cli.main", run_name="__main__", alter_sys=True)
+"""
 
 
 class ServerError(RuntimeError):
@@ -94,7 +102,16 @@ class Answer(NamedTuple):
 class Server:
     """One `vllm serve`; made by `serve`."""
 
-    def __init__(self, installed: Installed, folder: Path, flags: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        installed: Installed,
+        folder: Path,
+        flags: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        warm_children: bool = False,
+    ) -> None:
+        """With *warm_children* what it spawns are forks of a Python that has imported the libraries; see `warm`."""
         self.status_folder = folder / "status"
         self.status_folder.mkdir(exist_ok=True)
         self._log = folder / "server.log"
@@ -111,7 +128,11 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(installed.model)]
+        start = ["-m", "vllm.entrypoints.cli.main"]
+        if warm_children:
+            python, self._environment = warm(self._environment)
+            start = ["-c", _WITH_WARM_CHILDREN.format(python=python)]
+        command = [sys.executable, *start, "serve", str(installed.model)]
         command += [f"--served-model-name={MODEL}", f"--port={self.port}", *_FLAGS, *flags]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -265,7 +286,7 @@ class Server:
     def _shared_memory(self) -> set[Path]:
         """Its files there: ranks on a CPU share some that vLLM leaves behind however it ends."""
         found: set[Path] = set()
-        for pid in self.pids():
+        for pid in {*self.pids(), *(record["pid"] for record in self.records())}:  # warm children have another session
             with contextlib.suppress(OSError):
                 maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
                 names = re.findall(r"/dev/shm/[^\n]+?(?= \(deleted\)$|$)", maps, re.MULTILINE)  # noqa: S108 # the kernel's name
@@ -279,12 +300,18 @@ class Server:
 
 
 @contextlib.contextmanager
-def started(installed: Installed, folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+def started(
+    installed: Installed,
+    folder: Path,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    warm_children: bool = False,
+) -> Iterator[Server]:
     """A server that starts; with further *flags* and *env*.
 
     Its files are in *folder*; its processes end with the block.
     """
-    server = Server(installed, folder, flags, env or {})
+    server = Server(installed, folder, flags, env or {}, warm_children=warm_children)
     try:
         yield server
     finally:
@@ -292,8 +319,14 @@ def started(installed: Installed, folder: Path, *flags: str, env: Mapping[str, s
 
 
 @contextlib.contextmanager
-def serve(installed: Installed, folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+def serve(
+    installed: Installed,
+    folder: Path,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    warm_children: bool = False,
+) -> Iterator[Server]:
     """The same when it answers."""
-    with started(installed, folder, *flags, env=env) as server:
+    with started(installed, folder, *flags, env=env, warm_children=warm_children) as server:
         server.wait_until_up()
         yield server

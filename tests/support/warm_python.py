@@ -25,8 +25,12 @@ import selectors
 import signal
 import socket
 import sys
+from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _PRELOADED = (
     "torch torch._dynamo torch._inductor.compile_fx numba networkx transformers transformers.models.auto "
@@ -37,10 +41,15 @@ _PRELOADED = (
 )
 
 
+SELDOM = (50_000, 20, 100)
+"""When garbage is collected: where syntax trees are made, it otherwise takes a third of the time."""
 SPAWNED = "WARM_PYTHON"
 _MOST_DESCRIPTORS = 250
 """The kernel sends 253 at once."""
 
+_SHARED = "WARM_PYTHONS"
+_shared = os.environ.pop(_SHARED, "")
+"""The folder of what the processes of one run of pytest share; see `shared`."""
 _kept: dict[tuple[tuple[str, str], ...], tuple[str, int, contextlib.ExitStack]] = {}
 """By its environment: the program, the process that has started its server, and what ends that."""
 
@@ -51,36 +60,78 @@ def executable(**environment: str) -> str:
     For what is not about how a process starts: what the libraries read of the environment when they are imported was
     read before; *environment* is for that, and for where the libraries are.
     """
-    import shlex
-    import subprocess
     import tempfile
     from pathlib import Path
-
-    from stock import without_settings
 
     key = tuple(sorted(environment.items()))
     if key not in _kept:
         with contextlib.ExitStack() as started:
-            # Not pytest's folder, whose name may be longer than a socket's can be.
-            scratch = started.enter_context(tempfile.TemporaryDirectory(prefix="vllm-graphfix-"))
-            address, program = f"{scratch}/socket", Path(scratch) / "python"
-            server = subprocess.Popen(
-                [sys.executable, __file__, address],
-                cwd=scratch,
-                env=without_settings(scratch) | {"PYTHONPATH": ""} | environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            started.callback(server.communicate)
-            assert server.stdout is not None
-            if server.stdout.readline() != "serving\n":
-                raise RuntimeError("the warm Python has ended")
-            command = shlex.join([sys.executable, "-S", __file__, address])
-            program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-            program.chmod(0o755)
+            if _shared:
+                program = _shared_by_all(Path(_shared), environment)
+            else:
+                # Not pytest's folder, whose name may be longer than a socket's can be.
+                scratch = Path(started.enter_context(tempfile.TemporaryDirectory(prefix="vllm-graphfix-")))
+                program = scratch / "python"
+                alive, held = os.pipe()
+                started.callback(os.waitpid, _start(program, alive, environment), 0)
+                started.callback(os.close, held)
+                os.close(alive)
             _kept[key] = (str(program), os.getpid(), started.pop_all())
     return _kept[key][0]
+
+
+def _start(program: Any, alive: int, environment: Mapping[str, str]) -> int:
+    """The process that serves *program*, once it does, until *alive* ends."""
+    import shlex
+
+    from stock import without_settings
+
+    address = f"{program}.socket"
+    reading, writing = os.pipe()
+    server = os.posix_spawn(
+        sys.executable,
+        [sys.executable, __file__, address],
+        {**without_settings(str(program.parent)), "PYTHONPATH": "", **environment},
+        file_actions=[(os.POSIX_SPAWN_DUP2, alive, 0), (os.POSIX_SPAWN_DUP2, writing, 1)],
+    )
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        if said.readline() != "serving\n":
+            raise RuntimeError("the warm Python has ended")
+    command = shlex.join([sys.executable, "-S", __file__, address])
+    program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    program.chmod(0o755)
+    return server
+
+
+@contextlib.contextmanager
+def shared() -> Iterator[None]:
+    """The processes that this one starts share what `executable` starts, until this context ends."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="vllm-graphfix-", ignore_cleanup_errors=True) as folder:
+        os.mkfifo(f"{folder}/alive")
+        held = os.open(f"{folder}/alive", os.O_RDWR)
+        os.environ[_SHARED] = folder
+        try:
+            yield
+        finally:
+            del os.environ[_SHARED]
+            os.close(held)
+
+
+def _shared_by_all(folder: Path, environment: Mapping[str, str]) -> Path:
+    """Started by whoever asks for it first; the others wait for it."""
+    import hashlib
+
+    program = folder / hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:8]
+    with open(f"{program}.lock", "w") as lock:  # noqa: PTH123
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not program.exists():
+            alive = os.open(folder / "alive", os.O_RDONLY)
+            _start(program, alive, environment)
+            os.close(alive)
+    return program
 
 
 def end_kept() -> None:
@@ -133,6 +184,7 @@ def serve(address: str) -> dict[str, Any] | None:
     gc.enable()
     gc.collect()
     gc.freeze()  # or each fork's first collection goes through, and copies, all that was imported
+    gc.set_threshold(*SELDOM)
     job: dict[str, Any] | None = None
     callers: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as held:
@@ -222,6 +274,11 @@ def run(job: dict[str, Any]) -> None:
         arguments = arguments[1:]
     sys.orig_argv = [sys.executable, *arguments]
     given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    if any(os.path.exists(f"{folder}/sitecustomize.py") for folder in given):  # noqa: PTH110
+        sys.modules.pop("sitecustomize", None)
+        sys.path[:0] = given
+        __import__("sitecustomize")
+        del sys.path[: len(given)]
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         sys.path[:1] = ["", *given]

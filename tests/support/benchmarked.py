@@ -1,0 +1,19 @@
+"""What the tests of benchmarks share: the benchmarks on the path, a double of a GPU, and releases as they are given."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from stock import release_root
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from measuring.engine_cases import Site, find_sites
+from vllm_graphfix.verify.engine.device import Device
+
+GPU = Device("Double of a GPU", "", (9, 0), 100.0, 139.0, "0", "0", "0", "0")
+
+
+def sites(*releases: str) -> tuple[Site, ...]:
+    return find_sites([f"{release}={release_root(release)}" for release in releases])
