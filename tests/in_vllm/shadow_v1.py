@@ -400,7 +400,7 @@ def test_a_check_that_another_rank_cannot_make_is_left_out_by_all() -> None:
     [
         ({"attention_config": SimpleNamespace(hisparse_config=SimpleNamespace())}, "HiSparse"),
         ({"additional_config": {"decode_backend": "latency_specialized"}}, "other kernels"),
-        ({"parallel_config": SimpleNamespace(data_parallel_size=2)}, "mixture of experts"),
+        ({"parallel_config": SimpleNamespace(data_parallel_size=2, all2all_backend="deepep_low_latency")}, "deepep"),
         ({"parallel_config": SimpleNamespace(data_parallel_size=1, enable_eplb=True)}, "load of experts"),
     ],
 )
