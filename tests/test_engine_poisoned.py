@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import engine_double
 from engine_proofs import CASES, ILLEGAL_ACCESS, RUNS, came_to_its_end, proof_of, shown
@@ -18,7 +20,7 @@ from vllm_graphfix.verify.engine.poison_report import report_of
 from vllm_graphfix.verify.engine.poisoned import KINDS, PASSES
 from vllm_graphfix.verify.engine.probes import Observed, Probe
 from vllm_graphfix.verify.engine.processes import Ended
-from vllm_graphfix.verify.report import Proof
+from vllm_graphfix.verify.report import Proof, Report, show
 
 POISONED = {"flashmla-padding", "triton-mla-padding", "indexer-padding", "idle-rank", "mamba-padding"}
 
@@ -190,7 +192,11 @@ def test_silence_on_stock_is_told_and_no_failure_for_the_numbers_prove_the_defec
     proof = proof_with(poisoned("stock", SILENT), poisoned("patched", SILENT))
     assert (proof.outcome, proof.poisoned) == ("proven", {"stock": (), "patched": ()})
     assert "the numbers alone prove" in proof.poison_notes["stock"]
-    assert "stock, poison: nothing; 3 steps poisoned (at most padded rows 9)" in shown(proof)
+    line = "stock, poison: nothing; 3 steps poisoned (at most padded rows 9)"
+    assert line in shown(proof)
+    brief = io.StringIO()
+    show(Report("0.20.0", "/somewhere", "a GPU", (proof,)), Console(file=brief, width=200))
+    assert f"mamba-padding: {line}" in brief.getvalue(), "without being asked"
 
 
 @pytest.mark.parametrize(
