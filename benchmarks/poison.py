@@ -31,7 +31,6 @@ from typing import Any
 from measuring import PROJECT
 from measuring.engine_cases import Site, find_sites
 from vllm_graphfix import manifest
-from vllm_graphfix.commands.compare.poisoned import report_of
 from vllm_graphfix.fix import Verdict, variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings.environment import PREFIX
@@ -39,6 +38,7 @@ from vllm_graphfix.source.files import SourceError, open_source
 from vllm_graphfix.verify.engine import cases, device
 from vllm_graphfix.verify.engine.cases import Case
 from vllm_graphfix.verify.engine.job import Job
+from vllm_graphfix.verify.engine.poison_report import report_of
 from vllm_graphfix.verify.engine.processes import Ended, Engines
 
 _CLEAN = Case(
@@ -180,6 +180,7 @@ def job_of(case: Case, fixes: str, folder: Path) -> Job:
         job,
         name=f"{case.name} {fixes}",
         poison=True,
+        poison_last=False,
         again=1,
         seconds=None,  # what hangs without poison is ended by --timeout, and says nothing of poison
         environment=environment,

@@ -44,7 +44,11 @@ def python() -> str:
 
 @pytest.fixture
 def release(tmp_path: Path) -> Path:
-    """A 0.18.1 whose code is the stock one's but for what engines are made of."""
+    return with_a_double("0.18.1", tmp_path / "release")
+
+
+def with_a_double(version: str, folder: Path) -> Path:
+    """A release whose code is the stock one's but for what engines are made of."""
     changes = {
         "vllm/__init__.py": lambda text: engine_double.SOURCE,
         "vllm/platforms/__init__.py": lambda text: engine_double.PLATFORMS,
@@ -52,7 +56,7 @@ def release(tmp_path: Path) -> Path:
             "import dataclasses\nEngineArgs = dataclasses.make_dataclass('EngineArgs', [])\n"
         ),
     }
-    root = edited(release_root("0.18.1"), tmp_path / "release", changes, anonymous=False)
+    root = edited(release_root(version), folder, changes, anonymous=False)
     (root / "torch.py").write_text(engine_double.TORCH)
     (root / "vllm" / "_C.abi3.so").write_bytes(b"compiled for a GPU")
     return root
@@ -260,6 +264,22 @@ def test_interrupted_it_leaves_no_process_and_no_folder(release: Path, tmp_path:
     assert "Traceback" not in err
     assert all_end(pids)
     assert list(folders.iterdir()) == []
+
+
+def test_stock_and_patched_are_poisoned_when_all_else_is_said(
+    tmp_path: Path, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_h200(monkeypatch)
+    crashes = {"ENGINE_DOUBLE_STOCK": "wrong", "ENGINE_DOUBLE_POISON_STOCK": "illegal access"}
+    found = verified(with_a_double("0.20.0", tmp_path / "release"), "mamba-padding", code=0, env=crashes)
+    (row,) = found["fixes"]
+    assert (row["outcome"], row["stock_error"], row["poison_notes"]) == ("proven", None, None)
+    told = "with poison the engine ends: RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert row["poison"]["stock"][0].startswith(told)
+    assert row["poison"]["patched"] == []
+    names = ["eager", "stock", "patched", "watched stock", "watched patched"]
+    assert {times["name"] for times in found["engines"]} == {f"mamba2 {name}" for name in names}, "no further engine"
+    assert "illegal memory access" in (Path(found["logs"]) / "mamba2-stock.log").read_text()
 
 
 def test_one_engine_for_each_mode_and_two_that_are_checked_are_told_to_whoever_has_no_terminal(

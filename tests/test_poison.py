@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from vllm_graphfix.verify.poison.bits import LOUD, NAN
 from vllm_graphfix.verify.poison.blocks import Blocks, Cache, caches_of
 from vllm_graphfix.verify.poison.engine import Holders, PoisonedRunner
 from vllm_graphfix.verify.poison.memory import Free, free_parts
-from vllm_graphfix.verify.poison.poison import BLOCKS, NULL, ROWS, Poison
+from vllm_graphfix.verify.poison.poison import BLOCKS, MEMORY, NULL, ROWS, Poison
 from vllm_graphfix.verify.poison.rows import Room, Rows, buffers_of
 
 QUICK = ("0.19.1", "0.27.1")
@@ -199,6 +200,7 @@ class RunnerStandIn:
         )
         self.vllm_config.__dict__.update(config)
         self.rows: list[list[int]] = []
+        self.execute_model_state: Any = None
 
     def execute_model(self, output: Any) -> None:
         self._prepare_inputs(output, None)
@@ -261,3 +263,41 @@ def test_nan_that_the_engine_left_in_the_null_block_is_told() -> None:
     runner.cache[0, 1, 1] = torch.nan
     (note,) = PoisonedRunner(runner).remove()["notes"]
     assert note == "the engine itself has left NaN in the null block (first in layer)"
+
+
+@pytest.mark.parametrize(
+    ("row", "padded"),
+    [(1, None), (2, 2), (3, 2)],
+    ids=["a request's row", "the first padded row", "the last one"],
+)
+def test_nan_in_padded_rows_of_the_models_output_is_told_with_its_first_step(row: int, padded: int | None) -> None:
+    """Each step has two tokens, and a graph of four. What it put out is there from each step until the next."""
+    runner = RunnerStandIn()
+    poisoned = PoisonedRunner(runner)
+    output = torch.zeros(4, 3)
+    runner.execute_model_state = SimpleNamespace(hidden_states=output)
+    runner.execute_model(step("a", ([1],)))
+    output[row, 1] = torch.nan
+    for name in ("b", "c"):
+        runner.execute_model(step(name, ([2],)))
+    assert poisoned.remove()["padded"] == padded
+
+
+def test_a_step_without_work_has_no_padding_to_look_at() -> None:
+    """All of its rows are nobody's, and what the last step put out may still be there."""
+    runner = RunnerStandIn()
+    poisoned = PoisonedRunner(runner)
+    runner.execute_model_state = SimpleNamespace(hidden_states=torch.full((4, 3), torch.nan))
+    runner._dummy_run(4)
+    assert poisoned.remove()["padded"] is None
+
+
+def test_workspaces_are_poisoned_as_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = torch.zeros(8, dtype=torch.uint8)
+    manager = SimpleNamespace(_current_workspaces=[None, workspace])
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.workspace", SimpleNamespace(_manager=manager))
+    poisoned = PoisonedRunner(runner := RunnerStandIn(), [MEMORY])
+    runner.execute_model(step("a", ([1],)))
+    assert workspace.view(torch.float32).isnan().all()
+    found = poisoned.remove()
+    assert (found["most"], found["buffers"]) == ({MEMORY: 8}, [])

@@ -21,10 +21,10 @@ from engine import compare, report, write_llama
 from measuring.engine_cases import Site
 from stock import release_root as stock_release
 from vllm_graphfix.commands.compare import CompareError, run
-from vllm_graphfix.commands.compare.poisoned import LEFT_BY_THE_ENGINE, PoisonReport, report_of
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import poisoned
 from vllm_graphfix.verify.engine.job import Poisoned, Said, from_json, to_json
+from vllm_graphfix.verify.engine.poison_report import LEFT_BY_THE_ENGINE, PoisonReport, report_of
 from vllm_graphfix.verify.engine.poisoned import Asked, ask_with_poison, gap_between
 from vllm_graphfix.verify.engine.processes import Ended, Engines
 from vllm_graphfix.verify.poison import engine as poison_engine

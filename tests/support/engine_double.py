@@ -3,6 +3,8 @@
 What an engine of it does is the last part of its model's name, or what the environment says for its kind:
 ``ENGINE_DOUBLE_EAGER``, ``ENGINE_DOUBLE_STOCK`` or ``ENGINE_DOUBLE_PATCHED``. The words are those of
 `STARTING` and `ANSWERING`, ``wrong``, ``no numbers`` and ``no graphs``; whatever else it is called, it answers.
+What it does while it is poisoned ``ENGINE_DOUBLE_POISON_STOCK`` and the like say, in words of `POISONED`, ``is wrong``,
+``times zero``, ``is written to`` and ``has NaN in padding``.
 """
 
 from __future__ import annotations
@@ -87,6 +89,8 @@ class LLM:
         self.behaviour = os.environ.get(f"ENGINE_DOUBLE_{self.kind}", Path(model).name)
         self.speculator = SimpleNamespace(generate_draft=lambda *args, **kwargs: None)
         self.asked = 0
+        self.poison: tuple[list[str], list[str] | None, bool] | None = None
+        self.poisoned = os.environ.get(f"ENGINE_DOUBLE_POISON_{self.kind}", "")
         print(f"INFO 11-21 10:00:00 [core.py:1] the double of an engine starts, {self.kind} {self.behaviour}")  # noqa: T201 - as vLLM
         STARTING.get(self.behaviour, does_nothing)(self)
 
@@ -94,13 +98,18 @@ class LLM:
         self, prompts: Sequence[dict[str, list[int]]], sampling: Sequence[SamplingParams], *, use_tqdm: bool
     ) -> list[SimpleNamespace]:
         ANSWERING.get(self.behaviour, does_nothing)(self)
+        if self.poison is not None:
+            POISONED.get(self.poisoned, does_nothing)(self)
         self.asked += 1
         given = [prompt["prompt_token_ids"] for prompt in prompts]
         return [self._answer(tokens, each) for tokens, each in zip(given, sampling, strict=True)]
 
     def _answer(self, prompt: list[int], asked: SamplingParams) -> SimpleNamespace:
         first, count = sum(prompt), asked.max_tokens
-        tokens = [(first + i + (self.behaviour == "wrong" and i > 1)) % 1000 for i in range(count)]
+        wrong = self.poison is not None and (
+            self.poisoned == "is wrong" or (self.poisoned == "times zero" and not self.poison[2])
+        )
+        tokens = [(first + i + ((wrong or self.behaviour == "wrong") and i > 1)) % 1000 for i in range(count)]
         best = -0.1 - 0.01 * (self.asked > 1)  # the engine's own noise
         best = float("nan") if self.behaviour == "no numbers" else best
         top = [{token: LogProbability(best), token + 1: LogProbability(best - 3.0)} for token in tokens]
@@ -111,7 +120,24 @@ class LLM:
             prompt_logprobs=scored if asked.prompt_logprobs else None,
         )
 
-    def collective_rpc(self, method: str | Callable[[Any], Any]) -> list[Any]:
+    def collective_rpc(self, method: str | Callable[[Any], Any], args: Any = ()) -> list[Any]:
+        if method == "graphfix_poison":
+            self.poison = args
+            return [None]
+        if method == "graphfix_poison_found":
+            self.poison = None
+            written = [[2, "layer 0: block 5, which nobody holds, was written to", True]]
+            return [
+                {
+                    "steps": 3,
+                    "findings": written if self.poisoned == "is written to" else [],
+                    "most": {"padded rows": 9},
+                    "buffers": [],
+                    "padded": 2 if self.poisoned == "has NaN in padding" else None,
+                    "notes": [],
+                    "error": None,
+                }
+            ]
         if method == "graphfix_cudagraph_mode":
             return ["NONE" if self.behaviour == "no graphs" else "FULL_DECODE_ONLY"]
         if method == "graphfix_states":
@@ -187,6 +213,14 @@ def is_alone(engine: LLM) -> None:
     Path("alone").unlink()
 
 
+def hangs(engine: LLM) -> None:
+    time.sleep(600)
+
+
+def is_confused(engine: LLM) -> None:
+    raise IndexError("index 2048 is out of bounds")
+
+
 STARTING: dict[str, Callable[[LLM], None]] = {
     "fails in a worker": fails_in_a_worker,
     "hangs with a child": hangs_with_a_child,
@@ -201,4 +235,6 @@ ANSWERING: dict[str, Callable[[LLM], None]] = {
     "illegal access": meets_an_illegal_access,
     "out of memory": runs_out_of_memory,
     "exits": lambda engine: sys.exit("enough"),
+    "hangs when asked again": lambda engine: hangs(engine) if engine.asked else None,
 }
+POISONED: dict[str, Callable[[LLM], None]] = ANSWERING | {"hangs": hangs, "is confused": is_confused}

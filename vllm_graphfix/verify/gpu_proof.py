@@ -25,6 +25,7 @@ from vllm_graphfix.verify.engine.bars import EngineBars
 from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES, WATCHED, Case
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import EAGER, Job, Said
+from vllm_graphfix.verify.engine.poison_report import report_of
 from vllm_graphfix.verify.engine.processes import CRASH, HANG, Ended, Engines
 from vllm_graphfix.verify.engine.sign import Sign
 from vllm_graphfix.verify.engine.worker import SEED
@@ -104,7 +105,7 @@ def run(
                 }
                 proof = prove(fix, diagnoses[fix.name], case, runs, why, watched)
                 proofs[fix.name].append(replace(proof, further=case.name) if case and number else proof)
-        keep = any(end.error for end in ended.values()) or any(
+        keep = any(end.error or (end.said and end.said.poison_error) for end in ended.values()) or any(
             proof.outcome not in ("proven", "skipped") for fix in affected for proof in proofs[fix.name]
         )
     finally:
@@ -230,6 +231,7 @@ def prove(
         nothing = ("", skipped or "")
         return Proof(fix, diagnosis, None, None, None, nothing, nothing, skipped)
     failure = _why_nothing_is_proven(case, runs)
+    poisoned, poison_notes = _what_poison_showed(case, runs)
     stock, patched = (None, None) if failure else (measure(case, runs, mode) for mode in ("stock", "patched"))
     return Proof(
         fix,
@@ -240,6 +242,8 @@ def prove(
         _state(fix, runs["stock"], "off"),
         _state(fix, runs["patched"], "active"),
         why_unwatched=trial_of(fix.name).unwatched,
+        poisoned=poisoned,
+        poison_notes=poison_notes,
         watched={mode: _watch_of(end) for mode, end in (watched or {}).items()},
     )
 
@@ -294,6 +298,28 @@ def _watch_of(end: Ended) -> Watch:
         " and ".join(sorted(states)) or None,
         end.error,
     )
+
+
+def _what_poison_showed(case: Case, runs: Runs) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """What it showed, by mode, and why silence says nothing, or is no fault."""
+    shown: dict[str, tuple[str, ...]] = {}
+    notes: dict[str, str] = {}
+    for mode in ("stock", "patched") if case.poisoned else ():
+        end, said = runs[mode], runs[mode].said
+        if said is None or not (said.poisoned or said.poison_error):
+            notes[mode] = "says nothing: the engine ended before it was poisoned"
+            continue
+        error = f"{said.poison_error} (log: {end.log})" if said.poison_error else None
+        report = report_of(None if error else said, error, said.observed)
+        told = [line.strip() for line in report.shown()] if report.found else []
+        told += filter(None, [report.told_of_padding if case.poison_in_padding else ""])
+        if not told and report.inconclusive:
+            notes[mode] = f"says nothing: {report.inconclusive}"
+            continue
+        shown[mode] = tuple(told)
+        if mode == "stock" and not told:
+            notes[mode] = f"nothing; {report.summary()}. That the defect is there, the numbers alone prove"
+    return shown, notes
 
 
 def _state(fix: Fix, end: Ended, of_a_crash: str) -> tuple[str, str]:

@@ -44,7 +44,9 @@ class Proof:
     """What the shadow check made of an engine each, ``stock`` and ``patched``, where the defect is one that it has to
     see."""
     poisoned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What poison showed in the scenario, ``stock`` and ``patched``, where it was tried."""
+    """What poison showed in the scenario, ``stock`` and ``patched``, where it was tried and says something."""
+    poison_notes: Mapping[str, str] = field(default_factory=dict)
+    """By mode: why it says nothing, or why that it showed nothing is no fault."""
     further: str | None = None
     """Name of the engines' case, if it is not the fix's first one: the fix has been judged before."""
     why_unwatched: str = ""
@@ -82,7 +84,7 @@ class Proof:
             return "defect still there"
         if self.poisoned.get("patched"):
             return "poison is still seen"
-        if "stock" in self.poisoned and not self.poisoned["stock"]:
+        if "stock" in self.poisoned and not self.poisoned["stock"] and "stock" not in self.poison_notes:
             return "missed by poison"
         return self._fault_of_checks() or "proven"
 
@@ -209,6 +211,7 @@ def _entry(proof: Proof) -> dict[str, Any]:
         "shadow": {mode: asdict(watch) for mode, watch in proof.watched.items()} or None,
         "unwatched": proof.unwatched,
         "poison": {mode: list(told) for mode, told in proof.poisoned.items()} or None,
+        "poison_notes": dict(proof.poison_notes) or None,
         "state": proof.patched_state[0],
         "state_reason": proof.patched_state[1],
     }
@@ -272,6 +275,9 @@ def show(report: Report, console: Console, *, verbose: bool = False) -> None:
             told = ": ".join(filter(None, [proof.title, proof.outcome, proof.failure or proof.patched_state[1]]))
             console.print(f"[red]![/] {escape(told)}", highlight=False)
         if not verbose and proof.holds:
+            if "stock" in proof.poison_notes and "stock" in proof.poisoned:
+                told = f"{proof.title}: {_told_of_poison(proof, 'stock')}"
+                console.print(f"[dim]{escape(told)}[/]", highlight=False)
             continue
         for measured in (proof.stock, proof.patched):
             for line in measured.details if measured else ():
@@ -280,9 +286,8 @@ def show(report: Report, console: Console, *, verbose: bool = False) -> None:
             for each in (watch, *watch.further):
                 told = f"{mode}, shadow check{f' ({each.graphs})' if each.graphs else ''}: {each.sentence}"
                 console.print(f"[dim]  {escape(told)}[/]", highlight=False)
-        for mode, shown in proof.poisoned.items():
-            told = f"{mode}, poison: {'; '.join(shown) or 'nothing'}"
-            console.print(f"[dim]  {escape(told)}[/]", highlight=False)
+        for mode in dict.fromkeys((*proof.poisoned, *proof.poison_notes)):
+            console.print(f"[dim]  {escape(_told_of_poison(proof, mode))}[/]", highlight=False)
         if proof.unwatched:
             console.print(f"[dim]  the shadow check cannot see it: {escape(proof.unwatched)}[/]", highlight=False)
     if report.engines and verbose:
@@ -291,6 +296,10 @@ def show(report: Report, console: Console, *, verbose: bool = False) -> None:
         console.print(f"[dim]{escape(told)}[/]", highlight=False)
     if report.logs:
         console.print(f"Engine logs: {escape(report.logs)}", highlight=False, soft_wrap=True)
+
+
+def _told_of_poison(proof: Proof, mode: str) -> str:
+    return f"{mode}, poison: {'; '.join(proof.poisoned.get(mode, ())) or proof.poison_notes.get(mode, 'nothing')}"
 
 
 def _result(measured: Measurement, first: int) -> str:

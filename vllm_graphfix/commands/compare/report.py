@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix._version import __version__
 from vllm_graphfix.commands.compare.arbitration import Findings
-from vllm_graphfix.commands.compare.poisoned import PoisonReport
 from vllm_graphfix.verify.comparison import Comparison, Kind
 from vllm_graphfix.verify.engine.job import Said
+from vllm_graphfix.verify.engine.poison_report import PoisonReport
 from vllm_graphfix.verify.engine.processes import CRASH
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.arbitration import Findings, arbitrate, by_eager_alone
-from vllm_graphfix.commands.compare.poisoned import report_of
 from vllm_graphfix.commands.compare.prompts import Prompt
 from vllm_graphfix.commands.compare.report import Report
 from vllm_graphfix.fixes import BY_NAME
@@ -27,6 +26,7 @@ from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.verify.comparison import Comparison, Kind, compare, noise_between
 from vllm_graphfix.verify.engine.bars import EngineBars
 from vllm_graphfix.verify.engine.job import COMPILED, EAGER, GRAPHS, Job, Said
+from vllm_graphfix.verify.engine.poison_report import report_of
 from vllm_graphfix.verify.engine.processes import Ended, Engines
 from vllm_graphfix.verify.engine.worker import FlagError
 

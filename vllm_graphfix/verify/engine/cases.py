@@ -70,6 +70,10 @@ class Case:
     watched: bool = False
     """Whether the defect shows in what a replay puts out: the shadow check then has to see it in a fourth engine, and
     nothing in a fifth with the fixes."""
+    poisoned: bool = False
+    """Whether poison is to show the defect: stock and patched are asked once more with it, after all else."""
+    poison_in_padding: bool = False
+    """It then shows as NaN in padded rows of the model's output, which reach no other row."""
     compiles: bool = False
     """Kernels of it are compiled for minutes the first time, FlashInfer's, DeepGEMM's or Triton's: it begins first."""
 
@@ -113,6 +117,7 @@ class Case:
                 sampled=self.sampled,
                 again=int(mode == "eager"),
                 probes=self.probes,
+                poison_last=self.poisoned and mode != "eager",
                 untuned=True,
                 # Without graphs, kernels are compiled after a probe saw the first batch.
                 seconds=self.seconds * _PATIENCE[mode] if self.seconds and mode in _PATIENCE else None,
@@ -133,6 +138,7 @@ class Case:
                 jobs[mode],
                 name=f"{self.name} {name}",
                 probes=(),
+                poison_last=False,
                 environment=jobs[mode].environment | checked | (off if mode == "stock" else {}),
             )
             for name, mode in WATCHED.items()
@@ -208,7 +214,13 @@ MLA_FP8 = Case(
     watched=True,
 )
 MLA_FP8_PADDED = replace(
-    MLA_FP8, watched=False, name="mla-fp8-padded", workload=ONE_BY_ONE, probes=("padded-rows",), padded=True
+    MLA_FP8,
+    watched=False,
+    name="mla-fp8-padded",
+    workload=ONE_BY_ONE,
+    probes=("padded-rows",),
+    padded=True,
+    poisoned=True,
 )
 MLA_TRITON = Case(
     name="mla-triton",
@@ -219,6 +231,8 @@ MLA_TRITON = Case(
     arguments={"attention_config": {"backend": "TRITON_MLA"}},
     probes=("empty-rows",),
     padded=True,
+    poisoned=True,
+    poison_in_padding=True,
 )
 MLA_MTP = Case(
     name="mla-mtp",
@@ -240,6 +254,7 @@ MAMBA2 = Case(
     workload=((5, 4), (7, 160), (420, 160)),
     arguments={"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_chunked_prefill": True},
     padded=True,
+    poisoned=True,
     compiles=True,
     watched=True,
 )
@@ -252,6 +267,7 @@ MAMBA2_IDLE = Case(
     workload=((5, 40), (9, 60), (33, 80), (70, 100)),
     arguments={"max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 28},
     probes=("blocks-changed-by-an-idle-step",),
+    poisoned=True,
     compiles=True,
 )
 # The batch shrinks through every size, and drafts are made in graphs with more rows than it has.
@@ -359,6 +375,7 @@ SPARSE_MTP = Case(
     capability=9,
     seconds=40.0,
     padded=True,
+    poisoned=True,
     compiles=True,
 )
 # One prompt a step, in one chunk, as long as a graph is large: eager computes in the same shapes. Cut into pieces,

@@ -51,6 +51,9 @@ class Job:
     """What to look at inside the engine; names that `probes.probe_of` takes. The engine must be in one process."""
     poison: bool = False
     """Ask once more with poison in what must not matter, and where that shows, with each kind of it alone."""
+    poison_last: bool = False
+    """Ask twice more when all else is said, the second time with all kinds of poison: whether it shows, and no more.
+    Whatever that ends in, what was said before is kept."""
     untuned: bool = False
     """A kernel that Triton would tune takes its first variant, and no other is compiled."""
     seconds: float | None = None
@@ -129,6 +132,8 @@ class Said:
     """Processor time of this process, and of those that it started and that have ended."""
     poisoned: tuple[Poisoned, ...] = ()
     """What was asked with poison, all kinds of it first."""
+    poison_error: str | None = None
+    """What the engine ended in when all else was said, with `Job.poison_last`; empty while it goes on."""
     cudagraph_mode: str | None = None
     """vLLM's, as its workers have it in the end; None for an engine that was given no flags."""
 
@@ -148,6 +153,7 @@ def to_json(said: Said) -> dict[str, Any]:
         "answer_seconds": said.answer_seconds,
         "cpu_seconds": said.cpu_seconds,
         "poisoned": [asdict(poisoned) for poisoned in said.poisoned],
+        "poison_error": said.poison_error,
         "cudagraph_mode": said.cudagraph_mode,
     }
 
@@ -170,5 +176,6 @@ def from_json(written: dict[str, Any]) -> Said:
             Poisoned(**each | {name: tuple(each[name]) for name in ("kinds", "prompts", "ranks")})
             for each in written["poisoned"]
         ),
+        poison_error=written["poison_error"],
         cudagraph_mode=written["cudagraph_mode"],
     )

@@ -21,6 +21,8 @@ KINDS = ("padded rows", "null block", "unused blocks", "freed memory")
 """As `verify.poison.poison` has them, which imports torch."""
 _LEAST_SECONDS, _TIMES = 120.0, 20
 """A pass with poison that takes longer than so many seconds, and so many times what one without took, hangs."""
+_LEAST_SECONDS_OF_A_CASE = 40.0
+"""The same for a tiny model, which answers in a few."""
 PASSES = "poison: passes begun"
 """Observed, also of an engine that crashes."""
 
@@ -32,7 +34,7 @@ class Asked:
     llm: LLM
     ask: Callable[[], tuple[Answer, ...]]
     without: Sequence[tuple[Answer, ...]]
-    """The answers without poison, twice."""
+    """The answers without poison."""
     observed: dict[str, list[float]]
     write: Callable[[dict[str, Any]], None]
     """Leaves a result for whoever waits for this process."""
@@ -61,6 +63,31 @@ def ask_with_poison(asked: Asked) -> tuple[Poisoned, ...]:
     if alone[0].shows:
         passes += _halves(one, [name for rank in alone[0].ranks[:1] for name in rank["buffers"]])
     return tuple(passes)
+
+
+def ask_last_with_poison(asked: Asked) -> tuple[tuple[Answer, ...], tuple[Poisoned, ...]]:
+    """The answers once more without poison, and what all of it together shows.
+
+    Where it shows and nobody wrote where nobody may, one pass more has large numbers in blocks in place of NaN, which
+    a kernel may multiply by 0. Where padded rows of the output are NaN, one more has the rows alone, as above.
+    """
+
+    def late() -> dict[str, Any]:
+        return {"observed": asked.observed, "error": "hangs when it is asked again without poison: no answers"}
+
+    started = time.monotonic()
+    with _bounded(_LEAST_SECONDS_OF_A_CASE, late, asked.write):
+        _let_go_of_all_blocks(asked.llm)
+        again = asked.ask()
+    bound = max(_LEAST_SECONDS_OF_A_CASE, _TIMES * (time.monotonic() - started))
+    passes = [_one_pass(asked, bound, KINDS, None, finite=False)]
+    if passes[0].written:
+        return again, tuple(passes)
+    if passes[0].shows:
+        passes.append(_one_pass(asked, bound, KINDS, None, finite=True))
+    if passes[0].padded:
+        passes.append(_one_pass(asked, bound, KINDS[:1], None, finite=False))
+    return again, tuple(passes)
 
 
 def _let_go_of_all_blocks(llm: LLM) -> None:

@@ -316,15 +316,21 @@ def _environment(extra: Mapping[str, str | None], plugin: Path) -> dict[str, str
 def _result_of(job: Job, code: int, result: Path, log: Path, seconds: float, late: str | None) -> Ended:
     written = json.loads(result.read_text()) if result.exists() else {}
     observed = written.get("observed", {})
-    if code == 0 and "passes" in written:
-        return Ended(job, from_json(written), None, log, seconds, observed)
-    own = written.get("error", "")
-    text = log.read_text(errors="replace")
+    said = from_json(written) if "passes" in written else None
+    if said is not None and (code == 0 or said.poison_error is not None):
+        if said.poison_error == "":
+            said = replace(said, poison_error=late or _own_error("", code, log))
+        return Ended(job, said, None, log, seconds, observed)
+    return Ended(job, None, late or _own_error(written.get("error", ""), code, log), log, seconds, observed)
+
+
+def _own_error(own: str, code: int, log: Path) -> str:
+    """What an engine ended in, by its own words *own*, if it had any, its log, and its exit code."""
     if not own or _SECONDHAND.search(own):
-        own = root_cause(text) or own
+        own = root_cause(log.read_text(errors="replace")) or own
     if not own:
         own = f"ended with signal {-code}" if code < 0 else (last_line(log) or f"ended with exit code {code}")
-    return Ended(job, None, late or own, log, seconds, observed)
+    return own
 
 
 def root_cause(log: str) -> str | None:

@@ -25,6 +25,7 @@ import traceback
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 from vllm_graphfix.settings.environment import DECISION, PREFIX, STATUS_DIR
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine.job import COMPILED, EAGER, Job, Poisoned, Said, to_json
-from vllm_graphfix.verify.engine.poisoned import Asked, ask_with_poison
+from vllm_graphfix.verify.engine.poisoned import Asked, ask_last_with_poison, ask_with_poison
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -54,7 +55,7 @@ def main(job: Job, result: Path) -> int:
         said = to_json(_run(job, observed, result))
     except BaseException as error:  # an engine may end in SystemExit
         traceback.print_exc()
-        _write(result, {"observed": observed, "error": f"{type(error).__name__}: {_first_line(error)}"})
+        _write(result, {"observed": observed, "error": _told(error)})
         return 1
     _write(result, said)
     return 0
@@ -77,6 +78,10 @@ def _write(result: Path, written: dict[str, Any]) -> None:
     partial = result.with_suffix(".partial")
     partial.write_text(json.dumps(written))
     partial.replace(result)  # whoever reads it reads all of it
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:
@@ -103,9 +108,13 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
         _inspect_models_in_this_process()
     if job.untuned:
         _take_the_first_that_runs()
-    probes = [
-        probe_of(name)(observed, lambda: _write(result, {"observed": observed, "error": ""})) for name in job.probes
-    ]
+    looking = True
+
+    def save() -> None:
+        if looking:
+            _write(result, {"observed": observed, "error": ""})
+
+    probes = [probe_of(name)(observed, save) for name in job.probes]
     for probe in probes:
         probe.before_the_engine()
     llm = _engine(job)
@@ -121,16 +130,17 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
         order = 1 if number % 2 or job.poison else -1
         passes.append(_ask(llm, prompts[::order], job.max_tokens[::order], job)[::order])
     poisoned: tuple[Poisoned, ...] = ()
+    asked = Asked(llm, lambda: _ask(llm, prompts, job.max_tokens, job), passes, observed, partial(_write, result))
     if job.poison:
-        asked = Asked(llm, lambda: _ask(llm, prompts, job.max_tokens, job), passes, observed, partial(_write, result))
         poisoned = ask_with_poison(asked)
     for probe in probes:
         probe.after_the_answers()
     observed |= _events()
-    return Said(
+    said = Said(
         passes=tuple(passes),
         states=_states(llm, job),
-        observed=observed,
+        # A copy: what a probe sees in poisoned steps is no proof of anything.
+        observed={name: list(numbers) for name, numbers in observed.items()},
         drafts=_drafts(llm),
         facts=_facts(),
         start_seconds=round(ready - started, 1),
@@ -140,6 +150,26 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
         poisoned=poisoned,
         cudagraph_mode=_cudagraph_mode(llm),
     )
+    if not job.poison_last:
+        return said
+    looking = False
+    return _with_poison(said, asked, result)
+
+
+def _with_poison(said: Said, asked: Asked, result: Path) -> Said:
+    """The same, and what poison shows in the engine that said it; what that ends in loses nothing of *said*."""
+    begun: dict[str, list[float]] = {}
+
+    def write(told: dict[str, Any]) -> None:
+        _write(result, to_json(replace(said, observed=said.observed | begun, poison_error=told["error"])))
+
+    write({"error": ""})
+    try:
+        again, poisoned = ask_last_with_poison(replace(asked, observed=begun, write=write))
+    except BaseException as error:  # as in `main`
+        traceback.print_exc()
+        return replace(said, observed=said.observed | begun, poison_error=_told(error))
+    return replace(said, passes=(*said.passes, again), observed=said.observed | begun, poisoned=poisoned)
 
 
 def _inspect_models_in_this_process() -> None:

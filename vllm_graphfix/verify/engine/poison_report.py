@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from vllm_graphfix.verify.engine.processes import HANG
 
 LEFT_BY_THE_ENGINE = "the engine itself has left NaN in the null block"
 """The note that `verify.poison.engine` makes of it; that module imports torch, which a command must not."""
+_NO_FINDING = re.compile(rf"{HANG.pattern}|.*out of memory", re.IGNORECASE | re.DOTALL)
+"""What ends a poisoned engine and is no poison's doing: an engine that the limit of a whole one has ended may be slow.
+One that hangs with poison is ended before, and says so."""
 _SHOWN = 12
 """Prompts that are named; JSON has all."""
 _ENOUGH = 3
@@ -47,10 +51,9 @@ class PoisonReport:
         itself leaves NaN there.
         """
         if self.said is None:
-            # An engine that the limit of a whole one has ended may be slow: what hangs is ended before, and says so.
-            return self.passes_begun > 0 and not HANG.match(self.error or "")
+            return self.passes_begun > 0 and not _NO_FINDING.match(self.error or "")
         first, *alone = self.said.poisoned
-        if not self._shows(first):
+        if not self._shows(first) or (self._by_zero(first) and not self._nan_was_there):
             return False
         showing = [each for each in alone if self._shows(each) and not self._by_zero(each)]
         return first.written or self._nan_was_there or bool(showing) or not any(map(self._shows, alone))
@@ -85,6 +88,12 @@ class PoisonReport:
 
     def lines(self) -> list[str]:
         """What people read, without the verdict."""
+        passes = self.said.poisoned[:1] if self.said else ()
+        notes = dict.fromkeys(note for each in passes for found in each.ranks for note in found["notes"])
+        return [*self.shown(), *filter(None, [self.told_of_padding]), *notes]
+
+    def shown(self) -> list[str]:
+        """The part of it that is about what poison showed."""
         if self.said is None:
             return [f"with poison the engine ends: {self.error}"] if self.found else []
         told = []
@@ -107,13 +116,16 @@ class PoisonReport:
                     told.append("  a kernel multiplies it by 0, and gets NaN: harmless where none is left there")
             elif len(self.said.poisoned) > 1:
                 told.append(f"{where}: nothing")
-        notes = dict.fromkeys(note for found in self.said.poisoned[0].ranks for note in found["notes"])
-        if self.padded is not None:
-            told.append(
-                f"padded rows of the model's output are NaN from step {self.padded} on, though they begin as a token "
-                "and no cache has NaN: harmless where rows do not meet, as in one fp8 scale for a batch"
-            )
-        return told + list(notes)
+        return told
+
+    @property
+    def told_of_padding(self) -> str:
+        if self.padded is None:
+            return ""
+        return (
+            f"padded rows of the model's output are NaN from step {self.padded} on, though they begin as a token "
+            "and no cache has NaN: harmless where rows do not meet, as in one fp8 scale for a batch"
+        )
 
     @property
     def padded(self) -> int | None:
