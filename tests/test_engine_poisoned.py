@@ -22,7 +22,7 @@ from vllm_graphfix.verify.engine.probes import Observed, Probe
 from vllm_graphfix.verify.engine.processes import Ended
 from vllm_graphfix.verify.report import Proof, Report, show
 
-POISONED = {"flashmla-padding", "triton-mla-padding", "indexer-padding", "idle-rank", "mamba-padding"}
+POISONED = {"flashmla-padding", "triton-mla-padding", "idle-rank", "mamba-padding"}
 
 
 def asked(folder: Path, behaviour: str, poisoned: str, *path: Path, probe: tuple[str, ...] = ()) -> Ended:

@@ -375,7 +375,6 @@ SPARSE_MTP = Case(
     capability=9,
     seconds=40.0,
     padded=True,
-    poisoned=True,
     compiles=True,
 )
 # One prompt a step, in one chunk, as long as a graph is large: eager computes in the same shapes. Cut into pieces,
