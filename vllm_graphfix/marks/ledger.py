@@ -8,6 +8,7 @@ that no later than in the step that writes it. So a block is followed from its a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 _FEW_READERS = 64
@@ -26,6 +27,19 @@ class Block(NamedTuple):
     """The request that it was allocated for."""
     end: int
     """The number of tokens of the request with which it is full."""
+
+
+class _Filling:
+    """The followed blocks of a request that are still being filled, in the order in which they will be full."""
+
+    __slots__ = ("blocks", "computed", "due")
+
+    def __init__(self, computed: int) -> None:
+        self.blocks: list[Block] = []
+        self.computed = computed
+        """Tokens of the request when all steps so far have run; with drafts, at most so many."""
+        self.due = 0
+        """The number of them with which it has to be looked at: the first block may be full."""
 
 
 class Ledger:
@@ -47,10 +61,10 @@ class Ledger:
         self._running: set[str] = set()
         self._followed: dict[int, Block] = {}
         """All that are followed, by number."""
-        self._by_request: dict[str, list[Block]] = {}
-        """The followed blocks of each request that are still being filled."""
-        self._computed: dict[str, int] = {}
-        """Tokens of requests in `_by_request` when all steps so far have run; with drafts, at most so many."""
+        self._filling: dict[str, _Filling] = {}
+        """By request."""
+        self._due: list[str] = []
+        """Requests in it that the last step has made due."""
         self._lengths: dict[str, list[int]] = {}
         """The number of blocks of each running request that is followed, by group."""
         self._readers: dict[int, list[str]] = {}
@@ -67,42 +81,59 @@ class Ledger:
         From here on `finished` has what was full before this step.
         """
         cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
-        self._settle(cached)
-        ended = {*output.finished_req_ids, *(getattr(output, "preempted_req_ids", None) or ())}
-        self._settle_at_rest(ended & self._computed.keys())
-        for request in ended:
-            self._forget_request(request)
+        if self._due:
+            self._settle(cached)
+        ended = output.finished_req_ids
+        if preempted := getattr(output, "preempted_req_ids", None):
+            ended = {*ended, *preempted}
+        if ended:
+            self._settle_at_rest(self._filling.keys() & ended)
+            for request in ended:
+                self._forget_request(request)
         dropped: list[Block] = []
         for new in output.scheduled_new_reqs:
             dropped += self._begin(new.req_id, new.block_ids, new.num_computed_tokens)
-        resumed, lengths = cached.resumed_req_ids, self._lengths
-        followed = self._followed.keys()
-        for at, blocks in enumerate(cached.new_block_ids):
-            if blocks is None:
-                continue
-            request = cached.req_ids[at]
-            if request in resumed:
-                dropped += self._begin(request, blocks, cached.num_computed_tokens[at])
-                continue
-            for numbers in blocks:
-                if not followed.isdisjoint(numbers):
-                    dropped += self._drop(numbers)
-            if request in lengths:
-                self._follow(request, blocks, cached.num_computed_tokens[at])
-        dropped += self._drop(getattr(output, "new_block_ids_to_zero", None) or ())
-        dropped += self._drop(copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ())
-        for request in self._computed:
-            self._computed[request] += scheduled.get(request, 0)
+        if any(cached.new_block_ids):  # in most steps nobody gets one
+            dropped += self._extend(cached)
+        if zeroed := getattr(output, "new_block_ids_to_zero", None):
+            dropped += self._drop(zeroed)
+        if copies := getattr(output, "kv_cache_block_copies", None):
+            dropped += self._drop(copy.dst_block_id for copy in copies)
+        due = []
+        for request, filling in self._filling.items():
+            filling.computed += scheduled.get(request, 0)
+            if filling.computed >= filling.due:
+                due.append(request)
+        self._due = due
         if scheduled:
             self.newest = []
         self._last = output
         return dropped
 
+    def _extend(self, cached: Any) -> list[Block]:
+        """Notes what running requests were given; returns the marked ones among it. Most are not followed."""
+        names, given, computed = cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
+        dropped: list[Block] = []
+        if resumed := cached.resumed_req_ids:
+            given = list(given)
+            for at, request in enumerate(names):
+                if request in resumed and given[at] is not None:
+                    dropped += self._begin(request, given[at], computed[at])
+                    given[at] = None
+        numbers = list(chain.from_iterable(chain.from_iterable(filter(None, given))))
+        if not self._followed.keys().isdisjoint(numbers):
+            dropped += self._drop(numbers)
+        for request, blocks, tokens in compress(zip(names, given, computed), map(self._lengths.__contains__, names)):
+            if blocks is not None:
+                self._follow(request, blocks, tokens)
+        return dropped
+
     def settle(self) -> None:
         """Notes what is full with all steps so far, before a step of no request."""
         if self._slack:
-            self._settle_at_rest(list(self._computed))
-        else:
+            self._settle_at_rest(list(self._filling))
+            self._last = None  # all that it tells is noted
+        elif self._due:
             self._settle(None)
 
     def _settle_at_rest(self, requests: Collection[str]) -> None:
@@ -120,37 +151,39 @@ class Ledger:
                 self._finish(request, computed[request] + ran - self._doubt)
 
     def _settle(self, cached: Any) -> None:
-        for request, computed in list(self._computed.items()):
-            if computed < self._by_request[request][0].end + self._slack:
+        due, self._due = self._due, []
+        for request in due:
+            filling = self._filling.get(request)
+            if filling is None:  # settled at rest
                 continue
-            sure = computed
+            sure = filling.computed
             if self._slack:
                 # Refused drafts have been counted: only what the scheduler says now is sure.
-                if cached is None or request not in cached.req_ids:
+                if request not in cached.req_ids:
                     continue
-                sure = self._computed[request] = cached.num_computed_tokens[cached.req_ids.index(request)]
+                sure = filling.computed = cached.num_computed_tokens[cached.req_ids.index(request)]
             self._finish(request, sure - self._slack)
 
     def _finish(self, request: str, tokens: int) -> None:
-        blocks = self._by_request[request]
-        full = [block for block in blocks if block.end <= tokens]
+        filling = self._filling[request]
+        full = [block for block in filling.blocks if block.end <= tokens]
         for block in full:
             if self._followed.get(block.number) is block:
                 self.finished[block.number] = block
                 self.newest.append(block)
-        left = blocks[len(full) :]  # they were allocated in this order
-        if left:
-            self._by_request[request] = left
+        del filling.blocks[: len(full)]
+        if filling.blocks:
+            filling.due = filling.blocks[0].end + self._slack
         else:
-            del self._by_request[request], self._computed[request]
+            del self._filling[request]
 
     def _forget_request(self, request: str) -> None:
         """It has ended, or its blocks were taken: what is full of it stays so."""
         self._running.discard(request)
-        for block in self._by_request.pop(request, ()):
-            if self._followed.get(block.number) is block:
-                del self._followed[block.number]
-        self._computed.pop(request, None)
+        if filling := self._filling.pop(request, None):
+            for block in filling.blocks:
+                if self._followed.get(block.number) is block:
+                    del self._followed[block.number]
         self._lengths.pop(request, None)
 
     def _begin(self, request: str, by_group: Sequence[Sequence[int]], computed: int) -> list[Block]:
@@ -184,10 +217,12 @@ class Ledger:
                 fresh += [Block(number, group, at, request, (at + 1) * tokens) for at, number in places if number]
         if fresh:
             self._followed.update({block.number: block for block in fresh})
-            known = self._by_request.setdefault(request, [])
-            known += fresh
-            known.sort(key=lambda block: block.end)
-            self._computed.setdefault(request, computed)
+            filling = self._filling.get(request)
+            if filling is None:
+                filling = self._filling[request] = _Filling(computed)
+            filling.blocks += fresh
+            filling.blocks.sort(key=lambda block: block.end)
+            filling.due = filling.blocks[0].end + self._slack
 
     def _drop(self, numbers: Iterable[int]) -> Iterator[Block]:
         for number in numbers:
@@ -228,8 +263,8 @@ class Ledger:
 
     def clear(self) -> None:
         """The cache was emptied, or is not there for a while."""
-        for request in list(self._by_request):
-            self._forget_request(request)
+        self._filling.clear()
+        self._due = []
         self._lengths.clear()
         self._last = None
         self._followed.clear()

@@ -6,6 +6,7 @@ pinned memory and read when an event says that it is there.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -141,8 +142,9 @@ class Batch:
         self.blocks = tuple(blocks)
         self.layers = tuple(layers)
         self.numbers = numbers
+        """Theirs, on the device, and then zeros."""
         self.sums: Tensor | None = None
-        """(layers, blocks) int64"""
+        """(layers, numbers) int64"""
         self.since = step
         """The last step before which they were as they had been marked."""
         self.looked = step
@@ -195,11 +197,16 @@ class Sums:
     def __init__(self, device: Any) -> None:
         self._device = device
         self._transfers = [_Transfer(device) for _ in range(_AT_ONCE)]
+        self._looks: deque[_Transfer] = deque()
+        """Those of them that bring what came of a comparison, in the order in which they will be over."""
         self._weights: dict[int, Tensor] = {}
         self._next_layer: dict[int, int] = {}
 
     def warm_up(self, groups: dict[int, Group]) -> None:
-        """Has the kernels of all sums loaded, before requests come; the null block is only read."""
+        """Has the kernels of all sums loaded, before requests come; the null block is only read.
+
+        A kernel that is loaded later has the host wait for what the device is at.
+        """
         for number, group in groups.items():
             for _ in range(0, len(group.caches), LAYERS):
                 batch = self.mark([Block(0, number, 0, "", 0)], group, 0)
@@ -219,9 +226,10 @@ class Sums:
         self._next_layer[blocks[0].group] = (first + len(layers)) % len(group.caches)
         most = max(1, min(MOST, _BYTES // max(each.nbytes for each in layers)))
         given = blocks[:most]
-        transfer.numbers[: len(given)] = torch.tensor([each.number for each in given])
+        # Always as many rows, with the null block in those left: other numbers of rows need other kernels.
+        transfer.numbers[:most] = torch.tensor([*(each.number for each in given), *[0] * (most - len(given))])
         with torch.inference_mode():
-            numbers = transfer.numbers[: len(given)].to(self._device, non_blocking=True, copy=True)
+            numbers = transfer.numbers[:most].to(self._device, non_blocking=True, copy=True)
             batch = Batch(given, layers, numbers, step)
             batch.sums = self._sums(batch)
             transfer.begun()
@@ -239,33 +247,35 @@ class Sums:
             transfer.flags[: flags.numel()].copy_(flags.flatten(), non_blocking=True)
             transfer.look = batch, step, frozenset(batch.alive)
             transfer.begun()
+            self._looks.append(transfer)
         batch.looked = step
         return True
 
     def results(self, *, wait: bool = False) -> list[Looked]:
         """The comparisons that are over."""
-        found = []
-        for transfer in self._transfers:
-            if transfer.look is None or not (transfer.over() or wait):
-                continue
+        found: list[Looked] = []
+        while self._looks and (wait or self._looks[0].over()):
+            transfer = self._looks.popleft()
             if wait and transfer._event is not None:
                 transfer._event.synchronize()
+            assert transfer.look is not None  # noqa: S101 - for mypy
             batch, step, alive = transfer.look
             transfer.look = None
-            shape = len(batch.layers), len(batch.blocks)
-            flags = transfer.flags[: shape[0] * shape[1]].view(shape).tolist()
-            changed = {
-                at: layers
-                for at in sorted(alive)
-                if (layers := [layer.layer for layer, row in zip(batch.layers, flags, strict=True) if row[at]])
-            }
+            shape = len(batch.layers), len(batch.numbers)
+            flags = transfer.flags[: shape[0] * shape[1]].view(shape)
+            changed: dict[int, list[str]] = {}
+            if flags.any():
+                by_layer = [(layer.layer, row) for layer, row in zip(batch.layers, flags.tolist(), strict=True)]
+                named = {at: [layer for layer, row in by_layer if row[at]] for at in sorted(alive)}
+                changed = {at: layers for at, layers in named.items() if layers}
             found.append(Looked(batch, step, alive, changed))
         return found
 
     def forget(self) -> None:
         """What is under way is of caches that are not there any more."""
-        for transfer in self._transfers:
+        for transfer in self._looks:
             transfer.look = None
+        self._looks.clear()
 
     def _free_transfer(self) -> _Transfer | None:
         return next((each for each in self._transfers if each.look is None and each.over()), None)
@@ -281,7 +291,7 @@ class Sums:
                 parts = torch.arange(layer.parts, device=numbers.device)
                 numbers = (numbers[:, None] * layer.parts + parts).flatten()
             rows = layer.memory.index_select(layer.axis, numbers).movedim(layer.axis, 0)
-            rows = rows.reshape(len(batch.blocks), -1)
+            rows = rows.reshape(len(batch.numbers), -1)
             width = rows.shape[1] * rows.element_size()
             wide = next(kind for size, kind in ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
                         if width % size == 0 and size >= rows.element_size())  # fmt: skip

@@ -79,6 +79,8 @@ class Budget:
 
     def __init__(self) -> None:
         self._credit, self._credited = _MOST_CREDIT, time.perf_counter()
+        self.spent = 0.0
+        """Seconds, in all."""
 
     def allows(self, *, debt: bool = False) -> bool:
         """Whether a sum may be made now; with *debt*, also one that others will have to wait for."""
@@ -99,6 +101,7 @@ class Budget:
         """Takes what has passed since it was asked."""
         now = time.perf_counter()
         self._credit -= now - self._credited
+        self.spent += now - self._credited
         self._credited = now
 
 
@@ -252,21 +255,27 @@ class KVMarks:
             self._cannot_abort(why_not)
         for looked in sums.results():
             self._note(looked)
-        if output is None:
+        idle, run = output is None, self._idle_run
+        dropped: list[Block] = []
+        if idle:
             ledger.settle()
-            dropped: list[Block] = []
         else:
             dropped = ledger.step(output)
-        idle, run = output is None, self._idle_run
-        for budget in (self._for_marks, self._for_looks) if run else ():
-            budget.repay()
-        self._make(ledger, sums, at_once=idle and not run)
+        if run:
+            self._for_marks.repay()
+            self._for_looks.repay()
+        if ledger.finished:
+            self._make(ledger, sums, at_once=idle and not run)
         if idle and not run:
             self._in_danger = self._endangered(ledger)
         elif (run and not idle) or (run >= _LONG and not run & (run - 1)):
             self._first = deque(self._in_danger)
-        self._look_first(sums, debt=not idle)
-        self._compare(sums, dropped)
+        if self._first:
+            self._look_first(sums, debt=not idle)
+        if dropped:
+            self._look_last(sums, dropped)
+        if (self._fresh or self._batches) and self._for_looks.allows():
+            self._look_in_turn(sums)
         self._idle_run = run + 1 if idle else 0
         self._idle.append(idle)
         self._step += 1
@@ -278,13 +287,10 @@ class KVMarks:
         What is in danger has to be marked before the step that may write to it: later the mark would be one of what
         that step has left. So it may owe what others have used up.
         """
-        if not ledger.finished:
-            self._waiting_since = None
-            return
+        now = time.perf_counter()
         if self._waiting_since is None:
-            self._waiting_since = time.perf_counter()
-        waited = time.perf_counter() - self._waiting_since > _PATIENCE
-        if at_once or waited or len(ledger.finished) >= _FEW:
+            self._waiting_since = now
+        if at_once or len(ledger.finished) >= _FEW or now - self._waiting_since > _PATIENCE:
             more = self._for_marks.allows(debt=at_once)
             while more and self._mark(ledger, sums):
                 self._waiting_since = None
@@ -293,7 +299,8 @@ class KVMarks:
         while len(self._fresh) + len(self._batches) > _MOST_BATCHES:
             oldest = (self._batches or self._fresh).popleft()
             self._forget_marks([oldest.blocks[at] for at in oldest.alive])
-        self._leave_out(ledger)
+        if len(ledger.finished) > 2 * MOST:
+            self._leave_out(ledger)
 
     def _mark(self, ledger: Ledger, sums: Sums) -> bool:
         """Marks a batch of each group of what is finished, the newest first; False if too much is under way."""
@@ -344,15 +351,17 @@ class KVMarks:
                 self._for_looks.spend()
             self._first.popleft()
 
-    def _compare(self, sums: Sums, dropped: Sequence[Block]) -> None:
-        """Looks at blocks that are given away now, a last time; and at others, see `_next`."""
+    def _look_last(self, sums: Sums, dropped: Sequence[Block]) -> None:
+        """Looks at blocks that are given away now, a last time."""
         last = {id(found[0]): found[0] for block in dropped if (found := self._where.get(block.number))}
         for given in last.values():
             if given.looked < self._step - _RECENT and self._for_looks.allows():
                 sums.look(given, self._step)
                 self._for_looks.spend()
         self._forget_marks(dropped)
-        if self._for_looks.allows() and (batch := self._next()) is not None:
+
+    def _look_in_turn(self, sums: Sums) -> None:
+        if (batch := self._next()) is not None:
             sums.look(batch, self._step)
             self._batches.append(batch)
             self._for_looks.spend()

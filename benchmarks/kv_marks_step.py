@@ -1,0 +1,162 @@
+"""What marks in the KV cache add to a step of requests, without their sums: the host's time to follow blocks.
+
+    python benchmarks/kv_marks_step.py [--rounds N]
+
+On `SchedulerOutput`s of vLLM's own class, as they come out of a pipe: prompts of 64 tokens, 256 decodes each, blocks of
+16 tokens. All requests get their blocks in the same steps, one of 16 (full); in the others nobody gets one (plain).
+With what sums may cost used up, one more waits to be marked than is kept; with as many batches of marks as are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from measuring import console, environment, machine, run, table, verdict
+
+import fetch_vllm  # isort: skip - measuring has put tools/ on the path
+
+RELEASES = ("0.18.1", "0.33.0")
+REQUESTS = (1, 8, 64, 256)
+EVERY = (16, 1)
+TOKENS, PROMPT, ANSWER, POOL = 16, 64, 256, 1 << 14
+TARGET = 3.0
+"""Microseconds of a plain step of 64 requests, one of 16 followed."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="of requests, from first to last (4)")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # in a process that has this vLLM
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps([measure(*what, options.rounds) for what in CASES]))
+        return
+    columns = ("requests, followed, batches", "plain min", "plain median", "full median", "mean", "target")
+    out = console()
+    out.print(machine(), highlight=False)
+    for release in RELEASES:
+        made = table(f"vLLM {release}: microseconds a step", *columns)
+        env = environment(fetch_vllm.release(release), OMP_NUM_THREADS="1", VLLM_GRAPHFIX="off")
+        lines = run([__file__, "--measure", "--rounds", str(options.rounds)], env).output.splitlines()
+        for (requests, every, batches), found in zip(CASES, json.loads(lines[-1]), strict=True):
+            told = verdict(found[0], TARGET, "µs") if (requests, every) == (64, 16) else ""
+            made.add_row(f"{requests}, 1/{every}, {batches}", *(f"{each:.2f}" for each in found), told)
+        out.print(made)
+
+
+CASES = [(requests, every, batches) for every in EVERY for requests in REQUESTS for batches in (0, 256)]
+
+
+def measure(requests: int, every: int, batches: int, rounds: int) -> list[float]:
+    """Microseconds: of plain steps at least and in the median, of full ones, and of all."""
+    from vllm_graphfix.marks import watch
+
+    watch.SHARE = watch.IDLE_SHARE = 0.0
+    marks = marks_of(every)
+    if batches:
+        with_batches(marks, batches)
+    marks._for_marks._credit = marks._for_looks._credit = -1.0
+    plain, full = [], []
+    for output in outputs(requests, max(rounds, -(-2 * rounds // requests))):
+        gets = any(output.scheduled_cached_reqs.new_block_ids)
+        began = time.perf_counter_ns()
+        marks._before(output)
+        taken = (time.perf_counter_ns() - began) / 1000
+        if output.scheduled_cached_reqs.req_ids:
+            (full if gets else plain).append(taken)
+    return [min(plain), statistics.median(plain), statistics.median(full), statistics.fmean(plain + full)]
+
+
+def marks_of(every: int) -> Any:
+    import torch
+
+    from vllm_graphfix.marks import ledger, sums, watch
+
+    marks = watch.KVMarks()
+    marks._ledger, marks._sums = ledger.Ledger({0: TOKENS}, every), sums.Sums(torch.device("cpu"))
+    marks._counts = {"marks": 0, "looks": 0, "changed": 0, "passed-over": 0}
+    cache = torch.zeros(POOL + 1, TOKENS, dtype=torch.int64)
+    marks._groups = {0: sums.Group(TOKENS, (sums.LayerCache("layer", cache, 0, 1),))}
+    return marks
+
+
+def with_batches(marks: Any, batches: int) -> None:
+    """Has so many batches made, of blocks that nobody is given later."""
+    from vllm_graphfix.marks.ledger import Block
+
+    for number in range(batches):
+        block = Block(POOL + 1 + number, 0, 0, "ended", TOKENS)
+        batch = marks._sums.mark([block._replace(number=POOL)], marks._groups[0], 0)
+        batch.blocks = (block,)
+        marks._ledger._followed[block.number] = marks._ledger.marked[block.number] = block
+        marks._where[block.number] = batch, 0
+        marks._batches.append(batch)
+
+
+def outputs(requests: int, rounds: int) -> Iterator[Any]:
+    """What a worker is told of *rounds* times so many requests, one time after the other."""
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+    fields = set(SchedulerOutput.__dataclass_fields__)
+    free = 0
+
+    def given(count: int) -> tuple[list[int]]:
+        nonlocal free
+        free += count
+        return ([1 + number % (POOL - 1) for number in range(free - count, free)],)
+
+    def output(names: list[str], new: list[Any], cached: Any, scheduled: int, ended: set[str]) -> Any:
+        known = {
+            "scheduled_new_reqs": new,
+            "scheduled_cached_reqs": cached,
+            "num_scheduled_tokens": dict.fromkeys(names, scheduled),
+            "total_num_scheduled_tokens": scheduled * len(names),
+            "scheduled_spec_decode_tokens": {},
+            "scheduled_encoder_inputs": {},
+            "num_common_prefix_blocks": [0],
+            "finished_req_ids": ended,
+            "free_encoder_mm_hashes": [],
+        }
+        made = SchedulerOutput(**{name: value for name, value in known.items() if name in fields})
+        return pickle.loads(pickle.dumps(made))  # noqa: S301 - our own
+
+    ended: set[str] = set()
+    for each in range(rounds):
+        names = [f"cmpl-{each}-{number}-0123456789abcdef" for number in range(requests)]
+        new = [
+            NewRequestData(
+                req_id=name,
+                prompt_token_ids=[1] * PROMPT,
+                mm_features=[],
+                sampling_params=None,
+                pooling_params=None,
+                block_ids=given(PROMPT // TOKENS),
+                num_computed_tokens=0,
+                lora_request=None,
+            )
+            for name in names
+        ]
+        yield output(names, new, CachedRequestData.make_empty(), PROMPT, ended)
+        for computed in range(PROMPT, PROMPT + ANSWER):
+            fresh = computed % TOKENS == 0
+            cached = CachedRequestData(
+                req_ids=names,
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=[given(1) if fresh else None for _ in names],
+                num_computed_tokens=[computed] * requests,
+                num_output_tokens=[computed - PROMPT + 1] * requests,
+            )
+            yield output(names, [], cached, 1, set())
+        ended = set(names)
+
+
+if __name__ == "__main__":
+    main()
