@@ -428,11 +428,44 @@ def test_what_sums_may_cost_is_saved_up_and_owed_within_bounds(monkeypatch: pyte
     now[0] += 2 * spent / watch.IDLE_SHARE
     budget.repay()  # what is owed, and no more
     assert budget._credit == 0
+    now[0] += 1.0
+    budget.spend()  # one that took so long does not end all for minutes
+    now[0] += 1.1 * watch._MOST_CREDIT / (watch.IDLE_SHARE / 2)
+    budget.repay()
+    assert budget.allows(debt=True)
     budget._credit, budget._credited = watch._MOST_CREDIT - spent, now[0]
     now[0] += 0.9 * spent / watch.SHARE
     assert not budget.allows()
     now[0] += 0.2 * spent / watch.SHARE
     assert budget.allows()
+
+
+def test_all_batches_have_the_shape_that_was_warmed_up_and_what_fills_them_up_is_not_looked_at() -> None:
+    import torch
+
+    from vllm_graphfix.marks.ledger import Block
+    from vllm_graphfix.marks.sums import MOST, Group, LayerCache, Sums
+
+    memory = torch.zeros(2, 9, 4, dtype=torch.int16)
+    layers = tuple(LayerCache(name, memory.clone(), 1, 1) for name in ("first", "second"))
+    shapes = set()
+
+    class Seen(Sums):
+        def _sums(self, batch: Any) -> Any:
+            made = super()._sums(batch)
+            shapes.add(made.shape)
+            return made
+
+    sums = Seen(torch.device("cpu"))
+    sums.warm_up({0: Group(4, layers)})
+    batch = sums.mark([Block(number, 0, number, "a", 4) for number in (3, 5, 7)], Group(4, layers), 1)
+    assert batch is not None
+    layers[0].memory[:, 0] += 1  # the null block is written again and again
+    layers[1].memory[1, 5] += 1
+    assert sums.look(batch, 2)
+    (looked,) = sums.results()
+    assert looked.changed == {1: ["second"]}
+    assert shapes == {(2, MOST)}
 
 
 def test_requests_that_have_ended_are_no_readers_for_long() -> None:

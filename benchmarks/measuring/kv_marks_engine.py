@@ -138,7 +138,8 @@ ORDER = (True, False, False, True)
 def cost(llm: Any, result: Result, batch: int, prompt: int, answer: int, every: int, **_: Any) -> dict[str, Any]:
     """Seconds for the same number of requests with marks and without, in `ORDER`, in one engine; and without in all.
 
-    Marks begin with nothing saved up that they might spend: each window is as any other of a long time.
+    What marks may spend goes on from one window with marks to the next, and begins with nothing: together they are as a
+    long time is.
     """
     from vllm import SamplingParams
 
@@ -146,10 +147,10 @@ def cost(llm: Any, result: Result, batch: int, prompt: int, answer: int, every: 
     vocabulary = range(1, llm.llm_engine.model_config.get_vocab_size())
     sampling = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
     taken: dict[str, list[float]] = {"control": [], "compared": []}
-    marked = {"seconds": 0.0, "of them in marks": 0.0, "marks": 0, "looks": 0, "passed-over": 0}
+    marked = {"seconds": 0.0, "of them following": 0.0, "of them sums": 0.0, "marks": 0, "looks": 0, "passed-over": 0}
 
     def window(*, on: bool, counts: bool) -> float:
-        llm.collective_rpc(_switch, args=(every if on else None,))
+        llm.collective_rpc(_switch, args=(every if on else None, not marked["seconds"]))
         prompts = [{"prompt_token_ids": chance.choices(vocabulary, k=prompt)} for _ in range(batch)]
         gc.collect()
         begun = time.perf_counter()
@@ -158,7 +159,8 @@ def cost(llm: Any, result: Result, batch: int, prompt: int, answer: int, every: 
         if on and counts:
             known = _counts(llm)
             marked["seconds"] += seconds
-            marked["of them in marks"] += known["milliseconds"] / 1e3
+            for name, spent in llm.collective_rpc(_spent_by_a_worker)[0].items():
+                marked[name] += spent
             for name in ("marks", "looks", "passed-over"):
                 marked[name] += known[name]
         return seconds
@@ -180,15 +182,37 @@ def _hurry(_: Any) -> None:
     vllm_graphfix.marks.watch.SHARE = 2.0
 
 
-def _switch(worker: Any, every: int | None) -> None:
-    """Marks one of *every* requests' blocks of *worker* from here on; none with None."""
+CREDIT: list[float] = []
+"""Seconds that marks and looks had left, or owed, at the end of the last window with marks."""
+
+
+def _switch(worker: Any, every: int | None, anew: bool) -> None:
+    """Marks one of *every* requests' blocks of *worker* from here on; none with None.
+
+    What was spent stays spent, unless *anew*.
+    """
     marks = _marks()
+    if anew:
+        CREDIT[:] = 0.0, 0.0
+    elif marks._watch._ledger is not None:
+        CREDIT[:] = (budget._credit for budget in _budgets())
     marks.begin(every)
     marks.serve(getattr(worker, "worker", worker))
     if every is not None:
-        for budget in (marks._watch._for_marks, marks._watch._for_looks):
+        for budget, credit in zip(_budgets(), CREDIT, strict=True):
             budget.allows()
-            budget._credit = 0.0
+            budget._credit = credit
+
+
+def _budgets() -> tuple[Any, Any]:
+    watch = _marks()._watch
+    return watch._for_marks, watch._for_looks
+
+
+def _spent_by_a_worker(_: Any) -> dict[str, float]:
+    """Seconds of the host in this window."""
+    sums = sum(budget.spent for budget in _budgets())
+    return {"of them following": _marks()._watch._seconds - sums, "of them sums": sums}
 
 
 def _plant(worker: Any) -> None:

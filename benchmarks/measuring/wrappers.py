@@ -61,6 +61,14 @@ def in_turns(switch: Switch, step: Callable[[], float], count: int, *, control: 
         switch.set(on=True)
 
 
+def ratios_of(seconds: Iterable[float]) -> list[float]:
+    """Of each `ORDER` of *seconds*: those without wrappers, relative to those with."""
+    return [
+        (first + second) / (before + after)
+        for before, first, second, after in zip(*[iter(seconds)] * len(ORDER), strict=False)
+    ]
+
+
 class Ratio(NamedTuple):
     """How fast steps with wrappers are, relative to those without: a median, and where it lies with 95 % confidence."""
 
@@ -71,10 +79,7 @@ class Ratio(NamedTuple):
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Ratio:
         """*seconds* of steps in `ORDER`; what is left at their end is not compared. Raises ValueError for none."""
-        found = sorted(
-            (first + second) / (before + after)
-            for before, first, second, after in zip(*[iter(seconds)] * len(ORDER), strict=False)
-        )
+        found = sorted(ratios_of(seconds))
         if not found:
             raise ValueError(f"{len(ORDER)} steps are needed")
         middle, margin = len(found) / 2, 0.98 * len(found) ** 0.5

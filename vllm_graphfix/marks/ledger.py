@@ -99,10 +99,10 @@ class Ledger:
             dropped += self._drop(zeroed)
         if copies := getattr(output, "kv_cache_block_copies", None):
             dropped += self._drop(copy.dst_block_id for copy in copies)
-        due = []
+        due, tokens_of = [], scheduled.get
         for request, filling in self._filling.items():
-            filling.computed += scheduled.get(request, 0)
-            if filling.computed >= filling.due:
+            filling.computed = computed = filling.computed + tokens_of(request, 0)
+            if computed >= filling.due:
                 due.append(request)
         self._due = due
         if scheduled:
@@ -120,10 +120,10 @@ class Ledger:
                 if request in resumed and given[at] is not None:
                     dropped += self._begin(request, given[at], computed[at])
                     given[at] = None
-        numbers = list(chain.from_iterable(chain.from_iterable(filter(None, given))))
-        if not self._followed.keys().isdisjoint(numbers):
-            dropped += self._drop(numbers)
-        for request, blocks, tokens in compress(zip(names, given, computed), map(self._lengths.__contains__, names)):
+        numbers = chain.from_iterable(chain.from_iterable(filter(None, given)))
+        dropped += self._drop(self._followed.keys() & numbers)
+        each = zip(names, given, computed, strict=True)
+        for request, blocks, tokens in compress(each, map(self._lengths.__contains__, names)):
             if blocks is not None:
                 self._follow(request, blocks, tokens)
         return dropped
@@ -196,8 +196,9 @@ class Ledger:
             # What comes with a request and is computed already is a hit in the prefix cache.
             tokens = self._tokens.get(group)
             hits.append(computed // tokens if tokens else 0)
-            dropped += self._drop_unlike(request, group, numbers[: hits[-1]])
-            dropped += self._drop(numbers[hits[-1] :])
+            if hits[-1]:
+                dropped += self._drop_unlike(request, group, numbers[: hits[-1]])
+            dropped += self._drop(self._followed.keys() & numbers[hits[-1] :])
         self._count += 1
         if self._count % self._every == 0:
             self._lengths[request] = [min(first, len(numbers)) for first, numbers in zip(hits, by_group, strict=True)]
@@ -213,10 +214,11 @@ class Ledger:
             first, tokens = lengths[group], self._tokens.get(group)
             lengths[group] = first + len(numbers)
             if tokens:
-                places = enumerate(numbers, first)
-                fresh += [Block(number, group, at, request, (at + 1) * tokens) for at, number in places if number]
+                for at, number in enumerate(numbers, first):
+                    if number:
+                        block = self._followed[number] = Block(number, group, at, request, (at + 1) * tokens)
+                        fresh.append(block)
         if fresh:
-            self._followed.update({block.number: block for block in fresh})
             filling = self._filling.get(request)
             if filling is None:
                 filling = self._filling[request] = _Filling(computed)

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from vllm_graphfix.log import logger
@@ -98,9 +99,12 @@ class Budget:
         self._credited = now
 
     def spend(self) -> None:
-        """Takes what has passed since it was asked."""
+        """Takes what has passed since it was asked.
+
+        Of one sum that took long no more than ends all marks for some time: the machine was busy, not the sum.
+        """
         now = time.perf_counter()
-        self._credit -= now - self._credited
+        self._credit = max(self._credit - (now - self._credited), -2 * _MOST_CREDIT)
         self.spent += now - self._credited
         self._credited = now
 
@@ -266,6 +270,8 @@ class KVMarks:
             self._for_looks.repay()
         if ledger.finished:
             self._make(ledger, sums, at_once=idle and not run)
+        else:
+            self._waiting_since = None
         if idle and not run:
             self._in_danger = self._endangered(ledger)
         elif (run and not idle) or (run >= _LONG and not run & (run - 1)):
@@ -321,7 +327,7 @@ class KVMarks:
 
     def _leave_out(self, ledger: Ledger) -> None:
         """Of what waits only the newest are kept: a block may change before it is marked, and nobody would know."""
-        for number in list(ledger.finished)[: -2 * MOST]:
+        for number in [*islice(ledger.finished, len(ledger.finished) - 2 * MOST)]:
             ledger.forget(number)
             self._count("passed-over", 1)
 
