@@ -150,15 +150,15 @@ def test_a_vllm_that_chooses_otherwise_is_not_known(tmp_path: Path) -> None:
         ),
         (
             "0.29.0",
-            "3 of these 8 need",
+            "4 of these 9 need",
             {
                 "prefill-dispatch": "model runner V1 (not the default here), recurrent layers",
                 "idle-rank": "data parallelism",  # V2 has it there, too
             },
         ),
-        ("0.28.0", "1 of these 8 needs", {"prefill-dispatch": "model runner V1, recurrent layers"}),
-        ("0.25.1", "1 of these 8 needs", {"prefill-dispatch": "recurrent layers", "idle-rank": "data parallelism"}),
-        ("0.18.1", "3 of these 11 need", {"capture-state": "model runner V2 (not the default here), full graphs"}),
+        ("0.28.0", "2 of these 9 need", {"prefill-dispatch": "model runner V1, recurrent layers"}),
+        ("0.25.1", "2 of these 9 need", {"prefill-dispatch": "recurrent layers", "idle-rank": "data parallelism"}),
+        ("0.18.1", "4 of these 12 need", {"capture-state": "model runner V2 (not the default here), full graphs"}),
     ],
 )
 def test_what_is_not_the_default_of_a_release_is_said(release: str, said: str, beginning: dict[str, str]) -> None:

@@ -168,7 +168,7 @@ def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
         ("one has given up", "mamba-padding is 'active' on rank 0 ({host}); 'failed' on rank 1 ({host})."),
         (
             "one has given up",
-            "The reason on rank 1 ({host}) for capture-state, draft-prefill-state, ",
+            "The reason on rank 1 ({host}) for capture-state, cutlass-mla-padding, draft-prefill-state, ",
         ),
         (
             "one has given up",  # without what this process has not imported

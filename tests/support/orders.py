@@ -195,11 +195,24 @@ def _layered(modules: list[str]) -> list[str]:
     ]
 
 
+def _shared_by(function: Any) -> str | None:
+    """The module of the fix whose events *function* counts, if it comes from a module that several fixes share."""
+    if not function.__globals__["__name__"].rpartition(".")[2].startswith("_"):
+        return None
+    given = {id(cell.cell_contents) for cell in function.__closure__ or ()}
+    import vllm_graphfix
+    from vllm_graphfix.fixes import BY_NAME
+
+    manager = vllm_graphfix._this_process().manager
+    names = [name for name in BY_NAME if id(manager.activity(name)) in given]
+    return names[0].replace("-", "_") if names else None
+
+
 def _taken_apart(function: Any) -> tuple[list[str], object]:
     """The plugin's layers on *function*, by the name of their module, and what is below."""
     layers = []
-    while function.__globals__["__name__"].startswith("vllm_graphfix."):
-        layers.append(function.__globals__["__name__"].rpartition(".")[2])
+    while (module := function.__globals__["__name__"]).startswith("vllm_graphfix."):
+        layers.append((_shared_by(function) or module).rpartition(".")[2])
         function = function.__wrapped__
     # The gate before captures is on targets of fixes, too, and stays.
     return [layer for layer in layers if layer != "hooks"], function
