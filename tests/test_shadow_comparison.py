@@ -191,13 +191,19 @@ def test_ranks_of_a_group_come_to_the_largest_that_one_of_them_found() -> None:
 
 
 def test_a_run_that_is_told_what_the_capture_was_told_has_no_plan_of_the_step() -> None:
+    import torch
+
     metadata = type("Metadata", (), {"__module__": "vllm.of_a_test"})()
-    plan = object()
+    plan = torch.zeros(5)
     metadata.max_query_len, metadata.scheduler_metadata = 1, plan
-    state = PythonState([{"layer": metadata}])
+    latent = type("Latent", (), {"__module__": "vllm.of_a_test"})()
+    latent.scheduler_metadata = needed = object()
+    state = PythonState([{"layer": metadata, "other": latent}])
     state.set_numbers({})
     assert metadata.scheduler_metadata is plan
     state.set_numbers({"max_query_len": 64})
     assert (metadata.max_query_len, metadata.scheduler_metadata) == (64, None)
+    assert latent.scheduler_metadata is needed
     state.put_back()
-    assert (metadata.max_query_len, metadata.scheduler_metadata) == (1, plan)
+    assert metadata.max_query_len == 1
+    assert metadata.scheduler_metadata is plan

@@ -54,6 +54,8 @@ EDITS = (
         r"\1if self.odd:\n\1    out.masked_fill_((seq_lens < 1)[:, None, None], 0.0)\n\1\2",
         unknown,
     ),
+    Edit("padded heads cleared", "0.33.0", _BACKEND, whole, r"\1out[:, H:] = 0\n\1\2", unknown),
+    Edit("other rows filled", "0.32.0", _BACKEND, whole, r"\1out.masked_fill_(odd[:, None, None], 0.0)\n\1\2", unknown),
     Edit(
         "filled by a function",
         "0.30.0",

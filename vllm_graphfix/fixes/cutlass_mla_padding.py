@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -104,9 +105,15 @@ def _zeroed(decode: Function) -> str | None:
     if made is not None and not decode.find("q_nope.new_empty(...)"):
         return decode.at(made)
     for cleared in (cleared for pattern in _CLEARED for cleared in decode.find(pattern)):
-        if called is not None and decode.in_one_block(called, cleared):
+        if called is not None and _goes_by_length(cleared) and decode.in_one_block(called, cleared):
             return decode.at(cleared)
     return None
+
+
+def _goes_by_length(cleared: ast.stmt | ast.expr) -> bool:
+    """Whether it asks how long rows are; what it clears may be other heads, else."""
+    asked = (node for node in ast.walk(cleared) if isinstance(node, ast.Compare))
+    return any(isinstance(node, ast.Name) and node.id == "seq_lens" for each in asked for node in ast.walk(each))
 
 
 def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunction:

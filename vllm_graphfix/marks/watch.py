@@ -298,9 +298,12 @@ class KVMarks:
             self._waiting_since = now
         if at_once or len(ledger.finished) >= _FEW or now - self._waiting_since > _PATIENCE:
             more = self._for_marks.allows(debt=at_once)
-            while more and self._mark(ledger, sums):
-                self._waiting_since = None
+            while more:
+                marked = self._mark(ledger, sums)
                 self._for_marks.spend()
+                if not marked:
+                    break
+                self._waiting_since = None
                 more = at_once and bool(ledger.finished) and self._for_marks.allows(debt=True)
         while len(self._fresh) + len(self._batches) > _MOST_BATCHES:
             oldest = (self._batches or self._fresh).popleft()
@@ -415,8 +418,8 @@ class KVMarks:
         self._forget_marks([each.block for each in fresh if self._where.get(each.block.number, (None,))[0] is batch])
         for each in fresh:
             self._count("changed", 1)
-            self.found.append(each)
-            if len(self.found) <= _SAID:
+            if len(self.found) < _SAID:
+                self.found.append(each)
                 logger.warning("graphfix: %s. docs/kv-marks.md says what to do", each.sentence())
         if fresh:
             self._end_users(fresh, tuple(dict.fromkeys(users)))

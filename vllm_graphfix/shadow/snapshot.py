@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 _BLOCK_TABLE = "block_table"
 """In the name of each attribute of attention metadata that is one."""
 _PLAN = "scheduler_metadata"
-"""FlashAttention's plan, in its attention metadata: a tensor, or None where the kernel makes one."""
+"""FlashAttention's plan, in its attention metadata: a tensor, or None where the kernel makes one. FlashMLA's of that
+name is an object, without which its kernel does not run."""
 _DEEPEST, _MOST = 6, 20_000
 """Levels below a layer's attention metadata, and objects in all, whose attributes are kept."""
 
@@ -139,11 +140,13 @@ class PythonState:
         Where there are any, FlashAttention makes its plan itself: it refuses one that was made for other numbers, and
         of ranks with batches of their own one alone would fail, between collectives that the others wait in.
         """
+        import torch
+
         for attributes in self._attributes:
             attributes.update(
                 {name: number for name, number in numbers.items() if isinstance(attributes.get(name), int)}
             )
-            if numbers and _PLAN in attributes:
+            if numbers and isinstance(attributes.get(_PLAN), torch.Tensor):
                 attributes[_PLAN] = None
 
     def put_back(self) -> None:
