@@ -194,7 +194,7 @@ def test_a_run_that_is_told_what_the_capture_was_told_has_no_plan_of_the_step() 
     import torch
 
     metadata = type("Metadata", (), {"__module__": "vllm.of_a_test"})()
-    plan = torch.zeros(5)
+    plan: Any = torch.zeros(5)
     metadata.max_query_len, metadata.scheduler_metadata = 1, plan
     latent = type("Latent", (), {"__module__": "vllm.of_a_test"})()
     latent.scheduler_metadata = needed = object()
