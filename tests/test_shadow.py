@@ -64,7 +64,7 @@ def test_faults_of_one_of_two_ranks(release: str) -> None:
 
 
 def test_data_parallel_ranks_that_share_experts_check_the_same_steps() -> None:
-    check_behaviours("0.33.0", "shadow_lockstep", {SHADOW: "1/1"}, select="check_the_same_steps or agrees")
+    check_behaviours("0.33.0", "shadow_lockstep", {SHADOW: "1/1"}, select="check_the_same_steps or agrees or late")
 
 
 @pytest.mark.slow
@@ -138,13 +138,33 @@ def test_every_setting_of_parallelism_is_in_the_table_which_says_what_is_refused
     for backend in re.findall(r'"(\w+)"', backends[1]):
         given = DEFAULTS | {"data_parallel_size": 2, "all2all_backend": backend}
         assert of_backends[backend] == _what_becomes_of(**given), backend
+    for kernels in _exchange_tokens_themselves(release):
+        assert of_backends[kernels] == _what_becomes_of(kernels, **DEFAULTS, data_parallel_size=2) == "refused"
+        assert _what_becomes_of(kernels, **DEFAULTS) == "checked"
+
+
+def _exchange_tokens_themselves(release: str) -> set[str]:
+    """Kernels of experts: those that vLLM lists, and those that are named as they are."""
+    path = release_root(release) / "vllm/config/kernel.py"
+    source = path.read_text(encoding="utf-8") if path.exists() else ""
+    named = {name for name in re.findall(r'^    "(\w+)",$', source, re.MULTILINE) if "mega_moe" in name}
+    listed = re.findall(
+        r"^(?:FLASHINFER_MOE_EP|MEGA_MOE)_BACKENDS = frozenset\((.*?)\)", source, re.MULTILINE | re.DOTALL
+    )
+    constants = dict(re.findall(r'^(FLASHINFER_MOE_EP_\w+) = "(\w+)"', source, re.MULTILINE))
+    names = {name for text in listed for name in re.findall(r'"(\w+)"', text)}
+    return named | names | {value for name, value in constants.items() if any(name in text for text in listed)}
 
 
 DEFAULTS: dict[str, Any] = {"is_moe_model": True, "all2all_backend": "allgather_reducescatter"}
 
 
-def _what_becomes_of(**parallel: Any) -> str:
-    engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), cache_config=SimpleNamespace())
+def _what_becomes_of(kernels: str = "auto", **parallel: Any) -> str:
+    engine: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(),
+        kernel_config=SimpleNamespace(moe_backend=kernels),
+    )
     return "refused" if unsafe(engine) else "checked"
 
 

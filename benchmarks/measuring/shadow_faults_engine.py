@@ -149,7 +149,7 @@ def _plant(worker: Any, wanted: dict[str, Any]) -> int:
 
     stock = ranks.paired
 
-    def paired(prepare: Any, run: Any) -> Any:
+    def paired(prepare: Any, run: Any, seconds: Any = None) -> Any:
         def counted() -> Any:
             inside[0] = next(runs) == wanted["at"]
             try:
@@ -157,7 +157,7 @@ def _plant(worker: Any, wanted: dict[str, Any]) -> int:
             finally:
                 inside[0] = False
 
-        return stock(prepare, counted)
+        return stock(prepare, counted, seconds)
 
     def before_the_layer(*_: Any) -> None:
         if inside[0]:

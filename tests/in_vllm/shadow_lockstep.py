@@ -8,6 +8,7 @@ are the names that the check looks for.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -39,8 +40,11 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from wrapped_model import CAPTURED, EVERY_STEP, Served
 
 from vllm_graphfix.settings.shadow_rate import Action, Rate
-from vllm_graphfix.shadow import process
+from vllm_graphfix.shadow import process, watchdog
+from vllm_graphfix.shadow.lockstep import shape_of
 
+LIMIT, LATE = 1.5, 2.0
+"""Seconds."""
 BUSY, IDLE, PROMPTS = "requests", "a dummy batch", "prompts, which no graph has"
 METHODS = """
 def execute_model(self, scheduler_output, step):
@@ -115,7 +119,7 @@ def steps_of(rank: int, steps: list[tuple[str, str]]) -> list[str]:
 
 BOTH = [(BUSY, BUSY)]
 STEPS = [*BOTH * 3, (BUSY, IDLE), (IDLE, BUSY), (PROMPTS, PROMPTS), (BUSY, PROMPTS), *BOTH * 4, (IDLE, IDLE)]
-"""Of both ranks. The first is not checked: in it they say that they are there. Where only one replays, which vLLM
+"""Of both ranks. The first is not checked: in it they look who is there. Where only one replays, which vLLM
 should not do, none checks, and two steps later they ask again."""
 CHECKED = [2, 3, 4, 5, 9, 10, 11, 12]
 
@@ -255,11 +259,14 @@ def test_a_rank_without_room_leaves_the_step_out_on_both() -> None:
         ({"pipeline_parallel_size": 2}, "in a pipeline"),
         ({"enable_fault_tolerance": True}, "may be replaced"),
         ({"enable_eplb": True}, "load of experts"),
+        ({"moe_backend": "deep_gemm_mega_moe"}, "experts of deep_gemm_mega_moe exchange tokens themselves"),
     ],
 )
 def test_engines_that_were_not_examined_are_refused(given: dict[str, Any], reason: str) -> None:
     process.start(EVERY_STEP, Action.REPORT)
-    config = SimpleNamespace(parallel_config=parallel_config(**given), cache_config=SimpleNamespace())
+    config = SimpleNamespace(
+        parallel_config=parallel_config(**given), cache_config=SimpleNamespace(), kernel_config=SimpleNamespace(**given)
+    )
     process.serve(SimpleNamespace(vllm_config=config))
     assert reason in (process.REFUSED or "")
     process.start(Rate(), Action.REPORT)
@@ -313,6 +320,36 @@ def test_on_model_runner_v2_they_check_the_steps_of_which_vllm_agrees_that_all_r
     ended = two_ranks(scenario)
     never_wrong(ended)
     assert [each.said[-1] for each in ended] == [[CHECKED_V2, len(CHECKED_V2), 0, None]] * 2, ended
+
+
+def test_a_rank_that_is_late_is_waited_for_as_long_as_nothing_is_queued() -> None:
+    """It may compile, load an adapter, or encode images: before the ranks ask each other, or before the model runs."""
+
+    def scenario(rank: int, say: Say) -> None:
+        unwatched, watched = ServedV2(rank, Rate()), ServedV2(rank, EVERY_STEP, Action.QUARANTINE)
+        watchdog.LIMIT = LIMIT
+        step, faulty = watched.step, rank == shadow_ranks.FAULTY
+
+        def after(seconds: float, what: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                time.sleep(seconds)
+                return what(*args, **kwargs)
+
+            return called
+
+        for number in range(5):
+            before = unwatched.common_step(BUSY)
+            # vLLM's own agreement asks for it when all ranks are there, and right before ours.
+            watched.manager.dispatch = after(LATE * (faulty and number == 2), lambda *_, **__: watched.desc)
+            vars(watched).update(step=after(LATE * (faulty and number > 2), step))
+            if number == 4:
+                watched.shadow.quarantined.add((id(watched.manager), shape_of(watched.desc)))
+            say(bool(torch.equal(watched.common_step(BUSY), before)))
+        say(watched.shadow.results.checks, watched.shadow.stopped)
+
+    ended = two_ranks(scenario)
+    never_wrong(ended)
+    assert [each.said[-1] for each in ended] == [[3, None]] * 2, ended
 
 
 def test_on_model_runner_v2_a_wrong_graph_of_one_rank_is_a_mismatch_on_both_and_goes_into_quarantine() -> None:

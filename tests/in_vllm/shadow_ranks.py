@@ -381,7 +381,7 @@ def test_where_none_is_left_over_on_a_gpu_the_ranks_go_on(quarantined: bool) -> 
 def test_ranks_that_did_not_wait_for_each_other_would_serve_sums_of_two_different_steps() -> None:
     """What the wait is for: with less than that, the tests above would see wrong sums."""
 
-    def paired(prepare: Callable[[], object], run: Callable[[], Any]) -> Any:
+    def paired(prepare: Callable[[], object], run: Callable[[], Any], *seconds: float) -> Any:
         _, failed = tried(prepare)
         assert not ranks.largest(failed is not None)[0]
         output, failed = tried(run)

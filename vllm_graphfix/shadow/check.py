@@ -88,6 +88,9 @@ class Shadow:
         """All data-parallel ranks that share experts count their steps from here on, which are the same ones."""
         self.lockstep = lockstep.of_this_rank(self.schedule.begin_together(drafts=False))
         self.schedule.move(1)
+        _, failed = tried(self.lockstep.introduce)
+        if failed is not None:
+            self.stop(description(failed), failed)
 
     def all_replay(self, shape: Shape | None) -> bool:
         """Whether every rank that shares experts replays a graph of this *shape* in the step that all are making.
@@ -95,19 +98,21 @@ class Shadow:
         *shape* is None where this rank replays none. Every rank calls it at a step that is due, and at each step where
         graphs are in quarantine, and if its check is over, it tells the others here.
         """
+        alike, failed = tried(lambda: self._all_replay(shape))
+        if failed is not None:
+            tried(lambda: self.stop(description(failed), failed))
+        return bool(alike)
+
+    def _all_replay(self, shape: Shape | None) -> bool:
         others, step, begun = self.lockstep, self.schedule.step, time.perf_counter()
         if others is None:
             return False
-        if not others.introduced:
-            _, failed = tried(others.introduce)
-            self.schedule.move(max(step + 1, others.first))
-            if failed is not None:
-                self.stop(description(failed), failed)
-            return False
-        if not others.met and not self._meet(others):
+        if others.met is None:
+            self._meet(others, step)
+        if not others.met or step < others.first:
             return False
         number = shape.number if shape is not None else 0
-        over, most, least = ranks.largest(self._is_over, number, -number)
+        over, most, least = ranks.largest(self._is_over, number, -number, seconds=ranks.to_begin())
         if over:
             self.stop(description(FailedElsewhereError()))
             self.schedule.due = NEVER
@@ -121,17 +126,22 @@ class Shadow:
         self.schedule.plan(cost)
         return alike
 
-    def _meet(self, others: Lockstep) -> bool:
-        """Whether all ranks take part, which all of them come to see alike."""
+    def _meet(self, others: Lockstep, step: int) -> None:
+        """Learns whether all ranks take part, which is the same for all of them."""
         missing, failed = tried(others.missing)
+        if missing is not None:
+            others.met = not missing
+        elif step >= others.first:  # if all take part, the others wait for this rank now, but not without a bound
+            others.met = False
+        if others.met is not False:
+            self.schedule.move(max(step, others.first))
+        if failed is not None:
+            self.stop(description(failed), failed)
         if missing:
             named = ", ".join(map(str, missing))
             self._refuse(f"rank {named} of the ranks that share experts takes no part in it")
-            return False
-        others.met = True
-        if failed is not None:  # the others wait for this rank, which cannot know whether all are there
-            self.stop(description(failed), failed)
-        return True
+        if others.met is False:
+            self.end()
 
     def stop(self, reason: str, error: Exception | None = None) -> None:
         """For good, with one warning. What is in quarantine stays there."""
@@ -147,10 +157,10 @@ class Shadow:
     def end(self) -> None:
         """No step is due any more, and no other stage of a pipeline has to wait for this one's.
 
-        Data-parallel ranks that wait for this one at the step that is due are told there.
+        Data-parallel ranks that wait for this one at the step that is due, or may do so, are told there.
         """
         self._is_over = True
-        if self.lockstep is None or not self.lockstep.met:
+        if self.lockstep is None or self.lockstep.met is False:
             self.schedule.due = NEVER
         if self._stages is not None:
             tried(self._stages.end)
@@ -166,9 +176,9 @@ class Shadow:
         begun = time.perf_counter()
         if not others.told:  # in the whole window nothing was replayed
             others.leave(step + 1)
-        with ranks.limited():
+        with ranks.limited(ranks.to_begin()):
             found, failed = tried(lambda: others.plan(step))
-            agreed = self._agree(failed, *(found or (0, 0)))
+            agreed = self._agree(failed, *(found or (0, 0)), seconds=ranks.to_begin())
         if agreed is None:
             return
         due, later = map(int, agreed)
@@ -193,8 +203,7 @@ class Shadow:
         """
         replayed = Replay(replay)
         try:
-            with ranks.limited():
-                return self._check(key, describe, replayed)
+            return self._check(key, describe, replayed)
         except Exception as error:
             if error is replayed.error:  # vLLM's own
                 raise
@@ -208,12 +217,17 @@ class Shadow:
         begun = time.perf_counter()
         self.results.steps.append(self.schedule.step)
         # Everything that may fail on one rank alone comes before the ranks agree, and nothing is run before that.
-        checked, failed = tried(lambda: CheckedStep(describe(), self._why_no_room(key)))
-        if not self._all_ready(failed, begun):
+        with ranks.limited(ranks.to_begin()):
+            checked, failed = tried(lambda: CheckedStep(describe(), self._why_no_room(key)))
+            ready = self._all_ready(failed, begun)
+        if not ready or checked is None:  # which it is not: of a rank that has no step none is ready
             return replay()
+        with ranks.limited():
+            return self._check_ready(key, checked, replay, begun)
+
+    def _check_ready(self, key: Hashable, checked: CheckedStep, replay: Callable[[], Any], begun: float) -> Any:
+        """All ranks are in this step."""
         output = replay()
-        if checked is None:  # the ranks could not agree, and this is not reached
-            return output
         _, broken = tried(lambda: self._compare(key, checked, replay, tried(lambda: checked.replayed(output))[1]))
         _, failed = tried(checked.put_back)
         if failed is not None:
@@ -234,8 +248,7 @@ class Shadow:
         If the step cannot be run without its graph, it runs by it, which is what stock does.
         """
         known = self._histories.setdefault(key, GraphHistory())
-        with ranks.limited():
-            output, failed = tried(lambda: self._run_in_quarantine(key, describe))
+        output, failed = tried(lambda: self._run_in_quarantine(key, describe))
         if failed is None:
             known.failed = 0
             return output
@@ -273,7 +286,7 @@ class Shadow:
             begun.prepare()
 
         try:
-            return ranks.paired(prepare, lambda: begun.run() if begun is not None else None)
+            return ranks.paired(prepare, lambda: begun.run() if begun is not None else None, ranks.to_begin())
         except Exception as error:
             if begun is not None and not is_lost(error):
                 begun.put_back()
@@ -285,13 +298,15 @@ class Shadow:
         tokens, must_know = getattr(descriptor, "num_tokens", None), not ranks.alone()
         return lambda copies: self.memory.lacks(copies, owner, tokens, must_know=must_know)
 
-    def _agree(self, failed: Exception | None, *values: float) -> tuple[float, ...] | None:
-        """The largest of each value among all ranks.
+    def _agree(
+        self, failed: Exception | None, *values: float, seconds: float | None = None
+    ) -> tuple[float, ...] | None:
+        """The largest of each value among all ranks, each of which has *seconds* to say its own.
 
         None, and the check is off, if a step before failed on one of them.
         """
         try:
-            anywhere, *agreed = ranks.largest(failed is not None, *values)
+            anywhere, *agreed = ranks.largest(failed is not None, *values, seconds=seconds)
         except Exception as error:
             anywhere, agreed, failed = 1.0, [], failed or error
         if anywhere:
@@ -302,7 +317,7 @@ class Shadow:
     def _all_ready(self, failed: Exception | None, begun: float) -> bool:
         """Whether no rank has a reason against checking this step, which was *begun* at that time of the clock."""
         unfit = isinstance(failed, UnfitStep)
-        agreed = self._agree(None if unfit else failed, unfit)
+        agreed = self._agree(None if unfit else failed, unfit, seconds=ranks.to_begin())
         if agreed is None:
             return False
         if agreed[0]:

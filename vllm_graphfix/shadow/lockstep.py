@@ -2,15 +2,19 @@
 
 A forward pass of theirs has collectives of all of them, so that each makes as many passes as the others: a rank without
 work runs a dummy batch. From the end of their start on all count alike, then: on model runner V1 calls of the model, on
-V2 what `sync_cudagraph_and_dp_padding` agrees for it. At the first common step each leaves word in torch.distributed's
-store, and at the next one it looks for that of the others. It is there or never will be, because a rank comes to a step
-only when the others have finished the one before. So all see the same, nobody waits, and where one is missing, nobody
-asks it anything. After that a step that is due is checked if every rank replays a graph of one shape in it.
+V2 what `sync_cudagraph_and_dp_padding` agrees for it.
+
+At the end of its start each leaves word in torch.distributed's store, and in the first common step it looks who has. A
+rank's process may be a step or more ahead of another's there, so what the first one sees is settled in the store, for
+all: nobody waits, all have the same answer, and where one is missing, nobody asks it anything. After that a step that
+is due is checked if every rank replays a graph of one shape in it. A rank whose check is over comes to that, and says
+so; a rank whose store did not answer looks again there.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -54,28 +58,31 @@ class Lockstep:
     def __init__(self, rank: int, ranks: list[int], first: int, store: Callable[[], Any] = common_store) -> None:
         """*ranks*: all of them, *rank*, which is this one, too, as torch.distributed numbers them."""
         self._rank, self._ranks, self._store = rank, ranks, store
-        self.first = first
-        """The first step that is due."""
+        self.first = max(first, 2)
+        """The first step that is due; before it all have looked who takes part."""
         self._engine = next(_ENGINES)
-        self.introduced = False
-        """Whether this rank has left word, or tried to."""
-        self.met = False
-        """Whether all ranks take part, so that each waits for the others at a step that is due."""
+        self.met: bool | None = None
+        """Whether all ranks take part, so that each waits for the others at a step that is due; None: not known yet."""
         self.common: Shape | None = None
         """The shape of the graph that all ranks replay in this step, on model runner V2."""
         self._pause = 1
 
     def introduce(self) -> None:
-        """Raises TimeoutError, and what the store raises."""
-        self.introduced = True
+        """Raises TimeoutError, and what the store raises; the word may come there all the same, later."""
         within(_STORE, lambda: self._in_store().set(str(self._rank), "1"))
 
     def missing(self) -> list[int]:
-        """The ranks that do not take part. Raises TimeoutError, and what the store raises."""
+        """The ranks that do not take part: what the first one saw that asked.
+
+        Raises TimeoutError, and what the store raises.
+        """
 
         def look() -> list[int]:
             store = self._in_store()
-            return [rank for rank in self._ranks if not store.check([str(rank)])]
+            here = store.check([str(rank) for rank in self._ranks])
+            missing = [] if here else [str(rank) for rank in self._ranks if not store.check([str(rank)])]
+            settled = store.compare_set("settled", "", " ".join(["missing", *missing])).decode()
+            return [int(rank) for rank in settled.split()[1:]]
 
         return within(_STORE, look)
 
@@ -113,12 +120,19 @@ def can_count() -> bool:
 _BACKENDS = ("allgather_reducescatter", "naive")
 """Between the ranks there are NCCL's collectives alone, which find each other in the order in which they are queued."""
 
+_EXCHANGES_ITSELF = re.compile("mega_moe|moe_ep")
+"""Names of kernels of experts that do, whatever exchange is configured. vLLM's list of them, in some releases, lacks
+one."""
+
 
 def why_not(config: Any) -> str | None:
     """Why steps of such an engine must not be run twice; None if nothing is known against it."""
     parallel = config.parallel_config
     if (backend := getattr(parallel, "all2all_backend", None)) not in _BACKENDS:
         return f"data-parallel ranks exchange tokens by {backend}, whose buffers were not examined"
+    of_experts = str(getattr(getattr(config, "kernel_config", None), "moe_backend", None))
+    if _EXCHANGES_ITSELF.search(of_experts):
+        return f"experts of {of_experts} exchange tokens themselves, by buffers that were not examined"
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         return "data-parallel ranks of a mixture of experts in a pipeline are at different steps"
     if getattr(parallel, "enable_fault_tolerance", False):

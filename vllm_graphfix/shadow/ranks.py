@@ -7,8 +7,8 @@ forward pass of one has no collective with another. What they tell each other go
 
 A rank that fails in the middle of a run has queued fewer collectives than the others. It must queue no other one: a
 later one would pair with those, and every sum from there on would be of two different things. So a run begins when all
-ranks are ready, and where it has failed on one of them, every rank waits until its GPU is idle before it goes on. If
-one does not come to that, its process ends (`watchdog`).
+ranks are ready, which may take as long as vLLM lets a step take, and where it has failed on one of them, every rank
+waits until its GPU is idle before it goes on. If one does not come to that, its process ends (`watchdog`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from vllm_graphfix.shadow import watchdog
 from vllm_graphfix.shadow.failures import FailedElsewhereError, StepError, description, tried
 
 T = TypeVar("T")
+_TO_BEGIN = 300.0
+"""vLLM's default."""
 _STEP, _OTHER = 1.0, 2.0
 """Kinds of failures; of several the largest is what the group goes by."""
 
@@ -47,20 +49,38 @@ def alone() -> bool:
         return True
 
 
-def limited() -> Any:
-    """A context manager for what ranks do together: from one agreement to the next no longer than `watchdog.LIMIT`."""
+def to_begin() -> float:
+    """Seconds for all ranks to come to a step, which has nothing queued that vLLM would not have.
+
+    As many as vLLM's executor has: one rank may encode images, load an adapter or a cache, or compile before it is
+    there.
+    """
+    try:
+        from vllm import envs
+
+        return max(watchdog.LIMIT, float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS))
+    except Exception:  # no number
+        return _TO_BEGIN
+
+
+def limited(seconds: float | None = None) -> Any:
+    """A context manager for what ranks do together: from one agreement to the next no longer than *seconds*.
+
+    The default is `watchdog.LIMIT`.
+    """
     if alone():
         return nullcontext()
     return watchdog.limit(
-        "it waits for its GPU, or for a run of a step without its graph; another rank of the group may have failed"
+        "it waits for its GPU, or for a run of a step without its graph; another rank of the group may have failed",
+        seconds,
     )
 
 
-def largest(*values: float) -> tuple[float, ...]:
+def largest(*values: float, seconds: float | None = None) -> tuple[float, ...]:
     """The largest of each of *values* that a rank gave.
 
-    Every rank of the group has to call it; a rank alone gets its own. Where a rank does not come, or is gone, this
-    process ends: it cannot know what the other one does instead.
+    Every rank of the group has to call it; a rank alone gets its own. Where a rank does not come within *seconds*, by
+    default `watchdog.LIMIT`, or is gone, this process ends: it cannot know what the other one does instead.
     """
     others = group()
     if others.world_size == 1:
@@ -68,7 +88,7 @@ def largest(*values: float) -> tuple[float, ...]:
     import torch
 
     given = torch.tensor(values, dtype=torch.float64)
-    with watchdog.limit("it waits for another rank of its group"):
+    with watchdog.limit("it waits for another rank of its group", seconds):
         try:
             torch.distributed.all_reduce(given, torch.distributed.ReduceOp.MAX, group=others.cpu_group)
         except Exception as error:
@@ -76,20 +96,23 @@ def largest(*values: float) -> tuple[float, ...]:
     return tuple(given.tolist())
 
 
-def paired(prepare: Callable[[], object], run: Callable[[], T]) -> T:
+def paired(prepare: Callable[[], object], run: Callable[[], T], seconds: float | None = None) -> T:
     """What *run* returns, a forward pass with its collectives: every rank of the group begins it, or none does.
 
-    *prepare* may fail on any rank, and queues no collective. Raises what failed here, or FailedElsewhereError;
-    StepError if nothing worse has failed on another rank. Then as many collectives were queued on every rank, or this
-    process has ended.
+    Within *seconds*, by default `watchdog.LIMIT`; the run is given that limit. *prepare* may fail on any rank, and
+    queues no collective. Raises what failed here, or FailedElsewhereError; StepError if nothing worse has failed on
+    another rank. Then as many collectives were queued on every rank, or this process has ended.
     """
     if alone():
         prepare()
         return run()
-    _, failed = tried(prepare)
-    if largest(failed is not None)[0]:
+    with limited(seconds):
+        _, failed = tried(prepare)
+        (anywhere,) = largest(failed is not None, seconds=seconds)
+    if anywhere:
         raise failed or FailedElsewhereError
-    output, failed = tried(run)
+    with limited():
+        output, failed = tried(run)
     if failed is not None:
         logger.warning("graphfix: a run of a step without its graph has failed on this rank: %s", description(failed))
     (worst,) = largest(0.0 if failed is None else _STEP if isinstance(failed, StepError) else _OTHER)

@@ -19,7 +19,7 @@ from vllm_graphfix.fix import Activity, Diagnosis, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._capture_source import forward_functions
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
-from vllm_graphfix.shadow.failures import UnsafeError
+from vllm_graphfix.shadow.failures import UnsafeError, description, tried
 from vllm_graphfix.shadow.forward import Pass, unsafe
 from vllm_graphfix.shadow.lockstep import AGREEMENT, AGREEMENT_MODULE, is_in_lockstep, shape_of
 from vllm_graphfix.shadow.runs import Step
@@ -167,27 +167,34 @@ def _check_replays(stock: StockFunction, _: Activity) -> StockFunction:
     return run_fullgraph
 
 
-def _count_common_steps(stock: StockFunction, activity: Activity) -> StockFunction:
+def _count_common_steps(stock: StockFunction, _: Activity) -> StockFunction:
     """Around `sync_cudagraph_and_dp_padding(cudagraph_manager, …)`, which data-parallel ranks call together.
 
     Drafters' managers are of other classes.
     """
 
     @functools.wraps(stock)
-    def agree(*args: Any, **kwargs: Any) -> Any:
-        agreed = stock(*args, **kwargs)
+    def agree(cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:
+        agreed = stock(cudagraph_manager, *args, **kwargs)
         shadow = process.SHADOW
-        if shadow is not None and shadow.lockstep is not None and type(args[0]).__name__ == _MANAGER:
-            schedule = shadow.schedule
-            schedule.count += 1
-            if schedule.timed:
-                schedule.tick()
-            shadow.lockstep.common = None
-            if schedule.count >= schedule.due or shadow.quarantined:
-                _ask_the_others(shadow, agreed)
+        if shadow is not None and shadow.lockstep is not None and type(cudagraph_manager).__name__ == _MANAGER:
+            _, failed = tried(lambda: _count_common_step(shadow, agreed))
+            if failed is not None:
+                tried(lambda: shadow.stop(description(failed), failed))
         return agreed
 
     return agree
+
+
+def _count_common_step(shadow: Shadow, agreed: Any) -> None:
+    schedule, others = shadow.schedule, shadow.lockstep
+    schedule.count += 1
+    if schedule.timed:
+        schedule.tick()
+    if others is not None:
+        others.common = None
+    if schedule.count >= schedule.due or shadow.quarantined:
+        _ask_the_others(shadow, agreed)
 
 
 def _ask_the_others(shadow: Shadow, agreed: Any) -> None:

@@ -19,8 +19,9 @@ from vllm_graphfix.log import logger
 from vllm_graphfix.shadow.failures import tried
 
 LIMIT = 15.0
-"""Seconds from one agreement of the ranks to the next. A rank may be slow, by 10 s say; vLLM's executor takes up to 9 s
-to end the other processes of an engine, and in half a minute the engine is to be gone."""
+"""Seconds from one agreement of the ranks to the next, once all have come to a step. A rank may be slow, by 10 s say;
+vLLM's executor takes up to 9 s to end the other processes of an engine, and in half a minute the engine is to be
+gone."""
 DRAIN = 5.0
 """Seconds in which the collectives that ranks have queued must have found each other when a run has failed on one of
 them."""
