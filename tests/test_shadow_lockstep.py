@@ -50,7 +50,7 @@ class RankStandIn:
                 with mock.patch.object(ranks, "largest", self._largest):
                     self.shadow.all_replay(Shape(8, uniform=True))
 
-    def _largest(self, over: float, *values: float, seconds: float | None = None) -> tuple[float, ...]:
+    def _largest(self, over: float, *values: float) -> tuple[float, ...]:
         self.asked.append((self.shadow.schedule.count, bool(over)))
         return (over, *values)
 

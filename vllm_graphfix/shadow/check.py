@@ -112,7 +112,8 @@ class Shadow:
         if not others.met or step < others.first:
             return False
         number = shape.number if shape is not None else 0
-        over, most, least = ranks.largest(self._is_over, number, -number, seconds=ranks.to_begin())
+        with ranks.limited(ranks.to_begin()):
+            over, most, least = ranks.largest(self._is_over, number, -number)
         if over:
             self.stop(description(FailedElsewhereError()))
             self.schedule.due = NEVER
@@ -178,7 +179,7 @@ class Shadow:
             others.leave(step + 1)
         with ranks.limited(ranks.to_begin()):
             found, failed = tried(lambda: others.plan(step))
-            agreed = self._agree(failed, *(found or (0, 0)), seconds=ranks.to_begin())
+            agreed = self._agree(failed, *(found or (0, 0)))
         if agreed is None:
             return
         due, later = map(int, agreed)
@@ -298,15 +299,13 @@ class Shadow:
         tokens, must_know = getattr(descriptor, "num_tokens", None), not ranks.alone()
         return lambda copies: self.memory.lacks(copies, owner, tokens, must_know=must_know)
 
-    def _agree(
-        self, failed: Exception | None, *values: float, seconds: float | None = None
-    ) -> tuple[float, ...] | None:
-        """The largest of each value among all ranks, each of which has *seconds* to say its own.
+    def _agree(self, failed: Exception | None, *values: float) -> tuple[float, ...] | None:
+        """The largest of each value among all ranks.
 
         None, and the check is off, if a step before failed on one of them.
         """
         try:
-            anywhere, *agreed = ranks.largest(failed is not None, *values, seconds=seconds)
+            anywhere, *agreed = ranks.largest(failed is not None, *values)
         except Exception as error:
             anywhere, agreed, failed = 1.0, [], failed or error
         if anywhere:
@@ -317,7 +316,7 @@ class Shadow:
     def _all_ready(self, failed: Exception | None, begun: float) -> bool:
         """Whether no rank has a reason against checking this step, which was *begun* at that time of the clock."""
         unfit = isinstance(failed, UnfitStep)
-        agreed = self._agree(None if unfit else failed, unfit, seconds=ranks.to_begin())
+        agreed = self._agree(None if unfit else failed, unfit)
         if agreed is None:
             return False
         if agreed[0]:

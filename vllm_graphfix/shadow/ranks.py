@@ -66,7 +66,7 @@ def to_begin() -> float:
 def limited(seconds: float | None = None) -> Any:
     """A context manager for what ranks do together: from one agreement to the next no longer than *seconds*.
 
-    The default is `watchdog.LIMIT`.
+    The default is that of the block around it, or `watchdog.LIMIT`.
     """
     if alone():
         return nullcontext()
@@ -76,11 +76,11 @@ def limited(seconds: float | None = None) -> Any:
     )
 
 
-def largest(*values: float, seconds: float | None = None) -> tuple[float, ...]:
+def largest(*values: float) -> tuple[float, ...]:
     """The largest of each of *values* that a rank gave.
 
-    Every rank of the group has to call it; a rank alone gets its own. Where a rank does not come within *seconds*, by
-    default `watchdog.LIMIT`, or is gone, this process ends: it cannot know what the other one does instead.
+    Every rank of the group has to call it; a rank alone gets its own. Where a rank does not come, or is gone, this
+    process ends: it cannot know what the other one does instead.
     """
     others = group()
     if others.world_size == 1:
@@ -88,7 +88,7 @@ def largest(*values: float, seconds: float | None = None) -> tuple[float, ...]:
     import torch
 
     given = torch.tensor(values, dtype=torch.float64)
-    with watchdog.limit("it waits for another rank of its group", seconds):
+    with watchdog.limit("it waits for another rank of its group"):
         try:
             torch.distributed.all_reduce(given, torch.distributed.ReduceOp.MAX, group=others.cpu_group)
         except Exception as error:
@@ -108,7 +108,7 @@ def paired(prepare: Callable[[], object], run: Callable[[], T], seconds: float |
         return run()
     with limited(seconds):
         _, failed = tried(prepare)
-        (anywhere,) = largest(failed is not None, seconds=seconds)
+        (anywhere,) = largest(failed is not None)
     if anywhere:
         raise failed or FailedElsewhereError
     with limited():

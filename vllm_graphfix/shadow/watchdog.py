@@ -54,12 +54,14 @@ class _Watchdog:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def limit(self, what: str, seconds: float) -> Iterator[None]:
+    def limit(self, what: str, seconds: float | None) -> Iterator[None]:
         """Ends the process if the block takes longer than *seconds*.
 
         Where it is within another block, that one's time begins anew afterwards.
         """
         outer = self._watched
+        if seconds is None:
+            seconds = outer.seconds if outer is not None else LIMIT
         self._watch(_Limit(what, seconds))
         try:
             yield
@@ -99,9 +101,9 @@ _watchdog = _Watchdog()
 def limit(what: str, seconds: float | None = None) -> AbstractContextManager[None]:
     """A context manager that ends the process, saying that it *what*, if the block takes too long.
 
-    The limit is *seconds*, or `LIMIT`.
+    The limit is *seconds*, or that of the block around it, or `LIMIT`.
     """
-    return _watchdog.limit(what, LIMIT if seconds is None else seconds)
+    return _watchdog.limit(what, seconds)
 
 
 def end(reason: str) -> NoReturn:
