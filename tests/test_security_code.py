@@ -98,6 +98,10 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
         "import_module": "vLLM's parser of flags, which has moved between releases",
     },
     "verify/trial.py": {"import_module": "the module of this package with a fix's trial"},
+    "verify/double/mla_decode.py": {"import_module": "vLLM's builders of latent attention, which have moved"},
+    "verify/double/scenarios/cutlass_mla_padding.py": {
+        "import_module": "vLLM's module with the kernel's operator, and that of its builder"
+    },
     "verify/double/flashmla.py": {"import_module": "vLLM's FlashMLA, for which it is the stand-in"},
     "verify/double/worker.py": {
         "import_module": "the scenarios of this package, and vLLM's modules that they name",

@@ -49,7 +49,7 @@ _CLEARED = (
 _FULL = ("ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE")
 
 EMPTY_ROWS_GIVEN = Event(
-    "empty-rows-given",
+    "rows-left-as-they-were",
     "A batch with padded rows reached Cutlass MLA's decode: on stock these rows are as their memory was before, which "
     "may hold NaN.",
 )
