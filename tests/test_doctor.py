@@ -460,7 +460,9 @@ NAMES = st.sampled_from(
         *(each.name for each in doctor.VARIABLES),
     ]
 )
-VALUES = st.builds("{}{}{}".format, TEXT, st.just(SECRET), TEXT) | st.sampled_from(["on", "1", "", "graphfix", "5%"])
+VALUES = st.builds("{}{}{}".format, TEXT, st.just(SECRET), TEXT) | st.sampled_from(
+    ["on", "1", "", "5%", "graphfix", "settings", "variables", "diagnosis", "known_release"]  # also keys of the report
+)
 
 
 @share(50)
@@ -485,3 +487,13 @@ def test_no_text_of_a_record_breaks_the_paste(texts: list[str], tmp_path_factory
     text = doctor.markdown(doctor.examine(release_root("0.18.1"), {settings.STATUS_DIR: str(base)}))
     assert all(line.isprintable() for line in text.split("\n"))
     assert whole(text)
+
+
+@pytest.mark.parametrize("key", ["vllm-graphfix", "settings", "processes", "states"])
+def test_a_rollout_key_may_be_a_key_of_the_report(key: str, tmp_path: Path) -> None:
+    leave(tmp_path, record(fixes={f"{key}-of-a-newer-one": FixReport("auto", "active", "")}))
+    found = doctor.examine(release_root("0.18.1"), {settings.STATUS_DIR: str(tmp_path), settings.ROLLOUT_KEY: key})
+    (engine,) = found.parts["fleet"]["engines"]
+    assert "settings" in engine
+    assert [*engine["states"]] == ["(hidden)-of-a-newer-one"]
+    assert doctor.markdown(found).count("running here") > 0

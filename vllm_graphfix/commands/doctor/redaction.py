@@ -59,6 +59,8 @@ VARIABLES = (
 is shown."""
 
 HIDDEN = "(hidden)"
+_OF_RECORDS = ("states", "events")
+"""Parts whose keys are names that records of engines have."""
 NOT_SHOWN = "(set, not shown)"
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|SESSION|PRIVATE|DSN|WEBHOOK", re.IGNORECASE)
 _SECRETS = re.compile(
@@ -88,8 +90,7 @@ class Mask:
             if name == ours or (name not in known and _is_secret_name(name))
         )
         # Short ones are numbers and words that are in every text, and long ones in none: texts are cut.
-        # This plugin's name is no secret, and keys of the report have it.
-        values = {value for value in named if 6 <= len(value) <= 4 * _LONGEST and value not in "vllm-graphfix"}
+        values = {value for value in named if 6 <= len(value) <= 4 * _LONGEST}
         self._values = sorted(values, key=lambda value: (-len(value), value))
         self._home = (environment.get("HOME") or "").rstrip("/")
         told = sorted(
@@ -113,12 +114,20 @@ class Mask:
         text = printable(text)
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
-    def everywhere(self, value: Any) -> Any:
-        """*value* with all texts in it masked, keys too."""
+    def everywhere(self, value: Any, *, of_records: bool = False) -> Any:
+        """*value* with all texts in it masked, and those keys that records have named.
+
+        The report's own keys are in every report: one that is also somebody's rollout key must still be found.
+        """
         if isinstance(value, Mapping):
-            return {self.text(str(key)): self.everywhere(inner) for key, inner in value.items()}
+            return {
+                self.text(str(key)) if of_records else key: self.everywhere(
+                    inner, of_records=of_records or key in _OF_RECORDS
+                )
+                for key, inner in value.items()
+            }
         if isinstance(value, (list, tuple)):
-            return [self.everywhere(inner) for inner in value]
+            return [self.everywhere(inner, of_records=of_records) for inner in value]
         return self.text(value) if isinstance(value, str) else value
 
 
