@@ -396,7 +396,8 @@ def test_what_was_in_danger_is_looked_at_before_all_others_and_before_it_is_give
             return True
 
     marks = KVMarks()
-    marks._ledger, marks._sums, marks._counts = Ledger({0: 4}, 1), SumsStandIn(), {"marks": 0}  # type: ignore[assignment]
+    marks._ledger, marks._counts = Ledger({0: 4}, 1), {"marks": 0}
+    marks._sums = SumsStandIn()  # type: ignore[assignment]
     marks._groups = {0: None}  # type: ignore[dict-item]
     for name in ("a", "b"):  # five full blocks of each
         first = {"a": 1, "b": 11}[name]

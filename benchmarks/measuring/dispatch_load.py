@@ -12,11 +12,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
-import sys
 import time
-import traceback
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,34 +24,25 @@ wrappers: Any = importlib.import_module("wrappers")  # beside this file, whose f
 _NUMBERS = itertools.count()
 
 
-def main(parent: Any) -> int:
-    try:
-        order = parent.recv()
-        if order["plugin"]:
-            import vllm_graphfix
+def serve(parent: Any, order: dict[str, Any]) -> None:
+    if order["plugin"]:
+        import vllm_graphfix
 
-            vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
-        import torch
-        from vllm import LLM
-        from vllm.engine.arg_utils import EngineArgs
+        vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
+    import torch
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
 
-        arguments = dict(order["arguments"])
-        arguments |= {
-            name: value for name, value in order["where_known"].items() if name in EngineArgs.__dataclass_fields__
-        }
-        llm = LLM(**arguments)
-        parent.send(time.monotonic())  # one clock for all processes of a machine
-        parent.send(_told(llm, order))
-        wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-        while True:
-            parent.send(_run(llm, wait, order, **parent.recv()))
-    except EOFError:  # nobody asks any more
-        return 0
-    except BaseException as error:  # an engine may end in SystemExit
-        traceback.print_exc()
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        parent.send({"error": f"{type(error).__name__}: {first}"})
-        return 1
+    arguments = dict(order["arguments"])
+    arguments |= {
+        name: value for name, value in order["where_known"].items() if name in EngineArgs.__dataclass_fields__
+    }
+    llm = LLM(**arguments)
+    parent.send(time.monotonic())  # one clock for all processes of a machine
+    parent.send(_told(llm, order))
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    while True:
+        parent.send(_run(llm, wait, order, **parent.recv()))
 
 
 def _told(llm: LLM, order: dict[str, Any]) -> dict[str, Any]:
@@ -155,12 +142,4 @@ def _taken(order: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    here = os.path.realpath(os.path.dirname(__file__))  # noqa: PTH120 - a stock engine must not pay for pathlib
-    sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != here]
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # its end is this process's end, whatever it has started
-    code = main(Connection(descriptor))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # What is torn down at the end of an interpreter hangs now and then after an illegal memory access.
-    os._exit(code)
+    importlib.import_module("asked_engine").begin(serve)

@@ -18,16 +18,13 @@ import contextlib
 import ctypes
 import functools
 import importlib
-import os
 import platform
 import random
 import resource
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,39 +41,29 @@ _SCHEDULES: dict[str, dict[str, Any]] = {}
 RUNNERS = {"V1": "vllm.v1.worker.gpu_model_runner", "V2": "vllm.v1.worker.gpu.model_runner"}
 
 
-def main(parent: Any) -> int:
+def serve(parent: Any, order: dict[str, Any]) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(
-            1, signal.SIGKILL
-        )  # PR_SET_PDEATHSIG: an engine that nobody asks must not keep the GPU's memory
-    try:
-        order = parent.recv()
-        if order["plugin"]:
-            import vllm_graphfix
+        # PR_SET_PDEATHSIG: an engine that nobody asks must not keep the GPU's memory
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if order["plugin"]:
+        import vllm_graphfix
 
-            vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
-        from vllm import LLM
+        vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
+    from vllm import LLM
 
-        captures = _time_captures(RUNNERS[order["runner"]])
-        llm = LLM(**order["arguments"])
-        parent.send(time.monotonic())  # one clock for all processes of a machine
-        parent.send(_told(llm, order, captures))
-        prompts = _prompts(llm, order["largest_batch"])
-        while True:
-            asked = parent.recv()
-            if "in_turns" in asked:
-                parent.send(_in_turns(llm, prompts[: asked["in_turns"]], asked["steps"], control=asked["control"]))
-                continue
-            with _checked(asked.get("shadow")):
-                seconds = _decode(llm, prompts[: asked["batch"]], asked["tokens"])
-            parent.send(seconds)
-    except EOFError:  # nobody asks any more
-        return 0
-    except BaseException as error:  # an engine may end in SystemExit
-        traceback.print_exc()
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        parent.send({"error": f"{type(error).__name__}: {first}"})
-        return 1
+    captures = _time_captures(RUNNERS[order["runner"]])
+    llm = LLM(**order["arguments"])
+    parent.send(time.monotonic())  # one clock for all processes of a machine
+    parent.send(_told(llm, order, captures))
+    prompts = _prompts(llm, order["largest_batch"])
+    while True:
+        asked = parent.recv()
+        if "in_turns" in asked:
+            parent.send(_in_turns(llm, prompts[: asked["in_turns"]], asked["steps"], control=asked["control"]))
+            continue
+        with _checked(asked.get("shadow")):
+            seconds = _decode(llm, prompts[: asked["batch"]], asked["tokens"])
+        parent.send(seconds)
 
 
 @contextlib.contextmanager
@@ -204,14 +191,4 @@ def _in_turns(llm: LLM, prompts: Any, count: int, *, control: bool) -> list[floa
 
 
 if __name__ == "__main__":
-    here = os.path.realpath(os.path.dirname(__file__))  # noqa: PTH120 - a stock engine must not pay for pathlib
-    sys.path[:] = [
-        folder for folder in sys.path if os.path.realpath(folder) != here
-    ]  # an engine must not find this folder
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # its end is this process's end, whatever it has started
-    code = main(Connection(descriptor))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # What is torn down at the end of an interpreter hangs now and then after an illegal memory access.
-    os._exit(code)
+    importlib.import_module("asked_engine").begin(serve)

@@ -8,43 +8,31 @@ answer, is answered with what `_asked` returns.
 
 from __future__ import annotations
 
-import os
-import sys
+import importlib
 import time
-import traceback
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 
-def main(parent: Any) -> int:
-    try:
-        order = parent.recv()
-        if order["plugin"]:
-            import vllm_graphfix
+def serve(parent: Any, order: dict[str, Any]) -> None:
+    if order["plugin"]:
+        import vllm_graphfix
 
-            vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
-        from vllm import LLM
-        from vllm.engine.arg_utils import EngineArgs
+        vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
 
-        arguments = dict(order["arguments"])
-        arguments |= {
-            name: value for name, value in order["where_known"].items() if name in EngineArgs.__dataclass_fields__
-        }
-        llm = LLM(**arguments)
-        parent.send(time.monotonic())  # one clock for all processes of a machine
-        parent.send({})
-        while True:
-            parent.send(_asked(llm, plugin=order["plugin"], **parent.recv()))
-    except EOFError:  # nobody asks any more
-        return 0
-    except BaseException as error:  # an engine may end in SystemExit
-        traceback.print_exc()
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        parent.send({"error": f"{type(error).__name__}: {first}"})
-        return 1
+    arguments = dict(order["arguments"])
+    arguments |= {
+        name: value for name, value in order["where_known"].items() if name in EngineArgs.__dataclass_fields__
+    }
+    llm = LLM(**arguments)
+    parent.send(time.monotonic())  # one clock for all processes of a machine
+    parent.send({})
+    while True:
+        parent.send(_asked(llm, plugin=order["plugin"], **parent.recv()))
 
 
 def _asked(llm: LLM, prompts: list[list[int]], tokens: list[int], *, plugin: bool) -> dict[str, Any]:
@@ -84,14 +72,4 @@ def _counted(_: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    here = os.path.realpath(os.path.dirname(__file__))  # noqa: PTH120 - as in engine_worker.py
-    sys.path[:] = [
-        folder for folder in sys.path if os.path.realpath(folder) != here
-    ]  # an engine must not find this folder
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # its end is this process's end, whatever it has started
-    code = main(Connection(descriptor))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # What is torn down at the end of an interpreter hangs now and then after an illegal memory access.
-    os._exit(code)
+    importlib.import_module("asked_engine").begin(serve)

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import importlib
 import random
-import sys
 import time
-import traceback
-from multiprocessing.connection import Connection
 from typing import Any
 
 _RANKS = 2
@@ -24,25 +21,15 @@ _ABORT = 0.05
 """The share of the requests that are aborted."""
 
 
-def main(parent: Any) -> int:
-    try:
-        asyncio.run(_serve(parent))
-    except EOFError:  # nobody asks any more
-        return 0
-    except BaseException as error:  # an engine may end in SystemExit
-        traceback.print_exc()
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        parent.send({"error": f"{type(error).__name__}: {first}"})
-        return 1
-    return 0
+def serve(parent: Any, order: dict[str, Any]) -> None:
+    asyncio.run(_serve(parent, order))
 
 
-async def _serve(parent: Any) -> None:
+async def _serve(parent: Any, order: dict[str, Any]) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from measuring.data_parallel import started
 
-    order = parent.recv()
     arguments = dict(order["arguments"])
     arguments |= {
         name: value for name, value in order["where_known"].items() if name in AsyncEngineArgs.__dataclass_fields__
@@ -96,38 +83,14 @@ async def _ask(engine: Any, chance: random.Random, rank: int, counted: dict[str,
 
 def _found_by_a_worker(worker: Any, taken: float) -> dict[str, Any]:
     import vllm_graphfix
-    from vllm_graphfix.shadow import process
+    from measuring.shadow_load import found_here
 
-    shadow = process.SHADOW
-    place = worker.vllm_config.parallel_config.data_parallel_rank
-    if shadow is None:
-        return {"rank": place}
-    results, state = shadow.results, vllm_graphfix.states()["shadow"]
-    return {
-        "rank": place,
-        "state": f"{state.state.value}: {state.reason}",
-        "checks": results.checks,
-        "mismatches": results.mismatches,
-        "quarantined": [graph.name for graph in results.quarantined],
-        "left out": results.skipped,
-        "stopped": shadow.stopped,
-        "refused": process.REFUSED,
-        "noise": results.noise,
-        "milliseconds a check": round(1000 * results.seconds / max(1, results.checks), 2),
-        "share of the other time": results.seconds / max(1e-9, taken - results.seconds),
-        "steps": shadow.schedule.step,
-        "last steps checked": list(results.steps),
-        "wrong": [f"{each.sentence()} First layer: {each.first_layer}" for each in results.to_report(5)],
-    }
+    found = found_here(taken)
+    if found:
+        state = vllm_graphfix.states()["shadow"]
+        found["state"] = f"{state.state.value}: {state.reason}"
+    return {"rank": worker.vllm_config.parallel_config.data_parallel_rank, **found}
 
 
 if __name__ == "__main__":
-    here = os.path.realpath(os.path.dirname(__file__))  # noqa: PTH120 - as in engine_worker.py
-    # An engine must not find this folder, and finds the one above behind all others.
-    sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != here] + [os.path.dirname(here)]  # noqa: PTH120
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # its end is this process's end, whatever it has started
-    code = main(Connection(descriptor))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    importlib.import_module("asked_engine").begin(serve, above=True)

@@ -11,34 +11,32 @@ its process waits: whoever asks looks what is left of it.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 import os
-import sys
 import time
 import traceback
-from multiprocessing.connection import Connection
 from typing import Any
 
 
-def main(parent: Any) -> int:
+def serve(parent: Any, order: dict[str, Any]) -> int:
+    import vllm_graphfix
+
+    vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = dict(order["arguments"])
+    if "moe_backend" not in EngineArgs.__dataclass_fields__:
+        arguments.pop("moe_backend", None)
+    llm: Any = RanksInTurn(arguments) if "data_parallel_size" in arguments else LLM(**arguments)
+    parent.send(time.monotonic())
+    parent.send({name: state.state.value for name, state in vllm_graphfix.states().items()})
     planted = False
-    try:
-        order = parent.recv()
-        import vllm_graphfix
-
-        vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
-        from vllm import LLM
-        from vllm.engine.arg_utils import EngineArgs
-
-        arguments = dict(order["arguments"])
-        if "moe_backend" not in EngineArgs.__dataclass_fields__:
-            arguments.pop("moe_backend", None)
-        llm: Any = RanksInTurn(arguments) if "data_parallel_size" in arguments else LLM(**arguments)
-        parent.send(time.monotonic())
-        parent.send({name: state.state.value for name, state in vllm_graphfix.states().items()})
-        while True:
-            asked = parent.recv()
-            plant = asked["plant"]
+    while True:
+        asked = parent.recv()
+        plant = asked["plant"]
+        try:
             if plant is not None and plant["fault"] == "no-room":
                 # NCCL allocates what two stages of a pipeline need at their first exchange: stock fails there, too.
                 _answers(llm, asked)
@@ -46,15 +44,15 @@ def main(parent: Any) -> int:
                 parent.send(llm.collective_rpc(_plant, args=(plant,)))
                 planted = True
             answers = _answers(llm, asked)
-            parent.send({"answers": answers, "found": llm.collective_rpc(_found) if order["plugin"] else []})
-    except EOFError:  # nobody asks any more
-        return 0
-    except BaseException as error:  # an engine may end in SystemExit
-        traceback.print_exc()
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        parent.send({"died" if planted else "error": f"{type(error).__name__}: {first}"})
-        parent.poll(60.0 if planted else 0.0)
-        return 1
+            found = llm.collective_rpc(_found) if order["plugin"] else []
+        except BaseException as error:
+            if not planted:
+                raise
+            traceback.print_exc()
+            parent.send({"died": importlib.import_module("asked_engine").in_one_line(error)})
+            parent.poll(60.0)
+            return 1
+        parent.send({"answers": answers, "found": found})
 
 
 class RanksInTurn:
@@ -108,7 +106,6 @@ def _plant(worker: Any, wanted: dict[str, Any]) -> int:
     Half-way is before its last layer: on two ranks of one group, behind the sums of those before.
     """
     import itertools
-    import os
     import pathlib
     import signal
     import subprocess
@@ -199,13 +196,4 @@ def _found(_: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    here = os.path.realpath(os.path.dirname(__file__))  # noqa: PTH120 - as in engine_worker.py
-    # An engine must not find this folder, and finds the one above behind all others.
-    sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != here] + [os.path.dirname(here)]  # noqa: PTH120
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # its end is this process's end, whatever it has started
-    code = main(Connection(descriptor))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # What is torn down at the end of an interpreter hangs now and then when a rank is gone.
-    os._exit(code)
+    importlib.import_module("asked_engine").begin(serve, above=True)

@@ -99,7 +99,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _zeroed(decode: Function) -> str | None:
-    """Where the backend has zeros in the kernel's output before, or clears rows after it, or None."""
+    """The place where the kernel is given zeros to write to, or empty rows are cleared after it; None if there is none."""
     called = decode.only(_CALLED)
     made = next((made for made in map(decode.only, _ZEROS) if made is not None), None)
     if made is not None and not decode.find("q_nope.new_empty(...)"):

@@ -82,7 +82,7 @@ class Pass(NamedTuple):
     only: Collection[str] | None = None
     """The layers that run in it; None: all."""
     dummy: bool = False
-    """Of no request: it is run because other ranks run theirs, and nothing that it leaves matters."""
+    """Whether it is a dummy batch of a rank without requests, which is run because other ranks run theirs."""
 
     @property
     def layers(self) -> Mapping[str, Any]:

@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
     num_tokens: int
     uniform: bool
-    """Of requests with as many tokens each."""
+    """Whether all requests of the batch have the same number of tokens in it."""
 
     @property
     def number(self) -> int:

@@ -158,7 +158,10 @@ class EncoderStandIn:
 
 
 def _starts(lengths: list[int], most: int = 0) -> torch.Tensor:
-    """Where images begin and end, (images + 1,) int32; padded to *most* images with empty ones, as vLLM's models do."""
+    """The first token of each image, and the end of the last one: (images + 1,) int32.
+
+    As vLLM's models do, it is padded to *most* images with empty ones.
+    """
     given = lengths + [0] * (most - len(lengths))
     return torch.tensor([0, *given]).cumsum(0, dtype=torch.int32)
 
