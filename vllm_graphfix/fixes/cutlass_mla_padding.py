@@ -99,7 +99,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _zeroed(decode: Function) -> str | None:
-    """The place where the kernel is given zeros to write to, or empty rows are cleared after it; None if there is none."""
+    """The place where the kernel is given zeros to write to, or empty rows are cleared after it, if there is one."""
     called = decode.only(_CALLED)
     made = next((made for made in map(decode.only, _ZEROS) if made is not None), None)
     if made is not None and not decode.find("q_nope.new_empty(...)"):
