@@ -13,9 +13,9 @@ silent      the fixes on, every replay checked: mismatches are false alarms. Fir
             cache can be that small, preempted, until all cases together have made --checks
 budget      the fixes on, 0.1% and the same load for --seconds: what checks took of the time of all other steps
 
-ranks       on two GPUs, with tensor and with pipeline parallelism, under the same load for --seconds: every fix off and
-            quarantine, the fixes on, and a budget of 1 %; what each rank has counted, and which steps it has checked:
-            with either the same on both
+ranks       on two GPUs, with tensor and with pipeline parallelism, with latent attention also with decode context
+            parallelism, under the same load for --seconds: every fix off and quarantine, the fixes on, and a budget of
+            1 %; what each rank has counted, and which steps it has checked: with either the same on both
 
 abort       every fix off, every replay checked, and requests are ended whose rows are wrong: who ended, with what
             reason, what of their blocks the prefix cache still has, and whether requests after them are served. Among
@@ -114,6 +114,13 @@ OF_NO_VERIFY = {"prefill-dispatch": (GDN_MTP,)}
 """By name of a fix: an engine in which its defect shows, and that takes too long to compile for `verify`."""
 OF_PREFIXES = ("mla", "llama")
 """Models of `abort`: those whose cache can hold prefixes with any release and backend."""
+RANKS = {
+    "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2},
+    "context": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+}
+OF_ONE_HEAD = ("mla", "mla-mtp")
+"""Models of which two ranks can share the context: they have fewer heads of keys than ranks."""
 FEW_BLOCKS = 34
 """The number of blocks of a cache: enough for one request of the greatest length, and for a third of those that an
 engine may run."""
@@ -379,7 +386,8 @@ class Measured:
         wanted = [
             (case, parallel, what, environment)
             for case in self._cases
-            for parallel in ("tensor", "pipeline")
+            for parallel in RANKS
+            if parallel != "context" or case.model in OF_ONE_HEAD
             for what, environment in (
                 ("the fixes on", ON | {SHADOW: "1/1"}),
                 ("the fixes on, a budget", ON | {SHADOW: "1%"}),
@@ -393,9 +401,7 @@ class Measured:
                 "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"
             }  # the workers are sent a function
             part = f"{parallel} parallel, {what}"
-            found = self._loaded(
-                case, part.replace(" ", "-"), environment | insecure, 0, **{f"{parallel}_parallel_size": 2}
-            )
+            found = self._loaded(case, part.replace(" ", "-"), environment | insecure, 0, **RANKS[parallel])
             self.ran |= "error" not in found
             self._write(case.name, part, found)
 
