@@ -110,6 +110,52 @@ class Ledger:
         self._last = output
         return dropped
 
+    def can_wait(self, output: Any) -> bool:
+        """Whether it is enough to follow this step with a later one, by `catch_up`.
+
+        It gives no block to a request that is followed, and none that is followed to another; nobody begins, ends or
+        comes back; no draft may be refused. Nothing is left to note but how far it gets.
+        """
+        cached = output.scheduled_cached_reqs
+        if (
+            self._slack
+            or output.scheduled_new_reqs
+            or output.finished_req_ids
+            or cached.resumed_req_ids
+            or getattr(output, "preempted_req_ids", None)
+            or getattr(output, "new_block_ids_to_zero", None)
+            or getattr(output, "kv_cache_block_copies", None)
+        ):
+            return False
+        given = cached.new_block_ids
+        if not any(given):  # in most steps nobody gets one
+            return True
+        numbers = chain.from_iterable(chain.from_iterable(filter(None, given)))
+        return self._lengths.keys().isdisjoint(compress(cached.req_ids, given)) and self._followed.keys().isdisjoint(
+            numbers
+        )
+
+    def catch_up(self, waited: Sequence[Any]) -> None:
+        """Follows steps that could wait, *waited*, all of which have been begun.
+
+        How far a request got is in the last one that has it. The last of all is followed by itself: what it fills is
+        the newest.
+        """
+        missing, due = set(self._filling), set(self._due)
+        for output in reversed(waited[:-1]):
+            scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+            for request in [each for each in missing if each in scheduled]:
+                missing.remove(request)
+                filling = self._filling[request]
+                filling.computed = cached.num_computed_tokens[cached.req_ids.index(request)] + scheduled[request]
+                if filling.computed >= filling.due:
+                    due.add(request)
+            if not missing:
+                break
+        self._due = list(due)
+        for output in waited[-1:]:
+            self.step(output)
+
     def _extend(self, cached: Any) -> list[Block]:
         """Notes what running requests were given; returns the marked ones among it. Most are not followed."""
         names, given, computed = cached.req_ids, cached.new_block_ids, cached.num_computed_tokens

@@ -35,6 +35,9 @@ _PATIENCE = 1.0
 """Seconds that they wait."""
 _RECENT = 16
 """Steps within which a batch is not looked at again because one of its blocks is given away."""
+_MOST_WAITING = 15
+"""Steps that change little, which are followed together with the next one: Python that runs once in some milliseconds
+finds the processor's caches cold, and takes ten times as long."""
 _LONG = 16
 """Steps without work after which what is in danger is looked at meanwhile; again after twice as many, and so on."""
 _MOST_BATCHES = 256
@@ -171,6 +174,8 @@ class KVMarks:
         """… and those of them that are to be looked at before all others."""
         self._where: dict[int, tuple[Batch, int]] = {}
         self._idle: deque[bool] = deque(maxlen=_REMEMBERED)
+        self._waiting: list[Any] = []
+        """`SchedulerOutput`s of the last steps, which have not been followed yet."""
         self._step = 0
         self._idle_run = 0
         """The number of steps without work since the last one of requests."""
@@ -241,6 +246,7 @@ class KVMarks:
         if self._ledger is not None and self._sums is not None:
             self._ledger.clear()
             self._sums.forget()
+            self._waiting.clear()
             self._fresh.clear()
             self._batches.clear()
             self._in_danger = []
@@ -255,8 +261,21 @@ class KVMarks:
         if ledger is None or sums is None or counts is None:
             return
         begun = time.perf_counter()
+        if output is None or self._idle_run or len(self._waiting) == _MOST_WAITING or not ledger.can_wait(output):
+            self._follow(ledger, sums, output)
+        else:
+            self._waiting.append(output)
+        self._seconds += time.perf_counter() - begun
+
+    def _follow(self, ledger: Ledger, sums: Sums, output: Any) -> None:
+        """Follows the steps that wait and this one; then marks and looks, before it runs."""
         if self._step == 0 and self._abort is not None and (why_not := self._abort.why_not()) is not None:
             self._cannot_abort(why_not)
+        if waited := len(self._waiting):
+            ledger.catch_up(self._waiting)
+            self._waiting.clear()
+            self._idle.extend([False] * waited)
+            self._step += waited
         for looked in sums.results():
             self._note(looked)
         idle, run = output is None, self._idle_run
@@ -280,12 +299,12 @@ class KVMarks:
             self._look_first(sums, debt=not idle)
         if dropped:
             self._look_last(sums, dropped)
-        if (self._fresh or self._batches) and self._for_looks.allows():
-            self._look_in_turn(sums)
+        for _ in range(waited + 1):  # one for each step
+            if not ((self._fresh or self._batches) and self._for_looks.allows() and self._look_in_turn(sums)):
+                break
         self._idle_run = run + 1 if idle else 0
         self._idle.append(idle)
         self._step += 1
-        self._seconds += time.perf_counter() - begun
 
     def _make(self, ledger: Ledger, sums: Sums, *, at_once: bool) -> None:
         """Marks what is finished, if it is enough, has waited long enough, or is *at_once* in danger: then all of it.
@@ -369,11 +388,14 @@ class KVMarks:
                 self._for_looks.spend()
         self._forget_marks(dropped)
 
-    def _look_in_turn(self, sums: Sums) -> None:
-        if (batch := self._next()) is not None:
+    def _look_in_turn(self, sums: Sums) -> bool:
+        """Looks at a batch; False if there is none that was not looked at before this step."""
+        batch = self._next()
+        if batch is not None:
             sums.look(batch, self._step)
             self._batches.append(batch)
             self._for_looks.spend()
+        return batch is not None
 
     def _next(self) -> Batch | None:
         """Takes the batch to look at before this step: in turns the newest, and that of the longest ago.
