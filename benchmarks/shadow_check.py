@@ -10,7 +10,8 @@ alone       every fix off and no check: answers have to be those of `caught`, wh
 others-on   the case's own fix off and no check: what is wrong then is this defect's doing alone
 silent      the fixes on, every replay checked: mismatches are false alarms. First the workload of `verify`, whose
             answers have to be an eager engine's; then a load of requests that come, go, wait, are aborted and, where a
-            cache can be that small, preempted, until all cases together have made --checks
+            cache can be that small, preempted, until all cases together have made --checks. Engines with LoRA
+            adapters get the load alone
 budget      the fixes on, 0.1% and the same load for --seconds: what checks took of the time of all other steps
 
 ranks       on two GPUs, with tensor and with pipeline parallelism, under the same load for --seconds: every fix off and
@@ -48,7 +49,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from measuring import engine_cases
+from measuring import engine_cases, tiny_adapters
 from measuring.engine_process import DiedError, EngineProcess, Order
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict, variable
@@ -93,6 +94,20 @@ MIXED = tuple(
 )
 """Full graphs of prompts and decodes together, which are captured for one request: Triton's attention cuts its work by
 that."""
+LORA = tuple(
+    Case(
+        name=f"llama-lora-{name}-{runner.lower()}",
+        model="llama",
+        runner=runner,
+        graphs=graphs,
+        workload=(),
+        arguments={"enable_lora": True, "max_loras": len(tiny_adapters.NAMES), "max_lora_rank": tiny_adapters.RANK},
+    )
+    for name, graphs in (("decodes", full_decodes([1, 2, 4, 8])), ("compiled", _DEFAULTS))
+    for runner in ("V1", "V2")
+)
+"""Engines whose batches mix requests of two adapters with requests of none. vLLM tells its kernels which row is whose
+before a forward pass, and once for both runs of a check."""
 EXPERTS = tuple(
     Case(
         name=f"mixtral-{name}-{runner.lower()}",
@@ -171,7 +186,8 @@ def full_graph_cases() -> list[Case]:
     cases = dict.fromkeys(
         case for fix in FIXES for case in (trial_of(fix.name).case, *further_cases(fix.name)) if case is not None
     )
-    return [*(case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode"))), *COMPILED, *MIXED, GDN_MTP]
+    full = (case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode")))
+    return [*full, *COMPILED, *MIXED, *LORA, GDN_MTP]
 
 
 class Measured:
@@ -191,6 +207,7 @@ class Measured:
         self.ran = False
         for name in {name for case in (*cases, *EXPERTS) for name in case.models}:
             models.write(name, self._models)
+        self._adapters = tiny_adapters.write(self._models / "adapters")
 
     @property
     def _models(self) -> Path:
@@ -229,6 +246,8 @@ class Measured:
                 self._write(case.name, "answers as without the check", _equal(caught.said.passes, alone.said.passes))
 
     def _jobs(self, case: Case, parts: Sequence[str]) -> list[Job]:
+        if not case.workload:
+            return []
         eager, stock, _ = case.jobs(self._models)
         shadow: dict[str, str | None] = {SHADOW: "1/1", SHADOW_ACTION: "report"}
         given = {
@@ -291,9 +310,9 @@ class Measured:
         )
         try:
             engine.ready(TIMEOUT)
-            found: dict[str, Any] = engine.ask(
-                {"checks": checks, "seconds": self._options.seconds, "seed": 7}, self._options.seconds + TIMEOUT
-            )
+            asked = {"checks": checks, "seconds": self._options.seconds, "seed": 7}
+            asked["adapters"] = self._adapters if case in LORA else ()
+            found: dict[str, Any] = engine.ask(asked, self._options.seconds + TIMEOUT)
         except DiedError as error:
             return {"error": str(error)}
         finally:
