@@ -11,7 +11,7 @@ others-on   the case's own fix off and no check: what is wrong then is this defe
 silent      the fixes on, every replay checked: mismatches are false alarms. First the workload of `verify`, whose
             answers have to be an eager engine's; then a load of requests that come, go, wait, are aborted and, where a
             cache can be that small, preempted, until all cases together have made --checks. Engines with LoRA
-            adapters get the load alone
+            adapters or images get the load alone
 budget      the fixes on, 0.1% and the same load for --seconds: what checks took of the time of all other steps
 
 ranks       on two GPUs, with tensor and with pipeline parallelism, under the same load for --seconds: every fix off and
@@ -49,7 +49,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from measuring import engine_cases, tiny_adapters
+from measuring import engine_cases, tiny_adapters, tiny_qwen2_vl
 from measuring.engine_process import DiedError, EngineProcess, Order
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict, variable
@@ -94,6 +94,7 @@ MIXED = tuple(
 )
 """Full graphs of prompts and decodes together, which are captured for one request: Triton's attention cuts its work by
 that."""
+_DECODES = (("decodes", full_decodes([1, 2, 4, 8])), ("compiled", _DEFAULTS))
 LORA = tuple(
     Case(
         name=f"llama-lora-{name}-{runner.lower()}",
@@ -103,11 +104,25 @@ LORA = tuple(
         workload=(),
         arguments={"enable_lora": True, "max_loras": len(tiny_adapters.NAMES), "max_lora_rank": tiny_adapters.RANK},
     )
-    for name, graphs in (("decodes", full_decodes([1, 2, 4, 8])), ("compiled", _DEFAULTS))
+    for name, graphs in _DECODES
     for runner in ("V1", "V2")
 )
 """Engines whose batches mix requests of two adapters with requests of none. vLLM tells its kernels which row is whose
 before a forward pass, and once for both runs of a check."""
+IMAGES = tuple(
+    Case(
+        name=f"{tiny_qwen2_vl.NAME}-{name}-{runner.lower()}",
+        model=tiny_qwen2_vl.NAME,
+        runner=runner,
+        graphs=graphs,
+        workload=(),
+        arguments={"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1, "video": 0}},
+    )
+    for name, graphs in _DECODES
+    for runner in ("V1", "V2")
+)
+"""Engines that are given images with every other prompt. The encoder has no graphs; decodes get embeddings in place of
+tokens."""
 EXPERTS = tuple(
     Case(
         name=f"mixtral-{name}-{runner.lower()}",
@@ -187,7 +202,7 @@ def full_graph_cases() -> list[Case]:
         case for fix in FIXES for case in (trial_of(fix.name).case, *further_cases(fix.name)) if case is not None
     )
     full = (case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode")))
-    return [*full, *COMPILED, *MIXED, *LORA, GDN_MTP]
+    return [*full, *COMPILED, *MIXED, *LORA, *IMAGES, GDN_MTP]
 
 
 class Measured:
@@ -205,8 +220,9 @@ class Measured:
             },
         }
         self.ran = False
-        for name in {name for case in (*cases, *EXPERTS) for name in case.models}:
+        for name in {name for case in (*cases, *EXPERTS) for name in case.models} - {tiny_qwen2_vl.NAME}:
             models.write(name, self._models)
+        tiny_qwen2_vl.write(self._models)
         self._adapters = tiny_adapters.write(self._models / "adapters")
 
     @property

@@ -46,7 +46,8 @@ def serve(parent: Any, order: dict[str, Any]) -> None:
 def _load(llm: LLM, checks: int, seconds: float, seed: int, adapters: Sequence[str]) -> dict[str, Any]:
     """Requests of all lengths that come, go and are aborted, until *checks* were made or *seconds* are over.
 
-    They take turns: one has no adapter, the next the first of the *adapters*' folders, and so on.
+    They take turns: one has no adapter, the next the first of the *adapters*' folders, and so on. Where the model has a
+    vision encoder, every other one begins with an image.
     """
     from vllm.lora.request import LoRARequest
 
@@ -57,6 +58,7 @@ def _load(llm: LLM, checks: int, seconds: float, seed: int, adapters: Sequence[s
     engine = llm.llm_engine
     vocabulary = range(1, engine.model_config.get_vocab_size())
     turns = [None, *(LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, 1))]
+    image = getattr(engine.model_config.hf_config, "image_token_id", None)
     running: set[str] = set()
     begun, made, aborted, steps, wanted = time.monotonic(), 0, 0, 0, _MOST
     while time.monotonic() - begun < seconds and (
@@ -67,8 +69,11 @@ def _load(llm: LLM, checks: int, seconds: float, seed: int, adapters: Sequence[s
         while len(running) < wanted:
             name = f"{seed}-{made}"
             prompt = chance.choices(vocabulary, k=chance.choice((1, 2, 7, 64, 250, 500, 500, 700)))
-            turn = turns[made % len(turns)]
-            engine.add_request(name, {"prompt_token_ids": prompt}, sampling(chance), lora_request=turn)
+            given: dict[str, Any] = {"prompt_token_ids": prompt}
+            if image is not None and made % 2:
+                prompt.insert(0, image)
+                given["multi_modal_data"] = {"image": _drawn(chance)}
+            engine.add_request(name, given, sampling(chance), lora_request=turns[made % len(turns)])
             running.add(name)
             made += 1
         running.difference_update(output.request_id for output in engine.step() if output.finished)
@@ -84,6 +89,13 @@ def _load(llm: LLM, checks: int, seconds: float, seed: int, adapters: Sequence[s
     if shadow is not None:
         return {**counted, **found_here(taken)}
     return {**counted, "ranks": llm.collective_rpc(_found_by_a_worker, args=(taken,))}
+
+
+def _drawn(chance: random.Random) -> Any:
+    from PIL import Image
+
+    side = chance.choice((56, 84, 112))
+    return Image.frombytes("RGB", (side, side), chance.randbytes(3 * side * side))
 
 
 def _found_by_a_worker(_: Any, taken: float) -> dict[str, Any]:
