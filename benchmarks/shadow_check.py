@@ -109,6 +109,18 @@ LORA = tuple(
 )
 """Engines whose batches mix requests of two adapters with requests of none. vLLM tells its kernels which row is whose
 before a forward pass, and once for both runs of a check."""
+LORA_COUNTED = tuple(
+    replace(
+        case,
+        name=case.name.replace("decodes", "counted"),
+        arguments=case.arguments | {"specialize_active_lora": True},
+    )
+    for case in LORA
+    if "decodes" in case.name
+)
+"""With a graph for each number of adapters, in which vLLM does not count the rows without one, though its kernels do:
+in a replay for a batch that has such rows, the last adapter is left out. No fix is there for that: mismatches are
+right, and these run where --only names them."""
 IMAGES = tuple(
     Case(
         name=f"{tiny_qwen2_vl.NAME}-{name}-{runner.lower()}",
@@ -155,7 +167,9 @@ def main() -> int:
         "--out", type=Path, required=True, metavar="FOLDER", help="for result.json and the engines' logs"
     )
     cases = full_graph_cases()
-    parser.add_argument("--only", action="append", choices=sorted(case.name for case in (*cases, *EXPERTS)))
+    parser.add_argument(
+        "--only", action="append", choices=sorted(case.name for case in (*cases, *LORA_COUNTED, *EXPERTS))
+    )
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--checks", type=int, default=10_000, metavar="N", help="without a false alarm (10000)")
     parser.add_argument(
@@ -166,7 +180,7 @@ def main() -> int:
     options = parser.parse_args()
     options.out = options.out.resolve()  # engines start in other folders
     options.out.mkdir(parents=True, exist_ok=True)
-    wanted = [case for case in cases if not options.only or case.name in options.only]
+    wanted = [case for case in (*cases, *LORA_COUNTED) if case.name in options.only] if options.only else cases
     measured = Measured(options, wanted)
     parts = options.part or PARTS
     measured.tokens([part for part in PARTS if part in parts])
@@ -298,7 +312,8 @@ class Measured:
         def one(case: Case) -> None:
             found = self._loaded(case, part, ON | {SHADOW: rate}, each)
             self.ran |= "error" not in found
-            self._write(case.name, "load" if part == "silent" else part, found)
+            what = "load" if part == "silent" else part
+            self._write(case.name, f"{what}, wrong on stock" if case in LORA_COUNTED else what, found)
 
         with ThreadPoolExecutor(self._options.parallel) as pool:
             list(pool.map(one, self._cases))
@@ -327,7 +342,7 @@ class Measured:
         try:
             engine.ready(TIMEOUT)
             asked = {"checks": checks, "seconds": self._options.seconds, "seed": 7}
-            asked["adapters"] = self._adapters if case in LORA else ()
+            asked["adapters"] = self._adapters if "enable_lora" in case.arguments else ()
             found: dict[str, Any] = engine.ask(asked, self._options.seconds + TIMEOUT)
         except DiedError as error:
             return {"error": str(error)}
