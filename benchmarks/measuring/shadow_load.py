@@ -2,8 +2,8 @@
 
     python shadow_load.py DESCRIPTOR
 
-As `engine_worker.py`, but for what is asked: each ``{"checks": …, "seconds": …, "seed": …}`` is answered with what
-`_load` returns.
+As `engine_worker.py`, but for what is asked: each ``{"checks": …, "seconds": …, "seed": …, "adapters": …}`` is answered
+with what `_load` returns.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import random
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,14 +43,22 @@ def serve(parent: Any, order: dict[str, Any]) -> None:
         parent.send(_load(llm, **parent.recv()))
 
 
-def _load(llm: LLM, checks: int, seconds: float, seed: int) -> dict[str, Any]:
-    """Requests of all lengths that come, go and are aborted, until *checks* were made or *seconds* are over."""
+def _load(llm: LLM, checks: int, seconds: float, seed: int, adapters: Sequence[str]) -> dict[str, Any]:
+    """Requests of all lengths that come, go and are aborted, until *checks* were made or *seconds* are over.
+
+    They take turns: one has no adapter, the next the first of the *adapters*' folders, and so on. Where the model has a
+    vision encoder, every other one begins with an image.
+    """
+    from vllm.lora.request import LoRARequest
+
     from vllm_graphfix.shadow import process
 
     shadow = process.SHADOW if llm.llm_engine.vllm_config.parallel_config.world_size == 1 else None
     chance = random.Random(seed)  # noqa: S311 - the same load in every run
     engine = llm.llm_engine
     vocabulary = range(1, engine.model_config.get_vocab_size())
+    turns = [None, *(LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, 1))]
+    image = getattr(engine.model_config.hf_config, "image_token_id", None)
     running: set[str] = set()
     begun, made, aborted, steps, wanted = time.monotonic(), 0, 0, 0, _MOST
     while time.monotonic() - begun < seconds and (
@@ -60,7 +69,11 @@ def _load(llm: LLM, checks: int, seconds: float, seed: int) -> dict[str, Any]:
         while len(running) < wanted:
             name = f"{seed}-{made}"
             prompt = chance.choices(vocabulary, k=chance.choice((1, 2, 7, 64, 250, 500, 500, 700)))
-            engine.add_request(name, {"prompt_token_ids": prompt}, sampling(chance))
+            given: dict[str, Any] = {"prompt_token_ids": prompt}
+            if image is not None and made % 2:
+                prompt.insert(0, image)
+                given["multi_modal_data"] = {"image": _drawn(chance)}
+            engine.add_request(name, given, sampling(chance), lora_request=turns[made % len(turns)])
             running.add(name)
             made += 1
         running.difference_update(output.request_id for output in engine.step() if output.finished)
@@ -76,6 +89,13 @@ def _load(llm: LLM, checks: int, seconds: float, seed: int) -> dict[str, Any]:
     if shadow is not None:
         return {**counted, **found_here(taken)}
     return {**counted, "ranks": llm.collective_rpc(_found_by_a_worker, args=(taken,))}
+
+
+def _drawn(chance: random.Random) -> Any:
+    from PIL import Image
+
+    side = chance.choice((56, 84, 112))
+    return Image.frombytes("RGB", (side, side), chance.randbytes(3 * side * side))
 
 
 def _found_by_a_worker(_: Any, taken: float) -> dict[str, Any]:

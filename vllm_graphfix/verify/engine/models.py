@@ -469,14 +469,18 @@ MODELS: dict[str, tuple[Config, Callable[[Config], Shapes]]] = {
 
 def write(name: str, folder: Path) -> Path:
     """Makes the model *name* in *folder*, in a folder of its name, and returns that. Needs torch and safetensors."""
+    config, described = MODELS[name]
+    return save(config, described(config), folder / name)
+
+
+def save(config: Config, shapes: Shapes, made: Path) -> Path:
+    """Makes a model of this *config*, with tensors of these *shapes*, in the folder *made*."""
     import torch
     from safetensors.torch import save_file
 
-    config, described = MODELS[name]
-    made = folder / name
     made.mkdir(parents=True, exist_ok=True)
     (made / "config.json").write_text(json.dumps(config, indent=2))
-    tied, shapes = config["tie_word_embeddings"], described(config)
+    tied = config["tie_word_embeddings"]
     tensors: dict[str, torch.Tensor] = {}
     for tensor, shape in shapes.items():
         matrix, _, kind = tensor.rpartition(".")
