@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import engine as cpu
 from behaviours import check_behaviours
@@ -157,6 +160,79 @@ def test_a_block_is_finished_once_the_step_that_fills_it_has_run() -> None:
     assert mark_all(ledger) == {1, 2}
     ledger.settle()
     assert mark_all(ledger) == {1, 2, 3}
+
+
+class Scheduler:
+    """Requests that begin, get blocks of four tokens, are left out of steps, lose their blocks, come back and end."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance, self._free, self._made = chance, list(range(1, 400)), 0
+        self._computed: dict[str, int] = {}
+        self._taken: set[str] = set()
+        self._blocks: dict[str, list[int]] = {}
+
+    def step(self) -> Any:
+        chance = self._chance
+        gone = {name for name in self._computed if chance.random() < 0.02}
+        taken = {name for name in self._computed.keys() - gone if chance.random() < 0.01}
+        for name in gone | taken:
+            self._free += self._blocks.pop(name)
+            del self._computed[name]
+        self._free.sort()  # what was given back is given out again soon
+        self._free.reverse()
+        running = {name: self._run(name, 1) for name in sorted(self._computed) if chance.random() < 0.9}
+        back = {name for name in self._taken if chance.random() < 0.2}
+        self._taken = self._taken - back | taken
+        for name in sorted(back):
+            self._computed[name], self._blocks[name] = 0, []
+            running[name] = self._run(name, chance.randint(1, 9))
+        new = []
+        if len(self._computed) < 6 and chance.random() < 0.3:
+            name, tokens = f"r{self._made}", chance.randint(1, 9)
+            self._made += 1
+            self._computed[name], self._blocks[name] = 0, []
+            blocks, computed, _ = self._run(name, tokens)
+            new.append((name, blocks, computed, tokens))
+        return step(tuple(new), running, tuple(back), finished_req_ids=gone, preempted_req_ids=taken)
+
+    def _run(self, name: str, tokens: int) -> tuple[Any, int, int]:
+        computed = self._computed[name]
+        self._computed[name] += tokens
+        fresh = [self._free.pop() for _ in range(-(-(computed + tokens) // 4) - len(self._blocks[name]))]
+        self._blocks[name] += fresh
+        return (fresh,) if fresh else None, computed, tokens
+
+
+@given(st.integers(0, 2**32), st.integers(1, 15), st.integers(1, 3))
+def test_what_is_known_of_steps_that_wait_is_in_the_end_what_it_would_be_at_once(
+    seed: int, most: int, every: int
+) -> None:
+    """And no block that is marked is given away in a step that waits."""
+    scheduler = Scheduler(random.Random(seed))  # noqa: S311 - the same requests for the same seed
+    at_once, later = Ledger({0: 4}, every), Ledger({0: 4}, every)
+    waiting: list[Any] = []
+    for _ in range(120):
+        output = scheduler.step()
+        dropped = at_once.step(output)
+        if len(waiting) < most and later.can_wait(output):
+            assert dropped == []
+            waiting.append(output)
+            continue
+        later.catch_up(waiting)
+        waiting.clear()
+        assert later.step(output) == dropped
+        assert known(later) == known(at_once)
+        assert mark_all(at_once) == mark_all(later)
+    later.catch_up(waiting)
+    at_once.settle()
+    later.settle()
+    assert known(later) == known(at_once)
+    assert [block.number for block in later.newest] == [block.number for block in at_once.newest]
+
+
+def known(ledger: Ledger) -> Any:
+    filling = {name: (each.computed, each.due, each.blocks) for name, each in ledger._filling.items()}
+    return ledger._followed, filling, ledger.finished, ledger._lengths, set(ledger._due)
 
 
 def test_the_last_block_of_a_request_that_has_ended_is_finished_too_if_it_is_full() -> None:

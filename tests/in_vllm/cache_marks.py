@@ -12,7 +12,7 @@ import torch
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from vllm_graphfix.marks.watch import KVMarks
+from vllm_graphfix.marks.watch import _MOST_WAITING, KVMarks
 from vllm_graphfix.shadow.concerned import requests_of_rows
 from vllm_graphfix.verify.double.arguments import known_to
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
@@ -104,9 +104,14 @@ def decode_and_idle(rank: Any, *, spent: bool = False) -> KVMarks:
     rank.cache.hidden.fill_(7.0)  # of no request
     for _ in range(3):
         rank.idle()
-    for _ in range(2):  # one that looks, and one that reads what came of it
-        watch._before(told(rank, running=BOTH))
+    look_and_read(watch, rank)
     return watch
+
+
+def look_and_read(watch: KVMarks, rank: Any) -> None:
+    """Steps, in which a block is looked at, and what came of it is read, no later than in the last one."""
+    for _ in range(2 + _MOST_WAITING):
+        watch._before(told(rank, running=BOTH))
 
 
 @pytest.mark.parametrize("spent", [False, True])
@@ -143,8 +148,7 @@ def overwritten(abort: Any) -> KVMarks:
     watch._ledger.settle()  # type: ignore[union-attr]
     watch._before(None)
     rank.cache.keys[BLOCKS["first"][1][0] * PAGE] += 1.0
-    for _ in range(2):
-        watch._before(told(rank, running=BOTH))
+    look_and_read(watch, rank)
     assert [each.block.number for each in watch.found] == [BLOCKS["first"][1][0]]
     assert watch.stopped is None
     return watch
