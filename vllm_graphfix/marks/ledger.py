@@ -152,7 +152,7 @@ class Ledger:
                     due.add(request)
             if not missing:
                 break
-        self._due = list(due)
+        self._due = [each for each in self._filling if each in due]  # in the order of steps that are followed at once
         for output in waited[-1:]:
             self.step(output)
 
