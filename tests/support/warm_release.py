@@ -14,12 +14,12 @@ import importlib
 import importlib.util
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -292,15 +292,13 @@ def _serve(remembered: str, without: tuple[str, ...]) -> dict[str, Any] | None:
 
 
 def _exit_code(child: int, limit: float) -> int:
-    give_up = time.monotonic() + limit
-    while time.monotonic() < give_up:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -int(signal.SIGALRM)
+    ends = os.pidfd_open(child)
+    in_time, _, _ = select.select([ends], [], [], limit)
+    os.close(ends)
+    if not in_time:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) if in_time else -int(signal.SIGALRM)
 
 
 def _run(job: dict[str, Any]) -> None:
