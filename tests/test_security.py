@@ -63,7 +63,8 @@ def test_in_a_process_of_a_server_nothing_but_its_record_is_written_and_nothing_
     release: str, tmp_path: Path
 ) -> None:
     """From loading the plugin as an engine core does to record, metrics and the comparison of ranks."""
-    code = audited.START + CORE + imports(release) + REST + REPORT + "audited()\n"
+    itself = "import found_once; found_once.forget()\n"
+    code = itself + audited.START + CORE + imports(release) + REST + REPORT + "audited()\n"
     done = run_in_release(release, code, {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path)}, warm=True)
     assert "active" in {state for _, state, *_ in reported(done.stdout).values()}
     seen = audited.read(done.stdout)

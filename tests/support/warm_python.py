@@ -47,6 +47,8 @@ SPAWNED = "WARM_PYTHON"
 _MOST_DESCRIPTORS = 250
 """The kernel sends 253 at once."""
 
+_RELEASES = "WARM_RELEASES"
+"""Where the releases are, for the server alone: beside them its forks leave what they have found; see `found_once`."""
 _SHARED = "WARM_PYTHONS"
 _shared = os.environ.pop(_SHARED, "")
 """The folder of what the processes of one run of pytest share; see `shared`."""
@@ -84,6 +86,7 @@ def _start(program: Any, alive: int, environment: Mapping[str, str]) -> int:
     """The process that serves *program*, once it does, until *alive* ends."""
     import shlex
 
+    from fetch_vllm import cache_folder
     from stock import without_settings
 
     address = f"{program}.socket"
@@ -91,7 +94,7 @@ def _start(program: Any, alive: int, environment: Mapping[str, str]) -> int:
     server = os.posix_spawn(
         sys.executable,
         [sys.executable, __file__, address],
-        {**without_settings(str(program.parent)), "PYTHONPATH": "", **environment},
+        {**without_settings(str(program.parent)), "PYTHONPATH": "", _RELEASES: str(cache_folder()), **environment},
         file_actions=[(os.POSIX_SPAWN_DUP2, alive, 0), (os.POSIX_SPAWN_DUP2, writing, 1)],
     )
     os.close(writing)
@@ -181,6 +184,10 @@ def serve(address: str) -> dict[str, Any] | None:
     for name in _PRELOADED.split():
         with contextlib.suppress(ImportError):  # only time would be lost
             __import__(name)
+    import found_once
+
+    releases = os.environ[_RELEASES]
+    found_once.remember(f"{releases}/imported/{sys.hexversion:x}", releases)
     gc.enable()
     gc.collect()
     gc.freeze()  # or each fork's first collection goes through, and copies, all that was imported
@@ -334,6 +341,10 @@ def ended(job: dict[str, Any]) -> int:
         sys.stderr.flush()
     except OSError:
         return 120  # as Python has it
+    finally:
+        import found_once
+
+        found_once.keep()
     return (code or 0) & 255
 
 

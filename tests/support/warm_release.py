@@ -13,20 +13,18 @@ import gc
 import importlib
 import importlib.util
 import json
-import marshal
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 STAND_INS = ("vllm.v1.attention.ops.flashmla",)
@@ -263,6 +261,8 @@ def _all_but_kept(path: str, without: tuple[str, ...]) -> list[str]:
 
 def _serve(remembered: str, without: tuple[str, ...]) -> dict[str, Any] | None:
     """Returns in each fork, with its job; in the server when its input ends."""
+    import found_once  # the warm Python that this is a fork of has it
+
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     gc.disable()  # modules stay
@@ -272,7 +272,12 @@ def _serve(remembered: str, without: tuple[str, ...]) -> dict[str, Any] | None:
     done = _imports(names)
     sys.meta_path.remove(refusing)
     _drop_orphans()
-    _compile_once(remembered, without)
+    for name in without:
+        file = Path(*sys.modules["vllm"].__path__, *name.split(".")[1:]).with_suffix(".py")
+        if file.is_file():
+            found_once.know_code(str(file))
+    found_once.know_modules()
+    found_once.keep()
     print(json.dumps([name for name in done if name in sys.modules]), file=answers, flush=True)
     gc.enable()
     gc.collect()
@@ -286,51 +291,14 @@ def _serve(remembered: str, without: tuple[str, ...]) -> dict[str, Any] | None:
     return None
 
 
-def _compile_once(remembered: str, names: tuple[str, ...]) -> None:
-    """Forks need not compile the sources of the modules *names*.
-
-    Before the plugin patches a module, it compiles the source that it has diagnosed, to compare it with what runs. That
-    takes as long as all else in many a fork. The same text at the same place has the same code, and is kept beside
-    *remembered*; any other is compiled as ever.
-    """
-    kept = Path(remembered).with_suffix(".code") if remembered else None
-    codes: dict[tuple[bytes, str], CodeType] = {}
-    with contextlib.suppress(OSError, ValueError, EOFError, TypeError):
-        codes = marshal.loads(kept.read_bytes()) if kept else {}  # noqa: S302 - written below
-    stock, before = SourceFileLoader.source_to_code, len(codes)
-    for name in names:
-        file = Path(*sys.modules["vllm"].__path__, *name.split(".")[1:]).with_suffix(".py")
-        if file.is_file() and (key := (_digest(text := file.read_bytes()), str(file))) not in codes:
-            codes[key] = stock(SourceFileLoader(name, str(file)), text, str(file))
-    if kept and len(codes) > before:
-        with contextlib.suppress(OSError):  # a cache that is only to be read
-            half = kept.with_suffix(f".{os.getpid()}")
-            half.write_bytes(marshal.dumps(codes))
-            half.replace(kept)
-
-    def source_to_code(loader: Any, data: Any, path: Any, **rest: Any) -> CodeType:
-        known = codes.get((_digest(data), path)) if isinstance(data, bytes) and not rest else None
-        return known or stock(loader, data, path, **rest)
-
-    setattr(SourceFileLoader, "source_to_code", source_to_code)  # noqa: B010 - a method, to mypy
-
-
-def _digest(text: bytes) -> bytes:
-    import hashlib
-
-    return hashlib.sha256(text).digest()
-
-
 def _exit_code(child: int, limit: float) -> int:
-    give_up = time.monotonic() + limit
-    while time.monotonic() < give_up:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -int(signal.SIGALRM)
+    ends = os.pidfd_open(child)
+    in_time, _, _ = select.select([ends], [], [], limit)
+    os.close(ends)
+    if not in_time:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) if in_time else -int(signal.SIGALRM)
 
 
 def _run(job: dict[str, Any]) -> None:
@@ -358,4 +326,5 @@ if __name__ == "__main__":
             code = 1
     sys.stdout.flush()
     sys.stderr.flush()
+    sys.modules["found_once"].keep()
     os._exit(code)  # to take down torch and vLLM takes ten times as long as all the rest

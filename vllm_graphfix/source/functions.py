@@ -85,7 +85,11 @@ class Function(NamedTuple):
         ``f(...)`` is a call of ``f`` with any arguments, ``f(a, *..., b=c)`` one with these among them.
         """
         wanted = _pattern(pattern)
-        found = [node for node in self._nodes if isinstance(node, (ast.stmt, ast.expr)) and _matches(node, wanted)]
+        if _is_anything(wanted):
+            found = [node for node in self._nodes if isinstance(node, (ast.stmt, ast.expr))]
+        else:
+            kind = type(wanted)  # that of few nodes: to compare the others would take most of the time
+            found = [node for node in self._nodes if isinstance(node, kind) and _matches(node, wanted)]
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
 
     def only(self, pattern: str) -> ast.stmt | ast.expr | None:
@@ -233,7 +237,11 @@ class Function(NamedTuple):
         """Hash of the syntax tree without positions, comments and docstrings; the same under every Python."""
         import hashlib
 
-        return hashlib.sha256(_canonical(self.node).encode()).hexdigest()[:24]
+        kept: str | None = getattr(self.node, "graphfix_fingerprint", None)  # several fixes look at one function
+        if kept is None:
+            kept = hashlib.sha256(_canonical(self.node).encode()).hexdigest()[:24]
+            self.node.graphfix_fingerprint = kept  # type: ignore[union-attr]
+        return kept
 
 
 def first_target(node: ast.Assign) -> str | None:
@@ -254,8 +262,8 @@ def _places(block: list[ast.stmt], parts: tuple[ast.stmt | ast.expr, ...]) -> li
 
 
 @functools.cache
-def _pattern(text: str) -> ast.AST:
-    node: ast.AST = ast.parse(text).body[0]
+def _pattern(text: str) -> ast.stmt | ast.expr:
+    node = ast.parse(text).body[0]
     return node.value if isinstance(node, ast.Expr) else node
 
 
@@ -314,6 +322,7 @@ def sets(statement: ast.stmt, qualname: str) -> bool:
     if isinstance(statement, DEFINITIONS):
         return False
     cls, _, method = qualname.rpartition(".")
+    call = _pattern(f"setattr({cls}, {method!r}, ...)")
     return any(
         (
             isinstance(node, ast.Attribute)
@@ -321,7 +330,7 @@ def sets(statement: ast.stmt, qualname: str) -> bool:
             and isinstance(node.ctx, ast.Store)
             and _first_word(node) == cls
         )
-        or _matches(node, _pattern(f"setattr({cls}, {method!r}, ...)"))
+        or (isinstance(node, ast.Call) and _matches(node, call))
         for node in ast.walk(statement)
     )
 

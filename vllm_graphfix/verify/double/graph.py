@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
         aliases = [r.alias_info for r in returns]
         if any(a is not None and not a.is_write for a in aliases):
             return func(*args, **kwargs)
-        layouts = self._layouts_of_results(func, args, kwargs)
+        layouts = self._layouts_of_results(func, args, kwargs) if returns else ()
         results = layouts if len(returns) > 1 else (layouts,) * len(returns)
         given = _arguments_by_alias(func, args, kwargs) if any(aliases) else {}
         produced = [

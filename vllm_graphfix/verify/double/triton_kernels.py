@@ -67,10 +67,13 @@ class Launch:
         for place, tensor in zip(self.places, tensors, strict=True):
             arguments[place] = Pointer.to(tensor)
         modules = _replacements(self.body)
-        for program in itertools.product(*map(range, self.grid)):
-            with contextlib.ExitStack() as stack:
-                for names, replaced in modules:
-                    stack.enter_context(mock.patch.dict(names, {**replaced, "tl": Language(self.grid, program)}))
+        with contextlib.ExitStack() as stack:
+            for names, replaced in modules:
+                stack.enter_context(mock.patch.dict(names, {**replaced, "tl": None}))
+            for program in itertools.product(*map(range, self.grid)):
+                language = Language(self.grid, program)
+                for names, _ in modules:
+                    names["tl"] = language
                 self.body(*arguments, **self.constants)
 
 

@@ -1,0 +1,121 @@
+"""What the warm processes of the tests find out once: the same as each of them would."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+
+import pytest
+
+import found_once
+
+HERE = Path(__file__).read_text(encoding="utf-8").splitlines(keepends=True)
+Fresh = Callable[[], ModuleType]
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fresh:
+    """As a process has it that finds, and leaves, what others have found."""
+
+    def made() -> ModuleType:
+        monkeypatch.setattr(inspect, "getblock", found_once._getblock)
+        monkeypatch.setattr(SourceFileLoader, "source_to_code", found_once._compile)
+        spec = importlib.util.spec_from_file_location("fresh", found_once.__file__)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.remember(str(tmp_path / "imported"), str(tmp_path / "releases"))
+        return module
+
+    return made
+
+
+def nobody(*_: object, **__: object) -> None:
+    raise AssertionError("looked for again")
+
+
+def test_each_block_is_what_python_finds_and_is_found_once(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [inspect.getblock(HERE[start:]) for start in range(len(HERE))]
+    assert len({len(block) for block in expected}) > 5
+    for module in (fresh(), fresh()):
+        assert [module._block(HERE[start:]) for start in range(len(HERE))] == expected
+        module.keep()
+    later = fresh()
+    monkeypatch.setattr(later, "_getblock", nobody)
+    assert [inspect.getblock(HERE[start:]) for start in range(len(HERE))] == expected
+    with pytest.raises(AssertionError, match="looked for again"):
+        inspect.getblock(["def another(): ...\n", *HERE])
+
+
+def test_what_others_find_meanwhile_is_found_too(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fresh()
+    monkeypatch.setattr(before, "_getblock", nobody)
+    other = fresh()
+    found = inspect.getblock(HERE)
+    other.keep()
+    assert before._block(HERE) == found
+
+
+@pytest.mark.parametrize("left", ["{digest} 1", "{digest} 1x\n", "{digest}\n", "1\n", "\0\xff\n", ""])
+def test_a_line_that_is_not_whole_is_not_believed(fresh: Fresh, tmp_path: Path, left: str) -> None:
+    module = fresh()
+    lines = ["def f():\n", "    return 1\n"]
+    assert inspect.getblock(lines) == lines
+    (digest,) = module._new_lengths
+    file = tmp_path / "imported" / "blocks"
+    file.parent.mkdir()
+    file.write_text(left.format(digest=digest), encoding="latin-1")
+    fresh()
+    assert inspect.getblock(lines) == lines
+    file.write_text(f"{digest} 1\n")
+    fresh()
+    assert inspect.getblock(lines) == lines[:1], "else nothing was read"
+
+
+def test_code_is_that_of_its_text_and_its_path(fresh: Fresh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    texts = (b"a = 1\n", b"a = 2\n", b"\na = 1\n")
+    paths = [str(tmp_path / "releases" / name) for name in ("one.py", "other.py")]
+    cases = [(text, path) for text in texts for path in paths]
+    expected = [compile(text, path, "exec", dont_inherit=True) for text, path in cases]
+    assert len(set(expected)) == 3, "Python takes code of another file for the same"
+
+    def told(codes: list[CodeType]) -> list[object]:
+        return [(code, code.co_filename) for code in codes]
+
+    def found() -> list[object]:
+        return told([SourceFileLoader("m", path).source_to_code(text, path) for text, path in cases])
+
+    first = fresh()
+    assert found() == told(expected)
+    first.keep()
+    later = fresh()
+    monkeypatch.setattr(later, "_compile", nobody)
+    assert found() == told(expected)
+    for data, path in ((b"a = 3\n", paths[0]), (texts[0], str(tmp_path / "elsewhere.py"))):
+        with pytest.raises(AssertionError, match="looked for again"):
+            SourceFileLoader("m", path).source_to_code(data, path)
+    for file in (tmp_path / "imported").glob("*.code"):
+        file.write_bytes(file.read_bytes()[:9])
+    fresh()
+    assert found() == told(expected)
+
+
+def test_a_process_can_find_out_all_of_it_itself(fresh: Fresh, tmp_path: Path) -> None:
+    module = fresh()
+    module.forget()
+    assert inspect.getblock(HERE)
+    SourceFileLoader("m", "").source_to_code(b"a = 1", str(tmp_path / "releases" / "one.py"))
+    assert not module._new_lengths
+    assert not module._new_codes
+
+
+def test_where_nothing_can_be_kept_all_goes_on(fresh: Fresh, tmp_path: Path) -> None:
+    (tmp_path / "imported").write_text("no folder")
+    module = fresh()
+    assert inspect.getblock(HERE)
+    module.keep()
