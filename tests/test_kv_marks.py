@@ -24,7 +24,9 @@ from table import SAMPLE, slow_but_for
 from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine.abort import Aborts, Verdict
 from vllm_graphfix.engine.metrics import snapshot_of
-from vllm_graphfix.marks.ledger import Ledger
+from vllm_graphfix.marks.ledger import Ledger, Progress
+from vllm_graphfix.marks.sums import Batch, Looked
+from vllm_graphfix.marks.watch import _MOST_WAITING, KVMarks
 from vllm_graphfix.records import OverwrittenBlock, Record, RecordError, own_folder, prune, write
 from vllm_graphfix.settings.decision import decide, decode
 from vllm_graphfix.settings.environment import read
@@ -163,24 +165,41 @@ def test_a_block_is_finished_once_the_step_that_fills_it_has_run() -> None:
 
 
 class Scheduler:
-    """Requests that begin, get blocks of four tokens, are left out of steps, lose their blocks, come back and end."""
+    """What a worker is told of requests of two cache groups, one of blocks of four tokens and one that is not followed.
+
+    They begin, some with a hit in the prefix cache, get blocks, are left out of steps, lose their blocks, with a word
+    or without, come back and end; blocks are zeroed and copied to; some steps are of no request.
+    """
 
     def __init__(self, chance: random.Random) -> None:
         self._chance, self._free, self._made = chance, list(range(1, 400)), 0
         self._computed: dict[str, int] = {}
         self._taken: set[str] = set()
         self._blocks: dict[str, list[int]] = {}
+        self._hits: list[int] = []
 
     def step(self) -> Any:
         chance = self._chance
+        if chance.random() < 0.05:
+            return step()
         gone = {name for name in self._computed if chance.random() < 0.02}
         taken = {name for name in self._computed.keys() - gone if chance.random() < 0.01}
         for name in gone | taken:
-            self._free += self._blocks.pop(name)
-            del self._computed[name]
+            full = self._computed.pop(name) // 4
+            blocks = self._blocks.pop(name)
+            if not self._hits:
+                self._hits = blocks[:full]  # nobody gets them but by a hit, for some time
+            self._free += [each for each in blocks if each not in self._hits]
+        if self._hits and chance.random() < 0.1 and not any(self._hits[0] in each for each in self._blocks.values()):
+            self._free += self._hits
+            self._hits = []
         self._free.sort()  # what was given back is given out again soon
         self._free.reverse()
-        running = {name: self._run(name, 1) for name in sorted(self._computed) if chance.random() < 0.9}
+        running = {
+            name: self._run(name, chance.choice((1, 1, 1, 6)))
+            for name in sorted(self._computed)
+            if chance.random() < 0.9
+        }
         back = {name for name in self._taken if chance.random() < 0.2}
         self._taken = self._taken - back | taken
         for name in sorted(back):
@@ -190,17 +209,25 @@ class Scheduler:
         if len(self._computed) < 6 and chance.random() < 0.3:
             name, tokens = f"r{self._made}", chance.randint(1, 9)
             self._made += 1
-            self._computed[name], self._blocks[name] = 0, []
+            self._blocks[name] = [*self._hits] if chance.random() < 0.5 else []
+            self._computed[name] = 4 * len(self._blocks[name])
+            hits = [*self._blocks[name]]
             blocks, computed, _ = self._run(name, tokens)
-            new.append((name, blocks, computed, tokens))
-        return step(tuple(new), running, tuple(back), finished_req_ids=gone, preempted_req_ids=taken)
+            new.append((name, (hits + (blocks[0] if blocks else []), [0]), computed, tokens))
+        more: dict[str, Any] = {"preempted_req_ids": taken if chance.random() < 0.5 else None}
+        fresh = [number for blocks, _, _ in running.values() for number in (blocks or ((),))[0]]
+        if chance.random() < 0.1:
+            more["new_block_ids_to_zero"] = fresh
+        if chance.random() < 0.02:
+            more["kv_cache_block_copies"] = [SimpleNamespace(dst_block_id=number) for number in fresh[:1]]
+        return step(tuple(new), running, tuple(back), finished_req_ids=gone, **more)
 
     def _run(self, name: str, tokens: int) -> tuple[Any, int, int]:
         computed = self._computed[name]
         self._computed[name] += tokens
         fresh = [self._free.pop() for _ in range(-(-(computed + tokens) // 4) - len(self._blocks[name]))]
         self._blocks[name] += fresh
-        return (fresh,) if fresh else None, computed, tokens
+        return (fresh, []) if fresh else None, computed, tokens
 
 
 @given(st.integers(0, 2**32), st.integers(1, 15), st.integers(1, 3))
@@ -210,29 +237,138 @@ def test_what_is_known_of_steps_that_wait_is_in_the_end_what_it_would_be_at_once
     """And no block that is marked is given away in a step that waits."""
     scheduler = Scheduler(random.Random(seed))  # noqa: S311 - the same requests for the same seed
     at_once, later = Ledger({0: 4}, every), Ledger({0: 4}, every)
-    waiting: list[Any] = []
+    waiting: list[Progress] = []
     for _ in range(120):
         output = scheduler.step()
-        dropped = at_once.step(output)
+        dropped = list(at_once.step(output))
         if len(waiting) < most and later.can_wait(output):
             assert dropped == []
-            waiting.append(output)
+            waiting.append(Progress.of(output))
             continue
         later.catch_up(waiting)
         waiting.clear()
-        assert later.step(output) == dropped
+        assert list(later.step(output)) == dropped
+        if seed % 2:
+            at_once.settle()
+            later.settle()
         assert known(later) == known(at_once)
         assert mark_all(at_once) == mark_all(later)
     later.catch_up(waiting)
     at_once.settle()
     later.settle()
     assert known(later) == known(at_once)
-    assert [block.number for block in later.newest] == [block.number for block in at_once.newest]
 
 
 def known(ledger: Ledger) -> Any:
     filling = {name: (each.computed, each.due, each.blocks) for name, each in ledger._filling.items()}
-    return ledger._followed, filling, ledger.finished, ledger._lengths, set(ledger._due)
+    newest = {block.number for block in ledger.newest}
+    return ledger._followed, filling, ledger.finished, ledger._lengths, ledger._readers, set(ledger._due), newest
+
+
+def test_a_step_in_which_drafts_may_be_refused_does_not_wait() -> None:
+    output = step(running={"a": (None, 9, 1)})
+    assert ledger_with_a_prompt().can_wait(output)
+    assert not ledger_with_a_prompt(slack=3, doubt=2).can_wait(output)
+
+
+def test_a_step_that_zeroes_or_copies_to_a_block_that_is_followed_does_not_wait() -> None:
+    ledger, running = ledger_with_a_prompt(), {"a": (None, 9, 1)}
+    assert ledger.can_wait(step(running=running, new_block_ids_to_zero=[9]))
+    assert not ledger.can_wait(step(running=running, new_block_ids_to_zero=[9, 2]))
+    copied = [SimpleNamespace(dst_block_id=2)]
+    assert not ledger.can_wait(step(running=running, kv_cache_block_copies=copied))
+
+
+class SumsStandIn:
+    """Sums of nothing: a look is over at once, and what came of it is *changed*."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.changed: dict[int, list[str]] = {}
+        self._asked: list[Looked] = []
+
+    def is_asked(self) -> bool:
+        return bool(self._asked)
+
+    def results(self) -> list[Looked]:
+        asked, self._asked = self._asked, []
+        return asked
+
+    def mark(self, blocks: list[Any], group: Any, at: int) -> Batch:
+        return Batch(blocks[:2], (), None, at)  # type: ignore[arg-type]
+
+    def look(self, batch: Batch, at: int) -> bool:
+        self.seen.append(batch.blocks[0].number)
+        self._asked.append(Looked(batch, at, frozenset(batch.alive), self.changed))
+        batch.looked = at
+        return True
+
+    def forget(self) -> None:
+        self._asked = []
+
+
+def watched() -> tuple[KVMarks, SumsStandIn]:
+    marks, sums = KVMarks(), SumsStandIn()
+    marks._ledger, marks._counts = Ledger({0: 4}, 1), {"marks": 0, "looks": 0, "changed": 0, "passed-over": 0}
+    marks._sums = sums  # type: ignore[assignment]
+    marks._groups = {0: None}  # type: ignore[dict-item]
+    return marks, sums
+
+
+@given(st.integers(0, 2**32))
+def test_a_rank_whose_steps_wait_knows_what_one_knows_that_follows_each_at_once(seed: int) -> None:
+    """With the steps of a rank without work in between; nothing is marked, since that depends on the time."""
+    chance = random.Random(seed)  # noqa: S311 - the same requests for the same seed
+    scheduler = Scheduler(chance)
+    outputs = [None if chance.random() < 0.03 else scheduler.step() for _ in range(150)] + [None]
+    ranks = []
+    for most in (0, _MOST_WAITING):
+        marks, _ = watched()
+        marks._for_marks.allows = marks._for_looks.allows = lambda **_: False  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("vllm_graphfix.marks.watch._MOST_WAITING", most)
+            patch.setattr("vllm_graphfix.marks.watch.MOST", 10_000)  # or some would be passed over, sooner or later
+            for output in outputs:
+                marks._before(output)
+        assert marks._ledger is not None
+        ranks.append((known(marks._ledger), marks._step, list(marks._idle), marks._counts))
+    assert ranks[0] == ranks[1]
+    assert ranks[0][1] == len(outputs)
+
+
+def decodes(marks: KVMarks, first: int, count: int) -> None:
+    for computed in range(first, first + count):
+        marks._before(step(running={"a": (None, computed, 1)}))
+
+
+def test_what_came_of_a_look_is_read_before_the_next_step() -> None:
+    """Whoever has the block is ended before it has an answer; so no step waits while one is under way."""
+    marks, sums = watched()
+    marks._before(step(new=(("a", ([1, 2],), 0, 8),)))
+    marks._for_looks.allows = lambda **_: False  # type: ignore[method-assign]
+    marks._before(None)  # marks them
+    decodes(marks, 8, 1)
+    decodes(marks, 9, 5)
+    assert len(marks._waiting) == 5
+    sums.changed = {0: ["layer"]}
+    marks._for_looks.allows = lambda **_: True  # type: ignore[method-assign]
+    decodes(marks, 14, _MOST_WAITING + 1 - 5)  # the last of them is followed, with those that wait, and looks
+    assert (len(sums.seen), marks.found) == (1, [])
+    decodes(marks, 25, 1)
+    ((before, after, ran, idle),) = [(each.before, each.after, each.steps, each.idle) for each in marks.found]
+    assert (before, after, ran, idle) == (1, 18, 16, 1)
+    assert marks._step == 20
+
+
+def test_steps_that_wait_are_of_the_cache_that_is_gone_after_a_sleep() -> None:
+    marks, _ = watched()
+    marks._before(step(new=(("a", ([1, 2, 3],), 0, 9),)))
+    decodes(marks, 9, 2)
+    marks._clear()
+    marks._before(step(new=(("b", ([1, 2, 3],), 0, 12),)))
+    assert marks._ledger is not None
+    assert not marks._ledger.finished
+    assert marks._step == 2
 
 
 def test_the_last_block_of_a_request_that_has_ended_is_finished_too_if_it_is_full() -> None:
@@ -416,8 +552,6 @@ def test_a_worker_that_somebody_else_has_wrapped_is_left_alone() -> None:
     theirs = object()
     runner = SimpleNamespace(device=SimpleNamespace(type="cpu"))
     worker = SimpleNamespace(vllm_config=config, model_runner=runner, execute_model=theirs)
-    from vllm_graphfix.marks.watch import KVMarks
-
     marks = KVMarks()
     marks.begin(1)
     marks.serve(worker)
@@ -425,8 +559,6 @@ def test_a_worker_that_somebody_else_has_wrapped_is_left_alone() -> None:
 
 
 def test_marks_are_looked_at_in_turns_the_newest_and_that_of_the_longest_ago() -> None:
-    from vllm_graphfix.marks.watch import KVMarks
-
     def batch(name: str, looked: int, alive: int = 1) -> Any:
         return SimpleNamespace(name=name, looked=looked, alive=set(range(alive)))
 
@@ -454,27 +586,7 @@ def test_what_the_last_step_of_requests_filled_is_known_until_the_next_one() -> 
 
 
 def test_what_was_in_danger_is_looked_at_before_all_others_and_before_it_is_given_away() -> None:
-    from vllm_graphfix.marks.sums import Batch
-    from vllm_graphfix.marks.watch import KVMarks
-
-    seen: list[int] = []
-
-    class SumsStandIn:
-        def results(self) -> list[Any]:
-            return []
-
-        def mark(self, blocks: list[Any], group: Any, at: int) -> Any:
-            return Batch(blocks[:2], (), None, at)  # type: ignore[arg-type]
-
-        def look(self, batch: Any, at: int) -> bool:
-            seen.append(batch.blocks[0].number)
-            batch.looked = at
-            return True
-
-    marks = KVMarks()
-    marks._ledger, marks._counts = Ledger({0: 4}, 1), {"marks": 0}
-    marks._sums = SumsStandIn()  # type: ignore[assignment]
-    marks._groups = {0: None}  # type: ignore[dict-item]
+    marks, sums = watched()
     for name in ("a", "b"):  # five full blocks of each
         first = {"a": 1, "b": 11}[name]
         marks._before(step(new=((name, (list(range(first, first + 5)),), 0, 20),)))
@@ -482,9 +594,9 @@ def test_what_was_in_danger_is_looked_at_before_all_others_and_before_it_is_give
     marks._before(None)
     for _ in range(20):
         marks._before(None)
-    assert seen == []
+    assert sums.seen == []
     marks._before(step(new=(("c", ([15, 16],), 0, 4),)))
-    assert seen == [15, 13, 11, 4, 2]  # what "b" filled in the last step, the newest first, and then the others
+    assert sums.seen == [15, 13, 11, 4, 2]  # what "b" filled in the last step, the newest first, and then the others
 
 
 def test_what_sums_may_cost_is_saved_up_and_owed_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

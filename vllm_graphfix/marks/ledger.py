@@ -29,6 +29,20 @@ class Block(NamedTuple):
     """The number of tokens of the request with which it is full."""
 
 
+class Progress(NamedTuple):
+    """What a step that waits is remembered by: more of a `SchedulerOutput` may be all tokens of its requests."""
+
+    names: Sequence[str]
+    computed: Sequence[int]
+    """Tokens of each of them before the step."""
+    scheduled: Mapping[str, int]
+
+    @classmethod
+    def of(cls, output: Any) -> Progress:
+        cached = output.scheduled_cached_reqs
+        return cls(cached.req_ids, cached.num_computed_tokens, output.num_scheduled_tokens)
+
+
 class _Filling:
     """The followed blocks of a request that are still being filled, in the order in which they will be full."""
 
@@ -99,33 +113,29 @@ class Ledger:
             dropped += self._drop(zeroed)
         if copies := getattr(output, "kv_cache_block_copies", None):
             dropped += self._drop(copy.dst_block_id for copy in copies)
-        due, tokens_of = [], scheduled.get
-        for request, filling in self._filling.items():
-            filling.computed = computed = filling.computed + tokens_of(request, 0)
-            if computed >= filling.due:
-                due.append(request)
-        self._due = due
-        if scheduled:
-            self.newest = []
+        self._advance(scheduled)
         self._last = output
         return dropped
 
     def can_wait(self, output: Any) -> bool:
         """Whether it is enough to follow this step with a later one, by `catch_up`.
 
-        It gives no block to a request that is followed, and none that is followed to another; nobody begins, ends or
-        comes back; no draft may be refused. Nothing is left to note but how far it gets.
+        It has tokens; it gives no block to a request that is followed, and none that is followed to another; nobody
+        begins, ends or comes back; no draft may be refused. Nothing is left to note but how far requests get.
         """
         cached = output.scheduled_cached_reqs
         if (
             self._slack
+            or not output.num_scheduled_tokens
             or output.scheduled_new_reqs
             or output.finished_req_ids
             or cached.resumed_req_ids
             or getattr(output, "preempted_req_ids", None)
-            or getattr(output, "new_block_ids_to_zero", None)
             or getattr(output, "kv_cache_block_copies", None)
         ):
+            return False
+        zeroed = getattr(output, "new_block_ids_to_zero", None)
+        if zeroed and not self._followed.keys().isdisjoint(zeroed):
             return False
         given = cached.new_block_ids
         if not any(given):  # in most steps nobody gets one
@@ -135,26 +145,38 @@ class Ledger:
             numbers
         )
 
-    def catch_up(self, waited: Sequence[Any]) -> None:
+    def catch_up(self, waited: Sequence[Progress]) -> None:
         """Follows steps that could wait, *waited*, all of which have been begun.
 
         How far a request got is in the last one that has it. The last of all is followed by itself: what it fills is
         the newest.
         """
         missing, due = set(self._filling), set(self._due)
-        for output in reversed(waited[:-1]):
-            scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        for names, computed, scheduled in reversed(waited[:-1]):
             for request in [each for each in missing if each in scheduled]:
                 missing.remove(request)
                 filling = self._filling[request]
-                filling.computed = cached.num_computed_tokens[cached.req_ids.index(request)] + scheduled[request]
+                filling.computed = computed[names.index(request)] + scheduled[request]
                 if filling.computed >= filling.due:
                     due.add(request)
             if not missing:
                 break
-        self._due = [each for each in self._filling if each in due]  # in the order of steps that are followed at once
-        for output in waited[-1:]:
-            self.step(output)
+        self._due = [each for each in self._filling if each in due]
+        for _, _, scheduled in waited[-1:]:
+            if self._due:
+                self._settle(None)
+            self._advance(scheduled)
+
+    def _advance(self, scheduled: Mapping[str, int]) -> None:
+        """Notes so many tokens of requests."""
+        due, tokens_of = [], scheduled.get
+        for request, filling in self._filling.items():
+            filling.computed = computed = filling.computed + tokens_of(request, 0)
+            if computed >= filling.due:
+                due.append(request)
+        self._due = due
+        if scheduled:
+            self.newest = []
 
     def _extend(self, cached: Any) -> list[Block]:
         """Notes what running requests were given; returns the marked ones among it. Most are not followed."""

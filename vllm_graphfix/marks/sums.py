@@ -251,6 +251,10 @@ class Sums:
         batch.looked = step
         return True
 
+    def is_asked(self) -> bool:
+        """Whether a comparison was begun whose result nobody has read."""
+        return bool(self._looks)
+
     def results(self, *, wait: bool = False) -> list[Looked]:
         """The comparisons that are over."""
         found: list[Looked] = []

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from vllm_graphfix.log import logger
-from vllm_graphfix.marks.ledger import Block, Ledger
+from vllm_graphfix.marks.ledger import Block, Ledger, Progress
 from vllm_graphfix.marks.sums import MOST, Batch, Group, Looked, Sums, UnsafeCacheError, groups
 from vllm_graphfix.settings.shadow_rate import Abort
 
@@ -174,8 +174,8 @@ class KVMarks:
         """… and those of them that are to be looked at before all others."""
         self._where: dict[int, tuple[Batch, int]] = {}
         self._idle: deque[bool] = deque(maxlen=_REMEMBERED)
-        self._waiting: list[Any] = []
-        """`SchedulerOutput`s of the last steps, which have not been followed yet."""
+        self._waiting: list[Progress] = []
+        """The last steps, which have not been followed yet."""
         self._step = 0
         self._idle_run = 0
         """The number of steps without work since the last one of requests."""
@@ -261,10 +261,11 @@ class KVMarks:
         if ledger is None or sums is None or counts is None:
             return
         begun = time.perf_counter()
-        if output is None or self._idle_run or len(self._waiting) == _MOST_WAITING or not ledger.can_wait(output):
+        must = output is None or self._idle_run or sums.is_asked() or len(self._waiting) == _MOST_WAITING
+        if must or not ledger.can_wait(output):
             self._follow(ledger, sums, output)
         else:
-            self._waiting.append(output)
+            self._waiting.append(Progress.of(output))
         self._seconds += time.perf_counter() - begun
 
     def _follow(self, ledger: Ledger, sums: Sums, output: Any) -> None:
@@ -299,9 +300,8 @@ class KVMarks:
             self._look_first(sums, debt=not idle)
         if dropped:
             self._look_last(sums, dropped)
-        for _ in range(waited + 1):  # one for each step
-            if not ((self._fresh or self._batches) and self._for_looks.allows() and self._look_in_turn(sums)):
-                break
+        if (self._fresh or self._batches) and self._for_looks.allows():
+            self._look_in_turn(sums)
         self._idle_run = run + 1 if idle else 0
         self._idle.append(idle)
         self._step += 1
@@ -388,14 +388,11 @@ class KVMarks:
                 self._for_looks.spend()
         self._forget_marks(dropped)
 
-    def _look_in_turn(self, sums: Sums) -> bool:
-        """Looks at a batch; False if there is none that was not looked at before this step."""
-        batch = self._next()
-        if batch is not None:
+    def _look_in_turn(self, sums: Sums) -> None:
+        if (batch := self._next()) is not None:
             sums.look(batch, self._step)
             self._batches.append(batch)
             self._for_looks.spend()
-        return batch is not None
 
     def _next(self) -> Batch | None:
         """Takes the batch to look at before this step: in turns the newest, and that of the longest ago.
