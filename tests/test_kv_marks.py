@@ -24,7 +24,7 @@ from table import SAMPLE, slow_but_for
 from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine.abort import Aborts, Verdict
 from vllm_graphfix.engine.metrics import snapshot_of
-from vllm_graphfix.marks.ledger import Ledger, Progress
+from vllm_graphfix.marks.ledger import Ledger
 from vllm_graphfix.marks.sums import Batch, Looked
 from vllm_graphfix.marks.watch import _MOST_WAITING, KVMarks
 from vllm_graphfix.records import OverwrittenBlock, Record, RecordError, own_folder, prune, write
@@ -237,23 +237,20 @@ def test_what_is_known_of_steps_that_wait_is_in_the_end_what_it_would_be_at_once
     """And no block that is marked is given away in a step that waits."""
     scheduler = Scheduler(random.Random(seed))  # noqa: S311 - the same requests for the same seed
     at_once, later = Ledger({0: 4}, every), Ledger({0: 4}, every)
-    waiting: list[Progress] = []
     for _ in range(120):
         output = scheduler.step()
         dropped = list(at_once.step(output))
-        if len(waiting) < most and later.can_wait(output):
+        if len(later.waiting) < most and later.put_off(output):
             assert dropped == []
-            waiting.append(Progress.of(output))
             continue
-        later.catch_up(waiting)
-        waiting.clear()
+        later.catch_up()
         assert list(later.step(output)) == dropped
         if seed % 2:
             at_once.settle()
             later.settle()
         assert known(later) == known(at_once)
         assert mark_all(at_once) == mark_all(later)
-    later.catch_up(waiting)
+    later.catch_up()
     at_once.settle()
     later.settle()
     assert known(later) == known(at_once)
@@ -267,16 +264,16 @@ def known(ledger: Ledger) -> Any:
 
 def test_a_step_in_which_drafts_may_be_refused_does_not_wait() -> None:
     output = step(running={"a": (None, 9, 1)})
-    assert ledger_with_a_prompt().can_wait(output)
-    assert not ledger_with_a_prompt(slack=3, doubt=2).can_wait(output)
+    assert ledger_with_a_prompt().put_off(output)
+    assert not ledger_with_a_prompt(slack=3, doubt=2).put_off(output)
 
 
 def test_a_step_that_zeroes_or_copies_to_a_block_that_is_followed_does_not_wait() -> None:
     ledger, running = ledger_with_a_prompt(), {"a": (None, 9, 1)}
-    assert ledger.can_wait(step(running=running, new_block_ids_to_zero=[9]))
-    assert not ledger.can_wait(step(running=running, new_block_ids_to_zero=[9, 2]))
+    assert ledger.put_off(step(running=running, new_block_ids_to_zero=[9]))
+    assert not ledger.put_off(step(running=running, new_block_ids_to_zero=[9, 2]))
     copied = [SimpleNamespace(dst_block_id=2)]
-    assert not ledger.can_wait(step(running=running, kv_cache_block_copies=copied))
+    assert not ledger.put_off(step(running=running, kv_cache_block_copies=copied))
 
 
 class SumsStandIn:
@@ -285,26 +282,23 @@ class SumsStandIn:
     def __init__(self) -> None:
         self.seen: list[int] = []
         self.changed: dict[int, list[str]] = {}
-        self._asked: list[Looked] = []
-
-    def is_asked(self) -> bool:
-        return bool(self._asked)
+        self.looks: list[Looked] = []
 
     def results(self) -> list[Looked]:
-        asked, self._asked = self._asked, []
-        return asked
+        over, self.looks = self.looks, []
+        return over
 
     def mark(self, blocks: list[Any], group: Any, at: int) -> Batch:
         return Batch(blocks[:2], (), None, at)  # type: ignore[arg-type]
 
     def look(self, batch: Batch, at: int) -> bool:
         self.seen.append(batch.blocks[0].number)
-        self._asked.append(Looked(batch, at, frozenset(batch.alive), self.changed))
+        self.looks.append(Looked(batch, at, frozenset(batch.alive), self.changed))
         batch.looked = at
         return True
 
     def forget(self) -> None:
-        self._asked = []
+        self.looks = []
 
 
 def watched() -> tuple[KVMarks, SumsStandIn]:
@@ -349,7 +343,8 @@ def test_what_came_of_a_look_is_read_before_the_next_step() -> None:
     marks._before(None)  # marks them
     decodes(marks, 8, 1)
     decodes(marks, 9, 5)
-    assert len(marks._waiting) == 5
+    assert marks._ledger is not None
+    assert len(marks._ledger.waiting) == 5
     sums.changed = {0: ["layer"]}
     marks._for_looks.allows = lambda **_: True  # type: ignore[method-assign]
     decodes(marks, 14, _MOST_WAITING + 1 - 5)  # the last of them is followed, with those that wait, and looks

@@ -29,20 +29,6 @@ class Block(NamedTuple):
     """The number of tokens of the request with which it is full."""
 
 
-class Progress(NamedTuple):
-    """What a step that waits is remembered by: more of a `SchedulerOutput` may be all tokens of its requests."""
-
-    names: Sequence[str]
-    computed: Sequence[int]
-    """Tokens of each of them before the step."""
-    scheduled: Mapping[str, int]
-
-    @classmethod
-    def of(cls, output: Any) -> Progress:
-        cached = output.scheduled_cached_reqs
-        return cls(cached.req_ids, cached.num_computed_tokens, output.num_scheduled_tokens)
-
-
 class _Filling:
     """The followed blocks of a request that are still being filled, in the order in which they will be full."""
 
@@ -88,6 +74,8 @@ class Ledger:
         self.newest: list[Block] = []
         """Those that the last step of requests has filled: its slots are in the buffers still."""
         self.marked: dict[int, Block] = {}
+        self.waiting: list[tuple[Sequence[str], Sequence[int], Mapping[str, int]]] = []
+        """Steps that are followed later: their requests, how many tokens each had, and gets."""
 
     def step(self, output: Any) -> list[Block]:
         """Follows a step that is about to run, *output* a `SchedulerOutput`; returns the marked ones it may write.
@@ -117,16 +105,18 @@ class Ledger:
         self._last = output
         return dropped
 
-    def can_wait(self, output: Any) -> bool:
-        """Whether it is enough to follow this step with a later one, by `catch_up`.
+    def put_off(self, output: Any) -> bool:
+        """Whether it is enough to follow this step with a later one, by `catch_up`; then it is kept in `waiting`.
 
         It has tokens; it gives no block to a request that is followed, and none that is followed to another; nobody
         begins, ends or comes back; no draft may be refused. Nothing is left to note but how far requests get.
+
+        All in one function: each one more finds the processor's caches cold.
         """
-        cached = output.scheduled_cached_reqs
+        cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
         if (
             self._slack
-            or not output.num_scheduled_tokens
+            or not scheduled
             or output.scheduled_new_reqs
             or output.finished_req_ids
             or cached.resumed_req_ids
@@ -138,21 +128,26 @@ class Ledger:
         if zeroed and not self._followed.keys().isdisjoint(zeroed):
             return False
         given = cached.new_block_ids
-        if not any(given):  # in most steps nobody gets one
-            return True
-        numbers = chain.from_iterable(chain.from_iterable(filter(None, given)))
-        return self._lengths.keys().isdisjoint(compress(cached.req_ids, given)) and self._followed.keys().isdisjoint(
-            numbers
-        )
+        if any(given) and not (  # in most steps nobody gets one
+            self._lengths.keys().isdisjoint(compress(cached.req_ids, given))
+            and self._followed.keys().isdisjoint(chain.from_iterable(chain.from_iterable(filter(None, given))))
+        ):
+            return False
+        # No more of it: a `SchedulerOutput` may have all tokens of its requests.
+        self.waiting.append((cached.req_ids, cached.num_computed_tokens, scheduled))
+        return True
 
-    def catch_up(self, waited: Sequence[Progress]) -> None:
-        """Follows steps that could wait, *waited*, all of which have been begun.
+    def catch_up(self) -> None:
+        """Follows the steps that wait, all of which have been begun.
 
         How far a request got is in the last one that has it. The last of all is followed by itself: what it fills is
         the newest.
         """
+        if not self.waiting:
+            return
+        _, _, last = self.waiting.pop()
         missing, due = set(self._filling), set(self._due)
-        for names, computed, scheduled in reversed(waited[:-1]):
+        for names, computed, scheduled in reversed(self.waiting):
             for request in [each for each in missing if each in scheduled]:
                 missing.remove(request)
                 filling = self._filling[request]
@@ -161,11 +156,11 @@ class Ledger:
                     due.add(request)
             if not missing:
                 break
-        self._due = [each for each in self._filling if each in due]
-        for _, _, scheduled in waited[-1:]:
-            if self._due:
-                self._settle(None)
-            self._advance(scheduled)
+        self.waiting.clear()
+        if due:
+            self._due = [each for each in self._filling if each in due]
+            self._settle(None)
+        self._advance(last)
 
     def _advance(self, scheduled: Mapping[str, int]) -> None:
         """Notes so many tokens of requests."""
@@ -343,3 +338,4 @@ class Ledger:
         self.newest = []
         self._readers.clear()
         self.marked.clear()
+        self.waiting.clear()

@@ -197,8 +197,9 @@ class Sums:
     def __init__(self, device: Any) -> None:
         self._device = device
         self._transfers = [_Transfer(device) for _ in range(_AT_ONCE)]
-        self._looks: deque[_Transfer] = deque()
-        """Those of them that bring what came of a comparison, in the order in which they will be over."""
+        self.looks: deque[_Transfer] = deque()
+        """Those of them that bring what came of a comparison, in the order in which they will be over; nobody has read
+        it yet."""
         self._weights: dict[int, Tensor] = {}
         self._next_layer: dict[int, int] = {}
 
@@ -247,19 +248,15 @@ class Sums:
             transfer.flags[: flags.numel()].copy_(flags.flatten(), non_blocking=True)
             transfer.look = batch, step, frozenset(batch.alive)
             transfer.begun()
-            self._looks.append(transfer)
+            self.looks.append(transfer)
         batch.looked = step
         return True
-
-    def is_asked(self) -> bool:
-        """Whether a comparison was begun whose result nobody has read."""
-        return bool(self._looks)
 
     def results(self, *, wait: bool = False) -> list[Looked]:
         """The comparisons that are over."""
         found: list[Looked] = []
-        while self._looks and (wait or self._looks[0].over()):
-            transfer = self._looks.popleft()
+        while self.looks and (wait or self.looks[0].over()):
+            transfer = self.looks.popleft()
             if wait and transfer._event is not None:
                 transfer._event.synchronize()
             assert transfer.look is not None  # noqa: S101 - for mypy
@@ -277,9 +274,9 @@ class Sums:
 
     def forget(self) -> None:
         """What is under way is of caches that are not there any more."""
-        for transfer in self._looks:
+        for transfer in self.looks:
             transfer.look = None
-        self._looks.clear()
+        self.looks.clear()
 
     def _free_transfer(self) -> _Transfer | None:
         return next((each for each in self._transfers if each.look is None and each.over()), None)

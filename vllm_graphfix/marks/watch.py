@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from vllm_graphfix.log import logger
-from vllm_graphfix.marks.ledger import Block, Ledger, Progress
+from vllm_graphfix.marks.ledger import Block, Ledger
 from vllm_graphfix.marks.sums import MOST, Batch, Group, Looked, Sums, UnsafeCacheError, groups
 from vllm_graphfix.settings.shadow_rate import Abort
 
@@ -174,8 +174,6 @@ class KVMarks:
         """… and those of them that are to be looked at before all others."""
         self._where: dict[int, tuple[Batch, int]] = {}
         self._idle: deque[bool] = deque(maxlen=_REMEMBERED)
-        self._waiting: list[Progress] = []
-        """The last steps, which have not been followed yet."""
         self._step = 0
         self._idle_run = 0
         """The number of steps without work since the last one of requests."""
@@ -246,7 +244,6 @@ class KVMarks:
         if self._ledger is not None and self._sums is not None:
             self._ledger.clear()
             self._sums.forget()
-            self._waiting.clear()
             self._fresh.clear()
             self._batches.clear()
             self._in_danger = []
@@ -261,20 +258,17 @@ class KVMarks:
         if ledger is None or sums is None or counts is None:
             return
         begun = time.perf_counter()
-        must = output is None or self._idle_run or sums.is_asked() or len(self._waiting) == _MOST_WAITING
-        if must or not ledger.can_wait(output):
+        must = output is None or self._idle_run or sums.looks or len(ledger.waiting) == _MOST_WAITING
+        if must or not ledger.put_off(output):
             self._follow(ledger, sums, output)
-        else:
-            self._waiting.append(Progress.of(output))
         self._seconds += time.perf_counter() - begun
 
     def _follow(self, ledger: Ledger, sums: Sums, output: Any) -> None:
         """Follows the steps that wait and this one; then marks and looks, before it runs."""
         if self._step == 0 and self._abort is not None and (why_not := self._abort.why_not()) is not None:
             self._cannot_abort(why_not)
-        if waited := len(self._waiting):
-            ledger.catch_up(self._waiting)
-            self._waiting.clear()
+        if waited := len(ledger.waiting):
+            ledger.catch_up()
             self._idle.extend([False] * waited)
             self._step += waited
         for looked in sums.results():
