@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.lora.punica_wrapper import punica_gpu
 
@@ -47,7 +48,7 @@ def test_a_graph_has_a_program_for_each_entry_of_the_list_of_any_batch(
     monkeypatch.setattr(scenario, "ADAPTERS", most)
     monkeypatch.setattr(scenario, "SIZES", list(range(1, most + 2)))
     with scenario.lora_on_the_cpu(), cpu_cuda_graphs():
-        layer = scenario.LayerWithAdapters(scenario.torch.Generator())
+        layer = scenario.LayerWithAdapters(torch.Generator())
         runner = kind(layer, CUDAGraphMode.FULL_DECODE_ONLY)
         with monkeypatch.context() as without:
             without.setattr(punica_gpu.PunicaWrapperGPU, "update_metadata", STOCK)
@@ -67,7 +68,7 @@ def test_a_graph_has_a_program_for_each_entry_of_the_list_of_any_batch(
 def test_a_batch_of_no_adapter_runs_no_kernel_and_counts_nothing() -> None:
     before = ACTIVITY.counts
     with scenario.lora_on_the_cpu():
-        layer = scenario.LayerWithAdapters(scenario.torch.Generator())
+        layer = scenario.LayerWithAdapters(torch.Generator())
         scenario.RunnerV1(layer, CUDAGraphMode.NONE).step([0, 0])
         assert layer.punica.token_mapping_meta.no_lora_flag_cpu.item()
         assert _programs(layer) == 0
@@ -78,7 +79,7 @@ def test_a_batch_of_no_adapter_runs_no_kernel_and_counts_nothing() -> None:
 def test_where_nobody_asks_for_it_nothing_is_another_than_stocks() -> None:
     before = ACTIVITY.counts
     with scenario.lora_on_the_cpu():
-        layer = scenario.LayerWithAdapters(scenario.torch.Generator())
+        layer = scenario.LayerWithAdapters(torch.Generator())
         layer.config.specialize_active_lora = False
         scenario.RunnerV1(layer, CUDAGraphMode.NONE).step([0, 1])
         meta = layer.punica.token_mapping_meta

@@ -127,7 +127,7 @@ def _known(number: str) -> tuple[str, ...]:
     )
 
 
-def _counted(listed: Function, shape: str | None) -> ast.AST | None:
+def _counted(listed: Function, shape: str | None) -> ast.stmt | ast.expr | None:
     """Where the number is that of the list, rounded up to that of a graph; None if there is more to it."""
     if shape is None:
         return None
@@ -136,7 +136,7 @@ def _counted(listed: Function, shape: str | None) -> ast.AST | None:
     return counted if listed.always(known[0]) and listed.confines("num_active_loras", *known) else None
 
 
-def _room(listed: Function, shape: str | None) -> ast.AST | None:
+def _room(listed: Function, shape: str | None) -> ast.stmt | ast.expr | None:
     """Where the number becomes one more than the list has, and no more than it can have."""
     if shape is None:
         return None
@@ -187,7 +187,7 @@ def _count_rows_without_adapters(stock: StockFunction, activity: Activity) -> St
 
 def _programs(meta: Any, adapters: int) -> int:
     """The programs for different adapters in stock's graph for as many *adapters*, captured with no other rows."""
-    most = meta.active_lora_ids.shape[0] - 1
+    most: int = meta.active_lora_ids.shape[0] - 1
     cases: Sequence[int] = meta.captured_lora_counts
     if cases:
         return _up_to(cases, min(_up_to(cases, adapters), most))
@@ -202,7 +202,7 @@ def _up_to(cases: Sequence[int], number: int) -> int:
 
 def _one_more(meta: Any) -> int:
     """One program more than stock counts; none where no row has an adapter, and kernels do not run."""
-    number = int(meta.num_active_loras_cpu[0]) if hasattr(meta, "num_active_loras_cpu") else meta.num_active_loras
+    number: int = int(meta.num_active_loras_cpu[0]) if hasattr(meta, "num_active_loras_cpu") else meta.num_active_loras
     return min(number + 1, meta.active_lora_ids.shape[0]) if number else 0
 
 
@@ -291,9 +291,9 @@ ABOUT = About(
     "error.",
     cause="There is a graph for each of several numbers of adapters, captured with just as many programs of the "
     "kernels, and it is chosen by how many adapters a batch has. The kernels walk a list of what rows have, and -1, "
-    "for rows without an adapter, is an entry of it, the first. A batch of N adapters and such rows has N + 1, of which "
-    "the graph for N has programs for N: the last adapter is left out. The greatest graph, for one more than there can "
-    "be adapters, is captured with adapters alone as well.",
+    "for rows without an adapter, is an entry of it, the first. A batch of N adapters and such rows has N + 1, of "
+    "which the graph for N has programs for N: the last adapter is left out. The greatest graph, for one more than "
+    "there can be adapters, is captured with adapters alone, too.",
     remedy="Kernels have one program more than vLLM counts, while a graph is captured too, and at most as many as the "
     "list has places. Graphs are chosen as before. A program without an entry ends at once.",
     detect="Send requests with an adapter and without one together, and again without --specialize-active-lora: the "

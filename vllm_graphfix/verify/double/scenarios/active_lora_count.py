@@ -19,7 +19,6 @@ from unittest import mock
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.lora.lora_model import LoRAModel  # noqa: F401  (model_manager and this module import one another)
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.ops.triton_ops import lora_expand_op, lora_shrink_op
 from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
@@ -55,9 +54,9 @@ def run(*, hit: bool = True) -> Measurement:
     graphed: list[float] = []
     runners = _runners()
     for kind in runners:
-        eager += _serve(kind, CUDAGraphMode.NONE, hit)
+        eager += _serve(kind, CUDAGraphMode.NONE, hit, Bare)
         with cpu_cuda_graphs():
-            graphed += _serve(kind, MODE, hit)
+            graphed += _serve(kind, MODE, hit, Bare)
     return Measurement(
         f"outputs of a layer with {ADAPTERS} adapters over {len(STEPS)} steps of 2 to 5 requests",
         tuple(eager),
@@ -82,13 +81,13 @@ def watched(*, hit: bool = True) -> None:
         _serve(RunnerV1, MODE, hit, Wrapped)
 
 
-def _serve(kind: Any, mode: CUDAGraphMode, hit: bool, graphs_kind: Any = None) -> list[float]:
+def _serve(kind: Any, mode: CUDAGraphMode, hit: bool, graphs_kind: Any) -> list[float]:
     """The outputs of the requests, step by step."""
     random = torch.Generator().manual_seed(0)
     numbers: list[float] = []
     with lora_on_the_cpu():
         layer = LayerWithAdapters(random)
-        runner, graphs = kind(layer, mode), (graphs_kind or Bare)(layer)
+        runner, graphs = kind(layer, mode), graphs_kind(layer)
         for tokens, adapters in runner.captures() if mode != CUDAGraphMode.NONE else ():
             graphs.capture(tokens, adapters)
         for adapters in STEPS:
@@ -352,10 +351,10 @@ def lora_on_the_cpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(triton_kernels, "Language", Multiplying))
         stack.enter_context(cpu_triton_kernels(lora_shrink_op, lora_expand_op))
         for module in (lora_shrink_op, lora_expand_op):
-            stack.enter_context(mock.patch.object(module, "get_lora_op_configs", lambda *_, **__: blocks | options))
+            stack.enter_context(mock.patch.object(module, "get_lora_op_configs", return_value=blocks | options))
             if hasattr(module, "supports_pdl"):
-                stack.enter_context(mock.patch.object(module, "supports_pdl", lambda device: False))
-        # The functions behind the operators, since a graph holds what they launch. Without Triton there is no such name.
+                stack.enter_context(mock.patch.object(module, "supports_pdl", return_value=False))
+        # The functions behind the operators: a graph holds what they launch. Without Triton the module lacks the names.
         for name, function in operators.items():
             stack.enter_context(mock.patch.object(punica_gpu, name, function, create=True))
         mapping = sys.modules["vllm.lora.punica_wrapper.utils"]
