@@ -8,7 +8,6 @@ their block sizes, numbers on the host, and the manager of adapters, which has f
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -68,10 +67,10 @@ def run(*, hit: bool = True) -> Measurement:
 def _runners() -> list[Any]:
     """The model runners that have a graph for each number of adapters."""
     found: list[Any] = [RunnerV1]
-    with contextlib.suppress(ImportError, AttributeError):
-        utils = importlib.import_module("vllm.v1.worker.gpu.lora_utils")
-        if utils.get_num_active_loras_for_dispatch:
-            found.append(RunnerV2)
+    with contextlib.suppress(ImportError):
+        from vllm.v1.worker.gpu.lora_utils import get_num_active_loras_for_dispatch  # noqa: F401
+
+        found.append(RunnerV2)
     return found
 
 
