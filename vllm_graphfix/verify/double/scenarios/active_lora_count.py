@@ -43,6 +43,7 @@ CPU = torch.device("cpu")
 STEPS = ([0, 1], [1, 0, 2], [1, 2, 3, 0], [4, 3, 0, 2, 1])
 """The adapter of each request, 0 for none, step by step. A graph for four adapters takes the third: it has room."""
 WRONG = 3
+"""Steps whose graph lacks a program; they are counted without graphs, too."""
 LAYER = "model.layers.0.mlp"
 MODE = CUDAGraphMode.FULL_DECODE_ONLY
 
@@ -60,7 +61,7 @@ def run(*, hit: bool = True) -> Measurement:
         f"outputs of a layer with {ADAPTERS} adapters over {len(STEPS)} steps of 2 to 5 requests",
         tuple(eager),
         tuple(graphed),
-        counted={"base-rows-uncounted": WRONG * len(runners)},
+        counted={"base-rows-uncounted": 2 * WRONG * len(runners)},
     )
 
 
