@@ -130,7 +130,8 @@ class Wrapped:
 
     def capture(self, tokens: int, adapters: int) -> None:
         if adapters not in self._by_adapters:
-            self._by_adapters[adapters] = WrappedModel({}, lambda _, padded: self._layer.forward(padded), LONGEST)
+            layers = {LAYER: self._layer}
+            self._by_adapters[adapters] = WrappedModel(layers, lambda _, padded: self._layer.forward(padded), LONGEST)
         self._by_adapters[adapters].capture(tokens, {LAYER: AttentionMetadataStandIn()})
 
     def replay(self, tokens: int, adapters: int, requests: int) -> torch.Tensor:
