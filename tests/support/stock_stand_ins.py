@@ -66,6 +66,7 @@ PARAMETERS = {
     "GPUModelRunner.sample_tokens": "self, grammar_output",
     "EagleCudaGraphManager.__init__": "self, vllm_config, device",
     "set_forward_context": "attn_metadata, vllm_config, num_tokens",
+    "PunicaWrapperGPU.update_metadata": "self, mapping, lora_index_to_id, max_loras, vocab_size",
 }
 """By function. Of others, as the latest release has them."""
 

@@ -22,6 +22,7 @@ _KNOWN_DECORATORS = frozenset(
         "contextmanager",
         "dataclass",
         "default_pooling_type",
+        "final",
         "instrument",
         "property",
         "staticmethod",

@@ -37,7 +37,7 @@ class KernelStandIn:
     """Stands in for a `triton.JITFunction`: `kernel[grid](*arguments, CONSTANT=…)`."""
 
     def __init__(self, body: Callable[..., None]) -> None:
-        self._body = body
+        self.body = body
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -46,9 +46,9 @@ class KernelStandIn:
         tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
         places = [i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
         scalars = [None if isinstance(a, torch.Tensor) else a for a in arguments]
-        for option in ("num_warps", "num_stages"):  # of the launch; the kernel does not see them
+        for option in ("num_warps", "num_stages", "num_ctas"):  # of the launch; the kernel does not see them
             constants.pop(option, None)
-        _launches.append(Launch(self._body, grid, scalars, places, constants))
+        _launches.append(Launch(self.body, grid, scalars, places, constants))
         torch.ops.vllm_graphfix.triton_launch(tensors, len(_launches) - 1)
 
 
@@ -123,6 +123,10 @@ class Pointer:
 
     def __sub__(self, offset: torch.Tensor | int) -> Pointer:
         return self + -offset
+
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(element_ty=self.memory.dtype)
 
 
 class ProgramId(int):
@@ -212,6 +216,8 @@ def _plain(number: Any) -> Any:
 
 
 def _body(kernel: Any) -> Any:
-    """The Python function behind a `triton.JITFunction`; without Triton it is one already."""
+    """The Python function behind a `triton.JITFunction` or its stand-in; without Triton it is one already."""
+    if isinstance(kernel, KernelStandIn):
+        return kernel.body
     function = getattr(kernel, "fn", None)
     return function if inspect.isfunction(function) else kernel

@@ -1,0 +1,89 @@
+"""active-lora-count on vLLM's own dispatch, dummy adapters and metadata of the kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.lora.punica_wrapper import punica_gpu
+
+import vllm_graphfix
+from activities import activity_of
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.scenarios import active_lora_count as scenario
+
+ACTIVITY = activity_of("active-lora-count")
+STOCK = punica_gpu.PunicaWrapperGPU.update_metadata.__wrapped__
+COUNTED = "base-rows-uncounted"
+
+
+def _programs(layer: Any) -> int:
+    """What a launch of the kernels takes."""
+    number = layer.punica.token_mapping_meta.meta_args(1, layer.config.specialize_active_lora)[-1]
+    return int(number if isinstance(number, int) else number.item())
+
+
+def _listed(layer: Any, adapters: list[int]) -> list[int]:
+    """The part of the kernels' list that is of a batch."""
+    found: list[int] = layer.punica.token_mapping_meta.active_lora_ids[: len(set(adapters))].tolist()
+    return found
+
+
+def _batches(most: int) -> list[list[int]]:
+    """Batches of each number of adapters, with and without rows of none."""
+    return [[*range(1, number + 1), *base] for number in range(1, most + 1) for base in ([], [0])]
+
+
+def test_the_fix_is_active() -> None:
+    assert vllm_graphfix.states()["active-lora-count"].state.value == "active"
+
+
+@pytest.mark.parametrize("kind", scenario._runners())
+@pytest.mark.parametrize("most", range(1, 10))
+def test_a_graph_has_a_program_for_each_entry_of_the_list_of_any_batch(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, most: int
+) -> None:
+    monkeypatch.setattr(scenario, "ADAPTERS", most)
+    monkeypatch.setattr(scenario, "SIZES", list(range(1, most + 2)))
+    with scenario.lora_on_the_cpu(), cpu_cuda_graphs():
+        layer = scenario.LayerWithAdapters(torch.Generator())
+        runner = kind(layer, CUDAGraphMode.FULL_DECODE_ONLY)
+        with monkeypatch.context() as without:
+            without.setattr(punica_gpu.PunicaWrapperGPU, "update_metadata", STOCK)
+            stocks = {key: _programs(layer) for key in runner.captures()}
+        programs = {key: _programs(layer) for key in runner.captures()}
+        assert max(programs.values()) == most + 1
+        for batch in _batches(most):
+            before = ACTIVITY.counts[COUNTED]
+            dispatched = runner.step(batch)
+            assert _listed(layer, batch) == [adapter - 1 for adapter in sorted(set(batch))]
+            assert programs[dispatched] >= len(set(batch))
+            assert _programs(layer) >= len(set(batch))
+            assert ACTIVITY.counts[COUNTED] - before == (stocks[dispatched] < len(set(batch)))
+    assert ACTIVITY.error is None
+
+
+def test_a_batch_of_no_adapter_runs_no_kernel_and_counts_nothing() -> None:
+    before = ACTIVITY.counts
+    with scenario.lora_on_the_cpu():
+        layer = scenario.LayerWithAdapters(torch.Generator())
+        scenario.RunnerV1(layer, CUDAGraphMode.NONE).step([0, 0])
+        assert layer.punica.token_mapping_meta.no_lora_flag_cpu.item()
+        assert _programs(layer) == 0
+    assert ACTIVITY.counts == before
+    assert ACTIVITY.error is None
+
+
+def test_where_nobody_asks_for_it_nothing_is_another_than_stocks() -> None:
+    before = ACTIVITY.counts
+    with scenario.lora_on_the_cpu():
+        layer = scenario.LayerWithAdapters(torch.Generator())
+        layer.config.specialize_active_lora = False
+        scenario.RunnerV1(layer, CUDAGraphMode.NONE).step([0, 1])
+        meta = layer.punica.token_mapping_meta
+        stocks = meta.num_active_loras_cpu.item() if hasattr(meta, "num_active_loras_cpu") else meta.num_active_loras
+        assert (stocks, _programs(layer)) == (2, scenario.ADAPTERS + 1)
+    assert ACTIVITY.counts == before
+    assert ACTIVITY.error is None

@@ -1,0 +1,382 @@
+"""active-lora-count: a layer with LoRA adapters, decodes of requests with an adapter and without one in one batch.
+
+With `specialize_active_lora`, a graph for each size and number of adapters. Real: vLLM's dispatch and dummy adapters of
+both model runners, its Punica wrapper with the metadata of its kernels, and these kernels. Stand-ins: their launcher,
+their block sizes, numbers on the host, and the manager of adapters, which has four that never change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.ops.triton_ops import lora_expand_op, lora_shrink_op
+from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+from vllm.lora.punica_wrapper import punica_gpu
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_graphfix.verify.double import triton_kernels
+from vllm_graphfix.verify.double.arguments import input_batch, known_to
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.model_runners import WrappedModel, wrappers_on_the_double
+from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
+from vllm_graphfix.verify.double.unpinned import unpinned
+from vllm_graphfix.verify.measurement import Measurement
+
+ADAPTERS = 4
+SIZES = [2, 4, 6]
+HIDDEN, RANK, LONGEST = 16, 16, 16
+CPU = torch.device("cpu")
+STEPS = ([0, 1], [1, 0, 2], [1, 2, 3, 0], [4, 3, 0, 2, 1])
+"""The adapter of each request, 0 for none, step by step. A graph for four adapters takes the third: it has room."""
+WRONG = 3
+"""Steps whose graph lacks a program; they are counted without graphs, too."""
+LAYER = "model.layers.0.mlp"
+MODE = CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def run(*, hit: bool = True) -> Measurement:
+    """Not *hit*: every request has an adapter."""
+    eager: list[float] = []
+    graphed: list[float] = []
+    runners = _runners()
+    for kind in runners:
+        eager += _serve(kind, CUDAGraphMode.NONE, hit, Bare)
+        with cpu_cuda_graphs():
+            graphed += _serve(kind, MODE, hit, Bare)
+    return Measurement(
+        f"outputs of a layer with {ADAPTERS} adapters over {len(STEPS)} steps of 2 to 5 requests",
+        tuple(eager),
+        tuple(graphed),
+        counted={"base-rows-uncounted": 2 * WRONG * len(runners)},
+    )
+
+
+def _runners() -> list[Any]:
+    """The model runners that have a graph for each number of adapters."""
+    found: list[Any] = [RunnerV1]
+    with contextlib.suppress(ImportError):
+        from vllm.v1.worker.gpu.lora_utils import get_num_active_loras_for_dispatch  # noqa: F401
+
+        found.append(RunnerV2)
+    return found
+
+
+def watched(*, hit: bool = True) -> None:
+    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
+    with wrappers_on_the_double():
+        _serve(RunnerV1, MODE, hit, Wrapped)
+
+
+def _serve(kind: Any, mode: CUDAGraphMode, hit: bool, graphs_kind: Any) -> list[float]:
+    """The outputs of the requests, step by step."""
+    random = torch.Generator().manual_seed(0)
+    numbers: list[float] = []
+    with lora_on_the_cpu():
+        layer = LayerWithAdapters(random)
+        runner, graphs = kind(layer, mode), graphs_kind(layer)
+        for tokens, adapters in runner.captures() if mode != CUDAGraphMode.NONE else ():
+            graphs.capture(tokens, adapters)
+        for adapters in STEPS:
+            rows = adapters if hit else [adapter or 1 for adapter in adapters]
+            layer.hidden[: len(rows)] = torch.randn(len(rows), HIDDEN, generator=random)
+            dispatched = runner.step(rows)
+            output = layer.forward(len(rows)) if dispatched is None else graphs.replay(*dispatched, len(rows))
+            numbers += output[: len(rows)].flatten().tolist()
+    return numbers
+
+
+class Bare:
+    """Graphs of a layer by tokens and number of adapters."""
+
+    def __init__(self, layer: LayerWithAdapters) -> None:
+        self._layer = layer
+        self._captured: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
+
+    def capture(self, tokens: int, adapters: int) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._captured[tokens, adapters] = graph, self._layer.forward(tokens)
+
+    def replay(self, tokens: int, adapters: int, requests: int) -> torch.Tensor:
+        graph, output = self._captured[tokens, adapters]
+        graph.replay()
+        return output
+
+
+class AttentionMetadataStandIn:
+    """Stands in for the attention metadata of a step: the layer of the scenario attends to nothing."""
+
+
+class Wrapped:
+    """The same, a wrapper of vLLM's for each number of adapters."""
+
+    def __init__(self, layer: LayerWithAdapters) -> None:
+        self._layer = layer
+        self._by_adapters: dict[int, WrappedModel] = {}
+
+    def capture(self, tokens: int, adapters: int) -> None:
+        if adapters not in self._by_adapters:
+            layers = {LAYER: self._layer}
+            self._by_adapters[adapters] = WrappedModel(layers, lambda _, padded: self._layer.forward(padded), LONGEST)
+        self._by_adapters[adapters].capture(tokens, {LAYER: AttentionMetadataStandIn()})
+
+    def replay(self, tokens: int, adapters: int, requests: int) -> torch.Tensor:
+        return self._by_adapters[adapters].replay(tokens, {LAYER: AttentionMetadataStandIn()}, requests)
+
+
+class LayerWithAdapters:
+    """A linear layer under vLLM's own Punica wrapper."""
+
+    def __init__(self, random: torch.Generator) -> None:
+        self.config = SimpleNamespace(max_loras=ADAPTERS, specialize_active_lora=True, max_lora_rank=RANK)
+        self.punica: Any = punica_gpu.PunicaWrapperGPU(max(SIZES), max(SIZES), CPU, lora_config=self.config)
+        for meta in (self.punica.token_mapping_meta, self.punica.prompt_mapping_meta):
+            for name, value in list(vars(meta).items()):
+                if isinstance(value, torch.Tensor) and name.endswith("_cpu"):
+                    setattr(meta, name, NumberOnTheHost(value))
+        self.hidden = torch.zeros(max(SIZES), HIDDEN, dtype=torch.bfloat16)
+        half = partial(torch.randn, generator=random, dtype=torch.bfloat16)
+        self._weight = half(HIDDEN, HIDDEN)
+        self._shrink, self._expand = half(ADAPTERS, 1, RANK, HIDDEN), half(ADAPTERS, 1, HIDDEN, RANK)
+
+    def forward(self, tokens: int) -> torch.Tensor:
+        given = self.hidden[:tokens]
+        output = given @ self._weight
+        self.punica.add_lora_linear(output, given, (self._shrink,), (self._expand,), 1.0, (HIDDEN,))
+        return output
+
+
+class NumberOnTheHost:
+    """Stands in for a tensor of one element on the host, where all others stand for memory of the device."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value = value.item()
+
+    def item(self) -> Any:
+        return self._value
+
+    def __getitem__(self, index: int) -> Any:
+        return self._value
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        self._value = type(self._value)(value)
+
+    def fill_(self, value: Any) -> None:
+        self[0] = value
+
+    def numel(self) -> int:
+        return 1
+
+
+class _AdaptersStandIn:
+    """Stands in for the worker's manager of adapters: four are loaded. What tells the kernels is vLLM's own."""
+
+    def __init__(self, layer: LayerWithAdapters) -> None:
+        self._manager: Any = object.__new__(LoRAModelManager)
+        vars(self._manager).update(
+            supports_mm=False,
+            supports_tower_connector_lora=False,
+            lora_config=layer.config,
+            lora_index_to_id=list(range(1, ADAPTERS + 1)),
+            vocab_size=8,
+            _last_mapping=None,
+            _classification_head=None,
+            _get_punica_wrapper=lambda prefix: layer.punica,
+        )
+
+    def set_active_adapters(self, requests: set[Any], mapping: Any) -> None:
+        self._manager.set_adapter_mapping(mapping)
+
+
+class RunnerV1:
+    """Model runner V1 with no more than its batch, and what decides about graphs and adapters."""
+
+    def __init__(self, layer: LayerWithAdapters, mode: CUDAGraphMode) -> None:
+        config = _config(layer, mode)
+        self._runner: Any = object.__new__(GPUModelRunner)
+        self._dispatcher: Any = CudagraphDispatcher(config)
+        self._config = layer.config
+        vars(self._runner).update(
+            vllm_config=config,
+            **{name: getattr(config, name) for name in ("model_config", "compilation_config", "parallel_config")},
+            cudagraph_dispatcher=self._dispatcher,
+            uniform_decode_query_len=1,
+            lora_manager=_AdaptersStandIn(layer),
+        )
+        self._dispatcher.initialize_cudagraph_keys(mode, 1)
+
+    def captures(self) -> Iterator[tuple[int, int]]:
+        """The graphs, by tokens and number of adapters, with vLLM's dummy adapters while one is captured."""
+        for _, descriptors in self._dispatcher.get_capture_descs():
+            for each in descriptors:
+                counts = np.ones(each.num_reqs, dtype=np.int32)
+                with self._runner.maybe_select_dummy_loras(
+                    self._config, counts, num_active_loras=each.num_active_loras
+                ):
+                    yield each.num_tokens, each.num_active_loras
+
+    def step(self, adapters: list[int]) -> tuple[int, int] | None:
+        """The graph of a step of these requests; the kernels are told of them."""
+        batch = self._runner.input_batch = input_batch(max(SIZES), LONGEST, max(SIZES), [LONGEST], CPU)
+        for row, adapter in enumerate(adapters):
+            batch.add_request(_request(f"{row}", adapter))
+        counts = np.ones(len(adapters), dtype=np.int32)
+        mode, descriptor, *_ = self._runner._determine_batch_execution_and_padding(
+            num_tokens=len(adapters),
+            num_reqs=len(adapters),
+            num_scheduled_tokens_np=counts,
+            max_num_scheduled_tokens=1,
+            use_cascade_attn=False,
+            num_encoder_reqs=0,
+        )
+        self._runner.set_active_loras(batch, counts)
+        return (descriptor.num_tokens, descriptor.num_active_loras) if mode == CUDAGraphMode.FULL else None
+
+
+class RunnerV2:
+    """What model runner V2 asks about graphs and adapters, in its order (0.24.0 on)."""
+
+    def __init__(self, layer: LayerWithAdapters, mode: CUDAGraphMode) -> None:
+        from vllm.v1.worker.gpu import cudagraph_utils, lora_utils
+        from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+        config = _config(layer, mode)
+        self._utils, self._config = lora_utils, layer.config
+        cases = lora_utils.get_lora_capture_cases(layer.config, config.compilation_config)
+        with cpu_cuda_graphs():  # it asks for its stage of the pipeline, also where there is none
+            self._manager: Any = cudagraph_utils.CudaGraphManager(config, CPU, mode, 1, lora_capture_cases=cases)
+        self._manager._graphs_captured = mode != CUDAGraphMode.NONE
+        self._runner: Any = LoRAModelRunnerMixin()
+        self._runner.lora_manager = _AdaptersStandIn(layer)
+
+    def captures(self) -> Iterator[tuple[int, int]]:
+        """As those of V1."""
+        hook = self._utils.create_lora_capture_hook(self._config, self._runner)
+        for each in self._manager._capture_descs[CUDAGraphMode.FULL]:
+            hook(each.num_active_loras, each.num_reqs, each.num_tokens)
+            yield each.num_tokens, each.num_active_loras
+
+    def step(self, adapters: list[int]) -> tuple[int, int] | None:
+        """As that of V1."""
+        state, names = self._utils.LoraState(max(SIZES)), [f"{row}" for row in range(len(adapters))]
+        for row, adapter in enumerate(adapters):
+            state.add_request(names[row], row, _adapter(adapter))
+        count = self._utils.get_num_active_loras_for_dispatch(self._config, state, names, False)
+        given = {
+            "num_reqs": len(adapters),
+            "num_tokens": len(adapters),
+            "uniform_token_count": 1,
+            "num_active_loras": count,
+            "max_query_len": 1,
+        }
+        descriptor = self._manager.dispatch(**known_to(self._manager.dispatch, given))
+        rows = np.arange(len(adapters))
+        self._runner._set_active_loras(*state.make_lora_inputs(names, rows, np.ones(len(adapters), dtype=np.int32)))
+        in_graph = descriptor.cg_mode == CUDAGraphMode.FULL
+        return (descriptor.num_tokens, descriptor.num_active_loras) if in_graph else None
+
+
+def _adapter(number: int) -> LoRARequest | None:
+    return LoRARequest(f"adapter {number}", number, "/none") if number else None
+
+
+def _request(name: str, adapter: int) -> CachedRequestState:
+    return CachedRequestState(
+        req_id=name,
+        prompt_token_ids=[0],
+        mm_features=[],
+        sampling_params=SamplingParams(temperature=0.0),
+        generator=None,
+        block_ids=([1],),
+        num_computed_tokens=1,
+        output_token_ids=[],
+        lora_request=_adapter(adapter),
+    )
+
+
+def _config(layer: LayerWithAdapters, mode: CUDAGraphMode) -> Any:
+    """A VllmConfig with what dispatchers and model runners read of it."""
+    compilation = SimpleNamespace(
+        cudagraph_mode=mode,
+        max_cudagraph_capture_size=max(SIZES),
+        cudagraph_capture_sizes=list(SIZES),
+        cudagraph_specialize_lora=True,
+        pass_config=SimpleNamespace(enable_sp=False),
+        is_attention_compiled_piecewise=lambda: False,
+        compile_sizes=[],
+        adjust_cudagraph_sizes_for_spec_decode=lambda *_: None,
+    )
+    parallel = dict.fromkeys(("decode_context_parallel_size", "data_parallel_size", "tensor_parallel_size"), 1)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=LONGEST, is_encoder_decoder=False, dtype=torch.bfloat16),
+        scheduler_config=SimpleNamespace(max_num_seqs=max(SIZES), max_num_batched_tokens=max(SIZES)),
+        parallel_config=SimpleNamespace(**parallel, pipeline_parallel_size=1),
+        observability_config=SimpleNamespace(cudagraph_metrics=False),
+        compilation_config=compilation,
+        lora_config=layer.config,
+        speculative_config=None,
+        num_speculative_tokens=0,
+        use_v2_model_runner=False,
+        kv_transfer_config=None,
+        additional_config={},
+    )
+
+
+@contextlib.contextmanager
+def lora_on_the_cpu() -> Iterator[None]:
+    """For the block, vLLM's own kernels of adapters run on the CPU, in small blocks."""
+    blocks = {"block_m": 16, "block_n": 16, "block_k": 16, "split_k": 1, "group_size_m": 8}
+    options = dict.fromkeys(("num_warps", "num_ctas", "num_stages"), 1)
+    operators: dict[str, Callable[..., Any]] = {
+        "LoRAKernelMeta": LoRAKernelMeta,
+        "lora_shrink": lora_shrink_op._lora_shrink,
+        "lora_expand": lora_expand_op._lora_expand,
+    }
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unpinned())
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(mock.patch.object(triton_kernels, "Language", Multiplying))
+        stack.enter_context(cpu_triton_kernels(lora_shrink_op, lora_expand_op))
+        for module in (lora_shrink_op, lora_expand_op):
+            stack.enter_context(mock.patch.object(module, "get_lora_op_configs", return_value=blocks | options))
+            if hasattr(module, "supports_pdl"):
+                stack.enter_context(mock.patch.object(module, "supports_pdl", return_value=False))
+        # The functions behind the operators: a graph holds what they launch. Without Triton the module lacks the names.
+        for name, function in operators.items():
+            stack.enter_context(mock.patch.object(punica_gpu, name, function, create=True))
+        mapping = sys.modules["vllm.lora.punica_wrapper.utils"]
+        if hasattr(mapping, "async_tensor_h2d"):
+            stack.enter_context(mock.patch.object(mapping, "async_tensor_h2d", _copied))
+        yield
+
+
+def _copied(data: Any, *_: object, dtype: torch.dtype | None = None, **__: object) -> torch.Tensor:
+    return torch.as_tensor(data, dtype=dtype)
+
+
+class Multiplying(triton_kernels.Language):
+    """With what these kernels need besides."""
+
+    @staticmethod
+    def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.float() @ b.float()
+
+    @staticmethod
+    def multiple_of(block: torch.Tensor, _: int) -> torch.Tensor:
+        return block
+
+    max_contiguous = multiple_of
