@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from vllm_graphfix.source.functions import Function
+from vllm_graphfix.source.functions import Function, binds, sets
 
 
 def function(source: str) -> Function:
@@ -107,6 +107,88 @@ def test_an_argument_is_given_by_name_and_value() -> None:
 def test_names_are_counted() -> None:
     assert body("a = b", "a.b = c(a)").mentions(a=3, b=1, c=1, d=0)
     assert not body("a = b").mentions(a=2)
+
+
+@pytest.mark.parametrize(
+    ("statement", "confined"),
+    [("n = f(1)", True), ("n = f(n)", False), ("n += 1", False), ("n = f(a.n)", False), ("m = f(1)", True)],
+)
+def test_a_name_is_confined_to_a_part_that_has_it_as_often_as_the_pattern(statement: str, confined: bool) -> None:
+    assert body(statement).confines("n", "n = f(...)") == confined
+
+
+@pytest.mark.parametrize(
+    ("statement", "times"),
+    [
+        ("x = 1", 1),
+        ("x += 1", 1),
+        ("del x", 1),
+        ("for x in y: pass", 1),
+        ("with y as x: pass", 1),
+        ("x = x = 1", 2),
+        ("y = x", 0),
+        ("x.y = 1", 0),
+        ("x[0] = 1", 0),
+    ],
+)
+def test_a_variable_is_set_wherever_it_gets_another_value(statement: str, times: int) -> None:
+    assert body(statement).assigned("x") == times
+    assert body(statement).sets("x") == (times > 0)
+
+
+def test_an_inner_function_is_the_only_one_of_its_name_or_none() -> None:
+    found = body("def g(): a", "def h(): b").inner("h")
+    assert found is not None
+    assert (found.qualname, found.names("b")) == ("f.h", True)
+    assert body("def g(): a", "def g(): b").inner("g") is None
+    assert body("g = a").inner("g") is None
+
+
+@pytest.mark.parametrize(
+    ("statement", "bound"),
+    [
+        ("m = 1", True),
+        ("del m", True),
+        ("if c:\n    m = 1", True),
+        ("if c:\n    def m(): pass", True),
+        ("if c:\n    class m: pass", True),
+        ("import m", True),
+        ("import a as m", True),
+        ("from m import a as m", True),
+        ("a = m", False),
+        ("m.a = 1", False),
+        ("if c:\n    def a(): pass", False),
+        ("import a, z", False),
+        ("import m as a", False),
+        ("from m import z", False),
+        ("def a():\n    m = 1", False),
+        ("class a:\n    m = 1", False),
+    ],
+)
+def test_a_name_of_a_module_is_bound_by_assignment_import_and_definition_in_a_branch(
+    statement: str, bound: bool
+) -> None:
+    assert binds(ast.parse(statement).body[0], "m") == bound
+
+
+@pytest.mark.parametrize(
+    ("statement", "replaced"),
+    [
+        ("M.m = f", True),
+        ("if c:\n    M.m = f", True),
+        ("setattr(M, 'm', f)", True),
+        ("a = M.m", False),
+        ("M.a = f", False),
+        ("M.z = f", False),
+        ("A.m = f", False),
+        ("Z.m = f", False),
+        ("setattr(M, 'a', f)", False),
+        ("setattr(A, 'm', f)", False),
+        ("def a():\n    M.m = f", False),
+    ],
+)
+def test_a_method_is_replaced_by_assignment_to_its_class_and_setattr(statement: str, replaced: bool) -> None:
+    assert sets(ast.parse(statement).body[0], "M.m") == replaced
 
 
 def test_a_fingerprint_sees_code_and_neither_comments_nor_docstrings() -> None:
