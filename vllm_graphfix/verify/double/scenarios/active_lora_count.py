@@ -214,6 +214,7 @@ class RunnerV1:
             vllm_config=config,
             **{name: getattr(config, name) for name in ("model_config", "compilation_config", "parallel_config")},
             cudagraph_dispatcher=self._dispatcher,
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[]),  # other fixes ask for layers that keep a state
             uniform_decode_query_len=1,
             lora_manager=_AdaptersStandIn(layer),
         )
