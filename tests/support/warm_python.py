@@ -184,10 +184,10 @@ def serve(address: str) -> dict[str, Any] | None:
     for name in _PRELOADED.split():
         with contextlib.suppress(ImportError):  # only time would be lost
             __import__(name)
-    import found_once
+    if releases := os.environ.get(_RELEASES):
+        import found_once
 
-    releases = os.environ[_RELEASES]
-    found_once.remember(f"{releases}/imported/{sys.hexversion:x}", releases)
+        found_once.remember(f"{releases}/imported/{sys.hexversion:x}", releases)
     gc.enable()
     gc.collect()
     gc.freeze()  # or each fork's first collection goes through, and copies, all that was imported

@@ -56,9 +56,8 @@ _RUNNERS = {"number": ("V1",), "tensor": ("V1",), "both-runners": ("V1", "V2")}
 
 BASE_ROWS_UNCOUNTED = Event(
     "base-rows-uncounted",
-    "A batch came with more kinds of rows, those without an adapter among them, than kernels have programs in the "
-    "graph for its number of adapters: on stock its last adapter is left out of a replay. One for each change of the "
-    "batch's adapters, whether or not its step runs in a graph.",
+    "Adapters of a batch changed, graph or not, and it has more kinds of rows, those without one among them, than "
+    "kernels have programs in the graph for its number of adapters: on stock its last adapter is left out of a replay.",
 )
 
 
