@@ -17,7 +17,8 @@ import vllm_graphfix
 from vllm_graphfix.fix import Activity
 
 WARM_UP = 0.05
-"""So many calls more, as a share, before anything is measured: caches and free lists fill."""
+"""So many calls more, as a share, and no fewer than 70 or all, before anything is measured: caches and free lists
+fill."""
 
 
 class Left(NamedTuple):
@@ -45,7 +46,7 @@ def left_by(call: Callable[[], object], calls: int, after_warm_up: Callable[[], 
 
     tracemalloc.start()
     try:
-        for _ in itertools.repeat(None, max(70, round(WARM_UP * calls))):
+        for _ in itertools.repeat(None, max(min(70, calls), round(WARM_UP * calls))):
             call()
         after_warm_up()
         traced()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fetch_cpu_engine
-from engine import environment, warm, write_llama
+from engine import environment, write_llama
 
 RELEASE = fetch_cpu_engine.AFFECTED
 MODEL = "tiny"
@@ -33,14 +33,6 @@ _PROJECT = Path(__file__).parents[2]
 _LIMIT = 300.0
 """Seconds for a server to start; alone on two cores it takes 20."""
 _FLAGS = "--host=127.0.0.1 --enforce-eager --max-model-len=256 --max-num-seqs=4 --num-gpu-blocks-override=64".split()
-
-
-_WITH_WARM_CHILDREN = """
-import multiprocessing, runpy, sys
-sys.executable = {python!r}
-multiprocessing.set_executable(sys.executable)
-runpy.run_module("vllm.entrypoints.cli.main", run_name="__main__", alter_sys=True)
-"""
 
 
 class ServerError(RuntimeError):
@@ -108,10 +100,7 @@ class Server:
         folder: Path,
         flags: Sequence[str],
         env: Mapping[str, str],
-        *,
-        warm_children: bool = False,
     ) -> None:
-        """With *warm_children* what it spawns are forks of a Python that has imported the libraries; see `warm`."""
         self.status_folder = folder / "status"
         self.status_folder.mkdir(exist_ok=True)
         self._log = folder / "server.log"
@@ -128,11 +117,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
-        start = ["-m", "vllm.entrypoints.cli.main"]
-        if warm_children:
-            python, self._environment = warm(self._environment)
-            start = ["-c", _WITH_WARM_CHILDREN.format(python=python)]
-        command = [sys.executable, *start, "serve", str(installed.model)]
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(installed.model)]
         command += [f"--served-model-name={MODEL}", f"--port={self.port}", *_FLAGS, *flags]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -286,7 +271,7 @@ class Server:
     def _shared_memory(self) -> set[Path]:
         """Its files there: ranks on a CPU share some that vLLM leaves behind however it ends."""
         found: set[Path] = set()
-        for pid in {*self.pids(), *(record["pid"] for record in self.records())}:  # warm children have another session
+        for pid in {*self.pids(), *(record["pid"] for record in self.records())}:
             with contextlib.suppress(OSError):
                 maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
                 names = re.findall(r"/dev/shm/[^\n]+?(?= \(deleted\)$|$)", maps, re.MULTILINE)  # noqa: S108 # the kernel's name
@@ -305,13 +290,12 @@ def started(
     folder: Path,
     *flags: str,
     env: Mapping[str, str] | None = None,
-    warm_children: bool = False,
 ) -> Iterator[Server]:
     """A server that starts; with further *flags* and *env*.
 
     Its files are in *folder*; its processes end with the block.
     """
-    server = Server(installed, folder, flags, env or {}, warm_children=warm_children)
+    server = Server(installed, folder, flags, env or {})
     try:
         yield server
     finally:
@@ -324,9 +308,8 @@ def serve(
     folder: Path,
     *flags: str,
     env: Mapping[str, str] | None = None,
-    warm_children: bool = False,
 ) -> Iterator[Server]:
     """The same when it answers."""
-    with started(installed, folder, *flags, env=env, warm_children=warm_children) as server:
+    with started(installed, folder, *flags, env=env) as server:
         server.wait_until_up()
         yield server
