@@ -314,7 +314,7 @@ def test_a_rank_whose_steps_wait_knows_what_one_knows_that_follows_each_at_once(
     """With the steps of a rank without work in between; nothing is marked, since that depends on the time."""
     chance = random.Random(seed)  # noqa: S311 - the same requests for the same seed
     scheduler = Scheduler(chance)
-    outputs = [None if chance.random() < 0.03 else scheduler.step() for _ in range(150)] + [None]
+    outputs = [None if chance.random() < 0.03 else scheduler.step() for _ in range(80)] + [None]
     ranks = []
     for most in (0, _MOST_WAITING):
         marks, _ = watched()
