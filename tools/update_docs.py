@@ -16,7 +16,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
@@ -26,7 +26,7 @@ from fetch_vllm import ALL_RELEASES
 from vllm_graphfix import manifest
 from vllm_graphfix.commands.explain import by_default, references
 from vllm_graphfix.commands.links import thread
-from vllm_graphfix.deployment.needs import Need, briefly, described
+from vllm_graphfix.deployment.needs import Need, briefly, by_choice, described
 from vllm_graphfix.fix import Fix, Mode, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES, about
 from vllm_graphfix.fixes._about import NEWEST, About
@@ -159,10 +159,27 @@ def updated(text: str) -> str:
         lines = made[name]()
         return "\n".join([f"<!-- generated: {name} -->", *lines, "<!-- end -->"])
 
-    numbers = {"fixes": len(FIXES), "observed": sum(fix.default is Mode.OBSERVE for fix in FIXES)}
-    text = re.sub(r"(<!-- number of (\w+) -->)\d+", lambda found: f"{found[1]}{numbers.get(found[2], found[2])}", text)
+    text = re.sub(
+        r"(<!-- number of (\w+) -->)\d+", lambda found: f"{found[1]}{numbers().get(found[2], found[2])}", text
+    )
     text = re.sub(r"(<!-- newest release -->)[\d.]*\d", rf"\g<1>{NEWEST}", text)
     return re.sub(r"<!-- generated: (\S+) -->\n.*?<!-- end -->", generate, text, flags=re.DOTALL)
+
+
+@cache
+def numbers() -> dict[str, int]:
+    """How many fixes there are, are observed by default, and are needed by the newest release.
+
+    And how many of these concern a model runner or a mode that is not the default there.
+    """
+    entries = [(fix, entry) for fix in FIXES for entry in _entries(fix) if NEWEST in entry["releases"]]
+    needed = [(fix, str(entry["shape"])) for fix, entry in entries if entry["verdict"] == Verdict.AFFECTED.value]
+    return {
+        "fixes": len(FIXES),
+        "observed": sum(fix.default is Mode.OBSERVE for fix in FIXES),
+        "needed": len(needed),
+        "chosen": sum(by_choice(fix.needs(), default_runner_of(NEWEST), shape) for fix, shape in needed),
+    }
 
 
 def a_row_for_each_fix(columns: Row, row: Callable[[Fix, About], Row]) -> Iterator[str]:
