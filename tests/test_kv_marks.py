@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,20 +12,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import engine as cpu
 from behaviours import check_behaviours
+from marked_steps import step, watched
 from records import record
 from stock import ALL_RELEASES, release_root
 from table import SAMPLE, slow_but_for
 from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine.abort import Aborts, Verdict
 from vllm_graphfix.engine.metrics import snapshot_of
-from vllm_graphfix.marks.ledger import Ledger
-from vllm_graphfix.marks.sums import Batch, Looked
-from vllm_graphfix.marks.watch import _MOST_WAITING, KVMarks
+from vllm_graphfix.marks.watch import KVMarks
 from vllm_graphfix.records import OverwrittenBlock, Record, RecordError, own_folder, prune, write
 from vllm_graphfix.settings.decision import decide, decode
 from vllm_graphfix.settings.environment import read
@@ -105,348 +101,6 @@ def test_with_report_nobody_is_ended(tmp_path: Path) -> None:
     found = served(tmp_path, "finished", "uni", VLLM_GRAPHFIX_KV_MARKS_ACTION="report")
     assert (found["counts"]["changed"], found["counts"]["aborted"]) == (1, 0)
     assert {reason for asked in found["asked"] for reason, _, _ in asked} == {"length"}
-
-
-# -- which blocks are finished ---------------------------------------------------------------------------------------
-
-
-def step(
-    new: tuple[Any, ...] = (), running: dict[str, Any] | None = None, resumed: tuple[str, ...] = (), **more: Any
-) -> Any:
-    """A `SchedulerOutput`.
-
-    *new* requests have a name, blocks by group, tokens computed and scheduled; *running* ones, by name, new blocks,
-    computed and scheduled.
-    """
-    running = running or {}
-    cached = SimpleNamespace(
-        req_ids=list(running),
-        resumed_req_ids=set(resumed),
-        new_block_ids=[blocks for blocks, _, _ in running.values()],
-        num_computed_tokens=[computed for _, computed, _ in running.values()],
-    )
-    fresh = [
-        SimpleNamespace(req_id=name, block_ids=blocks, num_computed_tokens=computed)
-        for name, blocks, computed, _ in new
-    ]
-    scheduled = {name: tokens for name, _, _, tokens in new} | {
-        name: tokens for name, (_, _, tokens) in running.items()
-    }
-    return SimpleNamespace(
-        scheduled_new_reqs=fresh,
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens=scheduled,
-        scheduled_spec_decode_tokens={name: [5] * (tokens - 1) for name, (_, _, tokens) in running.items()},
-        **({"finished_req_ids": set(), "preempted_req_ids": None} | more),
-    )
-
-
-def mark_all(ledger: Ledger) -> set[int]:
-    """Marks what is finished."""
-    ledger.marked.update(ledger.finished)
-    ledger.finished.clear()
-    return set(ledger.marked)
-
-
-def ledger_with_a_prompt(**given: Any) -> Ledger:
-    """Of blocks of four tokens; after a prompt of nine in blocks 1, 2 and 3."""
-    ledger = Ledger({0: 4}, 1, **given)
-    ledger.step(step(new=(("a", ([1, 2, 3],), 0, 9),)))
-    return ledger
-
-
-def test_a_block_is_finished_once_the_step_that_fills_it_has_run() -> None:
-    ledger = ledger_with_a_prompt()
-    assert not ledger.finished
-    ledger.step(step(running={"a": (None, 9, 3)}))
-    assert mark_all(ledger) == {1, 2}
-    ledger.settle()
-    assert mark_all(ledger) == {1, 2, 3}
-
-
-class Scheduler:
-    """What a worker is told of requests of two cache groups, one of blocks of four tokens and one that is not followed.
-
-    They begin, some with a hit in the prefix cache, get blocks, are left out of steps, lose their blocks, with a word
-    or without, come back and end; blocks are zeroed and copied to; some steps are of no request.
-    """
-
-    def __init__(self, chance: random.Random) -> None:
-        self._chance, self._free, self._made = chance, list(range(1, 400)), 0
-        self._computed: dict[str, int] = {}
-        self._taken: set[str] = set()
-        self._blocks: dict[str, list[int]] = {}
-        self._hits: list[int] = []
-
-    def step(self) -> Any:
-        chance = self._chance
-        if chance.random() < 0.05:
-            return step()
-        gone = {name for name in self._computed if chance.random() < 0.02}
-        taken = {name for name in self._computed.keys() - gone if chance.random() < 0.01}
-        for name in gone | taken:
-            full = self._computed.pop(name) // 4
-            blocks = self._blocks.pop(name)
-            if not self._hits:
-                self._hits = blocks[:full]  # nobody gets them but by a hit, for some time
-            self._free += [each for each in blocks if each not in self._hits]
-        if self._hits and chance.random() < 0.1 and not any(self._hits[0] in each for each in self._blocks.values()):
-            self._free += self._hits
-            self._hits = []
-        self._free.sort()  # what was given back is given out again soon
-        self._free.reverse()
-        running = {
-            name: self._run(name, chance.choice((1, 1, 1, 6)))
-            for name in sorted(self._computed)
-            if chance.random() < 0.9
-        }
-        back = {name for name in self._taken if chance.random() < 0.2}
-        self._taken = self._taken - back | taken
-        for name in sorted(back):
-            self._computed[name], self._blocks[name] = 0, []
-            running[name] = self._run(name, chance.randint(1, 9))
-        new = []
-        if len(self._computed) < 6 and chance.random() < 0.3:
-            name, tokens = f"r{self._made}", chance.randint(1, 9)
-            self._made += 1
-            self._blocks[name] = [*self._hits] if chance.random() < 0.5 else []
-            self._computed[name] = 4 * len(self._blocks[name])
-            hits = [*self._blocks[name]]
-            blocks, computed, _ = self._run(name, tokens)
-            new.append((name, (hits + (blocks[0] if blocks else []), [0]), computed, tokens))
-        more: dict[str, Any] = {"preempted_req_ids": taken if chance.random() < 0.5 else None}
-        fresh = [number for blocks, _, _ in running.values() for number in (blocks or ((),))[0]]
-        if chance.random() < 0.1:
-            more["new_block_ids_to_zero"] = fresh
-        if chance.random() < 0.02:
-            more["kv_cache_block_copies"] = [SimpleNamespace(dst_block_id=number) for number in fresh[:1]]
-        return step(tuple(new), running, tuple(back), finished_req_ids=gone, **more)
-
-    def _run(self, name: str, tokens: int) -> tuple[Any, int, int]:
-        computed = self._computed[name]
-        self._computed[name] += tokens
-        fresh = [self._free.pop() for _ in range(-(-(computed + tokens) // 4) - len(self._blocks[name]))]
-        self._blocks[name] += fresh
-        return (fresh, []) if fresh else None, computed, tokens
-
-
-@given(st.integers(0, 2**32), st.integers(1, 15), st.integers(1, 3))
-def test_what_is_known_of_steps_that_wait_is_in_the_end_what_it_would_be_at_once(
-    seed: int, most: int, every: int
-) -> None:
-    """And no block that is marked is given away in a step that waits."""
-    scheduler = Scheduler(random.Random(seed))  # noqa: S311 - the same requests for the same seed
-    at_once, later = Ledger({0: 4}, every), Ledger({0: 4}, every)
-    for _ in range(120):
-        output = scheduler.step()
-        dropped = list(at_once.step(output))
-        if len(later.waiting) < most and later.put_off(output):
-            assert dropped == []
-            continue
-        later.catch_up()
-        assert list(later.step(output)) == dropped
-        if seed % 2:
-            at_once.settle()
-            later.settle()
-        assert known(later) == known(at_once)
-        assert mark_all(at_once) == mark_all(later)
-    later.catch_up()
-    at_once.settle()
-    later.settle()
-    assert known(later) == known(at_once)
-
-
-def known(ledger: Ledger) -> Any:
-    filling = {name: (each.computed, each.due, each.blocks) for name, each in ledger._filling.items()}
-    newest = {block.number for block in ledger.newest}
-    return ledger._followed, filling, ledger.finished, ledger._lengths, ledger._readers, set(ledger._due), newest
-
-
-def test_a_step_in_which_drafts_may_be_refused_does_not_wait() -> None:
-    output = step(running={"a": (None, 9, 1)})
-    assert ledger_with_a_prompt().put_off(output)
-    assert not ledger_with_a_prompt(slack=3, doubt=2).put_off(output)
-
-
-def test_a_step_that_zeroes_or_copies_to_a_block_that_is_followed_does_not_wait() -> None:
-    ledger, running = ledger_with_a_prompt(), {"a": (None, 9, 1)}
-    assert ledger.put_off(step(running=running, new_block_ids_to_zero=[9]))
-    assert not ledger.put_off(step(running=running, new_block_ids_to_zero=[9, 2]))
-    copied = [SimpleNamespace(dst_block_id=2)]
-    assert not ledger.put_off(step(running=running, kv_cache_block_copies=copied))
-
-
-class SumsStandIn:
-    """Sums of nothing: a look is over at once, and what came of it is *changed*."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self.changed: dict[int, list[str]] = {}
-        self.looks: list[Looked] = []
-
-    def results(self) -> list[Looked]:
-        over, self.looks = self.looks, []
-        return over
-
-    def mark(self, blocks: list[Any], group: Any, at: int) -> Batch:
-        return Batch(blocks[:2], (), None, at)  # type: ignore[arg-type]
-
-    def look(self, batch: Batch, at: int) -> bool:
-        self.seen.append(batch.blocks[0].number)
-        self.looks.append(Looked(batch, at, frozenset(batch.alive), self.changed))
-        batch.looked = at
-        return True
-
-    def forget(self) -> None:
-        self.looks = []
-
-
-def watched() -> tuple[KVMarks, SumsStandIn]:
-    marks, sums = KVMarks(), SumsStandIn()
-    marks._ledger, marks._counts = Ledger({0: 4}, 1), {"marks": 0, "looks": 0, "changed": 0, "passed-over": 0}
-    marks._sums = sums  # type: ignore[assignment]
-    marks._groups = {0: None}  # type: ignore[dict-item]
-    return marks, sums
-
-
-@given(st.integers(0, 2**32))
-def test_a_rank_whose_steps_wait_knows_what_one_knows_that_follows_each_at_once(seed: int) -> None:
-    """With the steps of a rank without work in between; nothing is marked, since that depends on the time."""
-    chance = random.Random(seed)  # noqa: S311 - the same requests for the same seed
-    scheduler = Scheduler(chance)
-    outputs = [None if chance.random() < 0.03 else scheduler.step() for _ in range(80)] + [None]
-    ranks = []
-    for most in (0, _MOST_WAITING):
-        marks, _ = watched()
-        marks._for_marks.allows = marks._for_looks.allows = lambda **_: False  # type: ignore[method-assign]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("vllm_graphfix.marks.watch._MOST_WAITING", most)
-            patch.setattr("vllm_graphfix.marks.watch.MOST", 10_000)  # or some would be passed over, sooner or later
-            for output in outputs:
-                marks._before(output)
-        assert marks._ledger is not None
-        ranks.append((known(marks._ledger), marks._step, list(marks._idle), marks._counts))
-    assert ranks[0] == ranks[1]
-    assert ranks[0][1] == len(outputs)
-
-
-def decodes(marks: KVMarks, first: int, count: int) -> None:
-    for computed in range(first, first + count):
-        marks._before(step(running={"a": (None, computed, 1)}))
-
-
-def test_what_came_of_a_look_is_read_before_the_next_step() -> None:
-    """Whoever has the block is ended before it has an answer; so no step waits while one is under way."""
-    marks, sums = watched()
-    marks._before(step(new=(("a", ([1, 2],), 0, 8),)))
-    marks._for_looks.allows = lambda **_: False  # type: ignore[method-assign]
-    marks._before(None)  # marks them
-    decodes(marks, 8, 1)
-    decodes(marks, 9, 5)
-    assert marks._ledger is not None
-    assert len(marks._ledger.waiting) == 5
-    sums.changed = {0: ["layer"]}
-    marks._for_looks.allows = lambda **_: True  # type: ignore[method-assign]
-    decodes(marks, 14, _MOST_WAITING + 1 - 5)  # the last of them is followed, with those that wait, and looks
-    assert (len(sums.seen), marks.found) == (1, [])
-    decodes(marks, 25, 1)
-    ((before, after, ran, idle),) = [(each.before, each.after, each.steps, each.idle) for each in marks.found]
-    assert (before, after, ran, idle) == (1, 18, 16, 1)
-    assert marks._step == 20
-
-
-def test_steps_that_wait_are_of_the_cache_that_is_gone_after_a_sleep() -> None:
-    marks, _ = watched()
-    marks._before(step(new=(("a", ([1, 2, 3],), 0, 9),)))
-    decodes(marks, 9, 2)
-    marks._clear()
-    marks._before(step(new=(("b", ([1, 2, 3],), 0, 12),)))
-    assert marks._ledger is not None
-    assert not marks._ledger.finished
-    assert marks._step == 2
-
-
-def test_the_last_block_of_a_request_that_has_ended_is_finished_too_if_it_is_full() -> None:
-    ledger = ledger_with_a_prompt()
-    ledger.step(step(running={"a": (None, 9, 3)}))
-    ledger.step(step(finished_req_ids={"a"}))
-    assert mark_all(ledger) == {1, 2, 3}
-    ledger = ledger_with_a_prompt()
-    ledger.step(step(finished_req_ids={"a"}))
-    assert mark_all(ledger) == {1, 2}
-
-
-@pytest.mark.parametrize(
-    "anew",
-    [
-        step(new=(("b", ([2, 5],), 0, 8),)),
-        step(running={"a": (([2],), 9, 4)}),
-        step(running={"a": (([7, 2, 8],), 0, 9)}, resumed=("a",)),
-        step(new_block_ids_to_zero=[2]),
-        step(kv_cache_block_copies=[SimpleNamespace(src_block_id=1, dst_block_id=2)]),
-    ],
-    ids=["new", "running", "resumed", "zeroed", "copied"],
-)
-def test_a_block_that_is_allocated_anew_is_marked_no_more(anew: Any) -> None:
-    ledger = ledger_with_a_prompt()
-    ledger.settle()
-    assert mark_all(ledger) == {1, 2}
-    assert [block.number for block in ledger.step(anew)] == [2]
-    assert set(ledger.marked) == {1}
-
-
-def test_a_hit_in_the_prefix_cache_stays_marked_and_its_readers_are_known() -> None:
-    ledger = ledger_with_a_prompt()
-    ledger.settle()
-    mark_all(ledger)
-    assert ledger.users(ledger.marked[1]) == ["a"]
-    assert ledger.step(step(new=(("b", ([1, 2, 9],), 8, 3),), finished_req_ids={"a"})) == []
-    assert ledger.users(ledger.marked[1]) == ["b"]
-    # One that came to another place without a word was given away in between.
-    (dropped,) = ledger.step(step(new=(("c", ([2, 6],), 4, 3),)))
-    assert dropped.number == 2
-
-
-def test_blocks_of_groups_that_are_written_again_and_the_null_block_are_not_followed() -> None:
-    ledger = Ledger({1: 4}, 1)
-    ledger.step(step(new=(("a", ([1, 2], [0, 3]), 0, 8),)))
-    ledger.settle()
-    assert mark_all(ledger) == {3}
-    (dropped,) = ledger.step(step(new=(("b", ([3], [4]), 4, 1),)))  # whatever it says is computed
-    assert dropped.number == 3
-
-
-def test_tokens_of_drafts_that_may_be_refused_are_not_finished() -> None:
-    ledger = ledger_with_a_prompt(slack=4, doubt=2)
-    ledger.step(step(running={"a": (None, 9, 3)}))
-    assert mark_all(ledger) == {1}  # up to 9 - 4
-    ledger.step(step(running={"a": (([4],), 10, 3)}))  # two of three were refused
-    assert mark_all(ledger) == {1}
-    ledger.settle()  # all steps have run: up to 10 + 1 - 2
-    assert mark_all(ledger) == {1, 2}
-    ledger.step(step(running={"a": (None, 14, 3)}))
-    ledger.step(step(finished_req_ids={"a"}))
-    assert mark_all(ledger) == {1, 2, 3}
-    ledger = ledger_with_a_prompt(slack=4, doubt=2)
-    ledger.step(step(running={"a": (None, 12, 3)}))
-    ledger.step(step(finished_req_ids={"a"}))
-    assert mark_all(ledger) == {1, 2}  # up to 12 + 1 - 2
-    ledger = ledger_with_a_prompt(slack=4)
-    ledger.settle()  # a prompt has no drafts
-    assert mark_all(ledger) == {1, 2}
-
-
-def test_of_many_requests_the_fraction_is_followed() -> None:
-    ledger = Ledger({0: 4}, 16)
-    for number in range(33):
-        first = 1 + 33 * number
-        ledger.step(step(new=((f"{number}", (list(range(first, first + 33)),), 0, 33 * 4),)))
-    ledger.settle()
-    assert len(mark_all(ledger)) == 2 * 33
-    assert {block.request for block in ledger.marked.values()} == {"15", "31"}
-    ledger.clear()
-    assert not ledger.marked
-    assert ledger.step(step(running={"15": (([999],), 132, 1)})) == []  # it was there before
 
 
 # -- who is told -----------------------------------------------------------------------------------------------------
@@ -568,18 +222,6 @@ def test_marks_are_looked_at_in_turns_the_newest_and_that_of_the_longest_ago() -
     assert [each.name if each else None for each in found] == ["of now", "newer", "new", None]
 
 
-def test_what_the_last_step_of_requests_filled_is_known_until_the_next_one() -> None:
-    ledger = ledger_with_a_prompt()
-    ledger.step(step(finished_req_ids={"a"}))  # of no request: it tells who has ended
-    assert [block.number for block in ledger.newest] == [1, 2]
-    ledger.settle()
-    assert [block.number for block in ledger.newest] == [1, 2]
-    ledger.step(step(new=(("b", ([5],), 0, 4),)))
-    assert ledger.newest == []
-    ledger.settle()
-    assert [block.number for block in ledger.newest] == [5]
-
-
 def test_what_was_in_danger_is_looked_at_before_all_others_and_before_it_is_given_away() -> None:
     marks, sums = watched()
     for name in ("a", "b"):  # five full blocks of each
@@ -650,19 +292,6 @@ def test_all_batches_have_the_shape_that_was_warmed_up_and_what_fills_them_up_is
     (looked,) = sums.results()
     assert looked.changed == {1: ["second"]}
     assert shapes == {(2, MOST)}
-
-
-def test_requests_that_have_ended_are_no_readers_for_long() -> None:
-    ledger = ledger_with_a_prompt()
-    ledger.settle()
-    mark_all(ledger)
-    before: set[str] = {"a"}
-    for number in range(500):
-        name = f"reader-{number}"
-        ledger.step(step(new=((name, ([1, 2, 100 + number],), 8, 3),), finished_req_ids=before))
-        before = {name}
-    assert ledger.users(ledger.marked[1]) == ["reader-499"]
-    assert len(ledger._readers[1]) < 100
 
 
 def test_what_a_scheduler_cannot_read_ends_nobody(two: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -119,8 +119,9 @@ def _source_to_code(loader: Any, data: Any, path: Any, **rest: Any) -> CodeType:
         return _compile(loader, data, path, **rest)
     digest = hashlib.sha256(f"{path}\n".encode() + data).hexdigest()[:_DIGITS]
     if digest not in _codes:
-        with contextlib.suppress(OSError, ValueError, EOFError, TypeError), open(f"{_folder}/{digest}.code", "rb") as f:  # noqa: PTH123
-            _codes[digest] = marshal.load(f)  # noqa: S302 - written above
+        file = f"{_folder}/{digest}.code"
+        with contextlib.suppress(OSError, ValueError, EOFError, TypeError), open(file, "rb") as kept:  # noqa: PTH123
+            _codes[digest] = marshal.load(kept)  # noqa: S302 - written above
     if digest not in _codes:
         _codes[digest] = _new_codes[digest] = _compile(loader, data, path)
     return _codes[digest]

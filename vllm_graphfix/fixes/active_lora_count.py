@@ -127,7 +127,7 @@ def _known(number: str) -> tuple[str, ...]:
 
 
 def _counted(listed: Function, shape: str | None) -> ast.stmt | ast.expr | None:
-    """Where the number is that of the list, rounded up to that of a graph; None if there is more to it."""
+    """Where vLLM sets the number of programs to the list's length, rounded up to a graph's; None if it does more."""
     if shape is None:
         return None
     known = _known(_SHAPES[shape][0])
@@ -136,7 +136,7 @@ def _counted(listed: Function, shape: str | None) -> ast.stmt | ast.expr | None:
 
 
 def _room(listed: Function, shape: str | None) -> ast.stmt | ast.expr | None:
-    """Where the number becomes one more than the list has, and no more than it can have."""
+    """Where vLLM adds a program to those for the list, up to as many as it has places; None if it does not."""
     if shape is None:
         return None
     number = _SHAPES[shape][0]

@@ -265,14 +265,14 @@ class RunnerV2:
         self._runner.lora_manager = _AdaptersStandIn(layer)
 
     def captures(self) -> Iterator[tuple[int, int]]:
-        """As those of V1."""
+        """The graphs, by tokens and number of adapters; V2's own hook selects dummy adapters for each."""
         hook = self._utils.create_lora_capture_hook(self._config, self._runner)
         for each in self._manager._capture_descs[CUDAGraphMode.FULL]:
             hook(each.num_active_loras, each.num_reqs, each.num_tokens)
             yield each.num_tokens, each.num_active_loras
 
     def step(self, adapters: list[int]) -> tuple[int, int] | None:
-        """As that of V1."""
+        """The graph that V2 dispatches a step of these requests to; the kernels are told of them."""
         state, names = self._utils.LoraState(max(SIZES)), [f"{row}" for row in range(len(adapters))]
         for row, adapter in enumerate(adapters):
             state.add_request(names[row], row, _adapter(adapter))

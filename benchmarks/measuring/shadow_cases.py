@@ -1,0 +1,101 @@
+"""The engines of `shadow_check.py`: those of `verify`, and more in which no defect is known to show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from measuring import tiny_adapters, tiny_qwen2_vl
+from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.verify.engine.cases import GDN_MTP, MIXED_FULL, MLA, Case, full_decodes
+from vllm_graphfix.verify.trial import further_cases, trial_of
+
+_DEFAULTS = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+COMPILED = tuple(
+    Case(name=f"llama-compiled-{runner.lower()}", model="llama", runner=runner, graphs=_DEFAULTS, workload=MLA.workload)
+    for runner in ("V1", "V2")
+)
+"""Engines as vLLM is by default: compiled, and with an ordinary attention. No defect is known to show in them."""
+MIXED = tuple(
+    Case(
+        name=f"llama-full-triton-{runner.lower()}",
+        model="llama",
+        runner=runner,
+        graphs=MIXED_FULL,
+        workload=MLA.workload,
+        arguments={"attention_config": {"backend": "TRITON_ATTN"}},
+    )
+    for runner in ("V1", "V2")
+)
+"""Full graphs of prompts and decodes together, which are captured for one request: Triton's attention cuts its work by
+that."""
+_DECODES = (("decodes", full_decodes([1, 2, 4, 8])), ("compiled", _DEFAULTS))
+LORA = tuple(
+    Case(
+        name=f"llama-lora-{name}-{runner.lower()}",
+        model="llama",
+        runner=runner,
+        graphs=graphs,
+        workload=(),
+        arguments={"enable_lora": True, "max_loras": len(tiny_adapters.NAMES), "max_lora_rank": tiny_adapters.RANK},
+    )
+    for name, graphs in _DECODES
+    for runner in ("V1", "V2")
+)
+"""Engines whose batches mix requests of two adapters with requests of none. vLLM tells its kernels which row is whose
+before a forward pass, and once for both runs of a check."""
+LORA_COUNTED = tuple(
+    replace(
+        case,
+        name=case.name.replace("decodes", "counted"),
+        arguments=case.arguments | {"specialize_active_lora": True},
+    )
+    for case in LORA
+    if "decodes" in case.name
+)
+"""With a graph for each number of adapters, in which vLLM does not count the rows without one, though its kernels do:
+in a replay for a batch that has such rows, the last adapter is left out. They run without the fix for that: mismatches
+are right. These and the next run where --only names them."""
+LORA_FIXED = tuple(replace(case, name=f"{case.name}-fixed") for case in LORA_COUNTED)
+"""The same with `active-lora-count`."""
+IMAGES = tuple(
+    Case(
+        name=f"{tiny_qwen2_vl.NAME}-{name}-{runner.lower()}",
+        model=tiny_qwen2_vl.NAME,
+        runner=runner,
+        graphs=graphs,
+        workload=(),
+        arguments={"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1, "video": 0}},
+    )
+    for name, graphs in _DECODES
+    for runner in ("V1", "V2")
+)
+"""Engines that are given images with every other prompt. The encoder has no graphs; decodes get embeddings in place of
+tokens."""
+EXPERTS = tuple(
+    Case(
+        name=f"mixtral-{name}-{runner.lower()}",
+        model="mixtral",
+        runner=runner,
+        graphs=graphs,
+        workload=(),
+        arguments=arguments,
+        where_known={"moe_backend": "triton"},  # the same on all releases, and nothing to compile
+    )
+    for name, graphs, arguments in (
+        ("decodes", full_decodes([1, 2, 4, 8]), {}),
+        ("flash", MIXED_FULL, {"attention_config": {"backend": "FLASH_ATTN"}}),
+    )
+    for runner in ("V1", "V2")
+)
+"""Engines of `experts`. In those whose graphs take prompts, too, `flash-mixed-schedule` shows on stock."""
+OF_NO_VERIFY = {"prefill-dispatch": (GDN_MTP,)}
+"""By name of a fix: an engine in which its defect shows, and that takes too long to compile for `verify`."""
+
+
+def full_graph_cases() -> list[Case]:
+    """The cases of `verify` with full graphs: in others nothing can be checked."""
+    cases = dict.fromkeys(
+        case for fix in FIXES for case in (trial_of(fix.name).case, *further_cases(fix.name)) if case is not None
+    )
+    full = (case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode")))
+    return [*full, *COMPILED, *MIXED, *LORA, *IMAGES, GDN_MTP]

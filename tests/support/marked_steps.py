@@ -1,0 +1,166 @@
+"""What a worker is told of steps, and marks in the KV cache whose sums are stand-ins."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_graphfix.marks.ledger import Ledger
+from vllm_graphfix.marks.sums import Batch, Looked
+from vllm_graphfix.marks.watch import KVMarks
+
+
+def step(
+    new: tuple[Any, ...] = (), running: dict[str, Any] | None = None, resumed: tuple[str, ...] = (), **more: Any
+) -> Any:
+    """A `SchedulerOutput`.
+
+    *new* requests have a name, blocks by group, tokens computed and scheduled; *running* ones, by name, new blocks,
+    computed and scheduled.
+    """
+    running = running or {}
+    cached = SimpleNamespace(
+        req_ids=list(running),
+        resumed_req_ids=set(resumed),
+        new_block_ids=[blocks for blocks, _, _ in running.values()],
+        num_computed_tokens=[computed for _, computed, _ in running.values()],
+    )
+    fresh = [
+        SimpleNamespace(req_id=name, block_ids=blocks, num_computed_tokens=computed)
+        for name, blocks, computed, _ in new
+    ]
+    scheduled = {name: tokens for name, _, _, tokens in new} | {
+        name: tokens for name, (_, _, tokens) in running.items()
+    }
+    return SimpleNamespace(
+        scheduled_new_reqs=fresh,
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens=scheduled,
+        scheduled_spec_decode_tokens={name: [5] * (tokens - 1) for name, (_, _, tokens) in running.items()},
+        **({"finished_req_ids": set(), "preempted_req_ids": None} | more),
+    )
+
+
+def mark_all(ledger: Ledger) -> set[int]:
+    """Marks what is finished."""
+    ledger.marked.update(ledger.finished)
+    ledger.finished.clear()
+    return set(ledger.marked)
+
+
+def ledger_with_a_prompt(**given: Any) -> Ledger:
+    """Of blocks of four tokens; after a prompt of nine in blocks 1, 2 and 3."""
+    ledger = Ledger({0: 4}, 1, **given)
+    ledger.step(step(new=(("a", ([1, 2, 3],), 0, 9),)))
+    return ledger
+
+
+class Scheduler:
+    """What a worker is told of requests of two cache groups, one of blocks of four tokens and one that is not followed.
+
+    They begin, some with a hit in the prefix cache, get blocks, are left out of steps, lose their blocks, with a word
+    or without, come back and end; blocks are zeroed and copied to; some steps are of no request.
+    """
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance, self._free, self._made = chance, list(range(1, 400)), 0
+        self._computed: dict[str, int] = {}
+        self._taken: set[str] = set()
+        self._blocks: dict[str, list[int]] = {}
+        self._hits: list[int] = []
+
+    def step(self) -> Any:
+        chance = self._chance
+        if chance.random() < 0.05:
+            return step()
+        gone = {name for name in self._computed if chance.random() < 0.02}
+        taken = {name for name in self._computed.keys() - gone if chance.random() < 0.01}
+        for name in gone | taken:
+            full = self._computed.pop(name) // 4
+            blocks = self._blocks.pop(name)
+            if not self._hits:
+                self._hits = blocks[:full]  # nobody gets them but by a hit, for some time
+            self._free += [each for each in blocks if each not in self._hits]
+        if self._hits and chance.random() < 0.1 and not any(self._hits[0] in each for each in self._blocks.values()):
+            self._free += self._hits
+            self._hits = []
+        self._free.sort()  # what was given back is given out again soon
+        self._free.reverse()
+        running = {
+            name: self._run(name, chance.choice((1, 1, 1, 6)))
+            for name in sorted(self._computed)
+            if chance.random() < 0.9
+        }
+        back = {name for name in self._taken if chance.random() < 0.2}
+        self._taken = self._taken - back | taken
+        for name in sorted(back):
+            self._computed[name], self._blocks[name] = 0, []
+            running[name] = self._run(name, chance.randint(1, 9))
+        new = []
+        if len(self._computed) < 6 and chance.random() < 0.3:
+            name, tokens = f"r{self._made}", chance.randint(1, 9)
+            self._made += 1
+            self._blocks[name] = [*self._hits] if chance.random() < 0.5 else []
+            self._computed[name] = 4 * len(self._blocks[name])
+            hits = [*self._blocks[name]]
+            blocks, computed, _ = self._run(name, tokens)
+            new.append((name, (hits + (blocks[0] if blocks else []), [0]), computed, tokens))
+        more: dict[str, Any] = {"preempted_req_ids": taken if chance.random() < 0.5 else None}
+        fresh = [number for blocks, _, _ in running.values() for number in (blocks or ((),))[0]]
+        if chance.random() < 0.1:
+            more["new_block_ids_to_zero"] = fresh
+        if chance.random() < 0.02:
+            more["kv_cache_block_copies"] = [SimpleNamespace(dst_block_id=number) for number in fresh[:1]]
+        return step(tuple(new), running, tuple(back), finished_req_ids=gone, **more)
+
+    def _run(self, name: str, tokens: int) -> tuple[Any, int, int]:
+        computed = self._computed[name]
+        self._computed[name] += tokens
+        fresh = [self._free.pop() for _ in range(-(-(computed + tokens) // 4) - len(self._blocks[name]))]
+        self._blocks[name] += fresh
+        return (fresh, []) if fresh else None, computed, tokens
+
+
+def known(ledger: Ledger) -> Any:
+    filling = {name: (each.computed, each.due, each.blocks) for name, each in ledger._filling.items()}
+    newest = {block.number for block in ledger.newest}
+    return ledger._followed, filling, ledger.finished, ledger._lengths, ledger._readers, set(ledger._due), newest
+
+
+class SumsStandIn:
+    """Sums of nothing: a look is over at once, and what came of it is *changed*."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.changed: dict[int, list[str]] = {}
+        self.looks: list[Looked] = []
+
+    def results(self) -> list[Looked]:
+        over, self.looks = self.looks, []
+        return over
+
+    def mark(self, blocks: list[Any], group: Any, at: int) -> Batch:
+        return Batch(blocks[:2], (), None, at)  # type: ignore[arg-type]
+
+    def look(self, batch: Batch, at: int) -> bool:
+        self.seen.append(batch.blocks[0].number)
+        self.looks.append(Looked(batch, at, frozenset(batch.alive), self.changed))
+        batch.looked = at
+        return True
+
+    def forget(self) -> None:
+        self.looks = []
+
+
+def watched() -> tuple[KVMarks, SumsStandIn]:
+    marks, sums = KVMarks(), SumsStandIn()
+    marks._ledger, marks._counts = Ledger({0: 4}, 1), {"marks": 0, "looks": 0, "changed": 0, "passed-over": 0}
+    marks._sums = sums  # type: ignore[assignment]
+    marks._groups = {0: None}  # type: ignore[dict-item]
+    return marks, sums
+
+
+def decodes(marks: KVMarks, first: int, count: int) -> None:
+    for computed in range(first, first + count):
+        marks._before(step(running={"a": (None, computed, 1)}))
