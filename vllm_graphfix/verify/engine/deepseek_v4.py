@@ -43,7 +43,7 @@ CONFIG: dict[str, Any] = {
     "topk_method": "noaux_tc",
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
-    "swiglu_limit": None,
+    "swiglu_limit": 10.0,  # as in the checkpoints; some configurations refuse a model without one
     "hc_mult": 4,
     "hc_sinkhorn_iters": 20,
     "hc_eps": 1e-6,
