@@ -174,6 +174,29 @@ def test_a_replay_that_comes_to_something_else_the_next_time_is_no_mismatch() ->
     assert 0 < served.shadow.results.noise < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("lora", "dtype", "stale", "mismatches"),
+    [
+        (None, torch.bfloat16, False, 2),
+        ("adapters", torch.bfloat16, False, 0),
+        ("adapters", torch.float32, False, 2),
+        ("adapters", torch.bfloat16, True, 2),
+    ],
+)
+def test_with_adapters_a_few_last_bits_are_no_mismatch(
+    lora: str | None, dtype: torch.dtype, stale: bool, mismatches: int
+) -> None:
+    """Their kernels add atomically, in an order that follows from what ran before: the same in runs of one kind."""
+    served = Served(splits_by="max_seq_len", stale=stale)
+    served.config.lora_config, served.config.model_config = lora, SimpleNamespace(dtype=dtype)
+    served.config.parallel_config.pipeline_parallel_size = 1
+    process.serve(SimpleNamespace(vllm_config=served.config))
+    for _ in range(2):
+        served.step()
+    results = served.shadow.results
+    assert (results.checks, results.mismatches, results.noise, served.shadow.stopped) == (2, mismatches, 0, None)
+
+
 def test_a_wrong_graph_is_one_also_where_kernels_split_their_work() -> None:
     served = Served(model_config=SimpleNamespace(max_model_len=LONGEST), splits_by="max_seq_len", stale=True)
     served.step()

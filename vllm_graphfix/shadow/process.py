@@ -58,6 +58,8 @@ def serve(worker: Any) -> None:
 
     SHADOW.memory.measuring = False
     on_v2 = bool(getattr(worker, "use_v2_model_runner", False))
+    if getattr(worker.vllm_config, "lora_config", None) is not None:
+        SHADOW.expect_adapters(worker.vllm_config.model_config.dtype)
     if is_in_lockstep(worker.vllm_config):
         reason = unsafe(worker.vllm_config)
         if reason is None and on_v2 and not can_count():

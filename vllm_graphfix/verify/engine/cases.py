@@ -432,7 +432,11 @@ DEEPSEEK_V4 = Case(
     workload=tuple((length, 150) for length in (135, 150, 180, 200, 260, 300, 380, 440)),
     arguments={"block_size": 256, "kv_cache_dtype": "fp8", "max_num_batched_tokens": 2048},
     where_known={"moe_backend": "triton", "kernel_config": {"enable_jit_warmup": False}},
-    environment={"VLLM_DEEP_GEMM_WARMUP": "skip"},  # as the JIT warm-up: of every size of a batch that there may be
+    environment={
+        "VLLM_DEEP_GEMM_WARMUP": "skip",  # as the JIT warm-up: of every size of a batch that there may be
+        # FlashInfer compiles a kernel for 80 s that takes the place of DeepGEMM's where a batch is small.
+        "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+    },
     probes=("vllm_graphfix.verify.engine.compressed:unwritten_entries",),
     capability=9,
     compiles=True,
