@@ -40,6 +40,19 @@ def test_model_runner(release: str, runner: str) -> None:
     check_behaviours(release, f"shadow_{runner}", {SHADOW: "1/1"}, also=also)
 
 
+@pytest.mark.parametrize("release", slow_but_for(("0.29.0",), ("0.22.0", "0.25.1", "0.27.1", "0.29.0")))
+def test_breakable_graphs_of_model_runner_v1(release: str) -> None:
+    check_behaviours(release, "shadow_breakable", {SHADOW: "1/1"})
+
+
+def test_where_breakable_graphs_take_the_place_of_full_ones_they_are_watched(release: str) -> None:
+    (v1,) = (runner for runner in RUNNERS if runner.name == "shadow-v1")
+    found = v1.diagnose(open_source(release_root(release)))
+    watched = {patch.name for patch in v1.patches(found.shape)} if found.shape else set()
+    in_place = (0, 22) <= tuple(map(int, release.split(".")))[:2] <= (0, 29)
+    assert ("BreakableCUDAGraphWrapper.__init__" in watched) == in_place
+
+
 INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Triton's own interpreter runs vLLM's kernels on a CPU."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,6 +116,10 @@ class ModelStandIn:
         return hidden
 
 
+def _in_full_mode(model: ModelStandIn, config: Any) -> Any:
+    return cuda_graph.CUDAGraphWrapper(model, config, CUDAGraphMode.FULL)
+
+
 class Served:
     """A model in vLLM's wrapper, with the buffers of a model runner; one token a request."""
 
@@ -125,6 +130,7 @@ class Served:
         *,
         stale: bool = False,
         splits_by: str | None = None,
+        wrapped: Callable[[ModelStandIn, Any], Any] = _in_full_mode,
         **config: Any,
     ) -> None:
         process.start(rate, action)
@@ -139,7 +145,7 @@ class Served:
             use_cumem_cudagraph_pool=False,
         )
         vars(self.config).update(config)
-        self.run = cuda_graph.CUDAGraphWrapper(self.model, self.config, CUDAGraphMode.FULL)
+        self.run = wrapped(self.model, self.config)
         self.hidden = torch.zeros(CAPTURED, WIDTH)
         self.slots = torch.full((CAPTURED,), -1)
         self.rows = torch.zeros(CAPTURED, dtype=torch.int32)

@@ -1,7 +1,8 @@
 """Model runner V1: full graphs of the target model (from 0.18.0 on).
 
-`CUDAGraphWrapper` in mode FULL captures and replays them. A drafter of V1 has piecewise graphs only. A wrapper of such
-pieces is left alone, as is everything where nothing is checked.
+`CUDAGraphWrapper` in mode FULL captures and replays them, and up to 0.29.0 `BreakableCUDAGraphWrapper` those of models
+for which vLLM enables breakable graphs, such as DeepSeek V3.2 and V4. A drafter of V1 has piecewise graphs only. A
+wrapper of such pieces is left alone, as is everything where nothing is checked.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 
 GRAPHS = "vllm/compilation/cuda_graph.py"
 GRAPHS_MODULE = "vllm.compilation.cuda_graph"
+BREAKABLE = "vllm/compilation/breakable_cudagraph.py"
+BREAKABLE_MODULE = "vllm.compilation.breakable_cudagraph"
 CONTEXT = "vllm/forward_context.py"
 RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 
-_SHAPE = "full-wrapper"
+_SHAPE, _OR_BREAKABLE = "full-wrapper", "full-wrapper or-breakable"
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -63,21 +66,48 @@ def diagnose(source: Source) -> Diagnosis:
         )
     )
     padded = slots and slots.only("slot_mapping[num_tokens_unpadded:num_tokens_padded].fill_(-1)")
-    if replays and passes and padded:
+    if replays and passes and padded and (shape := _shape(source)):
         return Diagnosis(
-            Verdict.AFFECTED, "full graphs of model runner V1 replay in CUDAGraphWrapper", call.where, _SHAPE
+            Verdict.AFFECTED, "full graphs of model runner V1 replay in CUDAGraphWrapper", call.where, shape
         )
     return Diagnosis(
         Verdict.UNRECOGNISED, "full graphs of model runner V1 replay in a way that is not recognised", call.where
     )
 
 
+def _shape(source: Source) -> str | None:
+    """Whether breakable graphs take the place of full ones; None if that is not recognised."""
+    load = source.function(RUNNER, "GPUModelRunner.load_model")
+    if load is None or not load.find("is_breakable_cudagraph_enabled()"):
+        return _SHAPE
+    made = "self.model = BreakableCUDAGraphWrapper(self.model, self.vllm_config"
+    if load.find(f"{made}, runtime_mode=CUDAGraphMode.PIECEWISE)"):
+        return _SHAPE  # another wrapper, around it, has the full ones
+    init, call = (source.function(BREAKABLE, f"BreakableCUDAGraphWrapper.{name}") for name in ("__init__", "__call__"))
+    known = (
+        load.find(f"{made})")
+        and init
+        and init.takes == "self, runnable, vllm_config"
+        and init.only("self.runnable = runnable")
+        and call
+        and call.takes == "self, *args, **kwargs"
+        and call.only("entry = self.entries.get(batch_descriptor)")
+        and call.only("batch_descriptor = forward_context.batch_descriptor")
+        and call.find("return self._replay(entry, args, kwargs)")
+        and call.find("return self.runnable(*args, **kwargs)")
+    )
+    return _OR_BREAKABLE if known else None
+
+
 def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(GRAPHS_MODULE, "CUDAGraphWrapper.__init__", _check_instances),)
+    full = Patch(GRAPHS_MODULE, "CUDAGraphWrapper.__init__", _check_instances)
+    if shape == _SHAPE:
+        return (full,)
+    return (full, Patch(BREAKABLE_MODULE, "BreakableCUDAGraphWrapper.__init__", _check_instances))
 
 
 def _check_instances(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `CUDAGraphWrapper.__init__`, so that each instance in mode FULL is checked.
+    """Wraps `CUDAGraphWrapper.__init__`, or `BreakableCUDAGraphWrapper`'s: each instance with full graphs is checked.
 
     Such an instance becomes one of a subclass whose call counts and checks.
 
@@ -88,7 +118,7 @@ def _check_instances(stock: StockFunction, activity: Activity) -> StockFunction:
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         try:
-            if (shadow := process.SHADOW) is not None and self.runtime_mode.name == "FULL":
+            if (shadow := process.SHADOW) is not None and _full(self) is not None:
                 if reason := unsafe(self.vllm_config):
                     process.refuse(reason)
                 else:
@@ -166,10 +196,23 @@ def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...],
 
 def _replays(wrapper: Any, context: Any) -> bool:
     """Whether the call is going to be a replay of a batch of requests; a dummy batch may have no attention metadata."""
-    if context is None or context.cudagraph_runtime_mode != wrapper.runtime_mode or not context.attn_metadata:
+    if context is None or context.cudagraph_runtime_mode.name != "FULL" or not context.attn_metadata:
         return False
-    entry = wrapper.concrete_cudagraph_entries.get(context.batch_descriptor)
-    return entry is not None and entry.cudagraph is not None
+    entry = (_full(wrapper) or {}).get(context.batch_descriptor)
+    # In mode FULL nothing breaks a breakable graph, which is a `capture`.
+    return any(getattr(entry, name, None) is not None for name in ("cudagraph", "capture"))
+
+
+def _full(wrapper: Any) -> dict[Any, Any] | None:
+    """What a wrapper has captured, by batch; None for one that has no full graphs.
+
+    A breakable one has those of all modes. What it has not itself, it takes from the model.
+    """
+    own = vars(wrapper)
+    if "concrete_cudagraph_entries" in own and own["runtime_mode"].name != "FULL":
+        return None
+    captured: dict[Any, Any] = own.get("concrete_cudagraph_entries") or own.get("entries", {})
+    return captured
 
 
 def _step(shadow: Shadow, wrapper: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:

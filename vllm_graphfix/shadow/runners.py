@@ -40,8 +40,8 @@ RUNNERS = (
         "V1",
         runner_v1.diagnose,
         runner_v1.patches,
-        (runner_v1.GRAPHS, runner_v1.CONTEXT, runner_v1.RUNNER),
-        (runner_v1.GRAPHS_MODULE,),
+        (runner_v1.GRAPHS, runner_v1.BREAKABLE, runner_v1.CONTEXT, runner_v1.RUNNER),
+        (runner_v1.GRAPHS_MODULE, runner_v1.BREAKABLE_MODULE),
     ),
     Graphs(
         "shadow-v2",

@@ -24,7 +24,7 @@ from vllm.forward_context import (
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_graphfix.shadow.runner_v2 import RUNNER_MODULE
-from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
+from vllm_graphfix.verify.double.graph import CPUGraph, CPUStream, Recorder, cpu_cuda_graphs
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,6 +40,32 @@ def wrappers_on_the_double() -> Iterator[None]:
         torch.inference_mode(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def breakable_graphs() -> Iterator[None]:
+    """For the block, vLLM's breakable graphs are the double's, too."""
+    from vllm.compilation import breakable_cudagraph
+
+    with (
+        mock.patch.object(torch.cuda, "CUDAGraph", _SegmentStandIn),
+        mock.patch.object(breakable_cudagraph, "weak_ref_tensors", lambda output: output),
+        mock.patch.object(torch.accelerator, "empty_cache", return_value=None),
+    ):
+        yield
+
+
+class _SegmentStandIn(CPUGraph):
+    """A graph of the double that is captured from `capture_begin` to `capture_end`."""
+
+    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
+        super().capture_begin(pool, capture_error_mode)
+        self._recording = contextlib.ExitStack()
+        self._recording.enter_context(Recorder(self))
+
+    def capture_end(self) -> None:
+        self._recording.close()
+        super().capture_end()
 
 
 class WrappedModel:

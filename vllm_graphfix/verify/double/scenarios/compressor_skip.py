@@ -7,7 +7,6 @@ graph of two microbatches. The cache entries of the groups are what is compared.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -46,7 +45,8 @@ from vllm_graphfix.verify.double.compressor import (
     state_spec,
     tokens_of,
 )
-from vllm_graphfix.verify.double.graph import CPUGraph, Recorder, cpu_cuda_graphs
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.model_runners import breakable_graphs
 from vllm_graphfix.verify.measurement import Measurement
 
 PROMPT, CAPTURED_TOKENS = 130, 136
@@ -123,7 +123,7 @@ class _RunnerV2StandIn:
         )
         self._manager = ModelCudaGraphManager(self._config, CPU, mode, decode_query_len=1)
         if mode != CUDAGraphMode.NONE:
-            with _segments() if mode == CUDAGraphMode.PIECEWISE else contextlib.nullcontext():
+            with breakable_graphs() if mode == CUDAGraphMode.PIECEWISE else contextlib.nullcontext():
                 self._manager.capture(
                     self.model, self._state, self._buffers, None, self._tables, self._groups, self._caches
                 )
@@ -275,32 +275,3 @@ def _config(mode: CUDAGraphMode, sizes: list[int], known_in_time: bool) -> Any:
         num_speculative_tokens=0 if known_in_time else 1,
         use_cumem_cudagraph_pool=False,
     )
-
-
-# -- stand-ins for what needs a GPU
-
-
-class _SegmentStandIn(CPUGraph):
-    """A graph of the double that is captured from `capture_begin` to `capture_end`."""
-
-    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
-        super().capture_begin(pool, capture_error_mode)
-        self._recording = contextlib.ExitStack()
-        self._recording.enter_context(Recorder(self))
-
-    def capture_end(self) -> None:
-        self._recording.close()
-        super().capture_end()
-
-
-@contextlib.contextmanager
-def _segments() -> Iterator[None]:
-    """For the block, vLLM's breakable graphs are the double's."""
-    from vllm.compilation import breakable_cudagraph
-
-    with (
-        mock.patch.object(torch.cuda, "CUDAGraph", _SegmentStandIn),
-        mock.patch.object(breakable_cudagraph, "weak_ref_tensors", lambda output: output),
-        mock.patch.object(torch.accelerator, "empty_cache", return_value=None),
-    ):
-        yield
