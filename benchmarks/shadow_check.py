@@ -49,7 +49,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from measuring import engine_cases, tiny_adapters, tiny_qwen2_vl
+from measuring import engine_cases, tiny_qwen2_vl
 from measuring.engine_process import DiedError, EngineProcess, Order
 from measuring.shadow_cases import EXPERTS, LORA_COUNTED, LORA_FIXED, OF_NO_VERIFY, full_graph_cases
 from vllm_graphfix import manifest
@@ -58,7 +58,7 @@ from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.settings.environment import PREFIX, SHADOW, SHADOW_ACTION, STATUS_DIR
 from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.comparison import Answer
-from vllm_graphfix.verify.engine import models
+from vllm_graphfix.verify.engine import adapters, models
 from vllm_graphfix.verify.engine.cases import Case
 from vllm_graphfix.verify.engine.device import PACKAGE
 from vllm_graphfix.verify.engine.job import Job
@@ -158,7 +158,7 @@ class Measured:
         for name in {name for case in (*cases, *EXPERTS) for name in case.models} - {tiny_qwen2_vl.NAME}:
             models.write(name, self._models)
         tiny_qwen2_vl.write(self._models)
-        self._adapters = tiny_adapters.write(self._models / "adapters")
+        self._adapters = [str(models.write(name, self._models)) for name in adapters.NAMES]
 
     @property
     def _models(self) -> Path:

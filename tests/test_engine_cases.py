@@ -364,7 +364,37 @@ def test_every_affected_release_knows_the_variables(release: str) -> None:
 def test_what_the_engines_are_asked_with_exists(name: str, release: str) -> None:
     sampling = parameters(release, "vllm/sampling_params.py", "SamplingParams")
     assert {"temperature", "max_tokens", "ignore_eos", "detokenize", "logprobs", "prompt_logprobs"} <= sampling
-    assert {"prompts", "sampling_params", "use_tqdm"} <= parameters(release, "vllm/entrypoints/llm.py", "LLM.generate")
+    generate = parameters(release, "vllm/entrypoints/llm.py", "LLM.generate")
+    assert {"prompts", "sampling_params", "use_tqdm", "lora_request"} <= generate
+    request = parameters(release, "vllm/lora/request.py", "LoRARequest")
+    assert {"lora_name", "lora_int_id", "lora_path"} <= request
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.adapters])
+def test_a_batch_has_rows_of_every_adapter_and_of_none_and_the_graph_for_its_adapters_lacks_one(name: str) -> None:
+    """vLLM has graphs for 1, 2, 4, … adapters, captured with as many, and one for more than there are."""
+    case = CASES[name]
+    assert len(case.adapters) == len(case.workload)
+    adapters, none = set(case.adapters) - {None}, case.adapters.count(None)
+    assert len(adapters) == case.arguments["max_loras"] in (1, 2, 4, 8)
+    assert len({case.adapters.count(adapter) for adapter in adapters}) == 1, "any of them may be left out"
+    assert 0 < none < len(case.workload) / 2
+    assert sum(length for length, _ in case.workload) < 128, "in larger steps the kernels add up in more parts"
+
+
+@FIXES
+def test_jobs_name_the_folders_of_the_adapters_prompt_by_prompt(name: str) -> None:
+    case = CASES[name]
+    for job in case.jobs(FOLDER):
+        assert job.adapters == tuple(adapter and str(FOLDER / adapter) for adapter in case.adapters)
+    assert set(filter(None, case.adapters)) <= set(case.models)
+
+
+def test_model_runner_v2_counts_adapters_from_0_24_0_on() -> None:
+    (name,) = (each for each in FURTHER if fix_of(each).name == "active-lora-count")
+    assert CASES[name].runner == "V2"
+    shown = [release for release in ALL_RELEASES if shown_on(name, release)]
+    assert shown == list(ALL_RELEASES[ALL_RELEASES.index("0.24.0") :])
 
 
 def test_what_may_hang_begins_first_then_one_engine_of_each_case_that_compiles_then_of_the_others() -> None:

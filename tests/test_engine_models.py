@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from vllm_graphfix.verify.engine import deepseek_v4, models
+from vllm_graphfix.verify.engine import adapters, deepseek_v4, models
 from vllm_graphfix.verify.engine.models import MODELS, write
 from warm_release import run_in_fork
 
@@ -115,6 +115,32 @@ def test_two_folders_hold_the_same_bytes(name: str, tmp_path: Path) -> None:
     assert all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
 
 
+@pytest.mark.parametrize("name", adapters.NAMES)
+def test_what_an_adapter_adds_to_a_matrix_is_as_large_as_the_matrix(name: str, tmp_path: Path) -> None:
+    folder = write(name, tmp_path)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["lora_alpha"] / config["r"] == 1
+    llama, tensors = written("llama", tmp_path), load_file(folder / "adapter_model.safetensors")
+    changed = [key for key in llama if key.split(".")[-2] in config["target_modules"]]
+    assert len(changed) == len(adapters.MODULES) * models.LAYERS == len(tensors) / 2
+    for key in changed:
+        a, b = (tensors[f"base_model.model.{key.removesuffix('weight')}lora_{part}.weight"].float() for part in "AB")
+        assert a.shape[0] == adapters.RANK
+        assert (b @ a).std() == pytest.approx(llama[key].float().std(), rel=0.2)
+
+
+def test_adapters_leave_alone_what_the_kernels_add_up_in_more_than_two_parts(tmp_path: Path) -> None:
+    """In a step of fewer than 128 tokens, of 256 inputs each; two can be added in either order."""
+    tensors = load_file(write(adapters.ONE, tmp_path) / "adapter_model.safetensors")
+    assert {tensor.shape[1] for key, tensor in tensors.items() if "lora_A" in key} == {512}
+
+
+def test_two_adapters_have_nothing_in_common(tmp_path: Path) -> None:
+    one, two = (load_file(write(name, tmp_path) / "adapter_model.safetensors") for name in adapters.NAMES)
+    assert one.keys() == two.keys()
+    assert not any(torch.equal(one[key], two[key]) for key in one)
+
+
 def test_no_two_matrices_are_the_same(tmp_path: Path) -> None:
     """Layers that are alike would hide which of them is read."""
     matrices = [tensor for tensor in written("llama", tmp_path).values() if tensor.dim() > 1]
@@ -157,6 +183,10 @@ LOADS_INTO_VLLM = """
             return "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 
         @classmethod
+        def get_punica_wrapper(cls):
+            return "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
+
+        @classmethod
         def import_kernels(cls):
             pass
 
@@ -179,11 +209,12 @@ LOADS_INTO_VLLM = """
     from vllm.model_executor.model_loader import get_model
     from vllm.model_executor.models import registry
     from vllm_graphfix.fixes import FIXES
-    from vllm_graphfix.verify.engine import deepseek_v4, models
+    from vllm_graphfix.verify.engine import adapters, deepseek_v4, models
     from vllm_graphfix.verify.engine.cases import GDN_MTP
     from vllm_graphfix.verify.trial import further_cases, trial_of
 
     mla.MLAAttention = AttentionStandIn
+    torch.accelerator.empty_cache = lambda: None
     utils.dispatch_cpu_unquantized_gemm = lambda *layer, **how: None  # 0.16.0's fails at the weights of a convolution
     registry._run_in_subprocess = lambda look: look()  # vLLM looks at each model in a process of its own, for ten seconds
     torch.set_default_dtype(torch.bfloat16)
@@ -191,8 +222,8 @@ LOADS_INTO_VLLM = """
     for name in {names!r}:
         cases = [GDN_MTP, *(case for fix in FIXES for case in (trial_of(fix.name).case, *further_cases(fix.name)))]
         case = next(case for case in cases if case is not None and case.name == name)
-        for model in filter(None, (case.model, case.draft)):
-            models.write(model, folder)
+        for made in case.models:
+            models.write(made, folder)
         arguments = case.jobs(folder)[0].arguments
         del arguments["worker_extension_cls"]
         config = EngineArgs(**arguments).create_engine_config()
@@ -202,7 +233,20 @@ LOADS_INTO_VLLM = """
             if not torch.distributed.is_initialized():
                 init_distributed_environment(1, 0, f"file://{{folder}}/rendezvous", 0, "gloo")
                 initialize_model_parallel()
-            print("loaded", name, type(get_model(vllm_config=config)).__name__)
+            model = get_model(vllm_config=config)
+            print("loaded", name, type(model).__name__)
+            if config.lora_config is not None:
+                from vllm.lora.punica_wrapper import punica_selector
+                punica_selector.current_platform = vllm.platforms._current_platform  # it may have been imported before
+                from vllm.lora.request import LoRARequest
+                from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+                torch.Tensor.pin_memory = lambda tensor: tensor
+                runner = LoRAModelRunnerMixin()
+                runner.load_lora_model(model, config, torch.device("cpu"))
+                for number, adapter in enumerate(adapters.NAMES, 1):
+                    runner.add_lora(LoRARequest(adapter, number, str(folder / adapter)))
+                    found = runner.lora_manager._adapter_manager.get_adapter(number).loras
+                    print("loaded", name, adapter, len(found))
             if config.speculative_config is not None:
                 draft = config.speculative_config.draft_model_config
                 print("loaded", name, type(get_model(vllm_config=config, model_config=draft)).__name__)
@@ -215,8 +259,13 @@ LOADS_INTO_VLLM = """
                 print("group", config.cache_config.mamba_cache_mode)
 """  # noqa: E501
 
+# In each layer, of the matrices as vLLM joins them: queries, keys and values; the output; gate and up.
+WITH_ADAPTERS = [
+    "llama-lora LlamaForCausalLM",
+    *(f"llama-lora {adapter} {3 * models.LAYERS}" for adapter in adapters.NAMES),
+]
 LOADED = [
-    ("0.16.0", ["granite-all-mode GraniteMoeHybridForCausalLM"]),
+    ("0.16.0", ["granite-all-mode GraniteMoeHybridForCausalLM", *WITH_ADAPTERS]),
     (
         "0.21.0",
         [
@@ -239,11 +288,13 @@ LOADED = [
         "0.25.1",
         [
             "mixtral MixtralForCausalLM",
+            *WITH_ADAPTERS,
             "lfm2-one-token Lfm2ForCausalLM",
             "gdn-mtp Qwen3NextForCausalLM",
             "gdn-mtp Qwen3NextMTP",
         ],
     ),
+    ("0.33.0", WITH_ADAPTERS),
 ]
 
 

@@ -134,6 +134,18 @@ def test_a_fix_is_proven_by_three_engines(release: Path, folders: Path, monkeypa
     assert found["seconds"] >= max(times["began"] + times["seconds"] for times in found["engines"]) - 1
 
 
+def test_requests_are_asked_with_their_adapters_in_either_order(
+    release: Path, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight prompts three have the adapter that stock's double leaves out, three the other one, two have none."""
+    find_h200(monkeypatch)
+    found = verified(release, "active-lora-count", code=0, env={"ENGINE_DOUBLE_STOCK": "leaves an adapter out"})
+    (row,) = found["fixes"]
+    assert (row["outcome"], row["state"]) == ("proven", "active")
+    assert (row["eager"], row["stock"], row["patched"]) == ([8 * 33], [5 * 33], [8 * 33])
+    assert any(line.startswith("stock: corrupt prompts: 3 of 8, the first at token 0 of") for line in row["details"])
+
+
 def test_an_engine_that_crashes_on_stock_proves_it_and_leaves_its_log(
     release: Path, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from measuring import tiny_adapters, tiny_qwen2_vl
+from measuring import tiny_qwen2_vl
 from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.verify.engine import adapters
 from vllm_graphfix.verify.engine.cases import GDN_MTP, MIXED_FULL, MLA, Case, full_decodes
 from vllm_graphfix.verify.trial import further_cases, trial_of
 
@@ -36,7 +37,7 @@ LORA = tuple(
         runner=runner,
         graphs=graphs,
         workload=(),
-        arguments={"enable_lora": True, "max_loras": len(tiny_adapters.NAMES), "max_lora_rank": tiny_adapters.RANK},
+        arguments={"enable_lora": True, "max_loras": len(adapters.NAMES), "max_lora_rank": adapters.RANK},
     )
     for name, graphs in _DECODES
     for runner in ("V1", "V2")

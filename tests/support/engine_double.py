@@ -2,7 +2,8 @@
 
 What an engine of it does is the last part of its model's name, or what the environment says for its kind:
 ``ENGINE_DOUBLE_EAGER``, ``ENGINE_DOUBLE_STOCK`` or ``ENGINE_DOUBLE_PATCHED``. The words are those of
-`STARTING` and `ANSWERING`, ``wrong``, ``no numbers`` and ``no graphs``; whatever else it is called, it answers.
+`STARTING` and `ANSWERING`, ``wrong``, ``no numbers``, ``no graphs`` and ``leaves an adapter out``; whatever else it is
+called, it answers.
 What it does while it is poisoned ``ENGINE_DOUBLE_POISON_STOCK`` and the like say, in words of `POISONED`, ``is wrong``,
 ``times zero``, ``is written to`` and ``has NaN in padding``.
 """
@@ -82,7 +83,7 @@ class DraftMode(NamedTuple):
 
 
 class LLM:
-    """The engine: the answer to a prompt depends on the prompt alone."""
+    """The engine: the answer to a prompt depends on the prompt and its adapter alone."""
 
     def __init__(self, *, model: str, enforce_eager: bool = False, **rest: Any) -> None:
         self.kind = "EAGER" if enforce_eager else "STOCK" if os.environ.get("VLLM_GRAPHFIX", "") == "off" else "PATCHED"
@@ -95,17 +96,25 @@ class LLM:
         STARTING.get(self.behaviour, does_nothing)(self)
 
     def generate(
-        self, prompts: Sequence[dict[str, list[int]]], sampling: Sequence[SamplingParams], *, use_tqdm: bool
+        self,
+        prompts: Sequence[dict[str, list[int]]],
+        sampling: Sequence[SamplingParams],
+        *,
+        use_tqdm: bool,
+        lora_request: Sequence[Any] | None = None,
     ) -> list[SimpleNamespace]:
         ANSWERING.get(self.behaviour, does_nothing)(self)
         if self.poison is not None:
             POISONED.get(self.poisoned, does_nothing)(self)
         self.asked += 1
         given = [prompt["prompt_token_ids"] for prompt in prompts]
-        return [self._answer(tokens, each) for tokens, each in zip(given, sampling, strict=True)]
+        adapters = [each.lora_int_id if each else 0 for each in lora_request or [None] * len(given)]
+        if self.behaviour == "leaves an adapter out":
+            adapters = [adapter if adapter < max(adapters) else 0 for adapter in adapters]
+        return [self._answer(*each) for each in zip(given, sampling, adapters, strict=True)]
 
-    def _answer(self, prompt: list[int], asked: SamplingParams) -> SimpleNamespace:
-        first, count = sum(prompt), asked.max_tokens
+    def _answer(self, prompt: list[int], asked: SamplingParams, adapter: int) -> SimpleNamespace:
+        first, count = sum(prompt) + 100 * adapter, asked.max_tokens
         wrong = self.poison is not None and (
             self.poisoned == "is wrong" or (self.poisoned == "times zero" and not self.poison[2])
         )

@@ -12,6 +12,7 @@ from vllm_graphfix.fix import variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.source.files import Source
+from vllm_graphfix.verify.engine import adapters
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.models import VOCABULARY
 from vllm_graphfix.verify.engine.sign import Judge
@@ -41,6 +42,8 @@ class Case:
     where_said: tuple[str, str, dict[str, Any]] | None = None
     """A file of vLLM, a word in it, and what takes the place of *arguments* of that name where the word is."""
     draft: str | None = None
+    adapters: tuple[str | None, ...] = ()
+    """The LoRA adapter of each prompt, a name of `adapters.NAMES` or None for none; or nothing at all."""
     probes: tuple[str, ...] = ()
     """What looks inside the engine: a name of `probes.PROBES`, or ``module:function`` of a function that makes a
     `Probe`."""
@@ -79,7 +82,8 @@ class Case:
 
     @property
     def models(self) -> tuple[str, ...]:
-        return (self.model,) if self.draft is None else (self.model, self.draft)
+        """The tiny models and adapters that it takes."""
+        return tuple(filter(None, dict.fromkeys((self.model, self.draft, *self.adapters))))
 
     def on(self, source: Source) -> Case:
         """The case as it is run with the vLLM of *source*."""
@@ -113,6 +117,7 @@ class Case:
                 | {"VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "V2" else "0"},
                 prompts=prompts,
                 max_tokens=tuple(count for _, count in self.workload),
+                adapters=tuple(name and str(models / name) for name in self.adapters),
                 prompt_logprobs=self.prompt_logprobs,
                 sampled=self.sampled,
                 again=int(mode == "eager"),
@@ -448,4 +453,24 @@ DEEPSEEK_V4_LONG = replace(
     runner="V1",
     arguments=DEEPSEEK_V4.arguments | {"max_model_len": 32768},
     probes=("vllm_graphfix.verify.engine.compressed:foreign_slots",),
+)
+# A graph for each number of adapters. A batch of two of them and of rows without one is in the graph for two, which
+# leaves out the adapter that was loaded last. Chance decides which one that is: as many prompts have the one as the
+# other. No step has 128 tokens, so that all engines come to the same sums (see `adapters`).
+LLAMA_LORA = Case(
+    name="llama-lora",
+    model="llama",
+    runner="V1",
+    graphs=full_decodes([8]),
+    workload=tuple((length, 33) for length in (3, 5, 9, 12, 16, 17, 24, 33)),
+    arguments={
+        "enable_lora": True,
+        "max_loras": len(adapters.NAMES),
+        "max_lora_rank": adapters.RANK,
+        "specialize_active_lora": True,
+        "max_num_batched_tokens": 2048,
+    },
+    adapters=(None, *adapters.NAMES, *adapters.NAMES, None, *adapters.NAMES),
+    compiles=True,
+    watched=True,
 )

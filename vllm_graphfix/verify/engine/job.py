@@ -40,6 +40,8 @@ class Job:
     generated: int = 0
     max_tokens: tuple[int, ...] = ()
     """The number of tokens of each prompt's answer."""
+    adapters: tuple[str | None, ...] = ()
+    """The folder of each prompt's LoRA adapter, None where it has none; or nothing at all."""
     prompt_logprobs: bool = False
     """Score the prompts too: an answer then begins with the prompt's second token."""
     sampled: bool = False
@@ -67,7 +69,7 @@ class Job:
     def read(cls, path: Path) -> Job:
         fields = json.loads(path.read_text())
         fields["prompts"] = tuple(p if isinstance(p, str) else tuple(p) for p in fields["prompts"])
-        for name in ("flags", "max_tokens", "probes"):
+        for name in ("flags", "max_tokens", "adapters", "probes"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
 

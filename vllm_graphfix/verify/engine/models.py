@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.verify.engine import deepseek_v4
+from vllm_graphfix.verify.engine import adapters, deepseek_v4
 
 if TYPE_CHECKING:
     import torch
@@ -468,7 +468,12 @@ MODELS: dict[str, tuple[Config, Callable[[Config], Shapes]]] = {
 
 
 def write(name: str, folder: Path) -> Path:
-    """Makes the model *name* in *folder*, in a folder of its name, and returns that. Needs torch and safetensors."""
+    """Makes the model or adapter *name* in *folder*, in a folder of its name, and returns that.
+
+    Needs torch and safetensors.
+    """
+    if name in adapters.NAMES:
+        return adapters.save(name, _llama(LLAMA), folder / name)
     config, described = MODELS[name]
     return save(config, described(config), folder / name)
 

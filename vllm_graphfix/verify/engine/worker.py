@@ -122,15 +122,14 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> Said:
         probe.in_the_engine(llm)
     ready = time.monotonic()
     prompts = job.prompts or _made_up_prompts(job, llm)
-    passes = [_ask(llm, prompts, job.max_tokens, job)]
+    passes = [_ask(llm, prompts, job)]
     for number in range(job.again):
         # What is kept of the pass before would hide the noise of computing it again.
         llm.reset_prefix_cache()
         # With poison, what is asked again is the same: what differs then is no poison's doing.
-        order = 1 if number % 2 or job.poison else -1
-        passes.append(_ask(llm, prompts[::order], job.max_tokens[::order], job)[::order])
+        passes.append(_ask(llm, prompts, job, order=1 if number % 2 or job.poison else -1))
     poisoned: tuple[Poisoned, ...] = ()
-    asked = Asked(llm, lambda: _ask(llm, prompts, job.max_tokens, job), passes, observed, partial(_write, result))
+    asked = Asked(llm, lambda: _ask(llm, prompts, job), passes, observed, partial(_write, result))
     if job.poison:
         poisoned = ask_with_poison(asked)
     for probe in probes:
@@ -309,7 +308,8 @@ def _word_tokens(llm: LLM, vocabulary: int) -> list[int]:
     return [token for token in range(vocabulary) if token not in special] or list(range(vocabulary))
 
 
-def _ask(llm: LLM, prompts: tuple[Any, ...], max_tokens: tuple[int, ...], job: Job) -> tuple[Answer, ...]:
+def _ask(llm: LLM, prompts: tuple[Any, ...], job: Job, order: int = 1) -> tuple[Answer, ...]:
+    """The answers to *prompts*, in their order; with an *order* of -1 the last one is asked first."""
     from vllm import SamplingParams
 
     asked = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": BEST}
@@ -319,11 +319,19 @@ def _ask(llm: LLM, prompts: tuple[Any, ...], max_tokens: tuple[int, ...], job: J
         asked["temperature"] = 1.0
     seeds = [zlib.crc32(repr(prompt).encode()) if job.sampled else None for prompt in prompts]
     sampling = [
-        SamplingParams(max_tokens=count, seed=seed, **asked) for count, seed in zip(max_tokens, seeds, strict=True)
+        SamplingParams(max_tokens=count, seed=seed, **asked) for count, seed in zip(job.max_tokens, seeds, strict=True)
     ]
     given = [prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts]
-    outputs = llm.generate(given, sampling, use_tqdm=False)
-    return tuple(_answer(output) for output in outputs)
+    adapters = {"lora_request": _lora_requests(job.adapters)[::order]} if job.adapters else {}
+    outputs = llm.generate(given[::order], sampling[::order], use_tqdm=False, **adapters)
+    return tuple(_answer(output) for output in outputs)[::order]
+
+
+def _lora_requests(folders: tuple[str | None, ...]) -> list[Any]:
+    from vllm.lora.request import LoRARequest
+
+    numbers = {folder: number for number, folder in enumerate(sorted(filter(None, set(folders))), 1)}
+    return [LoRARequest(folder, numbers[folder], folder) if folder else None for folder in folders]
 
 
 def _answer(output: Any) -> Answer:
