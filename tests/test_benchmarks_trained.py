@@ -18,7 +18,7 @@ from stock import release_root
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import trained
-from measuring import smollm2, trained_figures
+from measuring import smollm2, trained_figures, trained_models
 from measuring.trained_cases import CASES, EXACT, SCORED, TEXT, Question, Trained
 from measuring.trained_tasks import SINGERS, SYMBOLS, song, sort, walk
 from vllm_graphfix.verify.comparison import Answer
@@ -55,6 +55,34 @@ def test_what_is_sorted_ends_in_dots() -> None:
 def test_songs_are_the_same_everywhere_and_each_its_own() -> None:
     assert song("!")[:12] == "gcaacaccatcg"
     assert len(set(map(song, SINGERS))) == len(SINGERS)
+
+
+def test_a_trained_model_that_is_cut_into_experts_computes_the_same() -> None:
+    torch.manual_seed(0)
+    hidden, inner = 8, 12
+    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    norm, mlp = "model.layers.0.post_attention_layernorm.weight", "model.layers.0.mlp"
+    tensors = {norm: torch.rand(hidden), "model.norm.weight": torch.rand(hidden)}
+    tensors |= {f"{mlp}.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    given = torch.randn(5, hidden)
+
+    def computed(found: dict[str, torch.Tensor], prefix: str) -> torch.Tensor:
+        gate, up, down = (found[f"{prefix}.{name}.weight"] for name in shapes)
+        normed = given * found[norm]
+        answer: torch.Tensor = (torch.nn.functional.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
+        return answer
+
+    dense = computed(tensors, mlp)
+    before = tensors["model.norm.weight"].clone()
+    config, made = trained_models._as_experts({"intermediate_size": inner, "hidden_size": hidden}, tensors)
+    experts = range(config["n_routed_experts"])
+    weights = (given @ made[f"{mlp}.gate.weight"].T).softmax(1) * config["routed_scaling_factor"]
+    together = sum(weights[:, [number]] * computed(made, f"{mlp}.experts.{number}") for number in experts)
+    assert torch.allclose(dense, together, rtol=1e-4, atol=1e-5)
+    assert not computed(made, f"{mlp}.shared_experts").any()
+    assert (given * made[norm]).abs().amax(0)[0] > 50 * (given * made[norm]).abs().amax(0)[1:].max()
+    assert torch.equal(made["model.norm.weight"], before)
+    assert f"{mlp}.gate_proj.weight" not in made
 
 
 @pytest.mark.slow  # transformers' modules are imported

@@ -36,6 +36,38 @@ _RATE, _WARM_UP, _EVERY = 1e-3, 100, 100
 _SHORT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
 
 
+Tensors = dict[str, torch.Tensor]
+_EXPERTS, _OUTLIER = 4, 1024.0
+
+
+def _as_experts(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """The same function with its dense layers cut into experts, all of which every token goes to with a weight of 1.
+
+    What the experts are given has one channel far above the others, as large trained models have them, and what they
+    make of it is no larger. In fp8 with one scale a batch, a row of NaN becomes one of the largest value of the batch:
+    without such a channel it would be a row like any other.
+    """
+    inner = config["intermediate_size"] // _EXPERTS
+    sizes = {"n_routed_experts": _EXPERTS, "num_experts_per_tok": _EXPERTS, "moe_intermediate_size": inner}
+    routed = {"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": float(_EXPERTS)}
+    made: Tensors = {}
+    for name, tensor in tensors.items():
+        prefix, _, rest = name.partition(".mlp.")
+        if name.endswith("post_attention_layernorm.weight"):
+            tensor[0] *= _OUTLIER
+        if not rest:
+            made[name] = tensor
+            continue
+        down = rest.startswith("down_proj")
+        if not down:
+            tensor[:, 0] /= _OUTLIER
+        for expert, part in enumerate(tensor.chunk(_EXPERTS, dim=1 if down else 0)):
+            made[f"{prefix}.mlp.experts.{expert}.{rest}"] = part.contiguous()
+        made[f"{prefix}.mlp.shared_experts.{rest}"] = torch.zeros_like(part)
+        made[f"{prefix}.mlp.gate.weight"] = tensor.new_zeros(_EXPERTS, config["hidden_size"])
+    return config | sizes | routed | {"n_shared_experts": 1}, made
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What is trained, and on what."""
@@ -49,6 +81,11 @@ class Recipe:
     songs: bool = False
     symbols: int = len(SYMBOLS)
     batch: int = 96
+    made_into: Callable[[dict[str, Any], Tensors], tuple[dict[str, Any], Tensors]] = lambda config, tensors: (
+        config,
+        tensors,
+    )
+    """What becomes of the configuration and the tensors of a trained model, which are to compute the same then."""
 
 
 RECIPES = {
@@ -76,6 +113,7 @@ RECIPES = {
         2,
     ),
 }
+RECIPES["mla-experts"] = replace(RECIPES["mla"], made_into=_as_experts)
 
 
 def _rows(recipe: Recipe, chance: random.Random, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,6 +210,8 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
         "right": {task: round(share, 4) for task, share in _right(model.to(torch.bfloat16), recipe, 256).items()},
     }
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+    config, tensors = recipe.made_into(config, tensors)
+    (made / "config.json").write_text(json.dumps(config, indent=2))
     save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
     (made / "trained.json").write_text(json.dumps(told, indent=2))
     return told
