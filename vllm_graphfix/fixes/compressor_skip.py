@@ -245,7 +245,7 @@ FIX = Fix(
     patches=patches,
     events=(LAYER_LEFT_OUT,),
     needs=needs,
-    ground="upstream",
+    ground="answers",
     evidence=(
         f"{_COMPRESSOR}::CompressorMetadataBuilder.__init__",
         f"{_COMPRESSOR}::_prefer_two_stage_compressor",

@@ -30,8 +30,8 @@ TRIAL = Trial(
             "model runner V2 writes every entry; only microbatches of model runner V1 go wrong",
         ),
     ),
-    unwatched="what the replay puts out is right; the entry that it does not write is read in later steps, with a "
-    "graph and without one alike",
+    unwatched="two more engines that compile for a minute; it sees those steps that complete a group, and read the "
+    "entry that they ought to have written (`python benchmarks/shadow_check.py --only deepseek-v4`)",
     engine="DeepSeek V4 of two layers, FlashMLA, fp8 KV cache, model runner V2; from 0.30.0 on, and `skipped` before: "
     "there only microbatches go wrong",
     shows_in="cache entries of groups that a step completes and that are as they were after it, counted in the graphs; "
