@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,6 +206,56 @@ def test_a_worker_that_somebody_else_has_wrapped_is_left_alone() -> None:
     marks.begin(1)
     marks.serve(worker)
     assert (marks.refused, worker.execute_model) == ("execute_model of this worker is somebody else's wrapper", theirs)
+
+
+class WorkerStandIn:
+    """Has the steps that its class has run."""
+
+    def __init__(self) -> None:
+        self.ran: list[Any] = []
+
+    def execute_model(self, scheduler_output: Any) -> int:
+        self.ran.append(scheduler_output)
+        return len(self.ran)
+
+
+def wrapped_worker() -> tuple[KVMarks, WorkerStandIn]:
+    marks, _ = watched()
+    worker = WorkerStandIn()
+    assert marks._ledger is not None
+    marks._worker = weakref.ref(worker)
+    worker.execute_model = marks._around_steps(marks._ledger, marks._worker)  # type: ignore[method-assign]
+    return marks, worker
+
+
+def test_a_step_that_waits_is_run_as_any_other_by_whatever_the_class_has_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks, worker = wrapped_worker()
+    steps = [step(new=(("a", ([1, 2, 3],), 0, 9),)), *(step(running={"a": (None, at, 1)}) for at in (9, 10, 11))]
+    assert worker.execute_model(steps[0]) == 1
+    assert worker.execute_model(scheduler_output=steps[1]) == 2
+    assert worker.execute_model(steps[2]) == 3
+    monkeypatch.setattr(WorkerStandIn, "execute_model", lambda self, scheduler_output: "somebody else's")
+    assert worker.execute_model(steps[3]) == "somebody else's"  # type: ignore[comparison-overlap]
+    assert worker.ran == steps[:3]
+    assert marks._ledger is not None
+    assert (len(marks._ledger.waiting), marks._timed) == (4, 1)  # the first of three is timed
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_step_that_is_not_understood_runs_once_and_ends_the_marks(
+    wait: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    marks, worker = wrapped_worker()
+    if wait:
+        worker.execute_model(step(new=(("a", ([1, 2, 3],), 0, 9),)))
+        worker.execute_model(step(running={"a": (None, 9, 1)}))
+    worker.ran.clear()
+    wrapper = worker.execute_model
+    assert wrapper("not a step") == 1
+    assert marks.stopped == "AttributeError: 'str' object has no attribute 'scheduled_cached_reqs'"
+    assert "execute_model" not in vars(worker)
+    assert wrapper("not a step") == 2  # somebody may have kept it
+    assert len(caplog.records) == 1
 
 
 def test_marks_are_looked_at_in_turns_the_newest_and_that_of_the_longest_ago() -> None:

@@ -34,17 +34,16 @@ def test_what_is_known_of_steps_that_wait_is_in_the_end_what_it_would_be_at_once
     for _ in range(120):
         output = scheduler.step()
         dropped = list(at_once.step(output))
-        if len(later.waiting) < most and later.put_off(output):
+        if later.put_off(output):
             assert dropped == []
             continue
-        later.catch_up()
         assert list(later.step(output)) == dropped
+        assert later.let_wait(most) == most
         if seed % 2:
             at_once.settle()
             later.settle()
         assert known(later) == known(at_once)
         assert mark_all(at_once) == mark_all(later)
-    later.catch_up()
     at_once.settle()
     later.settle()
     assert known(later) == known(at_once)
@@ -52,12 +51,15 @@ def test_what_is_known_of_steps_that_wait_is_in_the_end_what_it_would_be_at_once
 
 def test_a_step_in_which_drafts_may_be_refused_does_not_wait() -> None:
     output = step(running={"a": (None, 9, 1)})
-    assert ledger_with_a_prompt().put_off(output)
-    assert not ledger_with_a_prompt(slack=3, doubt=2).put_off(output)
+    for ledger, waits in ((ledger_with_a_prompt(), True), (ledger_with_a_prompt(slack=3, doubt=2), False)):
+        assert ledger.let_wait(1) == waits
+        assert ledger.put_off(output) == waits
+        assert not ledger.put_off(output)  # no more than were allowed
 
 
 def test_a_step_that_zeroes_or_copies_to_a_block_that_is_followed_does_not_wait() -> None:
     ledger, running = ledger_with_a_prompt(), {"a": (None, 9, 1)}
+    ledger.let_wait(9)
     assert ledger.put_off(step(running=running, new_block_ids_to_zero=[9]))
     assert not ledger.put_off(step(running=running, new_block_ids_to_zero=[9, 2]))
     copied = [SimpleNamespace(dst_block_id=2)]
@@ -94,7 +96,7 @@ def test_what_came_of_a_look_is_read_before_the_next_step() -> None:
     decodes(marks, 8, 1)
     decodes(marks, 9, 5)
     assert marks._ledger is not None
-    assert len(marks._ledger.waiting) == 5
+    assert len(marks._ledger.waiting) == 1 + 5  # the one that was followed, too: nobody has told how far it got
     sums.changed = {0: ["layer"]}
     marks._for_looks.allows = lambda **_: True  # type: ignore[method-assign]
     decodes(marks, 14, _MOST_WAITING + 1 - 5)  # the last of them is followed, with those that wait, and looks
@@ -103,6 +105,42 @@ def test_what_came_of_a_look_is_read_before_the_next_step() -> None:
     ((before, after, ran, idle),) = [(each.before, each.after, each.steps, each.idle) for each in marks.found]
     assert (before, after, ran, idle) == (1, 18, 16, 1)
     assert marks._step == 20
+
+
+def test_of_steps_that_wait_one_is_timed_for_all() -> None:
+    marks, _ = watched()
+    marks._for_marks.allows = marks._for_looks.allows = lambda **_: False  # type: ignore[method-assign]
+    marks._before(step(new=(("a", ([1, 2, 3],), 0, 9),)))
+    decodes(marks, 9, 1)
+    marks._takes, before = 100.0, marks._seconds
+    assert marks._ledger is not None
+    for _ in range(4):
+        assert marks._ledger.put_off(step(running={"a": (None, 10, 1)}))
+    decodes(marks, 14, 1)
+    marks._before(None)
+    assert 400 < marks._seconds - before < 500
+    assert marks._step == 8
+    decodes(marks, 15, 2)
+    marks._takes, before = 100.0, marks._seconds
+    for _ in range(4):
+        assert marks._ledger.put_off(step(running={"a": (None, 17, 1)}))
+    marks._before(None)
+    assert 400 < marks._seconds - before < 500
+
+
+def test_a_request_that_comes_back_at_the_beginning_had_got_as_far_as_it_had() -> None:
+    """Nobody has to say that its blocks were taken."""
+    ledger = ledger_with_a_prompt()
+    ledger.let_wait(1)
+    assert ledger.put_off(step(running={"a": (None, 9, 3)}))
+    ledger.step(step(running={"a": (([5, 6],), 0, 8)}, resumed=("a",)))
+    assert mark_all(ledger) == {1, 2, 3}
+
+
+def test_a_request_that_goes_on_although_it_is_said_to_have_ended_is_followed_no_more() -> None:
+    ledger = ledger_with_a_prompt()
+    assert ledger.step(step(running={"a": (([4],), 12, 1)}, finished_req_ids={"a"})) == []
+    assert 4 not in ledger._followed
 
 
 def test_steps_that_wait_are_of_the_cache_that_is_gone_after_a_sleep() -> None:

@@ -128,6 +128,9 @@ def known(ledger: Ledger) -> Any:
     return ledger._followed, filling, ledger.finished, ledger._lengths, ledger._readers, set(ledger._due), newest
 
 
+COUNTED = ("marks", "looks", "changed", "passed-over", "failures")
+
+
 class SumsStandIn:
     """Sums of nothing: a look is over at once, and what came of it is *changed*."""
 
@@ -155,7 +158,7 @@ class SumsStandIn:
 
 def watched() -> tuple[KVMarks, SumsStandIn]:
     marks, sums = KVMarks(), SumsStandIn()
-    marks._ledger, marks._counts = Ledger({0: 4}, 1), {"marks": 0, "looks": 0, "changed": 0, "passed-over": 0}
+    marks._ledger, marks._counts = Ledger({0: 4}, 1), dict.fromkeys(COUNTED, 0)
     marks._sums = sums  # type: ignore[assignment]
     marks._groups = {0: None}  # type: ignore[dict-item]
     return marks, sums

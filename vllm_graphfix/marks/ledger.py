@@ -8,7 +8,8 @@ that no later than in the step that writes it. So a block is followed from its a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, compress
+from itertools import chain, compress, count
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 _FEW_READERS = 64
@@ -29,6 +30,9 @@ class Block(NamedTuple):
     """The number of tokens of the request with which it is full."""
 
 
+_END = attrgetter("end")
+
+
 class _Filling:
     """The followed blocks of a request that are still being filled, in the order in which they will be full."""
 
@@ -37,7 +41,7 @@ class _Filling:
     def __init__(self, computed: int) -> None:
         self.blocks: list[Block] = []
         self.computed = computed
-        """Tokens of the request when all steps so far have run; with drafts, at most so many."""
+        """Tokens of the request when all steps that do not wait have run; with drafts, at most so many."""
         self.due = 0
         """The number of them with which it has to be looked at: the first block may be full."""
 
@@ -64,7 +68,7 @@ class Ledger:
         self._filling: dict[str, _Filling] = {}
         """By request."""
         self._due: list[str] = []
-        """Requests in it that the last step has made due."""
+        """Requests in it that the last step has made due, where drafts may be refused."""
         self._lengths: dict[str, list[int]] = {}
         """The number of blocks of each running request that is followed, by group."""
         self._readers: dict[int, list[str]] = {}
@@ -74,8 +78,10 @@ class Ledger:
         self.newest: list[Block] = []
         """Those that the last step of requests has filled: its slots are in the buffers still."""
         self.marked: dict[int, Block] = {}
-        self.waiting: list[tuple[Sequence[str], Sequence[int], Mapping[str, int]]] = []
-        """Steps that are followed later: their requests, how many tokens each had, and gets."""
+        self.waiting: list[Mapping[str, int]] = []
+        """The tokens of requests in steps that have been begun, in which it is not noted yet how far they got."""
+        self.may_wait = 0
+        """So many more steps may be put off."""
 
     def step(self, output: Any) -> list[Block]:
         """Follows a step that is about to run, *output* a `SchedulerOutput`; returns the marked ones it may write.
@@ -83,7 +89,11 @@ class Ledger:
         From here on `finished` has what was full before this step.
         """
         cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
-        if self._due:
+        # Of those that are followed among the requests that go on: most are not.
+        places = [*compress(count(), map(self._lengths.__contains__, cached.req_ids))]
+        if self.waiting:
+            self.catch_up(cached, places)
+        elif self._due:
             self._settle(cached)
         ended = output.finished_req_ids
         if preempted := getattr(output, "preempted_req_ids", None):
@@ -96,30 +106,40 @@ class Ledger:
         for new in output.scheduled_new_reqs:
             dropped += self._begin(new.req_id, new.block_ids, new.num_computed_tokens)
         if any(cached.new_block_ids):  # in most steps nobody gets one
-            dropped += self._extend(cached)
+            dropped += self._extend(cached, places)
         if zeroed := getattr(output, "new_block_ids_to_zero", None):
             dropped += self._drop(zeroed)
         if copies := getattr(output, "kv_cache_block_copies", None):
             dropped += self._drop(copy.dst_block_id for copy in copies)
-        self._advance(scheduled)
-        self._last = output
+        if self._slack:
+            self._advance(scheduled)
+            self._last = output
+        elif scheduled:
+            self.newest = []
+            self.waiting.append(scheduled)
         return dropped
 
+    def let_wait(self, steps: int) -> int:
+        """Allows so many steps to be put off, and returns how many may be: none where a draft may be refused."""
+        self.may_wait = 0 if self._slack else steps
+        return self.may_wait
+
     def put_off(self, output: Any) -> bool:
-        """Whether it is enough to follow this step with a later one, by `catch_up`; then it is kept in `waiting`.
+        """Whether it is enough to note how far requests get in this step with a later one; then it waits.
 
         It has tokens; it gives no block to a request that is followed, and none that is followed to another; nobody
-        begins, ends or comes back; no draft may be refused. Nothing is left to note but how far requests get.
+        begins, ends or comes back.
 
-        All in one function: each one more finds the processor's caches cold.
+        All in one function, which touches as little as it can: Python that runs once in some milliseconds finds the
+        processor's caches cold, and each object costs a tenth of a microsecond or more.
         """
+        if not self.may_wait:
+            return False
         cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
         if (
-            self._slack
-            or not scheduled
+            not scheduled
             or output.scheduled_new_reqs
             or output.finished_req_ids
-            or cached.resumed_req_ids
             or getattr(output, "preempted_req_ids", None)
             or getattr(output, "kv_cache_block_copies", None)
         ):
@@ -128,42 +148,40 @@ class Ledger:
         if zeroed and not self._followed.keys().isdisjoint(zeroed):
             return False
         given = cached.new_block_ids
-        if any(given) and not (  # in most steps nobody gets one
-            self._lengths.keys().isdisjoint(compress(cached.req_ids, given))
+        if any(given) and not (  # in most steps nobody gets one, nor comes back
+            not cached.resumed_req_ids
+            and self._lengths.keys().isdisjoint(compress(cached.req_ids, given))
             and self._followed.keys().isdisjoint(chain.from_iterable(chain.from_iterable(filter(None, given))))
         ):
             return False
+        self.may_wait -= 1
         # No more of it: a `SchedulerOutput` may have all tokens of its requests.
-        self.waiting.append((cached.req_ids, cached.num_computed_tokens, scheduled))
+        self.waiting.append(scheduled)
         return True
 
-    def catch_up(self) -> None:
-        """Follows the steps that wait, all of which have been begun.
+    def catch_up(self, cached: Any = None, places: Sequence[int] = ()) -> None:
+        """Notes how far requests got with the steps that wait; of some, at *places*, the next step tells in *cached*.
 
-        How far a request got is in the last one that has it. The last of all is followed by itself: what it fills is
-        the newest.
+        What the last of them fills is the newest.
         """
-        if not self.waiting:
+        if not (waiting := self.waiting):
             return
-        _, _, last = self.waiting.pop()
-        missing, due = set(self._filling), set(self._due)
-        for names, computed, scheduled in reversed(self.waiting):
-            for request in [each for each in missing if each in scheduled]:
-                missing.remove(request)
-                filling = self._filling[request]
-                filling.computed = computed[names.index(request)] + scheduled[request]
-                if filling.computed >= filling.due:
-                    due.add(request)
-            if not missing:
-                break
-        self.waiting.clear()
-        if due:
-            self._due = [each for each in self._filling if each in due]
-            self._settle(None)
-        self._advance(last)
+        self.newest, last = [], waiting[-1]
+        told: dict[str, int] = {}
+        if places and not cached.resumed_req_ids:  # who comes back is told to be at the beginning
+            names, computed = cached.req_ids, cached.num_computed_tokens
+            told = {names[at]: computed[at] for at in places}
+        for request, filling in [*self._filling.items()]:
+            tokens = told.get(request)
+            if tokens is None:
+                tokens = filling.computed + sum(each.get(request, 0) for each in waiting)
+            filling.computed = tokens
+            if tokens >= filling.due:
+                self._finish(request, tokens, tokens - last.get(request, 0))
+        waiting.clear()
 
     def _advance(self, scheduled: Mapping[str, int]) -> None:
-        """Notes so many tokens of requests."""
+        """Notes so many tokens of requests, of which some may be refused drafts."""
         due, tokens_of = [], scheduled.get
         for request, filling in self._filling.items():
             filling.computed = computed = filling.computed + tokens_of(request, 0)
@@ -173,8 +191,8 @@ class Ledger:
         if scheduled:
             self.newest = []
 
-    def _extend(self, cached: Any) -> list[Block]:
-        """Notes what running requests were given; returns the marked ones among it. Most are not followed."""
+    def _extend(self, cached: Any, places: Sequence[int]) -> list[Block]:
+        """Notes what running requests were given, at *places* those that are followed; returns the marked among it."""
         names, given, computed = cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
         dropped: list[Block] = []
         if resumed := cached.resumed_req_ids:
@@ -185,10 +203,9 @@ class Ledger:
                     given[at] = None
         numbers = chain.from_iterable(chain.from_iterable(filter(None, given)))
         dropped += self._drop(self._followed.keys() & numbers)
-        each = zip(names, given, computed, strict=True)
-        for request, blocks, tokens in compress(each, map(self._lengths.__contains__, names)):
-            if blocks is not None:
-                self._follow(request, blocks, tokens)
+        for at in places:
+            if (blocks := given[at]) is not None and names[at] in self._lengths:  # it may have ended meanwhile
+                self._follow(names[at], blocks, computed[at])
         return dropped
 
     def settle(self) -> None:
@@ -196,8 +213,8 @@ class Ledger:
         if self._slack:
             self._settle_at_rest(list(self._filling))
             self._last = None  # all that it tells is noted
-        elif self._due:
-            self._settle(None)
+        else:
+            self.catch_up()
 
     def _settle_at_rest(self, requests: Collection[str]) -> None:
         """The same of *requests* that are in no step which is under way, where drafts may be refused."""
@@ -214,26 +231,26 @@ class Ledger:
                 self._finish(request, computed[request] + ran - self._doubt)
 
     def _settle(self, cached: Any) -> None:
+        """Notes what is full where drafts may be refused: what has been counted of them is not sure.
+
+        Only what the scheduler says now is.
+        """
         due, self._due = self._due, []
         for request in due:
             filling = self._filling.get(request)
-            if filling is None:  # settled at rest
-                continue
-            sure = filling.computed
-            if self._slack:
-                # Refused drafts have been counted: only what the scheduler says now is sure.
-                if request not in cached.req_ids:
-                    continue
+            if filling is not None and request in cached.req_ids:  # else settled at rest, or in no step now
                 sure = filling.computed = cached.num_computed_tokens[cached.req_ids.index(request)]
-            self._finish(request, sure - self._slack)
+                self._finish(request, sure - self._slack)
 
-    def _finish(self, request: str, tokens: int) -> None:
+    def _finish(self, request: str, tokens: int, before: int = 0) -> None:
+        """Notes which blocks of *request* are full with so many *tokens*; it had so many *before* the last step."""
         filling = self._filling[request]
         full = [block for block in filling.blocks if block.end <= tokens]
         for block in full:
             if self._followed.get(block.number) is block:
                 self.finished[block.number] = block
-                self.newest.append(block)
+                if block.end > before:
+                    self.newest.append(block)
         del filling.blocks[: len(full)]
         if filling.blocks:
             filling.due = filling.blocks[0].end + self._slack
@@ -274,9 +291,9 @@ class Ledger:
         lengths = self._lengths[request]
         fresh: list[Block] = []
         for group, numbers in enumerate(by_group):
-            first, tokens = lengths[group], self._tokens.get(group)
+            first = lengths[group]
             lengths[group] = first + len(numbers)
-            if tokens:
+            if tokens := self._tokens.get(group):
                 for at, number in enumerate(numbers, first):
                     if number:
                         block = self._followed[number] = Block(number, group, at, request, (at + 1) * tokens)
@@ -286,7 +303,8 @@ class Ledger:
             if filling is None:
                 filling = self._filling[request] = _Filling(computed)
             filling.blocks += fresh
-            filling.blocks.sort(key=lambda block: block.end)
+            if len(by_group) > 1:
+                filling.blocks.sort(key=_END)
             filling.due = filling.blocks[0].end + self._slack
 
     def _drop(self, numbers: Iterable[int]) -> Iterator[Block]:
@@ -339,3 +357,4 @@ class Ledger:
         self._readers.clear()
         self.marked.clear()
         self.waiting.clear()
+        self.may_wait = 0

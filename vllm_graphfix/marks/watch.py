@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 from vllm_graphfix.log import logger
@@ -179,6 +179,10 @@ class KVMarks:
         """The number of steps without work since the last one of requests."""
         self._for_marks, self._for_looks = Budget(), Budget()
         self._waiting_since: float | None = None
+        self._to_wait = self._granted = 0
+        """Steps that may be put off from the next one on, and those that might since the last one that was followed."""
+        self._timed, self._takes = 0, 0.0
+        """Of those that wait so many were timed; of the others each takes as many seconds as the first one."""
 
     # -- an engine -----------------------------------------------------------------------------------------------
 
@@ -211,9 +215,28 @@ class KVMarks:
         self._counts = {"marks": 0, "looks": 0, "changed": 0, "aborted": 0, "passed-over": 0, "failures": 0}
         # A worker that ends takes with it what is held here.
         self._worker = weakref.ref(worker, lambda ended: self._forget() if ended is self._worker else None)
-        for name in wrapped:
+        worker.execute_model = self._around_steps(self._ledger, self._worker)
+        for name in wrapped[1:]:
             if callable(getattr(type(worker), name, None)):
                 setattr(worker, name, self._around(name, self._worker))
+
+    def _around_steps(self, ledger: Ledger, of: Callable[[], Any]) -> Callable[..., Any]:
+        """What is called as method `execute_model` of the worker that *of* returns: its class's, and ours before it.
+
+        A step that is put off, as most are, takes no other function of ours than the ledger's: see there.
+        """
+
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            worker = of()
+            try:
+                output = args[0] if args else kwargs.get("scheduler_output")
+                if not ledger.put_off(output):
+                    self._before(output)
+            except Exception as error:
+                self._stop(error)
+            return type(worker).execute_model(worker, *args, **kwargs)
+
+        return execute_model
 
     def _around(self, name: str, of: Callable[[], Any]) -> Callable[..., Any]:
         """What is called as method *name* of the worker that *of* returns: its class's, and before or after it ours."""
@@ -227,8 +250,7 @@ class KVMarks:
                     return stock(worker, *args, **kwargs)
                 finally:
                     self._guarded(self._clear)
-            output = args[0] if args else kwargs.get("scheduler_output")
-            self._guarded(self._before, output if name == "execute_model" else None)
+            self._guarded(self._before, None)
             return stock(worker, *args, **kwargs)
 
         return method
@@ -238,12 +260,15 @@ class KVMarks:
         worker = self._worker() if self._worker is not None else None
         for name in ("execute_model", "execute_dummy_batch", *_NEW_CACHE) if worker is not None else ():
             vars(worker).pop(name, None)
+        if self._ledger is not None:
+            self._ledger.clear()  # in which no step waits any more, though somebody may have kept the wrapper
         self._forget()
 
     def _clear(self) -> None:
         if self._ledger is not None and self._sums is not None:
             self._ledger.clear()
             self._sums.forget()
+            self._granted = self._to_wait = self._timed = 0
             self._fresh.clear()
             self._batches.clear()
             self._in_danger = []
@@ -254,24 +279,30 @@ class KVMarks:
 
     def _before(self, output: Any) -> None:
         """Before a step: of requests, *output* a `SchedulerOutput`, or of a rank without work, None."""
-        ledger, sums, counts = self._ledger, self._sums, self._counts
-        if ledger is None or sums is None or counts is None:
+        ledger, sums = self._ledger, self._sums
+        if ledger is None or sums is None or self._counts is None:
             return
         begun = time.perf_counter()
-        must = output is None or self._idle_run or sums.looks or len(ledger.waiting) == _MOST_WAITING
-        if must or not ledger.put_off(output):
+        if first := self._to_wait:
+            self._granted, self._to_wait = ledger.let_wait(first), 0
+        if output is None or not ledger.put_off(output):
             self._follow(ledger, sums, output)
+        else:
+            self._timed += 1
+            if first:
+                self._takes = time.perf_counter() - begun
         self._seconds += time.perf_counter() - begun
 
     def _follow(self, ledger: Ledger, sums: Sums, output: Any) -> None:
         """Follows the steps that wait and this one; then marks and looks, before it runs."""
         if self._step == 0 and self._abort is not None and (why_not := self._abort.why_not()) is not None:
             self._cannot_abort(why_not)
-        if waited := len(ledger.waiting):
-            ledger.catch_up()
-            self._idle.extend([False] * waited)
+        if waited := self._granted - ledger.may_wait:
+            self._idle.extend(repeat(False, waited))
             self._step += waited
-        for looked in sums.results():
+            self._seconds += (waited - self._timed) * self._takes
+            self._timed = 0
+        for looked in sums.results() if sums.looks else ():
             self._note(looked)
         idle, run = output is None, self._idle_run
         dropped: list[Block] = []
@@ -299,6 +330,9 @@ class KVMarks:
         self._idle_run = run + 1 if idle else 0
         self._idle.append(idle)
         self._step += 1
+        # What comes of a look is read before the next step: who has the block is to end before it has an answer.
+        self._to_wait = 0 if idle or sums.looks else _MOST_WAITING
+        self._granted = ledger.let_wait(0)
 
     def _make(self, ledger: Ledger, sums: Sums, *, at_once: bool) -> None:
         """Marks what is finished, if it is enough, has waited long enough, or is *at_once* in danger: then all of it.
@@ -482,14 +516,17 @@ class KVMarks:
         try:
             function(*args)
         except Exception as error:
-            self.stopped = f"{type(error).__name__}: {error}"
-            self._count("failures", 1)
-            logger.warning(
-                "graphfix: cache blocks are not marked any more on this rank; serving goes on: %s",
-                self.stopped,
-                exc_info=error,
-            )
-            self._end()
+            self._stop(error)
+
+    def _stop(self, error: Exception) -> None:
+        self.stopped = f"{type(error).__name__}: {error}"
+        self._count("failures", 1)
+        logger.warning(
+            "graphfix: cache blocks are not marked any more on this rank; serving goes on: %s",
+            self.stopped,
+            exc_info=error,
+        )
+        self._end()
 
 
 def _slack_and_doubt(config: Any) -> tuple[int, int]:
