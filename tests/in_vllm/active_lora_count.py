@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.lora.layers import LoRAMapping, LoRAMappingType
 from vllm.lora.punica_wrapper import punica_gpu
 
 import vllm_graphfix
@@ -65,6 +66,42 @@ def test_a_graph_has_a_program_for_each_entry_of_the_list_of_any_batch(
     assert ACTIVITY.error is None
 
 
+@pytest.mark.parametrize("kind", scenario._runners())
+@pytest.mark.parametrize("most", range(1, 6))
+def test_one_graph_for_any_number_of_adapters_has_room_too_and_no_batch_that_stock_gets_wrong_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, most: int
+) -> None:
+    """With `cudagraph_specialize_lora` off. Stock lacks a program if there are 1, 2, 4, … adapters, all at once."""
+    config = scenario._config
+
+    def one_graph(layer: Any, mode: CUDAGraphMode) -> Any:
+        made = config(layer, mode)
+        made.compilation_config.cudagraph_specialize_lora = False
+        return made
+
+    monkeypatch.setattr(scenario, "_config", one_graph)
+    monkeypatch.setattr(scenario, "ADAPTERS", most)
+    monkeypatch.setattr(scenario, "SIZES", list(range(1, most + 2)))
+    with scenario.lora_on_the_cpu(), cpu_cuda_graphs():
+        layer = scenario.LayerWithAdapters(torch.Generator())
+        runner = kind(layer, CUDAGraphMode.FULL_DECODE_ONLY)
+        with monkeypatch.context() as without:
+            without.setattr(punica_gpu.PunicaWrapperGPU, "update_metadata", STOCK)
+            stocks = {key: _programs(layer) for key in runner.captures()}
+        programs = {key: _programs(layer) for key in runner.captures()}
+        wrong = []
+        for batch in _batches(most):
+            before = ACTIVITY.counts[COUNTED]
+            dispatched = runner.step(batch)
+            assert programs[dispatched] >= len(set(batch))
+            if stocks[dispatched] < len(set(batch)):
+                wrong.append(batch)
+                assert ACTIVITY.counts[COUNTED] == before + 1
+    rounded_up = hasattr(layer.punica.token_mapping_meta, "num_active_loras_cpu") and most not in (1, 2, 4)
+    assert wrong == ([] if rounded_up else [[*range(1, most + 1), 0]])
+    assert ACTIVITY.error is None
+
+
 def test_a_batch_of_no_adapter_runs_no_kernel_and_counts_nothing() -> None:
     before = ACTIVITY.counts
     with scenario.lora_on_the_cpu():
@@ -73,6 +110,19 @@ def test_a_batch_of_no_adapter_runs_no_kernel_and_counts_nothing() -> None:
         assert layer.punica.token_mapping_meta.no_lora_flag_cpu.item()
         assert _programs(layer) == 0
     assert ACTIVITY.counts == before
+    assert ACTIVITY.error is None
+
+
+@pytest.mark.parametrize("kind", LoRAMappingType)
+def test_of_an_encoder_nothing_is_counted(kind: LoRAMappingType) -> None:
+    """Graphs by number of adapters are the language model's."""
+    before, rows = ACTIVITY.counts[COUNTED], (0, 1)
+    mapping = LoRAMapping(index_mapping=rows, prompt_mapping=rows, is_prefill=True, type=kind)
+    with scenario.lora_on_the_cpu():
+        layer = scenario.LayerWithAdapters(torch.Generator())
+        layer.punica.update_metadata(mapping, [1, None, None, None], scenario.ADAPTERS + 1, 8)
+        assert _programs(layer) == 3
+    assert ACTIVITY.counts[COUNTED] - before == (kind is LoRAMappingType.LANGUAGE)
     assert ACTIVITY.error is None
 
 

@@ -170,8 +170,7 @@ def _count_rows_without_adapters(stock: StockFunction, activity: Activity) -> St
         try:
             if self.lora_config.specialize_active_lora:
                 metas = (self.token_mapping_meta, self.prompt_mapping_meta)
-                adapters = set(mapping.prompt_mapping)
-                if len(adapters) > 1 and 0 in adapters and len(adapters) > _programs(metas[0], len(adapters) - 1):
+                if _lacks_a_program(mapping, metas[0]):
                     uncounted.count += 1
                 if corrects:
                     numbers = [_one_more(meta) for meta in metas]
@@ -182,6 +181,13 @@ def _count_rows_without_adapters(stock: StockFunction, activity: Activity) -> St
         return given
 
     return update_metadata
+
+
+def _lacks_a_program(mapping: Any, meta: Any) -> bool:
+    """Whether stock's graph for the adapters of *mapping* leaves one of them out. Encoders' graphs are other ones."""
+    adapters = set(mapping.prompt_mapping)
+    mixed = len(adapters) > 1 and 0 in adapters and mapping.type.name == "LANGUAGE"
+    return mixed and len(adapters) > _programs(meta, len(adapters) - 1)
 
 
 def _programs(meta: Any, adapters: int) -> int:
