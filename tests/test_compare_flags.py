@@ -15,12 +15,13 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from stock import ALL_RELEASES, release_root, run_in_release
+from stock import ALL_RELEASES, release_root
 from table import slow_but_for
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare import run as compare_run
 from vllm_graphfix.verify.engine.job import Job
+from warm_release import run_in_fork
 
 DRAFT = '{"method": "eagle", "model": "./draft", "num_speculative_tokens": 3}'
 
@@ -290,7 +291,7 @@ REACHED = {
 @pytest.mark.parametrize("release", slow_but_for(("0.15.0", "0.33.0"), ("0.15.0", "0.18.1", "0.29.0", "0.33.0")))
 def test_stock_vllm_takes_a_command_line_of_its_server_as_it_was_given(release: str) -> None:
     """Runs on the oldest release affected, the last without `LLM.from_engine_args`, one between, and the newest."""
-    done = run_in_release(release, PARSED.format(flags=GIVEN), warm=True)
+    done = run_in_fork(release, PARSED.format(flags=GIVEN))
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("unrecognized")] == [
         "unrecognized arguments: a stray word",

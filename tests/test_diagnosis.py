@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from edited import changes, edited, swap
+from edited import changes, edited, edited_source, swap
 from stock import ALL_RELEASES, release_root
 from table import affected_by, verdict
 from trial_rows import Edit, edits_of
@@ -142,8 +142,8 @@ EDITS = [
 
 
 @pytest.mark.parametrize(("fix", "edit"), EDITS)
-def test_edits_of_a_trial_are_judged_as_it_says(tmp_path: Path, fix: Fix, edit: Edit) -> None:
-    found = manifest.diagnose(fix, open_source(edited(release_root(edit.release), tmp_path / "vllm", changes(edit))))
+def test_edits_of_a_trial_are_judged_as_it_says(fix: Fix, edit: Edit) -> None:
+    found = manifest.diagnose(fix, edited_source(release_root(edit.release), changes(edit)))
     assert found.verdict is edit.verdict
     assert found.shape == edit.shape or not edit.shape
     assert not found.known, "no release has this very code"
@@ -166,11 +166,11 @@ def test_a_trial_edits_the_remedy_in_and_makes_a_shape_that_nobody_knows(fix: Fi
 )
 @pytest.mark.parametrize("names", ["GPUModelRunner, Worker", "*"])
 def test_what_is_imported_from_elsewhere_is_neither_absent_nor_fixed(
-    fix: str, release: str, path: str, names: str, tmp_path: Path
+    fix: str, release: str, path: str, names: str
 ) -> None:
     """A module that was moved, and imports from its new place what others expect of it."""
     moved = f"from vllm.elsewhere import {names}\n"
-    tree = edited(release_root(release), tmp_path / "vllm", {path: lambda _: moved})
+    source = edited_source(release_root(release), {path: lambda _: moved})
     assert manifest.diagnose(BY_NAME[fix], open_source(release_root(release))).verdict is Verdict.AFFECTED
-    found = manifest.diagnose(BY_NAME[fix], open_source(tree))
+    found = manifest.diagnose(BY_NAME[fix], source)
     assert (found.verdict, found.known) == (Verdict.UNRECOGNISED, False)

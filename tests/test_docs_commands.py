@@ -19,12 +19,13 @@ from typer.testing import CliRunner
 
 from deployed import CONFIGMAP, DEPLOYMENT, TARGET_LABELS, documents, labels_in, names_in
 from promtool import ran
-from stock import release_environment, release_root, run_in_release
+from stock import release_environment, release_root
 from test_readme import PAGES
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare import run as compare_run
 from vllm_graphfix.engine import metrics
+from warm_release import run_in_fork
 
 BLOCK = re.compile(r"(<!-- walked: [^\n]+ -->\n)?^```(?:bash|console|sh|shell)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -372,7 +373,7 @@ def test_compare_takes_the_options_that_are_shown_and_vllm_the_flags(
     ]
     assert [number for number, poison in enumerate(poisoned) if poison] == [3]
     flags = json.dumps([["--model", model, *flags] for model, flags, *_ in reached])
-    done = run_in_release("0.21.0", ACCEPTED.format(flags=flags), warm=True)
+    done = run_in_fork("0.21.0", ACCEPTED.format(flags=flags))
     assert [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines() if line.startswith("ACCEPTED")] == [
         ["MODEL", 2, None, "auto", None],
         ["MODEL", 2, None, "fp8", None],

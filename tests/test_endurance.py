@@ -27,6 +27,7 @@ from stock import run_in_release
 from vllm_graphfix import records
 from vllm_graphfix.fix import Activity, Patch
 from vllm_graphfix.patching import sites
+from warm_release import run_in_fork
 
 # -- many calls --------------------------------------------------------------------------------------------------------
 
@@ -45,7 +46,11 @@ def called(release: str | None, *, often: bool) -> dict[str, dict[str, Any]]:
     calls = {name: planned.calls[often] for name, planned in CASES.items() if planned.release == release}
     tests = Path(__file__).parent / "support"
     code = _CODE.format(tests=str(tests), calls=calls)
-    done = run_in_release(release or tests, code, timeout=7200 if often else 300, warm=True)
+    limit = 7200 if often else 300
+    if release is None:
+        done = run_in_release(tests, code, timeout=limit, warm=True)
+    else:
+        done = run_in_fork(release, code, timeout=limit)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
     return {told["case"]: told for told in lines}
 
@@ -55,7 +60,10 @@ each_case = pytest.mark.parametrize(
     [
         pytest.param(
             *(name, often),
-            marks=[pytest.mark.xdist_group(f"calls {planned.release} {often}"), *([pytest.mark.slow] if often else [])],
+            marks=[
+                pytest.mark.xdist_group(f"many calls {planned.release}" if often else planned.release or "calls"),
+                *([pytest.mark.slow] if often else []),
+            ],
             id=f"{name}, {planned.calls[often]} times",
         )
         for name, planned in CASES.items()

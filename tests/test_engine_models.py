@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,17 @@ WHOLE_MODELS = [name for name in MODELS if name not in ("eagle", "mixtral", "qwe
 DeepSeek V4's own checkpoints. Experts it joins while it loads."""
 
 
-def written(name: str, folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = load_file(write(name, folder) / "model.safetensors")
+Written = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """The folder of a model, which is made once for all tests that look at what is in it."""
+    return functools.cache(lambda name: write(name, tmp_path_factory.mktemp(name)))
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
     return tensors
 
 
@@ -48,6 +59,7 @@ def shapes_in_transformers(config: dict[str, Any]) -> dict[str, tuple[int, ...]]
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.xdist_group("test_engine_models")  # where transformers is imported for others, too
 @pytest.mark.parametrize("name", WHOLE_MODELS)
 def test_names_and_shapes_are_those_of_transformers_own_implementation(name: str) -> None:
     """A draft layer behind the last one, as checkpoints with multi-token prediction have it, is vLLM's alone."""
@@ -62,8 +74,8 @@ def test_names_and_shapes_are_those_of_transformers_own_implementation(name: str
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-next"])
-def test_transformers_finds_every_weight_of_every_expert(name: str, tmp_path: Path) -> None:
-    folder = write(name, tmp_path)
+def test_transformers_finds_every_weight_of_every_expert(name: str, written: Written) -> None:
+    folder = written(name)
     found = transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     model, told = found
     assert not any(told.values()), told
@@ -73,22 +85,24 @@ def test_transformers_finds_every_weight_of_every_expert(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_written_is_what_was_described(name: str, tmp_path: Path) -> None:
+def test_what_is_written_is_what_was_described(name: str, written: Written) -> None:
     config, shapes = MODELS[name]
-    tensors = written(name, tmp_path)
+    folder = written(name)
+    tensors = tensors_of(folder)
     assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == shapes(config)
     in_fp8 = {key for key in tensors if key.removesuffix("weight") + "scale" in tensors and key.endswith("weight")}
     kinds = {torch.bfloat16} | ({torch.float8_e4m3fn, torch.float32} if in_fp8 else set())
     assert {tensor.dtype for tensor in tensors.values()} == kinds
     assert {key for key, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn} == in_fp8
-    assert json.loads((tmp_path / name / "config.json").read_text()) == config
-    with safe_open(tmp_path / name / "model.safetensors", "pt") as file:
+    assert folder.name == name
+    assert json.loads((folder / "config.json").read_text()) == config
+    with safe_open(folder / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}, "transformers refuses others"
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_norms_are_one_and_matrices_keep_the_scale_of_what_they_are_given(name: str, tmp_path: Path) -> None:
-    for key, values in numbers_of(written(name, tmp_path)).items():
+def test_norms_are_one_and_matrices_keep_the_scale_of_what_they_are_given(name: str, written: Written) -> None:
+    for key, values in numbers_of(tensors_of(written(name))).items():
         if key.endswith("A_log"):
             assert (values.exp() > 0.4).all()
             assert (values.diff() > 0).all(), "each head forgets at its own pace"
@@ -105,22 +119,24 @@ def test_norms_are_one_and_matrices_keep_the_scale_of_what_they_are_given(name: 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_folders_hold_the_same_bytes(name: str, tmp_path: Path) -> None:
+def test_two_folders_hold_the_same_bytes(name: str, written: Written, tmp_path: Path) -> None:
     """Made in another state of torch's generator, too."""
-    one = write(name, tmp_path / "one")
+    one = written(name)
     torch.rand(3)
-    other = write(name, tmp_path / "other")
+    other = write(name, tmp_path)
     files = sorted(path.name for path in one.iterdir())
     assert files == sorted(path.name for path in other.iterdir()) == ["config.json", "model.safetensors"]
     assert all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
 
 
 @pytest.mark.parametrize("name", adapters.NAMES)
-def test_what_an_adapter_adds_to_a_matrix_is_as_large_as_the_matrix(name: str, tmp_path: Path) -> None:
+def test_what_an_adapter_adds_to_a_matrix_is_as_large_as_the_matrix(
+    name: str, written: Written, tmp_path: Path
+) -> None:
     folder = write(name, tmp_path)
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["lora_alpha"] / config["r"] == 1
-    llama, tensors = written("llama", tmp_path), load_file(folder / "adapter_model.safetensors")
+    llama, tensors = tensors_of(written("llama")), load_file(folder / "adapter_model.safetensors")
     changed = [key for key in llama if key.split(".")[-2] in config["target_modules"]]
     assert len(changed) == len(adapters.MODULES) * models.LAYERS == len(tensors) / 2
     for key in changed:
@@ -141,9 +157,9 @@ def test_two_adapters_have_nothing_in_common(tmp_path: Path) -> None:
     assert not any(torch.equal(one[key], two[key]) for key in one)
 
 
-def test_no_two_matrices_are_the_same(tmp_path: Path) -> None:
+def test_no_two_matrices_are_the_same(written: Written) -> None:
     """Layers that are alike would hide which of them is read."""
-    matrices = [tensor for tensor in written("llama", tmp_path).values() if tensor.dim() > 1]
+    matrices = [tensor for tensor in tensors_of(written("llama")).values() if tensor.dim() > 1]
     rows = {tuple(tensor.flatten()[:64].tolist()) for tensor in matrices}
     assert len(rows) == len(matrices)
 
@@ -156,9 +172,9 @@ def test_the_generator_of_torch_is_left_where_it_was(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_a_llama_computes_something_else_for_every_token(tmp_path: Path) -> None:
+def test_a_llama_computes_something_else_for_every_token(written: Written) -> None:
     """With weights near zero, as vLLM's own dummies, every output would be the same; with large ones, no number."""
-    model = transformers().AutoModelForCausalLM.from_pretrained(write("llama", tmp_path), dtype=torch.float32)
+    model = transformers().AutoModelForCausalLM.from_pretrained(written("llama"), dtype=torch.float32)
     with torch.inference_mode():
         (logits,) = model(torch.arange(5, 37).unsqueeze(0)).logits
     assert len(set(logits.argmax(-1).tolist())) > 24

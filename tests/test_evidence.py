@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edited import edited, swap
+from edited import edited, edited_source, swap
 from edits_of_evidence import EDITED, Case, nightlies
 from mutants_judged import MISSED, WRONG, diagnosed, judged
 from stock import release_root
@@ -68,9 +68,8 @@ def test_vllms_own_classes_agree_with_every_verdict_but_unrecognised() -> None:
         "for prepare_inputs_to_capture in ways_to_prepare: pass",
     ],
 )
-def test_what_a_module_binds_again_is_not_what_was_looked_at(line: str, tmp_path: Path) -> None:
-    change = {CUDAGRAPHS: lambda text: f"{text}\n\n{line}\n"}
-    source = open_source(edited(release_root("0.22.1"), tmp_path / "vllm", change))
+def test_what_a_module_binds_again_is_not_what_was_looked_at(line: str) -> None:
+    source = edited_source(release_root("0.22.1"), {CUDAGRAPHS: lambda text: f"{text}\n\n{line}\n"})
     found = manifest.diagnose(BY_NAME["capture-state"], source)
     assert (found.verdict, found.known) == (Verdict.UNRECOGNISED, False)
 

@@ -173,13 +173,12 @@ def test_a_fix_that_fails_on_a_later_module_leaves_nothing_in_the_names_that_it_
 
 def test_strict_ignores_a_fix_whose_targets_this_engine_never_imports() -> None:
     before, _, _ = WRONG["the manifest cannot be read"]
-    done = run_in_release(
+    done = run_in_fork(
         "0.18.1",
         before
         + LOAD
         + "from vllm_graphfix import _this_process\nassert _this_process().manager.left_undone(v2=None) == ()\n",
         {"VLLM_GRAPHFIX": "strict"},
-        warm=True,
     )
     assert done.returncode == 0
 
@@ -191,7 +190,7 @@ def test_strict_leaves_help_alone() -> None:
         "import argparse\nfrom vllm.engine.arg_utils import EngineArgs\n"
         "parser = EngineArgs.add_cli_args(argparse.ArgumentParser())\nprint('HELP', len(parser.format_help()) > 1000)\n"
     )
-    assert "HELP True" in run_in_release("0.18.1", code, {"VLLM_GRAPHFIX": "strict"}, warm=True).stdout
+    assert "HELP True" in run_in_fork("0.18.1", code, {"VLLM_GRAPHFIX": "strict"}).stdout
 
 
 def test_a_target_that_is_there_as_bytecode_only_is_failed_not_absent(tmp_path: Path) -> None:
@@ -395,7 +394,7 @@ import vllm_graphfix
 logging.getLogger("vllm.graphfix").addHandler(Asking())
 logging.getLogger("vllm.graphfix").setLevel(logging.DEBUG)
 {LOAD}{imports("0.18.1")}"""
-    told = [line for line in run_in_release("0.18.1", code, warm=True).stdout.splitlines() if line.startswith("WAITED")]
+    told = [line for line in run_in_fork("0.18.1", code).stdout.splitlines() if line.startswith("WAITED")]
     assert any("graphfix: applied where vLLM imports them: " in line for line in told)
     assert all(line.startswith("WAITED False") for line in told), told
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from fault_engine import INTERRUPTS
-from stock import run_in_release
 from table import ALL_APPLIED
+from warm_release import run_in_fork
 
 HERE = Path(__file__).parent
 STRICT = ALL_APPLIED | {"VLLM_GRAPHFIX": "strict"}
@@ -58,7 +58,7 @@ def injected(act: str, release: str, every: int) -> tuple[dict[str, Any], list[t
     with TemporaryDirectory(prefix="vllm-graphfix-") as folder:
         results = str(Path(folder) / "results")
         code = CODE.format(here=str(HERE), act=act, environments=ACTS[act], results=results, every=every)
-        run_in_release(release, code, timeout=4 * 3600, warm=True)
+        run_in_fork(release, code, timeout=4 * 3600)
         first, *rest = map(json.loads, Path(results).read_text().splitlines())
     return first, rest
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib._bootstrap_external
 import importlib.util
 import inspect
+import os
+import py_compile
+import sys
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -24,6 +28,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fresh:
     def made() -> ModuleType:
         monkeypatch.setattr(inspect, "getblock", found_once._getblock)
         monkeypatch.setattr(SourceFileLoader, "source_to_code", found_once._compile)
+        monkeypatch.setattr(importlib._bootstrap_external, "_compile_bytecode", found_once._loaded)
         spec = importlib.util.spec_from_file_location("fresh", found_once.__file__)
         assert spec is not None
         assert spec.loader is not None
@@ -105,9 +110,43 @@ def test_code_is_that_of_its_text_and_its_path(fresh: Fresh, monkeypatch: pytest
     assert found() == told(expected)
 
 
+def test_code_is_that_of_the_bytecode_that_is_there(
+    fresh: Fresh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a file that was written anew, too, in the same second and with the same size."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    files = [tmp_path / name for name in ("known.py", "unknown.py")]
+
+    def written(text: str) -> None:
+        for file in files:
+            file.write_text(text)
+            os.utime(file, (1, 1))
+            py_compile.compile(str(file), doraise=True)
+
+    def found(file: Path) -> tuple[object, str]:
+        code = SourceFileLoader(file.stem, str(file)).get_code(file.stem)
+        assert code is not None
+        return code.co_consts, code.co_filename
+
+    written("a = 1\n")
+    module = fresh()
+    module.know_bytecode("known", str(files[0]))
+    module.know_bytecode("missing", str(tmp_path / "missing.py"))
+    monkeypatch.setattr(module, "_loaded", nobody)
+    assert found(files[0]) == ((1, None), str(files[0]))
+    with pytest.raises(AssertionError, match="looked for again"):
+        found(files[1])
+    monkeypatch.setattr(module, "_loaded", found_once._loaded)
+    written("a = 2\n")
+    assert [found(file) for file in files] == [((2, None), str(file)) for file in files]
+    written("a = 1\n")
+    assert [found(file) for file in files] == [((1, None), str(file)) for file in files]
+
+
 def test_a_process_can_find_out_all_of_it_itself(fresh: Fresh, tmp_path: Path) -> None:
     module = fresh()
     module.forget()
+    assert vars(importlib._bootstrap_external)["_compile_bytecode"] is module._loaded
     assert inspect.getblock(HERE)
     SourceFileLoader("m", "").source_to_code(b"a = 1", str(tmp_path / "releases" / "one.py"))
     assert not module._new_lengths

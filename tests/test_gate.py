@@ -205,7 +205,7 @@ def test_a_fix_taken_back_for_want_of_a_companion_is_no_difference_between_pipel
     states = _this_process().manager.states()
     print("SAID", first.states["capture-state"], last.states["capture-state"], states["capture-state"].state.value)
     """
-    said = run_in_release("0.21.0", code, {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "observe"}, warm=True).stdout
+    said = run_in_fork("0.21.0", code, {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "observe"}).stdout
     assert "SAID active waiting incompatible" in said
 
 

@@ -65,7 +65,7 @@ class Warm(NamedTuple):
 @pytest.fixture
 def warm(request: pytest.FixtureRequest) -> Warm:
     release, slow = request.param
-    return Warm(kept(release), release, slow)
+    return Warm(kept(release, bare=True), release, slow)
 
 
 def on_releases(releases: Sequence[str], *, in_make_test: bool = True) -> pytest.MarkDecorator:

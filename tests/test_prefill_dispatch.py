@@ -7,8 +7,8 @@ import json
 import pytest
 
 from behaviours import check_behaviours
-from stock import run_in_release
 from table import slow_but_for
+from warm_release import run_in_fork
 
 
 @pytest.mark.parametrize("release", slow_but_for(("0.27.1", "0.33.0"), ("0.14.1", "0.21.0", "0.27.1", "0.33.0")))
@@ -45,5 +45,5 @@ print(json.dumps(told))
 def test_it_and_mamba_padding_put_each_their_own_defect_right(active: tuple[str, ...]) -> None:
     """Both are about the phase of rows: one of rows that are none, one of steps."""
     modes = {f"VLLM_GRAPHFIX_{name.upper().replace('-', '_')}": "on" if name in active else "off" for name in NAMES}
-    told = json.loads(run_in_release("0.20.0", SCENARIOS, modes, warm=True).stdout.splitlines()[-1])
+    told = json.loads(run_in_fork("0.20.0", SCENARIOS, modes).stdout.splitlines()[-1])
     assert told == {name: name in active for name in NAMES}

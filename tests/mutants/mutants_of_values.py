@@ -112,18 +112,23 @@ def _assigned(change: str) -> Operator:
     return operator
 
 
-def _on_parts(*kinds: type[ast.AST]) -> Callable[[Callable[[Draft, Any], Iterator[ast.expr]]], Operator]:
-    """Makes an operator of what lists the expressions that may stand in the place of one."""
+Parts = list[ast.AST]
+"""All of a function, as `ast.walk` has it."""
 
-    def register(others: Callable[[Draft, Any], Iterator[ast.expr]]) -> Operator:
+
+def _on_parts(*kinds: type[ast.AST]) -> Callable[[Callable[[Parts, Any], Iterator[ast.expr]]], Operator]:
+    """Makes an operator of what lists the expressions that may stand in the place of one of a function's parts."""
+
+    def register(others: Callable[[Parts, Any], Iterator[ast.expr]]) -> Operator:
         def edit(number: int, which: int, draft: Draft) -> None:
-            part = list(ast.walk(draft.node))[number]
-            replaced(draft.node, part, list(others(draft, part))[which])
+            parts = list(ast.walk(draft.node))
+            replaced(draft.node, parts[number], list(others(parts, parts[number]))[which])
 
         def operator(draft: Draft) -> Iterator[tuple[str, Edit]]:
-            for number, part in enumerate(ast.walk(draft.node)):
+            parts = list(ast.walk(draft.node))
+            for number, part in enumerate(parts):
                 if isinstance(part, kinds) and isinstance(getattr(part, "ctx", None), (ast.Load, type(None))):
-                    for which, other in enumerate(others(draft, part)):
+                    for which, other in enumerate(others(parts, part)):
                         yield f"{ast.unparse(part)} -> {ast.unparse(other)}", functools.partial(edit, number, which)
 
         return operator
@@ -132,16 +137,16 @@ def _on_parts(*kinds: type[ast.AST]) -> Callable[[Callable[[Draft, Any], Iterato
 
 
 @_on_parts(ast.Subscript)
-def _slice_copied(draft: Draft, part: ast.Subscript) -> Iterator[ast.expr]:
+def _slice_copied(parts: Parts, part: ast.Subscript) -> Iterator[ast.expr]:
     if isinstance(part.slice, ast.Slice) and "self." in ast.unparse(part.value):
         yield expression(f"{ast.unparse(part)}.clone()")
 
 
 @_on_parts(ast.Name)
-def _neighbour(draft: Draft, part: ast.Name) -> Iterator[ast.expr]:
+def _neighbour(parts: Parts, part: ast.Name) -> Iterator[ast.expr]:
     """The same of the padded batch, of tokens for requests, the largest for all."""
-    bound = {each.id for each in ast.walk(draft.node) if isinstance(each, ast.Name)}
-    bound |= {each.arg for each in ast.walk(draft.node) if isinstance(each, ast.arg)}
+    bound = {each.id for each in parts if isinstance(each, ast.Name)}
+    bound |= {each.arg for each in parts if isinstance(each, ast.arg)}
     stem = re.sub(r"_(padded|unpadded|actual)$|^(max|total)_", "", part.id)
     for other in sorted(bound - {part.id}):
         if re.sub(r"_(padded|unpadded|actual)$|^(max|total)_", "", other) == stem and stem != "":
@@ -158,7 +163,7 @@ _MEMBERS = {
 
 
 @_on_parts(ast.Attribute)
-def _member(draft: Draft, part: ast.Attribute) -> Iterator[ast.expr]:
+def _member(parts: Parts, part: ast.Attribute) -> Iterator[ast.expr]:
     enumeration = ast.unparse(part.value).rpartition(".")[2]
     for other in _MEMBERS.get(enumeration, ()):
         if other != part.attr and part.attr in _MEMBERS[enumeration]:
@@ -166,14 +171,14 @@ def _member(draft: Draft, part: ast.Attribute) -> Iterator[ast.expr]:
 
 
 @_on_parts(ast.Call)
-def _argument_left_out(draft: Draft, part: ast.Call) -> Iterator[ast.expr]:
+def _argument_left_out(parts: Parts, part: ast.Call) -> Iterator[ast.expr]:
     for given in part.keywords:
         rest = [each for each in part.keywords if each is not given]
         yield ast.Call(part.func, part.args, rest)
 
 
 @_on_parts(ast.Call)
-def _argument_another(draft: Draft, part: ast.Call) -> Iterator[ast.expr]:
+def _argument_another(parts: Parts, part: ast.Call) -> Iterator[ast.expr]:
     for number, given in enumerate(part.keywords):
         if isinstance(given.value, (ast.Name, ast.Attribute)):
             rest = list(part.keywords)

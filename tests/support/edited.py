@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trial_rows import Edit
+from vllm_graphfix.source.files import Source, open_source
 
 Change = Callable[[str], str]
 """A change of the text of a file; LookupError where it has nothing to change."""
@@ -20,18 +21,32 @@ def edited(stock: Path, destination: Path, changes: dict[str, Change], *, anonym
     """
     destination.mkdir(parents=True)
     link(stock.resolve(), destination, {Path(path).parts for path in changes})
-    for path, change in changes.items():
-        before = (stock / path).read_text() if (stock / path).exists() else ""
-        after = change(before)
-        if after == before:
-            raise LookupError(f"{path} of {stock.name}: nothing was edited")
+    for path, text in _texts(stock, changes).items():
         (destination / path).parent.mkdir(exist_ok=True)
-        (destination / path).write_text(after)
+        (destination / path).write_text(text)
     if anonymous:
         for metadata in destination.glob("vllm-*.dist-info"):
             metadata.unlink()
         (destination / "vllm" / "_version.py").unlink(missing_ok=True)
     return destination
+
+
+def edited_source(stock: Path, changes: dict[str, Change]) -> Source:
+    """What there is to read of a vLLM that `edited` would make: for a diagnosis alone no tree is made."""
+    texts = {path: text.encode() for path, text in _texts(stock, changes).items()}
+    unchanged = open_source(stock)
+    return Source("edited", lambda path: texts[path] if path in texts else unchanged.read(path), lambda: None)
+
+
+def _texts(stock: Path, changes: dict[str, Change]) -> dict[str, str]:
+    """The new text of each file. Raises LookupError where nothing was changed."""
+    found = {}
+    for path, change in changes.items():
+        before = (stock / path).read_text() if (stock / path).exists() else ""
+        found[path] = change(before)
+        if found[path] == before:
+            raise LookupError(f"{path} of {stock.name}: nothing was edited")
+    return found
 
 
 def link(stock: Path, destination: Path, left_out: set[tuple[str, ...]]) -> None:

@@ -173,21 +173,23 @@ def main(names: list[str], every: int = 1) -> None:
         scenario_of(name)
     for path in (Path(vllm_graphfix.__file__).parent / "fixes").glob("*.py"):
         _code(f"{LAYERS}{path.stem}", str(path))  # or each fork would do it
-    for name in names:
-        stock = _in_fork(name, None, {"VLLM_GRAPHFIX": "off"})
-        right = _in_fork(name, None, {"VLLM_GRAPHFIX": "on"})
+    os.environ["VLLM_GRAPHFIX"] = "off"
+    stocks = {name: _in_fork(name, None) for name in names}
+    os.environ["VLLM_GRAPHFIX"] = "on"
+    vllm_graphfix.register()  # once: to patch all that is imported takes as long as many a scenario
+    for name, stock in stocks.items():
+        right = _in_fork(name, None)
         print(json.dumps({"fix": name, "stock": stock, "right": right}), flush=True)  # noqa: T201 - the result
         own = [call for call in right["calls"] if call.partition(":")[0] in ("_capture_passes", name.replace("-", "_"))]
         for call in own[::every]:
-            told = {"fix": name, "call": call} | _in_fork(name, call, {"VLLM_GRAPHFIX": "on"})
+            told = {"fix": name, "call": call} | _in_fork(name, call)
             print(json.dumps(told), flush=True)  # noqa: T201 - the result
 
 
-def _in_fork(name: str, failing: str | None, env: dict[str, str]) -> dict[str, Any]:
+def _in_fork(name: str, failing: str | None) -> dict[str, Any]:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        os.environ.update(env)
         with os.fdopen(writing, "w") as result:
             try:
                 json.dump(_run(name, failing), result)

@@ -4,6 +4,7 @@
   `inspect.getblock` takes the rest of the file apart, token by token.
 - Which file is whose. Each operator of torch looks for the module that registers it, for which `inspect.getmodule`
   resolves the path of every module that there is.
+- The code in a file of bytecode, where a process says which files its forks will read.
 - The code of a text. Before the plugin patches a module, it compiles the source that it has diagnosed, to compare it
   with what runs.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib._bootstrap_external
 import inspect
 import marshal
 import os
@@ -26,6 +28,7 @@ from typing import Any
 _DIGITS = 32
 _getblock = inspect.getblock
 _compile = SourceFileLoader.source_to_code
+_loaded = importlib._bootstrap_external._compile_bytecode  # type: ignore[attr-defined]
 
 _folder = ""
 _releases = ""
@@ -36,6 +39,8 @@ _read = 0
 """Bytes of the file of lengths that are known here."""
 _codes: dict[str, CodeType] = {}
 """By a digest of text and path."""
+_bytecode: dict[str, tuple[bytes, CodeType | None]] = {}
+"""By the path of the source: the bytecode, and what is in it."""
 _new_lengths: dict[str, int] = {}
 _new_codes: dict[str, CodeType] = {}
 
@@ -47,6 +52,7 @@ def remember(folder: str, releases: str) -> None:
     _read_on()
     setattr(inspect, "getblock", _block)  # noqa: B010 - a function, to mypy
     setattr(SourceFileLoader, "source_to_code", _source_to_code)  # noqa: B010
+    setattr(importlib._bootstrap_external, "_compile_bytecode", _code_of)  # noqa: B010
     know_modules()
 
 
@@ -54,6 +60,7 @@ def forget() -> None:
     """From here on this process finds out all of it itself, as one of vLLM's does: for who looks at what it does."""
     setattr(inspect, "getblock", _getblock)  # noqa: B010
     setattr(SourceFileLoader, "source_to_code", _compile)  # noqa: B010
+    setattr(importlib._bootstrap_external, "_compile_bytecode", _loaded)  # noqa: B010
 
 
 def know_modules() -> None:
@@ -65,6 +72,23 @@ def know_code(file: str) -> None:
     """Forks need not read the code of *file* either."""
     with open(file, "rb") as text:  # noqa: PTH123
         _source_to_code(SourceFileLoader("", file), text.read(), file)
+
+
+def know_bytecode(module: str, file: str) -> None:
+    """Forks need not take the code of *module* out of the bytecode of *file*, if that is still the same then."""
+    _bytecode[file] = (b"", None)
+    with contextlib.suppress(OSError, ImportError, SyntaxError, ValueError):
+        SourceFileLoader(module, file).get_code(module)
+
+
+def _code_of(data: Any, name: Any = None, bytecode_path: Any = None, source_path: Any = None) -> CodeType:
+    """Compares all of the bytecode: a file that was written anew may have the size and the time of the old one."""
+    bytecode, code = _bytecode.get(source_path, (None, None))
+    if code is None or bytecode != bytes(data):  # views are compared byte by byte
+        code = _loaded(data, name, bytecode_path, source_path)
+        if bytecode == b"":  # asked for by `know_bytecode`
+            _bytecode[source_path] = (bytes(data), code)
+    return code
 
 
 def keep() -> None:

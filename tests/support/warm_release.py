@@ -30,6 +30,9 @@ from typing import Any
 STAND_INS = ("vllm.v1.attention.ops.flashmla",)
 """Modules that look for kernels when they are imported, and find stand-ins if those were there before."""
 _IMPORTERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_worker")
+LOADED_BARE = ("0.17.1", "0.18.1", "0.21.0")
+"""Releases that `make test` wants *bare* somewhere: one process is made for all tests of each. In the newest half of
+vLLM waits for a module that older ones alone have patched."""
 _FORK_LIMIT = 60.0
 """Seconds."""
 
@@ -59,11 +62,16 @@ def run_in_fork(
     return done
 
 
-def kept(release: str | Path) -> WarmRelease:
-    """The warm process of *release* that serves all tests of it."""
-    if not _kept or _kept[0].release != release:
+def kept(release: str | Path, *, bare: bool = False) -> WarmRelease:
+    """The warm process of *release* that serves all tests of it.
+
+    *bare*: without the modules that fixes patch in other releases alone, too.
+    """
+    some = patched() if bare or release in LOADED_BARE or isinstance(release, Path) else patched_in(release)
+    without = (*some, *STAND_INS)
+    if not _kept or _kept[0].release != release or not {*without} <= {*_kept[0].without}:
         end_kept()
-        _kept.append(WarmRelease(release, (*patched(), *STAND_INS)).__enter__())
+        _kept.append(WarmRelease(release, without).__enter__())
     return _kept[0]
 
 
@@ -81,6 +89,14 @@ def patched() -> tuple[str, ...]:
     return tuple(dict.fromkeys(module for fix in FIXES for module in fix.modules))
 
 
+def patched_in(release: str) -> tuple[str, ...]:
+    """Modules with targets of the fixes that *release* needs: patched when they are imported, by the hook of each."""
+    from table import affected_by
+    from vllm_graphfix.fixes import BY_NAME
+
+    return tuple(dict.fromkeys(module for name in affected_by(release) for module in BY_NAME[name].modules))
+
+
 class WarmRelease:
     """A context manager; `run` has code run in a fork."""
 
@@ -88,17 +104,17 @@ class WarmRelease:
         """*without* the modules that fixes patch, if nothing else is said; *like* names the release in a folder."""
         self.release = release
         self._like = like or (release if isinstance(release, str) else "")
-        self._without = patched() if without is None else tuple(without)
+        self.without = patched() if without is None else tuple(without)
 
     def __enter__(self) -> WarmRelease:  # noqa: PYI034 - nobody derives from it
         from stock import release_environment
         from warm_python import executable
 
-        remembered = _remembered(self._like, self._without) if self._like else ""
+        remembered = _remembered(self._like, self.without) if self._like else ""
         self._scratch = tempfile.TemporaryDirectory(prefix="vllm-graphfix-")
         self._log = (Path(self._scratch.name) / "server.log").open("w+")
         self._server = subprocess.Popen(
-            [executable(), __file__, str(remembered), *self._without],
+            [executable(), __file__, str(remembered), *self.without],
             cwd=self._scratch.name,
             env=release_environment(self.release, self._scratch.name),
             stdin=subprocess.PIPE,
@@ -212,8 +228,9 @@ class _Watched:
         return self._import(name, globals_, locals_, fromlist, level)
 
 
-def _all_but(without: tuple[str, ...]) -> list[str]:
-    """Modules of vLLM that do not need those *without* which they are to be imported."""
+def _all_but(without: tuple[str, ...]) -> dict[str, list[str]]:
+    """Modules of vLLM that do not need those *without* which they are to be imported, those that do, and libraries."""
+    before = {*sys.modules}
     watched = _Watched()
     setattr(builtins, "__import__", watched)  # noqa: B010 - a function, to mypy
     _imports([*without, *_IMPORTERS])
@@ -225,7 +242,11 @@ def _all_but(without: tuple[str, ...]) -> list[str]:
         more = watched.importers[following.pop()] - left_out
         left_out |= more
         following += more
-    return [name for name in names if name not in left_out]
+    return {
+        "first": [name for name in names if name not in left_out],
+        "libraries": [name for name in sys.modules if name not in before and name.partition(".")[0] != "vllm"],
+        "later": [name for name in names if name in left_out],
+    }
 
 
 def _remembered(release: str, without: tuple[str, ...]) -> Path:
@@ -243,13 +264,13 @@ def _remembered(release: str, without: tuple[str, ...]) -> Path:
     return cache_folder() / "imported" / f"{key}.json"
 
 
-def _all_but_kept(path: str, without: tuple[str, ...]) -> list[str]:
+def _all_but_kept(path: str, without: tuple[str, ...]) -> dict[str, list[str]]:
     """What `_all_but` finds, or has found; without a *path* it is not kept."""
     remembered = Path(path)
     with contextlib.suppress(OSError, ValueError):
-        known: list[str] = json.loads(remembered.read_bytes())
+        known: dict[str, list[str]] = json.loads(remembered.read_bytes())
         return known
-    found: list[str] = _in_fork(lambda: _all_but(without))
+    found: dict[str, list[str]] = _in_fork(lambda: _all_but(without))
     if path:
         with contextlib.suppress(OSError):  # a cache that is only to be read
             remembered.parent.mkdir(parents=True, exist_ok=True)
@@ -269,13 +290,21 @@ def _serve(remembered: str, without: tuple[str, ...]) -> dict[str, Any] | None:
     importlib.import_module("torch")  # heavy, and no concern of the fork
     names = _all_but_kept(remembered, without)
     sys.meta_path.insert(0, refusing := _Refusing(without))
-    done = _imports(names)
+    done = _imports(names["first"])
+    with contextlib.suppress(
+        Exception, _NotYet
+    ):  # where vLLM brings it along, it is a library by that name from then on
+        sys.modules["vllm.utils.import_utils"].import_triton_kernels()
+    _imports(names["libraries"])
     sys.meta_path.remove(refusing)
     _drop_orphans()
-    for name in without:
-        file = Path(*sys.modules["vllm"].__path__, *name.split(".")[1:]).with_suffix(".py")
+    for name in (*names["later"], *without):
+        file = Path(*sys.modules["vllm"].__path__, *name.split(".")[1:])
+        file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
         if file.is_file():
-            found_once.know_code(str(file))
+            found_once.know_bytecode(name, str(file))
+            if name in without:
+                found_once.know_code(str(file))
     found_once.know_modules()
     found_once.keep()
     print(json.dumps([name for name in done if name in sys.modules]), file=answers, flush=True)

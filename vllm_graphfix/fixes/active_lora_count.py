@@ -265,6 +265,7 @@ FIX = Fix(
     patches=patches,
     events=(BASE_ROWS_UNCOUNTED,),
     needs=needs,
+    ground="answers",
     evidence=(
         f"{_UTILS}::get_captured_lora_counts",
         f"{_META}::LoRAKernelMeta._reset",

@@ -239,6 +239,7 @@ FIX = Fix(
     patches=patches,
     events=(EMPTY_ROWS_GIVEN,),
     needs=needs,
+    ground="answers",
     evidence=(
         f"{_BACKEND}::TritonMLAImpl.forward_mqa",
         f"{_BACKEND}::_compute_num_kv_splits",
