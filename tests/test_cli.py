@@ -135,13 +135,13 @@ def test_a_value_that_means_nothing_applies_no_fix_and_is_3_even_if_nothing_is_n
 def test_what_is_observed_by_default_is_not_left_undone() -> None:
     """Nobody has decided against it; how to have it is said."""
     observed = {row["name"]: row for row in status("0.33.0", check=True)["fixes"] if row["would_be"] == "observing"}
-    assert observed.keys() == {"triton-mla-padding", "cutlass-mla-padding", "active-lora-count"}
-    row = observed["triton-mla-padding"]
-    assert row["notes"] == ["observed by default; VLLM_GRAPHFIX_TRITON_MLA_PADDING=auto applies it"]
+    assert observed.keys() == {"cutlass-mla-padding"}
+    row = observed["cutlass-mla-padding"]
+    assert row["notes"] == ["observed by default; VLLM_GRAPHFIX_CUTLASS_MLA_PADDING=auto applies it"]
     (row,) = [
         row
-        for row in status("0.33.0", {"VLLM_GRAPHFIX_TRITON_MLA_PADDING": "auto"})["fixes"]
-        if row["mode"] == "auto" and row["name"] == "triton-mla-padding"
+        for row in status("0.33.0", {"VLLM_GRAPHFIX_CUTLASS_MLA_PADDING": "auto"})["fixes"]
+        if row["mode"] == "auto" and row["name"] == "cutlass-mla-padding"
     ]
     assert (row["would_be"], row["notes"]) == ("active", [])
     status("0.33.0", {"VLLM_GRAPHFIX_PREFILL_DISPATCH": "observe"}, check=True, code=3)

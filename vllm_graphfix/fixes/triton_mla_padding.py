@@ -259,11 +259,11 @@ ABOUT = About(
     releases=f"0.22.0 - {NEWEST}",
     seen="NaN in all answers of a batch, at sizes between two capture sizes",
     first_test="`--enforce-eager`: gone?",
-    symptom="NaN logits for every request of a batch whose size lies between two capture sizes (issue 57017: "
-    "DeepSeek-V2-Lite with --quantization fp8, from three requests on).",
+    symptom="Wrong answers, or NaN logits, of every request of a batch whose size lies between two capture sizes "
+    "(issue 57017: DeepSeek-V2-Lite with --quantization fp8, from three requests on).",
     cause="Since 0.22.0 Triton MLA decodes in full graphs, whose padded rows have length 0. The kernel divides their "
     "sum over no tokens by 0. Code that quantises activations with one scale for the whole batch, as online fp8 MoE "
-    "does, then gets NaN as its scale.",
+    "does, then gets a scale by which other rows are NaN or zeros.",
     remedy="The second stage of the kernel runs inside one that leaves it out in rows of length 0 and writes zeros "
     "there: no launch more than on stock. Rows with tokens get the kernel's output; the log-sum-exp of padded rows is "
     "-inf, as on stock.",
