@@ -116,6 +116,7 @@ def test_of_steps_that_wait_one_is_timed_for_all() -> None:
     assert marks._ledger is not None
     for _ in range(4):
         assert marks._ledger.put_off(step(running={"a": (None, 10, 1)}))
+    assert 400 <= marks.seconds() - before < 500
     decodes(marks, 14, 1)
     marks._before(None)
     assert 400 < marks._seconds - before < 500

@@ -212,7 +212,7 @@ def _budgets() -> tuple[Any, Any]:
 def _spent_by_a_worker(_: Any) -> dict[str, float]:
     """Seconds of the host in this window."""
     sums = sum(budget.spent for budget in _budgets())
-    return {"of them following": _marks()._watch._seconds - sums, "of them sums": sums}
+    return {"of them following": _marks()._watch.seconds() - sums, "of them sums": sums}
 
 
 def _plant(worker: Any) -> None:

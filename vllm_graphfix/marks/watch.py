@@ -300,8 +300,7 @@ class KVMarks:
         if waited := self._granted - ledger.may_wait:
             self._idle.extend(repeat(False, waited))
             self._step += waited
-            self._seconds += (waited - self._timed) * self._takes
-            self._timed = 0
+            self._seconds = self.seconds()
         for looked in sums.results() if sums.looks else ():
             self._note(looked)
         idle, run = output is None, self._idle_run
@@ -332,7 +331,7 @@ class KVMarks:
         self._step += 1
         # What comes of a look is read before the next step: who has the block is to end before it has an answer.
         self._to_wait = 0 if idle or sums.looks else _MOST_WAITING
-        self._granted = ledger.let_wait(0)
+        self._granted, self._timed = ledger.let_wait(0), 0
 
     def _make(self, ledger: Ledger, sums: Sums, *, at_once: bool) -> None:
         """Marks what is finished, if it is enough, has waited long enough, or is *at_once* in danger: then all of it.
@@ -501,7 +500,12 @@ class KVMarks:
 
     def counts(self) -> dict[str, int]:
         """For the events of a record; nothing where no block can be marked."""
-        return {} if self._counts is None else self._counts | {"milliseconds": int(1000 * self._seconds)}
+        return {} if self._counts is None else self._counts | {"milliseconds": int(1000 * self.seconds())}
+
+    def seconds(self) -> float:
+        """The host's time in it, as far as it is over."""
+        waiting = self._granted - self._ledger.may_wait if self._ledger is not None else 0
+        return self._seconds + (waiting - self._timed) * self._takes
 
     def to_report(self) -> list[ForeignWrite]:
         """The first foreign writes."""
