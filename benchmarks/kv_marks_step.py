@@ -5,10 +5,11 @@ Measured is a call of the worker's method, as it is wrapped: the method itself d
     python benchmarks/kv_marks_step.py [--rounds N]
 
 On `SchedulerOutput`s of vLLM's own class, as they come out of a pipe: prompts of 64 tokens, 256 decodes each, blocks of
-16 tokens. All requests get their blocks in the same step, one of 16: a figure is the mean of 16 steps, of which the
-fewest and the median are given. With what sums may cost used up, one more waits to be marked than is kept; with as many
-batches of marks as are kept. Cold: other memory is read between any two steps, more than the processor's caches hold,
-as a model's step does on the host; then comes what the worker is told, out of its pipe, and is in the caches.
+16 tokens. All requests get their blocks in the same step, one of 16, or apart, some in each: a figure is the mean of 16
+steps, of which the fewest and the median are given. With what sums may cost used up, one more waits to be marked than
+is kept; with as many batches of marks as are kept. Cold: other memory is read between any two steps, more than the
+processor's caches hold, as a model's step does on the host; then comes what the worker is told, out of its pipe, and is
+in the caches.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # in a process that has this vLLM
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps([measure(*what, options.rounds) for what in CASES]))
+        print(json.dumps([measure(what[0], what[1], what[2], bool(what[3:]), options.rounds) for what in CASES]))
         return
     columns = ("requests, followed, batches", "min", "median", "target", "cold: min", "median")
     out = console()
@@ -52,15 +53,19 @@ def main() -> None:
         made = table(f"vLLM {release}: microseconds a step", *columns)
         env = environment(fetch_vllm.release(release), OMP_NUM_THREADS="1", VLLM_GRAPHFIX="off")
         lines = run([__file__, "--measure", "--rounds", str(options.rounds)], env).output.splitlines()
-        for (requests, every, batches), found in zip(CASES, json.loads(lines[-1]), strict=True):
+        for (requests, every, batches, *apart), found in zip(CASES, json.loads(lines[-1]), strict=True):
             least, median, *cold = (f"{each:.2f}" for each in found)
             told = verdict(found[0], TARGET, "µs") if (requests, every) == (64, 16) else ""
-            made.add_row(f"{requests}, 1/{every}, {batches}", least, median, told, *cold)
+            made.add_row(f"{requests}{' apart' * bool(apart)}, 1/{every}, {batches}", least, median, told, *cold)
         out.print(made)
 
 
-CASES = [(requests, every, batches) for every in EVERY for requests in REQUESTS for batches in (0, 256)]
-CASES += [(64, 64, batches) for batches in (0, 256)]
+CASES: list[tuple[int, ...]] = [
+    *((requests, every, batches) for every in EVERY for requests in REQUESTS for batches in (0, 256)),
+    *((64, 64, batches) for batches in (0, 256)),
+    *((64, every, 0, 1) for every in (16, 64)),
+]
+"""Requests, of which one of so many is marked; batches; and whether they get their blocks apart."""
 
 
 class Worker:
@@ -70,7 +75,7 @@ class Worker:
         pass
 
 
-def measure(requests: int, every: int, batches: int, rounds: int) -> list[float]:
+def measure(requests: int, every: int, batches: int, apart: bool, rounds: int) -> list[float]:
     """Microseconds of a step, the mean of 16: the least of them and the median, with warm caches and with cold ones."""
     from vllm_graphfix.marks import watch
 
@@ -85,7 +90,7 @@ def measure(requests: int, every: int, batches: int, rounds: int) -> list[float]
         worker = Worker()
         execute_model = marks._around_steps(marks._ledger, weakref.ref(worker))
         taken: list[float] = []
-        for pickled in outputs(requests, 1 if cold else max(rounds, -(-2 * rounds // requests))):
+        for pickled in outputs(requests, 1 if cold else max(rounds, -(-2 * rounds // requests)), apart):
             if cold:
                 max(elsewhere[::8])  # a line each
             output = pickle.loads(pickled)  # noqa: S301 - our own
@@ -124,7 +129,7 @@ def with_batches(marks: Any, batches: int) -> None:
         marks._batches.append(batch)
 
 
-def outputs(requests: int, rounds: int) -> Iterator[bytes]:
+def outputs(requests: int, rounds: int, apart: bool) -> Iterator[bytes]:
     """What a worker is told of *rounds* times so many requests, one time after the other, pickled."""
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -136,12 +141,12 @@ def outputs(requests: int, rounds: int) -> Iterator[bytes]:
         free += count
         return ([1 + number % (POOL - 1) for number in range(free - count, free)],)
 
-    def output(names: list[str], new: list[Any], cached: Any, scheduled: int, ended: set[str]) -> bytes:
+    def output(names: list[str], new: list[Any], cached: Any, scheduled: list[int], ended: set[str]) -> bytes:
         known = {
             "scheduled_new_reqs": new,
             "scheduled_cached_reqs": cached,
-            "num_scheduled_tokens": dict.fromkeys(names, scheduled),
-            "total_num_scheduled_tokens": scheduled * len(names),
+            "num_scheduled_tokens": dict(zip(names, scheduled, strict=True)),
+            "total_num_scheduled_tokens": sum(scheduled),
             "scheduled_spec_decode_tokens": {},
             "scheduled_encoder_inputs": {},
             "num_common_prefix_blocks": [0],
@@ -151,35 +156,37 @@ def outputs(requests: int, rounds: int) -> Iterator[bytes]:
         made = SchedulerOutput(**{name: value for name, value in known.items() if name in fields})
         return pickle.dumps(made)
 
+    # 7 is prime to 16: those that are marked, every so many, get theirs in different steps, too.
+    prompts = [PROMPT + (number // 16 * 7 + number) % TOKENS * apart for number in range(requests)]
     ended: set[str] = set()
     for each in range(rounds):
         names = [f"cmpl-{each}-{number}-0123456789abcdef" for number in range(requests)]
         new = [
             NewRequestData(
                 req_id=name,
-                prompt_token_ids=[1] * PROMPT,
+                prompt_token_ids=[1] * tokens,
                 mm_features=[],
                 sampling_params=None,
                 pooling_params=None,
-                block_ids=given(PROMPT // TOKENS),
+                block_ids=given(-(-tokens // TOKENS)),
                 num_computed_tokens=0,
                 lora_request=None,
             )
-            for name in names
+            for name, tokens in zip(names, prompts, strict=True)
         ]
-        yield output(names, new, CachedRequestData.make_empty(), PROMPT, ended)
-        for computed in range(PROMPT, PROMPT + ANSWER):
-            fresh = computed % TOKENS == 0
+        yield output(names, new, CachedRequestData.make_empty(), prompts, ended)
+        for answered in range(ANSWER):
+            computed = [tokens + answered for tokens in prompts]
             cached = CachedRequestData(
                 req_ids=names,
                 resumed_req_ids=set(),
                 new_token_ids=[],
                 all_token_ids={},
-                new_block_ids=[given(1) if fresh else None for _ in names],
-                num_computed_tokens=[computed] * requests,
-                num_output_tokens=[computed - PROMPT + 1] * requests,
+                new_block_ids=[None if tokens % TOKENS else given(1) for tokens in computed],
+                num_computed_tokens=computed,
+                num_output_tokens=[answered + 1] * requests,
             )
-            yield output(names, [], cached, 1, set())
+            yield output(names, [], cached, [1] * requests, set())
         ended = set(names)
 
 
