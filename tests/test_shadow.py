@@ -12,12 +12,14 @@ import pytest
 
 import shadow_table
 from behaviours import check_behaviours
+from edited import Change, edited_source, swap
 from shadow_table import RELEASES as OF_CACHES
 from stock import release_root
 from table import slow_but_for
 from vllm_graphfix.fix import Verdict, variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings.environment import SHADOW
+from vllm_graphfix.shadow import runner_v1
 from vllm_graphfix.shadow.forward import unsafe
 from vllm_graphfix.shadow.runners import RUNNERS
 from vllm_graphfix.source.files import open_source
@@ -51,6 +53,21 @@ def test_where_breakable_graphs_take_the_place_of_full_ones_they_are_watched(rel
     watched = {patch.name for patch in v1.patches(found.shape)} if found.shape else set()
     in_place = (0, 22) <= tuple(map(int, release.split(".")))[:2] <= (0, 29)
     assert ("BreakableCUDAGraphWrapper.__init__" in watched) == in_place
+
+
+@pytest.mark.parametrize(
+    ("release", "change"),
+    [
+        ("0.22.0", swap(r"self\.model = BreakableCUDAGraphWrapper\(", "self.model = made(BreakableCUDAGraphWrapper, ")),
+        ("0.29.0", swap(r"(def load_model)\(", r"\1_and_wrap(")),
+        ("0.33.0", swap(r"(self\.model = CUDAGraphWrapper\()", r"self.outer = \1")),
+    ],
+    ids=["made otherwise", "elsewhere", "no full graphs around"],
+)
+def test_breakable_graphs_of_an_unknown_form_are_not_taken_for_watched(release: str, change: Change) -> None:
+    (v1,) = (runner for runner in RUNNERS if runner.name == "shadow-v1")
+    changed = edited_source(release_root(release), {runner_v1.RUNNER: change})
+    assert v1.diagnose(changed).verdict is Verdict.UNRECOGNISED
 
 
 INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

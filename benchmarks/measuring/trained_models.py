@@ -43,9 +43,9 @@ _EXPERTS, _OUTLIER = 4, 1024.0
 def _as_experts(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """The same function with its dense layers cut into experts, all of which every token goes to with a weight of 1.
 
-    What the experts are given has one channel far above the others, as large trained models have them, and what they
-    make of it is no larger. In fp8 with one scale a batch, a row of NaN becomes one of the largest value of the batch:
-    without such a channel it would be a row like any other.
+    What the experts are given is made to have one channel far above the others, and what they make of it is no larger.
+    In fp8 with one scale a batch, a row of NaN becomes one of the largest value of the batch: without such a channel it
+    would be a row like any other.
     """
     inner = config["intermediate_size"] // _EXPERTS
     sizes = {"n_routed_experts": _EXPERTS, "num_experts_per_tok": _EXPERTS, "moe_intermediate_size": inner}

@@ -56,3 +56,25 @@ def test_what_is_no_full_graph_is_not_checked() -> None:
     assert served.shadow.results.checks == 0
     served.step()
     assert served.shadow.results.checks == 1
+
+
+def test_a_wrapper_without_full_graphs_is_vllm_s_own_once_all_are_captured_and_its_calls_count_nowhere() -> None:
+    """A drafter's, which not every data-parallel rank calls as often, and of a pipeline the last stage alone; and V2's.
+
+    It has the model and the buffers of another one, as a drafter may.
+    """
+    served = _served()
+    pieces: Any = BreakableCUDAGraphWrapper(served.model, served.config)
+    target, served.run = served.run, pieces
+    for mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
+        served.forward(mode)  # a warm-up, and the capture
+    counted = served.shadow.schedule.count
+    served.step(mode=CUDAGraphMode.PIECEWISE)
+    served.run = target
+    served.step()
+    assert (served.shadow.results.checks, served.shadow.schedule.count) == (1, counted + 1)
+    served.run = pieces
+    served.step(mode=CUDAGraphMode.PIECEWISE)
+    assert type(pieces) is BreakableCUDAGraphWrapper
+    assert type(target) is not BreakableCUDAGraphWrapper
+    assert (served.shadow.results.checks, served.shadow.schedule.count) == (1, counted + 1)

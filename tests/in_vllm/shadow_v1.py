@@ -21,6 +21,7 @@ from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.patching.applied_fix import FixState
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import check, failures, forward, layers, memory, process, ranks, runner_v1, runs
+from vllm_graphfix.shadow.verdict import TARGET
 from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
 STATE = FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied")
@@ -175,26 +176,70 @@ def test_a_replay_that_comes_to_something_else_the_next_time_is_no_mismatch() ->
 
 
 @pytest.mark.parametrize(
-    ("lora", "dtype", "stale", "mismatches"),
+    ("lora", "adapters", "dtype", "stale", "mismatches"),
     [
-        (None, torch.bfloat16, False, 2),
-        ("adapters", torch.bfloat16, False, 0),
-        ("adapters", torch.float32, False, 2),
-        ("adapters", torch.bfloat16, True, 2),
+        (None, False, torch.bfloat16, False, 2),
+        ("adapters", True, torch.bfloat16, False, 0),
+        ("adapters", False, torch.bfloat16, False, 2),
+        ("adapters", True, torch.float32, False, 2),
+        ("adapters", True, torch.bfloat16, True, 2),
     ],
 )
-def test_with_adapters_a_few_last_bits_are_no_mismatch(
-    lora: str | None, dtype: torch.dtype, stale: bool, mismatches: int
+def test_in_a_graph_with_adapters_a_few_last_bits_are_no_mismatch(
+    lora: str | None, adapters: bool, dtype: torch.dtype, stale: bool, mismatches: int
 ) -> None:
     """Their kernels add atomically, in an order that follows from what ran before: the same in runs of one kind."""
-    served = Served(splits_by="max_seq_len", stale=stale)
-    served.config.lora_config, served.config.model_config = lora, SimpleNamespace(dtype=dtype)
-    served.config.parallel_config.pipeline_parallel_size = 1
-    process.serve(SimpleNamespace(vllm_config=served.config))
+    served = Served(splits_by="max_seq_len", stale=stale, adapters=adapters)
+    _begin_with_adapters(served, lora, dtype)
     for _ in range(2):
         served.step()
     results = served.shadow.results
     assert (results.checks, results.mismatches, results.noise, served.shadow.stopped) == (2, mismatches, 0, None)
+
+
+def _begin_with_adapters(served: Served, lora: str | None, dtype: Any) -> None:
+    served.config.lora_config, served.config.model_config = lora, SimpleNamespace(dtype=dtype)
+    served.config.parallel_config.pipeline_parallel_size = 1
+    process.serve(SimpleNamespace(vllm_config=served.config))
+
+
+def test_ranks_in_lockstep_go_by_one_measure_whether_or_not_their_own_batch_has_adapters() -> None:
+    served = Served(splits_by="max_seq_len")
+    _begin_with_adapters(served, "adapters", torch.bfloat16)
+    served.shadow.lockstep = mock.Mock()
+    with mock.patch.object(served.shadow, "all_replay", return_value=True):
+        served.step()
+    assert (served.shadow.results.checks, served.shadow.results.mismatches) == (1, 0)
+
+
+def test_a_type_of_numbers_that_is_none_ends_the_check_and_begins_what_other_ranks_wait_for() -> None:
+    served = Served(adapters=True)
+    served.config.parallel_config.data_parallel_size = 2
+    with (
+        mock.patch.object(forward, "unsafe", return_value=None),
+        mock.patch.object(served.shadow, "begin_in_lockstep") as begun,
+    ):
+        _begin_with_adapters(served, "adapters", "auto")
+    assert served.shadow.stopped is not None
+    assert "finfo" in served.shadow.stopped
+    begun.assert_called_once_with()
+
+
+@pytest.mark.parametrize(
+    ("model", "descriptor", "adapters"),
+    [
+        (TARGET, {"has_lora": False, "num_active_loras": 0}, False),
+        (TARGET, {"has_lora": True, "num_active_loras": 0}, True),
+        (TARGET, {"num_active_loras": 2}, True),
+        (TARGET, {"num_active_loras": 0}, False),
+        (TARGET, {}, True),  # V2 before 0.24.0 does not say
+        ("draft decode", {"num_active_loras": 2}, False),
+    ],
+)
+def test_a_graph_may_have_adapters_where_its_descriptor_does_not_say_otherwise(
+    model: str, descriptor: dict[str, Any], adapters: bool
+) -> None:
+    assert forward._has_adapters(model, SimpleNamespace(num_tokens=4, **descriptor)) == adapters
 
 
 def test_a_wrong_graph_is_one_also_where_kernels_split_their_work() -> None:

@@ -130,12 +130,14 @@ class Served:
         *,
         stale: bool = False,
         splits_by: str | None = None,
+        adapters: bool = False,
         wrapped: Callable[[ModelStandIn, Any], Any] = _in_full_mode,
         **config: Any,
     ) -> None:
         process.start(rate, action)
         self.shadow: Any = process.SHADOW
         self.model, self.stale = ModelStandIn(), stale
+        self.descriptor = BatchDescriptor(CAPTURED, has_lora=adapters)
         self.config = SimpleNamespace(
             compilation_config=SimpleNamespace(
                 static_forward_context=self.model.layers, fast_moe_cold_start=False, static_all_moe_layers=[]
@@ -185,7 +187,7 @@ class Served:
             self.metadata,
             self.config,
             cudagraph_runtime_mode=mode,
-            batch_descriptor=BatchDescriptor(CAPTURED),
+            batch_descriptor=self.descriptor,
             slot_mapping=dict.fromkeys(self.model.layers, self.slots),
         )
         with override_forward_context(self.context):

@@ -28,7 +28,7 @@ from vllm_graphfix.shadow.runs import (
 )
 from vllm_graphfix.shadow.schedule import Schedule
 from vllm_graphfix.shadow.stages import Stages
-from vllm_graphfix.shadow.verdict import TARGET, GraphHistory, Mismatch, Results
+from vllm_graphfix.shadow.verdict import TARGET, Graph, GraphHistory, Mismatch, Results
 
 CONFIRMATIONS = 2
 """Mismatches of one graph, each confirmed by a second eager run, after which it is put into quarantine."""
@@ -79,6 +79,8 @@ class Shadow:
 
     def expect_adapters(self, dtype: Any) -> None:
         """Steps of an engine with LoRA, whose numbers are of torch's *dtype*, may round differently from here on.
+
+        That is so of graphs in which kernels of adapters run.
 
         vLLM's kernels for adapters cut a sum in up to 64 parts and add these atomically. In which order depends on what
         runs before: two runs without a graph agree mostly, and so do two replays, but not always these with those. Once
@@ -367,7 +369,7 @@ class Shadow:
         self, key: Hashable, checked: CheckedStep, replay: Callable[[], Any], failed: Exception | None
     ) -> None:
         known = self._histories.setdefault(key, GraphHistory())
-        locate = known.wants_layer
+        graph, locate = checked.step.graph, known.wants_layer
         first, error = tried(lambda: FirstRun(checked, locate=locate))
         learning = self.results.checks < _LEARNING or not known.checks
         agreed = self._agree(failed or error, first.worst if first else 0.0)
@@ -375,7 +377,7 @@ class Shadow:
             return
         of_first = agreed[0]
         known.sought += locate
-        if of_first <= self._rounding() and not learning:
+        if of_first <= self._rounding(graph) and not learning:
             self._count_check(known)
             return
         second, error = tried(lambda: SecondRun(checked, first, self._noise))
@@ -390,12 +392,13 @@ class Shadow:
             return
         self._count_check(known)
         self._raise_noise(agreed[0])
-        if agreed[1] > self._rounding() and not self._is_explained(checked, replay, second.worst, agreed[1]):
-            here = second.worst > self._rounding()
+        rounding = self._rounding(graph)
+        if agreed[1] > rounding and not self._is_explained(checked, replay, second.worst, agreed[1]):
+            here = second.worst > self._rounding(graph)
             self._record_mismatch(
                 key,
                 Mismatch(
-                    checked.step.graph,
+                    graph,
                     first.rows,
                     tuple(first.errors.tolist()) if here else (),
                     self._noise,
@@ -411,9 +414,13 @@ class Shadow:
         known.checks += 1
         self.results.checks += 1
 
-    def _rounding(self) -> float:
-        """The error above which a replay is wrong."""
-        return max(threshold(self._noise), self._expected)
+    def _rounding(self, graph: Graph) -> float:
+        """The error above which a replay of *graph* is wrong: the same on all ranks, which go on by it.
+
+        Data-parallel ranks replay graphs of one shape, but not all of them may have adapters in theirs.
+        """
+        expected = self._expected if graph.adapters or self.lockstep is not None else 0.0
+        return max(threshold(self._noise), expected)
 
     def _raise_noise(self, noise: float) -> None:
         self._noise = self.results.noise = max(self._noise, noise)
@@ -450,11 +457,12 @@ class Shadow:
             return True
         if again <= _LOUD:
             self._raise_noise(again)
-        if anywhere <= self._rounding():
+        rounding = self._rounding(checked.step.graph)
+        if anywhere <= rounding:
             return True
         for launch in checked.step.launches:
             then = self._largest_error(functools.partial(as_captured, checked, launch, here))
-            if then is None or then <= self._rounding():
+            if then is None or then <= rounding:
                 self._largest_error(lambda: checked.again(replay))
                 return True
         self._largest_error(lambda: float(run_again(checked)[1] is not None))
@@ -495,7 +503,7 @@ class Shadow:
         if (why_not := self._abort.why_not()) is not None:
             self._cannot_abort(why_not)
             return
-        rounding = self._rounding()
+        rounding = self._rounding(mismatch.graph)
         wrong = [not error <= rounding for error in mismatch.errors]  # not `>`: NaN is wrong, too
         # Where a step failed, or only a state is wrong, nobody knows whose: all of the step end.
         names = requests_of_rows(wrong if mismatch.failure is None and any(wrong) else ())

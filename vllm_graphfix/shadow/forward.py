@@ -12,7 +12,7 @@ from vllm_graphfix.shadow import connectors, lockstep
 from vllm_graphfix.shadow.failures import UnsafeError
 from vllm_graphfix.shadow.layers import recurrent_rows, ring_rows, unknown_cache, written
 from vllm_graphfix.shadow.runs import Step
-from vllm_graphfix.shadow.verdict import Graph
+from vllm_graphfix.shadow.verdict import TARGET, Graph
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +102,7 @@ class Pass(NamedTuple):
         if self.dummy:
             states, real_rows = [each._replace(compared=False) for each in states], lambda: 0
         return Step(
-            Graph(f"{model}, {descriptor}", descriptor.num_tokens, backends),
+            Graph(f"{model}, {descriptor}", descriptor.num_tokens, backends, _has_adapters(model, descriptor)),
             connectors.silenced(eager),
             real_rows,
             self._inputs(),
@@ -123,6 +123,15 @@ class Pass(NamedTuple):
             if tensor.numel() * tensor.element_size() <= _LARGEST_INPUT:
                 found.setdefault(id(tensor), (name, tensor))
         return {f"{name} ({number})": tensor for number, (name, tensor) in enumerate(found.values())}
+
+
+def _has_adapters(model: str, descriptor: Any) -> bool:
+    """Whether kernels of adapters may run in a graph: V2 says it in the graph's name from 0.24.0 on, and V1 always.
+
+    They are the target model's: vLLM gives drafters none.
+    """
+    told = (getattr(descriptor, "has_lora", None), getattr(descriptor, "num_active_loras", None))
+    return model == TARGET and (any(told) or told == (None, None))
 
 
 def _launches(config: Any, descriptor: Any) -> tuple[dict[str, int], ...]:

@@ -77,12 +77,15 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _shape(source: Source) -> str | None:
     """Whether breakable graphs take the place of full ones; None if that is not recognised."""
-    load = source.function(RUNNER, "GPUModelRunner.load_model")
-    if load is None or not load.find("is_breakable_cudagraph_enabled()"):
+    if not source.says(RUNNER, "BreakableCUDAGraphWrapper"):
         return _SHAPE
+    load = source.function(RUNNER, "GPUModelRunner.load_model")
+    if load is None:
+        return None
     made = "self.model = BreakableCUDAGraphWrapper(self.model, self.vllm_config"
+    around = "self.model = CUDAGraphWrapper(self.model, self.vllm_config, runtime_mode=CUDAGraphMode.FULL)"
     if load.find(f"{made}, runtime_mode=CUDAGraphMode.PIECEWISE)"):
-        return _SHAPE  # another wrapper, around it, has the full ones
+        return _SHAPE if load.find(around) else None
     init, call = (source.function(BREAKABLE, f"BreakableCUDAGraphWrapper.{name}") for name in ("__init__", "__call__"))
     known = (
         load.find(f"{made})")
@@ -122,27 +125,41 @@ def _check_instances(stock: StockFunction, activity: Activity) -> StockFunction:
                 if reason := unsafe(self.vllm_config):
                     process.refuse(reason)
                 else:
-                    self.__class__ = _measuring_class(type(self), shadow)
+                    self.__class__ = _measuring_class(type(self), shadow, known="runtime_mode" in vars(self))
         except Exception as error:
             activity.failed(error)
 
     return initialise
 
 
-def _measuring_class(kind: Any, shadow: Shadow) -> Any:
-    """Until all graphs are captured: what is run without one beforehand is measured (`memory`)."""
+def _measuring_class(kind: Any, shadow: Shadow, *, known: bool) -> Any:
+    """Until all graphs are captured: what is run without one beforehand is measured (`memory`).
+
+    *known*: to have full graphs. A breakable wrapper that has captured none is vLLM's own again after that, and its
+    calls count nowhere: it is a drafter's, which not every rank calls as often, or model runner V2's, for pieces.
+    """
     checked = _checking_class(kind, shadow)
-    call, memory = checked.__call__, shadow.memory
+    call, memory, has_full = checked.__call__, shadow.memory, known
 
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal has_full
         if not memory.measuring:
-            self.__class__ = checked
-        elif (tokens := tried(_warm_up)[0]) is not None:
-            return memory.measured(id(self), tokens, lambda: call(self, *args, **kwargs))
-        return call(self, *args, **kwargs)
+            self.__class__ = checked if has_full else kind
+            return self(*args, **kwargs)
+        has_full = has_full or bool(tried(_is_full)[0])
+        run = call if has_full else kind.__call__
+        if (tokens := tried(_warm_up)[0]) is not None:
+            return memory.measured(id(self), tokens, lambda: run(self, *args, **kwargs))
+        return run(self, *args, **kwargs)
 
     names = {"__call__": measured, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), names)
+
+
+def _is_full() -> bool:
+    """Whether the call captures or replays a full graph."""
+    context = sys.modules["vllm.forward_context"]._forward_context
+    return context is not None and context.cudagraph_runtime_mode.name == "FULL"
 
 
 def _warm_up() -> int | None:

@@ -25,6 +25,8 @@ class Graph(NamedTuple):
     padded_rows: int
     backends: tuple[str, ...]
     """Classes of the attention metadata."""
+    adapters: bool = False
+    """Whether kernels of LoRA adapters may run in it."""
 
 
 class Mismatch(NamedTuple):
