@@ -109,7 +109,7 @@ def drafts_checked(runs: list[tuple[list[float], list[int]]], learned: float = 0
         results=lambda: [values, tokens],
     )
     shadow = Shadow(Rate(every=1), Action.REPORT, process.refuse)
-    shadow._noise = learned
+    shadow._noise[False] = learned
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("vllm_graphfix.shadow.ranks.largest", lambda *given: given)
         shadow.check("graph", lambda: step, run)

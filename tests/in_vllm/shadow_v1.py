@@ -203,6 +203,21 @@ def _begin_with_adapters(served: Served, lora: str | None, dtype: Any) -> None:
     process.serve(SimpleNamespace(vllm_config=served.config))
 
 
+def test_noise_of_graphs_with_adapters_hides_nothing_in_others() -> None:
+    served = Served(splits_by="max_seq_len", adapters=True)
+    served.model.noise = 1e-3
+    for _ in range(3):
+        served.step()
+    assert (served.shadow.results.checks, served.shadow.results.mismatches) == (3, 0)
+    assert served.shadow.results.noise > 0
+    served.model.noise = 0.0
+    served.descriptor = BatchDescriptor(CAPTURED, has_lora=False)
+    served.forward(CUDAGraphMode.FULL, LONGEST, CAPTURED)  # its capture
+    for _ in range(2):
+        served.step()
+    assert (served.shadow.results.checks, served.shadow.results.mismatches) == (5, 2)
+
+
 def test_ranks_in_lockstep_go_by_one_measure_whether_or_not_their_own_batch_has_adapters() -> None:
     served = Served(splits_by="max_seq_len")
     _begin_with_adapters(served, "adapters", torch.bfloat16)

@@ -61,9 +61,10 @@ class Shadow:
         self.quarantined: set[Hashable] = set()
         self.memory = Memory()
         self._histories: dict[Hashable, GraphHistory] = {}
-        self._noise = 0.0
-        """The largest error among runs of one step so far, of any graph: a graph of its own would be known by too few.
-        Never above `_LOUD`, so that one step blinds no other.
+        self._noise = {False: 0.0, True: 0.0}
+        """The largest error among runs of one step so far, of any graph without adapters, and of any with them, whose
+        kernels add in any order: a graph of its own would be known by too few. Never above `_LOUD`, so that one step
+        blinds no other.
         """
         self._expected = 0.0
         """The least error that can be wrong, where it is known beforehand that runs round differently."""
@@ -380,7 +381,7 @@ class Shadow:
         if of_first <= self._rounding(graph) and not learning:
             self._count_check(known)
             return
-        second, error = tried(lambda: SecondRun(checked, first, self._noise))
+        second, error = tried(lambda: SecondRun(checked, first, self._noise_of(graph)))
         if second and (first.failure is None) != (second.failure is None):  # by chance, then, and not by the graph
             error = first.failure or second.failure
         agreed = self._agree(error, second.noise if second else 0.0, second.worst if second else 0.0)
@@ -391,7 +392,7 @@ class Shadow:
             self._skip_noisy_step(checked, replay, agreed[0], of_first)
             return
         self._count_check(known)
-        self._raise_noise(agreed[0])
+        self._raise_noise(graph, agreed[0])
         rounding = self._rounding(graph)
         if agreed[1] > rounding and not self._is_explained(checked, replay, second.worst, agreed[1]):
             here = second.worst > self._rounding(graph)
@@ -401,7 +402,7 @@ class Shadow:
                     graph,
                     first.rows,
                     tuple(first.errors.tolist()) if here else (),
-                    self._noise,
+                    self._noise_of(graph),
                     first.layer,
                     self.results.checks,
                     time.time(),
@@ -420,10 +421,14 @@ class Shadow:
         Data-parallel ranks replay graphs of one shape, but not all of them may have adapters in theirs.
         """
         expected = self._expected if graph.adapters or self.lockstep is not None else 0.0
-        return max(threshold(self._noise), expected)
+        return max(threshold(self._noise_of(graph)), expected)
 
-    def _raise_noise(self, noise: float) -> None:
-        self._noise = self.results.noise = max(self._noise, noise)
+    def _noise_of(self, graph: Graph) -> float:
+        return self._noise[graph.adapters] if self.lockstep is None else max(self._noise.values())
+
+    def _raise_noise(self, graph: Graph, noise: float) -> None:
+        self._noise[graph.adapters] = max(self._noise[graph.adapters], noise)
+        self.results.noise = max(self._noise.values())
 
     def _skip_noisy_step(self, checked: CheckedStep, replay: Callable[[], Any], noise: float, of_first: float) -> None:
         """Runs without the graph that differ that much say nothing of a replay; others of the same graph may."""
@@ -456,7 +461,7 @@ class Shadow:
         if again is None:
             return True
         if again <= _LOUD:
-            self._raise_noise(again)
+            self._raise_noise(checked.step.graph, again)
         rounding = self._rounding(checked.step.graph)
         if anywhere <= rounding:
             return True
