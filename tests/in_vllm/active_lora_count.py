@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,6 +39,23 @@ def _batches(most: int) -> list[list[int]]:
     return [[*range(1, number + 1), *base] for number in range(1, most + 1) for base in ([], [0])]
 
 
+Programs = dict[tuple[int, int], int]
+
+
+@contextlib.contextmanager
+def _captured(monkeypatch: pytest.MonkeyPatch, kind: Any, most: int) -> Iterator[tuple[Any, Any, Programs, Programs]]:
+    """A layer with room for *most* adapters, a runner of this *kind*, and each graph's programs, stock and patched."""
+    monkeypatch.setattr(scenario, "ADAPTERS", most)
+    monkeypatch.setattr(scenario, "SIZES", list(range(1, most + 2)))
+    with scenario.lora_on_the_cpu(), cpu_cuda_graphs():
+        layer = scenario.LayerWithAdapters(torch.Generator())
+        runner = kind(layer, CUDAGraphMode.FULL_DECODE_ONLY)
+        with monkeypatch.context() as without:
+            without.setattr(punica_gpu.PunicaWrapperGPU, "update_metadata", STOCK)
+            stocks = {key: _programs(layer) for key in runner.captures()}
+        yield layer, runner, stocks, {key: _programs(layer) for key in runner.captures()}
+
+
 def test_the_fix_is_active() -> None:
     assert vllm_graphfix.states()["active-lora-count"].state.value == "active"
 
@@ -46,15 +65,7 @@ def test_the_fix_is_active() -> None:
 def test_a_graph_has_a_program_for_each_entry_of_the_list_of_any_batch(
     monkeypatch: pytest.MonkeyPatch, kind: Any, most: int
 ) -> None:
-    monkeypatch.setattr(scenario, "ADAPTERS", most)
-    monkeypatch.setattr(scenario, "SIZES", list(range(1, most + 2)))
-    with scenario.lora_on_the_cpu(), cpu_cuda_graphs():
-        layer = scenario.LayerWithAdapters(torch.Generator())
-        runner = kind(layer, CUDAGraphMode.FULL_DECODE_ONLY)
-        with monkeypatch.context() as without:
-            without.setattr(punica_gpu.PunicaWrapperGPU, "update_metadata", STOCK)
-            stocks = {key: _programs(layer) for key in runner.captures()}
-        programs = {key: _programs(layer) for key in runner.captures()}
+    with _captured(monkeypatch, kind, most) as (layer, runner, stocks, programs):
         assert max(programs.values()) == most + 1
         for batch in _batches(most):
             before = ACTIVITY.counts[COUNTED]
@@ -80,15 +91,7 @@ def test_one_graph_for_any_number_of_adapters_has_room_too_and_no_batch_that_sto
         return made
 
     monkeypatch.setattr(scenario, "_config", one_graph)
-    monkeypatch.setattr(scenario, "ADAPTERS", most)
-    monkeypatch.setattr(scenario, "SIZES", list(range(1, most + 2)))
-    with scenario.lora_on_the_cpu(), cpu_cuda_graphs():
-        layer = scenario.LayerWithAdapters(torch.Generator())
-        runner = kind(layer, CUDAGraphMode.FULL_DECODE_ONLY)
-        with monkeypatch.context() as without:
-            without.setattr(punica_gpu.PunicaWrapperGPU, "update_metadata", STOCK)
-            stocks = {key: _programs(layer) for key in runner.captures()}
-        programs = {key: _programs(layer) for key in runner.captures()}
+    with _captured(monkeypatch, kind, most) as (layer, runner, stocks, programs):
         wrong = []
         for batch in _batches(most):
             before = ACTIVITY.counts[COUNTED]

@@ -127,7 +127,10 @@ def _known(number: str) -> tuple[str, ...]:
 
 
 def _counted(listed: Function, shape: str | None) -> ast.stmt | ast.expr | None:
-    """Where vLLM sets the number of programs to the list's length, rounded up to a graph's; None if it does more."""
+    """The statement of vLLM that sets how many programs its LoRA kernels are launched with; None if it is another one.
+
+    It is the number of entries in the list of a batch's adapters, rounded up to one that a graph was captured with.
+    """
     if shape is None:
         return None
     known = _known(_SHAPES[shape][0])
@@ -136,7 +139,10 @@ def _counted(listed: Function, shape: str | None) -> ast.stmt | ast.expr | None:
 
 
 def _room(listed: Function, shape: str | None) -> ast.stmt | ast.expr | None:
-    """Where vLLM adds a program to those for the list, up to as many as it has places; None if it does not."""
+    """The statement of vLLM that launches one program more than the list has entries; None if there is none.
+
+    There are never more programs than the list has places.
+    """
     if shape is None:
         return None
     number = _SHAPES[shape][0]

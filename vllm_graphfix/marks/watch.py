@@ -182,7 +182,10 @@ class KVMarks:
         self._to_wait = self._granted = 0
         """Steps that may be put off from the next one on, and those that might since the last one that was followed."""
         self._timed, self._takes = 0, 0.0
-        """Of those that wait so many were timed; of the others each takes as many seconds as the first one."""
+        """How many of the steps that were put off have been timed, and the seconds that the first of them took.
+
+        Each of those that were not timed is taken to have cost as much.
+        """
 
     # -- an engine -----------------------------------------------------------------------------------------------
 
