@@ -62,12 +62,13 @@ WORLDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 """Each rank's environment: which attention state, from 0, cannot be built, and what else happens while it captures."""
 
 PROGRAM = """
-import multiprocessing, os, signal, socket, sys, time
+import os, signal, sys, time
 from types import SimpleNamespace
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 install_flashmla_stand_ins()
 sys.path[:0] = [IN_VLLM, SUPPORT]
 import torch
+from rank_processes import run_worlds
 from torch import distributed
 import vllm.v1.attention.backends.mamba_attn
 
@@ -104,23 +105,9 @@ def rank(world, number, size, port, env):
             said = f"serves {graphs} {state.state.value} {state.reason}"
         except Exception as error:
             said = f"{type(error).__name__} {error}"
-    os.write(1, f"{world}: RANK {number} {time.monotonic() - began < 30} {said}\\n".encode())
-    os._exit(0)
+    return said.startswith("serves"), f"{time.monotonic() - began < 30} {said}"
 
-def run(world, ranks):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=rank, args=(world, n, len(ranks), port, each)) for n, each in enumerate(ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        process.kill()
-
-for world, ranks in WORLDS.items():
-    run(world, ranks)
+run_worlds(WORLDS, rank)
 """
 
 

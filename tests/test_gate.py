@@ -50,10 +50,12 @@ WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
 """Each rank's environment, and whether it has the plugin."""
 
 PROGRAM = """
-import errno, multiprocessing, os, socket, sys
+import errno, os, sys
 from types import SimpleNamespace
+sys.path.insert(0, SUPPORT)
 import torch
 from torch import distributed
+from rank_processes import run_worlds
 import vllm.v1.attention.backends.mamba_attn
 import vllm.v1.worker.gpu_worker as workers
 
@@ -69,7 +71,8 @@ def put_a_fault(fault, agreement):
     elif fault == "give up":
         process.give_up(error)
 
-def rank(world, number, size, port, env, plugin):
+def rank(world, number, size, port, given):
+    env, plugin = given
     os.environ.update(env)
     if not plugin:
         os.environ["VLLM_PLUGINS"] = ""
@@ -93,23 +96,9 @@ def rank(world, number, size, port, env, plugin):
         said = "STARTS"  # the stock start-up was called, with an object that is no worker
     except RuntimeError as error:
         said = f"{type(error).__name__} {error}"
-    os.write(1, f"{world}: RANK {number} {said}\\n".encode())  # at once: the other rank writes too
-    os._exit(0)
+    return said == "STARTS", said
 
-def run(world, ranks):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=rank, args=(world, n, len(ranks), port, *each)) for n, each in enumerate(ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        process.kill()
-
-for world, ranks in WORLDS.items():
-    run(world, ranks)
+run_worlds(WORLDS, rank)
 """  # noqa: E501
 
 
@@ -119,7 +108,8 @@ def said() -> dict[str, list[str]]:
 
     The process groups are real ones of stock 0.21.0, around a double of a worker.
     """
-    done = run_in_release("0.21.0", f"WORLDS = {WORLDS!r}\n" + PROGRAM, {"VLLM_LOGGING_LEVEL": "WARNING"}, warm=True)
+    code = f"WORLDS = {WORLDS!r}\nSUPPORT = {str(Path(__file__).parent / 'support')!r}\n" + PROGRAM
+    done = run_in_release("0.21.0", code, {"VLLM_LOGGING_LEVEL": "WARNING"}, warm=True)
     lines = [line.partition(": RANK ") for line in done.stdout.splitlines() if ": RANK " in line]
     return {world: sorted(told for name, _, told in lines if name == world) for world in WORLDS}
 
