@@ -4,13 +4,13 @@
 
 FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one.
 
-silent  one GPU, the fixes on, every finished block marked, in engines side by side on both model runners, with drafts,
-        latent attention and a hybrid: requests of all lengths that share prefixes, come, go and are aborted, until all
-        engines together have marked --marks blocks; one that has changed is a false alarm
+silent  one GPU, the fixes on, every finished block marked, or those of 1/--every, in engines side by side on both model
+        runners, with drafts, latent attention and a hybrid: requests of all lengths that share prefixes, come, go and
+        are aborted, until all engines together have marked --marks blocks; one that has changed is a false alarm
 idle    one GPU, bursts of requests and steps of a rank without work between them, with `idle-rank` off and on side by
         side, on each release
 cost    one GPU, 24 layers, decodes of 64 requests, none of which is hidden behind another: windows with marks and
-        without in turns, in one engine
+        without in turns, in one engine; by the marks' own clock, and by another one around them
 ranks   two GPUs with data-parallel experts, one of which always has requests and the other bursts with pauses: with
         `idle-rank` off, then on
 
@@ -119,7 +119,7 @@ def main() -> int:
     parser.add_argument("--parallel", type=int, default=8, metavar="N", help="engines at a time (8)")
     parser.add_argument("--model", choices=sorted(models.MODELS))
     parser.add_argument("--fix", action="append", choices=("off", "auto"), help="of idle and ranks (both)")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="of idle and ranks: 1/N is marked (1)")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="1/N is marked, but for cost (1)")
     parser.add_argument("--fraction", type=int, default=16, metavar="N", help="1/N is what cost has (16)")
     parser.add_argument("--marks", type=int, default=110_000, metavar="N", help="without a false alarm (110000)")
     parser.add_argument("--only", type=int, action="append", metavar="N", help="of the engines of silent, by number")
@@ -198,7 +198,13 @@ class Bench:
     def _silent(self) -> list[Engine]:
         given = [each for number, each in enumerate(SILENT) if not self._options.only or number in self._options.only]
         return [
-            Engine(f"silent-{site.release}-{number}-{model}", site, model, {"VLLM_USE_V2_MODEL_RUNNER": v2}, more)
+            Engine(
+                f"silent-{site.release}-{number}-{model}",
+                site,
+                model,
+                {"VLLM_USE_V2_MODEL_RUNNER": v2, "VLLM_GRAPHFIX_KV_MARKS": f"1/{self._options.every}"},
+                more,
+            )
             for site in self._sites
             for number, (model, v2, more) in enumerate(given)
         ]
@@ -306,16 +312,20 @@ class Bench:
 
 
 def ratios(found: dict[str, Any]) -> dict[str, Any]:
-    """How many tokens a second there are with marks, relative to without, each with a 95 % interval."""
+    """By load: how many tokens a second there are with marks, relative to without, each with a 95 % interval."""
+    return {load: {**found[load], **_ratios(found[load])} for load in ("together", "apart") if load in found}
+
+
+def _ratios(found: dict[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = {}
-    for name, seconds in found.get("seconds", {}).items():
+    for name, seconds in found["seconds"].items():
         if len(seconds) >= 4:
             ratio = Ratio.of(seconds)
             told[f"throughput, {name}"] = {key: round(value, 5) for key, value in ratio._asdict().items()}
             told[f"throughput, {name}, mean"] = {key: round(value, 5) for key, value in mean(seconds).items()}
-    marked = found.get("with marks", {})
-    if marked.get("seconds"):
-        for name in ("following", "sums"):
+    marked = found["with marks"]
+    if marked["seconds"]:
+        for name in ("following", "sums", "before the worker's own method"):
             told[f"part of the host's time, {name}"] = round(marked[f"of them {name}"] / marked["seconds"], 6)
     return told
 

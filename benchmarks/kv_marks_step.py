@@ -79,7 +79,7 @@ def measure(requests: int, every: int, batches: int, apart: bool, rounds: int) -
     """Microseconds of a step, the mean of 16: the least of them and the median, with warm caches and with cold ones."""
     from vllm_graphfix.marks import watch
 
-    watch.SHARE = watch.IDLE_SHARE = 0.0
+    watch.SHARE = watch.IDLE_SHARE = watch.FOLLOWING = 0.0
     elsewhere = array.array("d", bytes(CACHE))
     found: list[float] = []
     for cold in (False, True):

@@ -51,7 +51,14 @@ from typing import Any
 
 from measuring import engine_cases, tiny_qwen2_vl
 from measuring.engine_process import DiedError, EngineProcess, Order
-from measuring.shadow_cases import EXPERTS, LORA_COUNTED, LORA_FIXED, OF_NO_VERIFY, full_graph_cases
+from measuring.shadow_cases import (
+    EXPERTS,
+    LORA_ANY_ORDER,
+    LORA_COUNTED,
+    OF_NO_VERIFY,
+    ONLY_WHERE_NAMED,
+    full_graph_cases,
+)
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict, variable
 from vllm_graphfix.fixes import BY_NAME, FIXES
@@ -71,6 +78,7 @@ LOAD = Path(__file__).parent / "measuring" / "shadow_load.py"
 ABORT = LOAD.with_name("shadow_abort.py")
 LOAD_OF_EXPERTS = LOAD.with_name("shadow_experts.py")
 PARTS = ("caught", "alone", "others-on", "quarantine", "silent", "budget", "abort", "ranks", "experts", "throughput")
+_OF_ANY_ORDER = (*adapters.MODULES, "down_proj")
 OFF: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "off"), PREFIX: "on"}
 ON: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "auto"), PREFIX: "on"}
 RATES = ("off", "1/100", "0.1%")
@@ -97,7 +105,7 @@ def main() -> int:
     )
     cases = full_graph_cases()
     parser.add_argument(
-        "--only", action="append", choices=sorted(case.name for case in (*cases, *LORA_COUNTED, *LORA_FIXED, *EXPERTS))
+        "--only", action="append", choices=sorted(case.name for case in (*cases, *ONLY_WHERE_NAMED, *EXPERTS))
     )
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--checks", type=int, default=10_000, metavar="N", help="without a false alarm (10000)")
@@ -109,7 +117,7 @@ def main() -> int:
     options = parser.parse_args()
     options.out = options.out.resolve()  # engines start in other folders
     options.out.mkdir(parents=True, exist_ok=True)
-    named = (*cases, *LORA_COUNTED, *LORA_FIXED)
+    named = (*cases, *ONLY_WHERE_NAMED)
     wanted = [case for case in named if case.name in options.only] if options.only else cases
     measured = Measured(options, wanted)
     parts = options.part or PARTS
@@ -159,6 +167,11 @@ class Measured:
             models.write(name, self._models)
         tiny_qwen2_vl.write(self._models)
         self._adapters = [str(models.write(name, self._models)) for name in adapters.NAMES]
+        config, described = models.MODELS["llama"]
+        self._in_any_order = [
+            str(adapters.save(name, described(config), self._models / f"{name}-any-order", _OF_ANY_ORDER))
+            for name in adapters.NAMES
+        ]
 
     @property
     def _models(self) -> Path:
@@ -264,7 +277,8 @@ class Measured:
         try:
             engine.ready(TIMEOUT)
             asked = {"checks": checks, "seconds": self._options.seconds, "seed": 7}
-            asked["adapters"] = self._adapters if "enable_lora" in case.arguments else ()
+            loaded = self._in_any_order if case in LORA_ANY_ORDER else self._adapters
+            asked["adapters"] = loaded if "enable_lora" in case.arguments else ()
             found: dict[str, Any] = engine.ask(asked, self._options.seconds + TIMEOUT)
         except DiedError as error:
             return {"error": str(error)}

@@ -23,7 +23,8 @@ from table import SAMPLE, slow_but_for
 from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine.abort import Aborts, Verdict
 from vllm_graphfix.engine.metrics import snapshot_of
-from vllm_graphfix.marks.watch import KVMarks
+from vllm_graphfix.marks.budget import Budget
+from vllm_graphfix.marks.watch import MOST_CREDIT, KVMarks
 from vllm_graphfix.records import OverwrittenBlock, Record, RecordError, own_folder, prune, write
 from vllm_graphfix.settings.decision import decide, decode
 from vllm_graphfix.settings.environment import read
@@ -288,32 +289,30 @@ def test_what_was_in_danger_is_looked_at_before_all_others_and_before_it_is_give
 
 
 def test_what_sums_may_cost_is_saved_up_and_owed_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_graphfix.marks import watch
-
     now = [0.0]
-    monkeypatch.setattr("vllm_graphfix.marks.watch.time.perf_counter", lambda: now[0])
-    budget, spent = watch.Budget(), 0.0
+    monkeypatch.setattr("vllm_graphfix.marks.budget.time.perf_counter", lambda: now[0])
+    budget, spent = Budget(0.001, MOST_CREDIT, 0.01), 0.0
     while budget.allows(debt=True):
         now[0] += 0.001
         budget.spend()
         spent += 0.001
-    assert 2 * watch._MOST_CREDIT <= spent < 2 * watch._MOST_CREDIT + 0.002
-    now[0] += spent / 2 / watch.IDLE_SHARE
+    assert 2 * MOST_CREDIT <= spent < 2 * MOST_CREDIT + 0.002
+    now[0] += spent / 2 / 0.01
     budget.repay()
     assert budget.allows(debt=True)
     assert not budget.allows()
-    now[0] += 2 * spent / watch.IDLE_SHARE
+    now[0] += 2 * spent / 0.01
     budget.repay()  # what is owed, and no more
     assert budget._credit == 0
     now[0] += 1.0
     budget.spend()  # one that took so long does not end all for minutes
-    now[0] += 1.1 * watch._MOST_CREDIT / (watch.IDLE_SHARE / 2)
+    now[0] += 1.1 * MOST_CREDIT / 0.01
     budget.repay()
     assert budget.allows(debt=True)
-    budget._credit, budget._credited = watch._MOST_CREDIT - spent, now[0]
-    now[0] += 0.9 * spent / watch.SHARE
+    budget._credit, budget._credited = MOST_CREDIT - spent, now[0]
+    now[0] += 0.9 * (spent - MOST_CREDIT) / 0.001
     assert not budget.allows()
-    now[0] += 0.2 * spent / watch.SHARE
+    now[0] += 0.2 * spent / 0.001
     assert budget.allows()
 
 

@@ -138,52 +138,114 @@ ORDER = (True, False, False, True)
 def cost(llm: Any, result: Result, batch: int, prompt: int, answer: int, every: int, **_: Any) -> dict[str, Any]:
     """Seconds for the same number of requests with marks and without, in `ORDER`, in one engine; and without in all.
 
-    What marks may spend goes on from one window with marks to the next, and begins with nothing: together they are as a
-    long time is.
+    In turns of requests that get their blocks together, all in one step of sixteen, and apart, some in each. What marks
+    may spend goes on from one window with marks to the next, as a rest does, and begins with nothing: together they are
+    as a long time is.
     """
     from vllm import SamplingParams
 
     chance = random.Random(3)  # noqa: S311 - the same prompts in every run
     vocabulary = range(1, llm.llm_engine.model_config.get_vocab_size())
     sampling = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
-    taken: dict[str, list[float]] = {"control": [], "compared": []}
-    marked = {"seconds": 0.0, "of them following": 0.0, "of them sums": 0.0, "marks": 0, "looks": 0, "passed-over": 0}
+    found: dict[str, Any] = {
+        load: {"seconds": {"control": [], "compared": []}, "with marks": dict.fromkeys(_ADDED, 0.0)} for load in _LOADS
+    }
+    begun_anew = True
 
-    def window(*, on: bool, counts: bool) -> float:
-        llm.collective_rpc(_switch, args=(every if on else None, not marked["seconds"]))
-        prompts = [{"prompt_token_ids": chance.choices(vocabulary, k=prompt)} for _ in range(batch)]
+    def window(load: str, *, on: bool, counts: bool) -> float:
+        nonlocal begun_anew
+        marked = found[load]["with marks"]
+        llm.collective_rpc(_switch, args=(every if on else None, begun_anew))
+        # 7 is prime to 16: those that are marked, every so many, get theirs in different steps, too.
+        more = [(number // 16 * 7 + number) % 16 * (load == "apart") for number in range(batch)]
+        prompts = [{"prompt_token_ids": chance.choices(vocabulary, k=prompt + each)} for each in more]
         gc.collect()
         begun = time.perf_counter()
         llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - begun
         if on and counts:
+            begun_anew = False
             known = _counts(llm)
             marked["seconds"] += seconds
             for name, spent in llm.collective_rpc(_spent_by_a_worker)[0].items():
                 marked[name] += spent
-            for name in ("marks", "looks", "passed-over"):
+            for name in _COUNTED:
                 marked[name] += known[name]
         return seconds
 
     gc.disable()
-    for on in ORDER:
-        window(on=on, counts=False)
+    for load in _LOADS:
+        for on in ORDER:
+            window(load, on=on, counts=False)
     while not result.over():
-        for name in ("compared", "control", "compared"):
-            taken[name] += [window(on=on and name == "compared", counts=True) for on in ORDER]
-        result.say({"seconds": taken, "with marks": marked})
-    return {"seconds": taken, "with marks": marked}
+        for load in _LOADS:
+            for name in ("compared", "control", "compared"):
+                found[load]["seconds"][name] += [
+                    window(load, on=on and name == "compared", counts=True) for on in ORDER
+                ]
+        result.say(found)
+    return found
+
+
+_LOADS = ("together", "apart")
+_COUNTED = ("marks", "looks", "passed-over", "rests")
+_ADDED = (
+    *(
+        "seconds",
+        "of them following",
+        "of them sums",
+        "of them before the worker's own method",
+        "of its steps",
+        "rested",
+    ),
+    *_COUNTED,
+)
 
 
 def _hurry(_: Any) -> None:
     """What marks may cost is not what is asked."""
-    import vllm_graphfix.marks.watch
-
-    vllm_graphfix.marks.watch.SHARE = 2.0
+    watch = _marks()._watch
+    if watch is not None:
+        watch._for_marks.share = watch._for_looks.share = 1.0
 
 
 CREDIT: list[float] = []
-"""Seconds that marks and looks had left, or owed, at the end of the last window with marks."""
+"""Seconds that marks, looks and following had left, or owed, at the end of the last window with marks."""
+RESTS: list[bool] = [False]
+"""Whether that was in a rest."""
+
+
+class Outside:
+    """The worker's steps, timed by somebody else: from the call of its method to that of the class's own."""
+
+    seconds, steps, rested = 0.0, 0, 0
+    _began: float | None = None
+
+    @classmethod
+    def watch(cls, worker: Any) -> None:
+        """Begins anew, around the wrapper of *worker*."""
+        cls.seconds, cls.steps, cls.rested, cls._began = 0.0, 0, 0, None
+        ours = worker.execute_model
+        kind: Any = next(each for each in type(worker).__mro__ if "execute_model" in vars(each))
+
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            cls.rested += _marks()._watch._rests
+            cls._began = time.perf_counter()
+            return ours(*args, **kwargs)
+
+        worker.execute_model = execute_model
+        if not hasattr(kind.execute_model, "timed"):
+            stock = kind.execute_model
+
+            def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if cls._began is not None:
+                    cls.seconds += time.perf_counter() - cls._began
+                    cls.steps += 1
+                    cls._began = None
+                return stock(self, *args, **kwargs)
+
+            timed.timed = True  # type: ignore[attr-defined]
+            kind.execute_model = timed
 
 
 def _switch(worker: Any, every: int | None, anew: bool) -> None:
@@ -192,27 +254,37 @@ def _switch(worker: Any, every: int | None, anew: bool) -> None:
     What was spent stays spent, unless *anew*.
     """
     marks = _marks()
+    worker = getattr(worker, "worker", worker)
     if anew:
-        CREDIT[:] = 0.0, 0.0
+        CREDIT[:], RESTS[:] = (0.0, 0.0, 0.0), (False,)
     elif marks._watch._ledger is not None:
         CREDIT[:] = (budget._credit for budget in _budgets())
+        RESTS[:] = (marks._watch._rests,)
     marks.begin(every)
-    marks.serve(getattr(worker, "worker", worker))
+    marks.serve(worker)
     if every is not None:
         for budget, credit in zip(_budgets(), CREDIT, strict=True):
             budget.allows()
             budget._credit = credit
+        marks._watch._rests = RESTS[0]
+        Outside.watch(worker)
 
 
-def _budgets() -> tuple[Any, Any]:
+def _budgets() -> tuple[Any, Any, Any]:
     watch = _marks()._watch
-    return watch._for_marks, watch._for_looks
+    return watch._for_marks, watch._for_looks, watch._for_following
 
 
 def _spent_by_a_worker(_: Any) -> dict[str, float]:
     """Seconds of the host in this window."""
-    sums = sum(budget.spent for budget in _budgets())
-    return {"of them following": _marks()._watch.seconds() - sums, "of them sums": sums}
+    sums = sum(budget.spent for budget in _budgets()[:2])
+    return {
+        "of them following": _marks()._watch.seconds() - sums,
+        "of them sums": sums,
+        "of them before the worker's own method": Outside.seconds,
+        "of its steps": Outside.steps,
+        "rested": Outside.rested,
+    }
 
 
 def _plant(worker: Any) -> None:

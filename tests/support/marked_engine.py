@@ -65,7 +65,9 @@ def hurry(worker: Any) -> None:
     """The machine is slow, and every mark and look is wanted."""
     from vllm_graphfix.marks import watch
 
-    watch.SHARE, watch._PATIENCE = 1.0, 0.0
+    watch._PATIENCE = 0.0
+    serving = _marks()._watch
+    serving._for_marks.share = serving._for_looks.share = 0.5
 
 
 def said(worker: Any) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def known(ledger: Ledger) -> Any:
     return ledger._followed, filling, ledger.finished, ledger._lengths, ledger._readers, set(ledger._due), newest
 
 
-COUNTED = ("marks", "looks", "changed", "passed-over", "failures")
+COUNTED = ("marks", "looks", "changed", "passed-over", "rests", "failures")
 
 
 class SumsStandIn:

@@ -19,6 +19,7 @@ from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 from vllm_graphfix.log import logger
+from vllm_graphfix.marks.budget import Budget
 from vllm_graphfix.marks.ledger import Block, Ledger
 from vllm_graphfix.marks.sums import MOST, Batch, Group, Looked, Sums, UnsafeCacheError, groups
 from vllm_graphfix.settings.shadow_rate import Abort
@@ -26,9 +27,16 @@ from vllm_graphfix.settings.shadow_rate import Abort
 SHARE = 0.001
 """The part of the time that the host may spend on making sums: one half on marks, the other on looking at them."""
 IDLE_SHARE = 0.01
-"""The part of its time out of which a rank without work pays what it owes: it has no inputs to prepare."""
-_MOST_CREDIT = 0.025
+"""The part of its time out of which a rank without work pays what it owes of them: it has no inputs to prepare."""
+MOST_CREDIT = 0.025
 """Seconds of each half which it may have saved up, or, around the steps of a rank without work, owe."""
+FOLLOWING = 0.0008
+"""The part of the time that the host may spend on following blocks, where not all requests are marked.
+
+Where it takes more, nothing is followed for some time: a defect that writes to blocks does so again.
+"""
+MOST_FOLLOWING = 0.012
+"""Seconds of it that may be saved up, or owed: a rest is over after 15 s, and one that owes most after 45."""
 _FEW = MOST // 2
 """Blocks that are worth a batch at once; fewer wait for more."""
 _PATIENCE = 1.0
@@ -40,6 +48,8 @@ _MOST_WAITING = 15
 finds the processor's caches cold, and takes ten times as long."""
 _LONG = 16
 """Steps without work after which what is in danger is looked at meanwhile; again after twice as many, and so on."""
+_REST = 256
+"""Steps that run in a rest before it is asked again whether that is over; asking is most of what a rest costs."""
 _MOST_BATCHES = 256
 """The oldest go first."""
 _REMEMBERED = 4096
@@ -76,40 +86,6 @@ class ForeignWrite(NamedTuple):
     def ran(self) -> str:
         """Who may have been it."""
         return f"{self.steps} with requests, {self.idle} of a rank without work"
-
-
-class Budget:
-    """Half of the time that may be spent on sums."""
-
-    def __init__(self) -> None:
-        self._credit, self._credited = _MOST_CREDIT, time.perf_counter()
-        self.spent = 0.0
-        """Seconds, in all."""
-
-    def allows(self, *, debt: bool = False) -> bool:
-        """Whether a sum may be made now; with *debt*, also one that others will have to wait for."""
-        self._earn(SHARE, _MOST_CREDIT)
-        return self._credit > (-_MOST_CREDIT if debt else 0)
-
-    def repay(self) -> None:
-        """Pays what is owed, out of the time since it was asked, in which its rank had no work."""
-        if self._credit < 0:
-            self._earn(IDLE_SHARE, 0.0)
-
-    def _earn(self, share: float, most: float) -> None:
-        now = time.perf_counter()
-        self._credit = min(most, self._credit + share / 2 * (now - self._credited))
-        self._credited = now
-
-    def spend(self) -> None:
-        """Takes what has passed since it was asked.
-
-        Of one sum that took long no more than ends all marks for some time: the machine was busy, not the sum.
-        """
-        now = time.perf_counter()
-        self._credit = max(self._credit - (now - self._credited), -2 * _MOST_CREDIT)
-        self.spent += now - self._credited
-        self._credited = now
 
 
 def unsafe(config: Any) -> str | None:
@@ -153,10 +129,11 @@ class KVMarks:
 
         *abort*: by which those are ended who have a block that has changed; None: they are not.
         """
+        self._seconds = 0.0
         self._end()
         self._abort, self.cannot_abort = abort, None
         self.every, self.refused, self.stopped = every, None, None
-        self._counts, self.found, self._seconds = None, [], 0.0
+        self._counts, self.found = None, []
 
     def _forget(self) -> None:
         self._worker: Any = None
@@ -177,7 +154,14 @@ class KVMarks:
         self._step = 0
         self._idle_run = 0
         """The number of steps without work since the last one of requests."""
-        self._for_marks, self._for_looks = Budget(), Budget()
+        self._for_marks = Budget(SHARE / 2, MOST_CREDIT, IDLE_SHARE / 2)
+        self._for_looks = Budget(SHARE / 2, MOST_CREDIT, IDLE_SHARE / 2)
+        self._for_following = Budget(FOLLOWING, MOST_FOLLOWING)
+        self._for_following.spent = self._seconds  # by others, before this engine
+        self._rests = False
+        """Whether nothing is followed, since following has cost what it may."""
+        self._to_rest = self._resting = 0
+        """Steps of a rest until it is asked whether that is over, and the number of them when it was asked last."""
         self._waiting_since: float | None = None
         self._to_wait = self._granted = 0
         """Steps that may be put off from the next one on, and those that might since the last one that was followed."""
@@ -215,7 +199,8 @@ class KVMarks:
         self._ledger = Ledger(tokens, self.every or 1, *_slack_and_doubt(worker.vllm_config))
         self._sums = Sums(device)
         self._sums.warm_up(self._groups)
-        self._counts = {"marks": 0, "looks": 0, "changed": 0, "aborted": 0, "passed-over": 0, "failures": 0}
+        counted = ("marks", "looks", "changed", "aborted", "passed-over", "rests", "failures")
+        self._counts = dict.fromkeys(counted, 0)
         # A worker that ends takes with it what is held here.
         self._worker = weakref.ref(worker, lambda ended: self._forget() if ended is self._worker else None)
         worker.execute_model = self._around_steps(self._ledger, self._worker)
@@ -226,15 +211,19 @@ class KVMarks:
     def _around_steps(self, ledger: Ledger, of: Callable[[], Any]) -> Callable[..., Any]:
         """What is called as method `execute_model` of the worker that *of* returns: its class's, and ours before it.
 
-        A step that is put off, as most are, takes no other function of ours than the ledger's: see there.
+        A step that is put off, as most are, takes no other function of ours than the ledger's: see there. One of a rest
+        takes none.
         """
 
         def execute_model(*args: Any, **kwargs: Any) -> Any:
             worker = of()
             try:
-                output = args[0] if args else kwargs.get("scheduler_output")
-                if not ledger.put_off(output):
-                    self._before(output)
+                if self._to_rest:
+                    self._to_rest -= 1
+                else:
+                    output = args[0] if args else kwargs.get("scheduler_output")
+                    if not ledger.put_off(output):
+                        self._before(output)
             except Exception as error:
                 self._stop(error)
             return type(worker).execute_model(worker, *args, **kwargs)
@@ -271,7 +260,7 @@ class KVMarks:
         if self._ledger is not None and self._sums is not None:
             self._ledger.clear()
             self._sums.forget()
-            self._granted = self._to_wait = self._timed = 0
+            self._granted = self._to_wait = self._timed = self._idle_run = 0
             self._fresh.clear()
             self._batches.clear()
             self._in_danger = []
@@ -288,13 +277,16 @@ class KVMarks:
         begun = time.perf_counter()
         if first := self._to_wait:
             self._granted, self._to_wait = ledger.let_wait(first), 0
-        if output is None or not ledger.put_off(output):
-            self._follow(ledger, sums, output)
-        else:
+        if output is not None and ledger.put_off(output):
             self._timed += 1
             if first:
                 self._takes = time.perf_counter() - begun
+            self._seconds += time.perf_counter() - begun
+            return
+        if not (self._rests and self._rest_goes_on(idle=output is None)):
+            self._follow(ledger, sums, output)
         self._seconds += time.perf_counter() - begun
+        self._for_following.charge(self._seconds - self._for_marks.spent - self._for_looks.spent)
 
     def _follow(self, ledger: Ledger, sums: Sums, output: Any) -> None:
         """Follows the steps that wait and this one; then marks and looks, before it runs."""
@@ -307,6 +299,10 @@ class KVMarks:
         for looked in sums.results() if sums.looks else ():
             self._note(looked)
         idle, run = output is None, self._idle_run
+        tired = (self.every or 1) > 1 and not self._for_following.allows()
+        if tired and not sums.looks and self._may_rest(idle=idle):
+            self._rest(idle=idle)
+            return
         dropped: list[Block] = []
         if idle:
             ledger.settle()
@@ -327,7 +323,7 @@ class KVMarks:
             self._look_first(sums, debt=not idle)
         if dropped:
             self._look_last(sums, dropped)
-        if (self._fresh or self._batches) and self._for_looks.allows():
+        if not tired and (self._fresh or self._batches) and self._for_looks.allows():
             self._look_in_turn(sums)
         self._idle_run = run + 1 if idle else 0
         self._idle.append(idle)
@@ -335,6 +331,39 @@ class KVMarks:
         # What comes of a look is read before the next step: who has the block is to end before it has an answer.
         self._to_wait = 0 if idle or sums.looks else _MOST_WAITING
         self._granted, self._timed = ledger.let_wait(0), 0
+
+    def _may_rest(self, *, idle: bool) -> bool:
+        """Whether nothing is lost now that would be missed: what steps without work may have written to is looked at.
+
+        Who owes a lot does not wait for that: a rank may have none again and again.
+        """
+        return not (idle or self._idle_run or self._first) or not self._for_following.allows(debt=True)
+
+    def _rest(self, *, idle: bool) -> None:
+        """Forgets all marks, and follows nothing until what that may cost is saved up again.
+
+        Then requests that begin are followed, as after a sleep: of the others it is not known what they have.
+        """
+        self._clear()
+        self._count("rests", 1)
+        self._rests = True
+        self._has_rested(idle=idle)
+
+    def _has_rested(self, *, idle: bool) -> None:
+        self._idle.append(idle)
+        self._step += 1
+        self._to_rest = self._resting = 0 if idle else _REST
+
+    def _rest_goes_on(self, *, idle: bool) -> bool:
+        """Whether it does in this step, which counts as one of it then."""
+        ran = self._resting - self._to_rest
+        self._idle.extend(repeat(False, ran))
+        self._step += ran
+        self._to_rest = self._resting = 0
+        self._rests = not self._for_following.is_saved_up()
+        if self._rests:
+            self._has_rested(idle=idle)
+        return self._rests
 
     def _make(self, ledger: Ledger, sums: Sums, *, at_once: bool) -> None:
         """Marks what is finished, if it is enough, has waited long enough, or is *at_once* in danger: then all of it.

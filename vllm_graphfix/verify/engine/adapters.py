@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,14 +22,14 @@ RANK = 8
 MODULES = ("gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 
 
-def save(name: str, shapes: dict[str, tuple[int, ...]], made: Path) -> Path:
-    """Makes the adapter *name* in the folder *made*, for a model with tensors of these *shapes*."""
+def save(name: str, shapes: dict[str, tuple[int, ...]], made: Path, modules: Sequence[str] = MODULES) -> Path:
+    """Makes the adapter *name* of these *modules* in the folder *made*, for a model with tensors of these *shapes*."""
     import torch
     from safetensors.torch import save_file
 
     made.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
-    for matrix in (each for each in shapes if each.split(".")[-2] in MODULES):
+    for matrix in (each for each in shapes if each.split(".")[-2] in modules):
         outer, inner = shapes[matrix]
         for part, shape in (("A", (RANK, inner)), ("B", (outer, RANK))):
             key = f"base_model.model.{matrix.removesuffix('.weight')}.lora_{part}.weight"
@@ -36,6 +37,6 @@ def save(name: str, shapes: dict[str, tuple[int, ...]], made: Path) -> Path:
             values = torch.randn(shape, generator=generator).mul_(shape[1] ** -0.5)
             tensors[key] = values.to(torch.bfloat16)
     save_file(tensors, made / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": MODULES, "bias": "none"}
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": [*modules], "bias": "none"}
     (made / "adapter_config.json").write_text(json.dumps(config, indent=2))
     return made

@@ -1,0 +1,240 @@
+"""What following blocks may cost: where it takes more than its share of the time, marks rest, and nothing is wrong."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from marked_steps import Scheduler, SumsStandIn, decodes, step, watched
+from vllm_graphfix.marks.ledger import Ledger
+from vllm_graphfix.marks.watch import _MOST_WAITING, _REST, FOLLOWING, MOST_FOLLOWING, KVMarks
+
+
+class Clock:
+    """Time that goes on where it is asked for, as if all of ours took it, and where it is told."""
+
+    def __init__(self) -> None:
+        self.now, self.asking = 100.0, 0.0
+
+    def __call__(self) -> float:
+        self.now += self.asking
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("vllm_graphfix.marks.watch.time.perf_counter", made)
+    return made
+
+
+class Worker:
+    """Takes *seconds* of its *clock* for a step."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+        self.ran = 0
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        self._clock.now += self._seconds
+        self.ran += 1
+
+
+def resting_at_times(every: int = 2) -> tuple[KVMarks, SumsStandIn]:
+    marks, sums = watched()
+    marks.every = every  # all are followed, as the ledger of a stand-in has it
+    return marks, sums
+
+
+def rests(marks: KVMarks) -> bool:
+    return marks._rests
+
+
+def served(marks: KVMarks, worker: Worker) -> Callable[[Any], Any]:
+    assert marks._ledger is not None
+    return marks._around_steps(marks._ledger, weakref.ref(worker))
+
+
+def requests(count: int, every: int) -> Any:
+    """What a worker is told of one request at a time, each of which decodes *every* tokens."""
+    name, number = "", 0
+    for at in range(count):
+        if at % every == 0:
+            ended, name, number = {name} - {""}, f"r{at}", at // every % 50 * 9 + 1
+            yield step(new=((name, ([number, number + 1, number + 2],), 0, 9),), finished_req_ids=ended)
+        else:
+            yield step(running={name: (([number + 3],) if at % every == 3 else None, 8 + at % every, 1)})
+
+
+def test_following_takes_its_share_of_the_time_and_goes_on_again_and_again(clock: Clock) -> None:
+    marks, _ = resting_at_times()
+    worker, began = Worker(clock, 0.005), clock.now
+    execute_model = served(marks, worker)
+    clock.asking = 30e-6  # so that a step that is followed takes some hundred microseconds: 2 % of the time and more
+    followed = 0
+    for output in requests(60_000, 7):
+        execute_model(output)
+        followed += not marks._rests
+    counts = marks.counts()
+    spent = marks.seconds() - marks._for_marks.spent - marks._for_looks.spent
+    assert spent <= FOLLOWING * (clock.now - began) + 2 * MOST_FOLLOWING + 0.001
+    assert counts["rests"] > 3
+    assert counts["marks"] > 20
+    assert 0.01 < followed / worker.ran < 0.2
+    assert worker.ran == 60_000
+    assert marks._ledger is not None
+    not_counted_yet = marks._resting - marks._to_rest + marks._granted - marks._ledger.may_wait
+    assert marks._step + not_counted_yet == 60_000
+
+
+def test_in_a_rest_only_the_clock_is_asked_now_and_then(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks, _ = resting_at_times()
+    worker, asked = Worker(clock, 0.001), []
+    execute_model = served(marks, worker)
+    execute_model(step(new=(("a", ([1, 2, 3],), 0, 9),)))
+    marks._for_following._credit = -0.001
+    before = marks._before
+
+    def asks(output: Any) -> None:
+        asked.append(worker.ran)
+        before(output)
+
+    monkeypatch.setattr(marks, "_before", asks)
+    put_off = Mock(return_value=False)
+    monkeypatch.setattr(marks._ledger, "put_off", put_off)
+    for computed in range(9, 9 + 3 * _REST):
+        execute_model(step(running={"a": (None, computed, 1)}))
+    assert rests(marks)
+    assert asked == [1, 2 + _REST, 3 + 2 * _REST]
+    assert put_off.call_count == 2 * len(asked)  # by the wrapper, and by what that calls
+    clock.now += 2 * MOST_FOLLOWING / FOLLOWING
+    for computed in range(2000, 2000 + _REST):
+        execute_model(step(running={"a": (None, computed, 1)}))
+    assert not rests(marks)
+    assert marks._step > 3 * _REST
+
+
+def test_who_marks_all_requests_does_not_rest(clock: Clock) -> None:
+    marks, _ = resting_at_times(every=1)
+    execute_model = served(marks, worker := Worker(clock, 0.001))
+    clock.asking = 100e-6
+    for output in requests(3000, 7):
+        execute_model(output)
+    assert marks._for_following.spent > 10 * MOST_FOLLOWING
+    assert (marks.counts()["rests"], worker.ran) == (0, 3000)
+
+
+def test_what_came_of_a_look_is_read_before_a_rest() -> None:
+    marks, sums = resting_at_times()
+    marks._before(step(new=(("a", ([1, 2],), 0, 8),)))
+    marks._before(None)  # marks them
+    sums.changed = {0: ["layer"]}
+    decodes(marks, 8, 1)
+    assert sums.looks
+    marks._for_following._credit = -0.001
+    sums.results = list  # type: ignore[method-assign]  # the device takes its time
+    for at in range(9, 12):
+        decodes(marks, at, 1)
+    assert not rests(marks)
+    seen = len(sums.seen)
+    del sums.results
+    decodes(marks, 12, 1)
+    assert rests(marks)
+    assert marks.counts()["changed"] == 1
+    assert len(sums.seen) == seen == 1
+
+
+def test_what_steps_without_work_may_have_written_is_looked_at_before_a_rest() -> None:
+    marks, sums = resting_at_times()
+    marks._before(step(new=(("a", (list(range(1, 9)),), 0, 32),)))
+    marks._for_following._credit = -0.001
+    marks._for_looks._credit = -0.02  # nor may a look in turn be made
+    for _ in range(9):
+        marks._before(None)
+    assert not rests(marks)
+    assert (marks.counts()["marks"], sums.seen) == (8, [])
+    decodes(marks, 32, 1)
+    assert not rests(marks)
+    looked = len(sums.seen)
+    assert looked == 4  # two blocks a batch, in a stand-in
+    decodes(marks, 33, 1)
+    assert rests(marks)
+    marks, sums = resting_at_times()
+    marks._before(step(new=(("a", (list(range(1, 9)),), 0, 32),)))
+    marks._before(None)
+    marks._for_following._credit = -2 * MOST_FOLLOWING  # it owes too much to wait for that
+    for _ in range(3):
+        marks._before(None)
+    assert rests(marks)
+
+
+def test_after_a_rest_a_foreign_write_to_a_request_that_began_since_is_told(clock: Clock) -> None:
+    marks, sums = resting_at_times()
+    marks._before(step(new=(("a", ([1, 2, 3],), 0, 12),)))
+    marks._for_following._credit = -0.001
+    decodes(marks, 12, 1 + _MOST_WAITING)
+    assert rests(marks)
+    clock.now += 2 * MOST_FOLLOWING / FOLLOWING
+    marks._to_rest = 0
+    decodes(marks, 30, 1)
+    assert not rests(marks)
+    marks._before(step(new=(("b", ([5, 6],), 0, 8),), running={"a": (None, 31, 1)}))
+    sums.changed = {0: ["layer"]}
+    for at in range(3):
+        marks._before(None if at < 2 else step(running={"b": (None, 8, 1)}))
+    marks._before(step(running={"b": (None, 9, 1)}))
+    assert [(each.block.number, each.block.request) for each in marks.found] == [(6, "b")]
+    assert marks.found[0].before >= 3
+
+
+@given(st.integers(0, 2**32))
+def test_a_block_that_is_given_away_is_marked_no_more_whenever_there_was_a_rest(seed: int) -> None:
+    """Nor is one of a request that began before the rest ended: of it nothing is known."""
+    chance = random.Random(seed)  # noqa: S311 - the same requests for the same seed
+    scheduler, (marks, _) = Scheduler(chance), resting_at_times()
+    ledger = marks._ledger
+    assert isinstance(ledger, Ledger)
+    known: set[str] = set()
+    marks._for_marks.allows = lambda **_: True  # type: ignore[method-assign]
+    marks._for_looks.allows = lambda **_: chance.random() < 0.5  # type: ignore[method-assign]
+    tired, saved_up = False, True
+
+    def allows(*, debt: bool = False) -> bool:
+        return not tired or (debt and not saved_up)
+
+    marks._for_following.allows = allows  # type: ignore[method-assign]
+    marks._for_following.is_saved_up = lambda: saved_up  # type: ignore[method-assign]
+    for _ in range(150):
+        tired, saved_up = chance.random() < 0.1, chance.random() < 0.2
+        output = None if chance.random() < 0.05 else scheduler.step()
+        if not marks._rests:
+            known |= {new.req_id for new in output.scheduled_new_reqs} if output else set()
+        marks._to_rest = min(marks._to_rest, 0)  # each step asks whether the rest is over
+        marks._resting = 0
+        marks._before(output)
+        if marks._rests:
+            known.clear()
+            assert not any((ledger._followed, ledger.marked, ledger.finished, marks._where))
+            continue
+        if output is None:
+            continue
+        known |= {new.req_id for new in output.scheduled_new_reqs} | set(output.scheduled_cached_reqs.resumed_req_ids)
+        fresh = {
+            number
+            for blocks in output.scheduled_cached_reqs.new_block_ids
+            if blocks is not None
+            for number in blocks[0]
+        }
+        for new in output.scheduled_new_reqs:
+            fresh |= set(new.block_ids[0][new.num_computed_tokens // 4 :])
+        held = ledger.marked.keys() | ledger.finished.keys()
+        assert fresh.isdisjoint(held)
+        assert {block.request for block in ledger._followed.values()} <= known
+    assert marks.stopped is None
