@@ -105,6 +105,82 @@ def test_the_scan_that_is_trained_with_is_transformers_own() -> None:
     torch.testing.assert_close(_scan(**given), expected, rtol=1e-4, atol=1e-4)
 
 
+def toy_of_a_target() -> Any:
+    """A DeepseekV3ForCausalLM of the toy's sizes and the tokens of the tasks, with random weights."""
+    import transformers
+
+    recipe = trained_models.RECIPES["mla-mtp"]
+    torch.manual_seed(0)
+    config = {name: value for name, value in (recipe.config | recipe.toy).items() if name != "model_type"}
+    made_of: Any = transformers.AutoModelForCausalLM
+    return made_of.from_config(transformers.DeepseekV3Config(**config), dtype=torch.float32).eval()
+
+
+@pytest.mark.slow  # transformers' modules are imported
+def test_a_draft_layer_computes_in_rows_what_an_engine_computes_token_by_token() -> None:
+    from measuring.trained_drafts import DraftLayer
+
+    target = toy_of_a_target()
+    draft = DraftLayer(target).eval()
+    ids = torch.randint(1, 100, (1, 12))
+    with torch.no_grad():
+        first, second = draft(ids, 2)
+        hidden = target.model(input_ids=ids, use_cache=False).last_hidden_state
+        embedded = target.get_input_embeddings()(ids)
+        embedded[:, 1] = 0  # that of the token that is given at position 0
+        row = 6
+        given = torch.cat([draft.enorm(embedded[:, 1 : row + 2]), draft.hnorm(hidden[:, : row + 1])], -1)
+        known = draft.eh_proj(given)
+
+        def last(rows: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(rows.shape[1])[None]
+            computed: torch.Tensor = draft.block(
+                rows, position_ids=places, position_embeddings=target.model.rotary_emb(rows, places)
+            )
+            return computed[:, -1:]
+
+        drafted = last(known)
+        # Up to 0.21.0 an engine goes on with what is before the last norm.
+        following = draft.eh_proj(torch.cat([draft.enorm(embedded[:, [row + 2]]), draft.hnorm(drafted)], -1))
+        drafted_next = last(torch.cat([known, following], 1))
+        head = target.lm_head
+        torch.testing.assert_close(first[:, [row]], head(draft.norm(drafted)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(second[:, [row]], head(draft.norm(drafted_next)), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow  # transformers' modules are imported
+def test_a_checkpoint_with_a_draft_layer_has_the_tensors_that_engines_load() -> None:
+    from measuring.trained_drafts import DraftLayer
+    from vllm_graphfix.verify.engine import models as tiny
+
+    recipe, target = trained_models.RECIPES["mla-mtp"], toy_of_a_target()
+    config = recipe.config | recipe.toy
+    tensors = dict(target.state_dict()) | DraftLayer(target).tensors(f"model.layers.{config['num_hidden_layers']}")
+    assert set(tensors) == set(tiny._mla_mtp(config))
+
+
+@pytest.mark.slow  # transformers' modules are imported
+def test_a_draft_layer_is_trained_after_its_model_which_stays_as_it_is(tmp_path: Path) -> None:
+    told = trained_models.train("mla-mtp", tmp_path, 4.0, toy=True)
+    assert set(told["drafts"]) == {"1", "2"}
+    assert json.loads((tmp_path / "mla-mtp" / "trained.json").read_text()) == told
+    config = json.loads((tmp_path / "mla-mtp" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+
+
+def test_only_drafts_within_answers_are_trained_and_counted() -> None:
+    ids = torch.arange(8)[None]
+    answers = ids >= 4
+
+    def draft(ids: torch.Tensor, steps: int) -> list[torch.Tensor]:
+        return [torch.zeros(1, ids.shape[1] - 1 - steps, 3)] * steps
+
+    given: Any = draft
+    counted = [right[drafted].tolist() for _, right, drafted in trained_models._drafted(given, ids, answers, 2)]
+    # The first answer, 4, is the target's; after it 5 and 6 are drafted, and so on.
+    assert counted == [[5, 6], [6, 7]]
+
+
 # -- the conversion
 
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab", "1"]
