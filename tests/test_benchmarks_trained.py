@@ -7,6 +7,8 @@ import random
 import sys
 import zipfile
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -340,25 +342,54 @@ def test_engines_with_trained_models_differ_in_graphs_and_fixes_alone(tmp_path: 
     assert stock.arguments["max_num_batched_tokens"] * 4 < max(map(len, stock.prompts)), "prefilled in chunks"
 
 
+def test_scored_prompts_that_end_in_their_answer_are_as_long_as_graphs_are_large(tmp_path: Path) -> None:
+    (tmp_path / "mla-mtp").mkdir()
+    (tmp_path / "mla-mtp" / "trained.json").write_text('{"symbols": 62}')
+    scored = case_of("mla-mtp-scored")
+    asked = scored.asked(tmp_path)
+    assert {len(question.ids) for question in asked} <= set(scored.case.graphs["cudagraph_capture_sizes"])
+    for question in asked:
+        prompt, answer = question.prompt[: question.unscored], question.prompt[question.unscored :]
+        assert prompt.endswith(":")
+        assert answer.rstrip(".") == "".join(sorted(prompt[:-1].split(",")))
+
+
+def test_mtp_is_run_on_a_vllm_without_its_defect_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    site = f"0.33.0={release_root('0.33.0')}"
+    options = ("--out", str(tmp_path), "--site", site, "--only", "mla-mtp-sort", "--only", "mla-mtp-fp8-sort")
+    monkeypatch.setattr(trained.Benchmark, "_training", lambda *_: nullcontext({}))
+    assert run(monkeypatch, *options) == 2
+    runs = {each["case"]: each for each in json.loads((tmp_path / trained.RESULT).read_text())["runs"]}
+    assert runs["mla-mtp-fp8-sort"]["not_run"] == "this vLLM is not affected"
+    assert runs["mla-mtp-sort"]["not_run"].startswith("the model could not be trained")
+    assert runs["mla-mtp-sort"]["affected"] is False
+
+
 # -- figures
 
 
-def ended(mode: str, texts: tuple[str, ...], error: str | None = None, logprob: float = -0.5) -> Ended:
+def ended(
+    mode: str,
+    texts: tuple[str, ...],
+    error: str | None = None,
+    logprob: float = -0.5,
+    drafts: tuple[int, int] | None = (3, 4),
+) -> Ended:
     answers = tuple(
         Answer(tuple(text.encode()), tuple({token: logprob, 0: -9.0} for token in text.encode())) for text in texts
     )
     states = {"0": {"mamba-padding": "active" if mode == "patched" else "off"}}
-    said = Said((answers,), states, {}, (3, 4), {}, 1.0, cudagraph_mode="FULL")
+    said = Said((answers,), states, {}, drafts, {}, 1.0, cudagraph_mode="FULL")
     return Ended(Job(mode, EAGER), None if error else said, error, Path("log"), 2.0)
 
 
-def figures_of(stock: Ended, kind: str = EXACT) -> dict[str, Any]:
+def figures_of(stock: Ended, kind: str = EXACT, patched: Ended | None = None) -> dict[str, Any]:
     case = Trained("mamba-padding", case_of("mamba2-walk").case, "walks", kind, lambda folder: ())
     questions = [Question((1,), "p", 3, "abc"), Question((2,), "q", 3, "bca")]
     ends: Mapping[str, Ended] = {
         "eager": ended("eager", ("abc", "bca")),
         "stock": stock,
-        "patched": ended("patched", ("abc", "bca")),
+        "patched": patched or ended("patched", ("abc", "bca")),
     }
     about = {"case": "mamba2-walk", "fix": case.fix, "release": "0.21.0", "title": case.title, "not_run": None}
     return about | trained_figures.figures(case, questions, ends, lambda ids: bytes(ids).decode())
@@ -388,6 +419,38 @@ def test_an_engine_without_its_fix_at_work_is_a_failure() -> None:
     found = figures_of(ended("stock", ("abc", "bca")))
     found["modes"]["patched"]["state"] = "off"
     assert not trained_figures.is_good(found)
+
+
+def test_on_a_vllm_without_the_defect_no_fix_has_to_be_at_work() -> None:
+    found = figures_of(ended("stock", ("abc", "bca"))) | {"affected": False}
+    found["modes"]["patched"]["state"] = "fixed"
+    assert trained_figures.is_good(found)
+    found["modes"]["patched"]["corrupt"] = [0]
+    assert not trained_figures.is_good(found)
+
+
+def test_drafts_that_are_accepted_less_often_than_without_graphs_are_a_failure() -> None:
+    stock = ended("stock", ("abc", "bca"), drafts=(1, 4))
+    found = figures_of(stock)
+    assert [found["modes"][mode]["acceptance"] for mode in ("eager", "stock", "patched")] == [0.75, 0.25, 0.75]
+    assert trained_figures.is_good(found)
+    lines = trained_figures.markdown({"runs": [found], "models": {}}).splitlines()
+    assert "| `mamba-padding` | 0.21.0 | walks | share of them | 0.75 | 0.25 | 0.75 |" in lines
+    assert not trained_figures.is_good(figures_of(stock, patched=ended("patched", ("abc", "bca"), drafts=(1, 4))))
+    without = figures_of(ended("stock", ("abc", "bca"), drafts=None))
+    assert without["modes"]["stock"]["acceptance"] is None
+
+
+def test_of_a_scored_prompt_only_what_can_be_known_has_a_perplexity() -> None:
+    case = Trained("prompt-logprobs", case_of("scored").case, "scored", SCORED, lambda folder: ())
+    end = ended("eager", ("bcd",))
+    assert end.said is not None
+    answer = Answer(tuple(b"bcd"), ({ord("b"): -9.0}, {ord("c"): -0.7}, {ord("d"): -0.1}))
+    said = replace(end.said, passes=((answer,),))
+    ends = {mode: replace(end, said=said) for mode in ("eager", "stock", "patched")}
+    questions = [Question((97, 98, 99), "abc", 1, unscored=2)]
+    found = trained_figures.figures(case, questions, ends, lambda ids: bytes(ids).decode())
+    assert found["modes"]["eager"]["perplexity"] == 2.01
 
 
 def test_a_scored_prompt_has_a_perplexity() -> None:
