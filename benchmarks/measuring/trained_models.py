@@ -3,11 +3,12 @@
     python -m measuring.trained_models NAME FOLDER [--seconds S] [--toy]
 
 The modules are those of transformers, and what they compute is what vLLM computes. Tokens are characters, by their
-ASCII numbers, and `trained_tasks` has what they
-are to do.
+ASCII numbers, and `trained_tasks` has what they are to do. A draft layer (`trained_drafts`) is trained after its model,
+which then stays as it is.
 
-FOLDER/NAME gets the model, and trained.json what it came to: the share of answers to prompts that it has not seen that
-are right in every character, given the right ones before, in bfloat16.
+FOLDER/NAME gets the model, and trained.json what it came to, in bfloat16: the share of answers to prompts that it has
+not seen that are right in every character, given the right ones before, and of a draft layer the shares of its first,
+second … draft tokens within answers that are right, given the right ones before.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from measuring.trained_drafts import DraftLayer, Tensors
 from measuring.trained_tasks import SINGERS, SYMBOLS, Asked, song, sort, walk
 from vllm_graphfix.verify.engine import models as tiny
 
@@ -34,9 +37,8 @@ ENOUGH = 0.995
 """The share of whole answers right at which a training ends early."""
 _RATE, _WARM_UP, _EVERY = 1e-3, 100, 100
 _SHORT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-
-
-Tensors = dict[str, torch.Tensor]
+_FOR_THE_TARGET = 0.7
+"""The share of the time of a training after which it goes on with the draft layer at the latest."""
 _EXPERTS, _OUTLIER = 4, 1024.0
 
 
@@ -86,6 +88,8 @@ class Recipe:
         tensors,
     )
     """What becomes of the configuration and the tensors of a trained model, which are to compute the same then."""
+    drafts: int = 0
+    """Tokens of a draft that a draft layer is trained for; 0 for none."""
 
 
 RECIPES = {
@@ -114,6 +118,7 @@ RECIPES = {
     ),
 }
 RECIPES["mla-experts"] = replace(RECIPES["mla"], made_into=_as_experts)
+RECIPES["mla-mtp"] = replace(RECIPES["mla"], config=tiny.MLA_MTP | _SHORT | {"num_hidden_layers": 4}, drafts=2)
 
 
 def _rows(recipe: Recipe, chance: random.Random, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,30 +181,36 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
     read = transformers.AutoConfig.from_pretrained(made)
     made_of: Any = transformers.AutoModelForCausalLM  # whose methods have no types
     model = made_of.from_config(read, dtype=torch.float32).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    chance = random.Random(SEED)  # noqa: S311 - the same rows in every training
     if toy:
         recipe = replace(recipe, symbols=12, batch=24)
-    began, step, right = time.monotonic(), 0, {"": 0.0}
-    while (spent := time.monotonic() - began) < seconds and min(right.values()) < ENOUGH:
-        ids, answers = (each.to(device) for each in _rows(recipe, chance, recipe.batch))
-        rate = _RATE * min(1.0, (step + 1) / _WARM_UP, 0.05 + 2 * (1 - spent / seconds))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-        wanted = ids[:, 1:].masked_fill(~answers[:, 1:], -100)  # which cross_entropy leaves out
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        step += 1
-        if step % (_EVERY // 5 if toy else _EVERY) == 0:
-            right = _right(model, recipe, 64)
-            print(f"{name}: step {step}, {spent:.0f} s, loss {loss.item():.4f}, answers right {right}", flush=True)
+    began, every = time.monotonic(), _EVERY // 5 if toy else _EVERY
+    batches = _batches(recipe, device)
+
+    def answered_wrong() -> torch.Tensor:
+        ids, answers = next(batches)
+        return _loss(model(input_ids=ids[:, :-1], use_cache=False).logits, ids[:, 1:], answers[:, 1:])
+
+    steps = _learn(
+        name,
+        model,
+        seconds * (_FOR_THE_TARGET if recipe.drafts else 1.0),
+        every,
+        answered_wrong,
+        lambda: _right(model, recipe, 64),
+    )
+    draft = DraftLayer(model).to(device) if recipe.drafts else None
+    if draft is not None:
+
+        def drafted_wrong() -> torch.Tensor:
+            ids, answers = next(batches)
+            return sum(starmap(_loss, _drafted(draft, ids, answers, recipe.drafts)), torch.zeros((), device=device))
+
+        model.eval().requires_grad_(False)
+        left = seconds - (time.monotonic() - began)
+        _learn(f"{name}, drafts", draft, left, every, drafted_wrong, lambda: _drafts_right(draft, recipe, 64))
     told = {
         "model": name,
-        "steps": step,
+        "steps": steps,
         "seconds": round(time.monotonic() - began, 1),
         "parameters": sum(each.numel() for each in model.parameters()),
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
@@ -209,12 +220,85 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
         "symbols": recipe.symbols,
         "right": {task: round(share, 4) for task, share in _right(model.to(torch.bfloat16), recipe, 256).items()},
     }
-    tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+    tensors: Tensors = dict(model.state_dict())
+    if draft is not None:
+        found = _drafts_right(draft.to(torch.bfloat16), recipe, 256)
+        told["drafts"] = {number: round(share, 4) for number, share in found.items()}
+        told["parameters"] += sum(each.numel() for each in draft.parameters())
+        tensors |= draft.tensors(f"model.layers.{config['num_hidden_layers']}")
+    # Copies, for what a checkpoint holds twice is not to share its memory.
+    tensors = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
     config, tensors = recipe.made_into(config, tensors)
     (made / "config.json").write_text(json.dumps(config, indent=2))
     save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
     (made / "trained.json").write_text(json.dumps(told, indent=2))
     return told
+
+
+def _batches(recipe: Recipe, device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The rows that are trained on, the same in every training."""
+    chance = random.Random(SEED)  # noqa: S311 - no secret
+    while True:
+        ids, answers = _rows(recipe, chance, recipe.batch)
+        yield ids.to(device), answers.to(device)
+
+
+def _learn(
+    name: str,
+    trained: torch.nn.Module,
+    seconds: float,
+    every: int,
+    loss_of: Callable[[], torch.Tensor],
+    right_of: Callable[[], dict[str, float]],
+) -> int:
+    """Trains for at most *seconds*, or until `ENOUGH` is right; looks each so many steps, and returns their number."""
+    wanted = [each for each in trained.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(wanted, lr=_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    began, step, right = time.monotonic(), 0, {"": 0.0}
+    while (spent := time.monotonic() - began) < seconds and min(right.values()) < ENOUGH:
+        rate = _RATE * min(1.0, (step + 1) / _WARM_UP, 0.05 + 2 * (1 - spent / seconds))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = loss_of()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(wanted, 1.0)
+        optimizer.step()
+        step += 1
+        if step % every == 0:
+            right = right_of()
+            print(f"{name}: step {step}, {spent:.0f} s, loss {loss.item():.4f}, right {right}", flush=True)
+    return step
+
+
+def _loss(logits: torch.Tensor, ids: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    wanted = ids.masked_fill(~counted, -100)  # which cross_entropy leaves out
+    return functional.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
+
+
+def _drafted(
+    draft: DraftLayer, ids: torch.Tensor, answers: torch.Tensor, steps: int
+) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Of each draft token: logits, ids that are right, and which of them an engine drafts.
+
+    The first token of an answer is the target's.
+    """
+    for step, logits in enumerate(draft(ids, steps)):
+        count = logits.shape[1]
+        drafted = answers[:, 1:][:, :count] & answers[:, 2 + step :][:, :count]
+        yield logits, ids[:, 2 + step :][:, :count], drafted
+
+
+@torch.no_grad()
+def _drafts_right(draft: DraftLayer, recipe: Recipe, count: int) -> dict[str, float]:
+    """The share of draft tokens that are right, of the first, the second and so on, for prompts as in `_right`."""
+    device = draft.eh_proj.weight.device
+    chance = random.Random(SEED + 1)  # noqa: S311 - no secret
+    ids, answers = (each.to(device) for each in _rows(recipe, chance, count))
+    return {
+        str(number): (logits.argmax(-1) == right)[drafted].float().mean().item()
+        for number, (logits, right, drafted) in enumerate(_drafted(draft, ids, answers, recipe.drafts), 1)
+    }
 
 
 @torch.no_grad()
