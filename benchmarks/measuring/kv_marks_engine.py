@@ -258,6 +258,8 @@ def _switch(worker: Any, every: int | None, anew: bool) -> None:
     if anew:
         CREDIT[:], RESTS[:] = (0.0, 0.0, 0.0), (False,)
     elif marks._watch._ledger is not None:
+        for budget in _budgets():
+            budget.allows()  # has it earn for the window that is over
         CREDIT[:] = (budget._credit for budget in _budgets())
         RESTS[:] = (marks._watch._rests,)
     marks.begin(every)
