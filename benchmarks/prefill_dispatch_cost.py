@@ -125,7 +125,7 @@ def main() -> int:
 
 
 def _write(name: str, folder: Path) -> Path:
-    return (tiny_recurrent if name in tiny_recurrent.MODELS else models).write(name, folder)
+    return tiny_recurrent.write(name, folder) if name in tiny_recurrent.MODELS else models.write(name, folder)
 
 
 def _runners(site: Site, name: str, options: argparse.Namespace) -> Sequence[str]:
