@@ -3,7 +3,8 @@
     python benchmarks/prefill_dispatch_cost.py [--site RELEASE=FOLDER …] --out FOLDER [--only MODEL …]
 
 For each release (FOLDER holds a vLLM that can run; without --site it is the installed one) the tiny models of `verify`
-run in three engines each, which are alive at once: eager, and with full graphs stock and patched.
+and of `measuring/tiny_recurrent.py` run in three engines each, which are alive at once: eager, and with full graphs
+stock and patched.
 
 First tokens: each kind of row that has the shape of a decode, alone and beside requests that decode, must be answered
 as by the eager engine. A row with a state is the rest of a prompt that was cut by `long_prefill_token_threshold`: one
@@ -31,7 +32,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from measuring import engine_cases, machine
+from measuring import engine_cases, machine, tiny_recurrent
 from measuring.engine_cases import Configuration, Site, find_sites
 from measuring.engine_process import DiedError, EngineProcess, Order, Ready
 from measuring.wrappers import ORDER, Ratio, judged
@@ -43,7 +44,8 @@ from vllm_graphfix.verify.engine import cases, models, processes
 from vllm_graphfix.verify.engine import device as devices
 
 LOAD = Path(__file__).parent / "measuring" / "dispatch_load.py"
-START_TIMEOUT, TURN_TIMEOUT = 300.0, 240.0
+START_TIMEOUT, TURN_TIMEOUT = 300.0, 400.0
+"""Triton compiles the kernels of delta attention (Kimi Linear) at the first prompt, not while an engine starts."""
 TARGET = 0.99
 """The speed of steps with the wrappers, relative to those without, where the fix takes none of them."""
 THRESHOLD, BATCH, VOCABULARY = 16, 8, range(1, models.VOCABULARY)
@@ -57,8 +59,10 @@ MODELS: Mapping[str, cases.Case] = {
         arguments={name: value for name, value in cases.GDN_MTP.arguments.items() if name != "speculative_config"},
     ),
     "gdn-mtp": cases.GDN_MTP,
+    **{name: replace(cases.MAMBA2_ONE_TOKEN, name=name, model=name) for name in tiny_recurrent.MODELS},
     "llama": replace(cases.MAMBA2_ONE_TOKEN, name="llama", model="llama"),
 }
+WITHOUT_ATTENTION = ("mamba2", "mamba1")
 BY_DEFAULT = ("mamba2", "lfm2")
 """Triton compiles the kernels of gated delta nets for minutes."""
 
@@ -99,7 +103,7 @@ def main() -> int:
     }
     names = ["llama"] if options.rehearse else options.only or BY_DEFAULT
     for name in {MODELS[name].model for name in names}:
-        models.write(name, options.out / "models")
+        _write(name, options.out / "models")
     with processes.terminated_like_interrupted():
         for site in sites:
             with ExitStack() as ending:
@@ -120,6 +124,10 @@ def main() -> int:
     return 2 if set(judged) <= {"not run"} else int(set(judged) != {"right"})
 
 
+def _write(name: str, folder: Path) -> Path:
+    return tiny_recurrent.write(name, folder) if name in tiny_recurrent.MODELS else models.write(name, folder)
+
+
 def _runners(site: Site, name: str, options: argparse.Namespace) -> Sequence[str]:
     """V2 where its dispatch goes by the shape, and it takes such models: hybrids."""
     if options.rehearse:
@@ -127,7 +135,7 @@ def _runners(site: Site, name: str, options: argparse.Namespace) -> Sequence[str
     source = open_source(site.folder)
     from vllm_graphfix.fixes.prefill_dispatch import _v2_serves_them_wrong
 
-    offered = ["V1", *(["V2"] if name != "mamba2" and _v2_serves_them_wrong(source) else [])]
+    offered = ["V1", *(["V2"] if name not in WITHOUT_ATTENTION and _v2_serves_them_wrong(source) else [])]
     return [runner for runner in offered if runner in (options.runner or offered)]
 
 

@@ -8,6 +8,7 @@ a seed of its own, so that two folders made anywhere hold the same numbers.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -518,7 +519,7 @@ def _values(name: str, shape: tuple[int, ...], tied: bool) -> torch.Tensor:
     import torch
 
     if name.endswith("A_log"):  # decay rates of a state, from slow to fast
-        return torch.linspace(0.5, 4.0, shape[0]).log()
+        return torch.linspace(0.5, 4.0, math.prod(shape)).log().view(shape)
     if name.endswith("bias"):
         return torch.zeros(shape)
     if len(shape) == 1:
