@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from behaviours import check_behaviours
 from table import slow_but_for
+from vllm_graphfix.fix import Activity
+from vllm_graphfix.fixes import capture_state
+from vllm_graphfix.fixes._capture_passes import CaptureSession
 
 
 @pytest.mark.parametrize("release", slow_but_for(("0.17.1", "0.21.0"), ("0.16.0", "0.17.1", "0.18.1", "0.21.0")))
@@ -15,3 +20,40 @@ def test_each_pass_of_a_capture_has_a_state_of_its_own(release: str) -> None:
 
 def test_without_a_speculator_it_needs_no_companion() -> None:
     check_behaviours("0.21.0", "capture_state", {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "off"}, select="not draft")
+
+
+@pytest.mark.parametrize(
+    ("failing", "states", "built_after"),
+    [(None, ["first", "anew"], [1]), ("warm-up", ["first", "first"], []), ("recorded", ["first", "first"], [1])],
+)
+def test_where_it_fails_at_a_pass_of_a_draft_both_have_stocks_state_and_none_is_built_inside_the_graph(
+    failing: str | None, states: list[str], built_after: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, activity = ("first", "slots"), Activity()
+    passes: list[str] = []
+    built: list[int] = []
+
+    def build() -> tuple[str, str]:
+        built.append(len(passes))
+        return "anew", "slots"
+
+    def fails(*given: object) -> bool:
+        raise RuntimeError(failing)
+
+    def generate_fn(metadata: str, slots: str) -> None:
+        passes.append(metadata)
+
+    generate: Any = capture_state._generate_with_a_state_per_pass(generate_fn, activity)
+    session = CaptureSession(activity)
+    session.begin()
+    try:
+        session.built(build, first)
+        for each in ("warm-up", "recorded"):
+            with monkeypatch.context() as patched:
+                if each == failing:
+                    patched.setattr(session, "concerns", fails)
+                generate(*first)
+    finally:
+        session.end()
+    assert (passes, built) == (states, built_after)
+    assert (activity.error is not None) is (failing is not None)

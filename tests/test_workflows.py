@@ -80,7 +80,30 @@ def test_workflows_run_what_ci_runs() -> None:
     assert [run for run in runs if not run.startswith("make ")] == [
         "pipx run --spec dist/*.whl vllm-graphfix explain",
         'test -f "dist/vllm_graphfix-${GITHUB_REF_NAME#v}-py3-none-any.whl"',
+        jobs(PROJECT / ".github/workflows/test-all.yml")["test"]["steps"][-1]["run"],
     ]
+
+
+def test_all_tests_run_each_week_and_the_summary_names_what_failed(tmp_path: Path) -> None:
+    workflow = yaml.safe_load((PROJECT / ".github/workflows/test-all.yml").read_text())
+    (when,) = workflow[True]["schedule"]  # YAML takes `on` for a truth value
+    assert re.fullmatch(r"\d+ \d+ \* \* \d", when["cron"])
+    (job,) = workflow["jobs"].values()
+    *_, made, told = job["steps"]
+    assert made == {"run": "make test-all PYTEST_WORKERS=4"}
+    assert not [step for step in (job, *job["steps"]) if "continue-on-error" in step]
+    assert not [line for line in recipe("test-all") if "not slow" in line]
+    assert told["if"] == "failure()"
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('text', ['a b', 'c'])\ndef test_it(text): assert text == 'c'\n"
+        "def test_that(): assert 0\n"
+    )
+    environment = {"PATH": f"{PROGRAMS}:/usr/bin:/bin", "GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}
+    tested = [sys.executable, "-m", "pytest", "-q", "-n", "1", "--dist", "loadgroup"]
+    assert subprocess.run(tested, cwd=tmp_path, env=environment, capture_output=True, check=False).returncode == 1
+    subprocess.run(["/bin/bash", "-ec", told["run"]], cwd=tmp_path, check=True, env=environment)
+    summary = (tmp_path / "summary").read_text().splitlines()
+    assert summary == ["- `test_some.py::test_it[a b]`", "- `test_some.py::test_that`"]
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)

@@ -222,9 +222,16 @@ def serve_with(worker: Any, extension: type) -> None:
 
 
 @watching
-def test_a_layer_that_a_program_processes_by_itself_is_compared_too(worker: Any) -> None:
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "a while later"])
+def test_a_layer_that_a_program_processes_by_itself_is_compared_too(worker: Any, at_once: bool) -> None:
+    watch = _this_process().addresses
     worker.model_runner.model.load_weights([("kv_b_proj.weight", weights(2.0))])
+    watch._not_before = float("inf") if at_once else 0.0  # until when loads of single tensors are not compared
     worker.model_runner.model.attention.process_weights_after_loading(torch.bfloat16)
+    if at_once and not REPAIRS:  # which a heartbeat makes up for, having seen it twice
+        assert moved() == {}
+        watch.look()
+        watch.look()
     assert set(moved().values()) == (set() if COPIES else {"repaired" if REPAIRS else "reported"})
     assert worker.model_runner.answers() == (128.0 if COPIES or REPAIRS else 64.0, 128.0)
 

@@ -1,4 +1,4 @@
-"""Runs the CPU double's scenarios with the fixes active, one call of our layers raising at a time.
+"""Runs the CPU double's scenarios with the fixes active, one call of our layers raising at a time, or two.
 
 They run in forks of one process.
 
@@ -26,6 +26,7 @@ LAYERS = "vllm_graphfix.fixes."
 STOCKS = {
     "stock",
     "generate_fn",
+    "flash_attn_varlen_func kernel",
     "made if self.alone else made[0]",
     "__call__ self._create",
 }
@@ -37,6 +38,7 @@ OURS = (
     "self._",
     "cls",
     "self.next",
+    "self.activity",
     "self.alone",
     "self.consumed",
     "self.recorded_states",
@@ -50,7 +52,7 @@ PYTHONS = ("super()", "kept.", "arguments.", "signature.", "prepared.", "returne
 """Objects of the standard library's own."""
 
 _seen: set[str] = set()
-_failing: str | None = None
+_failing: frozenset[str] = frozenset()
 
 
 class Planted(Exception):  # noqa: N818 - no error of anybody's
@@ -59,16 +61,16 @@ class Planted(Exception):  # noqa: N818 - no error of anybody's
 
 def _called(place: str, function: Callable[..., Any]) -> Callable[..., Any]:
     _seen.add(place)
-    return _raise if place == _failing else function
+    return functools.partial(_raise, place) if place in _failing else function
 
 
-def _raise(*args: object, **kwargs: object) -> None:
-    raise Planted(_failing)
+def _raise(place: str, /, *args: object, **kwargs: object) -> None:
+    raise Planted(place)
 
 
 def _read(place: str, subject: Any, name: str) -> Any:
     _seen.add(place)
-    if place == _failing:
+    if place in _failing:
         raise AttributeError(f"{Planted.__name__}: {place}")
     return getattr(subject, name)
 
@@ -160,7 +162,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 def main(names: list[str], every: int = 1) -> None:
     """Prints a line of JSON for each fix of *names* and each call that its layers make in its scenario.
 
-    With *every* it takes every nth call only. Two further runs have no failing call.
+    What they call only where another call has failed, fails together with that one. With *every* it takes every nth
+    call only. Two further runs have no failing call.
     """
     sys.meta_path.insert(0, _Finder())
     import vllm_graphfix
@@ -174,25 +177,34 @@ def main(names: list[str], every: int = 1) -> None:
     for path in (Path(vllm_graphfix.__file__).parent / "fixes").glob("*.py"):
         _code(f"{LAYERS}{path.stem}", str(path))  # or each fork would do it
     os.environ["VLLM_GRAPHFIX"] = "off"
-    stocks = {name: _in_fork(name, None) for name in names}
+    stocks = {name: _in_fork(name) for name in names}
     os.environ["VLLM_GRAPHFIX"] = "on"
     vllm_graphfix.register()  # once: to patch all that is imported takes as long as many a scenario
     for name, stock in stocks.items():
-        right = _in_fork(name, None)
+        right = _in_fork(name)
         print(json.dumps({"fix": name, "stock": stock, "right": right}), flush=True)  # noqa: T201 - the result
-        own = [call for call in right["calls"] if call.partition(":")[0] in ("_capture_passes", name.replace("-", "_"))]
-        for call in own[::every]:
-            told = {"fix": name, "call": call} | _in_fork(name, call)
-            print(json.dumps(told), flush=True)  # noqa: T201 - the result
+        for call in _own(name, right)[::every]:
+            told = _in_fork(name, call)
+            print(json.dumps({"fix": name, "call": call} | told), flush=True)  # noqa: T201 - the result
+            for other in _own(name, told):
+                if other not in right["calls"]:
+                    told = {"fix": name, "call": f"{call}, {other}"} | _in_fork(name, call, other)
+                    print(json.dumps(told), flush=True)  # noqa: T201 - the result
 
 
-def _in_fork(name: str, failing: str | None) -> dict[str, Any]:
+def _own(name: str, told: dict[str, Any]) -> list[str]:
+    """The calls that layers of the fix *name* have made."""
+    modules = ("_capture_passes", name.replace("-", "_"))
+    return [call for call in told.get("calls", ()) if call.partition(":")[0] in modules]
+
+
+def _in_fork(name: str, *failing: str) -> dict[str, Any]:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         with os.fdopen(writing, "w") as result:
             try:
-                json.dump(_run(name, failing), result)
+                json.dump(_run(name, frozenset(failing)), result)
             except BaseException as error:
                 json.dump({"escaped": f"{type(error).__name__}: {error}"}, result)
         os._exit(0)
@@ -203,8 +215,8 @@ def _in_fork(name: str, failing: str | None) -> dict[str, Any]:
     return told
 
 
-def _run(name: str, failing: str | None) -> dict[str, Any]:
-    global _failing  # noqa: PLW0603 - one fork, one failing call
+def _run(name: str, failing: frozenset[str]) -> dict[str, Any]:
+    global _failing  # noqa: PLW0603 - what fails in this fork
     import vllm_graphfix
     from vllm_graphfix.verify.double.worker import scenario_of
 
@@ -214,7 +226,7 @@ def _run(name: str, failing: str | None) -> dict[str, Any]:
     _seen.clear()
     _failing = failing
     found = scenario()
-    calls, _failing = sorted(_seen), None
+    calls, _failing = sorted(_seen), frozenset()
     state = vllm_graphfix.states()[name]
     return {
         "numbers": repr((found.graphed, found.error)),  # as text, in which NaN equals NaN

@@ -15,7 +15,7 @@ import os
 import sys
 import unittest.mock
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, new_class
 from typing import Any
 
 import wrapt
@@ -76,8 +76,15 @@ def _code_with(variables: tuple[str, ...]) -> Any:
     return made["outer"]().__code__
 
 
-def _derived(owner: Any, inside: dict[str, Any]) -> Any:
-    return type(owner)(owner.__name__, (owner,), {"__module__": __name__, **inside})
+def _derived(owner: Any, inside: dict[str, Any], *, by: Any = None) -> Any:
+    """A class below *owner*, made by the metaclass *by*, or as *owner* was.
+
+    It is generic where *owner* is: vLLM subscripts what stands there.
+    """
+    parameters = getattr(owner, "__parameters__", ())
+    base = owner[parameters] if parameters else owner
+    made_by = {"metaclass": by or type(owner)}
+    return new_class(owner.__name__, (base,), made_by, lambda body: body.update({"__module__": __name__, **inside}))
 
 
 def _closure(module: ModuleType, owner: Any, name: str) -> None:
@@ -152,7 +159,7 @@ def _metaclass(module: ModuleType, owner: Any, name: str) -> None:
         def __new__(cls, of: str, bases: Any, inside: dict[str, Any]) -> Any:
             return super().__new__(cls, of, bases, {**inside, name: _own})
 
-    setattr(module, owner.__name__, Meta(owner.__name__, (owner,), {"__module__": owner.__module__}))
+    setattr(module, owner.__name__, _derived(owner, {"__module__": owner.__module__}, by=Meta))
 
 
 def _init_subclass(module: ModuleType, owner: Any, name: str) -> None:

@@ -180,7 +180,7 @@ def _capture_graph_in_a_session(stock: StockFunction, activity: Activity) -> Sto
             if arguments is not None:
                 generate_fn = arguments.arguments.get("generate_fn")
                 if corrects and generate_fn is not None:
-                    arguments.arguments["generate_fn"] = _generate_with_a_state_per_pass(generate_fn)
+                    arguments.arguments["generate_fn"] = _generate_with_a_state_per_pass(generate_fn, activity)
                     args, kwargs = arguments.args, arguments.kwargs
                 session = CaptureSession(activity)
                 session.begin()
@@ -208,16 +208,26 @@ def _arguments_for_full_graph(
     return arguments if mode is None or mode.name == "FULL" else None
 
 
-def _generate_with_a_state_per_pass(generate_fn: Any) -> Any:
+def _generate_with_a_state_per_pass(generate_fn: Any, activity: Activity) -> Any:
     """`generate_fn` of an Eagle manager, with a state for each pass.
 
     It is called inside the graph: the recorded pass's state must be there before.
     """
     prepared: list[tuple[Any, Any]] = []
+    failed = False
 
     def generate(*args: Any, **kwargs: Any) -> Any:
-        session = current_session()
-        if session is None or not session.concerns(*args, *kwargs.values()):
+        nonlocal failed
+        session = None
+        try:
+            running = None if failed else current_session()
+            if running is not None and running.concerns(*args, *kwargs.values()):
+                session = running
+        except Exception as error:
+            # No pass after this one either: what it would prepare after the warm-up, it would build inside the graph.
+            failed = True
+            activity.failed(error)
+        if session is None:
             return generate_fn(*args, **kwargs)
         state = prepared.pop() if prepared else None
         args, kwargs = session.for_next_pass(args, kwargs, state)
