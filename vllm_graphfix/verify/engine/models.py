@@ -132,6 +132,7 @@ LFM2: Config = _COMMON | {
     "conv_L_cache": 3,
     "conv_bias": False,
     "block_dim": 512,
+    "block_ff_dim": 1024,  # another name of the next but three, in transformers 4
     "block_multiple_of": 256,
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": False,
