@@ -44,6 +44,10 @@ NOT_RUN = {
         "python benchmarks/trained.py --site 0.18.1=FOLDER --site 0.21.0=FOLDER --site 0.25.1=FOLDER --out FOLDER "
         "--only mla-sort@0.21.0 --only mla-fp8-sort@0.18.1 --only mamba2-song@0.25.1"
     ): "needs a GPU",
+    (
+        "python benchmarks/trained.py --site 0.21.0=FOLDER --site 0.18.1=FOLDER --site 0.25.1=FOLDER --out FOLDER "
+        "--only mla-mtp-sort@0.21.0 --only mla-mtp-fp8-sort@0.18.1 --only mla-mtp-scored@0.25.1"
+    ): "needs a GPU",
 }
 """Why a command is not run here. Of a block that tools/walk_rollout.py has written, none is: it ran them on real
 servers."""
