@@ -189,17 +189,8 @@ def cost(llm: Any, result: Result, batch: int, prompt: int, answer: int, every: 
 
 _LOADS = ("together", "apart")
 _COUNTED = ("marks", "looks", "passed-over", "rests")
-_ADDED = (
-    *(
-        "seconds",
-        "of them following",
-        "of them sums",
-        "of them before the worker's own method",
-        "of its steps",
-        "rested",
-    ),
-    *_COUNTED,
-)
+_SPENT = ("of them following", "of them sums", "of them before the worker's own method", "of its steps", "rested")
+_ADDED = ("seconds", *_SPENT, *_COUNTED)
 
 
 def _hurry(_: Any) -> None:
@@ -278,15 +269,10 @@ def _budgets() -> tuple[Any, Any, Any]:
 
 
 def _spent_by_a_worker(_: Any) -> dict[str, float]:
-    """Seconds of the host in this window."""
+    """Seconds of the host in this window, and the steps that they are of."""
     sums = sum(budget.spent for budget in _budgets()[:2])
-    return {
-        "of them following": _marks()._watch.seconds() - sums,
-        "of them sums": sums,
-        "of them before the worker's own method": Outside.seconds,
-        "of its steps": Outside.steps,
-        "rested": Outside.rested,
-    }
+    following = _marks()._watch.seconds() - sums
+    return dict(zip(_SPENT, (following, sums, Outside.seconds, Outside.steps, Outside.rested), strict=True))
 
 
 def _plant(worker: Any) -> None:

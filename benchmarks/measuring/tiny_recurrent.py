@@ -11,13 +11,10 @@ from pathlib import Path
 from vllm_graphfix.verify.engine import models
 from vllm_graphfix.verify.engine.models import LAYERS, VOCABULARY, Config, Shapes
 
+_MLA, _of_mla = models.MODELS["mla"]
 _COMMON: Config = {
-    "hidden_size": 512,
-    "num_hidden_layers": LAYERS,
-    "vocab_size": VOCABULARY,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
+    name: _MLA[name]
+    for name in ("hidden_size", "num_hidden_layers", "vocab_size", "hidden_act", "tie_word_embeddings", "torch_dtype")
 }
 MAMBA1: Config = _COMMON | {
     "architectures": ["MambaForCausalLM"],
@@ -32,20 +29,14 @@ MAMBA1: Config = _COMMON | {
     "use_conv_bias": True,
     "residual_in_fp32": True,
 }
-_LATENT: Config = _COMMON | {
+_LATENT: Config = {
+    name: value
+    for name, value in _MLA.items()
+    if name not in ("architectures", "first_k_dense_replace", "n_group", "topk_group", "moe_intermediate_size")
+    and "expert" not in name
+} | {
     # vLLM's own class of configurations: the releases' and transformers' others need remote code.
     "model_type": "kimi_linear",
-    "intermediate_size": 1024,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
 }
 KDA: Config = _LATENT | {
     "architectures": ["KimiLinearForCausalLM"],
@@ -99,18 +90,10 @@ def _mamba1(config: Config) -> Shapes:
 def _kda(config: Config) -> Shapes:
     hidden, kda = config["hidden_size"], config["linear_attn_config"]
     heads, head = kda["num_heads"], kda["head_dim"]
-    shapes: Shapes = {
-        "model.embed_tokens.weight": (VOCABULARY, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (VOCABULARY, hidden),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        shapes |= _mlp(prefix, config)
-        if layer + 1 not in kda["kda_layers"]:
-            shapes |= _latent_attention(f"{prefix}.self_attn", config, "o_proj")
-            continue
-        attention = f"{prefix}.self_attn"
+    shapes = _of_mla(config)
+    for layer in kda["kda_layers"]:
+        attention = f"model.layers.{layer - 1}.self_attn"
+        shapes = _without(shapes, attention)
         for name in "qkv":
             shapes |= {
                 f"{attention}.{name}_proj.weight": (heads * head, hidden),
@@ -133,47 +116,23 @@ def _kda(config: Config) -> Shapes:
 
 def _linear(config: Config) -> Shapes:
     hidden, inner = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
-    shapes: Shapes = {
-        "model.word_embeddings.weight": (VOCABULARY, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (VOCABULARY, hidden),
-    }
+    shapes = _of_mla(config)
+    for names in (("embed_tokens", "word_embeddings"), ("self_attn", "attention"), ("o_proj", "dense")):
+        shapes = {name.replace(*names): shape for name, shape in shapes.items()}
     for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        shapes |= _mlp(prefix, config)
-        if (layer + 1) % config["layer_group_size"] == 0:
-            shapes |= _latent_attention(f"{prefix}.attention", config, "dense")
-            continue
-        shapes |= {
-            f"{prefix}.attention.query_key_value.weight": (3 * inner, hidden),
-            f"{prefix}.attention.g_proj.weight": (inner, hidden),
-            f"{prefix}.attention.g_norm.weight": (inner,),
-            f"{prefix}.attention.dense.weight": (hidden, inner),
-        }
+        attention = f"model.layers.{layer}.attention"
+        if (layer + 1) % config["layer_group_size"]:
+            shapes = _without(shapes, attention) | {
+                f"{attention}.query_key_value.weight": (3 * inner, hidden),
+                f"{attention}.g_proj.weight": (inner, hidden),
+                f"{attention}.g_norm.weight": (inner,),
+                f"{attention}.dense.weight": (hidden, inner),
+            }
     return shapes
 
 
-def _mlp(prefix: str, config: Config) -> Shapes:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    return {
-        f"{prefix}.input_layernorm.weight": (hidden,),
-        f"{prefix}.post_attention_layernorm.weight": (hidden,),
-        f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
-        f"{prefix}.mlp.up_proj.weight": (inner, hidden),
-        f"{prefix}.mlp.down_proj.weight": (hidden, inner),
-    }
-
-
-def _latent_attention(prefix: str, config: Config, output: str) -> Shapes:
-    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
-    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    return {
-        f"{prefix}.q_proj.weight": (heads * (nope + rope), hidden),
-        f"{prefix}.kv_a_proj_with_mqa.weight": (latent + rope, hidden),
-        f"{prefix}.kv_a_layernorm.weight": (latent,),
-        f"{prefix}.kv_b_proj.weight": (heads * (nope + value), latent),
-        f"{prefix}.{output}.weight": (hidden, heads * value),
-    }
+def _without(shapes: Shapes, prefix: str) -> Shapes:
+    return {name: shape for name, shape in shapes.items() if not name.startswith(f"{prefix}.")}
 
 
 MODELS: Mapping[str, tuple[Config, Callable[[Config], Shapes]]] = {
