@@ -203,14 +203,21 @@ def _prefills_as_decode(builders: Builders, runner: Any, args: tuple[Any, ...], 
     if (prefills := builders.of(runner)) is None:
         return False
     batch, pipelined = runner.input_batch, runner.parallel_config.pipeline_parallel_size > 1
-    # A request that was preempted computes its own tokens again, and a decode feeds the last one that is known; the
-    # stages of a pipeline may not know the same ones.
-    prompt = batch.num_prompt_tokens[:rows]
-    known = prompt if pipelined else batch.num_tokens_no_spec[:rows]
-    taken = prefills.rows(length, batch.num_computed_tokens_cpu[:rows], prompt, known)
-    # Bytes, since `any` of arrays this small costs more than all that is here.
-    if taken is None or 1 not in taken.tobytes():
-        return False
+    computed = batch.num_computed_tokens_cpu[:rows]
+    if length == prefills.one_token == 1:
+        # Where only a row of which nothing was computed is taken: no prompt is empty, so `rows` would say the same. A
+        # list: with cold caches, as in an engine, one comparison of arrays takes longer than all else here.
+        if 0 not in computed.tolist():
+            return False
+    else:
+        # A request that was preempted computes its own tokens again, and a decode feeds the last one that is known; the
+        # stages of a pipeline may not know the same ones.
+        prompt = batch.num_prompt_tokens[:rows]
+        known = prompt if pipelined else batch.num_tokens_no_spec[:rows]
+        taken = prefills.rows(length, computed, prompt, known)
+        # Bytes, since `any` of arrays this small costs more than all that is here.
+        if taken is None or 1 not in taken.tobytes():
+            return False
     compilation = runner.compilation_config
     if pipelined and compilation.pass_config.enable_sp:
         return False  # the worker asks too, before the batch is updated, and has to come to the same number of tokens
