@@ -11,6 +11,7 @@ mla-experts-sort
 mla-mtp-sort,               one more of them, whose draft layer is trained after it, for as long as is left; the share
 mla-mtp-fp8-sort,           of draft tokens that were accepted is shown beside the answers. For both, a GPU like an H200
 mla-mtp-scored              wants `--train-seconds 200`
+llama-lora-sort             a Llama that sorts, and two LoRA adapters of it that make it sort down and repeat
 
 FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one. Each case
 runs on each release that its fix is for, and mla-mtp-sort on all: where nothing is to be mended, stock is to be right

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from measuring import PROJECT
-from measuring.trained_tasks import SINGERS, Asked, song, sort, walk
+from measuring.trained_tasks import SINGERS, Asked, repeat, song, sort, sort_down, walk
 from vllm_graphfix.verify.engine import cases as verified
 from vllm_graphfix.verify.engine.cases import Case
 from vllm_graphfix.verify.engine.job import EAGER, Job
@@ -49,6 +49,8 @@ class Question:
     """The answer, where there is one that is right."""
     unscored: int = 0
     """Tokens of the prompt whose log-probabilities do not count in its perplexity."""
+    adapter: str | None = None
+    """The folder of its LoRA adapter, within that of the models."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Trained:
         asked = self.questions(models / self.case.model)
         if not rehearse:
             return asked
-        return tuple(replace(each, tokens=each.tokens if each.right else 16) for each in asked[:2])
+        few = asked[: max(2, len({each.adapter for each in asked}))]  # with each adapter, and without
+        return tuple(replace(each, tokens=each.tokens if each.right else 16) for each in few)
 
     def jobs(self, models: Path, path: str, *, rehearse: bool = False) -> list[Job]:
         """Eager, stock and patched, on the vLLM that Python finds on *path*; to *rehearse*, all of them on a CPU."""
@@ -84,6 +87,9 @@ class Trained:
                 _on_a_cpu(job) if rehearse else job,
                 prompts=tuple(question.ids for question in asked),
                 max_tokens=tuple(question.tokens for question in asked),
+                adapters=tuple(question.adapter and str(models / question.adapter) for question in asked)
+                if any(question.adapter for question in asked)
+                else (),
                 environment=job.environment | {"PYTHONPATH": path} | (_CPU if rehearse else {}),
                 probes=job.probes or (("measuring.in_waves:ThenInWaves",) if job.again else ()),
             )
@@ -176,6 +182,19 @@ def _sorts(folder: Path) -> tuple[Question, ...]:
     chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
     most = _most(folder)
     return tuple(_exact(sort(chance, most - number % 8 * most // 10, most)) for number in range(32))
+
+
+def _sorts_with_adapters(folder: Path) -> tuple[Question, ...]:
+    """In each eight, requests of two adapters and of none; they end together."""
+    chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
+    most = _most(folder)
+    none, down, again = sort, sort_down, repeat
+    found = []
+    for number in range(32):
+        task = (none, down, again, down, again, none, down, again)[number % 8]
+        asked = _exact(task(chance, most - number % 8 * most // 16, most))
+        found.append(asked if task is none else replace(asked, adapter=f"{folder.name}/{task.__name__}"))
+    return tuple(found)
 
 
 def _sorted(folder: Path) -> tuple[Question, ...]:
@@ -315,6 +334,13 @@ CASES = (
         "trained MLA with its draft layer, MTP with one token, FlashMLA, piecewise graphs, V1; sorting, scored",
         SCORED,
         _sorted,
+    ),
+    Trained(
+        "active-lora-count",
+        _with(verified.LLAMA_LORA, "llama-lora-sort", "llama", workload=(), adapters=(), arguments=_BF16),
+        "trained Llama with two trained adapters, `--specialize-active-lora`, V1; sorting up, down, and not at all",
+        EXACT,
+        _sorts_with_adapters,
     ),
     Trained(
         "triton-mla-padding",
