@@ -438,6 +438,29 @@ def test_requests_of_each_adapter_and_of_none_are_in_every_batch_and_end_togethe
     assert len(rehearsed.prompts) == 3
 
 
+@pytest.mark.parametrize("symbols", [40, 12])
+def test_walks_beside_steps_of_an_idle_rank_are_no_longer_than_those_of_the_training(
+    tmp_path: Path, symbols: int
+) -> None:
+    models = in_models(tmp_path, "mamba2", symbols)
+    asked = case_of("mamba2-idle").asked(models)
+    recipe = trained_models.RECIPES["mamba2"]
+    length = recipe.width * symbols + 2 + symbols
+    assert all(len(question.ids) + question.tokens <= length for question in asked)
+    for at in range(0, len(asked), 4):
+        singer, *walks = asked[at : at + 4]
+        assert singer.prompt + (singer.right or "") == singer.prompt[0] + song(singer.prompt[0])
+        assert len(singer.ids) > 1, "no prompt of one token"
+        # The last one of those that go on takes the first row.
+        assert [each.tokens for each in walks] == sorted((each.tokens for each in walks), reverse=True)
+
+
+def test_steps_of_an_idle_rank_come_between_those_of_walks_as_in_verify(tmp_path: Path) -> None:
+    for job in case_of("mamba2-idle").jobs(in_models(tmp_path, "mamba2", 40), "/site"):
+        assert "blocks-changed-by-an-idle-step" in job.probes
+        assert not job.poison_last
+
+
 def test_scored_prompts_that_end_in_their_answer_are_as_long_as_graphs_are_large(tmp_path: Path) -> None:
     (tmp_path / "mla-mtp").mkdir()
     (tmp_path / "mla-mtp" / "trained.json").write_text('{"symbols": 62}')

@@ -34,6 +34,7 @@ _SHORT = (
 _LONG = (700, 1100, 1500, 1900)
 """Characters of a licence that the other questions are about."""
 _WAVES, _CHUNK = 16, 24
+_WAVES_OF_FOUR = 8
 _SCORED_LENGTHS, _SCORED_TOKENS = (16, 32, 64, 128), 8
 
 
@@ -172,6 +173,23 @@ def _in_waves(folder: Path) -> tuple[Question, ...]:
     most = _most(folder)
     waves = [(walk(chance, 2, 4), Asked(it, song(it)), walk(chance, most, most)) for it in SINGERS[:_WAVES]]
     return tuple(_exact(asked) for wave in waves for asked in wave)
+
+
+def _first_in_turn(folder: Path) -> tuple[Question, ...]:
+    """Of each four, the first ends first, and then that one of the others which comes last: it takes the first row.
+
+    So each request is in the first row of the batch at some time of its answer, for twenty steps or more. Songs begin
+    with a note that is given: in a batch of prompts of one token each, another defect would show.
+    """
+    chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
+    most = _most(folder)
+    longest = 5 * most // 2  # together with as many pairs, what the model was trained on
+    found = []
+    for singer in SINGERS[:_WAVES_OF_FOUR]:
+        walks = (walk(chance, most // 2, longest * fifths // 5) for fifths in (5, 4, 3))
+        notes = song(singer)
+        found += [_exact(asked) for asked in (Asked(singer + notes[0], notes[1:]), *walks)]
+    return tuple(found)
 
 
 def _songs(folder: Path) -> tuple[Question, ...]:
@@ -334,6 +352,23 @@ CASES = (
         "trained MLA with its draft layer, MTP with one token, FlashMLA, piecewise graphs, V1; sorting, scored",
         SCORED,
         _sorted,
+    ),
+    Trained(
+        "idle-rank",
+        _with(
+            verified.MAMBA2_IDLE,
+            "mamba2-idle",
+            "mamba2",
+            workload=(),
+            arguments=_BF16,
+            # A step of a rank without work after each sixteenth step, as `verify` has it.
+            probes=("measuring.in_waves:InFours", *verified.MAMBA2_IDLE.probes),
+            where_known={"mamba_ssm_cache_dtype": "float32"},
+            poisoned=False,
+        ),
+        "trained Mamba-2, a step of an idle rank after each sixteenth, V1; walks and songs in fours",
+        EXACT,
+        _first_in_turn,
     ),
     Trained(
         "active-lora-count",
