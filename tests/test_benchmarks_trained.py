@@ -461,6 +461,19 @@ def test_steps_of_an_idle_rank_come_between_those_of_walks_as_in_verify(tmp_path
         assert not job.poison_last
 
 
+@pytest.mark.parametrize("name", ["mla-mtp-drawn-sort", "mla-fp8-padded-sort"])
+def test_of_each_eight_one_after_the_other_ends(tmp_path: Path, name: str) -> None:
+    case = case_of(name)
+    models = in_models(tmp_path, case.case.model, 62)
+    jobs = case.jobs(models, "/site")
+    for job in jobs:
+        assert "measuring.in_waves:InEights" in job.probes
+        assert job.sampled == (name == "mla-mtp-drawn-sort")
+        for at in range(0, len(job.max_tokens), 8):
+            assert len(set(job.max_tokens[at : at + 8])) == 8
+    assert max(jobs[0].max_tokens) == 62
+
+
 def test_scored_prompts_that_end_in_their_answer_are_as_long_as_graphs_are_large(tmp_path: Path) -> None:
     (tmp_path / "mla-mtp").mkdir()
     (tmp_path / "mla-mtp" / "trained.json").write_text('{"symbols": 62}')

@@ -202,6 +202,14 @@ def _sorts(folder: Path) -> tuple[Question, ...]:
     return tuple(_exact(sort(chance, most - number % 8 * most // 10, most)) for number in range(32))
 
 
+def _sorts_one_by_one(folder: Path) -> tuple[Question, ...]:
+    """Of each eight, one after the other ends, and most batches lie between the sizes of graphs."""
+    chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
+    eighth = _most(folder) // 8
+    counts = [eighth * (1 + number % 8) + _most(folder) % 8 for number in range(32)]
+    return tuple(_exact(sort(chance, count, count)) for count in counts)
+
+
 def _sorts_with_adapters(folder: Path) -> tuple[Question, ...]:
     """In each eight, requests of two adapters and of none; they end together."""
     chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
@@ -376,6 +384,36 @@ CASES = (
         "trained Llama with two trained adapters, `--specialize-active-lora`, V1; sorting up, down, and not at all",
         EXACT,
         _sorts_with_adapters,
+    ),
+    Trained(
+        "draft-idx-mapping",
+        _with(
+            verified.MLA_MTP_SAMPLED,
+            "mla-mtp-drawn-sort",
+            "mla-mtp",
+            workload=(),
+            arguments=_BF16,
+            probes=("measuring.in_waves:InEights",),
+        ),
+        "trained MLA with its draft layer, two tokens, drafts and answers drawn at temperature 1, FlashMLA, V2; "
+        "sorting in eights",
+        EXACT,
+        _sorts_one_by_one,
+    ),
+    Trained(
+        "flashmla-padding",
+        _with(
+            verified.MLA_FP8_PADDED,
+            "mla-fp8-padded-sort",
+            "mla",
+            workload=(),
+            arguments=_BF16,
+            probes=("measuring.in_waves:InEights",),
+            poisoned=False,
+        ),
+        "trained MLA, FlashMLA, fp8 KV cache, batches between the sizes of graphs, V1; sorting in eights",
+        EXACT,
+        _sorts_one_by_one,
     ),
     Trained(
         "triton-mla-padding",
