@@ -38,7 +38,7 @@ VOCABULARY = 128
 ENOUGH = 0.995
 """The share of whole answers right at which a training ends early."""
 _RATE, _WARM_UP, _EVERY = 1e-3, 100, 100
-_ADAPTER_RATE = 4e-3
+_ADAPTER_RATE = 1e-2
 """An adapter has far fewer numbers than its model, and each has further to go."""
 _SHORT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
 _FOR_THE_TARGET = 0.7
