@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import trained
 from measuring import smollm2, trained_figures, trained_models
 from measuring.trained_cases import CASES, EXACT, SCORED, TEXT, Question, Trained
-from measuring.trained_tasks import SINGERS, SYMBOLS, repeat, song, sort, sort_down, walk
+from measuring.trained_tasks import SINGERS, SYMBOLS, by_sign, repeat, song, sort, sort_down, walk
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job, Said
@@ -60,6 +60,16 @@ def test_what_adapters_are_trained_for_has_prompts_as_the_model_has_them_and_oth
     assert up.prompt == down.prompt == again.prompt
     assert down.answer == up.answer[3::-1] + "..."
     assert again.answer == up.prompt[:-1].replace(",", "") + "..."
+
+
+def test_the_last_character_of_a_prompt_says_how_to_order_it() -> None:
+    chance = random.Random(3)  # noqa: S311 - no secret
+    asked = [by_sign(chance, 3, 3) for _ in range(20)]
+    assert {each.prompt[-1] for each in asked} == set(":;?")
+    for prompt, answer in asked:
+        told = prompt[:-1].split(",")
+        expected = {":": sorted(told), ";": sorted(told, reverse=True), "?": told}[prompt[-1]]
+        assert answer == "".join(expected)
 
 
 def test_songs_are_the_same_everywhere_and_each_its_own() -> None:
@@ -185,7 +195,7 @@ def test_adapters_are_trained_beside_their_model_and_written_as_an_engine_loads_
     from vllm_graphfix.verify.engine import adapters
 
     told = trained_models.train("llama", tmp_path, 6.0, toy=True)
-    assert set(told["right"]) == {"sort", "sort_down", "repeat"}
+    assert set(told["right"]) == {"by_sign", "sort_down", "repeat"}
     model = load_file(tmp_path / "llama" / "model.safetensors")
     made = adapters.save(adapters.ONE, {name: tuple(each.shape) for name, each in model.items()}, tmp_path / "random")
     expected = load_file(made / "adapter_model.safetensors")

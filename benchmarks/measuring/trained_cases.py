@@ -211,7 +211,10 @@ def _sorts_one_by_one(folder: Path) -> tuple[Question, ...]:
 
 
 def _sorts_with_adapters(folder: Path) -> tuple[Question, ...]:
-    """In each eight, requests of two adapters and of none; they end together."""
+    """In each eight, requests of two adapters and of none; they end together.
+
+    All of them end in the sign for sorting: the adapters alone make something else of it.
+    """
     chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
     most = _most(folder)
     none, down, again = sort, sort_down, repeat
