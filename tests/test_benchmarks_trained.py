@@ -6,7 +6,7 @@ import json
 import random
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +22,11 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import trained
 from measuring import smollm2, trained_figures, trained_models
 from measuring.trained_cases import CASES, EXACT, SCORED, TEXT, Question, Trained
-from measuring.trained_tasks import SINGERS, SYMBOLS, song, sort, walk
+from measuring.trained_tasks import SINGERS, SYMBOLS, by_sign, repeat, song, sort, sort_down, walk
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job, Said
+from vllm_graphfix.verify.engine.probes import probe_of
 from vllm_graphfix.verify.engine.processes import Ended
 
 # -- tasks
@@ -52,6 +53,23 @@ def test_the_longest_walk_meets_every_symbol() -> None:
 def test_what_is_sorted_ends_in_dots() -> None:
     asked = sort(random.Random(3), 4, 7)  # noqa: S311 - no secret
     assert asked.answer == "".join(sorted(asked.prompt[:-1].split(","))) + "..."
+
+
+def test_what_adapters_are_trained_for_has_prompts_as_the_model_has_them_and_other_answers() -> None:
+    up, down, again = (task(random.Random(3), 4, 7) for task in (sort, sort_down, repeat))  # noqa: S311 - no secret
+    assert up.prompt == down.prompt == again.prompt
+    assert down.answer == up.answer[3::-1] + "..."
+    assert again.answer == up.prompt[:-1].replace(",", "") + "..."
+
+
+def test_the_last_character_of_a_prompt_says_how_to_order_it() -> None:
+    chance = random.Random(3)  # noqa: S311 - no secret
+    asked = [by_sign(chance, 3, 3) for _ in range(20)]
+    assert {each.prompt[-1] for each in asked} == set(":;?")
+    for prompt, answer in asked:
+        told = prompt[:-1].split(",")
+        expected = {":": sorted(told), ";": sorted(told, reverse=True), "?": told}[prompt[-1]]
+        assert answer == "".join(expected)
 
 
 def test_songs_are_the_same_everywhere_and_each_its_own() -> None:
@@ -168,6 +186,43 @@ def test_a_draft_layer_is_trained_after_its_model_which_stays_as_it_is(tmp_path:
     assert json.loads((tmp_path / "mla-mtp" / "trained.json").read_text()) == told
     config = json.loads((tmp_path / "mla-mtp" / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 1
+
+
+@pytest.mark.slow  # transformers' modules are imported
+def test_adapters_are_trained_beside_their_model_and_written_as_an_engine_loads_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from vllm_graphfix.verify.engine import adapters
+
+    told = trained_models.train("llama", tmp_path, 6.0, toy=True)
+    assert set(told["right"]) == {"by_sign", "sort_down", "repeat"}
+    model = load_file(tmp_path / "llama" / "model.safetensors")
+    made = adapters.save(adapters.ONE, {name: tuple(each.shape) for name, each in model.items()}, tmp_path / "random")
+    expected = load_file(made / "adapter_model.safetensors")
+    for task in ("sort_down", "repeat"):
+        folder = tmp_path / "llama" / task
+        found = load_file(folder / "adapter_model.safetensors")
+        assert {name: each.shape for name, each in found.items()} == {
+            name: each.shape for name, each in expected.items()
+        }
+        assert any(each.any() for name, each in found.items() if name.endswith("lora_B.weight")), "it was trained"
+        configs = [json.loads((each / "adapter_config.json").read_text()) for each in (folder, made)]
+        assert configs[0] == configs[1]
+
+
+def test_an_adapter_changes_what_a_model_answers_only_while_it_is_at_work() -> None:
+    from measuring.trained_adapters import Adapter
+
+    torch.manual_seed(0)
+    matrix = torch.nn.Linear(6, 4, bias=False)
+    adapter = Adapter(torch.nn.ModuleDict({"q_proj": matrix, "norm": torch.nn.Linear(6, 4)}))
+    given, (inner, outer) = torch.randn(3, 6), adapter.parameters()
+    before = matrix(given)
+    with adapter.at_work():
+        assert torch.equal(matrix(given), before), "it begins as one that changes nothing"
+        torch.nn.init.ones_(outer)
+        torch.testing.assert_close(matrix(given), before + (given @ inner.T).sum(1, keepdim=True))
+    assert torch.equal(matrix(given), before)
 
 
 def test_only_drafts_within_answers_are_trained_and_counted() -> None:
@@ -327,6 +382,24 @@ def test_only_the_second_pass_is_asked_in_waves() -> None:
     assert engine.asked == [[1, 2, 3, 4], [1, 2, 3], [4]]
 
 
+@pytest.mark.parametrize(("name", "sizes"), [("InWaves", [3, 3, 3]), ("InFours", [4, 4, 1]), ("InEights", [8, 1])])
+def test_a_wave_is_asked_with_its_own_adapters(name: str, sizes: list[int]) -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.asked: list[int] = []
+
+        def generate(self, prompts: list[int], sampling: list[int], *, lora_request: list[int], **_: Any) -> list[int]:
+            assert lora_request == prompts == sampling
+            self.asked.append(len(prompts))
+            return prompts
+
+    engine: Any = Engine()
+    probe_of(f"measuring.in_waves:{name}")({}, lambda: None).in_the_engine(engine)
+    given = list(range(9))
+    assert engine.generate(given, given, lora_request=given, use_tqdm=False) == given
+    assert engine.asked == sizes
+
+
 def case_of(name: str) -> Trained:
     return next(each for each in CASES if each.name == name)
 
@@ -340,6 +413,75 @@ def test_engines_with_trained_models_differ_in_graphs_and_fixes_alone(tmp_path: 
     assert eager.prompts == stock.prompts == patched.prompts
     assert stock.arguments == patched.arguments
     assert stock.arguments["max_num_batched_tokens"] * 4 < max(map(len, stock.prompts)), "prefilled in chunks"
+
+
+def in_models(folder: Path, name: str, symbols: int) -> Path:
+    """The folder of models, with what a training writes last of the model *name*."""
+    (folder / name).mkdir()
+    (folder / name / "trained.json").write_text(json.dumps({"symbols": symbols}))
+    return folder
+
+
+@pytest.mark.parametrize("symbols", [20, 12])
+def test_requests_of_each_adapter_and_of_none_are_in_every_batch_and_end_together(tmp_path: Path, symbols: int) -> None:
+    case, models = case_of("llama-lora-sort"), in_models(tmp_path, "llama", symbols)
+    eager, stock, patched = case.jobs(models, "/site")
+    assert eager.adapters == stock.adapters == patched.adapters
+    assert len(stock.adapters) == len(stock.prompts)
+    folders = {None, str(models / "llama" / "sort_down"), str(models / "llama" / "repeat")}
+    for at in range(0, len(stock.prompts), 8):
+        assert set(stock.adapters[at : at + 8]) == folders
+    assert len(set(stock.max_tokens)) == 1
+    assert stock.arguments["specialize_active_lora"]
+    tasks: dict[str | None, Callable[[list[str]], list[str]]] = {
+        None: sorted,
+        "llama/sort_down": lambda told: sorted(told, reverse=True),
+        "llama/repeat": list,
+    }
+    for question in case.asked(models):
+        assert question.right is not None
+        told = question.prompt[:-1].split(",")
+        assert question.right.rstrip(".") == "".join(tasks[question.adapter](told))
+        assert len(told) > 1, "an adapter's answer is another one than the model's"
+    rehearsed = case.jobs(models, "/site", rehearse=True)[0]
+    assert set(rehearsed.adapters) == folders
+    assert len(rehearsed.prompts) == 3
+
+
+@pytest.mark.parametrize("symbols", [40, 12])
+def test_walks_beside_steps_of_an_idle_rank_are_no_longer_than_those_of_the_training(
+    tmp_path: Path, symbols: int
+) -> None:
+    models = in_models(tmp_path, "mamba2", symbols)
+    asked = case_of("mamba2-idle").asked(models)
+    recipe = trained_models.RECIPES["mamba2"]
+    length = recipe.width * symbols + 2 + symbols
+    assert all(len(question.ids) + question.tokens <= length for question in asked)
+    for at in range(0, len(asked), 4):
+        singer, *walks = asked[at : at + 4]
+        assert singer.prompt + (singer.right or "") == singer.prompt[0] + song(singer.prompt[0])
+        assert len(singer.ids) > 1, "no prompt of one token"
+        # The last one of those that go on takes the first row.
+        assert [each.tokens for each in walks] == sorted((each.tokens for each in walks), reverse=True)
+
+
+def test_steps_of_an_idle_rank_come_between_those_of_walks_as_in_verify(tmp_path: Path) -> None:
+    for job in case_of("mamba2-idle").jobs(in_models(tmp_path, "mamba2", 40), "/site"):
+        assert "blocks-changed-by-an-idle-step" in job.probes
+        assert not job.poison_last
+
+
+@pytest.mark.parametrize("name", ["mla-mtp-drawn-sort", "mla-fp8-padded-sort"])
+def test_of_each_eight_one_after_the_other_ends(tmp_path: Path, name: str) -> None:
+    case = case_of(name)
+    models = in_models(tmp_path, case.case.model, 62)
+    jobs = case.jobs(models, "/site")
+    for job in jobs:
+        assert "measuring.in_waves:InEights" in job.probes
+        assert job.sampled == (name == "mla-mtp-drawn-sort")
+        for at in range(0, len(job.max_tokens), 8):
+            assert len(set(job.max_tokens[at : at + 8])) == 8
+    assert max(jobs[0].max_tokens) == 62
 
 
 def test_scored_prompts_that_end_in_their_answer_are_as_long_as_graphs_are_large(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Probes that look at nothing: prompts are asked three at a time, and the next three once those are answered."""
+"""Probes that look at nothing: a few prompts are asked at a time, and the next few once those are answered."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from vllm_graphfix.verify.engine.probes import Probe
 if TYPE_CHECKING:
     from vllm import LLM
 
-WAVE = 3
-
 
 class InWaves(Probe):
     """Each wave begins with an empty batch, in slots that hold what the wave before has left there."""
 
     name = "in-waves"
+    wave = 3
+    """Prompts that are asked at a time."""
     first = 0
     """The number of the pass from which on prompts are asked in waves."""
 
@@ -24,12 +24,31 @@ class InWaves(Probe):
         passes = iter(range(100))
 
         def generate(prompts: list[Any], sampling: list[Any], **keywords: Any) -> list[Any]:
-            wave = WAVE if next(passes) >= self.first else len(prompts)
-            begins = range(0, len(prompts), wave)
-            waves = [ask(prompts[at : at + wave], sampling[at : at + wave], **keywords) for at in begins]
-            return [output for wave in waves for output in wave]
+            count = self.wave if next(passes) >= self.first else len(prompts)
+            waves = (slice(at, at + count) for at in range(0, len(prompts), count))
+            asked = [ask(prompts[each], sampling[each], **_cut(keywords, each)) for each in waves]
+            return [output for outputs in asked for output in outputs]
 
         llm.generate = generate
+
+
+def _cut(keywords: dict[str, Any], wave: slice) -> dict[str, Any]:
+    """With what is given for each prompt, as adapters are, for those of the *wave*."""
+    return {name: value[wave] if isinstance(value, list) else value for name, value in keywords.items()}
+
+
+class InFours(InWaves):
+    """Four at a time."""
+
+    name = "in-fours"
+    wave = 4
+
+
+class InEights(InWaves):
+    """Eight at a time."""
+
+    name = "in-eights"
+    wave = 8
 
 
 class ThenInWaves(InWaves):

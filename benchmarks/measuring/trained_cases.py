@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from measuring import PROJECT
-from measuring.trained_tasks import SINGERS, Asked, song, sort, walk
+from measuring.trained_tasks import SINGERS, Asked, repeat, song, sort, sort_down, walk
 from vllm_graphfix.verify.engine import cases as verified
 from vllm_graphfix.verify.engine.cases import Case
 from vllm_graphfix.verify.engine.job import EAGER, Job
@@ -34,6 +34,7 @@ _SHORT = (
 _LONG = (700, 1100, 1500, 1900)
 """Characters of a licence that the other questions are about."""
 _WAVES, _CHUNK = 16, 24
+_WAVES_OF_FOUR = 8
 _SCORED_LENGTHS, _SCORED_TOKENS = (16, 32, 64, 128), 8
 
 
@@ -49,6 +50,8 @@ class Question:
     """The answer, where there is one that is right."""
     unscored: int = 0
     """Tokens of the prompt whose log-probabilities do not count in its perplexity."""
+    adapter: str | None = None
+    """The folder of its LoRA adapter, within that of the models."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class Trained:
         asked = self.questions(models / self.case.model)
         if not rehearse:
             return asked
-        return tuple(replace(each, tokens=each.tokens if each.right else 16) for each in asked[:2])
+        few = asked[: max(2, len({each.adapter for each in asked}))]  # with each adapter, and without
+        return tuple(replace(each, tokens=each.tokens if each.right else 16) for each in few)
 
     def jobs(self, models: Path, path: str, *, rehearse: bool = False) -> list[Job]:
         """Eager, stock and patched, on the vLLM that Python finds on *path*; to *rehearse*, all of them on a CPU."""
@@ -84,6 +88,9 @@ class Trained:
                 _on_a_cpu(job) if rehearse else job,
                 prompts=tuple(question.ids for question in asked),
                 max_tokens=tuple(question.tokens for question in asked),
+                adapters=tuple(question.adapter and str(models / question.adapter) for question in asked)
+                if any(question.adapter for question in asked)
+                else (),
                 environment=job.environment | {"PYTHONPATH": path} | (_CPU if rehearse else {}),
                 probes=job.probes or (("measuring.in_waves:ThenInWaves",) if job.again else ()),
             )
@@ -168,6 +175,23 @@ def _in_waves(folder: Path) -> tuple[Question, ...]:
     return tuple(_exact(asked) for wave in waves for asked in wave)
 
 
+def _first_in_turn(folder: Path) -> tuple[Question, ...]:
+    """Of each four, the first ends first, and then that one of the others which comes last: it takes the first row.
+
+    So each request is in the first row of the batch at some time of its answer, for twenty steps or more. Songs begin
+    with a note that is given: in a batch of prompts of one token each, another defect would show.
+    """
+    chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
+    most = _most(folder)
+    longest = 5 * most // 2  # together with as many pairs, what the model was trained on
+    found = []
+    for singer in SINGERS[:_WAVES_OF_FOUR]:
+        walks = (walk(chance, most // 2, longest * fifths // 5) for fifths in (5, 4, 3))
+        notes = song(singer)
+        found += [_exact(asked) for asked in (Asked(singer + notes[0], notes[1:]), *walks)]
+    return tuple(found)
+
+
 def _songs(folder: Path) -> tuple[Question, ...]:
     return tuple(_exact(Asked(singer, song(singer))) for singer in SINGERS)
 
@@ -176,6 +200,30 @@ def _sorts(folder: Path) -> tuple[Question, ...]:
     chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
     most = _most(folder)
     return tuple(_exact(sort(chance, most - number % 8 * most // 10, most)) for number in range(32))
+
+
+def _sorts_one_by_one(folder: Path) -> tuple[Question, ...]:
+    """Of each eight, one after the other ends, and most batches lie between the sizes of graphs."""
+    chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
+    eighth = _most(folder) // 8
+    counts = [eighth * (1 + number % 8) + _most(folder) % 8 for number in range(32)]
+    return tuple(_exact(sort(chance, count, count)) for count in counts)
+
+
+def _sorts_with_adapters(folder: Path) -> tuple[Question, ...]:
+    """In each eight, requests of two adapters and of none; they end together.
+
+    All of them end in the sign for sorting: the adapters alone make something else of it.
+    """
+    chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
+    most = _most(folder)
+    none, down, again = sort, sort_down, repeat
+    found = []
+    for number in range(32):
+        task = (none, down, again, down, again, none, down, again)[number % 8]
+        asked = _exact(task(chance, most - number % 8 * most // 16, most))
+        found.append(asked if task is none else replace(asked, adapter=f"{folder.name}/{task.__name__}"))
+    return tuple(found)
 
 
 def _sorted(folder: Path) -> tuple[Question, ...]:
@@ -315,6 +363,60 @@ CASES = (
         "trained MLA with its draft layer, MTP with one token, FlashMLA, piecewise graphs, V1; sorting, scored",
         SCORED,
         _sorted,
+    ),
+    Trained(
+        "idle-rank",
+        _with(
+            verified.MAMBA2_IDLE,
+            "mamba2-idle",
+            "mamba2",
+            workload=(),
+            arguments=_BF16,
+            # A step of a rank without work after each sixteenth step, as `verify` has it.
+            probes=("measuring.in_waves:InFours", *verified.MAMBA2_IDLE.probes),
+            where_known={"mamba_ssm_cache_dtype": "float32"},
+            poisoned=False,
+        ),
+        "trained Mamba-2, a step of an idle rank after each sixteenth, V1; walks and songs in fours",
+        EXACT,
+        _first_in_turn,
+    ),
+    Trained(
+        "active-lora-count",
+        _with(verified.LLAMA_LORA, "llama-lora-sort", "llama", workload=(), adapters=(), arguments=_BF16),
+        "trained Llama with two trained adapters, `--specialize-active-lora`, V1; sorting up, down, and not at all",
+        EXACT,
+        _sorts_with_adapters,
+    ),
+    Trained(
+        "draft-idx-mapping",
+        _with(
+            verified.MLA_MTP_SAMPLED,
+            "mla-mtp-drawn-sort",
+            "mla-mtp",
+            workload=(),
+            arguments=_BF16,
+            probes=("measuring.in_waves:InEights",),
+        ),
+        "trained MLA with its draft layer, two tokens, drafts and answers drawn at temperature 1, FlashMLA, V2; "
+        "sorting in eights",
+        EXACT,
+        _sorts_one_by_one,
+    ),
+    Trained(
+        "flashmla-padding",
+        _with(
+            verified.MLA_FP8_PADDED,
+            "mla-fp8-padded-sort",
+            "mla",
+            workload=(),
+            arguments=_BF16,
+            probes=("measuring.in_waves:InEights",),
+            poisoned=False,
+        ),
+        "trained MLA, FlashMLA, fp8 KV cache, batches between the sizes of graphs, V1; sorting in eights",
+        EXACT,
+        _sorts_one_by_one,
     ),
     Trained(
         "triton-mla-padding",

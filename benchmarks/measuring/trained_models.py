@@ -4,11 +4,12 @@
 
 The modules are those of transformers, and what they compute is what vLLM computes. Tokens are characters, by their
 ASCII numbers, and `trained_tasks` has what they are to do. A draft layer (`trained_drafts`) is trained after its model,
-which then stays as it is.
+which then stays as it is, and so are LoRA adapters (`trained_adapters`), each of which makes the model do something
+else.
 
-FOLDER/NAME gets the model, and trained.json what it came to, in bfloat16: the share of answers to prompts that it has
-not seen that are right in every character, given the right ones before, and of a draft layer the shares of its first,
-second … draft tokens within answers that are right, given the right ones before.
+FOLDER/NAME gets the model, a folder in it for each adapter, and trained.json what these came to, in bfloat16: the
+share of answers to prompts that it has not seen that are right in every character, given the right ones before, and of
+a draft layer the shares of its first, second … draft tokens within answers that are right, given the right ones before.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from measuring.trained_adapters import Adapter
 from measuring.trained_drafts import DraftLayer, Tensors
-from measuring.trained_tasks import SINGERS, SYMBOLS, Asked, song, sort, walk
+from measuring.trained_tasks import SINGERS, SYMBOLS, Asked, by_sign, repeat, song, sort, sort_down, walk
 from vllm_graphfix.verify.engine import models as tiny
 
 SEED = 7
@@ -36,9 +38,11 @@ VOCABULARY = 128
 ENOUGH = 0.995
 """The share of whole answers right at which a training ends early."""
 _RATE, _WARM_UP, _EVERY = 1e-3, 100, 100
+_ADAPTER_RATE = 2e-3
+"""At 0.005 and 0.01, adapters of a model of this width stopped learning on the way, though those of a toy did not."""
 _SHORT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
 _FOR_THE_TARGET = 0.7
-"""The share of the time of a training after which it goes on with the draft layer at the latest."""
+"""The share of the time of a training after which it goes on with the draft layer, or adapters, at the latest."""
 _EXPERTS, _OUTLIER = 4, 1024.0
 
 
@@ -70,6 +74,9 @@ def _as_experts(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any
     return config | sizes | routed | {"n_shared_experts": 1}, made
 
 
+Task = Callable[[random.Random, int, int], Asked]
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What is trained, and on what."""
@@ -77,7 +84,7 @@ class Recipe:
     config: dict[str, Any]
     toy: dict[str, Any]
     """What is smaller in a rehearsal on a CPU."""
-    task: Callable[[random.Random, int, int], Asked]
+    task: Task
     width: int
     """Characters of a prompt for each of its symbols."""
     songs: bool = False
@@ -90,6 +97,8 @@ class Recipe:
     """What becomes of the configuration and the tensors of a trained model, which are to compute the same then."""
     drafts: int = 0
     """Tokens of a draft that a draft layer is trained for; 0 for none."""
+    adapters: tuple[Task, ...] = ()
+    """What adapters are trained for, with prompts as the model's own; a folder is named after its task."""
 
 
 RECIPES = {
@@ -117,6 +126,14 @@ RECIPES = {
         2,
     ),
 }
+RECIPES["llama"] = Recipe(
+    tiny.LLAMA | _SHORT,
+    {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    by_sign,
+    2,
+    symbols=20,
+    adapters=(sort_down, repeat),
+)
 RECIPES["mla-experts"] = replace(RECIPES["mla"], made_into=_as_experts)
 RECIPES["mla-mtp"] = replace(RECIPES["mla"], config=tiny.MLA_MTP | _SHORT | {"num_hidden_layers": 4}, drafts=2)
 
@@ -193,7 +210,7 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
     steps = _learn(
         name,
         model,
-        seconds * (_FOR_THE_TARGET if recipe.drafts else 1.0),
+        seconds * (_FOR_THE_TARGET if recipe.drafts or recipe.adapters else 1.0),
         every,
         answered_wrong,
         lambda: _right(model, recipe, 64),
@@ -208,6 +225,11 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
         model.eval().requires_grad_(False)
         left = seconds - (time.monotonic() - began)
         _learn(f"{name}, drafts", draft, left, every, drafted_wrong, lambda: _drafts_right(draft, recipe, 64))
+    adapters = []
+    for number, task in enumerate(recipe.adapters):
+        model.eval().requires_grad_(False)
+        left = (seconds - (time.monotonic() - began)) / (len(recipe.adapters) - number)
+        adapters.append(_adapted(f"{name}, {task.__name__}", model, replace(recipe, task=task), left, every))
     told = {
         "model": name,
         "steps": steps,
@@ -220,6 +242,13 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
         "symbols": recipe.symbols,
         "right": {task: round(share, 4) for task, share in _right(model.to(torch.bfloat16), recipe, 256).items()},
     }
+    for adapter, task in zip(adapters, recipe.adapters, strict=True):
+        with adapter.to(torch.bfloat16).at_work():
+            told["right"] |= {
+                name: round(share, 4) for name, share in _right(model, replace(recipe, task=task), 256).items()
+            }
+        adapter.save(made / task.__name__)
+        told["parameters"] += sum(each.numel() for each in adapter.parameters())
     tensors: Tensors = dict(model.state_dict())
     if draft is not None:
         found = _drafts_right(draft.to(torch.bfloat16), recipe, 256)
@@ -233,6 +262,19 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
     save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
     (made / "trained.json").write_text(json.dumps(told, indent=2))
     return told
+
+
+def _adapted(name: str, model: Any, recipe: Recipe, seconds: float, every: int) -> Adapter:
+    """An adapter that makes *model* do the recipe's task, trained for at most *seconds*."""
+    adapter, batches = Adapter(model), _batches(recipe, model.device.type)
+
+    def answered_wrong() -> torch.Tensor:
+        ids, answers = next(batches)
+        return _loss(model(input_ids=ids[:, :-1], use_cache=False).logits, ids[:, 1:], answers[:, 1:])
+
+    with adapter.at_work():
+        _learn(name, adapter, seconds, every, answered_wrong, lambda: _right(model, recipe, 64), _ADAPTER_RATE)
+    return adapter
 
 
 def _batches(recipe: Recipe, device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -250,13 +292,14 @@ def _learn(
     every: int,
     loss_of: Callable[[], torch.Tensor],
     right_of: Callable[[], dict[str, float]],
+    highest: float = _RATE,
 ) -> int:
     """Trains for at most *seconds*, or until `ENOUGH` is right; looks each so many steps, and returns their number."""
     wanted = [each for each in trained.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(wanted, lr=_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(wanted, lr=highest, betas=(0.9, 0.98), weight_decay=0.01)
     began, step, right = time.monotonic(), 0, {"": 0.0}
     while (spent := time.monotonic() - began) < seconds and min(right.values()) < ENOUGH:
-        rate = _RATE * min(1.0, (step + 1) / _WARM_UP, 0.05 + 2 * (1 - spent / seconds))
+        rate = highest * min(1.0, (step + 1) / _WARM_UP, 0.05 + 2 * (1 - spent / seconds))
         for group in optimizer.param_groups:
             group["lr"] = rate
         loss = loss_of()

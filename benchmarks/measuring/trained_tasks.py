@@ -46,3 +46,22 @@ def sort(chance: random.Random, count: int, length: int) -> Asked:
     """*count* symbols, and *length* characters of an answer."""
     told = chance.sample(SYMBOLS, count)
     return Asked(",".join(told) + ":", "".join(sorted(told)).ljust(length, ".")[:length])
+
+
+def sort_down(chance: random.Random, count: int, length: int) -> Asked:
+    """As `sort`, the last symbol of ASCII first."""
+    prompt, answer = sort(chance, count, count)
+    return Asked(prompt, answer[::-1].ljust(length, ".")[:length])
+
+
+def repeat(chance: random.Random, count: int, length: int) -> Asked:
+    """As `sort`, but in the order of the prompt."""
+    prompt, _ = sort(chance, count, count)
+    return Asked(prompt, prompt[:-1].replace(",", "").ljust(length, ".")[:length])
+
+
+def by_sign(chance: random.Random, count: int, length: int) -> Asked:
+    """What the last character of the prompt says; without that, an adapter would have to teach more than it can."""
+    sign, task = chance.choice(((":", sort), (";", sort_down), ("?", repeat)))
+    prompt, answer = task(chance, count, length)
+    return Asked(prompt[:-1] + sign, answer)

@@ -1,0 +1,79 @@
+"""A LoRA adapter for a trained model: low-rank matrices beside its own, in a folder as PEFT writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_graphfix.verify.engine.adapters import MODULES, RANK
+
+
+class Adapter(nn.Module):
+    """An adapter of *model*, which stays as it is; it begins as one that changes nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._adapted = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and name.rpartition(".")[2] in MODULES
+        }
+        # Names of submodules must not have dots.
+        self.inner = nn.ModuleDict({_key(name): _inner(matrix) for name, matrix in self._adapted.items()})
+        self.outer = nn.ModuleDict({_key(name): _outer(matrix) for name, matrix in self._adapted.items()})
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The model answers with this adapter meanwhile."""
+        hooks = [
+            matrix.register_forward_hook(_added(self.inner[_key(name)], self.outer[_key(name)]))
+            for name, matrix in self._adapted.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def save(self, made: Path) -> Path:
+        """Writes the folder *made*, in bfloat16."""
+        from safetensors.torch import save_file
+
+        made.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"base_model.model.{name}.lora_{part}.weight": matrix.detach().cpu().to(torch.bfloat16)
+            for name in self._adapted
+            for part, matrix in (("A", self._matrix("inner", name)), ("B", self._matrix("outer", name)))
+        }
+        save_file(tensors, made / "adapter_model.safetensors", metadata={"format": "pt"})
+        # An alpha as large as the rank: what is added is added once.
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": [*MODULES], "bias": "none"}
+        (made / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        return made
+
+    def _matrix(self, part: str, name: str) -> torch.Tensor:
+        return self.get_parameter(f"{part}.{_key(name)}.weight")
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "-")
+
+
+def _added(inner: nn.Module, outer: nn.Module) -> Callable[[nn.Module, tuple[torch.Tensor, ...], Any], Any]:
+    return lambda _, given, computed: computed + outer(inner(given[0]))
+
+
+def _inner(matrix: nn.Linear) -> nn.Linear:
+    return nn.Linear(matrix.in_features, RANK, bias=False, device=matrix.weight.device, dtype=torch.float32)
+
+
+def _outer(matrix: nn.Linear) -> nn.Linear:
+    made = nn.Linear(RANK, matrix.out_features, bias=False, device=matrix.weight.device, dtype=torch.float32)
+    nn.init.zeros_(made.weight)
+    return made
