@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_graphfix.verify.engine import adapters
 from vllm_graphfix.verify.engine.adapters import MODULES, RANK
 
 
@@ -42,23 +42,12 @@ class Adapter(nn.Module):
                 hook.remove()
 
     def save(self, made: Path) -> Path:
-        """Writes the folder *made*, in bfloat16."""
-        from safetensors.torch import save_file
-
-        made.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            f"base_model.model.{name}.lora_{part}.weight": matrix.detach().cpu().to(torch.bfloat16)
+        """Writes the folder *made*."""
+        factors = {
+            name: tuple(self.get_parameter(f"{part}.{_key(name)}.weight") for part in ("inner", "outer"))
             for name in self._adapted
-            for part, matrix in (("A", self._matrix("inner", name)), ("B", self._matrix("outer", name)))
         }
-        save_file(tensors, made / "adapter_model.safetensors", metadata={"format": "pt"})
-        # An alpha as large as the rank: what is added is added once.
-        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": [*MODULES], "bias": "none"}
-        (made / "adapter_config.json").write_text(json.dumps(config, indent=2))
-        return made
-
-    def _matrix(self, part: str, name: str) -> torch.Tensor:
-        return self.get_parameter(f"{part}.{_key(name)}.weight")
+        return adapters.write(factors, made)
 
 
 def _key(name: str) -> str:

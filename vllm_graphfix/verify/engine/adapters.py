@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,23 +20,45 @@ ONE, TWO = "llama-adapter-one", "llama-adapter-two"
 NAMES = (ONE, TWO)
 RANK = 8
 MODULES = ("gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+_PARTS = ("A", "B")
 
 
 def save(name: str, shapes: dict[str, tuple[int, ...]], made: Path, modules: Sequence[str] = MODULES) -> Path:
     """Makes the adapter *name* of these *modules* in the folder *made*, for a model with tensors of these *shapes*."""
     import torch
+
+    matrices: dict[str, tuple[torch.Tensor, ...]] = {}
+    for matrix in (each.removesuffix(".weight") for each in shapes if each.split(".")[-2] in modules):
+        outer, inner = shapes[f"{matrix}.weight"]
+        values = []
+        for part, shape in zip(_PARTS, ((RANK, inner), (outer, RANK)), strict=True):
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name}.{_key(matrix, part)}".encode()))
+            values.append(torch.randn(shape, generator=generator).mul_(shape[1] ** -0.5))
+        matrices[matrix] = tuple(values)
+    return write(matrices, made, modules)
+
+
+def write(matrices: Mapping[str, tuple[torch.Tensor, ...]], made: Path, modules: Sequence[str] = MODULES) -> Path:
+    """Writes the folder *made* as PEFT does, in bfloat16: an adapter that is added as it is.
+
+    *matrices* has, by the name of each matrix of the model that is one of *modules*, what is added to it in two
+    factors: (RANK, its inputs) and (its outputs, RANK).
+    """
+    import torch
     from safetensors.torch import save_file
 
     made.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, torch.Tensor] = {}
-    for matrix in (each for each in shapes if each.split(".")[-2] in modules):
-        outer, inner = shapes[matrix]
-        for part, shape in (("A", (RANK, inner)), ("B", (outer, RANK))):
-            key = f"base_model.model.{matrix.removesuffix('.weight')}.lora_{part}.weight"
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{name}.{key}".encode()))
-            values = torch.randn(shape, generator=generator).mul_(shape[1] ** -0.5)
-            tensors[key] = values.to(torch.bfloat16)
+    tensors = {
+        _key(matrix, part): values.detach().cpu().to(torch.bfloat16)
+        for matrix, factors in matrices.items()
+        for part, values in zip(_PARTS, factors, strict=True)
+    }
     save_file(tensors, made / "adapter_model.safetensors", metadata={"format": "pt"})
+    # An alpha as large as the rank: what is added is added once.
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": [*modules], "bias": "none"}
     (made / "adapter_config.json").write_text(json.dumps(config, indent=2))
     return made
+
+
+def _key(matrix: str, part: str) -> str:
+    return f"base_model.model.{matrix}.lora_{part}.weight"
