@@ -167,7 +167,7 @@ def _recurrent() -> Any:
 
 
 @pytest.mark.parametrize("runner", ["V1", "V2"])
-@pytest.mark.parametrize("length", [1, 1 + DRAFTS])
+@pytest.mark.parametrize("length", [1, 2, 1 + DRAFTS])
 @pytest.mark.parametrize("layer", BACKENDS)
 def test_a_step_loses_its_graph_just_where_the_builder_takes_a_row_for_a_prefill(
     layer: str, length: int, runner: str
@@ -207,6 +207,24 @@ def taken(*backends: Any, rows: list[Row], length: int = 1) -> bool:
     for (group,), backend in zip(runner.attn_groups, backends, strict=True):
         group.backend = backend
     return not _dispatched(runner, length, rows)
+
+
+@pytest.mark.parametrize("others", [0, 1, 3, 70])
+def test_the_one_row_without_a_state_is_seen_wherever_it_stands_and_none_beyond_the_batch(
+    monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    """Stock sorts it to the end where it reorders a batch."""
+    for name in ("CAPTURED", "MAX_TOKENS"):
+        monkeypatch.setattr(scenario, name, others + 2)
+    backend, decode = backend_of(builder_of("mamba-2")), kinds(1)["decode"]
+    groups = layers(_recurrent())
+    made = scenario.DispatchV1(scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, 1), groups, backend=backend).runner
+    for place in range(others + 1):
+        rows = [decode] * others
+        rows.insert(place, kinds(1)["first prompt"])
+        assert not _dispatched(made, 1, rows)
+    # That of the last step is now one behind the batch.
+    assert not others or _dispatched(made, 1, [decode] * others)
 
 
 def backend_of(builder: type) -> Any:

@@ -15,12 +15,15 @@ from stock import run_in_release
 from warm_release import run_in_fork
 
 _FOLDER = Path(__file__).parents[1] / "in_vllm"
+_PACKAGE = Path(__file__).parents[2] / "vllm_graphfix" / "__init__.py"
 
 _CODE = """
 import os, sys
 sys.path.append({support!r})
 from vllm.plugins import load_general_plugins
 load_general_plugins()
+import vllm_graphfix
+assert os.path.samefile(vllm_graphfix.__file__, {package!r}), "the plugin that is installed is that of another tree"
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 install_flashmla_stand_ins()
 import pytest
@@ -46,7 +49,8 @@ def check_behaviours(
     Raises AssertionError with pytest's report if one fails, or if there was none to run.
     """
     paths = [str(_FOLDER / f"{each}.py") for each in (name, *also)]
-    code = _CODE.format(folder=str(_FOLDER), support=str(Path(__file__).parent), paths=paths, select=select)
+    here = {"folder": str(_FOLDER), "package": str(_PACKAGE), "support": str(Path(__file__).parent)}
+    code = _CODE.format(**here, paths=paths, select=select)
     if isinstance(release, str) and not fresh:
         run_in_fork(release, code, env)
     else:
