@@ -6,8 +6,10 @@ Each is compared with the stock function in the same process.
 
 "alone" puts the fix around a function of the same signature that does nothing, so that nothing but the fix is measured;
 "real" puts it around vLLM's own. "observed" is what stands in its place in mode observe, which counts and changes
-nothing. Tensors are the CPU's: a copy or fill costs another time on a GPU, and the same Python. The other fixes act
-while graphs are captured and are not called afterwards.
+nothing. "cold" is by the median of single calls, before each of which other memory is read than theirs, more than the
+processor's caches hold: in an engine a step of the model lies between two calls. Tensors are the CPU's: a copy or fill
+costs another time on a GPU, and the same Python. The other fixes act while graphs are captured and are not called
+afterwards.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ def main() -> None:
     made = table(
         f"microseconds a call, {options.rounds} interleaved rounds; difference of the minima, and of the medians",
         *("fix, batch", "around", "stock min", "with fix min", "fix adds", "by median", "ratio", "target"),
-        *("observed adds", "by median"),
+        *("observed adds", "by median", "cold: fix adds", "observed adds"),
     )
     for name in LAYERS:
         env = environment(fetch_vllm.release(_of(name).RELEASE), OMP_NUM_THREADS="1", VLLM_GRAPHFIX="off")
         lines = run([__file__, "--measure", name, "--rounds", str(options.rounds)], env).output.splitlines()
-        for batch, around, stock, fixed, observed, watched, has_target in json.loads(lines[-1]):
-            before, after = Times(*stock), Times(*fixed)
-            unobserved, seen = Times(*observed), Times(*watched)
+        for batch, around, *times, has_target in json.loads(lines[-1]):
+            before, after, unobserved, seen = (Times(*each) for each in times[:4])
+            cold_before, cold_after, cold_unobserved, cold_seen = (Times(*each).median for each in times[4:])
             added = after.minimum - before.minimum
             made.add_row(
                 batch,
@@ -67,6 +69,8 @@ def main() -> None:
                 verdict(added, TARGET, "µs") if has_target and around == "alone" else "",
                 f"{seen.minimum - unobserved.minimum:+.2f}",
                 f"{seen.median - unobserved.median:+.2f}",
+                f"{cold_after - cold_before:+.1f}",
+                f"{cold_seen - cold_unobserved:+.1f}",
             )
         made.add_section()
     out = console()

@@ -15,7 +15,6 @@ in the caches.
 from __future__ import annotations
 
 import argparse
-import array
 import json
 import pickle
 import statistics
@@ -24,7 +23,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from measuring import console, environment, machine, run, table, verdict
+from measuring import console, elsewhere, environment, machine, run, table, verdict
 
 import fetch_vllm  # isort: skip - measuring has put tools/ on the path
 
@@ -32,8 +31,6 @@ RELEASES = ("0.18.1", "0.33.0")
 REQUESTS = (1, 8, 64, 256)
 EVERY = (16, 1)
 TOKENS, PROMPT, ANSWER, POOL = 16, 64, 256, 1 << 14
-CACHE = 1 << 26
-"""Bytes, more than a processor's caches hold."""
 TARGET = 5.0
 """Microseconds of a step of 64 requests, one of 16 followed: 0.1 % of one of 5 ms."""
 
@@ -80,7 +77,7 @@ def measure(requests: int, every: int, batches: int, apart: bool, rounds: int) -
     from vllm_graphfix.marks import watch
 
     watch.SHARE = watch.IDLE_SHARE = watch.FOLLOWING = 0.0
-    elsewhere = array.array("d", bytes(CACHE))
+    cool = elsewhere()
     found: list[float] = []
     for cold in (False, True):
         marks = marks_of(every)
@@ -92,7 +89,7 @@ def measure(requests: int, every: int, batches: int, apart: bool, rounds: int) -
         taken: list[float] = []
         for pickled in outputs(requests, 1 if cold else max(rounds, -(-2 * rounds // requests)), apart):
             if cold:
-                max(elsewhere[::8])  # a line each
+                cool()
             output = pickle.loads(pickled)  # noqa: S301 - our own
             began = time.perf_counter_ns()
             execute_model(output)

@@ -7,6 +7,8 @@ from typing import Any
 from measuring.calls import PADDED_REQUESTS, Calls, call, compared
 
 RELEASE = "0.33.0"
+FEW, MOST = 8, 1024
+"""Other batches than `PADDED_REQUESTS`; vLLM's own limit on a large card is the latter."""
 
 
 def measure(rounds: int) -> list[tuple[object, ...]]:
@@ -23,11 +25,13 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     from vllm_graphfix.source.files import open_source
     from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
 
-    scenario.CAPTURED = scenario.MAX_TOKENS = PADDED_REQUESTS
+    scenario.CAPTURED = scenario.MAX_TOKENS = MOST
     attention = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
     recurrent = MambaSpec(block_size=32, shapes=((2,),), dtypes=(torch.float32,))
 
-    def step(specs: tuple[Any, ...], *, computed: int | None = None) -> tuple[Any, dict[str, Any]]:
+    def step(
+        specs: tuple[Any, ...], *, computed: int | None = None, rows: int = PADDED_REQUESTS
+    ) -> tuple[Any, dict[str, Any]]:
         groups = [KVCacheGroupSpec(["layer"], spec) for spec in specs]
         with scenario._unpinned():
             made = scenario.DispatchV1(
@@ -36,13 +40,13 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
                 backend=Mamba2AttentionBackend,
             )
         batch = made.runner.input_batch
-        batch.num_prompt_tokens[:], batch.num_computed_tokens_cpu[:], batch.num_tokens_no_spec[:] = 50, 60, 61
+        batch.num_prompt_tokens[:], batch.num_computed_tokens_cpu[:], batch.num_tokens_no_spec[:] = 3000, 3010, 3011
         if computed is not None:
-            batch.num_computed_tokens_cpu[-1] = computed
+            batch.num_computed_tokens_cpu[rows - 1] = computed
         return made.runner, {
-            "num_tokens": PADDED_REQUESTS,
-            "num_reqs": PADDED_REQUESTS,
-            "num_scheduled_tokens_np": np.ones(PADDED_REQUESTS, dtype=np.int32),
+            "num_tokens": rows,
+            "num_reqs": rows,
+            "num_scheduled_tokens_np": np.ones(rows, dtype=np.int32),
             "max_num_scheduled_tokens": 1,
             "use_cascade_attn": False,
             "num_encoder_reqs": 0,
@@ -54,7 +58,9 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     steps = {
         "decodes, no recurrent layers": step((attention,)),
         "decodes": step(hybrid),
-        "the last token of a prompt, with a state": step(hybrid, computed=49),
+        f"{FEW} decodes": step(hybrid, rows=FEW),
+        f"{MOST:,} decodes": step(hybrid, rows=MOST),
+        "the last token of a prompt, with a state": step(hybrid, computed=2999),
         "a prefill of their shape": step(hybrid, computed=0),
     }
     (patch,) = FIX.patches(manifest.diagnose(FIX, open_source()).shape)

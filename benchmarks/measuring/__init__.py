@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import gc
 import os
 import platform
@@ -63,14 +64,30 @@ def run(arguments: Sequence[str], env: Mapping[str, str]) -> Run:
     return Run(seconds, cpu, done.stdout)
 
 
-def interleaved(functions: Mapping[str, Callable[[], object]], *, calls: int, rounds: int) -> dict[str, Times]:
-    """Microseconds a call. Every round calls each function *calls* times, so that all see the same machine."""
+def elsewhere() -> Callable[[], object]:
+    """Reads other memory, more than a processor's caches hold, as a model's step does on the host between two calls."""
+    memory = array.array("d", bytes(1 << 26))
+    return lambda: memory[::8]  # of each line of a cache one number
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    calls: int,
+    rounds: int,
+    between: Callable[[], object] = lambda: None,
+) -> dict[str, Times]:
+    """Microseconds a call. Every round calls each function *calls* times, so that all see the same machine.
+
+    *between* is called before each of them has its turn, and not timed.
+    """
     taken: dict[str, list[float]] = {name: [] for name in functions}
     order = list(functions.items())
     gc.disable()
     try:
         for number in range(rounds):
             for name, function in order if number % 2 else reversed(order):
+                between()
                 started = time.perf_counter_ns()
                 for _ in range(calls):
                     function()
