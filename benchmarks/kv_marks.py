@@ -353,8 +353,9 @@ def marks(engines: Iterable[dict[str, Any]]) -> int:
 
 def verdict(result: dict[str, Any]) -> int:
     engines = {name: found for part in result.values() for name, found in part.items()}
-    if any("load, s" not in found for found in engines.values()):
-        return 2
+    unmarked = [name for name, found in result.get("silent", {}).items() if not marks([found])]
+    if unmarked or any("load, s" not in found for found in engines.values()):
+        return 2  # nothing was shown: it did not run, or had no mark
     marked = {name: found for name, found in engines.items() if not name.startswith("cost")}
     off = [changed(found) for name, found in marked.items() if name.endswith("-off")]
     on = [changed(found) for name, found in marked.items() if not name.endswith("-off")]

@@ -184,6 +184,20 @@ def test_a_block_that_is_allocated_anew_is_marked_no_more(anew: Any) -> None:
     assert set(ledger.marked) == {1}
 
 
+def test_blocks_that_are_zeroed_in_the_step_that_gives_them_to_somebody_are_followed() -> None:
+    """As all are of models with recurrent layers."""
+    ledger = Ledger({0: 4}, 1)
+    ledger.step(step(new=(("a", ([1, 2], [9]), 0, 7),), new_block_ids_to_zero=[1, 2]))
+    ledger.step(step(running={"a": (([3], []), 7, 5)}, new_block_ids_to_zero=[3]))
+    ledger.settle()
+    assert mark_all(ledger) == {1, 2, 3}
+    given = step(new=(("b", ([2, 5], [8]), 0, 8),), finished_req_ids={"a"}, new_block_ids_to_zero=[2, 5])
+    assert [block.number for block in ledger.step(given)] == [2]
+    ledger.settle()
+    assert mark_all(ledger) == {1, 2, 3, 5}
+    assert ledger.marked[2].request == "b"
+
+
 def test_a_hit_in_the_prefix_cache_stays_marked_and_its_readers_are_known() -> None:
     ledger = ledger_with_a_prompt()
     ledger.settle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from marked_steps import Scheduler, SumsStandIn, decodes, step, watched
 from vllm_graphfix.marks.ledger import Ledger
-from vllm_graphfix.marks.watch import _MOST_WAITING, _REST, FOLLOWING, MOST_FOLLOWING, KVMarks
+from vllm_graphfix.marks.process import Marks
+from vllm_graphfix.marks.watch import _MOST_WAITING, _REST, FOLLOWING, IDLE_SHARE, MOST_FOLLOWING, KVMarks
 
 
 class Clock:
@@ -172,7 +174,44 @@ def test_what_steps_without_work_may_have_written_is_looked_at_before_a_rest() -
     marks._for_following._credit = -2 * MOST_FOLLOWING  # it owes too much to wait for that
     for _ in range(3):
         marks._before(None)
+    assert not rests(marks)  # in the steps themselves nothing is followed that could cost anything
+    decodes(marks, 32, 1)
     assert rests(marks)
+
+
+def test_a_rank_that_has_no_work_most_of_the_time_is_followed_again_and_again(clock: Clock) -> None:
+    """In most steps without work nothing is asked, so that what following may cost is there for steps of requests."""
+    marks, _ = resting_at_times()
+    worker, made, asked = Worker(clock, 0.005), 0, 0
+    execute_model = served(marks, worker)
+    clock.asking = 30e-6
+    outputs = requests(60 * 400, 7)
+    for _ in range(60):
+        before = marks.counts()["marks"]
+        for output in islice(outputs, 400):
+            execute_model(output)
+        made += marks.counts()["marks"] > before
+        for _ in range(1600):
+            began = clock.now
+            marks._before(None)
+            asked += clock.now > began
+            clock.now += 0.005
+    assert 4 < marks.counts()["rests"] < 60
+    assert made > 20
+    assert asked < 60 * 1600 / 20
+    assert marks._step == 60 * 2000 - (marks._resting - marks._to_rest)
+    assert marks._for_following.spent <= (FOLLOWING + IDLE_SHARE / 2) * (clock.now - 100) + 2 * MOST_FOLLOWING
+
+
+def test_steps_of_a_rest_are_counted() -> None:
+    marks, _ = resting_at_times()
+    marks._for_following._credit = -0.001
+    decodes(marks, 8, 1)
+    assert rests(marks)
+    marks._to_rest -= 5  # the wrapper does
+    marks._before(None)
+    decodes(marks, 9, 1)
+    assert (marks.counts()["rests"], marks.counts()["rested"], marks._step) == (1, 6, 8)
 
 
 def test_after_a_rest_a_foreign_write_to_a_request_that_began_since_is_told(clock: Clock) -> None:
@@ -238,3 +277,21 @@ def test_a_block_that_is_given_away_is_marked_no_more_whenever_there_was_a_rest(
         assert fresh.isdisjoint(held)
         assert {block.request for block in ledger._followed.values()} <= known
     assert marks.stopped is None
+
+
+def test_the_state_says_if_nothing_is_marked() -> None:
+    marks = Marks(lambda: None)
+    marks.begin(16)
+    marks._watch, _ = watched()
+
+    def reason() -> str:
+        return marks.states()["kv-marks"].reason
+
+    decodes(marks._watch, 8, 1)
+    marks._watch._step = 10_000
+    assert reason() == (
+        "the finished cache blocks of one of 16 requests are marked; action: report; in more than 10,000 steps none "
+        "has been marked yet"
+    )
+    marks._watch._count("marks", 1)
+    assert reason().endswith("action: report")

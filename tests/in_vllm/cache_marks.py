@@ -87,6 +87,8 @@ def told(rank: Any, new: tuple[str, ...] = (), running: tuple[str, ...] = ()) ->
         "num_common_prefix_blocks": [],
         "finished_req_ids": set(),
         "free_encoder_mm_hashes": [],
+        # With a recurrent group, what is allocated of others (`Scheduler._get_new_block_ids_to_zero`, from 0.17 on).
+        "new_block_ids_to_zero": [number for name in new for number in BLOCKS[name][1]] if groups > 1 else None,
     }
     return SchedulerOutput(**known_to(SchedulerOutput, output))
 

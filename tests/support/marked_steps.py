@@ -60,10 +60,12 @@ class Scheduler:
     """What a worker is told of requests of two cache groups, one of blocks of four tokens and one that is not followed.
 
     They begin, some with a hit in the prefix cache, get blocks, are left out of steps, lose their blocks, with a word
-    or without, come back and end; blocks are zeroed and copied to; some steps are of no request.
+    or without, come back and end; some blocks are copied to, and for every other scheduler those that somebody gets are
+    zeroed, as in models with recurrent layers; some steps are of no request.
     """
 
     def __init__(self, chance: random.Random) -> None:
+        self._zeroes = chance.random() < 0.5
         self._chance, self._free, self._made = chance, list(range(1, 400)), 0
         self._computed: dict[str, int] = {}
         self._taken: set[str] = set()
@@ -108,8 +110,10 @@ class Scheduler:
             new.append((name, (hits + (blocks[0] if blocks else []), [0]), computed, tokens))
         more: dict[str, Any] = {"preempted_req_ids": taken if chance.random() < 0.5 else None}
         fresh = [number for blocks, _, _ in running.values() for number in (blocks or ((),))[0]]
-        if chance.random() < 0.1:
-            more["new_block_ids_to_zero"] = fresh
+        if self._zeroes:
+            more["new_block_ids_to_zero"] = fresh + [
+                number for _, groups, computed, _ in new for number in groups[0][computed // 4 :]
+            ]
         if chance.random() < 0.02:
             more["kv_cache_block_copies"] = [SimpleNamespace(dst_block_id=number) for number in fresh[:1]]
         return step(tuple(new), running, tuple(back), finished_req_ids=gone, **more)
@@ -128,7 +132,7 @@ def known(ledger: Ledger) -> Any:
     return ledger._followed, filling, ledger.finished, ledger._lengths, ledger._readers, set(ledger._due), newest
 
 
-COUNTED = ("marks", "looks", "changed", "passed-over", "rests", "failures")
+COUNTED = ("marks", "looks", "changed", "passed-over", "rests", "rested", "failures")
 
 
 class SumsStandIn:

@@ -103,14 +103,16 @@ class Ledger:
             for request in ended:
                 self._forget_request(request)
         dropped: list[Block] = []
-        for new in output.scheduled_new_reqs:
-            dropped += self._begin(new.req_id, new.block_ids, new.num_computed_tokens)
-        if any(cached.new_block_ids):  # in most steps nobody gets one
-            dropped += self._extend(cached, places)
+        # Before what is new is followed: models with recurrent layers have each block of theirs zeroed in the step that
+        # gives it to somebody, before it runs.
         if zeroed := getattr(output, "new_block_ids_to_zero", None):
             dropped += self._drop(zeroed)
         if copies := getattr(output, "kv_cache_block_copies", None):
             dropped += self._drop(copy.dst_block_id for copy in copies)
+        for new in output.scheduled_new_reqs:
+            dropped += self._begin(new.req_id, new.block_ids, new.num_computed_tokens)
+        if any(cached.new_block_ids):  # in most steps nobody gets one
+            dropped += self._extend(cached, places)
         if self._slack:
             self._advance(scheduled)
             self._last = output

@@ -60,9 +60,10 @@ class Marks:
             action = "abort" if self._abort is not None else "report"
             if watch.cannot_abort is not None:
                 action = f"report, since {watch.cannot_abort}"
+            so_far = "; in more than 10,000 steps none has been marked yet" if watch.marks_nothing() else ""
             state, reason = (
                 State.ACTIVE,
-                f"the finished cache blocks of one of {self._every} requests are marked; action: {action}",
+                f"the finished cache blocks of one of {self._every} requests are marked; action: {action}{so_far}",
             )
         return {NAME: FixState(NAME, Mode.AUTO, None, state, reason)}
 

@@ -27,7 +27,8 @@ from vllm_graphfix.settings.shadow_rate import Abort
 SHARE = 0.001
 """The part of the time that the host may spend on making sums: one half on marks, the other on looking at them."""
 IDLE_SHARE = 0.01
-"""The part of its time out of which a rank without work pays what it owes of them: it has no inputs to prepare."""
+"""The part of its time out of which a rank without work pays what it owes of them, and half as much again of following:
+it has no inputs to prepare."""
 MOST_CREDIT = 0.025
 """Seconds of each half which it may have saved up, or, around the steps of a rank without work, owe."""
 FOLLOWING = 0.0008
@@ -39,8 +40,9 @@ MOST_FOLLOWING = 0.012
 """Seconds of it that may be saved up, or owed: a rest is over after 15 s, and one that owes most after 45."""
 _FEW = MOST // 2
 """Blocks that are worth a batch at once; fewer wait for more."""
-_PATIENCE = 1.0
-"""Seconds that they wait."""
+_PATIENCE = 0.1
+"""Seconds that they wait; what sums may cost sees to it that few batches are small. Between two rests there may be less
+than a second."""
 _RECENT = 16
 """Steps within which a batch is not looked at again because one of its blocks is given away."""
 _MOST_WAITING = 15
@@ -50,6 +52,8 @@ _LONG = 16
 """Steps without work after which what is in danger is looked at meanwhile; again after twice as many, and so on."""
 _REST = 256
 """Steps that run in a rest before it is asked again whether that is over; asking is most of what a rest costs."""
+_MANY = 10_000
+"""Steps in which something should have been marked."""
 _MOST_BATCHES = 256
 """The oldest go first."""
 _REMEMBERED = 4096
@@ -156,7 +160,7 @@ class KVMarks:
         """The number of steps without work since the last one of requests."""
         self._for_marks = Budget(SHARE / 2, MOST_CREDIT, IDLE_SHARE / 2)
         self._for_looks = Budget(SHARE / 2, MOST_CREDIT, IDLE_SHARE / 2)
-        self._for_following = Budget(FOLLOWING, MOST_FOLLOWING)
+        self._for_following = Budget(FOLLOWING, MOST_FOLLOWING, IDLE_SHARE / 2)
         self._for_following.spent = self._seconds  # by others, before this engine
         self._rests = False
         """Whether nothing is followed, since following has cost what it may."""
@@ -199,7 +203,7 @@ class KVMarks:
         self._ledger = Ledger(tokens, self.every or 1, *_slack_and_doubt(worker.vllm_config))
         self._sums = Sums(device)
         self._sums.warm_up(self._groups)
-        counted = ("marks", "looks", "changed", "aborted", "passed-over", "rests", "failures")
+        counted = ("marks", "looks", "changed", "aborted", "passed-over", "rests", "rested", "failures")
         self._counts = dict.fromkeys(counted, 0)
         # A worker that ends takes with it what is held here.
         self._worker = weakref.ref(worker, lambda ended: self._forget() if ended is self._worker else None)
@@ -274,6 +278,9 @@ class KVMarks:
         ledger, sums = self._ledger, self._sums
         if ledger is None or sums is None or self._counts is None:
             return
+        if output is None and (self._rests or not self._idle_run_tells(sums)):
+            self._passes(idle=True)
+            return
         begun = time.perf_counter()
         if first := self._to_wait:
             self._granted, self._to_wait = ledger.let_wait(first), 0
@@ -283,10 +290,24 @@ class KVMarks:
                 self._takes = time.perf_counter() - begun
             self._seconds += time.perf_counter() - begun
             return
-        if not (self._rests and self._rest_goes_on(idle=output is None)):
+        if not (self._rests and self._rest_goes_on()):
             self._follow(ledger, sums, output)
         self._seconds += time.perf_counter() - begun
         self._for_following.charge(self._seconds - self._for_marks.spent - self._for_looks.spent)
+
+    def _idle_run_tells(self, sums: Sums) -> bool:
+        """Whether a step without work is one to mark or look before, or to read what came of a look; most are not.
+
+        Such a rank makes thousands of them in a row, and does not ask the clock in the others.
+        """
+        run = self._idle_run
+        return not run or bool(sums.looks or self._first) or _is_long(run)
+
+    def _passes(self, *, idle: bool) -> None:
+        self._idle.append(idle)
+        self._step += 1
+        if idle and not self._rests:
+            self._idle_run += 1
 
     def _follow(self, ledger: Ledger, sums: Sums, output: Any) -> None:
         """Follows the steps that wait and this one; then marks and looks, before it runs."""
@@ -299,25 +320,26 @@ class KVMarks:
         for looked in sums.results() if sums.looks else ():
             self._note(looked)
         idle, run = output is None, self._idle_run
+        if run:
+            for budget in (self._for_marks, self._for_looks, self._for_following):
+                budget.repay()
         tired = (self.every or 1) > 1 and not self._for_following.allows()
         if tired and not sums.looks and self._may_rest(idle=idle):
-            self._rest(idle=idle)
+            self._rest()
+            self._passes(idle=idle)
             return
         dropped: list[Block] = []
         if idle:
             ledger.settle()
         else:
             dropped = ledger.step(output)
-        if run:
-            self._for_marks.repay()
-            self._for_looks.repay()
         if ledger.finished:
             self._make(ledger, sums, at_once=idle and not run)
         else:
             self._waiting_since = None
         if idle and not run:
             self._in_danger = self._endangered(ledger)
-        elif (run and not idle) or (run >= _LONG and not run & (run - 1)):
+        elif (run and not idle) or _is_long(run):
             self._first = deque(self._in_danger)
         if self._first:
             self._look_first(sums, debt=not idle)
@@ -325,9 +347,9 @@ class KVMarks:
             self._look_last(sums, dropped)
         if not tired and (self._fresh or self._batches) and self._for_looks.allows():
             self._look_in_turn(sums)
-        self._idle_run = run + 1 if idle else 0
-        self._idle.append(idle)
-        self._step += 1
+        if not idle:
+            self._idle_run = 0
+        self._passes(idle=idle)
         # What comes of a look is read before the next step: who has the block is to end before it has an answer.
         self._to_wait = 0 if idle or sums.looks else _MOST_WAITING
         self._granted, self._timed = ledger.let_wait(0), 0
@@ -339,7 +361,7 @@ class KVMarks:
         """
         return not (idle or self._idle_run or self._first) or not self._for_following.allows(debt=True)
 
-    def _rest(self, *, idle: bool) -> None:
+    def _rest(self) -> None:
         """Forgets all marks, and follows nothing until what that may cost is saved up again.
 
         Then requests that begin are followed, as after a sleep: of the others it is not known what they have.
@@ -347,22 +369,20 @@ class KVMarks:
         self._clear()
         self._count("rests", 1)
         self._rests = True
-        self._has_rested(idle=idle)
+        self._to_rest = self._resting = _REST
 
-    def _has_rested(self, *, idle: bool) -> None:
-        self._idle.append(idle)
-        self._step += 1
-        self._to_rest = self._resting = 0 if idle else _REST
-
-    def _rest_goes_on(self, *, idle: bool) -> bool:
-        """Whether it does in this step, which counts as one of it then."""
+    def _rest_goes_on(self) -> bool:
+        """Whether it does in this step of requests, which counts as one of it then."""
         ran = self._resting - self._to_rest
         self._idle.extend(repeat(False, ran))
         self._step += ran
+        self._count("rested", ran)
         self._to_rest = self._resting = 0
         self._rests = not self._for_following.is_saved_up()
         if self._rests:
-            self._has_rested(idle=idle)
+            self._passes(idle=False)
+            self._count("rested", 1)
+            self._to_rest = self._resting = _REST
         return self._rests
 
     def _make(self, ledger: Ledger, sums: Sums, *, at_once: bool) -> None:
@@ -534,6 +554,10 @@ class KVMarks:
         """For the events of a record; nothing where no block can be marked."""
         return {} if self._counts is None else self._counts | {"milliseconds": int(1000 * self.seconds())}
 
+    def marks_nothing(self) -> bool:
+        """Whether nothing has been marked in so many steps that nobody should rely on it."""
+        return self._counts is not None and not self._counts["marks"] and self._step >= _MANY
+
     def seconds(self) -> float:
         """The host's time in it, as far as it is over."""
         waiting = self._granted - self._ledger.may_wait if self._ledger is not None else 0
@@ -563,6 +587,11 @@ class KVMarks:
             exc_info=error,
         )
         self._end()
+
+
+def _is_long(run: int) -> bool:
+    """Whether after so many steps without work what is in danger is looked at meanwhile."""
+    return run >= _LONG and not run & (run - 1)
 
 
 def _slack_and_doubt(config: Any) -> tuple[int, int]:
