@@ -203,6 +203,24 @@ def test_a_rank_that_has_no_work_most_of_the_time_is_followed_again_and_again(cl
     assert marks._for_following.spent <= (FOLLOWING + IDLE_SHARE / 2) * (clock.now - 100) + 2 * MOST_FOLLOWING
 
 
+def test_what_waits_to_be_looked_at_in_steps_without_work_is_not_asked_for_in_each_of_them(clock: Clock) -> None:
+    """Or that would use up what following may cost, and all would be forgotten before it was looked at."""
+    marks, sums = resting_at_times()
+    marks._before(step(new=(("a", (list(range(1, 9)),), 0, 32),)))
+    marks._before(None)
+    assert marks.counts()["marks"] == 8
+    marks._for_looks._credit = -0.025  # 5 s without work pay that
+    clock.asking, seen, asked = 30e-6, len(sums.seen), 0
+    for _ in range(2000):
+        clock.now += 0.005
+        began = clock.now
+        marks._before(None)
+        asked += clock.now > began
+    assert len(sums.seen) >= seen + 4  # two blocks a batch, in a stand-in
+    assert asked < 200
+    assert marks.counts()["rests"] == 0
+
+
 def test_steps_of_a_rest_are_counted() -> None:
     marks, _ = resting_at_times()
     marks._for_following._credit = -0.001

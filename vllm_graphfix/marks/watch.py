@@ -298,10 +298,11 @@ class KVMarks:
     def _idle_run_tells(self, sums: Sums) -> bool:
         """Whether a step without work is one to mark or look before, or to read what came of a look; most are not.
 
-        Such a rank makes thousands of them in a row, and does not ask the clock in the others.
+        Such a rank makes thousands of them in a row, and does not ask the clock in the others; nor, where looks owe
+        what they have cost and have to wait, in each step until they may go on.
         """
         run = self._idle_run
-        return not run or bool(sums.looks or self._first) or _is_long(run)
+        return not run or bool(sums.looks) or _is_long(run) or bool(self._first and run % _LONG == 0)
 
     def _passes(self, *, idle: bool) -> None:
         self._idle.append(idle)
