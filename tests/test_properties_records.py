@@ -26,6 +26,7 @@ from vllm_graphfix.records import (
     liveness_of,
     own_folder,
 )
+from vllm_graphfix.records.folder import ENTRIES
 from watched import Answer, Watched, answer, watched
 
 GOOD = record(model="the good one")
@@ -156,7 +157,7 @@ def test_as_many_records_as_are_read_with_the_largest_claims_are_shown_in_second
 
 
 @pytest.mark.usefixtures("no_processes")
-@pytest.mark.parametrize("count", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2_000, pytest.param(ENTRIES - 100, marks=pytest.mark.slow)])
 def test_files_without_number_cost_what_some_do(tmp_path: Path, count: int) -> None:
     leave(tmp_path, GOOD)
     for number in range(count):
