@@ -123,6 +123,7 @@ def main() -> int:
     parser.add_argument("--fraction", type=int, default=16, metavar="N", help="1/N is what cost has (16)")
     parser.add_argument("--marks", type=int, default=110_000, metavar="N", help="without a false alarm (110000)")
     parser.add_argument("--only", type=int, action="append", metavar="N", help="of the engines of silent, by number")
+    parser.add_argument("--asynchronous", action=argparse.BooleanOptionalAction, help="scheduling of idle and ranks")
     parser.add_argument("--planted", action="store_true", help="idle steps write to blocks")
     parser.add_argument("--cpu", action="store_true", help="a rehearsal without a GPU")
     options = parser.parse_args()
@@ -232,9 +233,11 @@ class Bench:
             "VLLM_GRAPHFIX_IDLE_RANK": fix,
             "VLLM_GRAPHFIX_KV_MARKS": f"1/{self._options.every}",
         }
-        drafts = {"speculative_config": DRAFTS} if model.endswith("mtp") else {}
+        arguments: dict[str, Any] = {"speculative_config": DRAFTS} if model.endswith("mtp") else {}
+        if self._options.asynchronous is not None:
+            arguments["async_scheduling"] = self._options.asynchronous
         more = {"planted": self._options.planted} if part == "idle" else {}
-        return Engine(f"{part}-{site.release}-{fix}", site, model, environment, drafts, more)
+        return Engine(f"{part}-{site.release}-{fix}", site, model, environment, arguments, more)
 
     def _cost(self) -> list[Engine]:
         cpu = self._options.cpu

@@ -48,6 +48,10 @@ NOT_RUN = {
         "python benchmarks/trained.py --site 0.21.0=FOLDER --site 0.18.1=FOLDER --site 0.25.1=FOLDER --out FOLDER "
         "--only mla-mtp-sort@0.21.0 --only mla-mtp-fp8-sort@0.18.1 --only mla-mtp-scored@0.25.1"
     ): "needs a GPU",
+    (
+        "python benchmarks/trained.py --site 0.22.1=FOLDER --site 0.18.1=FOLDER --out FOLDER --train-seconds 95 "
+        "--only llama-lora-sort@0.18.1 --only mla-fp8-padded-sort@0.18.1 --only mla-mtp-drawn-sort@0.22.1"
+    ): "needs a GPU",
 }
 """Why a command is not run here. Of a block that tools/walk_rollout.py has written, none is: it ran them on real
 servers."""

@@ -214,6 +214,7 @@ class WorkerStandIn:
 
     def __init__(self) -> None:
         self.ran: list[Any] = []
+        self.model_runner = SimpleNamespace(requests={})
 
     def execute_model(self, scheduler_output: Any) -> int:
         self.ran.append(scheduler_output)
@@ -253,7 +254,7 @@ def test_a_step_that_is_not_understood_runs_once_and_ends_the_marks(
     worker.ran.clear()
     wrapper = worker.execute_model
     assert wrapper("not a step") == 1
-    assert marks.stopped == "AttributeError: 'str' object has no attribute 'scheduled_cached_reqs'"
+    assert marks.stopped == "AttributeError: 'str' object has no attribute 'num_scheduled_tokens'"
     assert "execute_model" not in vars(worker)
     assert wrapper("not a step") == 2  # somebody may have kept it
     assert len(caplog.records) == 1
@@ -391,12 +392,19 @@ def test_what_is_relied_on_is_there_in_every_release(release: str) -> None:
         assert execute is not None
         assert execute.takes.startswith("self, scheduler_output")
         text = (source.read(runner) or b"").decode()
+        # What is asked for the last step: of V2 nothing, and not by mistake.
+        assert ("self.requests: dict[str, CachedRequestState] = {}" in text) is runner.endswith("gpu_model_runner.py")
+        assert ("self.requests" in text) is runner.endswith("gpu_model_runner.py")
         assert "self.kv_cache_config = " in text
         assert "self.device = " in text
     output = (source.read("vllm/v1/core/sched/output.py") or b"").decode()
     for name in ("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "finished_req_ids",
                  "preempted_req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"):  # fmt: skip
         assert f"    {name}: " in output
+    state = (source.read("vllm/v1/worker/gpu_input_batch.py") or b"").decode().partition("class CachedRequestState")[2]
+    assert "    block_ids: tuple[list[int], ...]\n" in state
+    assert "    num_computed_tokens: int\n" in state
+    assert source.function("vllm/v1/worker/gpu_input_batch.py", "InputBatch.req_ids") is not None
     worker = "vllm/v1/worker/gpu_worker.py"
     for name in ("execute_model", "execute_dummy_batch", "sleep", "wake_up"):
         assert source.function(worker, f"Worker.{name}") is not None

@@ -76,13 +76,23 @@ def silent(llm: Any, result: Result, **_: Any) -> dict[str, Any]:
 def idle(llm: Any, result: Result, planted: bool) -> dict[str, Any]:
     """Bursts of requests with pauses, in which the engine makes the steps of a rank without work.
 
-    As an engine core of a data-parallel rank does while others have work: after the last step of a burst one that tells
-    the worker who has ended, and then those.
+    As an engine core of a data-parallel rank does while others have work: one after each of its own steps in which
+    nothing was executed, as the one that tells the worker who has ended, or with asynchronous scheduling one before it.
     """
     if planted:
         llm.collective_rpc(_plant)
     chance = random.Random(7)  # noqa: S311 - the same load in every run
     load, engine = Load(llm, chance), llm.llm_engine
+    core = engine.engine_core.engine_core
+    stock = core.step_fn
+
+    def step_fn() -> Any:
+        outputs, executed = stock()
+        if not executed:
+            core.execute_dummy_batch()
+        return outputs, executed
+
+    core.step_fn = step_fn
     bursts = 0
     first: dict[str, Any] | None = None
     while not result.over():

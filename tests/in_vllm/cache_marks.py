@@ -16,7 +16,7 @@ from vllm_graphfix.marks.watch import _MOST_WAITING, KVMarks
 from vllm_graphfix.shadow.concerned import requests_of_rows
 from vllm_graphfix.verify.double.arguments import known_to
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.double.idle_runner import ATTENTION, BLOCKS, DRAFT, PAGE, PROMPT, WIDTH
+from vllm_graphfix.verify.double.idle_runner import ATTENTION, BLOCKS, DRAFT, PAGE, PROMPT, WIDTH, cached_request
 from vllm_graphfix.verify.double.scenarios.idle_rank import _DraftingRank, _Rank
 from vllm_graphfix.verify.double.unpinned import unpinned
 
@@ -35,7 +35,7 @@ def layer(memory: torch.Tensor) -> Any:
     return SimpleNamespace(kv_cache=memory.view(-1, PAGE, WIDTH), get_attn_backend=lambda: object)
 
 
-def marked(rank: Any, abort: Any = None) -> KVMarks:
+def marked(rank: Any, abort: Any = None, every: int = 1) -> KVMarks:
     """The marks of *rank*, which has caches of the layers that its groups name."""
     config, cache = rank.runner.vllm_config, rank.cache
     layers = {ATTENTION: layer(cache.keys), DRAFT: layer(cache.drafts)}
@@ -45,7 +45,7 @@ def marked(rank: Any, abort: Any = None) -> KVMarks:
     rank.runner.kv_cache_config = KVCacheConfig(len(cache.keys) // PAGE, [], groups)
     rank.worker.vllm_config = config
     watch = KVMarks()
-    watch.begin(1, abort)
+    watch.begin(every, abort)
     watch.serve(rank.worker)
     assert watch.stopped is watch.refused is None
     return watch
@@ -139,6 +139,36 @@ def test_a_step_without_work_that_writes_to_a_finished_block_is_named(kind: Any,
     first = watch.found[0]
     assert (first.steps <= 1, first.idle >= 1) == (True, True)
     assert "without work" in first.sentence()
+
+
+@pytest.mark.parametrize("rests", [False, True])
+@pytest.mark.parametrize("kind", [_Rank, _DraftingRank])
+def test_what_the_last_step_filled_is_marked_whether_its_request_is_followed_or_not(kind: Any, rests: bool) -> None:
+    """Neither is, since but one of a thousand is, and the marks rest."""
+    rank = kind()
+    if isinstance(rank, _Rank) and not isinstance(rank, _DraftingRank):
+        rank.capture()
+    watch = marked(rank, every=1000)
+    watch._before(output := told(rank, new=BOTH))
+    if rests:
+        watch._rest()
+    watch._last.output = output
+    rank.runner.requests = {name: cached_request(name, len(rank.groups())) for name in BOTH}
+    rank.cache.hidden.copy_(torch.arange(rank.cache.hidden.numel()).view_as(rank.cache.hidden))
+    rank.step(BOTH)  # the fourth token: the first block of each is full
+    watch._last.ends(rank.runner)
+    rank.cache.hidden.fill_(7.0)  # of no request
+    for _ in range(3):
+        rank.idle()
+    for _ in range(2):  # steps that only tell of who has ended
+        watch._before(told(rank))
+    full = {BLOCKS[name][1][0] for name in BOTH}
+    assert (watch.stopped, watch.counts()["marks"]) == (None, len(full))
+    assert watch.counts()["looks"] >= len(full)
+    writes = STOCK and kind.__name__.strip("_") in os.environ["WRITES"].split(",")
+    assert bool(watch.found) == writes
+    assert {each.block.number for each in watch.found} <= full
+    assert not any(each.steps for each in watch.found)
 
 
 def overwritten(abort: Any) -> KVMarks:

@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+from vllm_graphfix.marks.last_step import LastStep
 from vllm_graphfix.marks.ledger import Ledger
 from vllm_graphfix.marks.sums import Batch, Looked
 from vllm_graphfix.marks.watch import KVMarks
@@ -71,6 +72,8 @@ class Scheduler:
         self._taken: set[str] = set()
         self._blocks: dict[str, list[int]] = {}
         self._hits: list[int] = []
+        self.before: dict[str, int] = {}
+        """The tokens of requests that were computed before the last step that they were in."""
 
     def step(self) -> Any:
         chance = self._chance
@@ -78,12 +81,7 @@ class Scheduler:
             return step()
         gone = {name for name in self._computed if chance.random() < 0.02}
         taken = {name for name in self._computed.keys() - gone if chance.random() < 0.01}
-        for name in gone | taken:
-            full = self._computed.pop(name) // 4
-            blocks = self._blocks.pop(name)
-            if not self._hits:
-                self._hits = blocks[:full]  # nobody gets them but by a hit, for some time
-            self._free += [each for each in blocks if each not in self._hits]
+        self._free_all_of(gone | taken)
         if self._hits and chance.random() < 0.1 and not any(self._hits[0] in each for each in self._blocks.values()):
             self._free += self._hits
             self._hits = []
@@ -118,8 +116,27 @@ class Scheduler:
             more["kv_cache_block_copies"] = [SimpleNamespace(dst_block_id=number) for number in fresh[:1]]
         return step(tuple(new), running, tuple(back), finished_req_ids=gone, **more)
 
+    def pause(self) -> Any:
+        """A step of no request, in which all that run have ended, and those that wait are gone."""
+        ended = {*self._computed}
+        self._free_all_of(ended)
+        self._taken = set()
+        return step(finished_req_ids=ended)
+
+    def blocks(self) -> dict[str, list[int]]:
+        """Those of each request that runs."""
+        return {name: [*blocks] for name, blocks in self._blocks.items() if name in self._computed}
+
+    def _free_all_of(self, names: set[str]) -> None:
+        for name in names:
+            full = self._computed.pop(name) // 4
+            blocks = self._blocks.pop(name)
+            if not self._hits:
+                self._hits = blocks[:full]  # nobody gets them but by a hit, for some time
+            self._free += [each for each in blocks if each not in self._hits]
+
     def _run(self, name: str, tokens: int) -> tuple[Any, int, int]:
-        computed = self._computed[name]
+        computed = self.before[name] = self._computed[name]
         self._computed[name] += tokens
         fresh = [self._free.pop() for _ in range(-(-(computed + tokens) // 4) - len(self._blocks[name]))]
         self._blocks[name] += fresh
@@ -160,9 +177,10 @@ class SumsStandIn:
         self.looks = []
 
 
-def watched() -> tuple[KVMarks, SumsStandIn]:
+def watched(every: int = 1) -> tuple[KVMarks, SumsStandIn]:
     marks, sums = KVMarks(), SumsStandIn()
-    marks._ledger, marks._counts = Ledger({0: 4}, 1), dict.fromkeys(COUNTED, 0)
+    marks._ledger, marks._counts = Ledger({0: 4}, every), dict.fromkeys(COUNTED, 0)
+    marks._last = LastStep({0: 4}, 64, 0)
     marks._sums = sums  # type: ignore[assignment]
     marks._groups = {0: None}  # type: ignore[dict-item]
     return marks, sums

@@ -339,6 +339,13 @@ class Ledger:
         """The requests that have *block*, and have not ended."""
         return [each for each in (block.request, *self._readers.get(block.number, ())) if each in self._running]
 
+    def adopt(self, blocks: Iterable[Block]) -> None:
+        """Follows these blocks, too, which the last step of requests has filled."""
+        for block in blocks:
+            if block.number not in self._followed:
+                self._followed[block.number] = self.finished[block.number] = block
+                self.newest.append(block)
+
     def forget(self, number: int) -> None:
         """Marks this block no more."""
         self._followed.pop(number, None)

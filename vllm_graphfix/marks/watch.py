@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from vllm_graphfix.log import logger
 from vllm_graphfix.marks.budget import Budget
+from vllm_graphfix.marks.last_step import LastStep
 from vllm_graphfix.marks.ledger import Block, Ledger
 from vllm_graphfix.marks.sums import MOST, Batch, Group, Looked, Sums, UnsafeCacheError, groups
 from vllm_graphfix.settings.shadow_rate import Abort
@@ -142,6 +143,7 @@ class KVMarks:
     def _forget(self) -> None:
         self._worker: Any = None
         self._ledger: Ledger | None = None
+        self._last = LastStep({}, MOST, 0)
         self._sums: Sums | None = None
         self._groups: dict[int, Group] = {}
         self._fresh: deque[Batch] = deque()
@@ -200,7 +202,9 @@ class KVMarks:
             logger.warning("graphfix: no cache block of this engine is marked: %s", reason)
             return
         tokens = {number: group.tokens for number, group in self._groups.items()}
-        self._ledger = Ledger(tokens, self.every or 1, *_slack_and_doubt(worker.vllm_config))
+        slack, doubt = _slack_and_doubt(worker.vllm_config)
+        self._ledger = Ledger(tokens, self.every or 1, slack, doubt)
+        self._last = LastStep(tokens, MOST, doubt)
         self._sums = Sums(device)
         self._sums.warm_up(self._groups)
         counted = ("marks", "looks", "changed", "aborted", "passed-over", "rests", "rested", "failures")
@@ -218,18 +222,23 @@ class KVMarks:
         A step that is put off, as most are, takes no other function of ours than the ledger's: see there. One of a rest
         takes none.
         """
+        last = self._last
 
         def execute_model(*args: Any, **kwargs: Any) -> Any:
             worker = of()
             try:
+                output: Any = args[0] if args else kwargs.get("scheduler_output")
+                if output.num_scheduled_tokens:
+                    last.output = output
+                else:
+                    last.ends(worker.model_runner)
                 if self._to_rest:
                     self._to_rest -= 1
-                else:
-                    output = args[0] if args else kwargs.get("scheduler_output")
-                    if not ledger.put_off(output):
-                        self._before(output)
+                elif not ledger.put_off(output):
+                    self._before(output)
             except Exception as error:
-                self._stop(error)
+                if self._ledger is ledger:  # else it has ended, and somebody has kept this
+                    self._stop(error)
             return type(worker).execute_model(worker, *args, **kwargs)
 
         return execute_model
@@ -241,11 +250,11 @@ class KVMarks:
             worker = of()
             stock = getattr(type(worker), name)
             if name in _NEW_CACHE:
-                self._guarded(self._clear)
+                self._guarded(self._new_cache)
                 try:
                     return stock(worker, *args, **kwargs)
                 finally:
-                    self._guarded(self._clear)
+                    self._guarded(self._new_cache)
             self._guarded(self._before, None)
             return stock(worker, *args, **kwargs)
 
@@ -271,6 +280,10 @@ class KVMarks:
             self._first.clear()
             self._where.clear()
 
+    def _new_cache(self) -> None:
+        self._clear()
+        self._last.take()
+
     # -- a step --------------------------------------------------------------------------------------------------
 
     def _before(self, output: Any) -> None:
@@ -278,6 +291,8 @@ class KVMarks:
         ledger, sums = self._ledger, self._sums
         if ledger is None or sums is None or self._counts is None:
             return
+        if output is None and self._rests and self._last.has_filled():
+            self._end_rest()  # until it is known whether the steps that come now write there
         if output is None and (self._rests or not self._idle_run_tells(sums)):
             self._passes(idle=True)
             return
@@ -327,11 +342,15 @@ class KVMarks:
         tired = (self.every or 1) > 1 and not self._for_following.allows()
         if tired and not sums.looks and self._may_rest(idle=idle):
             self._rest()
+            if idle:
+                self._last.take()  # which is too late with the next step: this one may write there
             self._passes(idle=idle)
             return
         dropped: list[Block] = []
         if idle:
             ledger.settle()
+            if not run:
+                ledger.adopt(self._last.take())
         else:
             dropped = ledger.step(output)
         if ledger.finished:
@@ -374,17 +393,21 @@ class KVMarks:
 
     def _rest_goes_on(self) -> bool:
         """Whether it does in this step of requests, which counts as one of it then."""
-        ran = self._resting - self._to_rest
-        self._idle.extend(repeat(False, ran))
-        self._step += ran
-        self._count("rested", ran)
-        self._to_rest = self._resting = 0
+        self._end_rest()
         self._rests = not self._for_following.is_saved_up()
         if self._rests:
             self._passes(idle=False)
             self._count("rested", 1)
             self._to_rest = self._resting = _REST
         return self._rests
+
+    def _end_rest(self) -> None:
+        ran = self._resting - self._to_rest
+        self._idle.extend(repeat(False, ran))
+        self._step += ran
+        self._count("rested", ran)
+        self._to_rest = self._resting = 0
+        self._rests = False
 
     def _make(self, ledger: Ledger, sums: Sums, *, at_once: bool) -> None:
         """Marks what is finished, if it is enough, has waited long enough, or is *at_once* in danger: then all of it.
