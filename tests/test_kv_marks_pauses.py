@@ -147,6 +147,13 @@ def test_a_step_of_requests_makes_void_what_was_noted() -> None:
     assert not marks._last.has_filled()
     marks._before(None)
     assert marks.counts()["marks"] == 0
+    marks, _, worker = pausing(**three())
+    worker.execute_model(step(running=THEIRS))
+    worker.execute_model(step(finished_req_ids={"a", "b", "c"}))
+    worker.execute_model(step(new=(("d", ([2],), 0, 3),)))
+    worker.execute_model(step(finished_req_ids={"d"}))
+    marks._before(None)
+    assert marks.counts()["marks"] == 0
 
 
 def test_a_rest_that_begins_as_a_rank_runs_out_of_work_forgets_nothing_of_it_and_a_new_cache_does() -> None:
@@ -161,6 +168,12 @@ def test_a_rest_that_begins_as_a_rank_runs_out_of_work_forgets_nothing_of_it_and
     worker.execute_model(step(running=THEIRS))
     worker.execute_model(step(finished_req_ids={"a", "b", "c"}))
     marks._new_cache()
+    marks._before(None)
+    assert (marks.counts()["marks"], marks.stopped) == (0, None)
+    worker.model_runner = runner(three())
+    worker.execute_model(step(running=THEIRS))
+    marks._new_cache()
+    worker.execute_model(step(finished_req_ids={"a", "b", "c"}))
     marks._before(None)
     assert (marks.counts()["marks"], marks.stopped) == (0, None)
 

@@ -22,10 +22,8 @@ class LastStep:
         """
         self._tokens, self._most, self._doubt = tokens, most, doubt
         self.output: Any = None
-        """Its `SchedulerOutput`; set before each step that has tokens."""
+        """Its `SchedulerOutput`, set before each step that has tokens; None once it is over."""
         self._filled: list[Block] = []
-        self._of: Any = None
-        """The step that has filled them, which is not asked for again."""
 
     def ends(self, runner: Any) -> None:
         """Notes what it filled, before a step without tokens: *runner* still has all requests that were in it.
@@ -34,10 +32,11 @@ class LastStep:
         sure is not written again either way, until it is given to somebody with a word. Model runner V2 has the numbers
         of blocks on the device alone, and there is nothing to be asked.
         """
-        output, requests = self.output, getattr(runner, "requests", None)
-        if self._of is output or not isinstance(requests, dict):
+        output, self.output = self.output, None  # which may hold images
+        requests = getattr(runner, "requests", None)
+        if output is None or not isinstance(requests, dict):
             return
-        self._of, self._filled = output, []
+        self._filled = []
         ran, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         # In the order of the batch: the first slots of it are written to first.
         rows = [name for name in runner.input_batch.req_ids if name in ran]
@@ -55,9 +54,13 @@ class LastStep:
                     break
             self._filled += found[: self._most]
 
+    def forget(self) -> None:
+        """There is another cache."""
+        self.output, self._filled = None, []
+
     def has_filled(self) -> bool:
         """Whether it is over, and something is noted."""
-        return bool(self._filled) and self._of is self.output
+        return bool(self._filled) and self.output is None
 
     def take(self) -> list[Block]:
         """What is noted, once."""

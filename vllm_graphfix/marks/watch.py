@@ -282,7 +282,7 @@ class KVMarks:
 
     def _new_cache(self) -> None:
         self._clear()
-        self._last.take()
+        self._last.forget()
 
     # -- a step --------------------------------------------------------------------------------------------------
 
