@@ -52,6 +52,10 @@ NOT_RUN = {
         "python benchmarks/trained.py --site 0.22.1=FOLDER --site 0.18.1=FOLDER --out FOLDER --train-seconds 95 "
         "--only llama-lora-sort@0.18.1 --only mla-fp8-padded-sort@0.18.1 --only mla-mtp-drawn-sort@0.22.1"
     ): "needs a GPU",
+    (
+        "python benchmarks/trained.py --site 0.19.1=FOLDER --site 0.25.1=FOLDER --out FOLDER --train-seconds 95 "
+        "--only mla-fp8-padded-sort@0.19.1 --only mamba2-idle@0.25.1 --only llama-lora-sort@0.25.1"
+    ): "needs a GPU",
 }
 """Why a command is not run here. Of a block that tools/walk_rollout.py has written, none is: it ran them on real
 servers."""

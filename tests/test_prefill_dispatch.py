@@ -17,7 +17,7 @@ def test_a_step_has_a_decode_graph_if_every_row_is_past_its_prefill_where_no_bui
 
 
 # Between these, the table of docs/fixes/prefill-dispatch.md does not change.
-BUILDERS = ("0.14.1", "0.18.1", "0.19.0", "0.21.0", "0.22.0", "0.24.0", "0.25.1", "0.30.0", "0.31.0", "0.33.0")
+BUILDERS = "0.14.1 0.18.1 0.19.0 0.21.0 0.22.0 0.24.0 0.25.1 0.27.1 0.30.0 0.31.0 0.33.0".split()
 
 
 @pytest.mark.parametrize("release", slow_but_for(("0.18.1", "0.21.0", "0.25.1", "0.33.0"), BUILDERS))

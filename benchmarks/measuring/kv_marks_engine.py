@@ -193,7 +193,7 @@ def cost(llm: Any, result: Result, batch: int, prompt: int, answer: int, every: 
                 found[load]["seconds"][name] += [
                     window(load, on=on and name == "compared", counts=True) for on in ORDER
                 ]
-        result.say(found)
+                result.say(found)  # a round takes a minute, and the machine may be gone before it ends
     return found
 
 
