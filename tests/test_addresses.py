@@ -16,10 +16,11 @@ from records import record
 from stock import ALL_RELEASES, release_root
 from table import SAMPLE, between, slow_but_for
 from vllm_graphfix.commands.fleet import look
-from vllm_graphfix.engine import addresses
-from vllm_graphfix.engine.addresses import WATCHED, AddressWatch
+from vllm_graphfix.engine import rank_addresses
+from vllm_graphfix.engine.addresses import WATCHED
 from vllm_graphfix.engine.inventory import LASTING, Inventory, Kind
 from vllm_graphfix.engine.metrics import snapshot_of
+from vllm_graphfix.engine.rank_addresses import RankAddresses
 from vllm_graphfix.records import MovedTensor, Record, RecordError, write
 from vllm_graphfix.records.record import SHORT
 from vllm_graphfix.settings.decision import decide, decode
@@ -113,13 +114,13 @@ class CountingInventory:
 
 
 @pytest.fixture
-def watching() -> tuple[AddressWatch, CountingInventory]:
-    watch, found = AddressWatch(), CountingInventory()
+def watching() -> tuple[RankAddresses, CountingInventory]:
+    watch, found = RankAddresses(), CountingInventory()
     watch.action, watch._inventory, watch._counts = Addresses.REPORT, found, dict(COUNTS)  # type: ignore[assignment]
     return watch, found
 
 
-def test_after_a_capture_inside_of_a_watched_call_it_goes_on(watching: tuple[AddressWatch, CountingInventory]) -> None:
+def test_after_a_capture_inside_of_a_watched_call_it_goes_on(watching: tuple[RankAddresses, CountingInventory]) -> None:
     """As an elastic engine captures anew."""
     watch, found = watching
     watch._around("elastic_ep_execute", True, watch._forget_capture)
@@ -131,7 +132,7 @@ def test_after_a_capture_inside_of_a_watched_call_it_goes_on(watching: tuple[Add
 
 
 @pytest.mark.parametrize("failing", ["update_weights", "finish_weight_update"])
-def test_an_update_that_fails_is_over(failing: str, watching: tuple[AddressWatch, CountingInventory]) -> None:
+def test_an_update_that_fails_is_over(failing: str, watching: tuple[RankAddresses, CountingInventory]) -> None:
     watch, found = watching
     watch._around("start_weight_update", True, lambda: None)
     assert watch._busy()
@@ -143,7 +144,7 @@ def test_an_update_that_fails_is_over(failing: str, watching: tuple[AddressWatch
 
 
 def test_loads_of_single_tensors_are_not_compared_each_and_a_heartbeat_makes_up_for_it(
-    watching: tuple[AddressWatch, CountingInventory],
+    watching: tuple[RankAddresses, CountingInventory],
 ) -> None:
     watch, found = watching
     watch._around("load_weights", False, lambda: None)
@@ -167,7 +168,7 @@ def test_of_somebody_elses_worker_only_what_loads_is_wrapped() -> None:
         def load_lora_adapter(self) -> None: ...
         def set_named_param(self) -> None: ...
 
-    AddressWatch()._hook_others(TheirWorker)
+    RankAddresses()._hook_others(TheirWorker)
     wrapped = {name for name, value in vars(TheirWorker).items() if getattr(value, "_graphfix_addresses", False)}
     assert wrapped == {"update_weights_from_ipc", "load_lora_adapter", "set_named_param"}
 
@@ -215,7 +216,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     from torch import distributed
 
     made: Any = vars(distributed)["HashStore"]()
-    monkeypatch.setattr("vllm_graphfix.engine.addresses.common_store", lambda: made)
+    monkeypatch.setattr("vllm_graphfix.engine.rank_addresses.common_store", lambda: made)
     return made
 
 
@@ -229,7 +230,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     ids=["none has to", "one has to", "one has to and another has no way"],
 )
 def test_all_ranks_take_their_graphs_out_or_none_does(says: Any, out: bool, store: Any) -> None:
-    watches = [AddressWatch(), AddressWatch()]
+    watches = [RankAddresses(), RankAddresses()]
     for _ in range(3):  # one update after the other
         assert together(*(agreeing(watches[rank], rank, *said) for rank, said in enumerate(says))) == [out, out]
     assert store.num_keys() <= 6  # and what was said before is gone
@@ -238,14 +239,14 @@ def test_all_ranks_take_their_graphs_out_or_none_does(says: Any, out: bool, stor
 def test_a_rank_that_does_not_come_ends_it_on_all_and_nobody_waits_longer_than_that(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(addresses, "PATIENCE", 0.2)
-    first, late = AddressWatch(), AddressWatch()
+    monkeypatch.setattr(rank_addresses, "PATIENCE", 0.2)
+    first, late = RankAddresses(), RankAddresses()
     for call in (agreeing(first, 0, True, True), agreeing(late, 1, False, True)):
         (error,) = together(call)
         assert isinstance(error, TimeoutError)
 
 
-def agreeing(watch: AddressWatch, rank: int, needed: bool, can: bool) -> Callable[[], bool]:
+def agreeing(watch: RankAddresses, rank: int, needed: bool, can: bool) -> Callable[[], bool]:
     return lambda: watch._ranks_agree(rank, 2, needed=needed, can=can)
 
 
@@ -319,8 +320,8 @@ def test_metrics_have_the_counts_and_those_at_0_too() -> None:
 
 
 def test_what_is_told_of_a_tensor_fits_into_a_record() -> None:
-    watch = AddressWatch()
-    watch._moved = {"ü" * 300: addresses._Moved(Kind.INPUT, "a" * 300, "b" * 300)}
+    watch = RankAddresses()
+    watch._moved = {"ü" * 300: rank_addresses._Moved(Kind.INPUT, "a" * 300, "b" * 300)}
     (told,) = watch.moved()
     assert max(map(len, told)) == SHORT
     assert told.name.isascii()

@@ -14,6 +14,7 @@ import pytest
 from fleets import OTHER_ENGINE, SILENT_AFTER, Start, failed, keeping, only, ranks, text
 from records import AN_HOUR, ENGINE, elsewhere, eventually, leave, needs_root, of, record
 from vllm_graphfix.commands.fleet import as_json, look
+from vllm_graphfix.marks.process import NONE_MARKED
 from vllm_graphfix.records import AgreementReport, Decided, FixReport, Identity, Rank, Record, own_folder
 
 
@@ -440,6 +441,16 @@ def test_events_are_shown_of_the_fixes_that_count_them(tmp_path: Path) -> None:
 def test_an_event_that_happened_is_shown_whatever_became_of_its_fix(tmp_path: Path) -> None:
     leave(tmp_path, record(rank=0, fixes={"capture-state": FixReport("auto", "failed", "the reason")}))
     assert "state-consumed 12" in text(tmp_path)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("nothing", [True, False])
+def test_marks_that_have_marked_nothing_are_worth_knowing_and_no_fault(tmp_path: Path, nothing: bool) -> None:
+    because = f"one of 16 requests{f'; {NONE_MARKED}' if nothing else ''}"
+    leave(tmp_path, record(rank=0, fixes={"kv-marks": FixReport("auto", "active", because)}))
+    engine = only(tmp_path)
+    told = f"no cache block is watched: {NONE_MARKED} on rank 0. docs/kv-marks.md says what is not marked"
+    assert (engine.wrong, [note for note in engine.notes if "cache block" in note]) == ((), [told] * nothing)
 
 
 @pytest.mark.usefixtures("alone")

@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_graphfix import _this_process
 from vllm_graphfix.engine.inventory import Inventory
+from vllm_graphfix.engine.rank_addresses import RankAddresses
 from vllm_graphfix.log import logger
 from vllm_graphfix.verify.double.graph import Capture, CPUGraph, cpu_cuda_graphs
 
@@ -162,6 +163,12 @@ def worker() -> Iterator[Any]:
         yield made
 
 
+def of_this_rank() -> RankAddresses:
+    found = _this_process().addresses.of_rank
+    assert found is not None
+    return found
+
+
 def moved() -> dict[str, str]:
     """Without what lies on the host, which is a tensor of graphs only in the double."""
     return {each.name: each.outcome for each in _this_process().addresses.moved() if not each.name.endswith("_cpu")}
@@ -224,7 +231,7 @@ def serve_with(worker: Any, extension: type) -> None:
 @watching
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "a while later"])
 def test_a_layer_that_a_program_processes_by_itself_is_compared_too(worker: Any, at_once: bool) -> None:
-    watch = _this_process().addresses
+    watch = of_this_rank()
     worker.model_runner.model.load_weights([("kv_b_proj.weight", weights(2.0))])
     watch._not_before = float("inf") if at_once else 0.0  # until when loads of single tensors are not compared
     worker.model_runner.model.attention.process_weights_after_loading(torch.bfloat16)
@@ -298,7 +305,7 @@ def test_graphs_are_not_used_any_more_where_the_new_tensor_has_another_shape(wor
 
 @in_mode["repair"]
 def test_nothing_is_copied_to_memory_that_sleeps_and_it_is_made_up_for_when_it_wakes(worker: Any) -> None:
-    watch = _this_process().addresses
+    watch = of_this_rank()
     watch._around("sleep", True, lambda worker: None, worker)
     if not COPIES:
         worker.update(weights(2.0))
@@ -339,7 +346,7 @@ def test_a_tensor_that_moves_out_of_one_that_stays_is_not_copied_into_it(worker:
 
 @watching
 def test_an_update_in_several_calls_is_compared_at_its_end(worker: Any) -> None:
-    watch, layer = _this_process().addresses, worker.model_runner.model.kv_b_proj
+    watch, layer = of_this_rank(), worker.model_runner.model.kv_b_proj
     kept = layer.weight.data
 
     def lift(worker: Any) -> None:
@@ -370,10 +377,10 @@ def test_whatever_fails_in_it_ends_it_with_one_warning(worker: Any, monkeypatch:
 def test_an_engine_that_has_ended_is_not_kept_in_memory(worker: Any) -> None:
     other = WorkerDouble(RunnerDouble())
     _this_process().serve(other, True)
-    assert _this_process().addresses._inventory is not None
+    assert of_this_rank()._inventory is not None
     del other
     gc.collect()
-    assert _this_process().addresses._inventory is None
+    assert of_this_rank()._inventory is None
 
 
 @in_mode["off"]

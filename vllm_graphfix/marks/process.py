@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 NAME = "kv-marks"
 """Under which records, `fleet` and metrics tell of it, as of a fix."""
+NONE_MARKED = "in more than 10,000 steps none has been marked yet"
+"""In the reason of a state that is active; `fleet` says so of the engine."""
 
 
 class Marks:
@@ -60,7 +62,7 @@ class Marks:
             action = "abort" if self._abort is not None else "report"
             if watch.cannot_abort is not None:
                 action = f"report, since {watch.cannot_abort}"
-            so_far = "; in more than 10,000 steps none has been marked yet" if watch.marks_nothing() else ""
+            so_far = f"; {NONE_MARKED}" if watch.marks_nothing() else ""
             state, reason = (
                 State.ACTIVE,
                 f"the finished cache blocks of one of {self._every} requests are marked; action: {action}{so_far}",

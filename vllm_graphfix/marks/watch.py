@@ -219,8 +219,8 @@ class KVMarks:
     def _around_steps(self, ledger: Ledger, of: Callable[[], Any]) -> Callable[..., Any]:
         """What is called as method `execute_model` of the worker that *of* returns: its class's, and ours before it.
 
-        A step that is put off, as most are, takes no other function of ours than the ledger's: see there. One of a rest
-        takes none.
+        A step of requests that is put off, as most are, takes no other function of ours than the ledger's: see there.
+        One of a rest takes none.
         """
         last = self._last
 

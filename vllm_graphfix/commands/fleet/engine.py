@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from vllm_graphfix.fix import State
+from vllm_graphfix.marks import process as marks
 from vllm_graphfix.records import PRUNED_AFTER, FixReport, Found, Liveness, Record
 from vllm_graphfix.settings.environment import STATUS_DIR
 from vllm_graphfix.text import ago, lasting, ranks_named
@@ -297,6 +298,12 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
             f"{block.block} of cache group {block.group} in {block.layers}; in between: {block.ran}. "
             "See docs/kv-marks.md"
         )
+    unmarked = [member for member in engine.tellers if marks.NONE_MARKED in _reason(member.record, marks.NAME)]
+    if unmarked:
+        notes.append(
+            f"no cache block is watched: {marks.NONE_MARKED} on {engine.several(unmarked)}. docs/kv-marks.md says what "
+            "is not marked"
+        )
     if engine.counts("addresses").get("failures"):
         notes.append("addresses are not compared any more: the log of its ranks says why")
     live = [member for member in engine.members if member.live]
@@ -316,6 +323,10 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
         if len(values) > 1:
             wrong.append(f"{what} differs: {_names_by_value(engine, values)}")
     return wrong, notes
+
+
+def _reason(record: Record, fix: str) -> str:
+    return record.fixes[fix].reason if fix in record.fixes else ""
 
 
 def _names_by_value(engine: Engine, values: Mapping[str, Sequence[Member]]) -> str:

@@ -1,0 +1,393 @@
+"""Whether tensors still lie where the graphs of this rank have them, compared after whatever may have moved them.
+
+Around functions of vLLM that load weights, wake an engine, load an adapter or change the group of ranks, and around
+what others bring for that: the public methods of a worker extension or of a worker class of somebody else's. None of
+them is in a step. What calls none of these, such as ``parameter.data = tensor``, the heartbeat finds: it reads
+addresses, and changes nothing. Whatever fails in here turns it off, with one warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from vllm_graphfix.engine.graph_dispatch import Dispatch
+from vllm_graphfix.engine.inventory import LASTING, Inventory, Kind, Moved, models
+from vllm_graphfix.log import logger
+from vllm_graphfix.patching.hooks import wrap
+from vllm_graphfix.ranks import common_store, world
+from vllm_graphfix.settings.environment import Addresses
+
+PATIENCE = 60.0
+"""Seconds that a rank waits for the others once weights were loaded; they load at different speeds."""
+_LISTED = 5
+"""Tensors that are named in the log, and in a record."""
+_BEGIN, _END = ("start_weight_update", "start_draft_weight_update"), "finish_weight_update"
+"""Between these vLLM has tensors elsewhere that come back (0.21.0 and later)."""
+_ELASTIC = ("reinitialize_distributed", "elastic_ep_execute")
+"""Called for several steps of one change, the last of which captures again; a heartbeat sees what that one does not."""
+_LAYER = "process_weights_after_loading of a layer"
+_UNFINISHED = ("load_weights", _LAYER)
+"""Called by themselves: other tensors may still be in the form in which they are loaded."""
+
+
+_ENDS_IF_IT_FAILS = ("update_weights", _END)
+"""vLLM gives an update up if one of these raises."""
+_LOADS = re.compile("load|update|weight|param|lora|adapter|refit|wake|sleep")
+"""One of these words is in the name of each method that verl, NeMo-RL, OpenRLHF and TRL bring for loading."""
+_SHARE = 50.0
+"""So many times as long as a comparison took, loads of single tensors go on without another: 2 % of their time."""
+_REPAIRED = "repaired"
+
+
+class _Moved(NamedTuple):
+    """What is told of a tensor that has moved."""
+
+    kind: Kind
+    after: str
+    outcome: str
+
+
+class RankAddresses:
+    """The watch over the rank that has captured last in this process."""
+
+    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
+        """*tell* is called when a tensor has moved."""
+        self._tell = tell
+        self.action = Addresses.OFF
+        self._round = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = self._operations = 0
+        self._forget_capture()
+
+    def _forget_capture(self) -> None:
+        """Not how deep in watched calls this is: an elastic engine captures again inside of one."""
+        self._inventory: Inventory | None = None
+        self._worker: Any = None
+        self._unfinished = False
+        """An update in several calls has begun and not ended."""
+        self._asleep: set[str] = set()
+        self._counts: dict[str, int] | None = None
+        self._moved: dict[str, _Moved] = {}
+        """By name: tensors that lie elsewhere, or did before they were repaired."""
+        self._pointers: dict[str, int] = {}
+        """The address of each of those: a tensor that moves on is counted again."""
+        self._suspected: dict[str, int] = {}
+        """What the last heartbeat saw elsewhere, and where."""
+        self._said: set[str] = set()
+        self._left_out = False
+        """Calls were not compared after, since others had been a moment before: a heartbeat makes up for it."""
+        self._not_before = 0.0
+
+    def begin(self, action: Addresses) -> None:
+        """Watches from the next capture on; with `off` not at all."""
+        if action is not self.action:
+            self._forget()
+        self.action = action
+
+    def hook(self, owner: str | None, name: str, together: bool, module: Any) -> None:
+        """Compares after function *name* of *module*, or of its class *owner*; *together*: all ranks call it."""
+        found = getattr(module, owner, None) if owner is not None else module
+        if found is not None and name in vars(found):
+            wrap(found, name, functools.partial(self._around, name, together))
+
+    # -- a rank that has captured --------------------------------------------------------------------------------
+
+    def serve(self, worker: Any) -> None:
+        """Writes down where everything lies: *worker* has captured its graphs."""
+        if self.action is not Addresses.OFF:
+            self._guarded(self._take_inventory, worker)
+
+    def _take_inventory(self, worker: Any) -> None:
+        self._forget_capture()
+        found = Inventory(worker, hold=self.action is Addresses.REPAIR)
+        self._counts = {"comparisons": 0, "moved": 0, "repaired": 0, "graphs-taken-out": 0, "failures": 0}
+        for _, model in models(worker.model_runner):
+            self._hook_model(model)
+        self._hook_others(type(worker))
+        # A worker that ends takes with it what is held here.
+        self._worker = weakref.ref(worker, lambda ended: self._drop() if ended is self._worker else None)
+        self._inventory = found
+
+    def _drop(self) -> None:
+        self._inventory = None
+
+    def _hook_model(self, model: Any) -> None:
+        self._wrap_once(type(model), "load_weights", "load_weights", together=False)
+        for kind in {
+            type(part) for module in model.modules() for part in (module, getattr(module, "quant_method", None))
+        }:
+            self._wrap_once(kind, "process_weights_after_loading", _LAYER, together=False)
+
+    def _hook_others(self, kind: type) -> None:
+        """Wraps what a worker extension, or somebody else's worker class, brings: vLLM calls it on all ranks.
+
+        Only what loads something, by its name: other methods may be called in each step.
+        """
+        vllms = {name for each in kind.__mro__ if each.__module__.startswith("vllm.") for name in vars(each)}
+        for owner in kind.__mro__:
+            if owner.__module__.startswith("vllm.") or owner is object:
+                continue
+            for name, value in list(vars(owner).items()):
+                plain = isinstance(value, FunctionType) and not inspect.iscoroutinefunction(value)
+                if plain and name not in vllms and not name.startswith("_") and _LOADS.search(name):
+                    self._wrap_once(owner, name, name, together=True)
+
+    def _wrap_once(self, kind: type, method: str, name: str, *, together: bool) -> None:
+        """Wraps *method* where *kind* has it from; it goes by *name*."""
+        owner = next((each for each in kind.__mro__ if method in vars(each)), None)
+        if owner is not None and not getattr(vars(owner)[method], "_graphfix_addresses", False):
+            wrap(owner, method, functools.partial(self._around, name, together))
+            vars(owner)[method]._graphfix_addresses = True
+
+    # -- what may move tensors -----------------------------------------------------------------------------------
+
+    def _around(self, name: str, together: bool, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inventory is None:
+            return stock(*args, **kwargs)
+        # Some programs load tensor by tensor: comparing after each of thousands of calls would take longer than that.
+        left_out = name in _UNFINISHED and self.action is not Addresses.REPAIR and time.monotonic() < self._not_before
+        if self._depth == 0 and not left_out:
+            self._guarded(self._before)
+        self._depth += 1
+        self._operations += 1
+        try:
+            result = stock(*args, **kwargs)
+        except BaseException:
+            if name in _ENDS_IF_IT_FAILS:
+                self._unfinished = False
+            raise
+        else:
+            self._guarded(self._note_sleep_and_update, name, args, kwargs)
+            settled = self._depth == 1 and not self._unfinished and "weights" not in self._asleep
+            if settled and left_out:
+                self._left_out = True
+            elif settled and name not in _ELASTIC:
+                self._guarded(self._after, name, together)
+            return result
+        finally:
+            self._depth -= 1
+
+    def _note_sleep_and_update(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What is asleep, and whether an update in several calls goes on."""
+        tags = kwargs.get("tags", args[1] if len(args) > 1 else None)
+        if name == "sleep":
+            self._asleep = {"weights", "kv_cache"}
+        elif name == "discard":
+            self._asleep |= set(tags or ())
+        elif name == "wake_up":
+            self._asleep -= set(self._asleep if tags is None else tags)
+        elif name in (*_BEGIN, _END):
+            self._unfinished = name != _END
+
+    def _before(self) -> None:
+        """Forgets what steps have moved since the capture: no graph can hold it."""
+        found = self._inventory
+        if found is not None and not self._unfinished and "weights" not in self._asleep:
+            with self._lock:
+                moved = found.moved(frozenset(Kind) - LASTING)
+                found.forget(each for each in moved if each.entry.name not in self._moved)
+
+    def _after(self, name: str, together: bool) -> None:
+        found = self._inventory
+        if found is None:
+            return
+        begun = time.monotonic()
+        with self._lock:
+            moved = found.moved(frozenset(Kind) - ({Kind.CACHE} if self._asleep else set()))
+            fresh = self._note_moved(moved, name, frozenset(Kind))
+        self._left_out = False
+        self._not_before = time.monotonic() + _SHARE * (time.monotonic() - begun)
+        if self.action is Addresses.REPAIR:
+            hopeless = self._repair(found, moved)
+            if name not in _UNFINISHED:
+                self._take_out_of_use(hopeless, together)
+        if fresh:
+            self._warn(fresh, name)
+            self._tell()
+
+    def look(self) -> None:
+        """Compares what no step moves, for the heartbeat, in a thread of its own."""
+        self._guarded(self._look)
+
+    def _look(self) -> None:
+        found, operations = self._inventory, self._operations
+        if found is None or self._busy():
+            return
+        kinds = LASTING | {Kind.ATTRIBUTE} if self._left_out else LASTING
+        moved = found.moved(kinds, unhurried=True)
+        with self._lock:
+            if self._busy() or operations != self._operations or self._inventory is not found:
+                return  # something moves tensors meanwhile, and looks itself
+            # Seen there twice: what nobody has wrapped may be in the middle of a load.
+            suspected, self._suspected = self._suspected, {each.entry.name: _pointer(each) for each in moved}
+            moved = [each for each in moved if suspected.get(each.entry.name) == _pointer(each)]
+            fresh = self._note_moved(moved, "no call that is watched", kinds)
+        self._warn(fresh, "no call that is watched")
+
+    def _busy(self) -> bool:
+        return bool(self._depth or self._unfinished or self._asleep)
+
+    # -- what follows --------------------------------------------------------------------------------------------
+
+    def _note_moved(self, moved: Sequence[Moved], after: str, kinds: frozenset[Kind]) -> list[Moved]:
+        """Counts what has *moved*, of these *kinds*; returns what was not said yet."""
+        counts = self._counts
+        if counts is None:
+            return []
+        counts["comparisons"] += 1
+        here = {each.entry.name for each in moved}
+        for name, tensor in list(self._moved.items()):
+            if name not in here and tensor.outcome != _REPAIRED and tensor.kind in kinds:
+                del self._moved[name], self._pointers[name]  # back where it was, by whoever has done that
+        fresh = []
+        for each in moved:
+            name, pointer = each.entry.name, _pointer(each)
+            if self._pointers.get(name) == pointer:
+                continue
+            self._pointers[name] = pointer
+            counts["moved"] += 1
+            self._moved[name] = _Moved(each.entry.kind, after, "reported")
+            if name not in self._said:
+                fresh.append(each)
+        return fresh
+
+    def _repair(self, found: Inventory, moved: Sequence[Moved]) -> dict[str, str]:
+        """Copies what can be copied to where the graphs have it; returns why what cannot be cannot."""
+        hopeless = found.bring_back(moved) if moved else {}
+        for each in moved:
+            name = each.entry.name
+            self._moved[name] = self._moved[name]._replace(outcome=hopeless.get(name, _REPAIRED))
+            if name not in hopeless:
+                del self._pointers[name]
+        if self._counts is not None:
+            self._counts["repaired"] += len(moved) - len(hopeless)
+        return hopeless
+
+    def _take_out_of_use(self, hopeless: dict[str, str], together: bool) -> None:
+        """Takes all graphs of all ranks out of dispatch if a tensor on any of them cannot be brought back."""
+        worker = self._worker()
+        rank, ranks = world()
+        if _comes_and_goes(worker) or not (together if ranks > 1 else hopeless):
+            # Where other ranks may not be here, the next call that all of them get comes back to it.
+            return
+        dispatch = Dispatch(worker.model_runner)
+        out = dispatch.can_leave_out
+        if ranks > 1:
+            out = self._ranks_agree(rank, ranks, needed=bool(hopeless), can=dispatch.can_leave_out)
+        if not out:
+            return
+        names = dispatch.names()
+        dispatch.leave_out(names)
+        if self._counts is not None:
+            self._counts["graphs-taken-out"] += len(names)
+        self._drop()
+        for name, why in hopeless.items():
+            self._moved[name] = self._moved[name]._replace(outcome=f"{why}: no graph is used any more")
+        logger.warning(
+            "graphfix: no CUDA graph is used from now on, on any rank: %s. A new engine captures new ones",
+            _listed([f"{name} cannot be brought back ({why})" for name, why in hopeless.items()])
+            or "a tensor of another rank cannot be brought back",
+        )
+
+    def _ranks_agree(self, rank: int, ranks: int, *, needed: bool, can: bool) -> bool:
+        """Whether all ranks take their graphs out of use: one of them has to, and all can.
+
+        The first rank that knows writes it down for all, and one that has waited too long writes that nobody does.
+        """
+        store, place, before = common_store(), f"addresses/{self._round}", f"addresses/{self._round - 1}"
+        self._round += 1
+        store.set(f"{place}/{rank}", f"{needed:d}{can:d}")
+        keys = [f"{place}/{other}" for other in range(ranks)]
+        try:
+            store.wait(keys, timedelta(seconds=PATIENCE))
+            said = [bytes(each).decode() for each in store.multi_get(keys)]
+            verdict = "out" if any(each[0] == "1" for each in said) and all(each[1] == "1" for each in said) else "stay"
+        except RuntimeError:  # the store's own error for a time that is over
+            verdict = "late"
+        verdict = bytes(store.compare_set(f"{place}/verdict", "", verdict)).decode()
+        if verdict == "late":
+            raise TimeoutError(f"a rank has not compared its addresses within {PATIENCE:.0f} s")
+        # Who is here has read the round before: a program may load its weights one by one, and the store keeps all.
+        store.delete_key(f"{before}/{rank}")
+        if rank == 0:
+            store.delete_key(f"{before}/verdict")
+        return verdict == "out"
+
+    def _warn(self, fresh: Sequence[Moved], after: str) -> None:
+        self._said |= {each.entry.name for each in fresh}
+        for repaired in (False, True):
+            named = [
+                f"{each.entry.name} ({each.entry.kind.value})"
+                for each in fresh
+                if each.entry.name in self._moved and (self._moved[each.entry.name].outcome == _REPAIRED) is repaired
+            ]
+            if named and repaired:
+                logger.info(
+                    "graphfix: moved by %s, and brought back to where the graphs have it: %s", after, _listed(named)
+                )
+            elif named:
+                logger.warning(
+                    "graphfix: moved by %s: %s. The CUDA graphs of this rank compute with what lies where these were "
+                    "at the capture; docs/addresses.md says what to do",
+                    after,
+                    _listed(named),
+                )
+
+    # -- for others ----------------------------------------------------------------------------------------------
+
+    def counts(self) -> dict[str, int]:
+        """Nothing where no graph was captured."""
+        return {} if self._counts is None else dict(self._counts)
+
+    def moved(self) -> tuple[Any, ...]:
+        """For a record: the first tensors that have moved."""
+        if not self._moved:
+            return ()
+        from vllm_graphfix.records.record import SHORT, MovedTensor
+
+        here = self._moved.copy()  # a heartbeat asks in its own thread
+        told = sorted(here.items(), key=lambda each: each[1].outcome == _REPAIRED)
+        return tuple(
+            MovedTensor(ascii(name)[1:-1][:SHORT], what.kind.value, what.after[:SHORT], what.outcome[:SHORT])
+            for name, what in told[:_LISTED]
+        )
+
+    def forked(self) -> None:
+        """In a forked child: it has captured nothing."""
+        self._forget()
+
+    def _guarded(self, function: Callable[..., None], *args: Any) -> None:
+        try:
+            function(*args)
+        except Exception as error:
+            self._drop()
+            if self._counts is not None:
+                self._counts["failures"] += 1
+            logger.warning(
+                "graphfix: addresses are not compared any more on this rank: %s: %s", type(error).__name__, error
+            )
+
+
+def _pointer(moved: Moved) -> int:
+    return 0 if moved.now is None else int(moved.now.data_ptr())
+
+
+def _comes_and_goes(worker: Any) -> bool:
+    return bool(getattr(worker.vllm_config.parallel_config, "enable_elastic_ep", False))
+
+
+def _listed(named: Sequence[str]) -> str:
+    more = len(named) - _LISTED
+    return ", ".join(named[:_LISTED]) + (f" and {more} more" if more > 0 else "")
