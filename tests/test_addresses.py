@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,8 +18,8 @@ from records import record
 from stock import ALL_RELEASES, release_root
 from table import SAMPLE, between, slow_but_for
 from vllm_graphfix.commands.fleet import look
-from vllm_graphfix.engine import rank_addresses
-from vllm_graphfix.engine.addresses import WATCHED
+from vllm_graphfix.engine import addresses, rank_addresses
+from vllm_graphfix.engine.addresses import WATCHED, AddressWatch
 from vllm_graphfix.engine.inventory import LASTING, Inventory, Kind
 from vllm_graphfix.engine.metrics import snapshot_of
 from vllm_graphfix.engine.rank_addresses import RankAddresses
@@ -93,6 +95,52 @@ def test_the_inventory_has_the_tensors_of_models_of_the_runner_and_of_what_these
         "it is gone",
         "nobody holds the memory that the graphs have",
     }
+
+
+# -- when it is watched --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The class of workers of a module that is watched, and imported already."""
+    made = type("Worker", (), {"reload_weights": lambda self: None})
+    module = ModuleType("a_module_that_is_watched")
+    vars(module)["Worker"] = made
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(addresses, "WATCHED", ((module.__name__, "Worker", "reload_weights"),))
+    return made
+
+
+def test_nothing_is_wrapped_nor_loaded_until_it_is_watched_and_once_then(worker: Any) -> None:
+    stock, watch = worker.reload_weights, AddressWatch()
+    watch.begin(Addresses.OFF)
+    watch.serve(worker)
+    assert (worker.reload_weights, watch.of_rank) == (stock, None)
+    assert (watch.counts(), watch.moved()) == ({}, ())
+    watch.begin(Addresses.REPORT)
+    assert worker.reload_weights.__wrapped__ is stock
+    assert watch.of_rank is not None
+    first, wrapped = watch.of_rank, worker.reload_weights
+    watch.begin(Addresses.REPAIR)
+    assert (watch.of_rank, worker.reload_weights) == (first, wrapped)
+
+
+def test_the_comparison_is_told_what_the_watch_is(worker: Any) -> None:
+    told: list[None] = []
+    watch = AddressWatch(lambda: told.append(None))
+    watch.begin(Addresses.REPORT)
+    comparison = watch.of_rank
+    assert comparison is not None
+    assert comparison.action is Addresses.REPORT
+    for action in (Addresses.REPAIR, Addresses.OFF):
+        watch.begin(action)
+        assert comparison.action is action
+    comparison._tell()
+    assert told == [None]
+    comparison._depth, comparison._counts = 1, dict(COUNTS)
+    assert watch.counts() == {"addresses": COUNTS}
+    watch.forked()
+    assert (comparison._depth, watch.counts()) == (0, {})
 
 
 # -- when it is compared -------------------------------------------------------------------------------------------
