@@ -102,33 +102,42 @@ def test_the_inventory_has_the_tensors_of_models_of_the_runner_and_of_what_these
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The class of workers of a module that is watched, and imported already."""
-    made = type("Worker", (), {"reload_weights": lambda self: None})
+    """The class of workers of a module that is watched, and imported already; of what serves, no inventory is taken."""
+    made = type("Worker", (), {"reload_weights": lambda self: "stock's"})
     module = ModuleType("a_module_that_is_watched")
     vars(module)["Worker"] = made
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(addresses, "WATCHED", ((module.__name__, "Worker", "reload_weights"),))
+    monkeypatch.setattr(RankAddresses, "serve", lambda self, worker: None)
     return made
 
 
-def test_nothing_is_wrapped_nor_loaded_until_it_is_watched_and_once_then(worker: Any) -> None:
+def test_nothing_is_wrapped_until_it_is_watched_and_nothing_compares_until_a_rank_serves(worker: Any) -> None:
     stock, watch = worker.reload_weights, AddressWatch()
     watch.begin(Addresses.OFF)
-    watch.serve(worker)
+    watch.serve(worker())
     assert (worker.reload_weights, watch.of_rank) == (stock, None)
-    assert (watch.counts(), watch.moved()) == ({}, ())
     watch.begin(Addresses.REPORT)
     assert worker.reload_weights.__wrapped__ is stock
-    assert watch.of_rank is not None
-    first, wrapped = watch.of_rank, worker.reload_weights
+    wrapped = worker.reload_weights
     watch.begin(Addresses.REPAIR)
-    assert (watch.of_rank, worker.reload_weights) == (first, wrapped)
+    assert worker.reload_weights is wrapped
+    assert (worker().reload_weights(), watch.of_rank) == ("stock's", None)
+    assert (watch.counts(), watch.moved()) == ({}, ())
+    watch.serve(worker())
+    first = watch.of_rank
+    assert first is not None
+    first.around = lambda name, together, stock, *_: (name, together)  # type: ignore[method-assign]
+    assert worker().reload_weights() == ("reload_weights", False)
+    watch.serve(worker())
+    assert watch.of_rank is first
 
 
 def test_the_comparison_is_told_what_the_watch_is(worker: Any) -> None:
     told: list[None] = []
     watch = AddressWatch(lambda: told.append(None))
     watch.begin(Addresses.REPORT)
+    watch.serve(worker())
     comparison = watch.of_rank
     assert comparison is not None
     assert comparison.action is Addresses.REPORT
@@ -141,6 +150,22 @@ def test_the_comparison_is_told_what_the_watch_is(worker: Any) -> None:
     assert watch.counts() == {"addresses": COUNTS}
     watch.forked()
     assert (comparison._depth, watch.counts()) == (0, {})
+
+
+def test_if_it_cannot_be_loaded_vllm_goes_on_and_it_is_said(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = AddressWatch()
+    watch.begin(Addresses.REPORT)
+    monkeypatch.setitem(sys.modules, "vllm_graphfix.engine.rank_addresses", None)
+    with caplog.at_level("WARNING", logger="vllm.graphfix"):
+        watch.serve(worker())
+    assert [record.getMessage().partition(": ModuleNotFoundError")[0] for record in caplog.records] == [
+        "graphfix: addresses are not compared on this rank"
+    ]
+    assert (watch.counts(), worker().reload_weights()) == ({"addresses": {"failures": 1}}, "stock's")
+    watch.forked()
+    assert watch.counts() == {}
 
 
 # -- when it is compared -------------------------------------------------------------------------------------------
@@ -171,21 +196,21 @@ def watching() -> tuple[RankAddresses, CountingInventory]:
 def test_after_a_capture_inside_of_a_watched_call_it_goes_on(watching: tuple[RankAddresses, CountingInventory]) -> None:
     """As an elastic engine captures anew."""
     watch, found = watching
-    watch._around("elastic_ep_execute", True, watch._forget_capture)
+    watch.around("elastic_ep_execute", True, watch._forget_capture)
     watch._inventory, watch._counts = found, dict(COUNTS)  # type: ignore[assignment]
     assert not watch._busy()
     found.compared.clear()
-    watch._around("reload_weights", True, lambda: None)
+    watch.around("reload_weights", True, lambda: None)
     assert len(found.compared) == 2  # before, and after
 
 
 @pytest.mark.parametrize("failing", ["update_weights", "finish_weight_update"])
 def test_an_update_that_fails_is_over(failing: str, watching: tuple[RankAddresses, CountingInventory]) -> None:
     watch, found = watching
-    watch._around("start_weight_update", True, lambda: None)
+    watch.around("start_weight_update", True, lambda: None)
     assert watch._busy()
     with pytest.raises(OSError, match="no such checkpoint"):
-        watch._around(failing, True, lambda: (_ for _ in ()).throw(OSError("no such checkpoint")).__next__())
+        watch.around(failing, True, lambda: (_ for _ in ()).throw(OSError("no such checkpoint")).__next__())
     assert not watch._busy()
     watch.look()
     assert found.compared
@@ -195,15 +220,15 @@ def test_loads_of_single_tensors_are_not_compared_each_and_a_heartbeat_makes_up_
     watching: tuple[RankAddresses, CountingInventory],
 ) -> None:
     watch, found = watching
-    watch._around("load_weights", False, lambda: None)
+    watch.around("load_weights", False, lambda: None)
     watch._not_before = float("inf")
     found.compared.clear()
     for _ in range(1000):
-        watch._around("load_weights", False, lambda: None)
+        watch.around("load_weights", False, lambda: None)
     assert not found.compared
     watch.look()
     assert found.compared == [LASTING | {Kind.ATTRIBUTE}]
-    watch._around("process_weights_after_loading", False, lambda: None)  # the end of a load is
+    watch.around("process_weights_after_loading", False, lambda: None)  # the end of a load is
     watch.look()
     assert found.compared[-1] == LASTING
 

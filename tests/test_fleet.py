@@ -443,14 +443,25 @@ def test_an_event_that_happened_is_shown_whatever_became_of_its_fix(tmp_path: Pa
     assert "state-consumed 12" in text(tmp_path)
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("nothing", [True, False])
-def test_marks_that_have_marked_nothing_are_worth_knowing_and_no_fault(tmp_path: Path, nothing: bool) -> None:
-    because = f"one of 16 requests{f'; {NONE_MARKED}' if nothing else ''}"
-    leave(tmp_path, record(rank=0, fixes={"kv-marks": FixReport("auto", "active", because)}))
-    engine = only(tmp_path)
-    told = f"no cache block is watched: {NONE_MARKED} on rank 0. docs/kv-marks.md says what is not marked"
-    assert (engine.wrong, [note for note in engine.notes if "cache block" in note]) == ((), [told] * nothing)
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        (("active", "active"), True),
+        (("active", "failed"), True),
+        (("active", "active, some"), False),
+        (("failed", "failed"), False),
+    ],
+)
+def test_marks_that_have_marked_nothing_are_worth_knowing(
+    tmp_path: Path, two: tuple[Identity, Identity], states: tuple[str, str], told: bool
+) -> None:
+    """Of an engine, of which one rank may have no requests."""
+    for rank, each in zip(ranks(two), states, strict=True):
+        state, _, some = each.partition(", ")
+        report = FixReport("auto", state, f"of one of 16 requests{'' if some else f'; {NONE_MARKED}'}")
+        leave(tmp_path, rank._replace(fixes={"kv-marks": report}))
+    notes = [note for note in only(tmp_path).notes if "cache block" in note]
+    assert notes == [f"no cache block is watched: {NONE_MARKED}. docs/kv-marks.md says what is not marked"] * told
 
 
 @pytest.mark.usefixtures("alone")

@@ -34,8 +34,8 @@ class Updates:
         """Counts, and what has moved, of the watch; None where there is none."""
         from vllm_graphfix import _this_process, events
 
-        watch: Any = getattr(_this_process(), "addresses", None)
-        names = [f"{name}: {what.outcome}" for name, what in sorted(watch._moved.items())] if watch else []
+        watch = _this_process().addresses.of_rank
+        names = [f"{name}: {what.outcome}" for name, what in sorted(watch._moved.items())] if watch is not None else []
         return {"events": events().get("addresses", {}), "moved": names}
 
     def seconds_of_a_look(self) -> float:

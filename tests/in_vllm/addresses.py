@@ -306,13 +306,13 @@ def test_graphs_are_not_used_any_more_where_the_new_tensor_has_another_shape(wor
 @in_mode["repair"]
 def test_nothing_is_copied_to_memory_that_sleeps_and_it_is_made_up_for_when_it_wakes(worker: Any) -> None:
     watch = of_this_rank()
-    watch._around("sleep", True, lambda worker: None, worker)
+    watch.around("sleep", True, lambda worker: None, worker)
     if not COPIES:
         worker.update(weights(2.0))
         assert worker.model_runner.answers() == (64.0, 128.0)
-    watch._around("wake_up", True, lambda worker, tags: None, worker, ["kv_cache"])
+    watch.around("wake_up", True, lambda worker, tags: None, worker, ["kv_cache"])
     assert moved() == {}
-    watch._around("wake_up", True, lambda worker, tags: None, worker, ["weights"])
+    watch.around("wake_up", True, lambda worker, tags: None, worker, ["weights"])
     if not COPIES:
         assert worker.model_runner.answers() == (128.0, 128.0)
 
@@ -355,10 +355,10 @@ def test_an_update_in_several_calls_is_compared_at_its_end(worker: Any) -> None:
     def lay_back(worker: Any) -> None:
         layer.weight.data = kept
 
-    watch._around("start_weight_update", True, lift, worker)
-    watch._around("update_weights", True, lambda worker: None, worker)
+    watch.around("start_weight_update", True, lift, worker)
+    watch.around("update_weights", True, lambda worker: None, worker)
     _this_process().look()
-    watch._around("finish_weight_update", True, lay_back, worker)
+    watch.around("finish_weight_update", True, lay_back, worker)
     assert (moved(), counts()["comparisons"]) == ({}, 1)
 
 

@@ -1,7 +1,6 @@
 """The watch over the addresses that graphs hold: when it begins, and what may move tensors.
 
-What compares them (`rank_addresses.py`) is loaded with the first module of vLLM that has such functions: processes that
-run no model import none, and pay nothing for it.
+What compares them (`rank_addresses.py`) is loaded once a rank has captured graphs; no other process pays for it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.patching.hooks import guarded, when_imported
+from vllm_graphfix.log import logger
+from vllm_graphfix.patching.hooks import when_imported, wrap
 from vllm_graphfix.settings.environment import Addresses
 
 if TYPE_CHECKING:
@@ -50,8 +50,9 @@ class AddressWatch:
         self._tell = tell
         self._action = Addresses.OFF
         self._hooked = False
+        self._failures = 0
         self.of_rank: RankAddresses | None = None
-        """None where nothing that may move a tensor was imported yet."""
+        """None where no rank of this process has captured yet."""
 
     def begin(self, action: Addresses) -> None:
         """Watches from the next capture on; with `off` not at all, and puts nothing around functions of vLLM."""
@@ -66,23 +67,31 @@ class AddressWatch:
             when_imported(module, functools.partial(self._hook, owner, name, together))
 
     def _hook(self, owner: str | None, name: str, together: bool, module: Any) -> None:
-        self._loaded().hook(owner, name, together, module)
+        found = getattr(module, owner, None) if owner is not None else module
+        if found is not None and name in vars(found):
+            wrap(found, name, functools.partial(self._around, name, together))
 
-    def _loaded(self) -> RankAddresses:
+    def _around(self, name: str, together: bool, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.of_rank is None:
-            from vllm_graphfix.engine.rank_addresses import RankAddresses
-
-            self.of_rank = RankAddresses(self._tell)
-            self.of_rank.begin(self._action)
-        return self.of_rank
+            return stock(*args, **kwargs)
+        return self.of_rank.around(name, together, stock, *args, **kwargs)
 
     def serve(self, worker: Any) -> None:
         """Writes down where everything lies: *worker* has captured its graphs."""
-        if self._action is not Addresses.OFF:
-            guarded(self._serve, worker)
+        if self._action is Addresses.OFF:
+            return
+        if self.of_rank is None:
+            try:
+                from vllm_graphfix.engine.rank_addresses import RankAddresses
 
-    def _serve(self, worker: Any) -> None:
-        self._loaded().serve(worker)
+                made = RankAddresses(self._tell)
+                made.begin(self._action)
+            except Exception as error:  # a package that is being replaced, no more descriptors
+                self._failures += 1
+                logger.warning("graphfix: addresses are not compared on this rank: %s: %s", type(error).__name__, error)
+                return
+            self.of_rank = made
+        self.of_rank.serve(worker)
 
     def look(self) -> None:
         """Compares what no step moves, for the heartbeat, in a thread of its own."""
@@ -92,6 +101,8 @@ class AddressWatch:
     def counts(self) -> dict[str, dict[str, int]]:
         """For the events of a record; nothing where no graph was captured."""
         found = self.of_rank.counts() if self.of_rank is not None else {}
+        if self._failures:
+            found = {"failures": self._failures} | found
         return {NAME: found} if found else {}
 
     def moved(self) -> tuple[Any, ...]:
@@ -100,5 +111,6 @@ class AddressWatch:
 
     def forked(self) -> None:
         """In a forked child: it has captured nothing."""
+        self._failures = 0
         if self.of_rank is not None:
             self.of_rank.forked()

@@ -96,12 +96,6 @@ class RankAddresses:
             self._forget()
         self.action = action
 
-    def hook(self, owner: str | None, name: str, together: bool, module: Any) -> None:
-        """Compares after function *name* of *module*, or of its class *owner*; *together*: all ranks call it."""
-        found = getattr(module, owner, None) if owner is not None else module
-        if found is not None and name in vars(found):
-            wrap(found, name, functools.partial(self._around, name, together))
-
     # -- a rank that has captured --------------------------------------------------------------------------------
 
     def serve(self, worker: Any) -> None:
@@ -148,12 +142,13 @@ class RankAddresses:
         """Wraps *method* where *kind* has it from; it goes by *name*."""
         owner = next((each for each in kind.__mro__ if method in vars(each)), None)
         if owner is not None and not getattr(vars(owner)[method], "_graphfix_addresses", False):
-            wrap(owner, method, functools.partial(self._around, name, together))
+            wrap(owner, method, functools.partial(self.around, name, together))
             vars(owner)[method]._graphfix_addresses = True
 
     # -- what may move tensors -----------------------------------------------------------------------------------
 
-    def _around(self, name: str, together: bool, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def around(self, name: str, together: bool, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What *stock* returns, function *name* of vLLM; compares after it. *together*: all ranks call it."""
         if self._inventory is None:
             return stock(*args, **kwargs)
         # Some programs load tensor by tensor: comparing after each of thousands of calls would take longer than that.
