@@ -110,7 +110,7 @@ class AddressWatch:
         return self.of_rank.moved() if self.of_rank is not None else ()
 
     def forked(self) -> None:
-        """In a forked child: it has captured nothing."""
+        """Forgets, in a forked child, what the parent has captured: the child has no graphs yet."""
         self._failures = 0
         if self.of_rank is not None:
             self.of_rank.forked()

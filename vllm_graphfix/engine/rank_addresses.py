@@ -360,7 +360,7 @@ class RankAddresses:
         )
 
     def forked(self) -> None:
-        """In a forked child: it has captured nothing."""
+        """Forgets, in a forked child, what the parent has captured: the child has no graphs yet."""
         self._forget()
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:

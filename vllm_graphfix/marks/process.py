@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 NAME = "kv-marks"
 """Under which records, `fleet` and metrics tell of it, as of a fix."""
 NONE_MARKED = "in more than 10,000 steps none has been marked yet"
-"""In the reason of a state that is active; `fleet` says so of the engine."""
+"""The end of the reason of an active state where the marks see nothing, by which `fleet` knows such an engine."""
 
 
 class Marks:
