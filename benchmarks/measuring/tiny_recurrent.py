@@ -50,6 +50,11 @@ KDA: Config = _LATENT | {
     },
 }
 """A delta attention of Kimi Linear, and one with latent keys and values."""
+KIMI_K3: Config = KDA | {
+    "linear_attn_config": KDA["linear_attn_config"]
+    | {"num_heads": 12, "use_full_rank_gate": True, "gate_lower_bound": -5.0},  # heads that the fused decode takes
+}
+"""The same with Kimi K3's own layer, from 0.27.0 on: a gate of full rank is what tells them apart."""
 LINEAR: Config = _LATENT | {
     "architectures": ["BailingMoeV2_5ForCausalLM"],
     "layer_group_size": LAYERS,  # the last of each group has latent keys and values
@@ -99,7 +104,10 @@ def _kda(config: Config) -> Shapes:
                 f"{attention}.{name}_proj.weight": (heads * head, hidden),
                 f"{attention}.{name}_conv1d.weight": (heads * head, 1, kda["short_conv_kernel_size"]),
             }
-        for name in "fg":  # what is forgotten, and the gate
+        full = kda.get("use_full_rank_gate", False)
+        if full:
+            shapes[f"{attention}.g_proj.weight"] = (heads * head, hidden)
+        for name in "f" if full else "fg":  # what is forgotten, and the gate
             shapes |= {
                 f"{attention}.{name}_a_proj.weight": (head, hidden),
                 f"{attention}.{name}_b_proj.weight": (heads * head, head),
@@ -138,6 +146,7 @@ def _without(shapes: Shapes, prefix: str) -> Shapes:
 MODELS: Mapping[str, tuple[Config, Callable[[Config], Shapes]]] = {
     "mamba1": (MAMBA1, _mamba1),
     "kda": (KDA, _kda),
+    "kimi-k3": (KIMI_K3, _kda),
     "linear": (LINEAR, _linear),
 }
 
