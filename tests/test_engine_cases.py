@@ -6,6 +6,7 @@ They are described in words that every affected release knows.
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
 from dataclasses import field, make_dataclass, replace
 from functools import cache
@@ -196,6 +197,40 @@ def test_prompts_and_answers_fit_the_engine(name: str) -> None:
     )
 
 
+def _ends(case: Case) -> list[int]:
+    """The step in which each request has its last token, where decodes come before prompts, and these in order."""
+    computed = _computed(case)
+    return [computed[number] + tokens - 1 for number, (_, tokens) in enumerate(case.workload)]
+
+
+def _computed(case: Case) -> list[int]:
+    """The step in which each prompt is computed to its end, and its first token is there."""
+    budget = case.arguments.get("max_num_batched_tokens", sum(length for length, _ in case.workload))
+    left = [length for length, _ in case.workload]
+    found = [0] * len(left)
+    for step in itertools.count(1):
+        room = budget - sum(map(bool, found))
+        for number, length in enumerate(left):
+            taken = min(room, length)
+            left[number] -= taken
+            room -= taken
+            if length and not left[number]:
+                found[number] = step
+        if not any(left):
+            return found
+    raise AssertionError
+
+
+@pytest.mark.parametrize("name", ["c128a-stride", "compressor-skip"])
+def test_each_request_completes_a_group_of_128_tokens_in_a_step_that_computes_no_prompt(name: str) -> None:
+    case = CASES[name]
+    computed, ends = _computed(case), _ends(case)
+    for (length, _), first, end in zip(case.workload, computed, ends, strict=True):
+        assert length >= 128, "a group is there from the beginning"
+        decoded = range(length + max(computed) - first + 1, length + end - first + 1)
+        assert any(tokens % 128 == 0 for tokens in decoded)
+
+
 @FIXES
 def test_some_batches_are_between_the_sizes_of_the_graphs(name: str) -> None:
     """Where padding is the defect. Elsewhere, batches have a graph of their size."""
@@ -204,8 +239,8 @@ def test_some_batches_are_between_the_sizes_of_the_graphs(name: str) -> None:
     drafts = arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
     sizes = case.graphs["cudagraph_capture_sizes"]
     requests = range(1, len(case.workload) + 1)
-    # Answers of one length end together: the batch is full, or there is none.
-    together = len({count for _, count in case.workload}) == 1
+    # Answers of one length, or that end in one step, end together: the batch is full, or there is none.
+    together = 1 in (len({count for _, count in case.workload}), len(set(_ends(case))))
     batches = {
         count * (1 if case.graphs["cudagraph_mode"] == "PIECEWISE" else drafts + 1)
         for count in (requests[-1:] if together else requests)
