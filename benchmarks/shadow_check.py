@@ -258,7 +258,7 @@ class Measured:
     ) -> dict[str, Any]:
         job = case.jobs(self._models)[1]
         arguments = dict(job.arguments)
-        arguments |= {"max_num_batched_tokens": arguments.get("max_num_batched_tokens", 256)}  # long prompts in chunks
+        arguments |= {"max_num_batched_tokens": max(256, arguments.get("max_num_batched_tokens", 0))}  # long: in chunks
         if not case.model.startswith(("mamba", "deepseek-v4")):  # these need more for one request
             arguments["num_gpu_blocks_override"] = FEW_BLOCKS * 64 // arguments.get("block_size", 16)
         environment = job.environment | environment
