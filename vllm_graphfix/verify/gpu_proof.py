@@ -185,6 +185,8 @@ def _run_cases(
 ) -> dict[str, Ended]:
     if not cases:
         return {}
+    names = {name for case in cases for name in case.models}
+    devices.find(folder, tuple(sorted(names)))
     jobs = [job for case in cases for job in case.jobs(folder)]
     jobs += [job for case in cases if case.watched for job in case.watched_jobs(folder)]
     path = os.pathsep.join(filter(None, [str(source.folder or ""), os.environ.get("PYTHONPATH", "")]))
@@ -197,12 +199,9 @@ def _run_cases(
     parallel = min(parallel, int(device.free_gib // GIB_PER_ENGINE))
     if any(case.needs == "flashinfer" for case in cases):
         console.print("FlashInfer compiles its kernels on first use, which takes about two minutes")
-    names = tuple(sorted({name for case in cases for name in case.models}))
     bars = EngineBars(console, jobs)
-    with bars.display(), ThreadPoolExecutor(1) as beside:
-        made = beside.submit(devices.find, folder, names)  # the models, while vLLM is imported
-        engines = Engines(folder, _TIMEOUT, bars.doing, bars.done, preload=not fresh, ready=made.result)
-        return engines.run(jobs, parallel)
+    with bars.display():
+        return Engines(folder, _TIMEOUT, bars.doing, bars.done, preload=not fresh).run(jobs, parallel)
 
 
 def _turn(job: Job, *, compiling: bool) -> int:

@@ -114,19 +114,17 @@ class Engines:
         preload: bool = False,
         ended: Callable[[Ended], None] = lambda ended: None,
         limit: float | None = None,
-        ready: Callable[[], object] = lambda: None,
     ) -> None:
         """Logs and results go to *folder*. *timeout*, in seconds, is for one engine from start to end.
 
         *ended* is called with each engine that has, in the thread that waited for it. No engine begins when *limit*
-        seconds are over, nor before *ready* returns, which each engine's thread calls; vLLM is imported meanwhile.
+        seconds are over.
 
         *doing* is told the last line of an engine's log twice a second, *done* how it ended. With *preload* engines are
         forked from a process that has imported vLLM, where that works.
         """
         self._folder, self._timeout, self._doing, self._done = folder, timeout, doing, done
         self._preload, self._ended, self._limit = preload, ended, limit
-        self._ready = ready
         self._preloaded: list[tuple[dict[str, str], Preloaded]] = []
         self._running: dict[str, Process] = {}
         self._lock = threading.Lock()
@@ -175,7 +173,6 @@ class Engines:
         environment = _environment(job.environment, self._folder / _PLUGIN)
         preloaded = self._preloaded_for(environment) if preload else None
         forkable = preloaded is not None and preloaded.wait()
-        self._ready()
         started = time.monotonic()
         with self._lock:
             if self._stopped:
