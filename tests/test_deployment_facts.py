@@ -157,7 +157,7 @@ def test_a_vllm_that_chooses_otherwise_is_not_known(tmp_path: Path) -> None:
             },
         ),
         ("0.28.0", "3 of these 10 need", {"prefill-dispatch": "model runner V1, recurrent layers"}),
-        ("0.25.1", "3 of these 10 need", {"prefill-dispatch": "recurrent layers", "idle-rank": "data parallelism"}),
+        ("0.25.1", "3 of these 11 need", {"prefill-dispatch": "recurrent layers", "idle-rank": "data parallelism"}),
         ("0.18.1", "5 of these 13 need", {"capture-state": "model runner V2 (not the default here), full graphs"}),
     ],
 )

@@ -6,8 +6,8 @@ from edited import after, before, both, swap
 from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes._capture_source import MANAGER
-from vllm_graphfix.fixes.draft_prefill_state import _EAGLE, _LATER
+from vllm_graphfix.fixes._capture_source import DRAFT_MANAGERS, MANAGER
+from vllm_graphfix.fixes.draft_prefill_state import _EAGLE
 
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 v2, hopper, served = "VLLM_USE_V2_MODEL_RUNNER=1 ", "NVIDIA H100 80GB HBM3", "./v3 --attention-backend FLASHMLA"
@@ -50,7 +50,7 @@ EDITS = (
     Edit(
         "states of its own, in a new file",
         "0.22.1",
-        _LATER[1],
+        DRAFT_MANAGERS[1],
         r"\A",
         "class SpeculatorCudaGraphManager:\n"
         "    def capture(self, forward_fn):\n"
@@ -71,7 +71,7 @@ EDITS = (
     Edit(
         "a captured state for each pass",
         "0.23.0",
-        _LATER[0],
+        DRAFT_MANAGERS[0],
         r"if warmup else attn_state_pair\.captured",
         "or attn_state_pair.captured",
         Verdict.UNRECOGNISED,
@@ -201,7 +201,7 @@ WORDINGS = (
     Wording(
         LOOKALIKE,
         "0.23.0",
-        _LATER[0],
+        DRAFT_MANAGERS[0],
         {
             "the pair the wrong way round": swap(
                 r"attn_state_pair\.warmup if warmup else attn_state_pair\.captured",

@@ -17,7 +17,7 @@ from vllm_graphfix.fix import Activity
 
 # Descriptors, attention states and forward functions are vLLM's and differ by release; none of their insides is used
 # here.
-CreateForwardFn = Callable[[Any], Any]
+CreateForwardFn = Callable[..., Any]
 ForwardFn = Callable[..., Any]
 
 _DEEPEST, _MOST = 8, 4000

@@ -22,6 +22,11 @@ _SPARSE = (
     ("vllm/v1/attention/backends/mla/sparse_swa.py", "DeepseekSparseSWAMetadataBuilder"),
 )
 _SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
+DRAFT_MANAGERS = (
+    f"{_SPEC_DECODE}/autoregressive/cudagraph_utils.py",
+    f"{_SPEC_DECODE}/target_dependent_ar/cudagraph_utils.py",
+)
+"""Where the managers of graphs of drafts are, from 0.23.0 on."""
 _DRAFTS = (
     (f"{_SPEC_DECODE}/eagle/cudagraph.py", "EagleCudaGraphManager"),
     (f"{_SPEC_DECODE}/eagle/cudagraph.py", "DecodeEagleCudaGraphManager"),
@@ -168,6 +173,33 @@ def drafts_build_each_state(source: Source) -> bool:
         ):
             return False
     return True
+
+
+def state_of_a_pair(source: Source, capture: Function) -> ast.stmt | ast.expr | None:
+    """The statement by which the draft takes over two states of the target: its warm-up's and the captured one.
+
+    It uses the former for its own warm-up, and the latter for its graph. None if that is not known.
+    """
+    chosen = capture.only("attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured")
+    manager = source.function(MANAGER, "CudaGraphManager.capture")
+    if manager is None or chosen is None or len(forward_functions(manager)) != 2:
+        return None
+    parts = (
+        capture.mentions(attn_state=3, attn_state_pair=3, warmup=1),
+        manager.only("forward_fn, warmup_attn_state = create_forward_fn(desc, warmup=True)"),
+        manager.only("forward_fn, capture_attn_state = create_forward_fn(desc, warmup=False)"),
+        manager.only("AttentionStatePair(warmup_attn_state, capture_attn_state)"),
+        manager.mentions(warmup_attn_state=4, capture_attn_state=2),
+        builds_each_state(source),
+    )
+    return chosen if all(parts) else None
+
+
+def prepares_own_states(source: Source, capture: Function) -> bool:
+    """Whether *capture*, of the draft's graphs, builds a state of its own at each pass (0.26.0 on)."""
+    factory = capture.inner("create_forward_fn")
+    built = factory and (factory.always(_BUILT) or factory.always("attn_state = prepare_inputs_to_capture(...)"))
+    return bool(built) and "attn_states" not in capture.parameters and prepares_each_state(source)
 
 
 def prepares_each_state(source: Source) -> bool:

@@ -18,22 +18,21 @@ from vllm_graphfix.fixes._capture_passes import (
 )
 from vllm_graphfix.fixes._capture_source import (
     BUILDS_STATES,
+    DRAFT_MANAGERS,
     MANAGER,
     builds_each_state,
     forward_functions,
-    prepares_each_state,
+    prepares_own_states,
+    state_of_a_pair,
 )
 
 if TYPE_CHECKING:
-    import ast
-
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
 _SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
 _EAGLE = f"{_SPEC_DECODE}/eagle/cudagraph.py"
-_LATER = (f"{_SPEC_DECODE}/autoregressive/cudagraph_utils.py", f"{_SPEC_DECODE}/target_dependent_ar/cudagraph_utils.py")
 _PACKAGE = f"{_SPEC_DECODE}/__init__.py"
 _MANAGER_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
 _EAGLE_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.cudagraph"
@@ -54,7 +53,7 @@ def diagnose(source: Source) -> Diagnosis:
     in_a_way = "the draft's prefill gets its attention states in a way"
     capture = source.function(_EAGLE, "PrefillEagleCudaGraphManager.capture")
     if capture is not None:
-        if chosen := _state_of_a_pair(source, capture):
+        if chosen := state_of_a_pair(source, capture):
             return Diagnosis(Verdict.FIXED, _PAIR, capture.at(chosen))
         shared = capture.only("attn_state = full_cg_attn_states[desc]")
         taken = capture.takes.startswith("self, forward_fn, full_cg_attn_states, ")
@@ -66,43 +65,21 @@ def diagnose(source: Source) -> Diagnosis:
                 "target-states",
             )
         return Diagnosis.unrecognised(in_a_way, capture)
-    for path in _LATER:
+    for path in DRAFT_MANAGERS:
         pair = source.function(path, "PrefillSpeculatorCudaGraphManager.capture")
         if pair is not None:
-            if chosen := _state_of_a_pair(source, pair):
+            if chosen := state_of_a_pair(source, pair):
                 return Diagnosis(Verdict.FIXED, _PAIR, pair.at(chosen))
             return Diagnosis.unrecognised(in_a_way, pair)
         own = source.function(path, "SpeculatorCudaGraphManager.capture")
         if own is not None:
-            factory = own.inner("create_forward_fn")
-            built = factory and factory.always("attn_metadata, slot_mappings = prepare_inputs_to_capture(...)")
-            if built and "attn_states" not in own.parameters and prepares_each_state(source):
+            if prepares_own_states(source, own):
                 return Diagnosis(Verdict.FIXED, "the draft's passes build attention states of their own", own.where)
             return Diagnosis.unrecognised(in_a_way, own)
     eagle = source.function(_EAGLE, "EagleCudaGraphManager.capture")
     if eagle is not None or source.function(_PACKAGE, "init_speculator") is None or _older_layout(source):
         return Diagnosis(Verdict.ABSENT, "no capture of a draft's prefill on the target's attention states")
     return Diagnosis.unrecognised("speculators are in a place", _PACKAGE)
-
-
-def _state_of_a_pair(source: Source, capture: Function) -> ast.stmt | ast.expr | None:
-    """The statement by which the draft takes over two states of the target: its warm-up's and the captured one.
-
-    It uses the former for its own warm-up, and the latter for its graph. None if that is not known.
-    """
-    chosen = capture.only("attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured")
-    manager = source.function(MANAGER, "CudaGraphManager.capture")
-    if manager is None or chosen is None or len(forward_functions(manager)) != 2:
-        return None
-    parts = (
-        capture.mentions(attn_state=3, attn_state_pair=3, warmup=1),
-        manager.only("forward_fn, warmup_attn_state = create_forward_fn(desc, warmup=True)"),
-        manager.only("forward_fn, capture_attn_state = create_forward_fn(desc, warmup=False)"),
-        manager.only("AttentionStatePair(warmup_attn_state, capture_attn_state)"),
-        manager.mentions(warmup_attn_state=4, capture_attn_state=2),
-        builds_each_state(source),
-    )
-    return chosen if all(parts) else None
 
 
 def _used_as_known(capture: Function) -> bool:

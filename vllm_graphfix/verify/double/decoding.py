@@ -120,10 +120,16 @@ def configuration(mode: CUDAGraphMode, sizes: Sequence[int], speculative_tokens:
         scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS),
         # MLA metadata accepts the widths of its models only; the stand-in kernels take any, and get a smaller one
         model_config=SimpleNamespace(max_model_len=MAX_LENGTH, get_head_size=lambda: 576),
-        parallel_config=SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1, is_moe_model=False),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=1, tensor_parallel_size=1, is_moe_model=False, use_sequence_parallel_moe=False
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK_SIZE),
         kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(set_priority=contextlib.nullcontext)),
-        speculative_config=SimpleNamespace(num_speculative_tokens=speculative_tokens) if speculative_tokens else None,
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=speculative_tokens, uses_dynamic_speculative_decoding=lambda: False
+        )
+        if speculative_tokens
+        else None,
     )
 
 
@@ -240,6 +246,7 @@ def flashmla_builder(config: Any) -> Any:
         cg_buf_tile_scheduler_metadata=None,
         cg_buf_num_splits=None,
         _use_fi_prefill=False,
+        use_pcp=False,
     )
     return builder
 

@@ -1,0 +1,84 @@
+"""draft-stale-views (PR 48261): what metadata say when the draft's prefill is warmed up for each of its graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.measurement import Measurement
+
+install_flashmla_stand_ins()
+
+from vllm.config.compilation import CUDAGraphMode  # noqa: E402 - FlashMLA is looked for when vLLM is imported
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager  # noqa: E402
+from vllm.v1.worker.gpu.spec_decode.autoregressive import cudagraph_utils  # noqa: E402
+
+from vllm_graphfix.verify.double.decoding import (  # noqa: E402
+    DEVICE,
+    MAX_REQUESTS,
+    ModelStandIn,
+    RunnerStandIn,
+    configuration,
+    measure,
+)
+
+DRAFT_TOKENS = 1
+QUERY_TOKENS = DRAFT_TOKENS + 1
+SIZES = tuple(QUERY_TOKENS * requests for requests in (1, 2, MAX_REQUESTS))
+LAYER = "attention"
+"""Of target and draft: one builder makes the metadata of both."""
+
+
+def run(*, hit: bool = True) -> Measurement:
+    """Starts and lengths of the requests that each warm-up sees. Not *hit*: there is one graph, and one batch."""
+    sizes = SIZES if hit else SIZES[-1:]
+    numbers = f"starts and lengths of requests in the draft's warm-ups for {len(sizes)} graphs"
+    return measure(
+        numbers,
+        lambda: [_as_they_are(size // QUERY_TOKENS) for size in reversed(sizes)],
+        lambda: _seen(sizes),
+        {"views-of-another-batch": len(sizes) - 1},
+    )
+
+
+def _as_they_are(requests: int) -> torch.Tensor:
+    starts = torch.arange(requests + 1) * QUERY_TOKENS
+    return torch.cat([starts, starts.diff()])  # in a dummy batch no request has more tokens than are computed
+
+
+def _seen(sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    seen: list[torch.Tensor] = []
+
+    def draft(requests: int, tokens: int, metadata: Any, *_: Any) -> None:
+        """Stands in for the speculator's prefill, which runs the draft model on *metadata*."""
+        if not torch.cuda.is_current_stream_capturing():
+            found = metadata[LAYER]
+            seen.append(torch.cat([found.query_start_loc, found.decode.seq_lens]).clone())
+
+    with cpu_cuda_graphs():
+        capture(sizes, draft)
+    return seen
+
+
+def capture(
+    sizes: tuple[int, ...], draft: Any, mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY, **given: Any
+) -> Any:
+    """The manager of the draft's graphs of *sizes* tokens, which it has captured after the target's.
+
+    The target's capture is *given* more, by its parameters' names.
+    """
+    config = configuration(mode, sizes, DRAFT_TOKENS)
+    runner = RunnerStandIn(config, [LAYER])
+    target: Any = ModelCudaGraphManager(config, DEVICE, mode, QUERY_TOKENS)
+    pairs = target.capture(model=ModelStandIn([LAYER]), intermediate_tensors=None, **runner.capture_inputs(), **given)
+    prefill = getattr(cudagraph_utils, "PrefillSpeculatorCudaGraphManager", None)
+    if prefill is None:  # a remedy: one manager for all of the draft's graphs, which builds what it needs
+        manager: Any = cudagraph_utils.SpeculatorCudaGraphManager(config, DEVICE, mode, QUERY_TOKENS)
+        manager.capture(draft, **runner.capture_inputs())
+        return manager
+    manager = prefill(config, DEVICE, mode, QUERY_TOKENS)
+    manager.capture(draft, pairs)
+    return manager
