@@ -91,12 +91,14 @@ CRASHES = [
     "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`",
     "ValueError: kv_indptr[3] - kv_indptr[2] should be non-negative, got -4",
     "RuntimeError: CUDA error: misaligned address",
+    "RuntimeError: CUDA error: operation not supported on global/shared address space",
 ]
 OTHER_ERRORS = [
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139 GiB",
     "torch.AcceleratorError: CUDA error: out of memory",
     "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "RuntimeError: CUDA error: no kernel image is available for execution on the device",
+    "torch.AcceleratorError: CUDA error: operation not supported",
     "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable",
     "ImportError: libcudart.so.13: cannot open shared object file: No such file or directory",
     "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",

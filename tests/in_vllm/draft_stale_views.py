@@ -85,7 +85,7 @@ class _Pair:
 def test_the_draft_chooses_no_adapters_for_the_target() -> None:
     """The target's factory does, before each of its passes; the draft's graphs are then captured with the last."""
     if "lora_capture_hook" not in inspect.signature(ModelCudaGraphManager.capture).parameters:
-        return  # 0.23.0
+        pytest.skip("this vLLM's target chooses no adapters in its capture (0.23.0)")
     asked: list[Any] = []
     capture(SIZES, lambda *_: asked.append("draft"), lora_capture_hook=lambda *given: asked.append(given))
     assert asked[-2 * len(SIZES) :] == ["draft"] * 2 * len(SIZES)

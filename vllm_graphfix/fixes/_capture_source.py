@@ -26,7 +26,8 @@ DRAFT_MANAGERS = (
     f"{_SPEC_DECODE}/autoregressive/cudagraph_utils.py",
     f"{_SPEC_DECODE}/target_dependent_ar/cudagraph_utils.py",
 )
-"""Where the managers of graphs of drafts are, from 0.23.0 on."""
+"""The files that hold vLLM's managers of a draft model's graphs, from 0.23.0 on: one file, before and after it was
+moved."""
 _DRAFTS = (
     (f"{_SPEC_DECODE}/eagle/cudagraph.py", "EagleCudaGraphManager"),
     (f"{_SPEC_DECODE}/eagle/cudagraph.py", "DecodeEagleCudaGraphManager"),

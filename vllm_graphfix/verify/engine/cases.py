@@ -364,6 +364,9 @@ GDN_MTP = Case(
     where_known={"moe_backend": "triton"},
     compiles=True,
 )
+# The engine captures graphs of the draft's prefill in which FlashAttention 3 splits its work, as the same requests of
+# a Llama and its Eagle head were not.
+GDN_MTP_V2 = replace(GDN_MTP, name="gdn-mtp-v2", runner="V2", capability=9)
 # Answers of different lengths, so that padded rows come and go: two tokens a request, one of them a draft.
 SPARSE_MTP = Case(
     name="sparse-mtp",

@@ -40,7 +40,8 @@ CRASH = re.compile(
     r"illegal (memory access|address|instruction)|misaligned address|launch fail|device-side assert"
     r"|kv_indptr.*non-negative"
     r"|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)"
-    r"|CUDA error.{0,200}?: (invalid (configuration )?argument|operation (not permitted|failed|would))",
+    r"|CUDA error.{0,200}?: (invalid (configuration )?argument"
+    r"|operation (not permitted|not supported on global/shared address space|failed|would))",
     re.IGNORECASE | re.DOTALL,
 )
 """The crashes that defects of CUDA graphs lead to. An engine that ends in another error says nothing of its graphs: out

@@ -29,7 +29,8 @@ DRAFT_TOKENS = 1
 QUERY_TOKENS = DRAFT_TOKENS + 1
 SIZES = tuple(QUERY_TOKENS * requests for requests in (1, 2, MAX_REQUESTS))
 LAYER = "attention"
-"""Of target and draft: one builder makes the metadata of both."""
+"""The one name that stands for the target's attention layer and the draft's: they are in one group, and so one builder
+makes the metadata of both."""
 
 
 def run(*, hit: bool = True) -> Measurement:
