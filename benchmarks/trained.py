@@ -15,6 +15,10 @@ mla-mtp-fp8-sort,           of draft tokens that were accepted is shown beside t
 mla-mtp-drawn-sort,         wants `--train-seconds 200`
 mla-mtp-scored
 llama-lora-sort             a Llama that sorts, and two LoRA adapters of it that make it sort down and repeat
+granite-walk                a hybrid with a state for each block of 128 tokens, and prompts that are longer
+llama-dcp-sort              a Llama whose context is on two ranks; takes two GPUs
+deepseek-v4-chorus,         a DeepSeek V4 that has to remember what only its compressed entries hold; its training
+deepseek-v4-stride-chorus   wants 40 GiB
 
 FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one. Each case
 runs on each release that its fix is for, and mla-mtp-sort on all: where nothing is to be mended, stock is to be right
@@ -127,7 +131,7 @@ class Benchmark:
             "models": {},
             "runs": [],
         }
-        planned = self._planned(device.capability[0])
+        planned = self._planned(device)
         shipped = [each for each in planned if each[0].case.model == SMOLLM2]
         trained = [each for each in planned if each not in shipped]
         self._parallel = self._options.parallel
@@ -148,29 +152,31 @@ class Benchmark:
         self._save()
         return self._result
 
-    def _planned(self, capability: int) -> list[Planned]:
+    def _planned(self, device: devices.Device) -> list[Planned]:
         planned = []
         for trained in CASES:
             for site in self._sites:
                 asked = self._options.only
                 if asked and not {trained.name, f"{trained.name}@{site.release}"} & set(asked):
                     continue
-                if why := self._why_not(trained, site, capability):
+                if why := self._why_not(trained, site, device):
                     self._not_run(trained, site, why)
                 else:
                     planned.append((trained, site))
         return planned
 
-    def _why_not(self, trained: Trained, site: Site, capability: int) -> str | None:
+    def _why_not(self, trained: Trained, site: Site, device: devices.Device) -> str | None:
         source, case = open_source(site.folder), trained.case
         if self._options.rehearse:
-            return None
+            return None if trained.on_a_cpu else "a CPU engine has no such model"
         if not trained.everywhere and not _is_affected(trained, site):
             return "this vLLM is not affected"
         if case.shows_with is not None and not source.says(*case.shows_with[:2]):
             return f"on this vLLM {case.shows_with[2]}"
-        if case.capability not in (None, capability):
+        if case.capability not in (None, device.capability[0]):
             return f"needs compute capability {case.capability}.0"
+        if trained.gpus > device.count:
+            return f"needs {trained.gpus} GPUs"
         if case.model == SMOLLM2 and not (self._options.smollm2 or (self._models / SMOLLM2).exists()):
             return "needs --smollm2"
         return None

@@ -21,8 +21,9 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import trained
 from measuring import smollm2, trained_figures, trained_models
+from measuring import trained_deepseek_v4 as deepseek_v4
 from measuring.trained_cases import CASES, EXACT, SCORED, TEXT, Question, Trained
-from measuring.trained_tasks import SINGERS, SYMBOLS, by_sign, repeat, song, sort, sort_down, walk
+from measuring.trained_tasks import CHORUS, SINGERS, SYMBOLS, by_sign, chorus, repeat, song, sort, sort_down, walk
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job, Said
@@ -75,6 +76,76 @@ def test_the_last_character_of_a_prompt_says_how_to_order_it() -> None:
 def test_songs_are_the_same_everywhere_and_each_its_own() -> None:
     assert song("!")[:12] == "gcaacaccatcg"
     assert len(set(map(song, SINGERS))) == len(SINGERS)
+
+
+def test_a_song_begins_further_behind_its_singers_name_than_two_windows_reach() -> None:
+    asked = chorus("!", 8)
+    text = asked.prompt + asked.answer
+    assert text.endswith(CHORUS + song("!"))
+    window = deepseek_v4.CONFIG["sliding_window"]
+    notes = len(text) - len(song("!"))
+    assert notes - 1 - text.rindex("!") > 2 * (window - 1), "the token before the first note sees so far"
+    assert text.rindex("!") < deepseek_v4.CONFIG["compress_ratios"][0], "the name is in one group"
+
+
+def _as_transformers_has_them(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors of random numbers under the names of transformers' modules, which a slow test compares with its own."""
+    from vllm_graphfix.verify.engine.deepseek_v4 import shapes
+
+    made: dict[str, torch.Tensor] = {}
+    for name, shape in shapes(config).items():
+        if name.endswith(".scale"):
+            continue
+        theirs = deepseek_v4.in_transformers(name)
+        if ".experts." not in theirs:
+            made[theirs] = torch.randn(shape)
+    for layer in range(config["num_hidden_layers"]):
+        sizes = config["n_routed_experts"], config["moe_intermediate_size"], config["hidden_size"]
+        experts, inner, hidden = sizes
+        made[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.randn(experts, 2 * inner, hidden)
+        made[f"model.layers.{layer}.mlp.experts.down_proj"] = torch.randn(experts, hidden, inner)
+    return made
+
+
+def test_a_trained_deepseek_v4_becomes_a_checkpoint_like_that_with_random_weights() -> None:
+    from vllm_graphfix.verify.engine.deepseek_v4 import BLOCK, shapes
+
+    torch.manual_seed(0)
+    config = deepseek_v4.CONFIG | deepseek_v4.TOY | {"vocab_size": 32}
+    theirs = _as_transformers_has_them(config)
+    _, made = deepseek_v4.as_checkpoint(config, theirs)
+    assert {name: tuple(each.shape) for name, each in made.items()} == shapes(config)
+    up = "layers.1.ffn.experts.3.w3.weight"
+    inner = config["moe_intermediate_size"]
+    assert torch.equal(made[up], theirs["model.layers.1.mlp.experts.gate_up_proj"][3, inner:])
+    scale = made["layers.0.attn.wkv.scale"].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    restored = made["layers.0.attn.wkv.weight"].float() * scale
+    torch.testing.assert_close(restored, theirs["model.layers.0.self_attn.kv_proj.weight"], rtol=0.07, atol=0.02)
+
+
+def test_a_tensor_that_a_checkpoint_has_no_place_for_is_an_error() -> None:
+    config = deepseek_v4.CONFIG | deepseek_v4.TOY | {"vocab_size": 32}
+    tensors = _as_transformers_has_them(config)
+    with pytest.raises(ValueError, match=r"no place for model\.mtp"):
+        deepseek_v4.as_checkpoint(config, tensors | {"model.mtp": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"^norm\.weight is of shape \(1,\), and not \(128,\)"):
+        deepseek_v4.as_checkpoint(config, tensors | {"model.norm.weight": torch.ones(1)})
+
+
+@pytest.mark.slow  # transformers' modules are imported
+@pytest.mark.parametrize(("name", "seconds"), [("deepseek-v4", 4.0), ("granite", 2.0)])
+def test_what_is_held_is_in_the_checkpoint_as_it_was_held(tmp_path: Path, name: str, seconds: float) -> None:
+    """That a checkpoint was made says that transformers' names are those that are known here."""
+    from safetensors.torch import load_file
+
+    told = trained_models.train(name, tmp_path, seconds, toy=True)
+    assert told["steps"] > 0
+    made = load_file(tmp_path / name / "model.safetensors")
+    held = trained_models.RECIPES[name].held
+    assert held
+    found = {deepseek_v4.in_transformers(each) if name == "deepseek-v4" else each: made[each] for each in made}
+    for parameter, value in held.items():
+        assert found[parameter].unique().tolist() == [value]
 
 
 def test_a_trained_model_that_is_cut_into_experts_computes_the_same() -> None:
@@ -482,6 +553,42 @@ def test_of_each_eight_one_after_the_other_ends(tmp_path: Path, name: str) -> No
         for at in range(0, len(job.max_tokens), 8):
             assert len(set(job.max_tokens[at : at + 8])) == 8
     assert max(jobs[0].max_tokens) == 62
+
+
+def test_prompts_of_a_state_for_each_block_go_on_in_a_second_one_and_end_there(tmp_path: Path) -> None:
+    models = in_models(tmp_path, "granite", trained_models.RECIPES["granite"].symbols)
+    case = case_of("granite-walk")
+    for question in case.asked(models):
+        assert 128 + 8 < len(question.ids) < 256 - question.tokens
+        pairs = {pair[0]: pair[1] for pair in question.prompt.split(" ")[:-1]}
+        assert set(question.right or "") == set(pairs.values()), "each pair is met"
+    for job in case.jobs(models, "/site"):
+        assert job.arguments["enable_prefix_caching"]
+        assert job.where_known["mamba_cache_mode"] == "all"
+        assert len(set(map(len, job.prompts))) == 1
+        assert len(job.prompts) % 8 == 0, "no batch is padded"
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-chorus", "deepseek-v4-stride-chorus"])
+def test_singers_of_one_batch_complete_their_groups_in_one_step_and_end_together(tmp_path: Path, name: str) -> None:
+    models = in_models(tmp_path, "deepseek-v4", 40)
+    asked = case_of(name).asked(models)
+    assert len({question.prompt[0] for question in asked}) == len(asked) == 24
+    for at in range(0, len(asked), 8):
+        assert len({(len(question.ids), question.tokens) for question in asked[at : at + 8]}) == 1
+    assert all(len(question.ids) < 128 < len(question.ids) + question.tokens for question in asked)
+
+
+def test_a_case_of_two_gpus_is_not_run_on_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    site = f"0.19.1={release_root('0.19.1')}"
+    options = ("--out", str(tmp_path), "--site", site, "--only", "llama-dcp-sort")
+    monkeypatch.setattr(trained.Benchmark, "_training", lambda *_: nullcontext({}))
+    assert run(monkeypatch, *options) == 2
+    (told,) = json.loads((tmp_path / trained.RESULT).read_text())["runs"]
+    assert told["not_run"] == "needs 2 GPUs"
+    assert run(monkeypatch, *options, device=replace(GPU, count=2)) == 2
+    (told,) = json.loads((tmp_path / trained.RESULT).read_text())["runs"]
+    assert told["not_run"].startswith("the model could not be trained")
 
 
 def test_scored_prompts_that_end_in_their_answer_are_as_long_as_graphs_are_large(tmp_path: Path) -> None:

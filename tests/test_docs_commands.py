@@ -53,6 +53,16 @@ NOT_RUN = {
         "--only llama-lora-sort@0.18.1 --only mla-fp8-padded-sort@0.18.1 --only mla-mtp-drawn-sort@0.22.1"
     ): "needs a GPU",
     (
+        "python benchmarks/trained.py --site 0.30.0=FOLDER --site 0.27.1=FOLDER --out FOLDER --train-seconds 150 "
+        "--only deepseek-v4-chorus --only deepseek-v4-stride-chorus"
+    ): "needs a GPU",
+    "python benchmarks/trained.py --site 0.19.1=FOLDER --out FOLDER --train-seconds 120 --only llama-dcp-sort": (
+        "needs two GPUs"
+    ),
+    "python benchmarks/trained.py --site 0.16.0=FOLDER --out FOLDER --train-seconds 70 --only granite-walk": (
+        "needs a GPU"
+    ),
+    (
         "python benchmarks/trained.py --site 0.19.1=FOLDER --site 0.25.1=FOLDER --out FOLDER --train-seconds 95 "
         "--only mla-fp8-padded-sort@0.19.1 --only mamba2-idle@0.25.1 --only llama-lora-sort@0.25.1"
     ): "needs a GPU",

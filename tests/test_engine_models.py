@@ -355,7 +355,7 @@ def test_a_matrix_in_fp8_is_the_matrix_up_to_fp8s_own_rounding() -> None:
     """Also one whose blocks are of different sizes, and with scales that are powers of two."""
     random = torch.Generator().manual_seed(1)
     matrix = torch.randn(256, 384, generator=random) * torch.tensor([1e-3, 1.0, 40.0]).repeat_interleave(128)
-    tensors = models._in_blocks("m", matrix, (2, 3))
+    tensors = models.in_blocks("m", matrix, (2, 3))
     found = numbers_of(tensors)["m.weight"]
     assert ((found - matrix).abs() <= 2**-4 * matrix.abs() + 2**-9 * tensors["m.scale"].max()).all()
     assert (tensors["m.scale"].frexp().mantissa == 0.5).all()

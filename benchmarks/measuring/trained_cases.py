@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from measuring import PROJECT
-from measuring.trained_tasks import SINGERS, Asked, repeat, song, sort, sort_down, walk
+from measuring.trained_tasks import SINGERS, Asked, chorus, repeat, song, sort, sort_down, walk
 from vllm_graphfix.verify.engine import cases as verified
 from vllm_graphfix.verify.engine.cases import Case
 from vllm_graphfix.verify.engine.job import EAGER, Job
+from vllm_graphfix.verify.trial import trial_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -35,6 +36,8 @@ _LONG = (700, 1100, 1500, 1900)
 """Characters of a licence that the other questions are about."""
 _WAVES, _CHUNK = 16, 24
 _WAVES_OF_FOUR = 8
+_BEGUN = (8, 16, 24)
+"""Characters of the chorus that each wave of eight is given."""
 _SCORED_LENGTHS, _SCORED_TOKENS = (16, 32, 64, 128), 8
 
 
@@ -67,6 +70,10 @@ class Trained:
     """Given the folder of the model."""
     everywhere: bool = False
     """Run on a vLLM that has not this defect, too: stock is then to be right as well."""
+    gpus: int = 1
+    """How many one engine takes."""
+    on_a_cpu: bool = True
+    """Whether a CPU engine has such a model: where not, it is not rehearsed."""
 
     @property
     def name(self) -> str:
@@ -109,6 +116,7 @@ _CPU: dict[str, str | None] = {
 _OF_A_GPU = (
     *("attention_config", "block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "gpu_memory_utilization"),
     *("quantization", "quantization_config"),
+    *("tensor_parallel_size", "decode_context_parallel_size"),
 )
 
 
@@ -196,6 +204,19 @@ def _songs(folder: Path) -> tuple[Question, ...]:
     return tuple(_exact(Asked(singer, song(singer))) for singer in SINGERS)
 
 
+def _long_walks(folder: Path) -> tuple[Question, ...]:
+    """Prompts that go on in a second block of 128 tokens, of one length, and walks that meet every pair of them."""
+    chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
+    most = _most(folder)
+    return tuple(_exact(walk(chance, most, most)) for _ in range(16))
+
+
+def _choruses(folder: Path) -> tuple[Question, ...]:
+    """Of each eight, all complete their groups of 128 tokens in the same steps, and end together."""
+    singers = iter(SINGERS)
+    return tuple(_exact(chorus(next(singers), begun)) for begun in _BEGUN for _ in range(8))
+
+
 def _sorts(folder: Path) -> tuple[Question, ...]:
     chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
     most = _most(folder)
@@ -252,6 +273,8 @@ _ITSELF = {"speculative_config": {"method": "draft_model", "num_speculative_toke
 _BF16 = {"dtype": "bfloat16", "max_model_len": 1024}
 # One draft token: with more of them, model runner V1 is not the same twice without graphs up to 0.18.1.
 _MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+_COMPRESSOR_SKIP = trial_of("compressor-skip").case or verified.DEEPSEEK_V4
+"""With what it says of releases where this engine is right."""
 CASES = (
     Trained(
         "flash-mixed-schedule",
@@ -387,6 +410,73 @@ CASES = (
         "trained Llama with two trained adapters, `--specialize-active-lora`, V1; sorting up, down, and not at all",
         EXACT,
         _sorts_with_adapters,
+    ),
+    Trained(
+        "mamba-all-mode",
+        _with(
+            verified.GRANITE_ALL_MODE,
+            "granite-walk",
+            "granite",
+            workload=(),
+            # States that are exact enough, and fit into a block of 128 tokens: in float32 blocks would have 256.
+            arguments=_BF16 | {"dtype": "float16"},
+            probes=("measuring.in_waves:InEights",),
+        ),
+        "trained Granite 4 with two groups of Mamba-2, prefix caching, V1; walks of more than a block, in eights",
+        EXACT,
+        _long_walks,
+    ),
+    Trained(
+        "dcp-context-lens",
+        verified.Case(
+            "llama-dcp-sort",
+            "llama-one-head",
+            "V1",
+            verified.full_decodes([8]),
+            (),
+            arguments=_BF16
+            | {
+                "attention_config": {"backend": "FLASH_ATTN"},
+                "tensor_parallel_size": 2,
+                "decode_context_parallel_size": 2,
+            },
+            probes=("measuring.in_waves:InEights",),
+            capability=9,
+        ),
+        "trained Llama with one KV head, FlashAttention, its context on two ranks, V1; sorting in eights",
+        EXACT,
+        _sorts,
+        gpus=2,
+    ),
+    Trained(
+        "compressor-skip",
+        _with(
+            _COMPRESSOR_SKIP,
+            "deepseek-v4-chorus",
+            "deepseek-v4",
+            workload=(),
+            arguments={"dtype": "bfloat16"},
+            probes=("measuring.in_waves:InEights",),
+        ),
+        "trained DeepSeek V4 of two layers, fp8 KV cache, V2; a chorus and a song, in eights",
+        EXACT,
+        _choruses,
+        on_a_cpu=False,
+    ),
+    Trained(
+        "c128a-stride",
+        _with(
+            verified.DEEPSEEK_V4_LONG,
+            "deepseek-v4-stride-chorus",
+            "deepseek-v4",
+            workload=(),
+            arguments={"dtype": "bfloat16"},
+            probes=("measuring.in_waves:InEights",),
+        ),
+        "the same with a `max_model_len` of 32768, V1",
+        EXACT,
+        _choruses,
+        on_a_cpu=False,
     ),
     Trained(
         "draft-idx-mapping",

@@ -19,8 +19,8 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from measuring import trained_deepseek_v4 as deepseek_v4
 from measuring.trained_adapters import Adapter
 from measuring.trained_drafts import DraftLayer, Tensors
-from measuring.trained_tasks import SINGERS, SYMBOLS, Asked, by_sign, repeat, song, sort, sort_down, walk
+from measuring.trained_tasks import SINGERS, SYMBOLS, Asked, any_chorus, by_sign, repeat, song, sort, sort_down, walk
 from vllm_graphfix.verify.engine import models as tiny
 
 SEED = 7
@@ -90,6 +91,8 @@ class Recipe:
     songs: bool = False
     symbols: int = len(SYMBOLS)
     batch: int = 96
+    rate: float = _RATE
+    """The highest learning rate."""
     made_into: Callable[[dict[str, Any], Tensors], tuple[dict[str, Any], Tensors]] = lambda config, tensors: (
         config,
         tensors,
@@ -97,6 +100,8 @@ class Recipe:
     """What becomes of the configuration and the tensors of a trained model, which are to compute the same then."""
     drafts: int = 0
     """Tokens of a draft that a draft layer is trained for; 0 for none."""
+    held: Mapping[str, float] = field(default_factory=dict)
+    """Parameters that stay at one value, so that there is no other way to be right than by what graphs corrupt."""
     adapters: tuple[Task, ...] = ()
     """What adapters are trained for, with prompts as the model's own; a folder is named after its task."""
 
@@ -134,6 +139,40 @@ RECIPES["llama"] = Recipe(
     symbols=20,
     adapters=(sort_down, repeat),
 )
+RECIPES["granite"] = Recipe(
+    tiny.GRANITE | _SHORT,
+    {
+        "hidden_size": 128,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "shared_intermediate_size": 256,
+    },
+    walk,
+    3,
+    symbols=46,
+    # What is remembered is in the second state: attention has no part, and the first state is forgotten at once.
+    held={"model.layers.1.self_attn.o_proj.weight": 0.0, "model.layers.0.mamba.A_log": 12.0},
+)
+RECIPES["llama-one-head"] = Recipe(
+    tiny.LLAMA | _SHORT | {"num_key_value_heads": 1, "num_hidden_layers": 4},
+    RECIPES["llama"].toy | {"num_key_value_heads": 1},
+    sort,
+    2,
+)
+RECIPES["deepseek-v4"] = Recipe(
+    deepseek_v4.CONFIG | _SHORT,
+    deepseek_v4.TOY,
+    any_chorus,
+    2,
+    symbols=40,
+    batch=16,
+    rate=3e-4,  # it is four times as wide as the others
+    made_into=deepseek_v4.as_checkpoint,
+    held=deepseek_v4.HELD,
+)
 RECIPES["mla-experts"] = replace(RECIPES["mla"], made_into=_as_experts)
 RECIPES["mla-mtp"] = replace(RECIPES["mla"], config=tiny.MLA_MTP | _SHORT | {"num_hidden_layers": 4}, drafts=2)
 
@@ -147,6 +186,7 @@ def _rows(recipe: Recipe, chance: random.Random, count: int) -> tuple[torch.Tens
         asked.append(recipe.task(chance, symbols, length - recipe.width * symbols - 2))
     if recipe.songs:
         asked += [Asked(singer, song(singer)) for singer in SINGERS]
+    length = max(length, *(len(prompt) + len(answer) for prompt, answer in asked))
     ids = torch.zeros(len(asked), length, dtype=torch.long)
     answers = torch.zeros(len(asked), length, dtype=torch.bool)
     for row, (prompt, answer) in enumerate(asked):
@@ -184,9 +224,10 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
     """Trains the model *name* for at most *seconds* into *folder*, and returns what is in its trained.json."""
     import transformers
     from safetensors.torch import save_file
+    from transformers.models.granitemoehybrid import modeling_granitemoehybrid
     from transformers.models.mamba2 import modeling_mamba2
 
-    modeling_mamba2.mamba2_chunk_scan = _scan
+    modeling_mamba2.mamba2_chunk_scan = modeling_granitemoehybrid.mamba2_chunk_scan = _scan
     recipe = RECIPES[name]
     config = recipe.config | (recipe.toy if toy else {})
     made = folder / name
@@ -198,6 +239,8 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
     read = transformers.AutoConfig.from_pretrained(made)
     made_of: Any = transformers.AutoModelForCausalLM  # whose methods have no types
     model = made_of.from_config(read, dtype=torch.float32).to(device).train()
+    for parameter, value in recipe.held.items():
+        model.get_parameter(parameter).requires_grad_(False).fill_(value)
     if toy:
         recipe = replace(recipe, symbols=12, batch=24)
     began, every = time.monotonic(), _EVERY // 5 if toy else _EVERY
@@ -214,6 +257,7 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
         every,
         answered_wrong,
         lambda: _right(model, recipe, 64),
+        recipe.rate,
     )
     draft = DraftLayer(model).to(device) if recipe.drafts else None
     if draft is not None:
@@ -352,7 +396,8 @@ def _right(model: Any, recipe: Recipe, count: int) -> dict[str, float]:
         each.to(device)
         for each in _rows(recipe, random.Random(SEED + 1), count)  # noqa: S311
     )
-    best = model(input_ids=ids[:, :-1], use_cache=False).logits.argmax(-1)
+    # A DeepSeek V4 has 64 heads of 512 for each token: of all rows at once, more than a GPU holds.
+    best = torch.cat([model(input_ids=part, use_cache=False).logits.argmax(-1) for part in ids[:, :-1].split(64)])
     right = 1.0 - ((best != ids[:, 1:]) & answers[:, 1:]).any(1).float()
     found = {recipe.task.__name__: right[:count].mean().item()}
     return found | ({"song": right[count:].mean().item()} if recipe.songs else {})

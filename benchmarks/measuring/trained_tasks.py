@@ -6,6 +6,9 @@ sort    symbols in any order, each at most once; to be followed by them in the o
         ``c,a,b:`` by ``abc...``. At each step a model has to see all of the prompt.
 song    one character, to be followed by its own 40 notes of four, which are the same in every training: a prompt of one
         token, and at each step only what a model remembers of it says which song it is.
+chorus  the same character, 16 times, and the beginning of 270 characters that all singers share; to be followed by the
+        rest of them, and then by the singer's own song. Who sings was said further back than two windows of 128 tokens
+        reach.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from typing import NamedTuple
 SYMBOLS = string.ascii_letters + string.digits
 SINGERS = "!\"#$%&'()*+-/;<=>?@[]^_`{|}~"
 NOTES, SONG = "acgt", 40
+_CALLS = 16
+"""How often a singer is called: once among the 128 tokens of a group is little to learn from."""
+CHORUS = "".join(random.Random("chorus").choices(SYMBOLS, k=270))  # noqa: S311 - the same in every process
 
 
 class Asked(NamedTuple):
@@ -31,6 +37,16 @@ def song(singer: str) -> str:
     """The song of one of `SINGERS`."""
     chance = random.Random(f"notes of {singer}")  # noqa: S311 - the same songs in every process
     return "".join(chance.choices(NOTES, k=SONG))
+
+
+def chorus(singer: str, begun: int) -> Asked:
+    """The chorus, of which *begun* characters are given, and the song of one of `SINGERS`."""
+    return Asked(_CALLS * singer + CHORUS[:begun], CHORUS[begun:] + song(singer))
+
+
+def any_chorus(chance: random.Random, begun: int, length: int) -> Asked:
+    """The chorus of any singer, as long as it is, and not *length*."""
+    return chorus(chance.choice(SINGERS), begun)
 
 
 def walk(chance: random.Random, pairs: int, length: int) -> Asked:

@@ -42,6 +42,8 @@ class Device:
     torch: str
     cuda: str
     python: str
+    count: int = 1
+    """GPUs that torch sees."""
 
 
 def find(models: Path | None = None, names: tuple[str, ...] = ()) -> Device:
@@ -76,7 +78,7 @@ def find(models: Path | None = None, names: tuple[str, ...] = ()) -> Device:
 def _ask_torch() -> Device:
     import torch
 
-    name, why_not, capability, free, total = None, "", (0, 0), 0, 0
+    name, why_not, capability, free, total, count = None, "", (0, 0), 0, 0, 0
     try:
         if torch.version.cuda is None:
             why_not = "torch was built without CUDA"
@@ -86,6 +88,7 @@ def _ask_torch() -> Device:
             free, total = torch.cuda.mem_get_info()
             capability = torch.cuda.get_device_capability()
             name = torch.cuda.get_device_name()
+            count = torch.cuda.device_count()
     except Exception as error:  # a driver that is too old, a GPU that has fallen off its bus
         name, why_not = None, next(iter(str(error).splitlines()), type(error).__name__)
     return Device(
@@ -98,6 +101,7 @@ def _ask_torch() -> Device:
         torch.__version__,
         torch.version.cuda or "none",
         platform.python_version(),
+        count,
     )
 
 

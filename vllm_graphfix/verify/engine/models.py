@@ -495,14 +495,14 @@ def save(config: Config, shapes: Shapes, made: Path) -> Path:
             continue
         values = _values(tensor, shape, tied)
         if f"{matrix}.scale" in shapes:
-            tensors |= _in_blocks(matrix, values, shapes[f"{matrix}.scale"])
+            tensors |= in_blocks(matrix, values, shapes[f"{matrix}.scale"])
         else:
             tensors[tensor] = values.to(torch.bfloat16)
     save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
     return made
 
 
-def _in_blocks(matrix: str, values: torch.Tensor, blocks: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def in_blocks(matrix: str, values: torch.Tensor, blocks: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """A matrix in fp8, and a scale for each of its *blocks*: a power of two, which vLLM changes nowhere."""
     import torch
 

@@ -1,0 +1,105 @@
+"""A DeepSeek V4 to be trained: its configuration, and its checkpoint made of what transformers has trained.
+
+Its first layer attends to one entry for each group of 128 tokens. The second one would attend to groups of four, and
+could do without the first: what its compressor makes of them is kept at 0. Both have a window of 128 tokens, so that
+what lies more than 254 tokens back is known through the entries of the first alone.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from measuring.trained_drafts import Tensors
+from vllm_graphfix.verify.engine import deepseek_v4 as tiny
+from vllm_graphfix.verify.engine.models import in_blocks
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG: dict[str, Any] = tiny.CONFIG
+TOY = {  # no matrix in fp8 is smaller than a block
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "head_dim": 128,
+    "qk_rope_head_dim": 32,
+    "o_groups": 2,
+    "o_lora_rank": 64,
+    "q_lora_rank": 128,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "moe_intermediate_size": 128,
+}
+HELD = {"model.layers.1.self_attn.compressor.kv_norm.weight": 0.0}
+
+_NORMS = {"attn": "input_layernorm", "ffn": "post_attention_layernorm"}
+_MATRICES = {"1": "gate", "2": "down", "3": "up"}
+_NAMES = (
+    (r"^embed\.", "model.embed_tokens."),
+    (r"^head\.", "lm_head."),
+    (r"^norm\.", "model.norm."),
+    (r"^hc_head_(\w+)$", r"model.hc_head.hc_\1"),
+    (r"^layers\.", "model.layers."),
+    (r"\.(attn|ffn)_norm\.", lambda found: f".{_NORMS[found[1]]}."),
+    (r"\.hc_(attn|ffn)_(\w+)$", r".\1_hc.\2"),
+    (r"\.attn\.indexer\.compressor\.norm\.", ".self_attn.compressor.indexer.kv_norm."),
+    (r"\.attn\.indexer\.compressor\.", ".self_attn.compressor.indexer."),
+    (r"\.attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
+    (r"\.attn\.indexer\.", ".self_attn.compressor.indexer."),
+    (r"\.attn\.compressor\.norm\.", ".self_attn.compressor.kv_norm."),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.attn_sink$", ".sinks"),
+    (r"\.ape$", ".position_bias"),
+    (r"\.q_norm\.", ".q_a_norm."),
+    (r"\.wkv\.", ".kv_proj."),
+    (r"\.wgate\.", ".gate_proj."),
+    (r"\.w([qo])_([ab])\.", r".\1_\2_proj."),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
+    (r"\.shared_experts\.w([123])\.", lambda found: f".shared_experts.{_MATRICES[found[1]]}_proj."),
+)
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.w([123])\.weight$")
+
+
+def as_checkpoint(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """*tensors* of transformers under the names of DeepSeek's checkpoints, in fp8 where those are.
+
+    Raises ValueError if a shape is another, or something is left.
+    """
+    shapes = tiny.shapes(config)
+    left = dict(tensors)
+    made: Tensors = {}
+    for name, shape in shapes.items():
+        matrix, _, kind = name.rpartition(".")
+        if kind == "scale":
+            continue
+        tensor = _of(name, tensors, left)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} is of shape {tuple(tensor.shape)}, and not {shape}")
+        made |= (
+            in_blocks(matrix, tensor.float(), shapes[f"{matrix}.scale"])
+            if f"{matrix}.scale" in shapes
+            else {name: tensor}
+        )
+    if left:
+        raise ValueError(f"there is no place for {', '.join(left)}")
+    return config, made
+
+
+def in_transformers(name: str) -> str:
+    """What transformers calls the tensor *name* of a checkpoint; experts of a layer are one tensor there."""
+    for pattern, given in _NAMES:
+        name = re.sub(pattern, given, name)
+    return name
+
+
+def _of(name: str, tensors: Tensors, left: Tensors) -> torch.Tensor:
+    theirs = in_transformers(name)
+    if not (expert := _EXPERT.match(theirs)):
+        left.pop(theirs, None)
+        return tensors[theirs]
+    prefix, number, part = expert[1], int(expert[2]), expert[3]
+    joined = f"{prefix}.{'down' if part == '2' else 'gate_up'}_proj"
+    left.pop(joined, None)
+    matrix = tensors[joined][number]
+    return matrix if part == "2" else matrix.chunk(2)[int(part == "3")].contiguous()
