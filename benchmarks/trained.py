@@ -168,7 +168,7 @@ class Benchmark:
     def _why_not(self, trained: Trained, site: Site, device: devices.Device) -> str | None:
         source, case = open_source(site.folder), trained.case
         if self._options.rehearse:
-            return None if trained.on_a_cpu else "a CPU engine has no such model"
+            return None if trained.on_a_cpu else "a CPU engine cannot run it"
         if not trained.everywhere and not _is_affected(trained, site):
             return "this vLLM is not affected"
         if case.shows_with is not None and not source.says(*case.shows_with[:2]):

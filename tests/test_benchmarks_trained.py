@@ -570,13 +570,31 @@ def test_prompts_of_a_state_for_each_block_go_on_in_a_second_one_and_end_there(t
 
 
 @pytest.mark.parametrize("name", ["deepseek-v4-chorus", "deepseek-v4-stride-chorus"])
-def test_singers_of_one_batch_complete_their_groups_in_one_step_and_end_together(tmp_path: Path, name: str) -> None:
+def test_singers_of_one_batch_have_prompts_and_answers_of_one_length(tmp_path: Path, name: str) -> None:
     models = in_models(tmp_path, "deepseek-v4", 40)
     asked = case_of(name).asked(models)
     assert len({question.prompt[0] for question in asked}) == len(asked) == 24
     for at in range(0, len(asked), 8):
         assert len({(len(question.ids), question.tokens) for question in asked[at : at + 8]}) == 1
     assert all(len(question.ids) < 128 < len(question.ids) + question.tokens for question in asked)
+
+
+def test_what_a_cpu_engine_cannot_run_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = (
+        "--out",
+        str(tmp_path),
+        "--rehearse",
+        "--site",
+        f"0.16.0={release_root('0.16.0')}",
+        "--only",
+        "granite-walk",
+    )
+    monkeypatch.setattr(trained.Benchmark, "_training", lambda *_: nullcontext({}))
+    assert run(monkeypatch, *options) == 2
+    (told,) = json.loads((tmp_path / trained.RESULT).read_text())["runs"]
+    assert told["not_run"] == "a CPU engine cannot run it"
+    ranks = case_of("llama-dcp-sort").jobs(in_models(tmp_path, "llama-one-head", 12), "/site", rehearse=True)
+    assert not any("parallel" in name for job in ranks for name in job.arguments)
 
 
 def test_a_case_of_two_gpus_is_not_run_on_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,16 +6,21 @@ import io
 import json
 from dataclasses import replace
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from vllm_graphfix import __version__
+from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.compare.arbitration import Findings, by_eager_alone
 from vllm_graphfix.commands.compare.report import Report, as_json, histogram, show
 from vllm_graphfix.verify.comparison import Comparison, Judgement, Kind
-from vllm_graphfix.verify.engine.job import Said
+from vllm_graphfix.verify.engine.job import Poisoned, Said
+from vllm_graphfix.verify.engine.poison_report import report_of
+from vllm_graphfix.verify.engine.poisoned import KINDS, PASSES
 
 
 def judgement(kind: Kind, position: int | None = None, length: int = 64) -> Judgement:
@@ -295,3 +300,115 @@ def test_what_others_wrote_is_printed_as_it_is(text: str) -> None:
     assert text in page(replace(report(), flags=(text,)))
     assert text in page(replace(report(), note=text))
     assert text in page(replace(FAILED, error=text))
+
+
+# -- `vllm-graphfix report --compared`
+
+
+def reported(told: Report, folder: Path) -> tuple[int, str]:
+    """Exit code and Markdown, of a comparison that was written as `compare --json` writes it."""
+    file = folder / "compared.json"
+    file.write_text(json.dumps(as_json(told)))
+    done = CliRunner().invoke(app, ["report", "--compared", str(file)])
+    return done.exit_code, done.stdout
+
+
+POISONED = Poisoned(
+    KINDS[:1],
+    ("slot_mapping",),
+    False,
+    tuple(range(20)),
+    inf,
+    (
+        {
+            "steps": 83,
+            "findings": [[21, "layer 1: block 5", True]],
+            "most": {"padded rows": 9},
+            "notes": [],
+            "error": None,
+        },
+    ),
+)
+UNHARMED = replace(
+    POISONED, kinds=KINDS[2:3], buffers=None, prompts=(), worst=0.0, ranks=({**POISONED.ranks[0], "findings": []},)
+)
+
+
+def test_a_comparison_that_has_found_nothing_is_not_reported(tmp_path: Path) -> None:
+    assert reported(report(EQUAL, judgement(Kind.TIE, 3)), tmp_path) == (3, "")
+
+
+def test_wrong_answers_are_reported_with_the_engine_that_gave_them(tmp_path: Path) -> None:
+    code, text = reported(report(EQUAL, judgement(Kind.CORRUPT, 7)), tmp_path)
+    assert code == 0
+    for part in (
+        "# Answers with CUDA graphs are others than without",
+        "vLLM 0.21.0, torch 2.11.0, GPU [of a test], driver 1, model `the/model`, flags `-tp 2`",
+        "- 1 of 2 prompts have wrong answers: 1\n",
+        "- prompt 1, from position 7 on: token 5 without graphs, 6 with them, 2 apart",
+        "Fixes of vllm-graphfix in this engine: `mamba-padding` active.",
+    ):
+        assert part in text
+
+
+def test_an_engine_that_ends_as_graphs_make_it_end_is_reported(tmp_path: Path) -> None:
+    code, text = reported(FAILED, tmp_path)
+    assert code == 0
+    assert "- with graphs the engine ends: `CUDA error: an illegal memory access" in text
+    assert "prompts have wrong answers" not in text
+
+
+def test_drafts_that_graphs_lose_are_reported(tmp_path: Path) -> None:
+    told = report(eager=replace(SAID, drafts=(90, 100)), graphs=replace(SAID, drafts=(5, 100)))
+    code, text = reported(told, tmp_path)
+    assert (code, "- drafts that were accepted: 5 of 100 with graphs, 90 of 100 without" in text) == (0, True)
+
+
+def test_what_poison_has_shown_is_reported_and_what_it_has_not_is_left_out(tmp_path: Path) -> None:
+    said = replace(SAID, passes=((), ()), poisoned=(POISONED, UNHARMED))
+    code, text = reported(report(EQUAL, poison=report_of(said, None, {})), tmp_path)
+    assert code == 0
+    for part in (
+        "# What must not matter to an answer reaches one",
+        "\n## slot_mapping\n",
+        "- answers of prompts 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 … differ: another token, or NaN",
+        "- rank 0, step 21: layer 1: block 5",
+        "- rank 0: 83 steps poisoned, at most padded rows 9",
+        "its answers were equal to the last bit",
+    ):
+        assert part in text
+    assert KINDS[2] not in text.partition("##")[2]
+    assert "Answers with CUDA graphs" not in text
+
+
+def test_poison_that_ends_an_engine_is_reported(tmp_path: Path) -> None:
+    ended = report_of(None, "CUDA error: an illegal memory access", {PASSES: [1.0]})
+    assert ended.found
+    code, text = reported(report(EQUAL, poison=ended), tmp_path)
+    assert (code, "- with poison the engine ends: `CUDA error: an illegal memory access`" in text) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (None, "cannot read "),
+        ("no JSON", "is not what `vllm-graphfix compare MODEL --json` prints"),
+        ("[]", "is not what `vllm-graphfix compare MODEL --json` prints"),
+        ('{"schema": 1}', "is not what `vllm-graphfix compare MODEL --json` prints"),
+        ('{"schema": 2}', "has schema 2, and not 1: another release has written it"),
+    ],
+)
+def test_a_file_that_is_no_comparison_is_one_clear_error(tmp_path: Path, written: str | None, told: str) -> None:
+    file = tmp_path / "compared.json"
+    if written is not None:
+        file.write_text(written)
+    done = CliRunner().invoke(app, ["report", "--compared", str(file)])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert told in done.stderr
+    assert str(file) in done.stderr
+
+
+def test_records_and_a_comparison_are_not_reported_together(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["report", "--dir", str(tmp_path), "--compared", str(tmp_path / "compared.json")])
+    assert done.exit_code == 2
+    assert "name one of them" in done.stderr

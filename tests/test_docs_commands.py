@@ -239,7 +239,7 @@ def expected(command: str) -> set[int]:
             return {2}  # an engine that is not there
         return {1, 3}  # no engine runs, or one of somebody else on this machine, which has no record here
     if words[:2] == ["vllm-graphfix", "report"]:
-        return {3}  # no shadow check has run, so that there is nothing to report
+        return {2 if "--compared" in words else 3}  # nothing was compared here, and no shadow check has run
     return {0, 3} if "--check" in words else {0}  # 3: a fix is needed, and would not be applied
 
 

@@ -365,3 +365,13 @@ def test_releases_of_the_demo_are_stock_releases() -> None:
     assert demo
     assert set(demo[1].split()) <= set(fetch_vllm.ALL_RELEASES)
     assert all(release in README.read_text() for release in demo[1].split())
+
+
+def test_the_table_of_detectors_has_each_fix_and_says_something_of_each_detector() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (PROJECT / "docs" / "detectors.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    assert [row[0].strip("`") for row in rows] == list(BY_NAME)
+    assert all(len(row) == 4 and all(row) for row in rows)

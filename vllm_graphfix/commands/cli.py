@@ -349,11 +349,23 @@ def fleet(
 @app.command()
 def report(
     folder: FolderOption = None,
+    compared: Annotated[
+        Path | None,
+        typer.Option(
+            "--compared",
+            metavar="FILE",
+            help="What `compare --json` has printed, with --poison or without, in place of status records.",
+        ),
+    ] = None,
 ) -> None:
     """Bug reports for vLLM, in Markdown, of what the shadow check, marks in the KV cache and addresses have found.
 
-    Exit code 0 if there is something to report, 3 if not.
+    With --compared, of what poison and a comparison of answers have. Exit code 0 if there is something to report, 3 if
+    not.
     """
+    if compared is not None:
+        _report_of(compared, folder)
+        return
     from vllm_graphfix.commands import fleet as fleets
     from vllm_graphfix.commands.upstream_report import markdown
 
@@ -368,6 +380,22 @@ def report(
             "vllm-graphfix: no status record mentions a wrong graph, a cache block that changed or a tensor that moved",
             err=True,
         )
+        raise typer.Exit(EXIT_LEFT_UNDONE)
+    typer.echo(found, nl=False)
+
+
+def _report_of(compared: Path, folder: Path | None) -> None:
+    from vllm_graphfix.commands.compare import CompareError
+    from vllm_graphfix.commands.compare.upstream_report import of_comparison
+
+    if folder is not None:
+        stop("--dir is for status records and --compared for a comparison: name one of them")
+    try:
+        found = of_comparison(compared)
+    except CompareError as error:
+        stop(str(error))
+    if found is None:
+        typer.echo(f"vllm-graphfix: in {compared} no answer is wrong, and poison was not seen", err=True)
         raise typer.Exit(EXIT_LEFT_UNDONE)
     typer.echo(found, nl=False)
 

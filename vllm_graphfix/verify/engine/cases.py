@@ -348,8 +348,8 @@ LFM2_ONE_TOKEN = Case(
     watched=True,
 )
 # GDN layers take a one-token prompt for a decode without graphs too. With drafts, a prompt of as many tokens as a
-# request of a decode has is told from one, but by the graph: `prefill-dispatch`. No fix's own case, since Triton
-# compiles its kernels for three minutes; benchmarks/shadow_check.py runs it.
+# request of a decode has is told from one, but by the graph: `prefill-dispatch`. No case of that fix, which has
+# others that compile less; benchmarks/shadow_check.py runs it.
 GDN_MTP = Case(
     name="gdn-mtp",
     model="qwen3-next",
@@ -364,8 +364,8 @@ GDN_MTP = Case(
     where_known={"moe_backend": "triton"},
     compiles=True,
 )
-# The engine captures graphs of the draft's prefill in which FlashAttention 3 splits its work, as the same requests of
-# a Llama and its Eagle head were not.
+# On 0.25.1 its stock engine ends while graphs of the draft's prefill are captured, in FlashAttention 3's kernel that
+# combines splits; a Llama with an Eagle head starts there.
 GDN_MTP_V2 = replace(GDN_MTP, name="gdn-mtp-v2", runner="V2", capability=9)
 # Answers of different lengths, so that padded rows come and go: two tokens a request, one of them a draft.
 SPARSE_MTP = Case(

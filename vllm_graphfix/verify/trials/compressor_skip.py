@@ -20,16 +20,17 @@ def judge(observed: Observed) -> Sign:
     )
 
 
-TRIAL = Trial(
-    case=replace(
-        DEEPSEEK_V4,
-        judge=judge,
-        shows_with=(
-            "vllm/models/deepseek_v4/compressor.py",
-            "seq_lens_cpu_upper_bound",
-            "model runner V2 writes every entry; only microbatches of model runner V1 go wrong",
-        ),
+CASE = replace(
+    DEEPSEEK_V4,
+    judge=judge,
+    shows_with=(
+        "vllm/models/deepseek_v4/compressor.py",
+        "seq_lens_cpu_upper_bound",
+        "model runner V2 writes every entry; only microbatches of model runner V1 go wrong",
     ),
+)
+TRIAL = Trial(
+    case=CASE,
     unwatched="two more engines that compile for a minute; it sees those steps that complete a group, and read the "
     "entry that they ought to have written (`python benchmarks/shadow_check.py --only deepseek-v4`)",
     engine="DeepSeek V4 of two layers, FlashMLA, fp8 KV cache, model runner V2; from 0.30.0 on, and `skipped` before: "
