@@ -125,6 +125,18 @@ def test_a_graph_that_reads_what_nobody_refreshed_is_a_mismatch_and_quarantine_m
         assert torch.equal(served.step(), right.step())
 
 
+def test_a_weight_that_moves_after_the_capture_is_a_mismatch_and_one_that_is_written_to_is_none() -> None:
+    served = Served()
+    layer = served.model.layers["layer.0"]
+    served.step()
+    layer.weight.fill_(2.0)
+    served.step()
+    assert (served.shadow.results.checks, served.shadow.results.mismatches) == (2, 0)
+    layer.weight = torch.full((1,), 3.0)  # the graph goes on with the other one
+    served.step()
+    assert (served.shadow.results.checks, served.shadow.results.mismatches) == (3, 1)
+
+
 def test_dummy_batches_and_other_callers_are_not_checked() -> None:
     served = Served()
     served.step(dummy_run=True)

@@ -52,6 +52,7 @@ class SlotsStandIn(Attention):  # type: ignore[misc]
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
         self.kv_cache = [torch.zeros(BLOCKS, BLOCK, WIDTH)]
+        self.weight = torch.ones(1)
         self.splits_by: str | None = None
         """Its work, as FlashAttention 2 does by the longest request, and Triton's attention by the longest query."""
 
@@ -63,7 +64,7 @@ class SlotsStandIn(Attention):  # type: ignore[misc]
         metadata.lazy = metadata.lazy or "planned"
         if self.splits_by:
             hidden = hidden * (1 + 1e-6 * getattr(metadata, self.splits_by))  # rounds otherwise
-        mixed: torch.Tensor = hidden + flat.index_select(0, slots) * metadata.scale
+        mixed: torch.Tensor = hidden + flat.index_select(0, slots) * metadata.scale * self.weight
         return mixed
 
 

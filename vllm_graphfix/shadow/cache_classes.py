@@ -50,7 +50,6 @@ Its subclasses may say anew how many states there are: those of a step are named
 OF_A_STATE = CacheClass("", Treatment.STATE, "a request's state, in the rows that the step's metadata name")
 
 V4, V41, K3, M3, QWEN4 = "DeepSeek V4", "DeepSeek V4.1", "Kimi K3", "MiniMax M3", "Qwen4-exp"
-_NOT_EXAMINED = "not examined"
 _V4, _V41 = "models.deepseek_v4", "models.deepseek_v41"
 _CLASSES = {
     "v1.attention.backends.mla.sparse_swa.DeepseekV4SWACache": CacheClass(f"{V4}, V4.1", Treatment.SLOT, _INSERT),
@@ -76,19 +75,43 @@ _CLASSES = {
         QWEN4, Treatment.RING, "the keys of a request's open group and of its drafts, in a ring"
     ),
 }
+_POOLS = "an entry for each pool of tokens, made of what its tail keeps"
+_TAIL = "raw keys and scores of a request's open pool and of its drafts, in a ring"
 _REFUSED = {
-    "models.inkling.nvidia.attention.InklingAttention": "Inkling",
-    "models.inkling.nvidia.sconv_swa_attn.InklingConvState": "Inkling",
-    "models.glm5next.nvidia.attention.Glm5NextIndexerCache": "GLM-5.3 (0.30.0)",
-    "models.glm5next.nvidia.attention.Glm5NextTailCache": "GLM-5.3 (0.30.0)",
-    "models.glm5next.common.attention.Glm5NextIndexerCache": "GLM-5.3",
-    "models.glm5next.common.attention.Glm5NextTailCache": "GLM-5.3",
-    "models.step5.nvidia.sparse_summary_cache.Step5SparseSummaryCacheLayer": "Step 5",
-    "models.step5.nvidia.csa_tail_ring.Step5CSATailRing": "Step 5",
-    "models.dots3_note.nvidia.model.Dots3NotePaddedMLAAttention": "dots.3 NOTE",
-    "model_executor.models.whisper_causal.WhisperCausalAttentionWithBlockPooling": "causal Whisper",
-    "model_executor.models.extract_hidden_states.CacheOnlyAttentionLayer": "`extract_hidden_states`",
+    "models.inkling.nvidia.attention.InklingAttention": (
+        "Inkling",
+        "each token's own key and value, by the kernel that writes the short convolutions' inputs, too",
+    ),
+    "models.inkling.nvidia.sconv_swa_attn.InklingConvState": (
+        "Inkling",
+        "each token's inputs of four short convolutions, in pages of as many tokens as a convolution reads",
+    ),
+    "models.glm5next.nvidia.attention.Glm5NextIndexerCache": ("GLM-5.3 (0.30.0)", _POOLS),
+    "models.glm5next.nvidia.attention.Glm5NextTailCache": ("GLM-5.3 (0.30.0)", _TAIL),
+    "models.glm5next.common.attention.Glm5NextIndexerCache": ("GLM-5.3", _POOLS),
+    "models.glm5next.common.attention.Glm5NextTailCache": ("GLM-5.3", _TAIL),
+    "models.step5.nvidia.sparse_summary_cache.Step5SparseSummaryCacheLayer": (
+        "Step 5",
+        "a summary of each region of eight tokens, made of what its ring keeps",
+    ),
+    "models.step5.nvidia.csa_tail_ring.Step5CSATailRing": (
+        "Step 5",
+        "raw rows of a request's open region, in a ring",
+    ),
+    "models.dots3_note.nvidia.model.Dots3NotePaddedMLAAttention": (
+        "dots.3 NOTE",
+        "each token's own latent, in rows that a sparse backend of its own makes wider",
+    ),
+    "model_executor.models.whisper_causal.WhisperCausalAttentionWithBlockPooling": (
+        "causal Whisper",
+        "keys and values of several frames a token, at slots that its builder makes in buffers of its own",
+    ),
+    "model_executor.models.extract_hidden_states.CacheOnlyAttentionLayer": (
+        "`extract_hidden_states`",
+        "hidden states, which a KV connector saves while the step goes on",
+    ),
 }
+"""Read in the sources: of which models, and what a step writes."""
 OTHER_DEVICES = ("amd", "rocm", "xpu", "cpu")
 """Packages and modules of a model's own classes for other devices than NVIDIA's, which may write otherwise: refused."""
 UNKNOWN = "it is not known whether a step can write its cache twice"
@@ -106,7 +129,8 @@ def known(kind: type) -> CacheClass | None:
 def known_at(place: str) -> CacheClass | None:
     """The same by ``module.Class``, without ``vllm.``."""
     if place in _REFUSED:
-        return CacheClass(_REFUSED[place], Treatment.REFUSED, _NOT_EXAMINED)
+        models, written = _REFUSED[place]
+        return CacheClass(models, Treatment.REFUSED, f"{written}; read, and never run twice")
     return _CLASSES.get(place)
 
 
