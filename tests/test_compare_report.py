@@ -379,6 +379,7 @@ def test_what_poison_has_shown_is_reported_and_what_it_has_not_is_left_out(tmp_p
         assert part in text
     assert KINDS[2] not in text.partition("##")[2]
     assert "Answers with CUDA graphs" not in text
+    assert "\n\n\n" not in text
 
 
 def test_poison_that_ends_an_engine_is_reported(tmp_path: Path) -> None:

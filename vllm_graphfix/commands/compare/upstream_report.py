@@ -109,4 +109,4 @@ def _written(told: Mapping[str, Any], about: tuple[str, str], numbers: Mapping[s
     head = _HEAD.format(**facts, title=title, flags=" ".join(told["flags"]) or "none", text=text.format(**numbers))
     states = {fix: state for rank in (told["fixes"] or {}).values() for fix, state in rank.items()}
     fixes = ", ".join(f"`{fix}` {state}" for fix, state in states.items()) or "not known"
-    return f"{head}\n" + "\n".join(found) + f"\n\nFixes of vllm-graphfix in this engine: {fixes}.\n"
+    return f"{head}\n" + "\n".join(found).lstrip("\n") + f"\n\nFixes of vllm-graphfix in this engine: {fixes}.\n"
