@@ -387,6 +387,8 @@ def test_poison_that_ends_an_engine_is_reported(tmp_path: Path) -> None:
     assert ended.found
     code, text = reported(report(EQUAL, poison=ended), tmp_path)
     assert (code, "- with poison the engine ends: `CUDA error: an illegal memory access`" in text) == (0, True)
+    assert "has not come to tell whether its answers were equal" in text
+    assert "equal to the last bit" not in text
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,18 @@ def of_comparison(file: Path) -> str | None:
 
 def _parts(told: Mapping[str, Any]) -> Iterator[str]:
     if told["poison"] is not None and told["poison"]["found"]:
-        noise = told["poison"]["noise"]
-        apart = "and its answers were equal to the last bit" if not noise else f"and they differ by up to {noise:.3g}"
-        yield _written(told, _POISON, {"noise": apart}, _of_poison(told["poison"]))
+        yield _written(told, _POISON, {"noise": _apart(told["poison"])}, _of_poison(told["poison"]))
     if told["corrupt"]:
         yield _written(told, _CORRUPT, {}, _of_answers(told))
+
+
+def _apart(poison: Mapping[str, Any]) -> str:
+    """What is known of its two passes without poison."""
+    if poison["noise"] is None:
+        return "and has not come to tell whether its answers were equal" if poison["error"] else "with other tokens"
+    if not poison["noise"]:
+        return "and its answers were equal to the last bit"
+    return f"and they differ by up to {poison['noise']:.3g}"
 
 
 def _of_poison(poison: Mapping[str, Any]) -> Iterator[str]:
