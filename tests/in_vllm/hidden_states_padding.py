@@ -27,10 +27,21 @@ def test_a_step_keeps_its_slots_in_the_drafters_own_buffer(drafter: Any) -> None
     """Those that it has as -1 itself, of tokens whose context is another rank's, are nobody's either."""
     given = torch.tensor([5, -1, 7])
     before = activity_of("hidden-states-padding").counter(PADDING_WRITTEN).count
+    drafter._determine_batch_execution_and_padding(3)
     slots = drafter._get_slot_mapping(8, given)[LAYER]
     assert slots.tolist() == [5, 0, 7, 0, 0, 0, 0, 0]
     assert slots.data_ptr() == drafter._slot_mapping_buffer.data_ptr()
     assert given.tolist() == [5, -1, 7], "the step's own are the model runner's"
+    assert activity_of("hidden-states-padding").counter(PADDING_WRITTEN).count == before + 1
+
+
+def test_a_step_whose_slots_the_model_runner_has_padded_is_counted_by_its_tokens(drafter: Any) -> None:
+    before = activity_of("hidden-states-padding").counter(PADDING_WRITTEN).count
+    drafter._determine_batch_execution_and_padding(3)
+    assert drafter._get_slot_mapping(8, torch.tensor([5, 6, 7] + [-1] * 5))[LAYER].tolist() == [5, 6, 7, 0, 0, 0, 0, 0]
+    assert activity_of("hidden-states-padding").counter(PADDING_WRITTEN).count == before + 1
+    drafter._determine_batch_execution_and_padding(8)
+    drafter._get_slot_mapping(8, torch.arange(8))
     assert activity_of("hidden-states-padding").counter(PADDING_WRITTEN).count == before + 1
 
 

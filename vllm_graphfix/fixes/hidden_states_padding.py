@@ -45,10 +45,6 @@ _RAISED = tuple(
         "torch.where(slot_mapping >= 0, slot_mapping, 0)",
     )
 )
-_PADDED_WITH_ZEROS = tuple(
-    f"self._slot_mapping_buffer[num_actual:num_tokens]{zeroed}" for zeroed in (".zero_()", ".fill_(0)")
-)
-
 PADDING_WRITTEN = Event(
     "padding-written",
     "A step that hands on hidden states was padded: on stock the hidden states of its padded rows are written to the "
@@ -70,10 +66,6 @@ def diagnose(source: Source) -> Diagnosis:
     raised = _only_statement(write, *_RAISED)
     if raised and write.confines("slot_mapping", *_RAISED, *_WRITTEN) and _writes_after(write, raised):
         return Diagnosis(Verdict.FIXED, "no slot below 0 is written to", write.at(raised))
-    zeroed = next((part for part in map(give.only, _PADDED_WITH_ZEROS) if part is not None), None)
-    known = (*_PADDED_WITH_ZEROS, _COPIED, _VIEWED)
-    if zeroed and give.confines("_slot_mapping_buffer", *known) and not give.names("PADDING_SLOT_ID"):
-        return Diagnosis(Verdict.FIXED, "padded rows have slot 0, of the null block", give.at(zeroed))
     padded = give.only(_PADDED)
     written = _only_statement(write, *_WRITTEN)
     if (
@@ -119,6 +111,9 @@ def _gives_no_slot_below_zero(stock: StockFunction, activity: Activity) -> Stock
     0 there, the null block's first, as upstream does it where they are written: the shape stays, nothing waits, and a
     graph would find them at the same address. Also slots that the step has as -1 itself, as a rank that shares the
     context with others.
+
+    An engine's model runner has padded the slots by then, with -1 too, so that their number does not say how many
+    tokens are padding: what the drafter asked just before does.
     """
     written, corrects = activity.counter(PADDING_WRITTEN), activity.corrects
 
@@ -127,7 +122,7 @@ def _gives_no_slot_below_zero(stock: StockFunction, activity: Activity) -> Stock
         given = stock(self, num_tokens, slot_mapping, *args, **kwargs)
         try:
             if slot_mapping is not None:  # else a dummy run, which is given what is left of the step before
-                if num_tokens > slot_mapping.shape[0]:
+                if num_tokens > getattr(self, "graphfix_tokens", num_tokens):
                     written.count += 1
                 if corrects:
                     for slots in given.values():
@@ -139,8 +134,25 @@ def _gives_no_slot_below_zero(stock: StockFunction, activity: Activity) -> Stock
     return _get_slot_mapping
 
 
+def _notes_the_tokens(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `_determine_batch_execution_and_padding(self, num_tokens, …)`, which is told how many tokens a step has."""
+
+    @functools.wraps(stock)
+    def _determine_batch_execution_and_padding(self: Any, num_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            self.graphfix_tokens = num_tokens
+        except Exception as error:
+            activity.failed(error)
+        return stock(self, num_tokens, *args, **kwargs)
+
+    return _determine_batch_execution_and_padding
+
+
 def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_PROPOSER_MODULE, f"{_CLASS}._get_slot_mapping", _gives_no_slot_below_zero),)
+    return (
+        Patch(_PROPOSER_MODULE, f"{_CLASS}._determine_batch_execution_and_padding", _notes_the_tokens),
+        Patch(_PROPOSER_MODULE, f"{_CLASS}._get_slot_mapping", _gives_no_slot_below_zero),
+    )
 
 
 def needs() -> tuple[Need, ...]:
