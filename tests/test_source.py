@@ -179,9 +179,10 @@ def test_a_link_to_itself_is_an_error_that_names_the_file(site_packages: Path) -
         open_source(site_packages).read(CODE)
 
 
-def test_two_mebibytes_are_parsed_and_not_more() -> None:
-    source = Source("text", lambda path: b"x" if path == "more" else b"#" * MEBIBYTE, lambda: None)
-    assert source.function("one", "f") is source.function("two", "f") is None
+def test_two_mebibytes_and_a_half_are_parsed_and_not_more() -> None:
+    sizes = {"one": MEBIBYTE, "two": MEBIBYTE, "half": MEBIBYTE // 2, "more": 1}
+    source = Source("text", lambda path: b"#" * sizes[path], lambda: None)
+    assert source.function("one", "f") is source.function("two", "f") is source.function("half", "f") is None
     with pytest.raises(SourceError, match="larger than that of any vLLM"):
         source.function("more", "f")
 

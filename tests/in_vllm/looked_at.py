@@ -191,45 +191,6 @@ def test_a_capture_of_single_tokens_gives_deepgemm_lengths_of_zero_for_compresse
     assert asked == [[0] * 4]
 
 
-# -- adapters of encoders (PR 52376)
-
-
-class FirstBatchError(Exception):
-    """Raised when the first images are put together, which is all that is asked."""
-
-
-def test_images_are_encoded_in_another_order_than_their_adapters_are_set_from_0_20() -> None:
-    if RELEASE < (0, 20):
-        return  # as above
-    cls = importlib.import_module("vllm.v1.worker.encoder_cudagraph").EncoderCudaGraphManager
-    sizes = (8, 2, 4)
-    images = [SimpleNamespace(output_tokens=size, get_path_output_tokens=lambda _, of=size: of) for size in sizes]
-    encoded: list[int] = []
-
-    def select(_: Any, indices: list[int]) -> None:
-        encoded.extend(indices)
-        raise FirstBatchError
-
-    manager: Any = object.__new__(cls)
-    manager.token_budgets, manager.path_token_budgets = [16], {"path": [16]}
-    manager.max_batch_size = manager.max_frames_per_batch = 8
-    manager.config = SimpleNamespace(enable_dual_path_graph=False)
-    manager.model = SimpleNamespace(
-        get_encoder_cudagraph_num_items=lambda _: len(images), select_encoder_cudagraph_items=select
-    )
-    manager._get_item_specs = lambda _: images
-    manager._get_per_item_out_tokens = lambda _: list(sizes)
-    manager._find_smallest_fitting_budget_given_tokens = manager._path_fitting_budget = lambda *_: 16
-    manager._select_items = select
-    with pytest.raises(FirstBatchError):
-        manager._execute_local({})
-    assert encoded == [1, 2, 0], "by size"
-    runner = inspect.getsource(gpu_model_runner.GPUModelRunner._execute_mm_encoder)
-    assert runner.index("LoRAMappingType.TOWER") < runner.index("encoder_cudagraph_manager.execute("), "as scheduled"
-    guards = [line for line in inspect.getsource(gpu_model_runner).splitlines() if "encoder_cudagraph_manager" in line]
-    assert not any("lora" in line for line in guards)
-
-
 # -- counts of accepted drafts in rows that move (issue 51571, PRs 51599 and 53919)
 
 

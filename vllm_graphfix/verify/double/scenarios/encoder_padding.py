@@ -7,6 +7,7 @@ here: the double would record the operator as a whole. Stand-ins: the encoder, t
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from types import SimpleNamespace
@@ -46,7 +47,10 @@ def run(*, hit: bool = True) -> Measurement:
         model = EncoderStandIn()
         images = [_images(number, lengths) for number, lengths in enumerate(steps)]
         eager = [model.encoder_eager_forward(given) for given in images]
-        manager = _manager(model)
+        given: Any = model
+        config = config_of(BUDGETS, IMAGES)
+        made = encoder_cudagraph.EncoderCudaGraphManager(config, torch.device("cpu"), torch.float32, given)
+        manager = captured(made)
         graphed = [torch.cat(manager.execute(given)) for given in images]
     return Measurement(
         f"embeddings of images in {len(steps)} batches, graphs for {BUDGETS[0]} and {BUDGETS[1]} tokens",
@@ -62,12 +66,12 @@ def _images(number: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     return {"pixel_values": pixels, "lengths": sorted(lengths)}
 
 
-def _manager(model: EncoderStandIn) -> Any:
-    """vLLM's own, with all graphs captured."""
-    config: Any = SimpleNamespace(
+def config_of(budgets: Sequence[int], images: int) -> Any:
+    """A VllmConfig with what a manager reads of it, for graphs of *budgets* tokens and so many *images*."""
+    return SimpleNamespace(
         compilation_config=SimpleNamespace(
-            encoder_cudagraph_token_budgets=list(BUDGETS),
-            encoder_cudagraph_max_vision_items_per_batch=IMAGES,
+            encoder_cudagraph_token_budgets=list(budgets),
+            encoder_cudagraph_max_vision_items_per_batch=images,
             encoder_cudagraph_max_frames_per_batch=None,
         ),
         model_config=SimpleNamespace(
@@ -75,8 +79,10 @@ def _manager(model: EncoderStandIn) -> Any:
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
-    given: Any = model
-    manager = encoder_cudagraph.EncoderCudaGraphManager(config, torch.device("cpu"), torch.float32, given)
+
+
+def captured(manager: Any) -> Any:
+    """vLLM's own *manager*, with all its graphs captured."""
     manager.capture(**known_to(manager.capture, {"graph_pool": torch.cuda.graph_pool_handle()}))
     return manager
 
@@ -87,6 +93,7 @@ class EncoderStandIn:
     Layers attend within each image. One token of the output is one of the input.
     """
 
+    hidden = HIDDEN
     postprocess_encoder_output = getattr(SupportsEncoderCudaGraph, "postprocess_encoder_output", None)
     """vLLM's own, from 0.22 on."""
 
@@ -116,7 +123,7 @@ class EncoderStandIn:
             "modalities": ["image"],
             "input_key_by_modality": {"image": "pixel_values"},
             "buffer_keys": ["pixel_values", "cu_seqlens"],
-            "out_hidden_size": HIDDEN,
+            "out_hidden_size": self.hidden,
         }
         return made(**known_to(made, given))
 
@@ -124,7 +131,7 @@ class EncoderStandIn:
         """One image that fills the graph."""
         return _prepared(
             encoder_cudagraph_defs.EncoderCudaGraphCaptureInputs,
-            {"pixel_values": torch.zeros(token_budget, HIDDEN)},
+            {"pixel_values": torch.zeros(token_budget, self.hidden)},
             _starts([token_budget], max_batch_size),
         )
 

@@ -1,0 +1,120 @@
+"""encoder-adapters: which images leave the graphs of an encoder, and that the caller encodes them all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.layers import LoRAMapping, LoRAMappingType
+from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+import vllm_graphfix
+from activities import activity_of
+from vllm_graphfix.verify.double.scenarios import encoder_adapters as scenario
+
+ACTIVITY = activity_of("encoder-adapters")
+IN_A_GRAPH = "what graphs return"
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    ACTIVITY.error = None
+    with scenario.encoders_on_the_cpu():
+        yield
+
+
+def executed(model: Any) -> Any:
+    """What a manager of *model* returns for the images of a step."""
+    manager: Any = object.__new__(EncoderCudaGraphManager)
+    vars(manager).update(
+        model=model,
+        use_dp=False,
+        graph_hits=0,
+        graph_misses=0,
+        get_cumulative_stats=dict,
+        _execute_local=lambda _: IN_A_GRAPH,
+    )
+    return manager.execute({})
+
+
+def told(adapters: tuple[int, ...], kind: LoRAMappingType = LoRAMappingType.TOWER) -> scenario.EncoderWithAdapters:
+    """An encoder whose kernels were told of images of one token with *adapters*."""
+    model = scenario.EncoderWithAdapters()
+    for each in LoRAMappingType.TOWER, LoRAMappingType.CONNECTOR:
+        rows = adapters if each is kind else (0,) * len(adapters)
+        model.lora_manager.set_adapter_mapping(LoRAMapping(rows, rows, is_prefill=True, type=each))
+    return model
+
+
+def test_the_fix_is_active() -> None:
+    assert vllm_graphfix.states()["encoder-adapters"].state.value == "active"
+
+
+@pytest.mark.parametrize("kind", [LoRAMappingType.TOWER, LoRAMappingType.CONNECTOR])
+def test_one_image_with_an_adapter_takes_all_of_a_step_out_of_the_graphs(kind: LoRAMappingType) -> None:
+    assert executed(told((0, 2, 0), kind)) is None
+    assert executed(told((0, 0, 0), kind)) == IN_A_GRAPH
+    assert ACTIVITY.error is None
+
+
+def test_an_adapter_of_an_earlier_step_is_no_reason() -> None:
+    model = told((1, 2))
+    assert executed(model) is None
+    for kind in LoRAMappingType.TOWER, LoRAMappingType.CONNECTOR:
+        model.lora_manager.set_adapter_mapping(LoRAMapping((0,), (0,), is_prefill=True, type=kind))
+    assert executed(model) == IN_A_GRAPH
+
+
+def test_before_anything_was_told_no_graph_is_taken() -> None:
+    assert executed(scenario.EncoderWithAdapters()) is None
+
+
+def test_a_language_model_with_adapters_keeps_the_graphs_of_its_encoder() -> None:
+    model = told((1,))
+    model.lora_manager.supports_tower_connector_lora = False
+    assert executed(model) == IN_A_GRAPH
+    del model.lora_manager.supports_tower_connector_lora  # as of a model without an encoder
+    assert executed(model) == IN_A_GRAPH
+
+
+def test_an_engine_without_adapters_keeps_its_graphs() -> None:
+    assert executed(SimpleNamespace()) == IN_A_GRAPH
+    assert ACTIVITY.error is None
+
+
+def test_what_kernels_of_another_platform_were_told_is_not_known() -> None:
+    model = told((0,))
+    model.lora_manager.punica_wrapper_mapping = {"tower": SimpleNamespace(no_lora=True)}
+    assert executed(model) is None
+    assert ACTIVITY.error is None
+
+
+def test_an_encoder_that_takes_no_adapter_in_what_connects_it_is_asked_for_its_tower_alone() -> None:
+    model = told((0, 0))
+    model.lora_manager.mm_mapping = SimpleNamespace(tower_model=["tower"], connector=[])
+    model.lora_manager.punica_wrapper_mapping = {"tower": model.lora_manager.punica_wrapper_mapping["tower"]}
+    assert executed(model) == IN_A_GRAPH
+    model.lora_manager.mm_mapping = SimpleNamespace(tower_model=["tower"], connector=["merger"])
+    assert executed(model) == IN_A_GRAPH
+    assert ACTIVITY.error is None
+
+
+def test_what_cannot_be_asked_is_an_error_of_the_fix_and_encoded_as_on_stock() -> None:
+    model = told((1,))
+    del model.lora_manager.mm_mapping
+    assert executed(model) == IN_A_GRAPH
+    assert "mm_mapping" in str(ACTIVITY.error)
+
+
+@pytest.mark.parametrize("runner", scenario.runners())
+def test_a_step_without_adapters_is_replayed(runner: Any) -> None:
+    encoding = runner(scenario.EncoderWithAdapters(), graphs=True)
+    random = torch.Generator().manual_seed(2)
+    for adapters, hits in (((0, 0), 2), ((1, 0), 2), ((0, 0), 4)):
+        images = [scenario.image(length, random) for length in (3, 2)]
+        assert len(encoding.encode(list(zip(images, adapters, strict=True)))) == 2
+        assert encoding.manager.graph_hits == hits
+    assert ACTIVITY.error is None
