@@ -2,14 +2,19 @@
 
 It runs on the installed vLLM, or the one on the Python path, and one GPU.
 
-    python benchmarks/moved_weights.py --out FOLDER [--models mla-fp8 llama-fp8 llama] [--eager]
+    python benchmarks/moved_weights.py --out FOLDER [--models mla-fp8 llama-fp8 llama] [--part PART …] [--eager]
 
-For each model two sets of weights, A and B, and one engine on A with full graphs for each of VLLM_GRAPHFIX_ADDRESSES
-`off`, `report`, `repair`. It gets weights, one way after the other, and is asked the same prompts after each:
+For each model two sets of weights, A and B, and for each part one engine on A with full graphs for each of
+VLLM_GRAPHFIX_ADDRESSES `off`, `report`, `repair`. It gets weights, one way after the other, and is asked the same
+prompts after each:
 
-- `official`: B by `collective_rpc("reload_weights")`; `official again`: A;
-- `load and process`: B by `model.load_weights` and `process_weights_after_loading`, as programs for RL do it;
-- `elsewhere`: A the same way, after each parameter got memory of its own (`parameter.data = tensor`).
+weights  `official`: B by `collective_rpc("reload_weights")`; `official again`: A;
+         `load and process`: B by `model.load_weights` and `process_weights_after_loading`, as programs for RL do it;
+         `elsewhere`: A the same way, after each parameter got memory of its own (`parameter.data = tensor`)
+sleep    `asleep and awake`: level 1, by which weights go to the host and come back;
+         `asleep, loaded anew`: level 2, by which they are lost: the weights wake up, B by `reload_weights`, the cache
+adapter  `an adapter`, `another adapter`: one more by `add_lora`, which no prompt asks for; a Llama that is not
+         quantised alone
 
 Right is what a fresh engine on those weights answers, token by token. What a release cannot load again is `failed`.
 Engines run side by side, a process each.
@@ -31,20 +36,30 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from vllm_graphfix.verify.engine import models
+from vllm_graphfix.verify.engine import adapters, models
 from vllm_graphfix.verify.engine.models import VOCABULARY
 
 MODES = ("off", "report", "repair")
 MODELS = {"mla-fp8": "mla", "llama-fp8": "llama", "llama": "llama", "mla": "mla"}
 """Name here, and that of the model that it is made from; fp8 as DeepSeek's checkpoints have it, in blocks."""
-WAYS = (
-    ("before", "a", None),
-    ("official", "b", "reload_weights"),
-    ("official again", "a", "reload_weights"),
-    ("load and process", "b", False),
-    ("elsewhere", "a", True),
-)
-"""What it is called, the weights, and how they get there: vLLM's own way, or the worker's `update` with that."""
+BEFORE = ("before", "a", "")
+PARTS = {
+    "weights": (
+        BEFORE,
+        ("official", "b", "reload"),
+        ("official again", "a", "reload"),
+        ("load and process", "b", "load"),
+        ("elsewhere", "a", "move and load"),
+    ),
+    "sleep": (BEFORE, ("asleep and awake", "a", "sleep"), ("asleep, loaded anew", "b", "sleep and reload")),
+    "adapter": (BEFORE, ("an adapter", "a", "adapter"), ("another adapter", "a", "adapter")),
+}
+"""What each way is called, the weights that are right after it, and what is done (`updated`)."""
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "weights": {},
+    "sleep": {"enable_sleep_mode": True},
+    "adapter": {"enable_lora": True, "max_loras": len(adapters.NAMES), "max_lora_rank": adapters.RANK},
+}
 PROMPTS, PROMPT, ANSWER, BLOCK = 8, 24, 24, 128
 TIMEOUT = 240.0
 
@@ -53,6 +68,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for result.json and the logs")
     parser.add_argument("--models", nargs="+", default=["mla-fp8", "llama-fp8", "llama"], choices=list(MODELS))
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="weights, if none is named")
     parser.add_argument("--jobs", type=int, default=4, help="engines side by side")
     parser.add_argument("--eager", action="store_true", help="without graphs, to rehearse it where there is no GPU")
     parser.add_argument("--engine", metavar="JSON", help=argparse.SUPPRESS)
@@ -64,26 +80,39 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     for name in options.models:
         write_both(name, out)
-    runs = [(name, what) for name in options.models for what in ("a", "b", *MODES)]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        done = dict(zip(runs, pool.map(lambda run: told(run[0], run[1], out, eager=options.eager), runs), strict=True))
-    result: dict[str, Any] = {
-        name: {mode: judged(done[name, mode], done[name, "a"], done[name, "b"]) for mode in MODES}
+    if "adapter" in (options.part or ()):
+        for name in adapters.NAMES:
+            models.write(name, out)
+    parts = [
+        (name, part)
         for name in options.models
-    }
-    result["seconds"] = round(time.monotonic() - began)
-    (out / "result.json").write_text(json.dumps(result, indent=1))
-    print(json.dumps(result, indent=1))
-    return verdict(result, options.models)
+        for part in options.part or ["weights"]
+        if part != "adapter" or name == "llama"
+    ]
+    runs = [(name, "", letter) for name in options.models for letter in "ab"]
+    runs += [(name, part, mode) for name, part in parts for mode in MODES]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        pending = {run: pool.submit(told, *run, out, eager=options.eager) for run in runs}
+    done = {run: future.result() for run, future in pending.items()}
+    result: dict[str, Any] = {}
+    for name, part in parts:
+        a, b = (done[name, "", letter] for letter in "ab")
+        of_modes = {mode: judged(done[name, part, mode], a, b, part) for mode in MODES}
+        result.setdefault(name, {})[part] = of_modes
+    (out / "result.json").write_text(
+        json.dumps({"seconds": round(time.monotonic() - began), "models": result}, indent=1)
+    )
+    print((out / "result.json").read_text())
+    return verdict(result)
 
 
-def verdict(result: dict[str, Any], names: list[str]) -> int:
-    found = [result[name] for name in names]
-    if any("error" in each[mode] for each in found for mode in MODES):
+def verdict(result: dict[str, dict[str, Any]]) -> int:
+    found = [(part, each) for of_model in result.values() for part, each in of_model.items()]
+    if not found or any("error" in each[mode] for _, each in found for mode in MODES):
         return 2
     bad = False
-    for each in found:
-        for way, *_ in WAYS:
+    for part, each in found:
+        for way, *_ in PARTS[part]:
             if any("failed" in each[mode][way] for mode in MODES):
                 continue
             wrong = {mode: each[mode][way]["wrong tokens"] for mode in MODES}
@@ -91,14 +120,14 @@ def verdict(result: dict[str, Any], names: list[str]) -> int:
     return int(bad)
 
 
-def judged(found: dict[str, Any], a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+def judged(found: dict[str, Any], a: dict[str, Any], b: dict[str, Any], part: str = "weights") -> dict[str, Any]:
     """What one engine did in each way, against fresh engines on these weights."""
     for each in (found, a, b):
         if "error" in each:
             return {"error": each["error"]}
     right = {"a": a["before"]["tokens"], "b": b["before"]["tokens"]}
     of_way: dict[str, Any] = {"vllm": found["vllm"], "graphs": found["graphs"]}
-    for way, weights, _ in WAYS:
+    for way, weights, _ in PARTS[part]:
         if "tokens" not in found.get(way, {}):
             of_way[way] = found.get(way, {"failed": "not come to"})
             continue
@@ -108,10 +137,11 @@ def judged(found: dict[str, Any], a: dict[str, Any], b: dict[str, Any]) -> dict[
     return of_way
 
 
-def told(name: str, what: str, out: Path, *, eager: bool) -> dict[str, Any]:
-    """What an engine of its own has answered: a fresh one on A or B, or one on A that is updated."""
+def told(name: str, part: str, what: str, out: Path, *, eager: bool) -> dict[str, Any]:
+    """What an engine of its own has answered: a fresh one on A or B, or, in a *part*, one on A that is updated."""
+    log = "-".join(filter(None, (name, part, what))) + ".log"
     job = {"model": str(out / f"{name}-{'b' if what == 'b' else 'a'}"), "other": str(out / f"{name}-b")}
-    job |= {"updates": what in MODES, "eager": eager}  # type: ignore[dict-item]
+    job |= {"part": part, "eager": eager}  # type: ignore[dict-item]
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {
         "VLLM_GRAPHFIX_ADDRESSES": what if what in MODES else "off",
@@ -121,7 +151,7 @@ def told(name: str, what: str, out: Path, *, eager: bool) -> dict[str, Any]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": path,
     }
-    with (out / f"{name}-{what}.log").open("w") as log:
+    with (out / log).open("w") as written:
         try:
             done = subprocess.run(
                 [sys.executable, __file__, "--out", str(out), "--engine", json.dumps(job)],
@@ -129,21 +159,21 @@ def told(name: str, what: str, out: Path, *, eager: bool) -> dict[str, Any]:
                 cwd=out,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=log,
+                stderr=written,
                 timeout=TIMEOUT,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return {"error": f"not at its end after {TIMEOUT:.0f} s, see {name}-{what}.log"}
+            return {"error": f"not at its end after {TIMEOUT:.0f} s, see {log}"}
     lines = done.stdout.decode().splitlines()
     if done.returncode or not lines:
-        return {"error": f"exit code {done.returncode}, see {name}-{what}.log"}
+        return {"error": f"exit code {done.returncode}, see {log}"}
     found: dict[str, Any] = json.loads(lines[-1])
     return found
 
 
-def engine(model: str, other: str, updates: bool, eager: bool) -> dict[str, Any]:
-    """One engine, in this process."""
+def engine(model: str, other: str, part: str, eager: bool) -> dict[str, Any]:
+    """One engine, in this process, updated in the ways of a *part*, if one is named."""
     import vllm
     from vllm import LLM, SamplingParams
 
@@ -159,20 +189,17 @@ def engine(model: str, other: str, updates: bool, eager: bool) -> dict[str, Any]
         gpu_memory_utilization=0.05,
         worker_extension_cls="measuring.moved_weights_worker.Updates",
         **({"enforce_eager": True} if eager else graphs),
+        **ARGUMENTS.get(part, {}),
     )
     chance = random.Random(5)  # noqa: S311 - the same prompts in every run
     prompts: Any = [{"prompt_token_ids": chance.choices(range(1, VOCABULARY), k=PROMPT)} for _ in range(PROMPTS)]
     sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
     mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
     found: dict[str, Any] = {"vllm": vllm.__version__, "graphs": mode.name if mode is not None else "NONE"}
-    for way, weights, how in WAYS if updates else WAYS[:1]:
+    for way, weights, how in PARTS.get(part, (BEFORE,)):
         began = time.perf_counter()
-        folder = other if weights == "b" else model
         try:
-            if isinstance(how, str):
-                llm.collective_rpc(how, kwargs={"weights_path": folder})
-            elif how is not None:
-                llm.collective_rpc("update", args=(folder, how))
+            updated(llm, how, other if weights == "b" else model, len(found))
         except Exception as error:  # a release that cannot load into what it has processed
             found[way] = {"failed": f"{type(error).__name__}: {error}"[:500]}
             break
@@ -181,9 +208,31 @@ def engine(model: str, other: str, updates: bool, eager: bool) -> dict[str, Any]
         (observed,) = llm.collective_rpc("observed")
         found[way] = {"tokens": [list(each.outputs[0].token_ids) for each in answers], "seconds": round(seconds, 3)}
         found[way] |= observed
-    if updates:
+    if part:
         (found["before"]["seconds of a look"],) = llm.collective_rpc("seconds_of_a_look")
     return found
+
+
+def updated(llm: Any, how: str, folder: str, number: int) -> None:
+    """Does what one way is: *how* of `PARTS`, with the weights in *folder*; *number* is another one in each way."""
+    if how == "reload":
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    elif how in ("load", "move and load"):
+        llm.collective_rpc("update", args=(folder, how == "move and load"))
+    elif how == "sleep":
+        llm.sleep(level=1)
+        llm.wake_up()
+    elif how == "sleep and reload":
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        llm.wake_up(tags=["kv_cache"])
+    elif how == "adapter":
+        from vllm.lora.request import LoRARequest
+
+        name = adapters.NAMES[number % len(adapters.NAMES)]
+        if not llm.llm_engine.add_lora(LoRARequest(name, number, str(Path(folder).parent / name))):
+            raise RuntimeError(f"{name} was not loaded")
 
 
 def write_both(name: str, out: Path) -> None:
