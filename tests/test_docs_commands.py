@@ -34,6 +34,13 @@ CHEAP = ("status", "explain", "fleet", "report", "doctor")
 """Commands of vllm-graphfix that take well below a second, and need neither a GPU nor an engine."""
 
 NOT_RUN = {
+    "python benchmarks/vectors.py --site 0.18.1=FOLDER --only roberta --out FOLDER": "needs a GPU",
+    "python benchmarks/vectors.py --site 0.20.0=FOLDER --only hidden-states --out FOLDER": "needs a GPU",
+    "python benchmarks/image_encoder.py --site 0.26.0=FOLDER --only padding --runners V1 --out FOLDER": "needs a GPU",
+    (
+        "VLLM_USE_V2_MODEL_RUNNER=0 vllm-graphfix compare smollm2 --prompts FILE --max-tokens 96 --max-model-len 2048 "
+        "--max-num-seqs 8 --attention-backend FLASH_ATTN -cc.mode=0 -cc.cudagraph_mode=FULL"
+    ): "needs a GPU, and a wheel of 93 MB",
     "kubectl delete pod POD...": "needs a cluster",
     "VLLM_GRAPHFIX_KV_MARKS=1/16 vllm serve MODEL": "an engine that is marked is in test_kv_marks.py",
     "PYTHONPATH=FOLDER python benchmarks/triton_mla_rows.py": "needs a GPU",
