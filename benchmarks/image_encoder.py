@@ -207,7 +207,7 @@ def make_models(out: Path, sites: tuple[Site, ...]) -> None:
     subprocess.run(
         [sys.executable, "-c", code],
         cwd=out,
-        env=os.environ | {"PYTHONPATH": _path(sites[0], sites, plugin=True)},
+        env=os.environ | {"PYTHONPATH": sites[0].path(sites, PROJECT)},
         check=True,
         timeout=300,
         stdout=subprocess.DEVNULL,
@@ -234,14 +234,6 @@ def write_all() -> None:
             for name, (outer, inner) in sorted(shapes.items())
         }
         adapters.write(matrices, folder / adapter, _MODULES)
-
-
-def _path(site: Site, sites: tuple[Site, ...], *, plugin: bool) -> str:
-    """The Python path on which *site* comes first, and no other one is."""
-    others = {each.folder for each in sites if each.folder is not None}
-    inherited = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    kept = [part for part in inherited if Path(part).resolve() not in others]
-    return os.pathsep.join([*([str(site.folder)] if site.folder else []), *([str(PROJECT)] if plugin else []), *kept])
 
 
 @dataclass
@@ -428,7 +420,7 @@ class Bench:
             | (_ON_A_CPU if self._options.rehearse else {})
             | ({PREFIX: "on", variable(FIX): "auto"} if engine.plugin else {})
             | {
-                "PYTHONPATH": _path(engine.site, self._sites, plugin=engine.plugin),
+                "PYTHONPATH": engine.site.path(self._sites, *([PROJECT] if engine.plugin else [])),
                 "VLLM_PLUGINS": "graphfix" if engine.plugin else "",  # an installed plugin is there for all of them
                 "VLLM_USE_V2_MODEL_RUNNER": "1" if engine.runner == "V2" else "0",
                 "VLLM_CACHE_ROOT": str(self._options.out / "cache"),

@@ -123,18 +123,10 @@ def make_models(names: list[str], out: Path, sites: tuple[Site, ...]) -> None:
     if missing:
         subprocess.run(
             [sys.executable, "-m", device.__name__, str(out), *missing],
-            env=os.environ | {"PYTHONPATH": path_for(sites[0], sites)},
+            env=os.environ | {"PYTHONPATH": sites[0].path(sites, PROJECT)},
             check=True,
             stdout=subprocess.DEVNULL,
         )
-
-
-def path_for(site: Site, sites: tuple[Site, ...]) -> str:
-    """The Python path on which *site* comes first, and no other one is."""
-    others = {each.folder for each in sites if each.folder is not None}
-    inherited = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    kept = [part for part in inherited if Path(part).resolve() not in others]
-    return os.pathsep.join([*([str(site.folder)] if site.folder else []), str(PROJECT), *kept])
 
 
 class Bench:
@@ -148,7 +140,7 @@ class Bench:
 
     def add(self, site: Site, case: Case, fixes: str, sites: tuple[Site, ...]) -> None:
         job = job_of(case, fixes, self._out)
-        environment = job.environment | {"PYTHONPATH": path_for(site, sites)}
+        environment = job.environment | {"PYTHONPATH": site.path(sites, PROJECT)}
         job = replace(job, name=f"{site.release} {job.name}", environment=environment)
         self.jobs[job.name] = job
         expected = expectation(site, case.name, fixes)

@@ -312,11 +312,6 @@ class Bench:
     def _environment(self, site: Site, engine: str, name: str, graphs: dict[str, Any] | None) -> dict[str, str]:
         """Its own vLLM comes first on the path, no other one is on it, and no setting of anybody's gets in."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-        others = {each.folder for each in self._sites}
-        inherited = filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))
-        path = [str(PROJECT), *(folder for folder in inherited if Path(folder).resolve() not in others)]
-        if site.folder is not None:
-            path.insert(0, str(site.folder))
         return (
             kept
             | _ENVIRONMENT
@@ -324,7 +319,7 @@ class Bench:
             | ({"VLLM_DISABLE_COMPILE_CACHE": "1"} if graphs and graphs.get("backend") == "eager" else {})
             | (_ON_A_CPU if self._rehearse and not Path("/dev/nvidiactl").exists() else {})
             | {
-                "PYTHONPATH": os.pathsep.join(path),
+                "PYTHONPATH": site.path(self._sites, PROJECT),
                 PREFIX: "on" if engine == PATCHED else "off",
                 # An installed plugin is there for all of them: only the one that is to have it loads it.
                 "VLLM_PLUGINS": "graphfix" if engine == PATCHED else "",

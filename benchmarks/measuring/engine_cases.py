@@ -159,6 +159,13 @@ class Site:
     release: str
     folder: Path | None
 
+    def path(self, sites: Sequence[Site], *also: Path) -> str:
+        """A Python path: this vLLM first, then *also*, and what is inherited; no other one of *sites* is on it."""
+        others = {each.folder for each in sites if each.folder is not None}
+        inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        kept = (part for part in inherited if Path(part).resolve() not in others)
+        return os.pathsep.join([*map(str, filter(None, (self.folder, *also))), *kept])
+
 
 @dataclass(frozen=True)
 class Configuration:
@@ -190,20 +197,13 @@ class Configuration:
         """
         unwanted = ("VLLM_", "PYTHONDONTWRITEBYTECODE")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
-        others = {site.folder for site in sites}
-        inherited = filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))
-        path = [folder for folder in inherited if Path(folder).resolve() not in others]
-        if self.plugin:
-            path.insert(0, str(PACKAGE))
-        if self.site.folder is not None:
-            path.insert(0, str(self.site.folder))
         return (
             kept
             | _ENVIRONMENT
             | dict(case.environment)
             | (dict.fromkeys(map(variable, BY_NAME), self.mode) if self.mode else {})
             | {
-                "PYTHONPATH": os.pathsep.join(path),
+                "PYTHONPATH": self.site.path(sites, *([PACKAGE] if self.plugin else [])),
                 "PYTHONUNBUFFERED": "1",
                 # An installed plugin is there for all of them: only those that are to have it load it.
                 "VLLM_PLUGINS": "graphfix" if self.plugin else "",
