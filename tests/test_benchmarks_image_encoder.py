@@ -53,13 +53,19 @@ REFERENCES: dict[str | None, tuple[float, ...]] = {None: (1.0, 0.0, 0.0), ONE: (
         ((0.0, 0.0, 1.0), ONE, f"another adapter's ({TWO})"),
         ((0.0, 0.0, 1.0), None, f"another adapter's ({TWO})"),
         ((1.0, 0.0, 0.0), TWO, "the base model's"),
-        ((0.0, 0.5, 0.5), ONE, "none of these"),  # some tokens with one, some with the other
+        ((0.0, 0.6, 0.4), ONE, "none of these, nearest its own"),  # some tokens with one, some with the other
         ((0.0, NAN, 0.0), ONE, "none of these, NaN"),
-        ((0.0, 1.0), ONE, "none of these"),
+        ((0.7, 0.2, 0.1), ONE, "none of these, nearest the base model's"),
     ],
 )
 def test_embeddings_are_those_that_they_are_near_to(found: tuple[float, ...], own: str | None, said: str) -> None:
     assert benchmark.whose(found, own, REFERENCES) == said
+
+
+def test_a_mixture_of_adapters_that_hardly_change_an_image_is_none_of_them() -> None:
+    faint: dict[str | None, tuple[float, ...]] = {None: (1.0, 0.0), ONE: (1.0, 0.01)}
+    assert benchmark.whose((1.0, 0.01), ONE, faint) == "its own"
+    assert benchmark.whose((1.0, 0.007), ONE, faint) == "none of these, nearest its own"
 
 
 def test_no_two_images_have_one_name() -> None:
@@ -168,6 +174,8 @@ def case(
         (case({"pool": 3}, {"pool": 0}, died={"patched": "it did"}), 1),
         ({"case": "adapters", "expected": None, "small": {"a step": {"an image": "none of these"}}}, 0),
         ({"case": "adapters", "expected": None, "died": {"graphs": "it did"}}, 1),
+        ({"case": "adapters", "small, patched": {"a step": {"an image": "its own", "calls": 1}, "alone": {"x": 1}}}, 0),
+        ({"case": "adapters", "small, patched": {"a step": {"an image": "the base model's"}}}, 1),
     ],
 )
 def test_the_exit_code_says_whether_something_is_unexpected(found: dict[str, Any], code: int) -> None:

@@ -293,6 +293,7 @@ def _state(llm: LLM, encoder: Encoder, state: bool, *, plugin: bool) -> dict[str
         found = vllm_graphfix.states()["encoder-padding"]
         said |= {"fix": found.state.value, "why": found.reason}
         said["events"] = vllm_graphfix.events().get("encoder-padding", {})
+        said["events of encoder-adapters"] = vllm_graphfix.events().get("encoder-adapters", {})
     return said
 
 

@@ -58,6 +58,12 @@ def write(folder: Path) -> Path:
             "image_processor_type": "Qwen2VLImageProcessor",
             "processor_class": "Qwen2VLProcessor",
             "size": {"shortest_edge": 56**2, "longest_edge": 112**2},  # in pixels: from 4 tokens to 16
+            # As in any checkpoint. A vLLM that normalises images on the device finds it here, and does nothing without.
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": [0.48, 0.46, 0.41],
+            "image_std": [0.27, 0.26, 0.28],
         },
     }
     for name, value in told.items():
