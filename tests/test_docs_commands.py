@@ -36,7 +36,9 @@ CHEAP = ("status", "explain", "fleet", "report", "doctor")
 NOT_RUN = {
     "python benchmarks/vectors.py --site 0.18.1=FOLDER --only roberta --out FOLDER": "needs a GPU",
     "python benchmarks/vectors.py --site 0.20.0=FOLDER --only hidden-states --out FOLDER": "needs a GPU",
-    "python benchmarks/image_encoder.py --site 0.26.0=FOLDER --only padding --runners V1 --out FOLDER": "needs a GPU",
+    (
+        "python benchmarks/image_encoder.py --site 0.26.0=FOLDER --only padding --runners V1 --gib 2 --out FOLDER"
+    ): "needs a GPU",
     (
         "VLLM_USE_V2_MODEL_RUNNER=0 vllm-graphfix compare smollm2 --prompts FILE --max-tokens 96 --max-model-len 2048 "
         "--max-num-seqs 8 --attention-backend FLASH_ATTN -cc.mode=0 -cc.cudagraph_mode=FULL"

@@ -77,7 +77,7 @@ def test_whatever_call_of_a_layer_fails_vllm_goes_on_and_nobody_is_told_that_the
     whole, failing = whole_and_failing(name, release, every)
     assert (whole["right"]["state"], whole["stock"]["state"]) == ("active", "off"), whole["right"]["reason"]
     assert whole["right"]["numbers"] != whole["stock"]["numbers"]
-    assert len(failing) * every >= 3, "calls were found"
+    assert len(failing) * every >= 2, "calls were found"
     for told in failing:
         place = told["call"]
         assert "escaped" not in told, place

@@ -13,8 +13,8 @@ RESTS_ON: dict[Ground, str] = {
     "answers": "an engine on a GPU gave wrong answers, or none, and right ones with the fix",
     "memory": "an engine on a GPU wrote to memory that belongs to others, and with the fix did not",
     "upstream": "upstream has merged the same remedy, with a reproduction",
-    None: "no engine on a GPU has shown both it, in answers or in memory of others, and its remedy, and upstream has "
-    "merged none",
+    None: "no engine on a GPU has shown both the defect, in answers or in memory of others, and its remedy, and "
+    "upstream has merged no such remedy",
 }
 """Why a fix is applied by default, or is not."""
 

@@ -314,8 +314,8 @@ def _tells_kernels(prepare: Function, update: Function) -> bool:
 def _encode_without_a_graph(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wraps `EncoderCudaGraphManager.execute(self, mm_kwargs)`, which model runners call for images of one kind.
 
-    Both take None as a sign to encode without a graph, for which the adapters have been told in the right order. All
-    ranks are told the same adapters.
+    Both take None as a sign to encode without a graph, for which the adapters have been told in the order of the
+    images, but where each rank encodes some of them. All ranks are told the same adapters.
     """
     met, corrects = activity.counter(ENCODED_WITH_ADAPTERS), activity.corrects
 
@@ -430,8 +430,8 @@ ABOUT = About(
     "which begins at row 0, while the kernels in the graph read the rows of the whole step. If it has more rows than "
     "the graph, they also read and write beyond the graph's memory.",
     remedy="If at least one image of the step has an adapter, the graphs return nothing, and the model runner encodes "
-    "as it does without graphs, in the order that it told the adapters. Steps without adapters keep their graphs: the "
-    "kernels in them end at once.",
+    "as it does without graphs, in the order that it told the adapters, but with --mm-encoder-tp-mode data. Steps "
+    "without adapters keep their graphs: the kernels in them end at once.",
     detect="Send several images of different sizes together, each of a request with another adapter, and one at a "
     "time: embeddings or answers differ. The counter of `observe` counts steps with an adapter, those that are right "
     "by their order among them.",

@@ -25,6 +25,7 @@ _PADDED = "self._slot_mapping_buffer[num_actual:num_tokens].fill_(PADDING_SLOT_I
 _COPIED = "self._slot_mapping_buffer[:num_actual].copy_(slot_mapping)"
 _VIEWED = "view = self._slot_mapping_buffer[:num_tokens]"
 _GIVEN = "{name: view for name in self.attn_layer_names}"
+_SIZED = "self._determine_batch_execution_and_padding(num_tokens)"
 _ASKED = "self._get_slot_mapping(num_input_tokens, common_attn_metadata.slot_mapping)"
 _UNKEYED = "self._get_slot_mapping(num_input_tokens)"
 _WRITTEN = (
@@ -82,6 +83,7 @@ def diagnose(source: Source) -> Diagnosis:
         and update.mentions(slot_mapping=1)
         and look_up.find("layer_slot_mapping = slot_mapping.get(layer_name)")
         and len(propose.find("self._get_slot_mapping")) == len(propose.find(_ASKED)) == 1
+        and propose.only(_SIZED)
         and len(dummy.find("self._get_slot_mapping")) == len(dummy.find(_UNKEYED)) == 1
     ):
         return Diagnosis(
