@@ -9,7 +9,6 @@ loaded.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -62,8 +61,9 @@ def run(*, hit: bool = True) -> Measurement:
 def runners() -> list[Any]:
     """The model runners that have graphs of encoders."""
     found: list[Any] = [RunnerV1]
-    encoders = importlib.import_module("vllm.v1.worker.gpu.mm.encoder_runner")
-    return [*found, RunnerV2] if hasattr(encoders.EncoderRunner, "has_cudagraph") else found
+    from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+
+    return [*found, RunnerV2] if hasattr(EncoderRunner, "has_cudagraph") else found
 
 
 def _serve(kind: Any, hit: bool, *, graphs: bool) -> list[float]:
@@ -84,9 +84,11 @@ def encoders_on_the_cpu() -> Iterator[None]:
 
     The graphs are the double's.
     """
-    asking = [interfaces]
+    asking: list[Any] = [interfaces]
     with contextlib.suppress(ImportError):
-        asking.append(importlib.import_module("vllm.v1.worker.gpu.model_states.interface"))
+        from vllm.v1.worker.gpu.model_states import interface
+
+        asking.append(interface)
     with lora_on_the_cpu(), cpu_cuda_graphs(), contextlib.ExitStack() as stack:
         for module in asking:
             if hasattr(module, "supports_encoder_cudagraph"):
