@@ -134,10 +134,12 @@ class _Worker(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with self._process:
-            for line in self._process.stdout or ():
-                self._read_result(json.loads(line))
-        self._timer.cancel()
+        try:
+            with self._process:
+                for line in self._process.stdout or ():
+                    self._read_result(json.loads(line))
+        finally:  # whatever stands on a line: a timer that is left would keep this process alive
+            self._timer.cancel()
 
     def join(self, timeout: float | None = None) -> None:
         """Raises VerifyError if the process did not finish."""

@@ -162,8 +162,10 @@ def poisoned(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             yield name, [f"{type(error).__name__}: {error}".splitlines()[0]]
 
 
-def main(names: list[str], others: Sequence[str] = (), *, watch: bool = False) -> None:
+def main(names: list[str], others: Sequence[str] = (), *, folder: str | None = None, watch: bool = False) -> None:
     """Runs the scenarios of the fixes *names*, and looks whether what *others* concern was left alone.
+
+    *folder* holds the vLLM to import; None: the caller has seen to that.
 
     *watch*: when all else has been told, they are run once more with poison, and the shadow check looks at their
     replays.
@@ -174,6 +176,8 @@ def main(names: list[str], others: Sequence[str] = (), *, watch: bool = False) -
         results.write(json.dumps(line) + "\n")
         results.flush()
 
+    if folder is not None:
+        use(folder)  # not before: vLLM may log to standard output while it is imported
     import vllm_graphfix
 
     vllm_graphfix.register()
@@ -213,5 +217,4 @@ def main(names: list[str], others: Sequence[str] = (), *, watch: bool = False) -
 if __name__ == "__main__":
     given = sys.argv[2:]
     split = given.index("--") if "--" in given else len(given)
-    use(sys.argv[1])
-    main(given[:split], given[split + 1 :], watch=True)
+    main(given[:split], given[split + 1 :], folder=sys.argv[1], watch=True)

@@ -91,7 +91,7 @@ def proposer(cache: Any, *, graphs: bool) -> Any:
 
 
 def _metadata(slots: list[int], padded: int) -> Any:
-    """As a model runner makes it, whose slots are padded to the size of its own graph."""
+    """Makes attention metadata as a model runner does, with *slots* followed by -1 up to *padded*, its graph's size."""
     from types import SimpleNamespace
 
     import torch
