@@ -16,6 +16,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _KNOWN_DECORATORS = frozenset(
     {
+        "MULTIMODAL_REGISTRY",  # notes which processor a model has, and gives the class back
         "abstractmethod",
         "classmethod",
         "contextlib",

@@ -1,0 +1,152 @@
+"""Trials of encoder-input-norm: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
+
+from __future__ import annotations
+
+from trial_rows import Edit, Served
+from vllm_graphfix.deployment import Concern
+from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes.encoder_input_norm import _MANAGER, _QWEN2_5_VL, _QWEN2_VL, _RUNNER, _VISION
+
+fixed, unrecognised = Verdict.FIXED, Verdict.UNRECOGNISED
+affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
+replayed = r'"pixel_values": self\._get_pixel_values_by_modality\(mm_kwargs\),'
+normalised = '"pixel_values": self.input_norm(self._get_pixel_values_by_modality(mm_kwargs), self.visual.dtype),'
+popped = r'^( +)pixel_values = values\.pop\("pixel_values"\)\n'
+popped_normalised = r"\g<0>\1pixel_values = self.input_norm(pixel_values, self.visual.dtype)\n"
+encoded = r"^( +)pixel_values = (self\._get_pixel_values_by_modality\(mm_kwargs\))\n( +grid_thw = .*\n +return self)"
+encoded_normalised = r"\1pixel_values = self.input_norm(\2, self.visual.dtype)\n\3"
+embedded = r"^( +)x = x\.to\(device=self\.device, dtype=self\.dtype\)\n( +x = self\.patch_embed\(x\)\n)"
+in_the_encoder = r"\1x = self.input_norm(x.to(device=self.device), self.dtype)\n\2"
+around = r"^ +pixel_values = self\.input_norm\(pixel_values, self\.visual\.dtype\)\n"
+of_videos = r"^ +pixel_values_videos = self\.input_norm\(\n.*\n +\)\n"
+qwen = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+qwen3 = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"}
+captured = "./model -cc.cudagraph_mm_encoder=true"
+
+EDITS = (
+    Edit(
+        "the encoders themselves normalise",
+        "0.29.0",
+        _QWEN2_VL,
+        embedded,
+        in_the_encoder,
+        fixed,
+        also=(
+            (_QWEN2_VL, around, ""),
+            (_QWEN2_VL, of_videos, ""),
+            (
+                _QWEN2_5_VL,
+                r"^( +)hidden_states = x\.to\(device=self\.device, dtype=self\.dtype\)\n",
+                r"\1hidden_states = self.input_norm(x.to(device=self.device), self.dtype)\n",
+            ),
+            (_QWEN2_5_VL, around, ""),
+            (_QWEN2_5_VL, of_videos, ""),
+        ),
+    ),
+    Edit(
+        "one of the two encoders does",
+        "0.28.0",
+        _QWEN2_VL,
+        embedded,
+        in_the_encoder,
+        unrecognised,
+        also=((_QWEN2_VL, around, ""), (_QWEN2_VL, of_videos, "")),
+    ),
+    Edit("one encoder no more", "0.30.0", _QWEN2_VL, r"^ +x = self\.input_norm\(.*\n", "", unrecognised),
+    Edit(
+        "only large images",
+        "0.33.0",
+        _QWEN2_5_VL,
+        r"^( +)(hidden_states = self\.input_norm\(.*\n)",
+        r"\1if len(x) > 1024:\n\1    \2",
+        unrecognised,
+    ),
+    Edit(
+        "normalised twice, without graphs",
+        "0.31.0",
+        _QWEN2_VL,
+        r'^( +)pixel_values = image_input\["pixel_values"\]\n',
+        r"\g<0>\1pixel_values = self.input_norm(pixel_values, self.visual.dtype)\n",
+        unrecognised,
+    ),
+    Edit(
+        "normalised on each way to the encoder",
+        "0.28.0",
+        _QWEN2_VL,
+        replayed,
+        normalised,
+        unrecognised,
+        also=(
+            (_QWEN2_VL, encoded, encoded_normalised),
+            (_QWEN2_5_VL, replayed, normalised),
+            (_QWEN2_5_VL, encoded, encoded_normalised),
+        ),
+        remedy=True,
+    ),
+    Edit("normalised for a graph alone", "0.28.0", _QWEN2_VL, replayed, normalised, unrecognised),
+    Edit("normalised for a graph of the other", "0.29.0", _QWEN2_5_VL, replayed, normalised, unrecognised),
+    Edit(
+        "normalised in a graph",
+        "0.29.0",
+        _QWEN2_VL,
+        popped,
+        popped_normalised,
+        unrecognised,
+        also=(
+            (_QWEN2_VL, encoded, encoded_normalised),
+            (_QWEN2_5_VL, popped, popped_normalised),
+            (_QWEN2_5_VL, encoded, encoded_normalised),
+        ),
+        remedy=True,
+    ),
+    Edit(
+        "normalised by the manager",
+        "0.28.0",
+        _MANAGER,
+        r"^( +)if self\.use_dp:\n( +)per_item_out_tokens",
+        r"\1mm_kwargs = self.model.input_norm.of(mm_kwargs)\n\g<0>",
+        unrecognised,
+    ),
+    Edit(
+        "normalised where images are looked up",
+        "0.29.0",
+        _QWEN2_VL,
+        r'^( +)pixel_values = mm_kwargs\["pixel_values"\]\n',
+        r"\g<0>\1pixel_values = self.normalised(pixel_values)\n",
+        unrecognised,
+    ),
+    Edit(
+        "another normalisation",
+        "0.29.0",
+        _QWEN2_5_VL,
+        r"FusedInputNorm\.from_model_config\(self\.model_config\)",
+        "AnotherInputNorm(self.model_config)",
+        unrecognised,
+    ),
+    Edit(
+        "the normalisation takes other arguments",
+        "0.28.0",
+        _VISION,
+        r"^        grid_thw: torch\.Tensor,\n        visual_dtype",
+        "        pixels: torch.Tensor,\n        visual_dtype",
+        unrecognised,
+    ),
+    Edit(
+        "no encoder is captured",
+        "0.29.0",
+        _RUNNER,
+        r"vllm\.v1\.worker\.encoder_cudagraph import",
+        "vllm.v1.worker.encoder_graphs import",
+        Verdict.ABSENT,
+    ),
+)
+
+SERVED = (
+    Served("0.29.0", captured, affects, "Qwen2.5-VL", model=qwen),
+    Served("0.28.0", f"VLLM_USE_V2_MODEL_RUNNER=1 {captured}", affects, "cudagraph_mm_encoder is on", model=qwen),
+    Served("0.29.0", "./model", does_not, "cudagraph_mm_encoder is off", model=qwen),
+    Served("0.29.0", f"{captured} --enforce-eager", does_not, "--enforce-eager", model=qwen),
+    Served("0.29.0", f"{captured} --no-mm-device-do-normalize", does_not, "--no-mm-device-do-normalize", model=qwen),
+    Served("0.29.0", captured, does_not, "neither Qwen2-VL nor Qwen2.5-VL", model=qwen3),
+    Served("0.29.0", "./model --config serve.yaml", unknown, "--config", model=qwen),
+)

@@ -1,0 +1,270 @@
+"""`encoder-input-norm`: images that a model normalises on the device are so before graphs get them (PR 55370)."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
+
+if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Deployment, Fact
+    from vllm_graphfix.deployment.needs import Need
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
+
+_MANAGER = "vllm/v1/worker/encoder_cudagraph.py"
+_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+_QWEN2_VL = "vllm/model_executor/models/qwen2_vl.py"
+_QWEN2_5_VL = "vllm/model_executor/models/qwen2_5_vl.py"
+_VISION = "vllm/model_executor/models/vision.py"
+_MODULE = "vllm.v1.worker.encoder_cudagraph"
+_CLASS = "EncoderCudaGraphManager"
+_EXECUTE = f"{_CLASS}.execute"
+
+_PIXELS = ("pixel_values", "pixel_values_videos")
+"""Where these models are given images and videos, as bytes of (patches, channels x frames x height x width)."""
+_ARCHITECTURES = frozenset(
+    {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "JinaVLForRanking"}
+)
+"""What is served by the two classes, or by one that inherits all of this, and makes the normalisation, too."""
+
+_MADE = "self.input_norm = FusedInputNorm.from_model_config(self.model_config)"
+_NORMALISED = "{pixels} = self.input_norm({pixels}, self.visual.dtype)"
+_FOUND = """
+if self.get_input_modality(mm_kwargs) == "image":
+    pixel_values = mm_kwargs["pixel_values"]
+else:
+    pixel_values = mm_kwargs["pixel_values_videos"]
+"""
+_TAKEN = "self._get_pixel_values_by_modality(mm_kwargs)"
+_REPLAYED = f"""values = metadata | {{"pixel_values": {_TAKEN}}}"""
+_IN_A_GRAPH = "return self.visual(pixel_values, None, encoder_metadata=metadata)"
+_WITHOUT_A_GRAPH = "return self.visual(pixel_values, grid_thw)"
+_IN_THE_ENCODER = "{states} = self.input_norm(x.to(device=self.device), self.dtype)"
+_EMBEDDED = "{states} = self.patch_embed({states})"
+
+
+class _Model(NamedTuple):
+    """A model that may normalise images on the device, and where."""
+
+    path: str
+    name: str
+    encoder: str
+    states: str
+    """What its encoder's `forward` calls the images."""
+
+    def method(self, source: Source, name: str) -> Function | None:
+        return source.function(self.path, f"{self.name}.{name}")
+
+
+_MODELS = (
+    _Model(_QWEN2_VL, "Qwen2VLForConditionalGeneration", "Qwen2VisionTransformer", "x"),
+    _Model(_QWEN2_5_VL, "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VisionTransformer", "hidden_states"),
+)
+
+IMAGES_NOT_NORMALISED = Event(
+    "images-not-normalised",
+    "Images or videos came in an engine with graphs of its encoder, of a model that normalises them on the device: on "
+    "stock the encoder is given their bytes as they are, in a graph or, where they are too large for one, without.",
+)
+
+
+def diagnose(source: Source) -> Diagnosis:
+    if not source.says(_RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
+        return Diagnosis(Verdict.ABSENT, "no CUDA graphs of encoders")
+    made = [model.method(source, "__init__") for model in _MODELS]
+    if all(made) and not any(source.says(model.path, "input_norm") for model in _MODELS):
+        return Diagnosis(Verdict.ABSENT, "images are normalised before a model is given them")
+    fixed = [_normalises_itself(source, model) for model in _MODELS]
+    if all(fixed):
+        return Diagnosis(Verdict.FIXED, "the encoder itself normalises images, in graphs, too", fixed[0] or "")
+    execute = source.function(_MANAGER, _EXECUTE)
+    normalise = source.function(_VISION, "FusedInputNorm.forward")
+    if (
+        execute
+        and execute.takes == "self, mm_kwargs"
+        and execute.only("return result") is not None
+        and not execute.names("input_norm")
+        and normalise
+        and normalise.takes == "self, grid_thw, visual_dtype"
+        and not source.says(_MANAGER, "input_norm")
+        and all(_leaves_graphs_out(source, model) for model in _MODELS)
+    ):
+        return Diagnosis(
+            Verdict.AFFECTED,
+            "images are normalised where a model encodes them without graphs alone",
+            (_MODELS[0].method(source, "prepare_encoder_cudagraph_replay_buffers") or execute).where,
+            "bytes",
+        )
+    return Diagnosis.unrecognised("images are normalised on the device in a way", next(filter(None, made), _QWEN2_VL))
+
+
+def _normalises_itself(source: Source, model: _Model) -> str | None:
+    """The place where the encoder of *model* normalises whatever it is given, before it embeds it, and nobody else."""
+    forward = source.function(model.path, f"{model.encoder}.forward")
+    around = [model.method(source, f"_process_{kind}_input") for kind in ("image", "video")]
+    if forward is None or any(each is None or each.names("input_norm") for each in around):
+        return None
+    parts = forward.each(_IN_THE_ENCODER.format(states=model.states), _EMBEDDED.format(states=model.states))
+    if len(parts) == 2 and forward.in_one_block(*parts) and parts[0] in forward.node.body:
+        return forward.at(parts[0])
+    return None
+
+
+def _leaves_graphs_out(source: Source, model: _Model) -> bool:
+    """Whether *model* normalises images when it encodes them without graphs, and no other way to its encoder does."""
+    make, pixels = model.method(source, "__init__"), model.method(source, "_get_pixel_values_by_modality")
+    image, video = (model.method(source, f"_process_{kind}_input") for kind in ("image", "video"))
+    replay = model.method(source, "prepare_encoder_cudagraph_replay_buffers")
+    graph, eager = model.method(source, "encoder_cudagraph_forward"), model.method(source, "encoder_eager_forward")
+    encode = source.function(model.path, f"{model.encoder}.forward")
+    return bool(
+        make
+        and make.only(_MADE)
+        and image
+        and image.only(_NORMALISED.format(pixels="pixel_values"))
+        and video
+        and video.only(_NORMALISED.format(pixels="pixel_values_videos"))
+        and pixels
+        and pixels.each(_FOUND, "return pixel_values")
+        and pixels.confines("pixel_values", _FOUND, "return pixel_values")
+        and replay
+        and replay.confines("values", _REPLAYED, "return EncoderCudaGraphReplayBuffers(values=values)")
+        and replay.only(_REPLAYED)
+        and graph
+        and graph.confines("pixel_values", 'pixel_values = values.pop("pixel_values")', _IN_A_GRAPH)
+        and graph.only(_IN_A_GRAPH)
+        and eager
+        and eager.confines("pixel_values", f"pixel_values = {_TAKEN}", _WITHOUT_A_GRAPH)
+        and eager.only(_WITHOUT_A_GRAPH)
+        and encode
+        and not any(each.names("input_norm") for each in (pixels, replay, graph, eager, encode))
+    )
+
+
+def _normalise_first(stock: StockFunction, activity: Activity) -> StockFunction:
+    """Wraps `EncoderCudaGraphManager.execute(self, mm_kwargs)`, which model runners call for images of one kind.
+
+    All that follows, in graphs or too large for them, takes the images from there, on each of several ranks, too. The
+    caller's own are left as they are: where this returns None they are encoded by the model, which normalises them.
+    """
+    met, corrects = activity.counter(IMAGES_NOT_NORMALISED), activity.corrects
+
+    @functools.wraps(stock)
+    def execute(self: Any, mm_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+        given = mm_kwargs
+        try:
+            normalise = _normalisation(self.model)
+            raw = [name for name in _PIXELS if name in mm_kwargs] if normalise is not None else []
+            if raw and normalise is not None:
+                met.count += 1
+                if corrects:
+                    dtype = self.model.visual.dtype
+                    given = {**mm_kwargs, **{name: normalise(mm_kwargs[name], dtype) for name in raw}}
+        except Exception as error:
+            activity.failed(error)
+            given = mm_kwargs
+        return stock(self, given, *args, **kwargs)
+
+    return execute
+
+
+def _normalisation(model: Any) -> Any | None:
+    """What *model* normalises images with; None if they have been, or if it is no model that does so outside."""
+    from vllm.model_executor.models.vision import FusedInputNorm
+
+    # A model that inherits from one of the two may never have made it.
+    found = getattr(model, "input_norm", None)
+    return found if isinstance(found, FusedInputNorm) and not found.is_identity else None
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    return (Patch(_MODULE, _EXECUTE, _normalise_first),)
+
+
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment.needs import Need
+
+    return (
+        Need("Qwen2-VL or Qwen2.5-VL", _serves_such_a_model, "JinaVL, too"),
+        Need(
+            "cudagraph_mm_encoder",
+            lambda deployment, _: deployment.encoder_graphs(),
+            "in --compilation-config",
+            usual=False,
+        ),
+        Need(
+            "images normalised on the device",
+            _normalises_on_the_device,
+            "as by default, but with vLLM's front-end in Rust",
+            (_OFF,),
+        ),
+    )
+
+
+_OFF = "--no-mm-device-do-normalize"
+
+
+def _serves_such_a_model(deployment: Deployment, _: str) -> Fact:
+    """The model is one of those that normalise images on the device."""
+    from vllm_graphfix.deployment import Fact
+
+    found, missing = deployment.configured("architectures")
+    if missing is not None:
+        return Fact(None, missing)
+    if any(name in _ARCHITECTURES for names in found if isinstance(names, list) for name in names):
+        return Fact(True, f"{deployment.model} is Qwen2-VL, Qwen2.5-VL or JinaVL")
+    return Fact(False, f"{deployment.model} is neither Qwen2-VL nor Qwen2.5-VL")
+
+
+def _normalises_on_the_device(deployment: Deployment, _: str) -> Fact:
+    """The normalisation has not been left to the host."""
+    from vllm_graphfix.deployment import Fact
+
+    off = deployment.switched_on(_OFF)
+    return Fact(None if off.holds is None else not off.holds, off.told)
+
+
+FIX = Fix(
+    number=27,
+    name="encoder-input-norm",
+    runner=None,
+    reads=(_MANAGER, _RUNNER, _QWEN2_VL, _QWEN2_5_VL, _VISION),
+    modules=(_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    events=(IMAGES_NOT_NORMALISED,),
+    needs=needs,
+    ground="answers",
+    evidence=(
+        f"{_MANAGER}::{_CLASS}._run_budget_graph",
+        f"{_MANAGER}::{_CLASS}._execute_local",
+        f"{_VISION}::FusedInputNorm.from_model_config",
+    ),
+)
+
+ABOUT = About(
+    pr=55370,
+    references=("PR 50411", "PR 55929"),
+    summary="images that a model normalises on the device are normalised before graphs of its encoder get them",
+    releases="0.28.0 - 0.29.0",
+    absent="0.14.1 - 0.27.1",
+    seen="Qwen2-VL or Qwen2.5-VL describes every image wrongly, or in blanks",
+    first_test="`cudagraph_mm_encoder` off: gone?",
+    symptom="With cudagraph_mm_encoder, Qwen2-VL, Qwen2.5-VL and JinaVL see no image right: all answers about images "
+    "and videos are nonsense. Nothing ends in an error.",
+    cause="Images are given to these models as bytes, and normalised on the device when they are encoded without "
+    "graphs. A graph of the encoder, and the way that images too large for one take, begin behind that: the encoder "
+    "gets the bytes.",
+    remedy="What is given to the manager of the graphs is normalised first, by the model's own normalisation, into "
+    "new memory of the encoder's dtype. Where images have been normalised by the host nothing is done.",
+    detect="Ask about an image, once with cudagraph_mm_encoder and once without: the embeddings are others. The "
+    "counter of `observe` counts calls that stock gives bytes to.",
+    workaround="Leave cudagraph_mm_encoder off; or --no-mm-device-do-normalize.",
+    removable="with vLLM 0.30.0",
+    in_caches="entries of images and videos, and of all that comes after them in a prompt: computed from wrong "
+    "embeddings",
+    how_sure="follows from the code; seen on a GPU",
+)
