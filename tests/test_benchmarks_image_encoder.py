@@ -13,8 +13,9 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import image_encoder as benchmark
-from image_encoder import ONE, TWO, Answer, Engine, Image
-from measuring.engine_cases import Site
+from measuring import encoder_adapters, encoder_padding
+from measuring.encoder_adapters import ONE, TWO
+from measuring.encoder_case import Answer, Engine, Image, Steps
 
 RIGHT = (1.0, -2.0, 0.5)
 NAN = math.nan
@@ -35,11 +36,11 @@ NAN = math.nan
 def test_numbers_that_are_nan_and_numbers_that_are_others_are_counted_apart(
     found: tuple[float, ...], counted: tuple[int, int]
 ) -> None:
-    assert benchmark.compared(found, RIGHT) == counted
+    assert encoder_padding.nan_and_different(found, RIGHT) == counted
 
 
 def test_nan_is_the_same_as_nothing() -> None:
-    assert benchmark.unequal((1.0, NAN, 3.0), (1.0, NAN, 4.0)) == 2
+    assert encoder_padding.unequal((1.0, NAN, 3.0), (1.0, NAN, 4.0)) == 2
 
 
 REFERENCES: dict[str | None, tuple[float, ...]] = {None: (1.0, 0.0, 0.0), ONE: (0.0, 1.0, 0.0), TWO: (0.0, 0.0, 1.0)}
@@ -59,50 +60,50 @@ REFERENCES: dict[str | None, tuple[float, ...]] = {None: (1.0, 0.0, 0.0), ONE: (
     ],
 )
 def test_embeddings_are_those_that_they_are_near_to(found: tuple[float, ...], own: str | None, said: str) -> None:
-    assert benchmark.whose(found, own, REFERENCES) == said
+    assert encoder_adapters.owner(found, own, REFERENCES) == said
 
 
 def test_a_mixture_of_adapters_that_hardly_change_an_image_is_none_of_them() -> None:
     faint: dict[str | None, tuple[float, ...]] = {None: (1.0, 0.0), ONE: (1.0, 0.01)}
-    assert benchmark.whose((1.0, 0.01), ONE, faint) == "its own"
-    assert benchmark.whose((1.0, 0.007), ONE, faint) == "none of these, nearest its own"
+    assert encoder_adapters.owner((1.0, 0.01), ONE, faint) == "its own"
+    assert encoder_adapters.owner((1.0, 0.007), ONE, faint) == "none of these, nearest its own"
 
 
 def test_no_two_images_have_one_name() -> None:
     """Steps and references are found by it."""
-    steps = benchmark.ADAPTER_STEPS.values()
-    names = [image.name for images in steps for image in benchmark._with_any(images)]
+    steps = encoder_adapters.STEPS.values()
+    names = [image.name for images in steps for image in encoder_adapters.with_each_adapter(images)]
     assert len(names) == len(set(names)) == 18
-    assert len(benchmark.PADDING_STEPS) == 5
+    assert len(encoder_padding.STEPS) == 5
 
 
 def test_images_have_the_tokens_that_the_graphs_are_made_for() -> None:
-    padding = [image.tokens for image in benchmark.PADDING_STEPS["together"]]
-    smaller, larger = benchmark.PADDING_FORMS["pool"].budgets
+    padding = [image.tokens for image in encoder_padding.STEPS["together"]]
+    smaller, larger = encoder_padding.FORMS["pool"].budgets
     assert smaller in padding, "one image fills its graph"
     assert sum(padding) > larger, "all at once are more than one batch"
-    one, together, small = benchmark.ADAPTER_FORMS
-    for images in benchmark.ADAPTER_STEPS.values():
+    one, together, small = encoder_adapters.FORMS
+    for images in encoder_adapters.STEPS.values():
         tokens = [image.tokens for image in images]
         assert sum(tokens) <= one.budgets[0] == together.budgets[0], "no replay is smaller than the step"
         assert sorted(tokens) == list(small.budgets)
         assert {image.adapter for image in images} == {None, ONE, TWO}
-    assert all(form.items <= min(form.budgets) for form in benchmark.ADAPTER_FORMS), "vLLM refuses more"
+    assert all(form.items <= min(form.budgets) for form in encoder_adapters.FORMS), "vLLM refuses more"
 
 
 def answer(*embeddings: tuple[float, ...], tokens: int = 7) -> Answer:
     return Answer(tuple(array("f", each) for each in embeddings), ((tokens,),) * len(embeddings), {"in graphs": 1})
 
 
-def engine(name: str, steps: dict[str, tuple[Image, ...]], **answers: dict[str, Answer]) -> Engine:
-    made = Engine(name, Site("0.0", None), "V1", name == "patched", {}, (), steps)
+def engine(name: str, steps: Steps, **answers: dict[str, Answer]) -> Engine:
+    made = Engine(name, steps, plugin=name == "patched")
     made.answers = dict(answers)
     return made
 
 
 def test_padding_is_measured_by_the_eager_engine() -> None:
-    alone, filled, *_ = benchmark.PADDING_STEPS
-    steps = benchmark.PADDING_STEPS
+    alone, filled, *_ = encoder_padding.STEPS
+    steps = encoder_padding.STEPS
     right = {alone: answer(RIGHT), filled: answer(RIGHT)}
     wrong = {alone: answer((NAN, NAN, 0.5), tokens=0), filled: answer(RIGHT)}
     engines = {
@@ -110,9 +111,9 @@ def test_padding_is_measured_by_the_eager_engine() -> None:
         "stock": engine("stock", steps, zeros=right, pool=wrong),
         "patched": engine("patched", steps, pool=right),
     }
-    engines["patched"].found["state"] = {"driver": {"fix": "waiting"}, "pool": {"fix": "active"}}
-    found = benchmark.padding(engines)
-    assert found["fix"] == {"fix": "active"}, "the last word"
+    engines["patched"].found["state"] = {"driver": {"fixes": {"a": "waiting"}}, "pool": {"fixes": {"a": "active"}}}
+    found = encoder_padding.judge(engines)
+    assert found["fixes"] == {"a": "active"}, "the last word"
     assert found["stock"]["pool"] == {
         "numbers": 6,
         "nan": 2,
@@ -131,15 +132,20 @@ def test_padding_is_measured_by_the_eager_engine() -> None:
 def test_adapters_are_measured_by_images_alone_without_graphs() -> None:
     image = Image(56, 56, 12, TWO)
     other = Image(56, 112, 13)
-    alone = {f"{each.name} alone": answer(REFERENCES[each.adapter]) for each in benchmark._with_any((image, other))}
+    alone = {
+        f"{each.name} alone": answer(REFERENCES[each.adapter])
+        for each in encoder_adapters.with_each_adapter((image, other))
+    }
     both: dict[str, tuple[Image, ...]] = {"the largest first": (image, other)}
-    own: dict[str, tuple[Image, ...]] = {f"{each.name} alone": (each,) for each in benchmark._with_any((image, other))}
+    own: dict[str, tuple[Image, ...]] = {
+        f"{each.name} alone": (each,) for each in encoder_adapters.with_each_adapter((image, other))
+    }
     engines = {
         "none": engine("none", both | own, eager=alone | {"the largest first": answer((0, 0, 1), (1, 0, 0))}),
         "graphs": engine("graphs", both, small={"the largest first": answer((0, 1, 0), (0, 0, 1))}),
     }
-    found = benchmark.whose_adapters(engines)
-    assert found["references are apart by"] > benchmark.NEAR
+    found = encoder_adapters.judge(engines)
+    assert found["references are apart by"] > encoder_adapters.NEAR
     assert found["none"]["alone"] == {"its own": 6}
     assert found["none"]["the largest first"][image.name] == "its own"
     assert found["small"]["the largest first"][image.name] == f"another adapter's ({ONE})"
@@ -191,3 +197,19 @@ def test_numbers_that_are_different_are_wrong_too() -> None:
 def test_nothing_ran_where_every_engine_died() -> None:
     assert benchmark.verdict([], []) == 2
     assert benchmark.verdict([{"engine": "stock", "error": "no GPU"}], [{"case": "adapters", "died": {}}]) == 2
+
+
+def test_what_graphs_leave_to_the_model_is_noted_once_it_is_encoded() -> None:
+    from measuring.image_encoder_engine import Encoder
+
+    class Embedding:
+        def detach(self) -> Embedding:
+            return self
+
+        clone = detach
+
+    encoder, embedding = Encoder("plain", 0), Embedding()
+    encoder.encoded = []
+    assert encoder._noted(None) is None, "encoder-adapters has taken the images out of the graphs"
+    assert encoder._noted([embedding]) == [embedding]
+    assert encoder.encoded == [[embedding]]

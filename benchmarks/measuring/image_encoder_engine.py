@@ -92,7 +92,7 @@ class Encoder:
         return {"in graphs": self.manager.graph_hits, "in none": self.manager.graph_misses}
 
     def _noted(self, embeddings: Any) -> Any:
-        if self.encoded is not None:
+        if self.encoded is not None and embeddings is not None:  # None: the model runner encodes without a graph
             self.encoded.append([each.detach().clone() for each in embeddings])
         return embeddings
 
@@ -283,17 +283,19 @@ def _capture(
 
 
 def _state(llm: LLM, encoder: Encoder, state: bool, *, plugin: bool) -> dict[str, Any]:
-    """What is left to say: whether graphs have kernels of adapters, and what the fix has done."""
+    """What is left to say: whether graphs have kernels of adapters, and what the fixes have done."""
     said: dict[str, Any] = {}
     if encoder.adapters_off:
         said["kernels of adapters left out"] = encoder.adapters_off
     if plugin:
         import vllm_graphfix
 
-        found = vllm_graphfix.states()["encoder-padding"]
-        said |= {"fix": found.state.value, "why": found.reason}
-        said["events"] = vllm_graphfix.events().get("encoder-padding", {})
-        said["events of encoder-adapters"] = vllm_graphfix.events().get("encoder-adapters", {})
+        events = vllm_graphfix.events()
+        said["fixes"] = {
+            name: {"state": found.state.value, "why": found.reason, "events": events.get(name, {})}
+            for name, found in vllm_graphfix.states().items()
+            if name.startswith("encoder-")
+        }
     return said
 
 
