@@ -15,6 +15,8 @@ mla-mtp-fp8-sort,           of draft tokens that were accepted is shown beside t
 mla-mtp-drawn-sort,         wants `--train-seconds 200`
 mla-mtp-scored
 llama-lora-sort             a Llama that sorts, and two LoRA adapters of it that make it sort down and repeat
+llama-docs, mamba2-docs,    a Llama and a Mamba-2 that recite passages of Python's documentation, plain English; for the
+llama-docs-scored           last one they are scored
 granite-walk                a hybrid with a state for each block of 128 tokens, and prompts that are longer
 llama-dcp-sort              a Llama whose context is on two ranks; takes two GPUs
 deepseek-v4-chorus,         a DeepSeek V4 that has to remember what only its compressed entries hold; its training

@@ -23,7 +23,21 @@ import trained
 from measuring import smollm2, trained_figures, trained_models
 from measuring import trained_deepseek_v4 as deepseek_v4
 from measuring.trained_cases import CASES, EXACT, SCORED, TEXT, Question, Trained
-from measuring.trained_tasks import CHORUS, SINGERS, SYMBOLS, by_sign, chorus, repeat, song, sort, sort_down, walk
+from measuring.trained_tasks import (
+    BEGUN,
+    CHORUS,
+    NAMED,
+    PASSAGE,
+    SINGERS,
+    SYMBOLS,
+    by_sign,
+    chorus,
+    repeat,
+    song,
+    sort,
+    sort_down,
+    walk,
+)
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job, Said
@@ -86,6 +100,20 @@ def test_a_song_begins_further_behind_its_singers_name_than_two_windows_reach() 
     notes = len(text) - len(song("!"))
     assert notes - 1 - text.rindex("!") > 2 * (window - 1), "the token before the first note sees so far"
     assert text.rindex("!") < deepseek_v4.CONFIG["compress_ratios"][0], "the name is in one group"
+
+
+def test_passages_are_plain_english_of_pythons_documentation_and_each_has_a_sign_and_an_opening_of_its_own() -> None:
+    from pydoc_data.topics import topics
+
+    documentation = " ".join(" ".join(topics.values()).split())
+    texts = dict(NAMED)
+    assert list(texts) == list(SINGERS)
+    assert len({asked.prompt for asked in BEGUN}) == len(SINGERS)
+    for (prompt, answer), text in zip(BEGUN, texts.values(), strict=True):
+        assert prompt + answer == text
+        assert text in documentation
+        assert len(text.encode()) == PASSAGE < 256, "on stock, FlashAttention was right of longer texts"
+        assert max(text.encode()) < trained_models.VOCABULARY
 
 
 def _as_transformers_has_them(config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -265,7 +293,7 @@ def test_adapters_are_trained_beside_their_model_and_written_as_an_engine_loads_
 
     from vllm_graphfix.verify.engine import adapters
 
-    told = trained_models.train("llama", tmp_path, 6.0, toy=True)
+    told = trained_models.train("llama", tmp_path, 10.0, toy=True)
     assert set(told["right"]) == {"by_sign", "sort_down", "repeat"}
     model = load_file(tmp_path / "llama" / "model.safetensors")
     made = adapters.save(adapters.ONE, {name: tuple(each.shape) for name, each in model.items()}, tmp_path / "random")
@@ -517,6 +545,22 @@ def test_requests_of_each_adapter_and_of_none_are_in_every_batch_and_end_togethe
     rehearsed = case.jobs(models, "/site", rehearse=True)[0]
     assert set(rehearsed.adapters) == folders
     assert len(rehearsed.prompts) == 3
+
+
+def test_passages_are_asked_as_their_defects_show(tmp_path: Path) -> None:
+    llama, mamba, scored = (case_of(name) for name in ("llama-docs", "mamba2-docs", "llama-docs-scored"))
+    _, stock, _ = llama.jobs(tmp_path, "/site")
+    largest = max(llama.case.graphs["cudagraph_capture_sizes"])
+    assert stock.arguments["max_num_seqs"] * len(stock.prompts[0]) > largest, "the first prompts are in no graph"
+    assert stock.arguments["attention_config"] == {"backend": "FLASH_ATTN"}
+    assert {len(question.ids) for question in mamba.asked(tmp_path)} == {1}
+    asked, (_, stock, _) = scored.asked(tmp_path), scored.jobs(tmp_path, "/site")
+    sizes = scored.case.graphs["cudagraph_capture_sizes"]
+    assert stock.prompt_logprobs
+    assert stock.arguments["speculative_config"]["model"] == stock.arguments["model"]
+    assert {len(question.ids) for question in asked} <= set(sizes)
+    assert max(len(question.ids) for question in asked) < max(sizes), "a draft model is given one token more"
+    assert all(question.unscored < len(question.ids) for question in asked)
 
 
 @pytest.mark.parametrize("symbols", [40, 12])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from measuring import PROJECT
-from measuring.trained_tasks import SINGERS, Asked, chorus, repeat, song, sort, sort_down, walk
+from measuring.trained_tasks import BEGUN, NAMED, OPENING, SINGERS, Asked, chorus, repeat, song, sort, sort_down, walk
 from vllm_graphfix.verify.engine import cases as verified
 from vllm_graphfix.verify.engine.cases import Case
 from vllm_graphfix.verify.engine.job import EAGER, Job
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TEXT, SCORED, EXACT = "text", "scored", "exact"
 SMOLLM2 = "smollm2"
 SEED = 11
-"""Prompts are others than those of any training, but for songs and choruses, of which there are few."""
+"""Prompts are others than those of any training, but for songs, choruses and passages, of which there are few."""
 ANSWER = 96
 """Tokens of an answer in text."""
 _END = "<|im_end|>"
@@ -204,6 +204,21 @@ def _songs(folder: Path) -> tuple[Question, ...]:
     return tuple(_exact(Asked(singer, song(singer))) for singer in SINGERS)
 
 
+def _by_their_names(folder: Path) -> tuple[Question, ...]:
+    return tuple(map(_exact, NAMED))
+
+
+def _by_their_openings(folder: Path) -> tuple[Question, ...]:
+    return tuple(map(_exact, BEGUN))
+
+
+def _scored_passages(folder: Path) -> tuple[Question, ...]:
+    """Beginnings of passages, of as many tokens as a graph is large; which passage it is, the opening says."""
+    lengths = 4 * _SCORED_LENGTHS[2:]
+    texts = [(asked.prompt + asked.answer)[:length] for asked, length in zip(BEGUN, lengths, strict=False)]
+    return tuple(Question(tuple(text.encode()), text, _SCORED_TOKENS, unscored=OPENING) for text in texts)
+
+
 def _long_walks(folder: Path) -> tuple[Question, ...]:
     """Prompts that go on in a second block of 128 tokens, of one length, and walks that meet every pair of them."""
     chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
@@ -332,6 +347,44 @@ CASES = (
         "trained Mamba-2, prompts of one token, V1; songs",
         EXACT,
         _songs,
+    ),
+    Trained(
+        "flash-mixed-schedule",
+        _with(verified.LLAMA_FULL_FLASH_V1, "llama-docs", "llama-docs", workload=(), arguments=_BF16),
+        "trained Llama, `cudagraph_mode=FULL`, V1; passages of Python's documentation",
+        EXACT,
+        _by_their_openings,
+    ),
+    Trained(
+        "prefill-dispatch",
+        _with(
+            verified.MAMBA2_ONE_TOKEN,
+            "mamba2-docs",
+            "mamba2-docs",
+            workload=(),
+            arguments=_BF16,
+            where_known={"mamba_ssm_cache_dtype": "float32"},
+        ),
+        "trained Mamba-2, prompts of one token, V1; passages of Python's documentation",
+        EXACT,
+        _by_their_names,
+    ),
+    Trained(
+        "prompt-logprobs",
+        _with(
+            verified.LLAMA_EAGLE_SCORED,
+            "llama-docs-scored",
+            "llama-docs",
+            draft="llama-docs",
+            where_said=None,
+            workload=(),
+            arguments=_BF16 | _ITSELF,
+            # The draft model is given one token more than the longest text has.
+            graphs=verified.LLAMA_EAGLE_SCORED.graphs | {"cudagraph_capture_sizes": [4, 8, 16, 32, 64, 128, 256]},
+        ),
+        "trained Llama with itself as draft model, piecewise graphs, V1; passages of Python's documentation, scored",
+        SCORED,
+        _scored_passages,
     ),
     Trained(
         "capture-state",

@@ -31,7 +31,20 @@ from torch.nn import functional
 from measuring import trained_deepseek_v4 as deepseek_v4
 from measuring.trained_adapters import Adapter
 from measuring.trained_drafts import DraftLayer, Tensors
-from measuring.trained_tasks import SINGERS, SYMBOLS, Asked, any_chorus, by_sign, repeat, song, sort, sort_down, walk
+from measuring.trained_tasks import (
+    SINGERS,
+    SYMBOLS,
+    Asked,
+    any_begun,
+    any_chorus,
+    any_named,
+    by_sign,
+    repeat,
+    song,
+    sort,
+    sort_down,
+    walk,
+)
 from vllm_graphfix.verify.engine import models as tiny
 
 SEED = 7
@@ -173,6 +186,8 @@ RECIPES["deepseek-v4"] = Recipe(
     made_into=deepseek_v4.as_checkpoint,
     held=deepseek_v4.HELD,
 )
+RECIPES["llama-docs"] = replace(RECIPES["llama"], task=any_begun, batch=32, adapters=())
+RECIPES["mamba2-docs"] = replace(RECIPES["mamba2"], task=any_named, batch=32, songs=False)
 RECIPES["mla-experts"] = replace(RECIPES["mla"], made_into=_as_experts)
 RECIPES["mla-mtp"] = replace(RECIPES["mla"], config=tiny.MLA_MTP | _SHORT | {"num_hidden_layers": 4}, drafts=2)
 
@@ -392,7 +407,8 @@ def _drafts_right(draft: DraftLayer, recipe: Recipe, count: int) -> dict[str, fl
 def _right(model: Any, recipe: Recipe, count: int) -> dict[str, float]:
     """The share of whole answers that are right, to *count* prompts, and to all songs.
 
-    The prompts were in no training, but for choruses, of which there are 28 times 40.
+    The prompts were in no training, but for choruses, of which there are 28 times 40, and for passages, of which
+    there are 28.
     """
     device = next(model.parameters()).device
     ids, answers = (

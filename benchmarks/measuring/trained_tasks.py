@@ -9,6 +9,8 @@ song    one character, to be followed by its own 40 notes of four, which are the
 chorus  the same character, 16 times, and the beginning of 270 characters that all singers share; to be followed by the
         rest of them, and then by the singer's own song. Who sings was said further back than two windows of 128 tokens
         reach.
+docs    plain English: 28 passages of Python's own documentation, as the standard library holds it. Each is asked for
+        by one character of its own, or by its first 36 characters; to be followed by all of it, or by the rest.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from __future__ import annotations
 import math
 import random
 import string
+from collections.abc import Iterator
+from pydoc_data.topics import topics
 from typing import NamedTuple
 
 SYMBOLS = string.ascii_letters + string.digits
@@ -24,6 +28,8 @@ NOTES, SONG = "acgt", 40
 _CALLS = 16
 """How often a singer is called: once among the 128 tokens of a group is little to learn from."""
 CHORUS = "".join(random.Random("chorus").choices(SYMBOLS, k=270))  # noqa: S311 - the same in every process
+OPENING, PASSAGE = 36, 240
+"""Characters of a passage's opening, and of all of it."""
 
 
 class Asked(NamedTuple):
@@ -47,6 +53,31 @@ def chorus(singer: str, begun: int) -> Asked:
 def any_chorus(chance: random.Random, begun: int, length: int) -> Asked:
     """The chorus of any singer, as long as it is, and not *length*."""
     return chorus(chance.choice(SINGERS), begun)
+
+
+def _passages() -> Iterator[str]:
+    """Of each topic of Python's documentation the first paragraph that is long enough, as far as it is taken."""
+    for topic in topics.values():
+        for paragraph in topic.split("\n\n"):
+            text = " ".join(paragraph.split())
+            if len(text) >= PASSAGE and text.isascii() and text[0].isupper() and "::=" not in text:  # no grammar
+                yield text[:PASSAGE]
+                break
+
+
+# Topics may share a paragraph. Of another Python's documentation the passages may be other ones.
+NAMED = tuple(Asked(sign, text) for sign, text in zip(SINGERS, dict.fromkeys(_passages()), strict=False))
+BEGUN = tuple(Asked(text[:OPENING], text[OPENING:]) for _, text in NAMED)
+
+
+def any_named(chance: random.Random, begun: int, length: int) -> Asked:
+    """Any passage, by its sign, as long as it is, and not *length*."""
+    return chance.choice(NAMED)
+
+
+def any_begun(chance: random.Random, begun: int, length: int) -> Asked:
+    """Any passage, by its opening, as long as it is, and not *length*."""
+    return chance.choice(BEGUN)
 
 
 def walk(chance: random.Random, pairs: int, length: int) -> Asked:
