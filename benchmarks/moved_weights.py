@@ -16,6 +16,9 @@ sleep    `asleep and awake`: level 1, by which weights go to the host and come b
 adapter  `an adapter`, `another adapter`: one more by `add_lora`, which no prompt asks for; a Llama that is not
          quantised alone
 
+--layers makes the models as deep as large ones, so that a comparison has as many tensors to look at: `tensors`, and
+the `seconds of a look` at them all.
+
 Right is what a fresh engine on those weights answers, token by token. What a release cannot load again is `failed`.
 Engines run side by side, a process each.
 
@@ -69,6 +72,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for result.json and the logs")
     parser.add_argument("--models", nargs="+", default=["mla-fp8", "llama-fp8", "llama"], choices=list(MODELS))
     parser.add_argument("--part", action="append", choices=list(PARTS), help="weights, if none is named")
+    parser.add_argument("--layers", type=int, metavar="N", help="of each model, in place of two or three")
     parser.add_argument("--jobs", type=int, default=4, help="engines side by side")
     parser.add_argument("--eager", action="store_true", help="without graphs, to rehearse it where there is no GPU")
     parser.add_argument("--engine", metavar="JSON", help=argparse.SUPPRESS)
@@ -79,7 +83,7 @@ def main() -> int:
     out, began = options.out.resolve(), time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     for name in options.models:
-        write_both(name, out)
+        write_both(name, out, options.layers)
     if "adapter" in (options.part or ()):
         for name in adapters.NAMES:
             models.write(name, out)
@@ -210,6 +214,7 @@ def engine(model: str, other: str, part: str, eager: bool) -> dict[str, Any]:
         found[way] |= observed
     if part:
         (found["before"]["seconds of a look"],) = llm.collective_rpc("seconds_of_a_look")
+        (found["before"]["tensors"],) = llm.collective_rpc("tensors")
     return found
 
 
@@ -235,12 +240,16 @@ def updated(llm: Any, how: str, folder: str, number: int) -> None:
             raise RuntimeError(f"{name} was not loaded")
 
 
-def write_both(name: str, out: Path) -> None:
-    """Makes the weights A and B of *name*, in folders of their own; B are A's matrices from bottom to top."""
+def write_both(name: str, out: Path, layers: int | None = None) -> None:
+    """Makes the weights A and B of *name*, in folders of their own; B are A's matrices from bottom to top.
+
+    *layers*: how many it has, if not as many as the tiny model that it is made from.
+    """
     from safetensors.torch import load_file, save_file
 
-    made = models.write(MODELS[name], out)
-    config = json.loads((made / "config.json").read_text())
+    tiny, shapes_of = models.MODELS[MODELS[name]]
+    config = tiny | ({"num_hidden_layers": layers} if layers else {})
+    made = models.save(config, shapes_of(config), out / MODELS[name])
     if name.endswith("-fp8"):
         quantised = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
         config["quantization_config"] = quantised

@@ -48,6 +48,14 @@ class Updates:
         _this_process().look()
         return time.perf_counter() - began
 
+    def tensors(self) -> int:
+        """How many addresses are compared, of parameters and of all else that graphs hold; 0 without graphs."""
+        from vllm_graphfix import _this_process
+
+        watch = _this_process().addresses.of_rank
+        inventory = watch._inventory if watch is not None else None
+        return len(inventory.entries) if inventory is not None else 0
+
 
 def _weights(folder: Path) -> Iterator[tuple[str, Any]]:
     from safetensors import safe_open

@@ -1,8 +1,9 @@
-"""A real engine on the CPU whose cache blocks are marked, in this process: what the marks say, as JSON.
+"""A real engine whose cache blocks are marked, in this process: what the marks say, as JSON.
 
-    python marked_engine.py MODEL PLANT
+    python marked_engine.py MODEL PLANT [uni|mp [graphs]]
 
-PLANT is what is done to the cache behind vLLM's back, see `PLANTS`.
+PLANT is what is done to the cache behind vLLM's back, see `PLANTS`. With ``graphs`` it is one on a GPU, with full
+graphs. VLLM_ENABLE_V1_MULTIPROCESSING has to be 0.
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ VOCABULARY = 1024
 SAMPLING: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 
 
-def main(model: str, plant: str, executor: str = "uni") -> None:
+def main(model: str, plant: str, executor: str = "uni", graphs: str = "") -> None:
     from vllm import LLM, SamplingParams
 
+    kind: dict[str, Any] = {"enforce_eager": True}
+    if graphs:
+        kind = {
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            "kv_cache_memory_bytes": 1 << 28,
+            "gpu_memory_utilization": 0.05,
+        }
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,
         load_format="dummy",
-        enforce_eager=True,
         max_model_len=256,
         max_num_seqs=8,
         block_size=16,
@@ -32,6 +39,7 @@ def main(model: str, plant: str, executor: str = "uni") -> None:
         num_gpu_blocks_override=64,
         distributed_executor_backend=executor,
         seed=0,
+        **kind,
     )
     core = llm.llm_engine.engine_core.engine_core
     chance = random.Random(7)  # noqa: S311 - the same prompts in every run
