@@ -39,6 +39,11 @@ NOT_RUN = {
     (
         "python benchmarks/image_encoder.py --site 0.26.0=FOLDER --only padding --runners V1 --gib 2 --out FOLDER"
     ): "needs a GPU",
+    "python benchmarks/image_encoder.py --site 0.29.0=FOLDER --only input-norm --out FOLDER": "needs a GPU",
+    (
+        "python benchmarks/trained.py --site 0.31.0=FOLDER --site 0.29.0=FOLDER --out FOLDER --train-seconds 95 "
+        "--only llama-docs@0.31.0 --only llama-docs@0.29.0 --only mamba2-docs@0.29.0 --only llama-docs-scored@0.31.0"
+    ): "needs a GPU",
     (
         "VLLM_USE_V2_MODEL_RUNNER=0 vllm-graphfix compare smollm2 --prompts FILE --max-tokens 96 --max-model-len 2048 "
         "--max-num-seqs 8 --attention-backend FLASH_ATTN -cc.mode=0 -cc.cudagraph_mode=FULL"
