@@ -244,7 +244,7 @@ def _falls_back(encode: Function) -> bool:
 
 
 def _falls_back_v2(encode: Function) -> bool:
-    """The same of model runner V2, which has told adapters before."""
+    """The same of model runner V2. That its step tells adapters before it encodes is not asked of the source."""
     return (
         encode.confines("cg_manager", "cg_manager = self.cudagraph_manager", _ASKED_V2)
         and encode.confines("cudagraph_output", _ASKED_V2, _WITHOUT_A_GRAPH_V2)
@@ -402,6 +402,7 @@ FIX = Fix(
     patches=patches,
     events=(ENCODED_WITH_ADAPTERS,),
     needs=needs,
+    ground="answers",
     evidence=(
         f"{_MANAGER}::{_CLASS}._capture_budget_graph",
         f"{_LORA_V2}::set_active_mm_loras",
