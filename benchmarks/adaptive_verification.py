@@ -2,7 +2,7 @@
 
 It runs on the installed vLLM, or the one on the Python path, and one Hopper GPU; 0.28.0 or later, model runner V2.
 
-    python benchmarks/adaptive_verification.py --out FOLDER [--shapes "head 64" "head 128"] [--parallel N] [--timeout S]
+    python benchmarks/adaptive_verification.py --out FOLDER [--shapes "head 64" "group 16"] [--parallel N] [--timeout S]
 
 A graph of decodes is captured with K+1 tokens a request, and replayed where the step's longest request has fewer: the
 schedule of FlashAttention 3 is made for the step. A tiny Llama drafts with a tiny DSpark, both with random weights; no
@@ -16,8 +16,9 @@ Right is what an engine without graphs and drafts answers, token by token; what 
 `replays` counts steps, `FULL 8 1`: in a graph for 8 tokens a request, 1 in the longest. `remedied` tells builders the
 graph's longest in place of the step's. In a graph without a limit, as all are without adaptive verification, it is 0.
 
-Two shapes of heads, because a kernel differs by its longest query in two ways: up to 64 wide it is not causal for 1;
-128 wide with a group of 16, it has another tile for up to 64 rows (4 tokens).
+Shapes of heads, by what a kernel makes of its longest query: up to `head 64` it is not causal for one token; with
+`group 16`, and heads 128 wide, it has another tile for up to 64 rows (4 tokens); `head 128`, as most models have them,
+is neither.
 
 Exit code 1 if graphs with adaptive verification give a wrong answer; 2 if an engine has not come to its end, or none
 has replayed a graph for more tokens than the longest request had.
@@ -41,7 +42,8 @@ from vllm_graphfix.verify.engine import models
 
 SHAPES = {
     "head 64": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
-    "head 128": {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 128},
+    "group 16": {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 128},
+    "head 128": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128},
 }
 DRAFTS, RANK, LONGEST, PROMPT, BEST = 7, 32, 96, 40, 5
 DSPARK: dict[str, Any] = {

@@ -16,8 +16,7 @@ sleep    `asleep and awake`: level 1, by which weights go to the host and come b
 adapter  `an adapter`, `another adapter`: one more by `add_lora`, which no prompt asks for; a Llama that is not
          quantised alone
 
---layers makes the models as deep as large ones, so that a comparison has as many tensors to look at: `tensors`, and
-the `seconds of a look` at them all.
+--layers makes the models as deep as large ones, so that a `comparison` has as many addresses to compare.
 
 Right is what a fresh engine on those weights answers, token by token. What a release cannot load again is `failed`.
 Engines run side by side, a process each.
@@ -214,7 +213,7 @@ def engine(model: str, other: str, part: str, eager: bool) -> dict[str, Any]:
         found[way] |= observed
     if part:
         (found["before"]["seconds of a look"],) = llm.collective_rpc("seconds_of_a_look")
-        (found["before"]["tensors"],) = llm.collective_rpc("tensors")
+        (found["before"]["comparison"],) = llm.collective_rpc("comparison")
     return found
 
 
