@@ -1,0 +1,129 @@
+"""Trials of adaptive-schedule: vLLM changes that its diagnosis must see, and deployments that it concerns or not."""
+
+from __future__ import annotations
+
+from trial_rows import Edit, Served
+from vllm_graphfix.deployment import Concern
+from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes.adaptive_schedule import _BATCH, _GRAPHS, _RUNNER, _STATES
+
+fixed, unrecognised = Verdict.FIXED, Verdict.UNRECOGNISED
+affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
+v2, hopper = "VLLM_USE_V2_MODEL_RUNNER=1 ", "NVIDIA H100 80GB HBM3"
+longest = (
+    r"max_query_len=\(\n +int\(num_scheduled_tokens_upper_bound\.max\(\)\)\n"
+    r" +if adaptive_verification is not None\n +else None\n +\),"
+)
+step = "int(num_scheduled_tokens_upper_bound.max()) if adaptive_verification is not None else None"
+
+
+def dspark(adaptive: str = ', "enable_adaptive_verification": true', method: str = "dspark") -> str:
+    return f'--speculative-config \'{{"method": "{method}", "model": "draft", "num_speculative_tokens": 7{adaptive}}}\''
+
+
+EDITS = (
+    Edit("the graph's longest", "0.33.0", _RUNNER, longest, "max_query_len=batch_desc.max_query_len,", fixed),
+    Edit(
+        "the graph's longest, or the step's",
+        "0.28.0",
+        _RUNNER,
+        longest,
+        f"max_query_len=batch_desc.max_query_len or ({step}),",
+        fixed,
+    ),
+    Edit(
+        "the graph's longest in some steps",
+        "0.31.0",
+        _RUNNER,
+        longest,
+        "max_query_len=batch_desc.max_query_len if draft_tokens else None,",
+        unrecognised,
+    ),
+    Edit(
+        "the longest after drafts are cut",
+        "0.30.0",
+        _RUNNER,
+        r"int\(num_scheduled_tokens_upper_bound\.max\(\)\)",
+        "int(num_scheduled_tokens_np.max())",
+        unrecognised,
+    ),
+    Edit(
+        "told otherwise afterwards",
+        "0.33.0",
+        _RUNNER,
+        r"^( +)if self\.pcp_manager is not None:\n( +input_batch = self\.pcp_manager\.partition_batch)",
+        r"\1input_batch.max_query_len = self.decode_query_len\n\1if self.pcp_manager is not None:\n\2",
+        unrecognised,
+    ),
+    Edit(
+        "only graphs for just as many",
+        "0.32.0",
+        _GRAPHS,
+        r"desc\.max_query_len >= max_query_len",
+        "desc.max_query_len == max_query_len",
+        unrecognised,
+    ),
+    Edit(
+        "graphs of another longest",
+        "0.29.0",
+        _GRAPHS,
+        r"max_query_len=self\.decode_query_len",
+        "max_query_len=num_tokens",
+        unrecognised,
+    ),
+    Edit(
+        "captured without it",
+        "0.28.0",
+        _BATCH,
+        r"max_query_len=max_query_len,",
+        "max_query_len=None,",
+        unrecognised,
+    ),
+    Edit(
+        "builders told of another",
+        "0.33.0",
+        _STATES,
+        r"max_query_len = input_batch\.max_query_len\n",
+        "max_query_len = input_batch.longest_of_its_graph\n",
+        unrecognised,
+    ),
+    Edit(
+        "prepared for another graph",
+        "0.31.0",
+        _RUNNER,
+        r"scheduler_output, batch_req_state, batch_desc, num_active_loras\n",
+        "scheduler_output, batch_req_state, self.largest, num_active_loras\n",
+        unrecognised,
+    ),
+    Edit(
+        "dispatched without it",
+        "0.30.0",
+        _RUNNER,
+        r"^ +max_query_len=max_query_len,\n",
+        "",
+        unrecognised,
+    ),
+    Edit(
+        "no adaptive verification",
+        "0.28.0",
+        _RUNNER,
+        r"adaptive_verification",
+        "verification",
+        Verdict.ABSENT,
+        also=((_GRAPHS, r"varlen_decode", "uniform_decode"),),
+    ),
+)
+
+SERVED = (
+    Served("0.33.0", f"{v2}./llama {dspark()}", affects, "enable_adaptive_verification is on", hopper),
+    Served("0.28.0", f"{v2}./llama {dspark()} -cc.cudagraph_mode=FULL_DECODE_ONLY", affects, "dspark", "NVIDIA H200"),
+    Served("0.33.0", f"{v2}./llama {dspark(adaptive='')}", does_not, "enable_adaptive_verification is off", hopper),
+    Served("0.33.0", f"{v2}./llama {dspark(method='dflash')}", does_not, "dflash", hopper),
+    Served("0.33.0", f"{v2}./llama", does_not, "no speculator", hopper),
+    Served("0.33.0", f"{v2}./llama {dspark()} --enforce-eager", does_not, "--enforce-eager", hopper),
+    Served("0.33.0", f"{v2}./llama {dspark()} -cc.cudagraph_mode=PIECEWISE", does_not, "PIECEWISE", hopper),
+    Served("0.33.0", f"{v2.replace('=1', '=0')}./llama {dspark()}", does_not, "V1", hopper),
+    Served("0.33.0", f"{v2}./llama {dspark()}", does_not, "NVIDIA A100", "NVIDIA A100"),
+    Served("0.33.0", f"{v2}./llama {dspark()}", unknown, "GPU"),
+    Served("0.33.0", f"{v2}./llama --config more.yaml {dspark()}", unknown, "--config", hopper),
+)

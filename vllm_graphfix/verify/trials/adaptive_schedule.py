@@ -1,0 +1,11 @@
+"""What adaptive-schedule is tried with."""
+
+from __future__ import annotations
+
+from vllm_graphfix.verify.trial import Trial, Watched
+
+TRIAL = Trial(
+    watched=Watched("shadow-v2", "vllm_graphfix.verify.double.scenarios.adaptive_schedule:watched"),
+    engine="none",
+    shows_in="the CPU double, and engines of `benchmarks/adaptive_verification.py`: tokens",
+)
