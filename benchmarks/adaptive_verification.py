@@ -16,7 +16,8 @@ Right is what an engine without graphs and drafts answers, token by token; what 
 `replays` counts steps, `FULL 8 1`: in a graph for 8 tokens a request, 1 in the longest. `remedied` tells builders the
 graph's longest in place of the step's. In a graph without a limit, as all are without adaptive verification, it is 0.
 
-Shapes of heads, by what a kernel makes of its longest query: up to `head 64` it is not causal for one token; with
+Shapes of heads, by what a kernel makes of its longest query: up to `head 64`, and beyond 128, it is not causal for one
+token; with
 `group 16`, and heads 128 wide, it has another tile for up to 64 rows (4 tokens); `head 128`, as most models have them,
 is neither.
 

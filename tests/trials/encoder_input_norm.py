@@ -147,6 +147,7 @@ SERVED = (
     Served("0.29.0", "./model", does_not, "cudagraph_mm_encoder is off", model=qwen),
     Served("0.29.0", f"{captured} --enforce-eager", does_not, "--enforce-eager", model=qwen),
     Served("0.29.0", f"{captured} --no-mm-device-do-normalize", does_not, "--no-mm-device-do-normalize", model=qwen),
+    Served("0.28.0", f"VLLM_USE_RUST_FRONTEND=1 {captured}", does_not, "VLLM_USE_RUST_FRONTEND", model=qwen),
     Served("0.29.0", captured, does_not, "neither Qwen2-VL nor Qwen2.5-VL", model=qwen3),
     Served("0.29.0", "./model --config serve.yaml", unknown, "--config", model=qwen),
 )

@@ -86,6 +86,6 @@ class Flags:
             return None, missing
         return (int(value), None) if re.fullmatch(r"\d{1,9}", value) else (None, f"a number for {name}")
 
-    def _setting(self, name: str) -> bool | None:
+    def setting(self, name: str) -> bool | None:
         """A variable of vLLM's that is 0 or 1; None for anything else."""
         return {"0": False, "1": True, "": None}.get(self._environment.get(name, "").strip())

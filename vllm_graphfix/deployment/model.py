@@ -138,7 +138,7 @@ class Model(Flags):
 
     def mla(self) -> Fact:
         """The model has latent attention, which FlashMLA and Triton MLA serve."""
-        if self._setting("VLLM_MLA_DISABLE"):
+        if self.setting("VLLM_MLA_DISABLE"):
             return Fact(False, "VLLM_MLA_DISABLE=1 switches latent attention off")
         _, missing = self._architectures
         if missing is not None:

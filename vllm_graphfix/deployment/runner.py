@@ -42,7 +42,7 @@ class Runner(Model):
             return None, "the model runner that vLLM logs when it starts"
         value = self._environment.get(_V2)
         if value is not None:
-            chosen = self._setting(_V2)
+            chosen = self.setting(_V2)
             if chosen is None:
                 return None, f"{_V2} being 0 or 1"
             return ("V2" if chosen else "V1"), f"{_V2}={int(chosen)} chooses model runner {'V2' if chosen else 'V1'}"

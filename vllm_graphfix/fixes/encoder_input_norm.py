@@ -224,6 +224,8 @@ def _normalises_on_the_device(deployment: Deployment, _: str) -> Fact:
     from vllm_graphfix.deployment import Fact
 
     off = deployment.switched_on(_OFF)
+    if deployment.setting("VLLM_USE_RUST_FRONTEND"):
+        return Fact(False, "VLLM_USE_RUST_FRONTEND leaves it to the host")
     return Fact(None if off.holds is None else not off.holds, off.told)
 
 
@@ -265,6 +267,6 @@ ABOUT = About(
     workaround="Leave cudagraph_mm_encoder off; or --no-mm-device-do-normalize.",
     removable="with vLLM 0.30.0",
     in_caches="entries of images and videos, and of all that comes after them in a prompt: computed from wrong "
-    "embeddings",
-    how_sure="follows from the code; seen on a GPU",
+    "embeddings; and these themselves, where an encoder-cache connector stores what encoders make",
+    how_sure="follows from the code; the wrong embeddings were seen on a GPU, caches were not looked at",
 )
