@@ -135,9 +135,16 @@ def test_a_draft_prefill_that_is_mended_is_no_mismatch(release: str) -> None:
     ("release", "scenarios"),
     [
         ("0.16.0", "mamba-all-mode"),
-        ("0.18.1", "not (mamba-padding or draft-prefill-state or draft-idx-mapping or mamba-all-mode or c128a-stride)"),
-        ("0.21.0", "not dcp-context-lens and not mamba-all-mode and not c128a-stride"),
-        ("0.22.1", "not dcp-context-lens and not mamba-all-mode and not c128a-stride"),
+        (
+            "0.18.1",
+            (
+                "not (mamba-padding or draft-prefill-state or draft-idx-mapping or mamba-all-mode or c128a-stride "
+                "or adaptive-schedule)"
+            ),
+        ),
+        ("0.21.0", "not (dcp-context-lens or mamba-all-mode or c128a-stride or adaptive-schedule)"),
+        ("0.22.1", "not (dcp-context-lens or mamba-all-mode or c128a-stride or adaptive-schedule)"),
+        ("0.33.0", "adaptive-schedule"),
         pytest.param("0.27.1", "c128a-stride", marks=pytest.mark.slow),
     ],
 )
