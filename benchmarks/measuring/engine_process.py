@@ -69,7 +69,8 @@ class EngineProcess:
             )
         self._started = time.monotonic()
         theirs.close()
-        self._pipe.send(order)
+        with suppress(OSError):  # it has ended already: `ready` says why, and `end` is called as for any other
+            self._pipe.send(order)
 
     def ready(self, timeout: float) -> Ready:
         """Waits until the engine answers. Raises DiedError."""

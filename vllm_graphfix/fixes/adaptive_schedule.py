@@ -207,7 +207,6 @@ FIX = Fix(
     patches=patches,
     events=(SCHEDULE_OF_A_SHORTER_STEP,),
     needs=needs,
-    ground="answers",
     evidence=(
         f"{_GRAPHS}::CudaGraphManager.dispatch",
         f"{_GRAPHS}::ModelCudaGraphManager.capture",
@@ -242,5 +241,5 @@ ABOUT = About(
     removable=f"not yet: no release up to {NEWEST} has a remedy",
     in_caches="entries of generated tokens: what a layer puts into the cache is computed from the wrong attention of "
     "the one before",
-    how_sure="seen on a GPU",
+    how_sure="follows from the code; wrong tokens were seen on a GPU, caches were not looked at",
 )
