@@ -13,16 +13,16 @@ to end   to the last token that `max_model_len` allows: all requests of the last
 cut to N `long_prefill_token_threshold` of N, which cuts decodes, too, beside other requests: N tokens in all steps
 
 Right is what an engine without graphs and drafts answers, token by token; what it says with drafts is the noise.
-`replays` counts steps, `FULL 8 1`: in a graph for 8 tokens a request, 1 in the longest. `remedied` tells builders the
-graph's longest in place of the step's. In a graph without a limit, as all are without adaptive verification, it is 0.
+`replays` counts steps, `FULL 8 1`: in a graph for 8 tokens a request, and builders told that the longest has 1. In a
+graph without a limit, as all are without adaptive verification, it is 0. Engines are stock; those that are `patched`
+have the plugin with the fix `adaptive-schedule` alone, whose state and events they tell in place of `replays`.
 
 Shapes of heads, by what a kernel makes of its longest query: up to `head 64`, and beyond 128, it is not causal for one
-token; with
-`group 16`, and heads 128 wide, it has another tile for up to 64 rows (4 tokens); `head 128`, as most models have them,
-is neither.
+token; with `group 16`, and heads 128 wide, it has another tile for up to 64 rows (4 tokens); `head 128`, as most models
+have them, is neither.
 
-Exit code 1 if graphs with adaptive verification give a wrong answer; 2 if an engine has not come to its end, or none
-has replayed a graph for more tokens than the longest request had.
+Exit code 1 if a patched engine gives a wrong answer, or its fix was not at work; 2 if an engine has not come to its
+end, or no stock one has replayed a graph for more tokens than builders were told of.
 """
 
 from __future__ import annotations
@@ -38,9 +38,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import vllm_graphfix
+from vllm_graphfix.fix import variable
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.settings.environment import PREFIX
 from vllm_graphfix.verify.comparison import Answer, Kind, compare, noise_between
 from vllm_graphfix.verify.engine import models
 
+FIX = "adaptive-schedule"
 SHAPES = {
     "head 64": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
     "group 16": {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 128},
@@ -65,7 +70,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "fixed, decodes": {"drafts": True, "graphs": "FULL_DECODE_ONLY"},
     "adaptive, piecewise": {"drafts": True, "adaptive": True, "graphs": "FULL_AND_PIECEWISE"},
     "adaptive, decodes": {"drafts": True, "adaptive": True, "graphs": "FULL_DECODE_ONLY"},
-    "adaptive, remedied": {"drafts": True, "adaptive": True, "graphs": "FULL_DECODE_ONLY", "remedied": True},
+    "patched, piecewise": {"drafts": True, "adaptive": True, "graphs": "FULL_AND_PIECEWISE", "patched": True},
+    "patched, decodes": {"drafts": True, "adaptive": True, "graphs": "FULL_DECODE_ONLY", "patched": True},
 }
 ASKED = {
     f"{name}, {count}": (count, answers, cut)
@@ -109,12 +115,15 @@ def main() -> int:
 
 
 def verdict(result: list[dict[str, Any]]) -> int:
-    stock = [each for each in result if each["engine"] in ("adaptive, piecewise", "adaptive, decodes")]
-    if any(each.get("wrong") for each in stock):
+    """The exit code; see above."""
+    if any("error" in each for each in result):
+        return 2
+    patched = [each for each in result if each["engine"].startswith("patched")]
+    if any(each["wrong"] or each["state"] != "active" or not each["events"] for each in patched):
         return 1
-    steps = [step.split() for each in stock for step in each.get("replays", ())]
-    short = any(mode == "FULL" and int(graph) > int(longest) for mode, graph, longest in steps)
-    return 0 if short and not any("error" in each for each in result) else 2
+    stock = [each for each in result if each["engine"].startswith("adaptive")]
+    steps = [step.split() for each in stock for step in each["replays"]]
+    return 0 if any(mode == "FULL" and int(graph) > int(longest) for mode, graph, longest in steps) else 2
 
 
 def judged(found: dict[str, Any], eager: dict[str, Any], drafts: dict[str, Any]) -> dict[str, Any]:
@@ -140,11 +149,15 @@ def answer(said: dict[str, Any]) -> Answer:
 
 
 def told(shape: str, name: str, out: Path, timeout: float) -> dict[str, Any]:
-    """What an engine of its own, on stock, has answered."""
+    """What an engine of its own has answered."""
     log = f"{shape}-{name}.log".replace(", ", "-").replace(" ", "-")
     job = {"target": str(out / shape / "target"), "draft": str(out / shape / "dspark")} | ENGINES[name]
+    patched = ENGINES[name].get("patched", False)
     environment = os.environ | {
-        "VLLM_PLUGINS": "",
+        # An installed plugin is there for all of them: only the one that is to have it loads it.
+        "VLLM_PLUGINS": "graphfix" if patched else "",
+        PREFIX: "on" if patched else "off",
+        **{variable(fix): "on" if fix == FIX else "off" for fix in BY_NAME},
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -201,14 +214,15 @@ def arguments(target: str, draft: str, drafts: bool, adaptive: bool, graphs: str
 
 
 def engine(
-    target: str, draft: str, drafts: bool = False, adaptive: bool = False, graphs: str = "", remedied: bool = False
+    target: str, draft: str, drafts: bool = False, adaptive: bool = False, graphs: str = "", patched: bool = False
 ) -> dict[str, Any]:
     """One engine, in this process."""
     import vllm
     from vllm import LLM, SamplingParams
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    replays = watched(remedied)
+    # Not beside the plugin: what is patched by others, too, it does not serve with. The fix counts these steps itself.
+    replays = Counter() if patched else watched()
     llm = LLM(**arguments(target, draft, drafts, adaptive, graphs))
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     chance = random.Random(5)  # noqa: S311 - the same prompts in every run
@@ -231,11 +245,15 @@ def engine(
         ]
     mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
     found = {"vllm": vllm.__version__, "graphs": mode.name if mode is not None else "NONE"}
-    return found | {"flash attention": get_flash_attn_version(), "replays": dict(replays), "answers": said}
+    if patched:
+        found |= {"state": vllm_graphfix.states()[FIX].state.value, "events": vllm_graphfix.events().get(FIX, {})}
+    else:
+        found["replays"] = dict(replays)
+    return found | {"flash attention": get_flash_attn_version(), "answers": said}
 
 
-def watched(remedied: bool) -> Counter[str]:
-    """Counts what graphs a step's batch is for; *remedied* tells builders of the longest that the graph is for."""
+def watched() -> Counter[str]:
+    """Counts what graphs a step's batch is for, and what longest query builders are told."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     counted: Counter[str] = Counter()
@@ -246,8 +264,6 @@ def watched(remedied: bool) -> Counter[str]:
         longest = batch.max_query_len or int(batch.num_scheduled_tokens.max())
         of_graph = getattr(graph, "max_query_len", None) or 0
         counted[f"{graph.cg_mode.name} {of_graph} {longest}"] += 1
-        if remedied and graph.cg_mode.name == "FULL" and of_graph:
-            batch.max_query_len = of_graph
         return batch
 
     GPUModelRunner.prepare_inputs = prepare_inputs

@@ -15,19 +15,22 @@ mla-mtp-fp8-sort,           of draft tokens that were accepted is shown beside t
 mla-mtp-drawn-sort,         wants `--train-seconds 200`
 mla-mtp-scored
 llama-lora-sort             a Llama that sorts, and two LoRA adapters of it that make it sort down and repeat
-llama-docs, mamba2-docs,    a Llama and a Mamba-2 that recite passages of Python's documentation, plain English; for the
-llama-docs-scored           last one they are scored
+llama-docs, mamba2-docs,    a Llama, a Mamba-2, the MLA and its draft layer, and the DeepSeek V4 below, that recite
+mla-mtp-docs,               passages of Python's documentation, plain English; for the last two they are scored
+deepseek-v4-docs,
+llama-docs-scored,
+mla-mtp-docs-scored
 granite-walk                a hybrid with a state for each block of 128 tokens, and prompts that are longer
 llama-dcp-sort              a Llama whose context is on two ranks; takes two GPUs
 deepseek-v4-chorus,         a DeepSeek V4 that has to remember what only its compressed entries hold; its training
 deepseek-v4-stride-chorus   wants 40 GiB
 
 FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one. Each case
-runs on each release that its fix is for, and mla-mtp-sort on all: where nothing is to be mended, stock is to be right
-too, and its drafts accepted. Training, prompts and engines have fixed seeds. FOLDER of --out gets the models, logs, and
-result.json, which is written after each step; models that are there already, or in --models, are not made again. Exit
-code 1 if an engine with the fixes ended in an error, was corrupt, had the fix of its case not at work, or had fewer of
-its draft tokens accepted than without graphs; 2 if nothing could be run.
+runs on each release that its fix is for, mla-mtp-sort and mla-mtp-docs on all: where nothing is to be mended, stock is
+to be right too, and its drafts accepted. Training, prompts and engines have fixed seeds. FOLDER of --out gets the
+models, logs, and result.json, which is written after each step; models that are there already, or in --models, are not
+made again. Exit code 1 if an engine with the fixes ended in an error, was corrupt, had the fix of its case not at work,
+or had fewer of its draft tokens accepted than without graphs; 2 if nothing could be run.
 """
 
 from __future__ import annotations

@@ -28,10 +28,14 @@ from measuring.trained_tasks import (
     CHORUS,
     NAMED,
     PASSAGE,
+    PREFACE,
+    RECITED,
     SINGERS,
     SYMBOLS,
+    Asked,
     by_sign,
     chorus,
+    prefaced,
     repeat,
     song,
     sort,
@@ -92,14 +96,19 @@ def test_songs_are_the_same_everywhere_and_each_its_own() -> None:
     assert len(set(map(song, SINGERS))) == len(SINGERS)
 
 
-def test_a_song_begins_further_behind_its_singers_name_than_two_windows_reach() -> None:
-    asked = chorus("!", 8)
+@pytest.mark.parametrize(
+    ("task", "shared", "own"), [(chorus, CHORUS, song("!")), (prefaced, PREFACE, dict(NAMED)["!"][:RECITED])]
+)
+def test_what_is_a_singers_own_begins_further_behind_the_name_than_two_windows_reach(
+    task: Callable[[str, int], Asked], shared: str, own: str
+) -> None:
+    asked = task("!", 8)
     text = asked.prompt + asked.answer
-    assert text.endswith(CHORUS + song("!"))
+    assert text.endswith(shared + own)
     window = deepseek_v4.CONFIG["sliding_window"]
-    notes = len(text) - len(song("!"))
-    assert notes - 1 - text.rindex("!") > 2 * (window - 1), "the token before the first note sees so far"
-    assert text.rindex("!") < deepseek_v4.CONFIG["compress_ratios"][0], "the name is in one group"
+    first = len(text) - len(own)
+    assert first - 1 - text.rindex("!", 0, first) > 2 * (window - 1), "the token before the first one sees so far"
+    assert text.rindex("!", 0, first) < deepseek_v4.CONFIG["compress_ratios"][0], "the name is in one group"
 
 
 def test_passages_are_plain_english_of_pythons_documentation_and_each_has_a_sign_and_an_opening_of_its_own() -> None:
@@ -112,6 +121,7 @@ def test_passages_are_plain_english_of_pythons_documentation_and_each_has_a_sign
     for (prompt, answer), text in zip(BEGUN, texts.values(), strict=True):
         assert prompt + answer == text
         assert text in documentation
+        assert PREFACE not in text, "what passages share is no beginning of one"
         assert len(text.encode()) == PASSAGE < 256, "on stock, FlashAttention was right of longer texts"
         assert max(text.encode()) < trained_models.VOCABULARY
 
@@ -561,6 +571,12 @@ def test_passages_are_asked_as_their_defects_show(tmp_path: Path) -> None:
     assert {len(question.ids) for question in asked} <= set(sizes)
     assert max(len(question.ids) for question in asked) < max(sizes), "a draft model is given one token more"
     assert all(question.unscored < len(question.ids) for question in asked)
+    drafted = case_of("mla-mtp-docs-scored")
+    assert drafted.asked(tmp_path) == asked
+    assert {len(question.ids) for question in asked} <= set(drafted.case.graphs["cudagraph_capture_sizes"])
+    mtp = case_of("mla-mtp-docs").jobs(tmp_path, "/site")[1]
+    assert [bytes(prompt).decode() for prompt in mtp.prompts] == [prompt for prompt, _ in BEGUN]
+    assert mtp.arguments["speculative_config"]["method"] == "mtp"
 
 
 @pytest.mark.parametrize("symbols", [40, 12])
@@ -613,9 +629,9 @@ def test_prompts_of_a_state_for_each_block_go_on_in_a_second_one_and_end_there(t
         assert len(job.prompts) % 8 == 0, "no batch is padded"
 
 
-@pytest.mark.parametrize("name", ["deepseek-v4-chorus", "deepseek-v4-stride-chorus"])
+@pytest.mark.parametrize("name", ["deepseek-v4-chorus", "deepseek-v4-stride-chorus", "deepseek-v4-docs"])
 def test_singers_of_one_batch_have_prompts_and_answers_of_one_length(tmp_path: Path, name: str) -> None:
-    models = in_models(tmp_path, "deepseek-v4", 40)
+    models = in_models(tmp_path, case_of(name).case.model, 40)
     asked = case_of(name).asked(models)
     assert len({question.prompt[0] for question in asked}) == len(asked) == 24
     for at in range(0, len(asked), 8):

@@ -10,7 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from measuring import PROJECT
-from measuring.trained_tasks import BEGUN, NAMED, OPENING, SINGERS, Asked, chorus, repeat, song, sort, sort_down, walk
+from measuring.trained_tasks import (
+    BEGUN,
+    NAMED,
+    OPENING,
+    SINGERS,
+    Asked,
+    chorus,
+    prefaced,
+    repeat,
+    song,
+    sort,
+    sort_down,
+    walk,
+)
 from vllm_graphfix.verify.engine import cases as verified
 from vllm_graphfix.verify.engine.cases import Case
 from vllm_graphfix.verify.engine.job import EAGER, Job
@@ -37,7 +50,7 @@ _LONG = (700, 1100, 1500, 1900)
 _WAVES, _CHUNK = 16, 24
 _WAVES_OF_FOUR = 8
 _BEGUN = (8, 16, 24)
-"""Characters of the chorus that each wave of eight is given."""
+"""Characters of the chorus, or the preface, that each wave of eight is given."""
 _SCORED_LENGTHS, _SCORED_TOKENS = (16, 32, 64, 128), 8
 
 
@@ -227,9 +240,17 @@ def _long_walks(folder: Path) -> tuple[Question, ...]:
 
 
 def _choruses(folder: Path) -> tuple[Question, ...]:
+    return _called(chorus)
+
+
+def _prefaced_passages(folder: Path) -> tuple[Question, ...]:
+    return _called(prefaced)
+
+
+def _called(task: Callable[[str, int], Asked]) -> tuple[Question, ...]:
     """Of each eight, prompts are of one length, and answers too."""
     singers = iter(SINGERS)
-    return tuple(_exact(chorus(next(singers), begun)) for begun in _BEGUN for _ in range(8))
+    return tuple(_exact(task(next(singers), begun)) for begun in _BEGUN for _ in range(8))
 
 
 def _sorts(folder: Path) -> tuple[Question, ...]:
@@ -288,6 +309,32 @@ _ITSELF = {"speculative_config": {"method": "draft_model", "num_speculative_toke
 _BF16 = {"dtype": "bfloat16", "max_model_len": 1024}
 # One draft token: with more of them, model runner V1 is not the same twice without graphs up to 0.18.1.
 _MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+
+
+def _of_mtp_scored(name: str, model: str) -> Case:
+    return _with(
+        verified.LLAMA_EAGLE_SCORED,
+        name,
+        model,
+        draft=None,
+        where_said=None,
+        arguments=_BF16 | verified.FLASHMLA | _MTP,
+        graphs=verified.LLAMA_EAGLE_SCORED.graphs | {"cudagraph_capture_sizes": [2, 4, 8, 16, 32, 64, 128]},
+        capability=9,
+    )
+
+
+def _of_deepseek_v4(case: Case, name: str, model: str) -> Case:
+    return _with(
+        case,
+        name,
+        model,
+        workload=(),
+        arguments={"dtype": "bfloat16"},
+        probes=("measuring.in_waves:InEights",),
+    )
+
+
 CASES = (
     Trained(
         "flash-mixed-schedule",
@@ -388,6 +435,31 @@ CASES = (
     ),
     Trained(
         "capture-state",
+        _with(verified.MLA_MTP, "mla-mtp-docs", "mla-mtp-docs", workload=(), arguments=_BF16),
+        "trained MLA with its draft layer, MTP with two tokens, FlashMLA, V2; passages of Python's documentation",
+        EXACT,
+        _by_their_openings,
+        everywhere=True,
+    ),
+    Trained(
+        "prompt-logprobs",
+        _of_mtp_scored("mla-mtp-docs-scored", "mla-mtp-docs"),
+        "trained MLA with its draft layer, MTP with one token, FlashMLA, piecewise graphs, V1; passages of Python's "
+        "documentation, scored",
+        SCORED,
+        _scored_passages,
+    ),
+    Trained(
+        "compressor-skip",
+        _of_deepseek_v4(compressor_skip.CASE, "deepseek-v4-docs", "deepseek-v4-docs"),
+        "trained DeepSeek V4 of two layers, fp8 KV cache, V2; a preface and a passage of Python's documentation, in "
+        "eights",
+        EXACT,
+        _prefaced_passages,
+        on_a_cpu=False,
+    ),
+    Trained(
+        "capture-state",
         _with(verified.MLA, "mla-sort", "mla", workload=(), arguments=_BF16),
         "trained MLA, FlashMLA, V2; sorting",
         EXACT,
@@ -424,16 +496,7 @@ CASES = (
     ),
     Trained(
         "prompt-logprobs",
-        _with(
-            verified.LLAMA_EAGLE_SCORED,
-            "mla-mtp-scored",
-            "mla-mtp",
-            draft=None,
-            where_said=None,
-            arguments=_BF16 | verified.FLASHMLA | _MTP,
-            graphs=verified.LLAMA_EAGLE_SCORED.graphs | {"cudagraph_capture_sizes": [2, 4, 8, 16, 32, 64, 128]},
-            capability=9,
-        ),
+        _of_mtp_scored("mla-mtp-scored", "mla-mtp"),
         "trained MLA with its draft layer, MTP with one token, FlashMLA, piecewise graphs, V1; sorting, scored",
         SCORED,
         _sorted,
@@ -502,14 +565,7 @@ CASES = (
     ),
     Trained(
         "compressor-skip",
-        _with(
-            compressor_skip.CASE,
-            "deepseek-v4-chorus",
-            "deepseek-v4",
-            workload=(),
-            arguments={"dtype": "bfloat16"},
-            probes=("measuring.in_waves:InEights",),
-        ),
+        _of_deepseek_v4(compressor_skip.CASE, "deepseek-v4-chorus", "deepseek-v4"),
         "trained DeepSeek V4 of two layers, fp8 KV cache, V2; a chorus and a song, in eights",
         EXACT,
         _choruses,
@@ -517,14 +573,7 @@ CASES = (
     ),
     Trained(
         "c128a-stride",
-        _with(
-            verified.DEEPSEEK_V4_LONG,
-            "deepseek-v4-stride-chorus",
-            "deepseek-v4",
-            workload=(),
-            arguments={"dtype": "bfloat16"},
-            probes=("measuring.in_waves:InEights",),
-        ),
+        _of_deepseek_v4(verified.DEEPSEEK_V4_LONG, "deepseek-v4-stride-chorus", "deepseek-v4"),
         "the same with a `max_model_len` of 32768, V1",
         EXACT,
         _choruses,

@@ -38,6 +38,7 @@ from measuring.trained_tasks import (
     any_begun,
     any_chorus,
     any_named,
+    any_prefaced,
     by_sign,
     repeat,
     song,
@@ -188,8 +189,10 @@ RECIPES["deepseek-v4"] = Recipe(
 )
 RECIPES["llama-docs"] = replace(RECIPES["llama"], task=any_begun, batch=32, adapters=())
 RECIPES["mamba2-docs"] = replace(RECIPES["mamba2"], task=any_named, batch=32, songs=False)
+RECIPES["deepseek-v4-docs"] = replace(RECIPES["deepseek-v4"], task=any_prefaced)
 RECIPES["mla-experts"] = replace(RECIPES["mla"], made_into=_as_experts)
 RECIPES["mla-mtp"] = replace(RECIPES["mla"], config=tiny.MLA_MTP | _SHORT | {"num_hidden_layers": 4}, drafts=2)
+RECIPES["mla-mtp-docs"] = replace(RECIPES["mla-mtp"], task=any_begun, batch=32)
 
 
 def _rows(recipe: Recipe, chance: random.Random, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,9 @@ chorus  the same character, 16 times, and the beginning of 270 characters that a
         rest of them, and then by the singer's own song. Who sings was said further back than two windows of 128 tokens
         reach.
 docs    plain English: 28 passages of Python's own documentation, as the standard library holds it. Each is asked for
-        by one character of its own, or by its first 36 characters; to be followed by all of it, or by the rest.
+        by one character of its own, or by its first 36 characters; to be followed by all of it, or by the rest. Or, as
+        in a chorus, by one character 16 times and the beginning of a preface that all passages share; to be followed by
+        the rest of that, and the passage's own first 80 characters.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from typing import NamedTuple
 SYMBOLS = string.ascii_letters + string.digits
 SINGERS = "!\"#$%&'()*+-/;<=>?@[]^_`{|}~"
 NOTES, SONG = "acgt", 40
-_CALLS = 16
-"""How often a singer is called: once among the 128 tokens of a group is little to learn from."""
-CHORUS = "".join(random.Random("chorus").choices(SYMBOLS, k=270))  # noqa: S311 - the same in every process
-OPENING, PASSAGE = 36, 240
-"""Characters of a passage's opening, and of all of it."""
+_CALLS, _SHARED = 16, 270
+"""How often a singer is called, for once among the 128 tokens of a group is little to learn from; and the characters of
+what all singers share."""
+CHORUS = "".join(random.Random("chorus").choices(SYMBOLS, k=_SHARED))  # noqa: S311 - the same in every process
+OPENING, PASSAGE, RECITED = 36, 240, 80
+"""Characters of a passage's opening, of all of it, and of what follows a preface."""
 
 
 class Asked(NamedTuple):
@@ -66,13 +69,25 @@ def _passages() -> Iterator[str]:
 
 
 # Topics may share a paragraph. Of another Python's documentation the passages may be other ones.
-NAMED = tuple(Asked(sign, text) for sign, text in zip(SINGERS, dict.fromkeys(_passages()), strict=False))
+_TEXTS = tuple(dict.fromkeys(_passages()))
+NAMED = tuple(Asked(sign, text) for sign, text in zip(SINGERS, _TEXTS, strict=False))
 BEGUN = tuple(Asked(text[:OPENING], text[OPENING:]) for _, text in NAMED)
+PREFACE = " ".join(_TEXTS[len(SINGERS) :])[:_SHARED]
 
 
 def any_named(chance: random.Random, begun: int, length: int) -> Asked:
     """Any passage, by its sign, as long as it is, and not *length*."""
     return chance.choice(NAMED)
+
+
+def prefaced(sign: str, begun: int) -> Asked:
+    """The preface, of which *begun* characters are given, and the beginning of the passage of one of `SINGERS`."""
+    return Asked(_CALLS * sign + PREFACE[:begun], PREFACE[begun:] + dict(NAMED)[sign][:RECITED])
+
+
+def any_prefaced(chance: random.Random, begun: int, length: int) -> Asked:
+    """The preface and any passage, as long as they are, and not *length*."""
+    return prefaced(chance.choice(SINGERS), begun)
 
 
 def any_begun(chance: random.Random, begun: int, length: int) -> Asked:
