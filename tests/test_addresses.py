@@ -388,8 +388,8 @@ def test_fleet_names_a_tensor_that_lies_elsewhere_and_not_one_that_was_brought_b
 
 
 def test_metrics_have_the_counts_and_those_at_0_too() -> None:
-    told = snapshot_of([record(rank=0, events={"addresses": COUNTS})], 0.0)
-    assert {event: count for (fix, event), count in told.events.items() if fix == "addresses"} == COUNTS
+    (told,) = snapshot_of([record(rank=0, events={"addresses": COUNTS})], 0.0).events.values()
+    assert {event: count for (fix, event), count in told.items() if fix == "addresses"} == COUNTS
 
 
 def test_what_is_told_of_a_tensor_fits_into_a_record() -> None:

@@ -441,7 +441,7 @@ def test_records_have_the_first_blocks_that_have_changed_and_fleet_and_metrics_t
     (engine,) = look(tmp_path).engines
     (line,) = [what for what in engine.wrong if "cache blocks have changed, 2 times: block 17 of cache group 1" in what]
     assert OVERWRITTEN.layers in line
-    events = snapshot_of([told], 0.0).events
+    (events,) = snapshot_of([told], 0.0).events.values()
     assert {event: count for (fix, event), count in events.items() if fix == "kv-marks"} == COUNTS
     written["overwritten"]["0"]["block"] = "many"
     with pytest.raises(RecordError, match=r"overwritten\.0"):

@@ -229,6 +229,19 @@ def serve_with(worker: Any, extension: type) -> None:
 
 
 @watching
+def test_an_engine_that_captures_again_knows_new_addresses_and_goes_on_counting(worker: Any) -> None:
+    layer = worker.model_runner.model.kv_b_proj
+    layer.weight.data = weights(7.0)
+    worker.reload_weights()
+    before = counts()
+    assert set(moved()) == {"kv_b_proj.weight"}
+    _this_process().serve(worker, True)
+    worker.reload_weights()
+    assert moved() == {}
+    assert counts() == before | {"comparisons": before["comparisons"] + 1}
+
+
+@watching
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "a while later"])
 def test_a_layer_that_a_program_processes_by_itself_is_compared_too(worker: Any, at_once: bool) -> None:
     watch = of_this_rank()

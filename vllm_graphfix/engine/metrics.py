@@ -68,8 +68,8 @@ class Snapshot(NamedTuple):
     """Epoch seconds."""
     states: dict[tuple[str, ...], int]
     """By the values of `STATE_LABELS`: the number of ranks."""
-    events: dict[tuple[str, ...], int]
-    """By the values of `EVENT_LABELS`: over all ranks."""
+    events: dict[tuple[str, int], dict[tuple[str, ...], int]]
+    """By the process of a rank, and the values of `EVENT_LABELS`."""
     agreeing: int | None
     """Ranks that agree; None if none has been compared yet."""
     silent: int = 0
@@ -94,19 +94,19 @@ def records_of_engine(records: Iterable[Record], engine: str) -> list[Record]:
 def snapshot_of(records: Iterable[Record], read_at: float, silent: int = 0) -> Snapshot:
     """What the records of the ranks of one engine say together, if *silent* of the ranks are silent."""
     states: Tally[tuple[str, ...]] = Tally()
-    events: Tally[tuple[str, ...]] = Tally()
+    events: dict[tuple[str, int], dict[tuple[str, ...], int]] = {}
     groups: dict[str, int] = {}
     for record in records:
         for name, fix in record.fixes.items():
             states[name, fix.mode, fix.state, fix.reason, record.vllm, record.graphfix] += 1
+        counted = events[record.file_name, record.start_ticks] = {}
         for name, counts in record.events.items():
             counting = name not in record.fixes or record.fixes[name].state in ("active", "observing")
-            for event, count in counts.items():
-                if counting or count:  # what nobody counts is no series
-                    events[name, event] += count
+            # What nobody counts is no series.
+            counted |= {(name, event): count for event, count in counts.items() if counting or count}
         if record.agreement is not None:
             groups[record.agreement.group] = record.agreement.agreeing
-    return Snapshot(read_at, dict(states), dict(events), sum(groups.values()) if groups else None, silent)
+    return Snapshot(read_at, dict(states), events, sum(groups.values()) if groups else None, silent)
 
 
 class Exposition:
@@ -145,7 +145,7 @@ class Exposition:
         )
         self._counts = counts
         self._states: set[tuple[str, ...]] = set()
-        self._told: dict[tuple[str, ...], int] = {}
+        self._told: dict[tuple[str, int], dict[tuple[str, ...], int]] = {}
 
     def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
         from prometheus_client import Gauge
@@ -180,11 +180,13 @@ class Exposition:
         for labels, ranks in snapshot.states.items():
             self._state.labels(*labels).set(ranks)
         self._states |= snapshot.states.keys()
-        for labels, count in snapshot.events.items() if self._counts else ():
-            # A rank's record that is missing for a moment is no event that has not happened.
-            told = self._told.get(labels, 0)
-            self._events.labels(*labels).inc(max(0, count - told))
-            self._told[labels] = max(count, told)
+        for process, events in snapshot.events.items() if self._counts else ():
+            # By process: of a rank that is gone, or whose record is missing for a moment, what it has counted stays.
+            told = self._told.setdefault(process, {})
+            for labels, count in events.items():
+                before = told.get(labels, 0)
+                self._events.labels(*labels).inc(max(0, count - before))
+                told[labels] = max(count, before)
 
 
 class Watcher:

@@ -33,7 +33,8 @@ _LISTED = 5
 _BEGIN, _END = ("start_weight_update", "start_draft_weight_update"), "finish_weight_update"
 """Between these vLLM has tensors elsewhere that come back (0.21.0 and later)."""
 _ELASTIC = ("reinitialize_distributed", "elastic_ep_execute")
-"""Called for several steps of one change, the last of which captures again; a heartbeat sees what that one does not."""
+"""Called for several steps of one change, the last of which captures again, but with NIXL's exchange; a heartbeat sees
+what that one does not."""
 _LAYER = "process_weights_after_loading of a layer"
 _UNFINISHED = ("load_weights", _LAYER)
 """Called by themselves: other tensors may still be in the form in which they are loaded."""
@@ -69,6 +70,8 @@ class RankAddresses:
     def _forget(self) -> None:
         self._lock = threading.Lock()
         self._depth = self._operations = 0
+        self._counts: dict[str, int] | None = None
+        """None before the first capture."""
         self._forget_capture()
 
     def _forget_capture(self) -> None:
@@ -78,7 +81,6 @@ class RankAddresses:
         self._unfinished = False
         """An update in several calls has begun and not ended."""
         self._asleep: set[str] = set()
-        self._counts: dict[str, int] | None = None
         self._moved: dict[str, _Moved] = {}
         """By name: tensors that lie elsewhere, or did before they were repaired."""
         self._pointers: dict[str, int] = {}
@@ -104,9 +106,11 @@ class RankAddresses:
             self._guarded(self._take_inventory, worker)
 
     def _take_inventory(self, worker: Any) -> None:
+        again = self._worker is not None and self._worker() is worker
         self._forget_capture()
         found = Inventory(worker, hold=self.action is Addresses.REPAIR)
-        self._counts = {"comparisons": 0, "moved": 0, "repaired": 0, "graphs-taken-out": 0, "failures": 0}
+        if self._counts is None or not again:  # an engine that captures again goes on counting
+            self._counts = {"comparisons": 0, "moved": 0, "repaired": 0, "graphs-taken-out": 0, "failures": 0}
         for _, model in models(worker.model_runner):
             self._hook_model(model)
         self._hook_others(type(worker))
