@@ -6,7 +6,7 @@ PYTEST_WORKERS ?= 3
 BIN := .venv/bin
 STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
-NEED_A_GPU := adaptive_verification capture_faults engine_cost expert_adapters flash_kernels idle_ranks image_encoder kv_marks moved_weights poison prefill_dispatch_cost shadow_check shadow_faults trained triton_mla_rows vectors
+NEED_A_GPU := adaptive_verification capture_faults elastic_experts engine_cost expert_adapters flash_kernels idle_ranks image_encoder kv_marks moved_weights poison prefill_dispatch_cost shadow_check shadow_faults trained triton_mla_rows vectors
 
 .PHONY: help venv releases demo test test-all lint check fix docs build install-check packages audit manifest generated new-release release mutation bench bench-engine clean
 .DELETE_ON_ERROR:

@@ -100,7 +100,9 @@ def test_a_state_that_no_rank_is_in_any_more_is_0(scraped: Scraped, tmp_path: Pa
     assert states == {"active": 0, "conflict": 1}
 
 
-def test_events_of_all_ranks_are_added_up_and_those_of_a_rank_that_has_left_stay(scraped: Scraped, tmp_path: Path) -> None:
+def test_events_of_all_ranks_are_added_up_and_those_of_a_rank_that_has_left_stay(
+    scraped: Scraped, tmp_path: Path
+) -> None:
     for counts, total in (((3, 4), 7), ((3, 4), 7), ((5, 4), 9), ((5,), 9), ((5, 5), 10), ((6,), 11)):
         for left in own_folder(tmp_path).glob("*.json"):
             left.unlink()
