@@ -49,7 +49,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from measuring import engine_cases, tiny_qwen2_vl
+from measuring import engine_cases, tiny_newest, tiny_qwen2_vl
 from measuring.engine_process import DiedError, EngineProcess, Order
 from measuring.shadow_cases import (
     EXPERTS,
@@ -164,7 +164,7 @@ class Measured:
         }
         self.ran = False
         for name in {name for case in (*cases, *EXPERTS) for name in case.models} - {tiny_qwen2_vl.NAME}:
-            models.write(name, self._models)
+            (tiny_newest if name in tiny_newest.MODELS else models).write(name, self._models)
         tiny_qwen2_vl.write(self._models)
         self._adapters = [str(models.write(name, self._models)) for name in adapters.NAMES]
         config, described = models.MODELS["llama"]
