@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
+from edited import swap
+from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.adaptive_schedule import _BATCH, _GRAPHS, _RUNNER, _STATES
@@ -14,6 +15,8 @@ longest = (
     r"max_query_len=\(\n +int\(num_scheduled_tokens_upper_bound\.max\(\)\)\n"
     r" +if adaptive_verification is not None\n +else None\n +\),"
 )
+made = r"^( +)if self\.pcp_manager is not None:\n +input_batch = self\.pcp_manager\.partition_batch"
+taken = r"max_query_len = input_batch\.max_query_len\n"
 step = "int(num_scheduled_tokens_upper_bound.max()) if adaptive_verification is not None else None"
 
 
@@ -51,8 +54,8 @@ EDITS = (
         "told otherwise afterwards",
         "0.33.0",
         _RUNNER,
-        r"^( +)if self\.pcp_manager is not None:\n( +input_batch = self\.pcp_manager\.partition_batch)",
-        r"\1input_batch.max_query_len = self.decode_query_len\n\1if self.pcp_manager is not None:\n\2",
+        made,
+        r"\1input_batch.max_query_len = self.decode_query_len\n\g<0>",
         unrecognised,
     ),
     Edit(
@@ -83,7 +86,7 @@ EDITS = (
         "builders told of another",
         "0.33.0",
         _STATES,
-        r"max_query_len = input_batch\.max_query_len\n",
+        taken,
         "max_query_len = input_batch.longest_of_its_graph\n",
         unrecognised,
     ),
@@ -111,6 +114,46 @@ EDITS = (
         "verification",
         Verdict.ABSENT,
         also=((_GRAPHS, r"varlen_decode", "uniform_decode"),),
+    ),
+)
+
+WORDINGS = (
+    Wording(
+        REMEDY,
+        "0.33.0",
+        _RUNNER,
+        {
+            "the runner's longest": swap(
+                longest, "max_query_len=self.decode_query_len if self.adaptive_verification is not None else None,"
+            ),
+            "the longer one": swap(longest, f"max_query_len=max(batch_desc.max_query_len or 0, {step} or 0) or None,"),
+            "set afterwards": swap(
+                made, r"\1input_batch.max_query_len = batch_desc.max_query_len or input_batch.max_query_len\n\g<0>"
+            ),
+            "a batch made anew": swap(
+                made,
+                r"\1import dataclasses; input_batch = dataclasses.replace(input_batch, "
+                r"max_query_len=batch_desc.max_query_len or input_batch.max_query_len)\n\g<0>",
+            ),
+        },
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.33.0",
+        _RUNNER,
+        {
+            "the runner's longest, in steps with drafts": swap(
+                longest, "max_query_len=self.decode_query_len if adaptive_verification is not None else None,"
+            ),
+            "the graph's number for all requests": swap(longest, "max_query_len=batch_desc.uniform_token_count,"),
+            "the shorter one": swap(longest, f"max_query_len=min(batch_desc.max_query_len or 1, {step} or 1),"),
+        },
+    ),
+    Wording(
+        SHAPE,
+        "0.28.0",
+        _STATES,
+        {"asked of the batch at once": swap(taken, "max_query_len = int(input_batch.longest_query())\n")},
     ),
 )
 

@@ -214,6 +214,8 @@ FIX = Fix(
         f"{_VERIFICATION}::AdaptiveVerificationManager.compact_batch",
         f"{_VERIFICATION}::AdaptiveVerificationManager.reallocate_drafts",
         f"{_BACKEND}::FlashAttentionMetadataBuilder.build",
+        f"{_BACKEND}::FlashAttentionMetadataBuilder._get_scheduler_metadata",
+        f"{_BACKEND}::FlashAttentionMetadataBuilder._store_scheduler_metadata",
         f"{_BACKEND}::FlashAttentionImpl.forward",
     ),
 )
