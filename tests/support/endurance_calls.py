@@ -52,7 +52,14 @@ class Planned(NamedTuple):
     """In `make test`, and in `make test-all`."""
 
 
-_MAMBA, _FLASHMLA, _DRAFTS, _INDEXER, _TRITON_MLA = "0.21.0", "0.17.1", "0.17.1", "0.27.1", "0.25.1"
+_MAMBA, _FLASHMLA, _DRAFTS, _INDEXER, _TRITON_MLA, _ADAPTIVE = (
+    "0.21.0",
+    "0.17.1",
+    "0.17.1",
+    "0.27.1",
+    "0.25.1",
+    "0.33.0",
+)
 _UNEVENTFUL = _SLOWER = (3_000, 1_000_000)
 _READ, _WRITTEN, _MADE = (20, 10_000), (500, 10_000), (1_000, 100_000)
 CASES: dict[str, Planned] = {
@@ -125,6 +132,16 @@ CASES: dict[str, Planned] = {
     ),
     "prefill-dispatch of V2, observed, a prefill of one token": Planned(
         lambda: layers.dispatch_v2(active=False), _MAMBA
+    ),
+    "adaptive-schedule, active, a step shorter than its graph": Planned(lambda: layers.steps(active=True), _ADAPTIVE),
+    "adaptive-schedule, active, a step as long": Planned(
+        lambda: layers.steps(active=True, shorter=False), _ADAPTIVE, _UNEVENTFUL
+    ),
+    "adaptive-schedule, active, failing at each call": Planned(
+        lambda: layers.steps(active=True, broken=True), _ADAPTIVE
+    ),
+    "adaptive-schedule, observed, a step shorter than its graph": Planned(
+        lambda: layers.steps(active=False), _ADAPTIVE
     ),
     "records of 64 ranks read": Planned(of_records.watcher, None, _READ),
     "records of 64 ranks read, beside another engine's": Planned(

@@ -412,3 +412,28 @@ def samples(*, active: bool, scored: bool = True, broken: bool = False) -> Case:
 
     counted = ("prompt-logprobs-after-draft",) if scored and not broken else ()
     return Case(call, counted, "prompt-logprobs" if broken else None, layers.activities)
+
+
+# -- adaptive-schedule -------------------------------------------------------------------------------------------------
+
+
+def steps(*, active: bool, shorter: bool = True, broken: bool = False) -> Case:
+    """`prepare_inputs`, by a stand-in, since vLLM's own runs kernels, for a graph of decodes of up to three tokens."""
+    import numpy as np
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    descriptor: Any = BatchExecutionDescriptor(CUDAGraphMode.FULL, 3 * ROWS, ROWS, max_query_len=3)
+    batch = SimpleNamespace(num_scheduled_tokens=np.ones(REQUESTS, dtype=np.int32))
+    if broken:
+        batch.num_scheduled_tokens = None
+
+    def prepare_inputs(self: Any, scheduler_output: Any, batch_req_state: Any, batch_desc: Any) -> Any:
+        batch.max_query_len = None if shorter else 3
+        return batch
+
+    layers = _Layers("adaptive-schedule", "longest-of-the-step", active=active)
+    around = layers.around("GPUModelRunner.prepare_inputs", prepare_inputs)
+    counted = ("schedule-of-a-shorter-step",) if shorter and not broken else ()
+    failing = "adaptive-schedule" if broken else None
+    return Case(lambda: around(None, None, None, descriptor), counted, failing, layers.activities)
