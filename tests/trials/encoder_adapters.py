@@ -6,7 +6,8 @@ from edited import swap
 from trial_rows import LOOKALIKE, SHAPE, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes.encoder_adapters import _ADAPTERS, _MANAGER, _META, _RUNNER, _RUNNER_V2, _STATE_V2
+from vllm_graphfix.fixes._encoder_runners import RUNNER, RUNNER_V2
+from vllm_graphfix.fixes.encoder_adapters import _ADAPTERS, _MANAGER, _META, _STATE_V2
 
 fixed, unrecognised = Verdict.FIXED, Verdict.UNRECOGNISED
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
@@ -23,11 +24,11 @@ captured = "./model -cc.cudagraph_mm_encoder=true"
 served = f"{captured} --enable-lora --enable-tower-connector-lora"
 
 EDITS = (
-    Edit("no graphs of encoders with adapters", "0.25.1", _RUNNER, made, refused, fixed),
+    Edit("no graphs of encoders with adapters", "0.25.1", RUNNER, made, refused, fixed),
     Edit(
         "the same in other words",
         "0.23.0",
-        _RUNNER,
+        RUNNER,
         made,
         refused.replace("self.lora_config is not None", "self.lora_config"),
         fixed,
@@ -35,18 +36,18 @@ EDITS = (
     Edit(
         "the same in both model runners",
         "0.33.0",
-        _RUNNER,
+        RUNNER,
         made,
         refused,
         fixed,
         also=((_STATE_V2, made_v2, refused_v2),),
     ),
-    Edit("in one of two model runners", "0.30.0", _RUNNER, made, refused, unrecognised),
+    Edit("in one of two model runners", "0.30.0", RUNNER, made, refused, unrecognised),
     Edit("in the other one", "0.28.0", _STATE_V2, made_v2, refused_v2, unrecognised),
     Edit(
         "no graphs of encoders with adapters, where they are captured",
         "0.20.0",
-        _RUNNER,
+        RUNNER,
         r"^( +)and self\.encoder_cudagraph_manager is None\n",
         rf"\g<0>\1and not ({takes})\n",
         unrecognised,
@@ -54,7 +55,7 @@ EDITS = (
     Edit(
         "steps with adapters are encoded without a graph",
         "0.27.1",
-        _RUNNER,
+        RUNNER,
         asked,
         r"\g<0>                        and not (self.lora_config and self.lora_manager.supports_tower_connector_lora())"
         "\n",
@@ -90,7 +91,7 @@ EDITS = (
     Edit(
         "no way back without a graph",
         "0.26.0",
-        _RUNNER,
+        RUNNER,
         r"^( +)if cudagraph_output is not None:\n",
         r"\1assert cudagraph_output is not None\n\g<0>",
         unrecognised,
@@ -98,7 +99,7 @@ EDITS = (
     Edit(
         "no way back in the other model runner",
         "0.33.0",
-        _RUNNER_V2,
+        RUNNER_V2,
         r"^( +)if cudagraph_output is not None\n",
         r"\1if cg_manager is not None\n",
         unrecognised,
@@ -122,7 +123,7 @@ EDITS = (
     Edit(
         "no encoder is captured",
         "0.20.2",
-        _RUNNER,
+        RUNNER,
         r"vllm\.v1\.worker\.encoder_cudagraph import",
         "vllm.v1.worker.encoder_graphs import",
         Verdict.ABSENT,
@@ -145,7 +146,7 @@ WORDINGS = (
     Wording(
         SHAPE,
         "0.27.1",
-        _RUNNER,
+        RUNNER,
         {"asked of the model": swap(asked, r"\g<0>                        and model.supports_encoder_cudagraph\n")},
     ),
 )

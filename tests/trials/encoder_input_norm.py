@@ -5,7 +5,8 @@ from __future__ import annotations
 from trial_rows import Edit, Served
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes.encoder_input_norm import _MANAGER, _QWEN2_5_VL, _QWEN2_VL, _RUNNER, _VISION
+from vllm_graphfix.fixes._encoder_runners import RUNNER, RUNNER_V2
+from vllm_graphfix.fixes.encoder_input_norm import _MANAGER, _QWEN2_5_VL, _QWEN2_VL, _VISION
 
 fixed, unrecognised = Verdict.FIXED, Verdict.UNRECOGNISED
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
@@ -132,9 +133,27 @@ EDITS = (
         unrecognised,
     ),
     Edit(
+        "no way back without a graph",
+        "0.29.0",
+        RUNNER,
+        r"^( +)if cudagraph_output is not None:\n",
+        r"\1assert cudagraph_output is not None\n\g<0>",
+        Verdict.AFFECTED,
+        shape="bytes",
+    ),
+    Edit(
+        "no way back in the other model runner",
+        "0.28.0",
+        RUNNER_V2,
+        r"^( +)if cudagraph_output is not None\n",
+        r"\1if cg_manager is not None\n",
+        Verdict.AFFECTED,
+        shape="bytes",
+    ),
+    Edit(
         "no encoder is captured",
         "0.29.0",
-        _RUNNER,
+        RUNNER,
         r"vllm\.v1\.worker\.encoder_cudagraph import",
         "vllm.v1.worker.encoder_graphs import",
         Verdict.ABSENT,

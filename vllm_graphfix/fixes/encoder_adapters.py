@@ -7,6 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._about import NEWEST, About
+from vllm_graphfix.fixes._encoder_runners import (
+    ENCODE,
+    ENCODE_V2,
+    IN_A_GRAPH,
+    RUNNER,
+    RUNNER_V2,
+    falls_back,
+    falls_back_v2,
+)
 
 if TYPE_CHECKING:
     import ast
@@ -16,8 +25,6 @@ if TYPE_CHECKING:
     from vllm_graphfix.source.functions import Function
 
 _MANAGER = "vllm/v1/worker/encoder_cudagraph.py"
-_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
-_RUNNER_V2 = "vllm/v1/worker/gpu/mm/encoder_runner.py"
 _STATE_V2 = "vllm/v1/worker/gpu/model_states/interface.py"
 _LORA_V2 = "vllm/v1/worker/gpu/mm/lora.py"
 _ADAPTERS = "vllm/lora/model_manager.py"
@@ -55,28 +62,6 @@ _CALLED_TO_REPLAY = frozenset(
     "_get_graph_set _get_item_specs copy_ get get_encoder_cudagraph_num_items get_input_modality items len "
     "padding_logic prepare_encoder_cudagraph_replay_buffers replay zero_".split()
 )
-_WITHOUT_A_GRAPH = """
-if cudagraph_output is not None:
-    batch_outputs = cudagraph_output
-else:
-    batch_outputs = model.embed_multimodal(**mm_kwargs_batch)
-"""
-_WITHOUT_A_GRAPH_V2 = """
-batch_outputs = (
-    cudagraph_output if cudagraph_output is not None else self.model.embed_multimodal(**mm_kwargs_batch)
-)
-"""
-_ASKED = """
-self.encoder_cudagraph_manager is not None and self.encoder_cudagraph_manager.supports_modality(modality)
-"""
-_IN_A_GRAPH = "cudagraph_output = self.encoder_cudagraph_manager.execute(mm_kwargs_batch)"
-_ASKED_V2 = """
-cudagraph_output = (
-    cg_manager.execute(mm_kwargs_batch)
-    if cg_manager is not None and cg_manager.is_captured() and cg_manager.supports_modality(modality)
-    else None
-)
-"""
 _MADE = "EncoderCudaGraphManager(vllm_config=..., device=..., dtype=..., model=cast(SupportsEncoderCudaGraph, {}))"
 _MADE_ONCE = (
     """
@@ -121,17 +106,17 @@ def diagnose(source: Source) -> Diagnosis:
     execute, replay = source.function(_MANAGER, _EXECUTE), source.function(_MANAGER, f"{_CLASS}._run_budget_graph")
     local = source.function(_MANAGER, _LOCAL)
     by_size = [source.function(_MANAGER, f"{_LOCAL}_{paths}_path") for paths in ("single", "dual")]
-    encode = source.function(_RUNNER, "GPUModelRunner._execute_mm_encoder")
-    make = source.function(_RUNNER, "GPUModelRunner._create_encoder_cudagraph_manager")
-    capture = source.function(_RUNNER, "GPUModelRunner.capture_model")
-    encode_v2 = source.function(_RUNNER_V2, "EncoderRunner.execute_mm_encoder")
+    encode = source.function(RUNNER, ENCODE)
+    make = source.function(RUNNER, "GPUModelRunner._create_encoder_cudagraph_manager")
+    capture = source.function(RUNNER, "GPUModelRunner.capture_model")
+    encode_v2 = source.function(RUNNER_V2, ENCODE_V2)
     make_v2 = source.function(_STATE_V2, "ModelState.__init__")
     tell = source.function(_ADAPTERS, "LoRAModelManager._set_adapter_mapping")
     keep = source.function(_ADAPTERS, "LoRAModelManager._maybe_init_mm")
     owner = source.function(_ADAPTERS, "LoRAModelManager.__init__")
     prepare = source.function(_META, "LoRAKernelMeta.prepare_tensors")
     update = source.function(_PUNICA, "PunicaWrapperGPU.update_metadata")
-    if not source.says(_RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
+    if not source.says(RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
         return Diagnosis(Verdict.ABSENT, "no CUDA graphs of encoders")
     if not (execute and replay and local and encode and tell and keep and owner and prepare and update):
         return Diagnosis.unrecognised("images with adapters are encoded in a way", execute or _MANAGER)
@@ -145,9 +130,10 @@ def diagnose(source: Source) -> Diagnosis:
         _is_given_images(execute)
         and (_goes_by_size(local) or (_goes_by_paths(local) and all(each and _goes_by_size(each) for each in by_size)))
         and _replays(replay)
-        and _falls_back(encode)
+        and falls_back(encode)
+        and _tells_first(encode)
         and (_makes(make) if make else capture and _makes_first(capture))
-        and (not in_v2 or (encode_v2 and _falls_back_v2(encode_v2) and make_v2 and _makes_v2(make_v2)))
+        and (not in_v2 or (encode_v2 and falls_back_v2(encode_v2) and make_v2 and _makes_v2(make_v2)))
         and _keeps_adapters(owner, keep, tell)
         and _tells_kernels(prepare, update)
     ):
@@ -223,32 +209,21 @@ def _goes_by_paths(local: Function) -> bool:
     )
 
 
-def _falls_back(encode: Function) -> bool:
-    """Whether model runner V1 tells adapters of all images first, and encodes without a graph if it got nothing."""
+def _tells_first(encode: Function) -> bool:
+    """Whether model runner V1 tells adapters of all images before it encodes any.
+
+    That the step of model runner V2 does so is not asked of the source.
+    """
     told = encode.only("self.lora_manager.set_active_adapters(lora_requests, tower_mapping)")
     return (
         told is not None
-        and encode.confines("encoder_cudagraph_manager", _ASKED, _IN_A_GRAPH)
-        and encode.only(_ASKED) is not None
-        and encode.confines("cudagraph_output", "cudagraph_output = None", _IN_A_GRAPH, _WITHOUT_A_GRAPH)
-        and len(encode.find(_IN_A_GRAPH)) == 1
-        and all(told.lineno < part.lineno for part in encode.find(_IN_A_GRAPH))
-        and encode.only(_WITHOUT_A_GRAPH) is not None
+        and all(told.lineno < part.lineno for part in encode.find(IN_A_GRAPH))
         and encode.confines(
             "lora_manager",
             "self.lora_config and self.lora_manager.supports_tower_connector_lora()",
             "self.lora_manager.set_active_adapters(lora_requests, tower_mapping)",
             "self.lora_manager.set_active_adapters(lora_requests, connector_mapping)",
         )
-    )
-
-
-def _falls_back_v2(encode: Function) -> bool:
-    """The same of model runner V2. That its step tells adapters before it encodes is not asked of the source."""
-    return (
-        encode.confines("cg_manager", "cg_manager = self.cudagraph_manager", _ASKED_V2)
-        and encode.confines("cudagraph_output", _ASKED_V2, _WITHOUT_A_GRAPH_V2)
-        and all(len(encode.find(each)) == 1 for each in (_ASKED_V2, _WITHOUT_A_GRAPH_V2))
     )
 
 
@@ -387,8 +362,8 @@ FIX = Fix(
     runner=None,
     reads=(
         _MANAGER,
-        _RUNNER,
-        _RUNNER_V2,
+        RUNNER,
+        RUNNER_V2,
         _STATE_V2,
         _LORA_V2,
         _ADAPTERS,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._about import About
+from vllm_graphfix.fixes._encoder_runners import ENCODE, ENCODE_V2, RUNNER, RUNNER_V2, falls_back, falls_back_v2
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from vllm_graphfix.source.functions import Function
 
 _MANAGER = "vllm/v1/worker/encoder_cudagraph.py"
-_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _QWEN2_VL = "vllm/model_executor/models/qwen2_vl.py"
 _QWEN2_5_VL = "vllm/model_executor/models/qwen2_5_vl.py"
 _VISION = "vllm/model_executor/models/vision.py"
@@ -24,7 +24,7 @@ _CLASS = "EncoderCudaGraphManager"
 _EXECUTE = f"{_CLASS}.execute"
 
 _PIXELS = ("pixel_values", "pixel_values_videos")
-"""Where these models are given images and videos, as bytes of (patches, channels x frames x height x width)."""
+"""The arguments by which these models are given images and videos: bytes of (patches, channels x frames x pixels)."""
 _ARCHITECTURES = frozenset(
     {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "JinaVLForRanking"}
 )
@@ -72,7 +72,7 @@ IMAGES_NOT_NORMALISED = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    if not source.says(_RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
+    if not source.says(RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
         return Diagnosis(Verdict.ABSENT, "no CUDA graphs of encoders")
     made = [model.method(source, "__init__") for model in _MODELS]
     if all(made) and not any(source.says(model.path, "input_norm") for model in _MODELS):
@@ -82,6 +82,7 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis(Verdict.FIXED, "the encoder itself normalises images, in graphs, too", fixed[0] or "")
     execute = source.function(_MANAGER, _EXECUTE)
     normalise = source.function(_VISION, "FusedInputNorm.forward")
+    encode, encode_v2 = source.function(RUNNER, ENCODE), source.function(RUNNER_V2, ENCODE_V2)
     if (
         execute
         and execute.takes == "self, mm_kwargs"
@@ -96,7 +97,7 @@ def diagnose(source: Source) -> Diagnosis:
             Verdict.AFFECTED,
             "images are normalised where a model encodes them without graphs alone",
             (_MODELS[0].method(source, "prepare_encoder_cudagraph_replay_buffers") or execute).where,
-            "bytes",
+            "bytes-fall-back" if encode and encode_v2 and falls_back(encode) and falls_back_v2(encode_v2) else "bytes",
         )
     return Diagnosis.unrecognised("images are normalised on the device in a way", next(filter(None, made), _QWEN2_VL))
 
@@ -144,11 +145,12 @@ def _leaves_graphs_out(source: Source, model: _Model) -> bool:
     )
 
 
-def _normalise_first(stock: StockFunction, activity: Activity) -> StockFunction:
+def _normalise_first(stock: StockFunction, activity: Activity, *, way_back: bool) -> StockFunction:
     """Wraps `EncoderCudaGraphManager.execute(self, mm_kwargs)`, which model runners call for images of one kind.
 
     All that follows, in graphs or too large for them, takes the images from there, on each of several ranks, too. The
     caller's own are left as they are: where this returns None they are encoded by the model, which normalises them.
+    So it does where they cannot be normalised here, if there is a *way_back* to the model.
     """
     met, corrects = activity.counter(IMAGES_NOT_NORMALISED), activity.corrects
 
@@ -165,10 +167,20 @@ def _normalise_first(stock: StockFunction, activity: Activity) -> StockFunction:
                     given = {**mm_kwargs, **{name: normalise(mm_kwargs[name], dtype) for name in raw}}
         except Exception as error:
             activity.failed(error)
+            if corrects and way_back and _encodes_alone(self):
+                return None
             given = mm_kwargs
         return stock(self, given, *args, **kwargs)
 
     return execute
+
+
+def _encodes_alone(manager: Any) -> bool:
+    """Whether no other rank encodes with this one: it would wait for what it does in a graph."""
+    try:
+        return bool(manager.vllm_config.parallel_config.tensor_parallel_size == 1)
+    except Exception:  # of a manager in another shape: it goes on as stock does
+        return False
 
 
 def _normalisation(model: Any) -> Any | None:
@@ -181,7 +193,8 @@ def _normalisation(model: Any) -> Any | None:
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_MODULE, _EXECUTE, _normalise_first),)
+    wrap = functools.partial(_normalise_first, way_back=shape == "bytes-fall-back")
+    return (Patch(_MODULE, _EXECUTE, wrap),)
 
 
 def needs() -> tuple[Need, ...]:
@@ -233,7 +246,7 @@ FIX = Fix(
     number=27,
     name="encoder-input-norm",
     runner=None,
-    reads=(_MANAGER, _RUNNER, _QWEN2_VL, _QWEN2_5_VL, _VISION),
+    reads=(_MANAGER, RUNNER, RUNNER_V2, _QWEN2_VL, _QWEN2_5_VL, _VISION),
     modules=(_MODULE,),
     diagnose=diagnose,
     patches=patches,
@@ -261,7 +274,9 @@ ABOUT = About(
     "graphs. A graph of the encoder, and the way that images too large for one take, begin behind that: the encoder "
     "gets the bytes.",
     remedy="What is given to the manager of the graphs is normalised first, by the model's own normalisation, into "
-    "new memory of the encoder's dtype. Where images have been normalised by the host nothing is done.",
+    "new memory of the encoder's dtype. Where images have been normalised by the host nothing is done. Where "
+    "normalising fails, as without enough memory, the model encodes without graphs, unless ranks encode together: "
+    "these then go on as stock does.",
     detect="Ask about an image, once with cudagraph_mm_encoder and once without: the embeddings are others. The "
     "counter of `observe` counts calls that stock gives bytes to.",
     workaround="Leave cudagraph_mm_encoder off; or --no-mm-device-do-normalize.",

@@ -72,7 +72,11 @@ def run(*, hit: bool = True) -> Measurement:
             for number, (kind, grids) in enumerate(STEPS):
                 asked = images(kind, grids, number)
                 eager += torch.cat(list(model.embed_multimodal(**asked))).flatten().tolist()
-                graphed += torch.cat(list(manager.execute(asked))).flatten().tolist()
+                found = manager.execute(asked)
+                # As both model runners do it, where graphs return nothing.
+                graphed += (
+                    torch.cat(list(model.embed_multimodal(**asked) if found is None else found)).flatten().tolist()
+                )
     return Measurement(
         f"embeddings of images and a video in {len(STEPS)} steps, two models, graphs for {BUDGETS[0]} and {BUDGETS[1]} "
         "tokens",

@@ -1,0 +1,56 @@
+"""What a model runner does where its graphs of an encoder return nothing, for fixes that have images encoded so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source.functions import Function
+
+RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+ENCODE = "GPUModelRunner._execute_mm_encoder"
+RUNNER_V2 = "vllm/v1/worker/gpu/mm/encoder_runner.py"
+ENCODE_V2 = "EncoderRunner.execute_mm_encoder"
+IN_A_GRAPH = "cudagraph_output = self.encoder_cudagraph_manager.execute(mm_kwargs_batch)"
+
+_ASKED = """
+self.encoder_cudagraph_manager is not None and self.encoder_cudagraph_manager.supports_modality(modality)
+"""
+_WITHOUT_A_GRAPH = """
+if cudagraph_output is not None:
+    batch_outputs = cudagraph_output
+else:
+    batch_outputs = model.embed_multimodal(**mm_kwargs_batch)
+"""
+_ASKED_V2 = """
+cudagraph_output = (
+    cg_manager.execute(mm_kwargs_batch)
+    if cg_manager is not None and cg_manager.is_captured() and cg_manager.supports_modality(modality)
+    else None
+)
+"""
+_WITHOUT_A_GRAPH_V2 = """
+batch_outputs = (
+    cudagraph_output if cudagraph_output is not None else self.model.embed_multimodal(**mm_kwargs_batch)
+)
+"""
+
+
+def falls_back(encode: Function) -> bool:
+    """Whether *encode* of model runner V1 encodes without a graph if it got nothing from one."""
+    return (
+        encode.confines("encoder_cudagraph_manager", _ASKED, IN_A_GRAPH)
+        and encode.only(_ASKED) is not None
+        and encode.confines("cudagraph_output", "cudagraph_output = None", IN_A_GRAPH, _WITHOUT_A_GRAPH)
+        and len(encode.find(IN_A_GRAPH)) == 1
+        and encode.only(_WITHOUT_A_GRAPH) is not None
+    )
+
+
+def falls_back_v2(encode: Function) -> bool:
+    """The same of model runner V2."""
+    return (
+        encode.confines("cg_manager", "cg_manager = self.cudagraph_manager", _ASKED_V2)
+        and encode.confines("cudagraph_output", _ASKED_V2, _WITHOUT_A_GRAPH_V2)
+        and all(len(encode.find(each)) == 1 for each in (_ASKED_V2, _WITHOUT_A_GRAPH_V2))
+    )
