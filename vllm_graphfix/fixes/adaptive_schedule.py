@@ -23,6 +23,8 @@ _GRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
 _STATES = "vllm/v1/worker/gpu/model_states/default.py"
 _BATCH = "vllm/v1/worker/gpu/input_batch.py"
 _VERIFICATION = "vllm/v1/worker/gpu/spec_decode/adaptive_verification.py"
+_METADATA = "vllm/v1/worker/gpu/attn_utils.py"
+_BUILDER = "vllm/v1/attention/backend.py"
 _SYNC = "vllm/v1/worker/gpu/dp_utils.py"
 _BACKEND = "vllm/v1/attention/backends/flash_attn.py"
 _RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
@@ -201,7 +203,7 @@ FIX = Fix(
     number=28,
     name="adaptive-schedule",
     runner="V2",
-    reads=(_RUNNER, _GRAPHS, _STATES, _BATCH, _SYNC, _VERIFICATION, _BACKEND),
+    reads=(_RUNNER, _GRAPHS, _STATES, _BATCH, _SYNC, _VERIFICATION, _METADATA, _BUILDER, _BACKEND),
     modules=(_RUNNER_MODULE,),
     diagnose=diagnose,
     patches=patches,
@@ -213,6 +215,8 @@ FIX = Fix(
         f"{_SYNC}::dispatch_cg_and_sync_dp",
         f"{_VERIFICATION}::AdaptiveVerificationManager.compact_batch",
         f"{_VERIFICATION}::AdaptiveVerificationManager.reallocate_drafts",
+        f"{_METADATA}::build_attn_metadata",
+        f"{_BUILDER}::AttentionMetadataBuilder.build_for_cudagraph_capture",
         f"{_BACKEND}::FlashAttentionMetadataBuilder.build",
         f"{_BACKEND}::FlashAttentionMetadataBuilder._get_scheduler_metadata",
         f"{_BACKEND}::FlashAttentionMetadataBuilder._store_scheduler_metadata",
