@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -188,6 +189,27 @@ def test_a_crash_is_told_in_the_words_of_the_log(started: Callable[[str], Engine
     engine.tell(8, 9)
     with pytest.raises(DiedError, match="an illegal memory access was encountered"):
         engine.hear(60)
+
+
+def test_an_engine_that_ends_before_it_is_sent_its_order_is_one_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is killed while it starts."""
+    worker = tmp_path / "worker.py"
+    worker.write_text("raise SystemExit(3)\n")
+    begin = subprocess.Popen
+
+    def ended(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        process: subprocess.Popen[bytes] = begin(*args, **kwargs)
+        process.wait(60)  # so that it cannot take its order
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", ended)
+    order = Order(arguments={}, plugin=False, runner="V1", largest_batch=8)
+    engine = EngineProcess(order, os.environ, tmp_path / "log", worker)
+    with pytest.raises(DiedError, match="ended with exit code 3"):
+        engine.ready(60)
+    engine.end()
 
 
 def test_an_engine_that_was_ended_leaves_no_process(started: Callable[[str], EngineProcess]) -> None:
