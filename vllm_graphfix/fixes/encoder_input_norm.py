@@ -24,7 +24,7 @@ _CLASS = "EncoderCudaGraphManager"
 _EXECUTE = f"{_CLASS}.execute"
 
 _PIXELS = ("pixel_values", "pixel_values_videos")
-"""The arguments by which these models are given images and videos: bytes of (patches, channels x frames x pixels)."""
+"""These models are given images and videos by these names, as bytes of (patches, channels x frames x pixels)."""
 _ARCHITECTURES = frozenset(
     {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "JinaVLForRanking"}
 )

@@ -45,7 +45,7 @@ REQUESTS, DRAFTS, TOKENS = 3, 2, 9
 Step = tuple[Sequence[int], int]
 """The drafts of each request, and how many of all of them are verified."""
 STEPS: tuple[Step, ...] = (((1, 1, 0), 2), ((2, 2, 2), 6), ((0, 0, 0), 0), ((1, 1, 1), 1), ((2, 1, 0), 3))
-"""In three of these no request has all its drafts: one beside others that may have none, none at all, and one cut."""
+"""No request has all its drafts in three of these: some have fewer, nobody has any, and one step was cut."""
 WHOLE: tuple[Step, ...] = (((2, 2, 2), 6), ((2, 1, 0), 3), ((2, 2, 1), 2))
 """Some request has all its drafts in each of these, or had them before they were cut."""
 CPU = torch.device("cpu")

@@ -47,7 +47,7 @@ def _import_models() -> tuple[Any, Any]:
 qwen2_vl, qwen2_5_vl = _import_models()
 
 MEAN, DEVIATION, SCALE = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), 1 / 255
-"""Of each channel, and of a byte: what the processor of such a checkpoint says."""
+"""The processor of such a checkpoint says the first two for each channel, and the last for each byte."""
 PATCH, WIDTH = 2, 8
 BUDGETS, IMAGES = (4, 8), 2
 """Tokens of the graphs, each of four patches, and images in one."""
@@ -57,7 +57,7 @@ STEPS = (
     ("image", [(1, 8, 12)]),
     ("video", [(2, 4, 4)]),
 )
-"""Frames, and patches that these are high and wide: of 4 tokens, 8 and 4, 24, which no graph has, and 8."""
+"""Each image has frames, and patches high and wide; they are 4 tokens, 8 and 4, 24, which no graph has, and 8."""
 
 
 def run(*, hit: bool = True) -> Measurement:
