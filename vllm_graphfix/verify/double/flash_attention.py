@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -194,6 +194,27 @@ def random_cache(blocks: int, random: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=random)
 
 
+def attention_layer(
+    requests: int, tokens: int, random: torch.Generator
+) -> tuple[Any, tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]:
+    """vLLM's own layer with a cache for so many *requests*; its inputs, of so many *tokens*; and what runs it on them.
+
+    The last takes the metadata of a step, and what graphs give besides.
+    """
+    cache = random_cache(requests * BLOCKS, random)
+    inputs = (torch.zeros(tokens, HEADS, WIDTH), *torch.zeros(2, tokens, 1, WIDTH))
+    layer: Any = torch.nn.Module()
+    layer._q_scale = layer._k_scale = layer._v_scale = torch.ones(())
+    attention: Any = flash_attn.FlashAttentionImpl(HEADS, WIDTH, 0.5, 1, None, None, "auto")
+
+    def forward(metadata: Any, _: int = 0) -> torch.Tensor:
+        output = torch.zeros_like(inputs[0])
+        attention.forward(layer, *inputs, cache, metadata, output)
+        return output
+
+    return layer, inputs, forward
+
+
 Batch = tuple[Sequence[int], Sequence[int]]
 """The query tokens of each request, and its length with these."""
 
@@ -207,17 +228,7 @@ def attend(
     batch *capture*. *wrapped*: it is in vLLM's wrapper.
     """
     random = torch.Generator().manual_seed(0)
-    cache = random_cache(requests * BLOCKS, random)
-    inputs = (torch.zeros(tokens, HEADS, WIDTH), *torch.zeros(2, tokens, 1, WIDTH))
-    layer: Any = torch.nn.Module()
-    layer._q_scale = layer._k_scale = layer._v_scale = torch.ones(())
-    attention: Any = flash_attn.FlashAttentionImpl(HEADS, WIDTH, 0.5, 1, None, None, "auto")
-
-    def forward(metadata: Any, _: int = 0) -> torch.Tensor:
-        output = torch.zeros_like(inputs[0])
-        attention.forward(layer, *inputs, cache, metadata, output)
-        return output
-
+    layer, inputs, forward = attention_layer(requests, tokens, random)
     rows, captured = Rows(requests), builder.use_full_cuda_graph
     graphs = WrappedGraphs(LAYER, layer, forward, BLOCK_SIZE) if wrapped else None
     if captured:

@@ -27,12 +27,10 @@ from vllm_graphfix.verify.double.arguments import known_to
 from vllm_graphfix.verify.double.flash_attention import (
     BLOCK_SIZE,
     BLOCKS,
-    HEADS,
     LAYER,
-    WIDTH,
+    attention_layer,
     flash_attention_stand_ins,
     metadata_builder,
-    random_cache,
 )
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import ManagedGraphs, wrappers_on_the_double
@@ -77,17 +75,7 @@ def _serve(steps: Sequence[Step], *, captured: bool, wrapped: bool = False) -> l
     random = torch.Generator().manual_seed(0)
     with prepared_on_the_cpu():
         runner = RunnerStandIn()
-        cache = random_cache(REQUESTS * BLOCKS, random)
-        inputs = (torch.zeros(TOKENS, HEADS, WIDTH), *torch.zeros(2, TOKENS, 1, WIDTH))
-        layer: Any = torch.nn.Module()
-        layer._q_scale = layer._k_scale = layer._v_scale = torch.ones(())
-        attention: Any = flash_attn.FlashAttentionImpl(HEADS, WIDTH, 0.5, 1, None, None, "auto")
-
-        def forward(metadata: Any, _: int = 0) -> torch.Tensor:
-            output = torch.zeros_like(inputs[0])
-            attention.forward(layer, *inputs, cache, metadata, output)
-            return output
-
+        layer, inputs, forward = attention_layer(REQUESTS, TOKENS, random)
         graphs = ManagedGraphs(LAYER, layer, forward, BLOCK_SIZE, 1 + DRAFTS) if wrapped else None
         if captured:
             metadata = runner.capture()
