@@ -122,8 +122,8 @@ def with_batches(marks: Any, batches: int) -> None:
         batch = marks._sums.mark([block._replace(number=POOL)], marks._groups[0], 0)
         batch.blocks = (block,)
         marks._ledger._followed[block.number] = marks._ledger.marked[block.number] = block
-        marks._where[block.number] = batch, 0
-        marks._batches.append(batch)
+        marks._turns.where[block.number] = batch, 0
+        marks._turns.others.append(batch)
 
 
 def outputs(requests: int, rounds: int, apart: bool) -> Iterator[bytes]:

@@ -24,6 +24,7 @@ from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine.abort import Aborts, Verdict
 from vllm_graphfix.engine.metrics import snapshot_of
 from vllm_graphfix.marks.budget import Budget
+from vllm_graphfix.marks.turns import Turns
 from vllm_graphfix.marks.watch import MOST_CREDIT, KVMarks
 from vllm_graphfix.records import OverwrittenBlock, Record, RecordError, own_folder, prune, write
 from vllm_graphfix.settings.decision import decide, decode
@@ -264,14 +265,12 @@ def test_marks_are_looked_at_in_turns_the_newest_and_that_of_the_longest_ago() -
     def batch(name: str, looked: int, alive: int = 1) -> Any:
         return SimpleNamespace(name=name, looked=looked, alive=set(range(alive)))
 
-    marks = KVMarks()
-    marks._step = 9
-    marks._fresh.extend([batch("new", 7), batch("newer", 8), batch("given away", 8, alive=0), batch("of now", 9)])
-    marks._batches.extend([batch("old", 2), batch("older than none", 3)])
-    found: list[Any] = [marks._next() for _ in range(5)]
+    turns = Turns()
+    turns.fresh.extend([batch("new", 7), batch("newer", 8), batch("given away", 8, alive=0), batch("of now", 9)])
+    turns.others.extend([batch("old", 2), batch("older than none", 3)])
+    found: list[Any] = [turns.next(9) for _ in range(5)]
     assert [each.name if each else None for each in found] == ["old", "older than none", None, None, None]
-    marks._step = 10
-    found = [marks._next() for _ in range(4)]
+    found = [turns.next(10) for _ in range(4)]
     assert [each.name if each else None for each in found] == ["of now", "newer", "new", None]
 
 

@@ -278,7 +278,7 @@ def test_a_block_that_is_given_away_is_marked_no_more_whenever_there_was_a_rest(
         marks._before(output)
         if marks._rests:
             known.clear()
-            assert not any((ledger._followed, ledger.marked, ledger.finished, marks._where))
+            assert not any((ledger._followed, ledger.marked, ledger.finished, marks._turns.where))
             continue
         if output is None:
             continue

@@ -96,7 +96,7 @@ def overwrite_finished(worker: Any, unused: int) -> Any:
     ledger = watch._ledger
     first = [number for number, block in ledger.marked.items() if block.place == 0]
     number = max(first, key=lambda each: len(ledger._readers.get(each, ())))
-    layer = watch._where[number][0].layers[-1]
+    layer = watch._turns.where[number][0].layers[-1]
     layer.memory.select(layer.axis, number)[(-1,) * (layer.memory.dim() - 1)] ^= 1
     return {"block": number, "layer": layer.layer}
 

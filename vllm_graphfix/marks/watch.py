@@ -22,7 +22,8 @@ from vllm_graphfix.log import logger
 from vllm_graphfix.marks.budget import Budget
 from vllm_graphfix.marks.last_step import LastStep
 from vllm_graphfix.marks.ledger import Block, Ledger
-from vllm_graphfix.marks.sums import MOST, Batch, Group, Looked, Sums, UnsafeCacheError, groups
+from vllm_graphfix.marks.sums import MOST, Group, Looked, Sums, UnsafeCacheError, groups
+from vllm_graphfix.marks.turns import Turns
 from vllm_graphfix.settings.shadow_rate import Abort
 
 SHARE = 0.001
@@ -146,16 +147,7 @@ class KVMarks:
         self._last = LastStep({}, MOST, 0)
         self._sums: Sums | None = None
         self._groups: dict[int, Group] = {}
-        self._fresh: deque[Batch] = deque()
-        """Marks that nobody has looked at yet, the newest last."""
-        self._batches: deque[Batch] = deque()
-        """The others, first those that nobody has looked at for longest."""
-        self._newest_first = False
-        self._in_danger: list[Batch] = []
-        """What the steps of a rank without work may write to, the likeliest first; …"""
-        self._first: deque[Batch] = deque()
-        """… and those of them that are to be looked at before all others."""
-        self._where: dict[int, tuple[Batch, int]] = {}
+        self._turns = Turns()
         self._idle: deque[bool] = deque(maxlen=_REMEMBERED)
         self._step = 0
         self._idle_run = 0
@@ -274,11 +266,7 @@ class KVMarks:
             self._ledger.clear()
             self._sums.forget()
             self._granted = self._to_wait = self._timed = self._idle_run = 0
-            self._fresh.clear()
-            self._batches.clear()
-            self._in_danger = []
-            self._first.clear()
-            self._where.clear()
+            self._turns = Turns()
 
     def _new_cache(self) -> None:
         self._clear()
@@ -317,7 +305,7 @@ class KVMarks:
         what they have cost and have to wait, in each step until they may go on.
         """
         run = self._idle_run
-        return not run or bool(sums.looks) or _is_long(run) or bool(self._first and run % _LONG == 0)
+        return not run or bool(sums.looks) or _is_long(run) or bool(self._turns.first and run % _LONG == 0)
 
     def _passes(self, *, idle: bool) -> None:
         self._idle.append(idle)
@@ -358,14 +346,14 @@ class KVMarks:
         else:
             self._waiting_since = None
         if idle and not run:
-            self._in_danger = self._endangered(ledger)
+            self._turns.note_danger(ledger.newest, self._step)
         elif (run and not idle) or _is_long(run):
-            self._first = deque(self._in_danger)
-        if self._first:
+            self._turns.begin_with_danger()
+        if self._turns.first:
             self._look_first(sums, debt=not idle)
         if dropped:
             self._look_last(sums, dropped)
-        if not tired and (self._fresh or self._batches) and self._for_looks.allows():
+        if not tired and self._turns and self._for_looks.allows():
             self._look_in_turn(sums)
         if not idle:
             self._idle_run = 0
@@ -379,7 +367,7 @@ class KVMarks:
 
         Who owes a lot does not wait for that: a rank may have none again and again.
         """
-        return not (idle or self._idle_run or self._first) or not self._for_following.allows(debt=True)
+        return not (idle or self._idle_run or self._turns.first) or not self._for_following.allows(debt=True)
 
     def _rest(self) -> None:
         """Forgets all marks, and follows nothing until what that may cost is saved up again.
@@ -427,9 +415,8 @@ class KVMarks:
                     break
                 self._waiting_since = None
                 more = at_once and bool(ledger.finished) and self._for_marks.allows(debt=True)
-        while len(self._fresh) + len(self._batches) > _MOST_BATCHES:
-            oldest = (self._batches or self._fresh).popleft()
-            self._forget_marks([oldest.blocks[at] for at in oldest.alive])
+        while len(self._turns) > _MOST_BATCHES:
+            self._forget_marks(self._turns.drop_oldest())
         if len(ledger.finished) > 2 * MOST:
             self._leave_out(ledger)
 
@@ -442,11 +429,10 @@ class KVMarks:
             batch = sums.mark(blocks, self._groups[group], self._step)
             if batch is None:
                 return False
-            for at, block in enumerate(batch.blocks):
+            for block in batch.blocks:
                 del ledger.finished[block.number]
                 ledger.marked[block.number] = block
-                self._where[block.number] = batch, at
-            self._fresh.append(batch)
+            self._turns.add(batch)
             self._count("marks", len(batch.blocks))
         return True
 
@@ -456,72 +442,40 @@ class KVMarks:
             ledger.forget(number)
             self._count("passed-over", 1)
 
-    def _endangered(self, ledger: Ledger) -> list[Batch]:
-        """What a rank without work may write to from now on.
-
-        First the blocks of the last step of requests, whose slots the buffers still have; then others marked just now.
-        """
-        found = [self._where[block.number][0] for block in reversed(ledger.newest) if block.number in self._where]
-        found += [batch for batch in self._fresh if batch.since == self._step]
-        return list(dict.fromkeys(found))
-
     def _look_first(self, sums: Sums, *, debt: bool) -> None:
         """Looks at what was in danger before a block of it is given away, or another one has its turn.
 
         With *debt* it may owe what other looks have used up: they are at whatever comes round, and come too late.
         """
-        while self._first:
-            batch = self._first[0]
+        turns = self._turns
+        while turns.first:
+            batch = turns.first[0]
             if batch.alive and batch.looked < self._step:
                 if not (self._for_looks.allows(debt=debt) and sums.look(batch, self._step)):
                     return
-                for queue in (self._fresh, self._batches):
-                    if batch in queue:
-                        queue.remove(batch)
-                self._batches.append(batch)
+                turns.looked_at(batch)
                 self._for_looks.spend()
-            self._first.popleft()
+            turns.first.popleft()
 
     def _look_last(self, sums: Sums, dropped: Sequence[Block]) -> None:
         """Looks at blocks that are given away now, a last time."""
-        last = {id(found[0]): found[0] for block in dropped if (found := self._where.get(block.number))}
-        for given in last.values():
+        for given in self._turns.of(dropped):
             if given.looked < self._step - _RECENT and self._for_looks.allows():
                 sums.look(given, self._step)
                 self._for_looks.spend()
         self._forget_marks(dropped)
 
     def _look_in_turn(self, sums: Sums) -> None:
-        if (batch := self._next()) is not None:
+        if (batch := self._turns.next(self._step)) is not None:
             sums.look(batch, self._step)
-            self._batches.append(batch)
+            self._turns.others.append(batch)
             self._for_looks.spend()
-
-    def _next(self) -> Batch | None:
-        """Takes the batch to look at before this step: in turns the newest, and that of the longest ago.
-
-        Most writes that are not allowed are to what was used last; and none may be out of sight for ever, however
-        many new ones there are.
-        """
-        self._newest_first = not self._newest_first
-        newest = self._fresh, -1
-        oldest = self._batches, 0
-        for queue, end in (newest, oldest) if self._newest_first else (oldest, newest):
-            while queue and not queue[end].alive:
-                del queue[end]
-            if queue and queue[end].looked < self._step:
-                batch = queue[end]
-                del queue[end]
-                return batch
-        return None
 
     def _forget_marks(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
-            batch, at = self._where.pop(block.number, (None, 0))
-            if batch is not None:
-                batch.alive.discard(at)
-                if self._ledger is not None and self._ledger.marked.get(block.number) is block:
-                    self._ledger.forget(block.number)
+            ours = self._turns.drop(block)
+            if ours and self._ledger is not None and self._ledger.marked.get(block.number) is block:
+                self._ledger.forget(block.number)
 
     # -- what was seen -------------------------------------------------------------------------------------------
 
@@ -537,7 +491,7 @@ class KVMarks:
             fresh.append(ForeignWrite(batch.blocks[at], tuple(layers), batch.since, looked.step, *ran))
         batch.since = max(batch.since, looked.step)
         users = [name for each in fresh for name in (self._ledger.users(each.block) if self._ledger else ())]
-        self._forget_marks([each.block for each in fresh if self._where.get(each.block.number, (None,))[0] is batch])
+        self._forget_marks([each.block for each in fresh if self._turns.of([each.block]) == [batch]])
         for each in fresh:
             self._count("changed", 1)
             if len(self.found) < _SAID:
