@@ -135,7 +135,7 @@ def test_a_value_that_means_nothing_applies_no_fix_and_is_3_even_if_nothing_is_n
 def test_what_is_observed_by_default_is_not_left_undone() -> None:
     """Nobody has decided against it; how to have it is said."""
     observed = {row["name"]: row for row in status("0.33.0", check=True)["fixes"] if row["would_be"] == "observing"}
-    assert observed.keys() == {"cutlass-mla-padding", "adaptive-schedule"}
+    assert observed.keys() == {"cutlass-mla-padding"}
     row = observed["cutlass-mla-padding"]
     assert row["notes"] == ["observed by default; VLLM_GRAPHFIX_CUTLASS_MLA_PADDING=auto applies it"]
     (row,) = [

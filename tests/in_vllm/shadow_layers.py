@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLACommonBackend
@@ -94,3 +95,18 @@ def test_an_entry_that_stands_for_several_tokens_is_found_in_the_block_of_their_
     before = layers.written({"entries": layer}, slots, [])
     cell(layer.kv_cache, tokens, 3, 1).fill_(1)
     assert layers.first_difference(before, layers.written({"entries": layer}, slots, [])) == "entries"
+
+
+def test_a_key_of_several_tokens_is_found_where_its_layer_has_turned_heads_and_tokens_around() -> None:
+    """Qwen4-exp's: (blocks, keys, 1, width)."""
+    caches: Any = pytest.importorskip("vllm.models.qwen4_exp.common.qsa_cache", reason="from 0.29.0 on")
+    layer: Any = object.__new__(caches.QSACompressedKeyCache)
+    torch.nn.Module.__init__(layer)
+    layer.head_size, layer.dtype, layer.compress_ratio = HEAD, torch.float32, 4
+    layer.bind_kv_cache(torch.zeros(MANY, 1, 24, HEAD))
+    slots = {"keys": torch.tensor([-1, 3 * 4 * 24 + 5])}
+    before = layers.written({"keys": layer}, slots, [])
+    layer.kv_cache[0, 1].fill_(1)
+    assert layers.first_difference(before, layers.written({"keys": layer}, slots, [])) is None
+    layer.kv_cache[3, 1].fill_(1)
+    assert layers.first_difference(before, layers.written({"keys": layer}, slots, [])) == "keys"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -504,6 +505,31 @@ def test_a_model_that_clears_the_embeddings_of_images_is_refused_where_graphs_ho
         )
         found = forward.unsafe(config)
         assert found is None if reason is None else reason in (found or "")
+
+
+def test_deepseek_v41_is_refused_where_its_graphs_alone_overlap_parts_of_a_layer() -> None:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        cache_config=SimpleNamespace(),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="deepseek_v41")),
+    )
+    module: Any = ModuleType("vllm.models.deepseek_v41.nvidia.ops.mhc")
+    for overlaps in (True, False):
+        module.supports_mhc_overlap = lambda asked, overlaps=overlaps: asked is config and overlaps
+        with mock.patch.dict(sys.modules, {module.__name__: module}):
+            found = forward.unsafe(config)
+            assert "other kernels" in (found or "") if overlaps else found is None
+            config.model_config.hf_config.model_type, kept = "llama", config.model_config.hf_config.model_type
+            assert forward.unsafe(config) is None
+            config.model_config.hf_config.model_type = kept
+
+
+def test_a_layer_whose_projections_have_kernels_of_their_own_in_graphs_makes_the_check_incompatible() -> None:
+    served = Served()
+    for most, refused in ((0, False), (32, True)):
+        served.model.layers["layer.0"]._projection_overlap_max_tokens = most
+        served.step()
+        assert ("layer.0 runs other kernels" in (process.REFUSED or "")) is refused
 
 
 def test_dense_data_parallel_ranks_are_engines_of_their_own() -> None:

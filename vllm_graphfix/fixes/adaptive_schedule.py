@@ -209,6 +209,7 @@ FIX = Fix(
     patches=patches,
     events=(SCHEDULE_OF_A_SHORTER_STEP,),
     needs=needs,
+    ground="answers",
     evidence=(
         f"{_GRAPHS}::CudaGraphManager.dispatch",
         f"{_GRAPHS}::ModelCudaGraphManager.capture",

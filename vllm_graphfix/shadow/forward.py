@@ -51,9 +51,25 @@ def unsafe(config: Any) -> str | None:
 
 
 def _captures_other_kernels(config: Any) -> bool:
-    """Whether Kimi K3 or DeepSeek V4.1 has its specialised decode, which runs where a graph is captured alone."""
+    """Whether Kimi K3 or DeepSeek V4.1 has its specialised decode, or V4.1 the mHC of a Blackwell.
+
+    Both run where a graph is captured, and nowhere else.
+    """
     further = getattr(config, "additional_config", None)
-    return isinstance(further, dict) and further.get("decode_backend", "auto") != "auto"
+    if isinstance(further, dict) and further.get("decode_backend", "auto") != "auto":
+        return True
+    if getattr(getattr(getattr(config, "model_config", None), "hf_config", None), "model_type", "") != "deepseek_v41":
+        return False
+    try:
+        from vllm.models.deepseek_v41.nvidia.ops.mhc import supports_mhc_overlap
+    except ImportError:  # before 0.31.0
+        return False
+    return bool(supports_mhc_overlap(config))
+
+
+def _captured_projection(layers: Mapping[str, Any]) -> str | None:
+    """The first layer of Kimi K3 whose projections have kernels of their own in graphs, as with eight ranks of it."""
+    return next((name for name in layers if getattr(layers[name], "_projection_overlap_max_tokens", 0) > 0), None)
 
 
 def _consumes_embeddings(config: Any) -> bool:
@@ -95,6 +111,8 @@ class Pass(NamedTuple):
             raise UnsafeError("there are no attention metadata, or they belong to micro-batches")
         if reason := unknown_cache(self.layers):
             raise UnsafeError(reason)
+        if name := _captured_projection(self.layers):
+            raise UnsafeError(f"{name} runs other kernels in a graph than without one, and rounds differently there")
         backends = tuple(dict.fromkeys(type(each).__name__ for each in self.metadata.values()))
         # Among all layers there are a drafter's, which do not run in a step of the target model.
         rings = ring_rows(self.layers, self.metadata, every=self.only is not None)
