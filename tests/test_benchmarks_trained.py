@@ -575,7 +575,7 @@ def test_passages_are_asked_as_their_defects_show(tmp_path: Path) -> None:
     assert drafted.asked(tmp_path) == asked
     assert {len(question.ids) for question in asked} <= set(drafted.case.graphs["cudagraph_capture_sizes"])
     mtp = case_of("mla-mtp-docs").jobs(tmp_path, "/site")[1]
-    assert [bytes(prompt).decode() for prompt in mtp.prompts] == [prompt for prompt, _ in BEGUN]
+    assert mtp.prompts == tuple(tuple(prompt.encode()) for prompt, _ in BEGUN)
     assert mtp.arguments["speculative_config"]["method"] == "mtp"
 
 
