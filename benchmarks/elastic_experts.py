@@ -90,7 +90,8 @@ _ELASTIC: dict[str, Any] = {
     "worker_extension_cls": "measuring.elastic_rank.Observed",
 }
 _ENVIRONMENT = {
-    # As vLLM's command line has it. A forked process keeps the port of the first ranks' handshake, which a new one needs.
+    # As vLLM's command line has it: a forked process keeps the port of the first ranks' handshake, which a new one
+    # needs.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",

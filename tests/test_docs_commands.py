@@ -45,8 +45,8 @@ NOT_RUN = {
         "--only llama-docs@0.31.0 --only llama-docs@0.29.0 --only mamba2-docs@0.29.0 --only llama-docs-scored@0.31.0"
     ): "needs a GPU",
     (
-        "python benchmarks/trained.py --site 0.31.0=FOLDER --out FOLDER --only mla-mtp-docs --only mla-mtp-docs-scored "
-        "--only deepseek-v4-docs"
+        "python benchmarks/trained.py --site 0.31.0=FOLDER --out FOLDER --models FOLDER --only mla-mtp-docs "
+        "--only mla-mtp-docs-scored --only deepseek-v4-docs"
     ): "needs a GPU",
     (
         "VLLM_USE_V2_MODEL_RUNNER=0 vllm-graphfix compare smollm2 --prompts FILE --max-tokens 96 --max-model-len 2048 "

@@ -62,7 +62,11 @@ def ranks(base: Path, *counts: int, **changes: object) -> None:
     """A record of each rank, with so many events."""
     for rank, count in enumerate(counts):
         one = record(elsewhere(100 + rank), rank=rank, world_size=len(counts), **changes)
-        leave(base, one._replace(events={"capture-state": {"state-consumed": count}}))
+        leave(base, one._replace(events=counted(count)))
+
+
+def counted(count: int) -> dict[str, dict[str, int]]:
+    return {"capture-state": {"state-consumed": count}}
 
 
 def test_every_series_is_there_once_ranks_have_reported(scraped: Scraped, tmp_path: Path) -> None:
@@ -151,6 +155,31 @@ def test_other_engines_and_dead_processes_are_not_told_of(scraped: Scraped, tmp_
     leave(tmp_path, record(process, rank=0), record(elsewhere(7), rank=0, engine="f" * 16))
     scraped.look()
     assert scraped.samples("graphfix_fix_state") == []
+
+
+def test_what_a_rank_counted_before_its_end_is_told_though_it_is_in_no_state_any_more(
+    scraped: Scraped, tmp_path: Path
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        one = record(of(process.pid), rank=1, world_size=2)
+        leave(tmp_path, record(rank=0, world_size=2, events={}), one._replace(events=counted(3)))
+        scraped.look()
+        assert scraped.value("graphfix_events_total") == 3
+        leave(tmp_path, one._replace(events=counted(7)))
+        process.communicate()
+    scraped.look()
+    assert scraped.value("graphfix_events_total") == 7
+    assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [1]
+
+
+def test_a_process_that_serves_another_engine_later_goes_on_counting(scraped: Scraped, tmp_path: Path) -> None:
+    one = record(rank=0, events=counted(10))
+    leave(tmp_path, one)
+    scraped.look()
+    leave(tmp_path, one._replace(engine="e" * 16, events=counted(15)))
+    scraped.watcher.serve(scraped.watcher.engine._replace(id="e" * 16))
+    scraped.look()
+    assert scraped.value("graphfix_events_total") == 15
 
 
 def test_ranks_of_nodes_that_started_on_their_own_belong_to_the_engine_of_rank_0(

@@ -30,7 +30,7 @@ async def _serve(parent: Any, _: dict[str, Any]) -> None:
     parent.send({"vllm": vllm.__version__})
     engine: Any = None
     while True:
-        # The engine's own tasks go on meanwhile; before, there is no thread, since the engine's processes are forked.
+        # The engine's own tasks go on meanwhile.
         asked = parent.recv() if engine is None else await asyncio.to_thread(parent.recv)
         if asked["do"] == "start":
             from measuring.data_parallel import started

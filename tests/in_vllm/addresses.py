@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_graphfix import _this_process
+from vllm_graphfix.engine import rank_addresses
 from vllm_graphfix.engine.inventory import Inventory
 from vllm_graphfix.engine.rank_addresses import RankAddresses
 from vllm_graphfix.log import logger
@@ -239,6 +241,12 @@ def test_an_engine_that_captures_again_knows_new_addresses_and_goes_on_counting(
     worker.reload_weights()
     assert moved() == {}
     assert counts() == before | {"comparisons": before["comparisons"] + 1}
+    with mock.patch.object(rank_addresses, "Inventory", side_effect=OSError("planted")):
+        _this_process().serve(worker, True)
+    _this_process().serve(worker, True)
+    assert counts() == before | {"comparisons": before["comparisons"] + 1, "failures": 1}
+    _this_process().serve(WorkerDouble(worker.model_runner), True)
+    assert set(counts().values()) == {0}
 
 
 @watching

@@ -86,10 +86,10 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield getattr(scenario, request.param)(normalises=True)
 
 
-@pytest.fixture
-def no_memory_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[ValueError("another form")])
+def fails_once(model: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """The first normalisation fails, and none after it."""
-    kind, failing = type(model.input_norm), iter([torch.OutOfMemoryError("out of memory")])
+    kind, failing = type(model.input_norm), iter([request.param])
     stock = kind.forward
 
     def forward(self: Any, *args: Any) -> Any:
@@ -134,7 +134,7 @@ def test_a_model_that_has_never_made_its_normalisation_is_left_alone(model: Any)
 
 
 @pytest.mark.parametrize("encoded", [encoded_by_v1, encoded_by_v2])
-@pytest.mark.usefixtures("no_memory_once")
+@pytest.mark.usefixtures("fails_once")
 def test_images_that_cannot_be_normalised_for_a_graph_are_encoded_without_one(
     model: Any, encoded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,28 +142,37 @@ def test_images_that_cannot_be_normalised_for_a_graph_are_encoded_without_one(
     (found,) = encoded(model, asked, monkeypatch)
     (right,) = model.embed_multimodal(**asked)
     assert torch.equal(found, right)
+    assert ACTIVITY.error == "ValueError: another form"
+
+
+@pytest.mark.parametrize("fails_once", [torch.OutOfMemoryError("out of memory")], indirect=True)
+@pytest.mark.usefixtures("fails_once")
+def test_where_memory_is_short_the_manager_goes_on_as_stock(model: Any) -> None:
+    """The model, which would normalise them then, needs as much: the engine would end."""
+    asked = scenario.images("image", [(1, 4, 4)], seed=1)
+    assert manager_of(model).execute(asked) is asked
     assert ACTIVITY.error == "OutOfMemoryError: out of memory"
 
 
-@pytest.mark.usefixtures("no_memory_once")
+@pytest.mark.usefixtures("fails_once")
 def test_a_rank_that_others_encode_with_goes_on_as_stock(model: Any) -> None:
     """It would leave them alone in their graphs."""
     asked = scenario.images("image", [(1, 4, 4)], seed=1)
     assert manager_of(model, ranks=2).execute(asked) is asked
-    assert ACTIVITY.error == "OutOfMemoryError: out of memory"
+    assert ACTIVITY.error == "ValueError: another form"
 
 
-@pytest.mark.usefixtures("no_memory_once")
+@pytest.mark.usefixtures("fails_once")
 def test_a_rank_that_does_not_know_if_others_encode_with_it_goes_on_as_stock(model: Any) -> None:
     manager, asked = manager_of(model), scenario.images("image", [(1, 4, 4)], seed=1)
     del manager.vllm_config
     assert manager.execute(asked) is asked
 
 
-@pytest.mark.usefixtures("no_memory_once")
+@pytest.mark.usefixtures("fails_once")
 def test_where_a_model_runner_has_no_way_back_the_manager_goes_on_as_stock(model: Any) -> None:
     (patch,) = FIX.patches("bytes")
     activity, asked = Activity(FIX.events), scenario.images("image", [(1, 4, 4)], seed=1)
     execute = patch.wrap(lambda self, mm_kwargs: mm_kwargs, activity)
     assert execute(manager_of(model), asked) is asked
-    assert activity.error == "OutOfMemoryError: out of memory"
+    assert activity.error == "ValueError: another form"

@@ -522,6 +522,9 @@ def test_deepseek_v41_is_refused_where_its_graphs_alone_overlap_parts_of_a_layer
             config.model_config.hf_config.model_type, kept = "llama", config.model_config.hf_config.model_type
             assert forward.unsafe(config) is None
             config.model_config.hf_config.model_type = kept
+    module.supports_mhc_overlap = mock.Mock(side_effect=AttributeError("hc_mult"))
+    with mock.patch.dict(sys.modules, {module.__name__: module}):
+        assert "other kernels" in (forward.unsafe(config) or "")
 
 
 def test_a_layer_whose_projections_have_kernels_of_their_own_in_graphs_makes_the_check_incompatible() -> None:

@@ -85,7 +85,7 @@ class WatcherDouble:
             states[fix, mode, state, reason, "0.21.0", "0.1.0"] = RANKS
         if self.checks:
             states["shadow", "auto", "active", "applied", "0.21.0", "0.1.0"] = RANKS
-        return metrics.Snapshot(time.time(), states, {("ranks", 0): self.events | self.checks}, RANKS)
+        return metrics.Snapshot(time.time(), states, {metrics.Process("ranks", 0, 0): self.events | self.checks}, RANKS)
 
 
 class EngineDouble:

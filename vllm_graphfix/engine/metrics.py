@@ -61,6 +61,14 @@ class ServedEngine(NamedTuple):
     """Variables whose value means nothing, each with that value."""
 
 
+class Process(NamedTuple):
+    """One of a host, also where its number comes again."""
+
+    host: str
+    pid: int
+    start_ticks: int
+
+
 class Snapshot(NamedTuple):
     """What the records of one engine's ranks said when they were read last."""
 
@@ -68,8 +76,8 @@ class Snapshot(NamedTuple):
     """Epoch seconds."""
     states: dict[tuple[str, ...], int]
     """By the values of `STATE_LABELS`: the number of ranks."""
-    events: dict[tuple[str, int], dict[tuple[str, ...], int]]
-    """By the process of a rank, and the values of `EVENT_LABELS`."""
+    events: dict[Process, dict[tuple[str, ...], int]]
+    """By the process of a rank, and the values of `EVENT_LABELS`; of ranks that have ended, too."""
     agreeing: int | None
     """Ranks that agree; None if none has been compared yet."""
     silent: int = 0
@@ -91,22 +99,31 @@ def records_of_engine(records: Iterable[Record], engine: str) -> list[Record]:
     ]
 
 
-def snapshot_of(records: Iterable[Record], read_at: float, silent: int = 0) -> Snapshot:
-    """What the records of the ranks of one engine say together, if *silent* of the ranks are silent."""
+def snapshot_of(records: Iterable[Record], read_at: float, silent: int = 0, ended: Iterable[Record] = ()) -> Snapshot:
+    """What the records of the ranks of one engine say together, if *silent* of the ranks are silent.
+
+    Of those that have *ended* only what they have counted.
+    """
     states: Tally[tuple[str, ...]] = Tally()
-    events: dict[tuple[str, int], dict[tuple[str, ...], int]] = {}
     groups: dict[str, int] = {}
-    for record in records:
+    given = list(records)
+    for record in given:
         for name, fix in record.fixes.items():
             states[name, fix.mode, fix.state, fix.reason, record.vllm, record.graphfix] += 1
-        counted = events[record.file_name, record.start_ticks] = {}
-        for name, counts in record.events.items():
-            counting = name not in record.fixes or record.fixes[name].state in ("active", "observing")
-            # What nobody counts is no series.
-            counted |= {(name, event): count for event, count in counts.items() if counting or count}
         if record.agreement is not None:
             groups[record.agreement.group] = record.agreement.agreeing
+    events = {Process(each.host, each.pid, each.start_ticks): _counted(each) for each in (*given, *ended)}
     return Snapshot(read_at, dict(states), events, sum(groups.values()) if groups else None, silent)
+
+
+def _counted(record: Record) -> dict[tuple[str, ...], int]:
+    """By the values of `EVENT_LABELS`; what nobody counts is no series."""
+    return {
+        (name, event): count
+        for name, counts in record.events.items()
+        for event, count in counts.items()
+        if count or name not in record.fixes or record.fixes[name].state in ("active", "observing")
+    }
 
 
 class Exposition:
@@ -145,7 +162,7 @@ class Exposition:
         )
         self._counts = counts
         self._states: set[tuple[str, ...]] = set()
-        self._told: dict[tuple[str, int], dict[tuple[str, ...], int]] = {}
+        self._told: dict[Process, dict[tuple[str, ...], int]] = {}
 
     def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
         from prometheus_client import Gauge
@@ -230,9 +247,10 @@ class Watcher:
             self._foreign.clear()
         heard = [(each.record, records.liveness_of(each, now, here)) for each in of_ours]
         ranks = [record for record, state in heard if state is not records.Liveness.DEAD]
+        ended = [record for record, state in heard if state is records.Liveness.DEAD]
         if ranks:
             silent = sum(state is records.Liveness.SILENT for _, state in heard)
-            self._exposition.tell(snapshot_of(ranks, now, silent))
+            self._exposition.tell(snapshot_of(ranks, now, silent, ended))
 
 
 _watcher: Watcher | None = None

@@ -33,8 +33,8 @@ _LISTED = 5
 _BEGIN, _END = ("start_weight_update", "start_draft_weight_update"), "finish_weight_update"
 """Between these vLLM has tensors elsewhere that come back (0.21.0 and later)."""
 _ELASTIC = ("reinitialize_distributed", "elastic_ep_execute")
-"""Called for several steps of one change, the last of which captures again, but with NIXL's exchange; a heartbeat sees
-what that one does not."""
+"""Called for several steps of one change, the last of which captures again. With NIXL's exchange it does not: what
+moves then, a heartbeat sees."""
 _LAYER = "process_weights_after_loading of a layer"
 _UNFINISHED = ("load_weights", _LAYER)
 """Called by themselves: other tensors may still be in the form in which they are loaded."""
@@ -108,14 +108,14 @@ class RankAddresses:
     def _take_inventory(self, worker: Any) -> None:
         again = self._worker is not None and self._worker() is worker
         self._forget_capture()
-        found = Inventory(worker, hold=self.action is Addresses.REPAIR)
         if self._counts is None or not again:  # an engine that captures again goes on counting
             self._counts = {"comparisons": 0, "moved": 0, "repaired": 0, "graphs-taken-out": 0, "failures": 0}
+        # A worker that ends takes with it what is held here.
+        self._worker = weakref.ref(worker, lambda ended: self._drop() if ended is self._worker else None)
+        found = Inventory(worker, hold=self.action is Addresses.REPAIR)
         for _, model in models(worker.model_runner):
             self._hook_model(model)
         self._hook_others(type(worker))
-        # A worker that ends takes with it what is held here.
-        self._worker = weakref.ref(worker, lambda ended: self._drop() if ended is self._worker else None)
         self._inventory = found
 
     def _drop(self) -> None:

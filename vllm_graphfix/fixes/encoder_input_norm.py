@@ -150,7 +150,8 @@ def _normalise_first(stock: StockFunction, activity: Activity, *, way_back: bool
 
     All that follows, in graphs or too large for them, takes the images from there, on each of several ranks, too. The
     caller's own are left as they are: where this returns None they are encoded by the model, which normalises them.
-    So it does where they cannot be normalised here, if there is a *way_back* to the model.
+    So it does where they cannot be normalised here, if there is a *way_back* to the model; not for want of memory,
+    which the model would want, too, and end in that error where stock goes on.
     """
     met, corrects = activity.counter(IMAGES_NOT_NORMALISED), activity.corrects
 
@@ -167,12 +168,18 @@ def _normalise_first(stock: StockFunction, activity: Activity, *, way_back: bool
                     given = {**mm_kwargs, **{name: normalise(mm_kwargs[name], dtype) for name in raw}}
         except Exception as error:
             activity.failed(error)
-            if corrects and way_back and _encodes_alone(self):
+            if corrects and way_back and not _is_of_memory(error) and _encodes_alone(self):
                 return None
             given = mm_kwargs
         return stock(self, given, *args, **kwargs)
 
     return execute
+
+
+def _is_of_memory(error: Exception) -> bool:
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError)
 
 
 def _encodes_alone(manager: Any) -> bool:
@@ -275,8 +282,8 @@ ABOUT = About(
     "gets the bytes.",
     remedy="What is given to the manager of the graphs is normalised first, by the model's own normalisation, into "
     "new memory of the encoder's dtype. Where images have been normalised by the host nothing is done. Where "
-    "normalising fails, as without enough memory, the model encodes without graphs, unless ranks encode together: "
-    "these then go on as stock does.",
+    "normalising fails, the model encodes without graphs; without enough memory, or where ranks encode together, it "
+    "goes on as stock does, with a warning.",
     detect="Ask about an image, once with cudagraph_mm_encoder and once without: the embeddings are others. The "
     "counter of `observe` counts calls that stock gives bytes to.",
     workaround="Leave cudagraph_mm_encoder off; or --no-mm-device-do-normalize.",

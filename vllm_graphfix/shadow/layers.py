@@ -163,12 +163,12 @@ def block_and_token(layer: Any, cache: Tensor) -> tuple[int, int] | None:
 
     A layer's blocks are those of its kernels: groups of layers differ in them, and the block size of the engine is
     often a multiple. Up to 0.28 the backend knows the shape of a cache; from 0.29 on each is (blocks, heads, tokens,
-    width), without heads for MLA, and with the two turned around for the keys of Qwen4-exp, which have one head.
+    width), without heads for MLA, and with the two turned around for Qwen4-exp's keys of several tokens each.
     """
     try:
         backend = layer.get_attn_backend()
         if not hasattr(backend, "get_kv_cache_shape"):
-            turned = cache.dim() == 4 and cache.shape[2] == 1 < cache.shape[1]
+            turned = cache.dim() == 4 and cache.shape[2] == 1 and getattr(layer, "compress_ratio", 1) > 1
             return (0, 1 if turned else cache.dim() - 2) if cache.dim() in (3, 4) else None
         shape = backend.get_kv_cache_shape(_MANY_BLOCKS, _MANY_TOKENS, 1, 128)
         found = shape.index(_MANY_BLOCKS), shape.index(_MANY_TOKENS)
