@@ -139,9 +139,9 @@ def _shared_by_all(folder: Path, environment: Mapping[str, str]) -> Path:
 
 def end_kept() -> None:
     """Ends the processes that `executable` has started; in a fork of the one that did, nothing."""
-    while _kept:
-        _, (_, starter, started) = _kept.popitem()
-        if starter == os.getpid():
+    for key, (_, starter, started) in list(_kept.items()):
+        if starter == os.getpid():  # in a fork, its folder would go with the last reference
+            del _kept[key]
             started.close()
 
 
