@@ -168,7 +168,7 @@ def _normalise_first(stock: StockFunction, activity: Activity, *, way_back: bool
                     given = {**mm_kwargs, **{name: normalise(mm_kwargs[name], dtype) for name in raw}}
         except Exception as error:
             activity.failed(error)
-            if corrects and way_back and not _is_of_memory(error) and _encodes_alone(self):
+            if corrects and way_back and _can_go_back(self, error):
                 return None
             given = mm_kwargs
         return stock(self, given, *args, **kwargs)
@@ -176,16 +176,13 @@ def _normalise_first(stock: StockFunction, activity: Activity, *, way_back: bool
     return execute
 
 
-def _is_of_memory(error: Exception) -> bool:
-    import torch
-
-    return isinstance(error, torch.OutOfMemoryError)
-
-
-def _encodes_alone(manager: Any) -> bool:
-    """Whether no other rank encodes with this one: it would wait for what it does in a graph."""
+def _can_go_back(manager: Any, error: Exception) -> bool:
+    """Whether the model may encode alone: memory is not short, and no other rank waits for this one in its graph."""
     try:
-        return bool(manager.vllm_config.parallel_config.tensor_parallel_size == 1)
+        import torch
+
+        alone = manager.vllm_config.parallel_config.tensor_parallel_size == 1
+        return bool(alone and not isinstance(error, torch.OutOfMemoryError))
     except Exception:  # of a manager in another shape: it goes on as stock does
         return False
 
