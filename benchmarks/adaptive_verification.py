@@ -17,9 +17,9 @@ Right is what an engine without graphs and drafts answers, token by token; what 
 graph without a limit, as all are without adaptive verification, it is 0. Engines are stock; those that are `patched`
 have the plugin with the fix `adaptive-schedule` alone, whose state and events they tell in place of `replays`.
 
-Shapes of heads, by what a kernel makes of its longest query: up to `head 64`, and beyond 128, it is not causal for one
-token; with `group 16`, and heads 128 wide, it has another tile for up to 64 rows (4 tokens); `head 128`, as most models
-have them, is neither.
+Shapes of heads, by what a kernel makes of its longest query: up to `head 64`, and beyond 128 (`head 192`, `head 256`),
+it is not causal for one token; with `group 16`, and heads 128 wide, it has another tile for up to 64 rows (4 tokens);
+`head 128`, as most models have them, is neither.
 
 Exit code 1 if a patched engine gives a wrong answer, or its fix was not at work; 2 if an engine has not come to its
 end, or no stock one has replayed a graph for more tokens than builders were told of.
@@ -50,6 +50,8 @@ SHAPES = {
     "head 64": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
     "group 16": {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 128},
     "head 128": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128},
+    "head 192": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 192},
+    "head 256": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
 }
 DRAFTS, RANK, LONGEST, PROMPT, BEST = 7, 32, 96, 40, 5
 DSPARK: dict[str, Any] = {

@@ -1,10 +1,11 @@
 """Adapters of a mixture's experts under CUDA graphs, against the same engine without: stock vLLM, on one GPU.
 
-    python benchmarks/expert_adapters.py --out FOLDER [--cases few] [--runners V1] [--forms piecewise …]
+    python benchmarks/expert_adapters.py --out FOLDER [--model nemotron-h] [--cases few] [--runners V1] …
 
 It asks whether vLLM issue 40038 can be seen: an illegal memory access, or wrong tokens, where some requests of a batch
 have an adapter of the experts' matrices and some have none. It runs on the installed vLLM, or the one on the Python
-path, with a tiny Mixtral and four adapters: two of attention and experts, one of experts alone, one of attention alone.
+path, with a tiny Mixtral, or a tiny Nemotron-H, whose experts have no gate, and four adapters: two of attention and
+experts, one of experts alone, one of attention alone.
 
 one    One slot for the four adapters, as the issue has it: a batch has requests of one of them and of none.
 few    Two slots, so that adapters are swapped beside others.
@@ -34,14 +35,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from measuring import PROJECT
+from measuring import PROJECT, tiny_recurrent
 
 sys.path.append(str(PROJECT))
 
@@ -50,11 +51,28 @@ from vllm_graphfix.verify.comparison import Answer, Kind
 from vllm_graphfix.verify.engine import adapters, models, processes
 from vllm_graphfix.verify.engine.models import VOCABULARY
 
-ATTENTION, EXPERTS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("w1", "w2", "w3")
-ADAPTERS = {"both": ATTENTION + EXPERTS, "both-2": ATTENTION + EXPERTS, "experts": EXPERTS, "attention": ATTENTION}
-MODEL = "mixtral"
-# Sums of 512 inputs are two parts in a kernel of an adapter, which are the same in any order (see `adapters`).
-CONFIG = models.MIXTRAL | {"intermediate_size": 512}
+ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
+ADAPTERS = {"both": (True, True), "both-2": (True, True), "experts": (False, True), "attention": (True, False)}
+"""Whether an adapter has matrices of attention, and of experts."""
+
+
+class Model(NamedTuple):
+    config: models.Config
+    shapes: Callable[[models.Config], models.Shapes]
+    experts: tuple[str, ...]
+    """Names of an expert's matrices."""
+
+    def modules(self, name: str) -> tuple[str, ...]:
+        """What the adapter *name* is of."""
+        of_attention, of_experts = ADAPTERS[name]
+        return ATTENTION * of_attention + self.experts * of_experts
+
+
+MODELS = {
+    # Sums of 512 inputs are two parts in a kernel of an adapter, which are the same in any order (see `adapters`).
+    "mixtral": Model(models.MIXTRAL | {"intermediate_size": 512}, models.MODELS["mixtral"][1], ("w1", "w2", "w3")),
+    "nemotron-h": Model(*tiny_recurrent.MODELS["nemotron-h"], ("up_proj", "down_proj")),
+}
 CASES = {"one": 1, "few": 2}
 """Slots for adapters."""
 _SIZES = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
@@ -141,6 +159,7 @@ def batches() -> list[Batch]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for result.json and the logs")
+    parser.add_argument("--model", default="mixtral", choices=list(MODELS))
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--runners", nargs="+", default=["V1", "V2"], choices=["V1", "V2"])
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS), help="and what judges them")
@@ -154,10 +173,11 @@ def main() -> int:
         engine(**json.loads(options.engine))
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    shapes = models.MODELS[MODEL][1](CONFIG)
-    models.save(CONFIG, shapes, options.out / MODEL)
-    for name, modules in ADAPTERS.items():
-        adapters.save(name, shapes, options.out / name, ATTENTION if options.rehearse else modules)
+    model = MODELS[options.model]
+    shapes = model.shapes(model.config)
+    models.save(model.config, shapes, options.out / options.model)
+    for name in ADAPTERS:
+        adapters.save(name, shapes, options.out / name, ATTENTION if options.rehearse else model.modules(name))
     forms = {*options.forms, *(right for form in options.forms if (right := FORMS[form][1]))}
     # What judges others first.
     runs = [
@@ -209,7 +229,7 @@ class Bench:
         if self._options.rehearse:
             arguments = {"enforce_eager": True, "lora_target_modules": ATTENTION}
         job = {"out": str(out), "answers": str(answers), "slots": CASES[run.case], "arguments": arguments}
-        job["rounds"] = self._options.rounds
+        job |= {"rounds": self._options.rounds, "model": self._options.model}
         environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
         environment |= _ENVIRONMENT | (_ON_A_CPU if self._options.rehearse else {})
         environment |= {
@@ -297,12 +317,12 @@ def _answers(of_round: Sequence[Any]) -> list[Answer]:
     ]
 
 
-def engine(out: str, answers: str, slots: int, rounds: int, arguments: dict[str, Any]) -> NoReturn:
+def engine(out: str, answers: str, model: str, slots: int, rounds: int, arguments: dict[str, Any]) -> NoReturn:
     """One engine, in this process, which it ends; what it has answered goes to the file *answers*."""
     found: dict[str, Any] = {"at": "start", "replays": 0, "rounds": []}
     code = 1
     try:
-        answer(found, Path(out), rounds, arguments | {"max_loras": slots})
+        answer(found, Path(out), rounds, arguments | {"model": str(Path(out, model)), "max_loras": slots})
         code = 0
     except BaseException:  # an engine may end in SystemExit
         traceback.print_exc()
@@ -329,7 +349,6 @@ def answer(found: dict[str, Any], out: Path, rounds: int, arguments: dict[str, A
 
     graph.replay = counted
     llm = LLM(
-        model=str(out / MODEL),
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         max_model_len=256,

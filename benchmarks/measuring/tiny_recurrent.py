@@ -66,6 +66,42 @@ LINEAR: Config = _LATENT | {
 }
 """A linear attention and one with latent keys and values. MiniMax-Text-01, whose layer this is, went with 0.23.0."""
 
+NEMOTRON_H: Config = _COMMON | {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "num_hidden_layers": 4,
+    "hybrid_override_pattern": "ME*E",  # Mamba-2, experts, attention, experts
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "ssm_state_size": 64,
+    "n_groups": 1,
+    "expand": 2,
+    "conv_kernel": 4,
+    "chunk_size": 128,
+    "use_conv_bias": True,
+    "use_bias": False,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "mlp_hidden_act": "relu2",
+    "mlp_bias": False,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 512,
+    "moe_shared_expert_intermediate_size": 512,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,  # all of them, as in Mixtral
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "layer_norm_epsilon": 1e-5,
+    "residual_in_fp32": False,
+    "max_position_embeddings": 4096,
+}
+"""Experts without a gate: two matrices each, and the square of what is positive between them."""
+
 
 def _mamba1(config: Config) -> Shapes:
     hidden, inner, states = config["hidden_size"], config["intermediate_size"], config["state_size"]
@@ -139,6 +175,47 @@ def _linear(config: Config) -> Shapes:
     return shapes
 
 
+def _nemotron_h(config: Config) -> Shapes:
+    hidden, head = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes: Shapes = {
+        "backbone.embeddings.weight": (VOCABULARY, hidden),
+        "backbone.norm_f.weight": (hidden,),
+        "lm_head.weight": (VOCABULARY, hidden),
+    }
+    for layer, kind in enumerate(config["hybrid_override_pattern"]):
+        mixer = f"backbone.layers.{layer}.mixer"
+        shapes[f"backbone.layers.{layer}.norm.weight"] = (hidden,)
+        if kind == "M":
+            inner = config["mamba_num_heads"] * config["mamba_head_dim"]
+            convolved = inner + 2 * config["n_groups"] * config["ssm_state_size"]
+            shapes |= {
+                f"{mixer}.in_proj.weight": (inner + convolved + config["mamba_num_heads"], hidden),
+                f"{mixer}.conv1d.weight": (convolved, 1, config["conv_kernel"]),
+                f"{mixer}.conv1d.bias": (convolved,),
+                **{f"{mixer}.{name}": (config["mamba_num_heads"],) for name in ("A_log", "D", "dt_bias")},
+                f"{mixer}.norm.weight": (inner,),
+                f"{mixer}.out_proj.weight": (hidden, inner),
+            }
+        elif kind == "*":
+            shapes |= {
+                f"{mixer}.q_proj.weight": (queries, hidden),
+                f"{mixer}.k_proj.weight": (keys, hidden),
+                f"{mixer}.v_proj.weight": (keys, hidden),
+                f"{mixer}.o_proj.weight": (hidden, queries),
+            }
+        else:
+            experts = {f"experts.{each}": config["moe_intermediate_size"] for each in range(config["n_routed_experts"])}
+            shapes |= {
+                f"{mixer}.gate.weight": (config["n_routed_experts"], hidden),
+                f"{mixer}.gate.e_score_correction_bias": (config["n_routed_experts"],),
+            }
+            for name, inner in (experts | {"shared_experts": config["moe_shared_expert_intermediate_size"]}).items():
+                shapes[f"{mixer}.{name}.up_proj.weight"] = (inner, hidden)
+                shapes[f"{mixer}.{name}.down_proj.weight"] = (hidden, inner)
+    return shapes
+
+
 def _without(shapes: Shapes, prefix: str) -> Shapes:
     return {name: shape for name, shape in shapes.items() if not name.startswith(f"{prefix}.")}
 
@@ -148,6 +225,7 @@ MODELS: Mapping[str, tuple[Config, Callable[[Config], Shapes]]] = {
     "kda": (KDA, _kda),
     "kimi-k3": (KIMI_K3, _kda),
     "linear": (LINEAR, _linear),
+    "nemotron-h": (NEMOTRON_H, _nemotron_h),
 }
 
 
