@@ -31,7 +31,6 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_graphfix
+from measuring import engine_answer
 from vllm_graphfix.fix import variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings.environment import PREFIX
@@ -168,24 +168,7 @@ def told(shape: str, name: str, out: Path, timeout: float) -> dict[str, Any]:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # to the log: the answer is on the other
         "HF_HUB_OFFLINE": "1",
     }
-    with (out / log).open("w") as written:
-        try:
-            done = subprocess.run(
-                [sys.executable, __file__, "--out", str(out), "--engine", json.dumps(job)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=written,
-                timeout=timeout,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return {"error": f"not at its end after {timeout:.0f} s, see {log}"}
-    lines = done.stdout.decode().splitlines()
-    if done.returncode or not lines:
-        return {"error": f"exit code {done.returncode}, see {log}"}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    return engine_answer(__file__, job, out / log, environment, cwd=Path.cwd(), timeout=timeout)
 
 
 def arguments(target: str, draft: str, drafts: bool, adaptive: bool, graphs: str) -> dict[str, Any]:

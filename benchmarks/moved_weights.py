@@ -31,13 +31,13 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from measuring import engine_answer
 from vllm_graphfix.verify.engine import adapters, models
 from vllm_graphfix.verify.engine.models import VOCABULARY
 
@@ -154,25 +154,7 @@ def told(name: str, part: str, what: str, out: Path, *, eager: bool) -> dict[str
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": path,
     }
-    with (out / log).open("w") as written:
-        try:
-            done = subprocess.run(
-                [sys.executable, __file__, "--out", str(out), "--engine", json.dumps(job)],
-                env=environment,
-                cwd=out,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=written,
-                timeout=TIMEOUT,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return {"error": f"not at its end after {TIMEOUT:.0f} s, see {log}"}
-    lines = done.stdout.decode().splitlines()
-    if done.returncode or not lines:
-        return {"error": f"exit code {done.returncode}, see {log}"}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    return engine_answer(__file__, job, out / log, environment, cwd=out, timeout=TIMEOUT)
 
 
 def engine(model: str, other: str, part: str, eager: bool) -> dict[str, Any]:
