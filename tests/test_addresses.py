@@ -233,6 +233,37 @@ def test_loads_of_single_tensors_are_not_compared_each_and_a_heartbeat_makes_up_
     assert found.compared[-1] == LASTING
 
 
+def test_a_heartbeat_keeps_what_a_call_has_moved_and_forgets_what_is_back() -> None:
+    import torch
+
+    layer = torch.nn.Linear(2, 2, bias=False)
+    model = torch.nn.ModuleDict({"layer": layer})
+    worker = made_by_vllm(model_runner=made_by_vllm(model=model, device=torch.device("cpu")))
+    watch = RankAddresses()
+    watch.begin(Addresses.REPORT)
+    watch.serve(worker)
+    parameter = layer.weight
+    captured, elsewhere = parameter.data, parameter.data.clone()
+
+    def told() -> tuple[int, int, int]:
+        counts = watch.counts()
+        return counts["moved"], counts["failures"], len(watch.moved())
+
+    watch.around("reload_weights", True, lambda: setattr(parameter, "data", elsewhere))
+    assert told() == (1, 0, 1)
+    for _ in range(3):
+        watch.look()
+        assert told() == (1, 0, 1)
+    parameter.data = captured
+    watch.look()
+    assert told() == (1, 0, 0)
+    parameter.data = elsewhere  # by nobody who is watched: at the second look it counts
+    watch.look()
+    assert told() == (1, 0, 0)
+    watch.look()
+    assert told() == (2, 0, 1)
+
+
 def test_of_somebody_elses_worker_only_what_loads_is_wrapped() -> None:
     class TheirWorker:
         def note_step(self) -> None: ...

@@ -14,7 +14,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -232,7 +232,7 @@ class RankAddresses:
             # Seen there twice: what nobody has wrapped may be in the middle of a load.
             suspected, self._suspected = self._suspected, {each.entry.name: _pointer(each) for each in moved}
             moved = [each for each in moved if suspected.get(each.entry.name) == _pointer(each)]
-            fresh = self._note_moved(moved, "no call that is watched", kinds)
+            fresh = self._note_moved(moved, "no call that is watched", kinds, elsewhere=self._suspected)
         self._warn(fresh, "no call that is watched")
 
     def _busy(self) -> bool:
@@ -240,15 +240,21 @@ class RankAddresses:
 
     # -- what follows --------------------------------------------------------------------------------------------
 
-    def _note_moved(self, moved: Sequence[Moved], after: str, kinds: frozenset[Kind]) -> list[Moved]:
-        """Counts what has *moved*, of these *kinds*; returns what was not said yet."""
+    def _note_moved(
+        self, moved: Sequence[Moved], after: str, kinds: frozenset[Kind], elsewhere: Container[str] = ()
+    ) -> list[Moved]:
+        """Counts what has *moved*, of these *kinds*; returns what was not said yet.
+
+        What is named *elsewhere* is not back, though it may not count as moved yet.
+        """
         counts = self._counts
         if counts is None:
             return []
         counts["comparisons"] += 1
-        here = {each.entry.name for each in moved}
+        counted = {each.entry.name for each in moved}
         for name, tensor in list(self._moved.items()):
-            if name not in here and tensor.outcome != _REPAIRED and tensor.kind in kinds:
+            is_back = name not in counted and name not in elsewhere
+            if is_back and tensor.outcome != _REPAIRED and tensor.kind in kinds:
                 del self._moved[name], self._pointers[name]  # back where it was, by whoever has done that
         fresh = []
         for each in moved:
