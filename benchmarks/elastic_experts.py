@@ -71,6 +71,7 @@ _COMMON: dict[str, Any] = {
     "kv_cache_memory_bytes": 1 << 28,  # keeps vLLM's memory profiling out of a GPU that several ranks share
     "gpu_memory_utilization": 0.05,
     "moe_backend": "triton",
+    "enable_flashinfer_autotune": False,  # nothing here is tuned, and each capture would begin with it
     "disable_log_stats": True,
     "seed": 0,
 }
@@ -113,8 +114,8 @@ def main() -> int:
     parser.add_argument("--runner", default="V2", choices=["V1", "V2"], help="model runner (V2)")
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="modes side by side (1)")
     parser.add_argument("--watch", type=float, default=25.0, metavar="S", help="for heartbeats, after a change (25)")
-    parser.add_argument("--start", type=float, default=150.0, metavar="S", help="limit of a start or a change (150)")
-    parser.add_argument("--answer", type=float, default=60.0, metavar="S", help="limit of any other answer (60)")
+    parser.add_argument("--start", type=float, default=300.0, metavar="S", help="limit of a start or a change (300)")
+    parser.add_argument("--answer", type=float, default=120.0, metavar="S", help="limit of any other answer (120)")
     parser.add_argument("--gpus", nargs="+", metavar="GPU", help="as CUDA_VISIBLE_DEVICES names them (all)")
     options = parser.parse_args()
     options.out = options.out.resolve()
@@ -378,9 +379,13 @@ def _said(error: BaseException) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """One that no outgoing connection takes meanwhile: it is bound twice, when ranks start and when one joins."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(lowest * 2 // 3, lowest)  # noqa: S311 - no secret
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 if __name__ == "__main__":

@@ -47,4 +47,5 @@ def _served(serve: Callable[[Any, dict[str, Any]], int | None], parent: Any) -> 
 
 def in_one_line(error: BaseException) -> str:
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first}"
+    said = f"{type(error).__name__}: {first}"
+    return said if error.__cause__ is None else f"{said}, from {in_one_line(error.__cause__)}"
