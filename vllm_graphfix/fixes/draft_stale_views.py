@@ -138,7 +138,7 @@ class _PairsOfOwnStates(dict[Any, Any]):
     def __getitem__(self, descriptor: Any) -> Any:
         pair = super().__getitem__(descriptor)
         try:
-            if is_full(descriptor):
+            if descriptor.cg_mode.name == "FULL":
                 tokens = descriptor.num_tokens
                 state = self._prepare(descriptor.num_reqs or min(tokens, self._manager.max_num_reqs), tokens)
                 return type(pair)(state, state)

@@ -67,7 +67,8 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _of_v1(source: Source) -> Diagnosis:
     if not source.says(_RUNNER, "_is_uniform_decode", of="GPUModelRunner"):
-        if source.says(_RUNNER, "uniform_decode"):
+        emptied = source.read(_RUNNER) is not None and not source.says(_RUNNER, "GPUModelRunner")
+        if emptied or source.says(_RUNNER, "uniform_decode"):
             return Diagnosis.unrecognised("model runner V1 tells decodes from prefills by a condition", _RUNNER)
         return Diagnosis(Verdict.ABSENT, "no model runner V1 with graphs for decodes only")
     uniform = source.function(_RUNNER, "GPUModelRunner._is_uniform_decode")
