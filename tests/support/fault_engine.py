@@ -39,6 +39,7 @@ assert _SPEC.origin is not None
 PACKAGE = os.path.dirname(_SPEC.origin) + os.sep  # noqa: PTH120 - the profiler compares texts
 """Found, and not imported."""
 LAYERS = re.compile(re.escape(PACKAGE + "fixes" + os.sep) + "(?!_)")
+SHARED = PACKAGE + "fixes" + os.sep + "_"
 _LIMIT = 20
 """Seconds for one process."""
 
@@ -237,8 +238,22 @@ def layers(module: str, name: str) -> list[str]:
     while found is not None:
         if isinstance(found, FunctionType) and LAYERS.match(found.__code__.co_filename):
             around.append(os.path.basename(found.__code__.co_filename).removesuffix(".py").replace("_", "-"))  # noqa: PTH119
+        elif isinstance(found, FunctionType) and found.__code__.co_filename.startswith(SHARED):
+            around += _fixes_that_count_in(found)
         found = getattr(found, "__wrapped__", None)
     return around
+
+
+def _fixes_that_count_in(layer: FunctionType) -> list[str]:
+    """The fix whose events *layer* counts, which comes from a module that several fixes share."""
+    with contextlib.suppress(Exception):  # a plugin with a fault may have no process of its own to ask
+        import vllm_graphfix
+        from vllm_graphfix.fixes import BY_NAME
+
+        given = {id(cell.cell_contents) for cell in layer.__closure__ or ()}
+        manager = vllm_graphfix._this_process().manager
+        return [name for name in BY_NAME if id(manager.activity(name)) in given]
+    return []
 
 
 def patched() -> dict[str, list[tuple[str, str]]]:
@@ -338,9 +353,31 @@ def warm_up(without: list[str]) -> None:
             importlib.import_module(module)
     for module in without:
         sys.modules.pop(module, None)
+    _let_register_again(without)
     vllm.engine.arg_utils.EngineArgs.create_engine_config = lambda _: CONFIG
     installed = importlib.metadata.entry_points(group="vllm.general_plugins")
     importlib.metadata.entry_points = lambda **_: installed  # type: ignore[assignment]
+
+
+def _let_register_again(modules: list[str]) -> None:
+    """What *modules* have registered with vLLM and torch by their names, another import of them registers again."""
+    for name in ("vllm.utils.torch_utils", "vllm.utils"):
+        owner: Any = sys.modules.get(name)
+        if hasattr(owner, "direct_register_custom_op"):
+
+            def register(*args: Any, _stock: Any = owner.direct_register_custom_op, **kwargs: Any) -> None:
+                try:
+                    _stock(*args, **kwargs)
+                except RuntimeError as error:
+                    if "multiple times" not in str(error):
+                        raise
+
+            owner.direct_register_custom_op = register
+    ops: Any = sys.modules.get("vllm.model_executor.custom_op")
+    for registry in (getattr(ops, "op_registry", {}), getattr(getattr(ops, "CustomOp", None), "op_registry", {})):
+        for name, each in list(registry.items()):
+            if each.__module__ in modules:
+                del registry[name]
 
 
 def compile_once(sources: list[str]) -> None:
