@@ -237,31 +237,66 @@ def test_a_heartbeat_keeps_what_a_call_has_moved_and_forgets_what_is_back() -> N
     import torch
 
     layer = torch.nn.Linear(2, 2, bias=False)
-    model = torch.nn.ModuleDict({"layer": layer})
-    worker = made_by_vllm(model_runner=made_by_vllm(model=model, device=torch.device("cpu")))
-    watch = RankAddresses()
-    watch.begin(Addresses.REPORT)
-    watch.serve(worker)
+    watch, _worker = _serving(layer)
     parameter = layer.weight
     captured, elsewhere = parameter.data, parameter.data.clone()
-
-    def told() -> tuple[int, int, int]:
-        counts = watch.counts()
-        return counts["moved"], counts["failures"], len(watch.moved())
-
     watch.around("reload_weights", True, lambda: setattr(parameter, "data", elsewhere))
-    assert told() == (1, 0, 1)
+    assert _told(watch) == (1, 0, 1)
     for _ in range(3):
         watch.look()
-        assert told() == (1, 0, 1)
+        assert _told(watch) == (1, 0, 1)
     parameter.data = captured
     watch.look()
-    assert told() == (1, 0, 0)
+    assert _told(watch) == (1, 0, 0)
     parameter.data = elsewhere  # by nobody who is watched: at the second look it counts
     watch.look()
-    assert told() == (1, 0, 0)
+    assert _told(watch) == (1, 0, 0)
     watch.look()
-    assert told() == (2, 0, 1)
+    assert _told(watch) == (2, 0, 1)
+
+
+def test_a_cache_that_moved_is_not_back_because_it_sleeps() -> None:
+    import torch
+
+    layer = torch.nn.Linear(2, 2, bias=False)
+    watch, _worker = _serving(layer)
+    watch.around("reload_weights", True, lambda: setattr(layer, "kv_cache", torch.zeros(2)))
+    for name, args in (("sleep", ()), ("wake_up", ("self", ["weights"])), ("wake_up", ("self", ["kv_cache"]))):
+        assert _told(watch) == (1, 0, 1), name
+        watch.around(name, True, lambda *_: None, *args)
+    assert _told(watch) == (1, 0, 1)
+
+
+def test_what_calls_have_moved_that_were_left_out_is_not_forgotten_by_the_next() -> None:
+    import torch
+
+    layer = torch.nn.Linear(2, 2, bias=False)
+    watch, _worker = _serving(layer)
+    watch.around("load_weights", False, lambda: None)
+    watch._not_before = float("inf")
+    watch.around("process_weights_after_loading of a layer", False, lambda: setattr(layer.impl, "W_UV", torch.ones(2)))
+    assert _told(watch) == (0, 0, 0)
+    watch.around("reload_weights", True, lambda: None)
+    assert _told(watch) == (1, 0, 1)
+
+
+def _serving(layer: Any) -> tuple[RankAddresses, Any]:
+    """A watch of a model of this *layer*, which has keys and values and an absorbed copy; and its worker."""
+    import torch
+
+    layer.kv_cache, layer.impl = torch.ones(2), made_by_vllm(W_UV=torch.ones(2))
+    model = torch.nn.ModuleDict({"layer": layer})
+    watch = RankAddresses()
+    watch.begin(Addresses.REPORT)
+    worker = made_by_vllm(model_runner=made_by_vllm(model=model, device=torch.device("cpu")))
+    watch.serve(worker)
+    return watch, worker
+
+
+def _told(watch: RankAddresses) -> tuple[int, int, int]:
+    """What has moved so far, failures, and what a record has."""
+    counts = watch.counts()
+    return counts["moved"], counts["failures"], len(watch.moved())
 
 
 def test_of_somebody_elses_worker_only_what_loads_is_wrapped() -> None:

@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 
 from stock import release_root, run_in_release
-from stock_stand_ins import shapes
-from vllm_graphfix.engine import addresses, capture_gate
-from vllm_graphfix.fixes import FIXES
 from warm_release import run_in_fork
 
 WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
@@ -235,23 +232,6 @@ def test_what_the_gate_stands_on_is_in_vllm(release: str) -> None:
     assert "def compile_or_warm_up_model(self" in read(root, "cpu_worker.py")
     assert "def _initialize_kv_caches(" in (root / "vllm" / "v1" / "engine" / "core.py").read_text(encoding="utf-8")
     assert ("def profile_cudagraph_memory(self" in read(root, "gpu_model_runner.py")) == (release >= "0.18")
-
-
-def test_no_fix_is_beneath_what_is_put_around_vllm_anyway() -> None:
-    """A wrapper that nobody takes back would keep the fix under it, too, after a revert."""
-    workers = [
-        (module, f"{owner}.{method}")
-        for module, owner in capture_gate._WORKERS.items()
-        for method in ("determine_available_memory", capture_gate._CAPTURE)
-    ]
-    runners = [(module, "GPUModelRunner.profile_cudagraph_memory") for module in capture_gate._RUNNERS]
-    watched = [(module, f"{owner}.{name}" if owner else name) for module, owner, name in addresses.WATCHED]
-    around = {("vllm.v1.engine.core", "EngineCore._initialize_kv_caches"), *workers, *runners, *watched}
-    targets = {
-        (patch.module, patch.name): fix.name for fix in FIXES for shape in shapes(fix) for patch in fix.patches(shape)
-    }
-    assert "workspace-growth" in targets.values()
-    assert {fix for target, fix in targets.items() if target in around} == set()
 
 
 def read(root: Path, name: str) -> str:

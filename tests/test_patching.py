@@ -22,6 +22,7 @@ import wrapt
 
 from vllm_graphfix.fix import Activity, Patch, StockFunction
 from vllm_graphfix.patching import sites as patching
+from vllm_graphfix.patching.hooks import wrap
 
 TARGET = "vllm.standin_target"
 IMPORTER = "vllm.user_after"
@@ -178,6 +179,31 @@ def test_what_was_taken_back_in_part_is_taken_back_whole(target: Any) -> None:
     patching.take_back("one", sites[:1])
     patching.take_back("one", sites)
     assert target.Manager().capture(1) == 4
+
+
+def test_beneath_a_wrapper_of_our_own_layers_come_and_go_and_beneath_another_they_stay(target: Any) -> None:
+    """As the gate is put on a function that a fix has patched."""
+    stock, asked = target.Manager.capture, []
+
+    def around(beneath: Any, *args: Any) -> Any:
+        asked.append(beneath)
+        return beneath(*args)
+
+    one = apply("one", [capture(10)])
+    for _ in range(2):
+        wrap(target.Manager, "capture", around)
+    assert (target.Manager().capture(1), one[0].holds()) == (14, True)
+    two = apply("two", [capture(20)])
+    assert (target.Manager().capture(1), two[0].holds()) == (34, True)
+    patching.take_back("one", one)
+    assert target.Manager().capture(1) == 24
+    patching.take_back("two", two)
+    assert target.Manager().capture(1) == 4
+    assert inspect.unwrap(target.Manager.capture) is asked[-1] is stock
+    three = apply("three", [capture(30)])
+    target.Manager.capture = functools.wraps(target.Manager.capture)(lambda *args: 1000)
+    with pytest.raises(patching.ConflictError, match="wrapper is still underneath"):
+        patching.take_back("three", three)
 
 
 def test_a_fix_is_applied_whole_or_not_at_all(target: Any) -> None:

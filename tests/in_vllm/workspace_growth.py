@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu import model_runner
 
 import vllm_graphfix
 from activities import activity_of, layers
-from vllm_graphfix.fixes.workspace_growth import FIX, RECORDED_WORKSPACE_OUTGROWN, _forget_what_was_on_trial
+from vllm_graphfix.fixes.workspace_growth import FIX, RECORDED_WORKSPACE_OUTGROWN
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios.workspace_growth import (
     CPU,
@@ -266,14 +266,9 @@ def test_observed_no_memory_is_held_and_the_same_is_counted(memory: DeviceMemory
     assert OUTGROWN.count == 0
 
 
-def on_trial(profile: Callable[[Any], int]) -> Callable[[Any], int]:
-    """*profile* in the place of what a runner measures its graphs by, in the layer that is around that."""
-    applied = model_runner._profile_cudagraph_memory
-    captures = inspect.getclosurevars(applied).nonlocals["captures"]
-    return _forget_what_was_on_trial(profile, ACTIVITY, captures=captures)
-
-
-def test_a_trial_capture_keeps_until_its_graphs_are_gone(memory: DeviceMemoryStandIn) -> None:
+def test_a_trial_capture_keeps_until_its_graphs_are_gone(
+    memory: DeviceMemoryStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     meanwhile: list[list[int]] = []
 
     def profile(runner: Any) -> int:
@@ -282,8 +277,12 @@ def test_a_trial_capture_keeps_until_its_graphs_are_gone(memory: DeviceMemorySta
         meanwhile.append(blocks(memory))
         return 7
 
+    monkeypatch.setattr(model_runner, "_profile_cudagraph_memory", profile)
     runner = captured(256)
-    assert on_trial(profile)(runner) == 7
+    runner.vllm_config = SimpleNamespace(
+        parallel_config=None, model_config=None
+    )  # the plugin's comparison of ranks asks
+    assert runner.profile_cudagraph_memory() == 7
     assert meanwhile == [[256, 512, 1024]]
     assert blocks(memory) == [256, 1024], "the graph of before is there"
     needs(2048)
@@ -293,14 +292,18 @@ def test_a_trial_capture_keeps_until_its_graphs_are_gone(memory: DeviceMemorySta
     assert blocks(memory) == [256, 2048, 4096]
 
 
-def test_an_error_of_a_trial_comes_out_and_ends_it(memory: DeviceMemoryStandIn) -> None:
+def test_an_error_of_a_trial_comes_out_and_ends_it(
+    memory: DeviceMemoryStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def profile(runner: Any) -> int:
         captured(256)
         raise MemoryError("of a trial")
 
+    monkeypatch.setattr(model_runner, "_profile_cudagraph_memory", profile)
     runner = RunnerStandIn(MixtureStandIn(), torch.empty(0))
+    runner.vllm_config = SimpleNamespace(parallel_config=None, model_config=None)
     with pytest.raises(MemoryError, match="of a trial"):
-        on_trial(profile)(runner)
+        runner.profile_cudagraph_memory()
     needs(512)
     assert blocks(memory) == [512]
     captured(512)

@@ -246,14 +246,12 @@ def layers(module: str, name: str) -> list[str]:
 
 def _fixes_that_count_in(layer: FunctionType) -> list[str]:
     """The fix whose events *layer* counts, which comes from a module that several fixes share."""
-    with contextlib.suppress(Exception):  # a plugin with a fault may have no process of its own to ask
-        import vllm_graphfix
-        from vllm_graphfix.fixes import BY_NAME
+    from vllm_graphfix.fix import Activity
+    from vllm_graphfix.fixes import FIXES
 
-        given = {id(cell.cell_contents) for cell in layer.__closure__ or ()}
-        manager = vllm_graphfix._this_process().manager
-        return [name for name in BY_NAME if id(manager.activity(name)) in given]
-    return []
+    given = [cell.cell_contents for cell in layer.__closure__ or ()]
+    counted = [set(each.counts) for each in given if isinstance(each, Activity)]
+    return [fix.name for fix in FIXES if {event.name for event in fix.events} in counted]
 
 
 def patched() -> dict[str, list[tuple[str, str]]]:

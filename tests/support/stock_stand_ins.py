@@ -61,7 +61,7 @@ PARAMETERS = {
     "MLACommonMetadataBuilder.build": "self, common_prefix_len, common_attn_metadata, fast_build",
     "WorkspaceManager._ensure_workspace_size": "self, required_bytes",
     "GPUModelRunner.capture_model": "self",
-    "_profile_cudagraph_memory": "runner",
+    "GPUModelRunner.profile_cudagraph_memory": "self",
     "Worker.execute_dummy_batch": "self",
     "GPUModelRunner.sample_tokens": "self, grammar_output",
     "EagleCudaGraphManager.__init__": "self, vllm_config, device",

@@ -191,9 +191,12 @@ class RankAddresses:
             self._unfinished = name != _END
 
     def _before(self) -> None:
-        """Forgets what steps have moved since the capture: no graph can hold it."""
-        found = self._inventory
-        if found is not None and not self._unfinished and "weights" not in self._asleep:
+        """Forgets what steps have moved since the capture: no graph can hold it.
+
+        Not after calls that were left out: what these have moved would be forgotten with it.
+        """
+        found, settled = self._inventory, not self._unfinished and "weights" not in self._asleep
+        if found is not None and settled and not self._left_out:
             with self._lock:
                 moved = found.moved(frozenset(Kind) - LASTING)
                 found.forget(each for each in moved if each.entry.name not in self._moved)
@@ -203,9 +206,10 @@ class RankAddresses:
         if found is None:
             return
         begun = time.monotonic()
+        kinds = frozenset(Kind) - ({Kind.CACHE} if self._asleep else set())
         with self._lock:
-            moved = found.moved(frozenset(Kind) - ({Kind.CACHE} if self._asleep else set()))
-            fresh = self._note_moved(moved, name, frozenset(Kind))
+            moved = found.moved(kinds)
+            fresh = self._note_moved(moved, name, kinds)
         self._left_out = False
         self._not_before = time.monotonic() + _SHARE * (time.monotonic() - begun)
         if self.action is Addresses.REPAIR:

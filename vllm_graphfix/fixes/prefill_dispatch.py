@@ -67,8 +67,9 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _of_v1(source: Source) -> Diagnosis:
     if not source.says(_RUNNER, "_is_uniform_decode", of="GPUModelRunner"):
-        emptied = source.read(_RUNNER) is not None and not source.says(_RUNNER, "GPUModelRunner")
-        if emptied or source.says(_RUNNER, "uniform_decode"):
+        if source.read(_RUNNER) is not None and not source.says(_RUNNER, "GPUModelRunner"):
+            return Diagnosis.unrecognised("model runner V1 is in a place", _RUNNER)
+        if source.says(_RUNNER, "uniform_decode"):
             return Diagnosis.unrecognised("model runner V1 tells decodes from prefills by a condition", _RUNNER)
         return Diagnosis(Verdict.ABSENT, "no model runner V1 with graphs for decodes only")
     uniform = source.function(_RUNNER, "GPUModelRunner._is_uniform_decode")

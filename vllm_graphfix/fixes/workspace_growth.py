@@ -258,18 +258,14 @@ def _mark_captures(stock: StockFunction, _: Activity, *, captures: _Captures) ->
 
 
 def _forget_what_was_on_trial(stock: StockFunction, _: Activity, *, captures: _Captures) -> StockFunction:
-    """Wraps `profile_cudagraph_memory` of a runner (0.29.0), whose graphs are gone when it returns.
-
-    By the runner's name for it, and not its method of that name: the capture gate is around that, and a layer beneath
-    could not be taken back.
-    """
+    """Wraps `GPUModelRunner.profile_cudagraph_memory` (0.29.0), whose graphs are gone when it returns."""
 
     @functools.wraps(stock)
-    def profile_cudagraph_memory(*args: Any, **kwargs: Any) -> Any:
+    def profile_cudagraph_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
         before, on_trial = captures.on_trial, list[tuple[_RecordedWorkspaces, Reference]]()
         captures.on_trial = on_trial
         try:
-            return stock(*args, **kwargs)
+            return stock(self, *args, **kwargs)
         finally:
             captures.on_trial = before
             for recorded, held in on_trial:
@@ -284,7 +280,7 @@ def patches(shape: str) -> tuple[Patch, ...]:
         functools.partial(wrap, captures=captures)
         for wrap in (_hold_what_is_recorded, _mark_captures, _forget_what_was_on_trial)
     )
-    on_trial = Patch(_RUNNER_MODULE, "_profile_cudagraph_memory", forgetting)
+    on_trial = Patch(_RUNNER_MODULE, "GPUModelRunner.profile_cudagraph_memory", forgetting)
     return (
         Patch(_WORKSPACE_MODULE, "WorkspaceManager._ensure_workspace_size", holding),
         Patch(_RUNNER_MODULE, "GPUModelRunner.capture_model", knowing),

@@ -10,8 +10,9 @@ import importlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import wrapt
@@ -53,16 +54,28 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Puts *around* on a function of vLLM, if it is there: called with the stock function, then with its arguments."""
+    """Puts *around* on a function of vLLM, if it is there: called with what it wraps, then with its arguments.
+
+    What it wraps is asked for at each call: a fix beneath may be taken back.
+    """
     stock = getattr(owner, name, None)
     if stock is None:
         return
 
     @functools.wraps(stock)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(stock, *args, **kwargs)
+        return around(wrapper.__wrapped__, *args, **kwargs)
 
+    _wrappers.add(wrapper)
     setattr(owner, name, wrapper)
+
+
+def is_wrapper(function: object) -> bool:
+    """Whether `wrap` has made it; somebody else's wrapper of one has its attributes, but is not one."""
+    return type(function) is FunctionType and function in _wrappers
+
+
+_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def guarded(function: Callable[..., Any], *args: Any) -> None:

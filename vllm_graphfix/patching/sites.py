@@ -13,6 +13,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Patch, StockFunction, Wrap
+from vllm_graphfix.patching.hooks import is_wrapper
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,17 +95,33 @@ class Site:
         if function is not self.stock:
             # Before it is installed: another thread may carry it into its module at once, by `from target import name`.
             _stock_of[function] = self.stock
+        caller, name = self._called_from() or (self.owner, self.attribute)
         try:
-            setattr(self.owner, self.attribute, function)
-            if self.current() is not function:
+            setattr(caller, name, function)
+            if vars(caller).get(name) is not function:
                 raise RuntimeError(f"{self.attribute} reads back as something other than what was set")
         except BaseException:  # an interrupt too: a layer that nobody knows of could never be taken back
-            setattr(self.owner, self.attribute, self.installed)
+            setattr(caller, name, self.installed)
             raise
         self.layers, self.installed, self._codes = layers, function, codes
 
     def _codes_of(self, function: FunctionType) -> dict[FunctionType, CodeType]:
         return {each: each.__code__ for each in (function, inspect.unwrap(self.stock))}
+
+    def is_ours(self) -> bool:
+        """Whether nothing is on top of what was installed, but for wrappers of the plugin's own hooks."""
+        return self._called_from() is not None
+
+    def _called_from(self) -> tuple[Any, str] | None:
+        """What has what was installed, and by which name: the owner, or the hook's wrapper that was put right on it."""
+        caller, name = self.owner, self.attribute
+        called = self.current()
+        while called is not self.installed:
+            if not is_wrapper(called):
+                return None
+            caller, name = called, "__wrapped__"
+            called = vars(caller).get(name)
+        return caller, name
 
     def lost(self) -> str | None:
         """Why what was installed is no longer what is called.
@@ -178,7 +195,7 @@ def take_back(fix: str, sites: Iterable[Site]) -> None:
     for site in sites:
         if fix not in site.layers:
             continue
-        if site.current() is site.installed:
+        if site.is_ours():
             site.set_layer(fix, None)
         else:
             stuck.append(site)  # taking their wrapper away is not ours to do
@@ -210,7 +227,7 @@ def _site(patch: Patch, diagnosed: bytes | None) -> Site:
     if found is None:
         raise AttributeError(f"{patch.module} has no {patch.name} of its own")
     known = _sites.get((id(owner), attribute))
-    if known is not None and known.owner is owner and known.current() is known.installed and known.holds():
+    if known is not None and known.owner is owner and known.is_ours() and known.holds():
         return known
     stock = _stock_of.get(found, found) if type(found) is FunctionType else found
     _refuse_another_text(sys.modules[patch.module], diagnosed)
