@@ -174,10 +174,12 @@ def main() -> int:
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     model = MODELS[options.model]
+    # Experts that all tokens go to are like any layer.
     shapes = model.shapes(model.config)
     models.save(model.config, shapes, options.out / options.model)
     for name in ADAPTERS:
-        adapters.save(name, shapes, options.out / name, ATTENTION if options.rehearse else model.modules(name))
+        routed = {each: shape for each, shape in shapes.items() if "shared_experts" not in each}
+        adapters.save(name, routed, options.out / name, ATTENTION if options.rehearse else model.modules(name))
     forms = {*options.forms, *(right for form in options.forms if (right := FORMS[form][1]))}
     # What judges others first.
     runs = [

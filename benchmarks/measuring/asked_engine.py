@@ -45,7 +45,9 @@ def _served(serve: Callable[[Any, dict[str, Any]], int | None], parent: Any) -> 
         return 1
 
 
-def in_one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException, causes: int = 3) -> str:
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     said = f"{type(error).__name__}: {first}"
-    return said if error.__cause__ is None else f"{said}, from {in_one_line(error.__cause__)}"
+    if error.__cause__ is None or not causes:
+        return said
+    return f"{said}, from {in_one_line(error.__cause__, causes - 1)}"
