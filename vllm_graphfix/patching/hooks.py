@@ -10,14 +10,14 @@ import importlib
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import wrapt
 
 from vllm_graphfix.log import logger
+from vllm_graphfix.patching.sites import own_wrappers
 
 
 def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
@@ -66,16 +66,8 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(wrapper.__wrapped__, *args, **kwargs)
 
-    _wrappers.add(wrapper)
+    own_wrappers.add(wrapper)
     setattr(owner, name, wrapper)
-
-
-def is_wrapper(function: object) -> bool:
-    """Whether `wrap` has made it; somebody else's wrapper of one has its attributes, but is not one."""
-    return type(function) is FunctionType and function in _wrappers
-
-
-_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def guarded(function: Callable[..., Any], *args: Any) -> None:

@@ -13,7 +13,6 @@ from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Patch, StockFunction, Wrap
-from vllm_graphfix.patching.hooks import is_wrapper
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,7 +116,7 @@ class Site:
         caller, name = self.owner, self.attribute
         called = self.current()
         while called is not self.installed:
-            if not is_wrapper(called):
+            if type(called) is not FunctionType or called not in own_wrappers:
                 return None
             caller, name = called, "__wrapped__"
             called = vars(caller).get(name)
@@ -159,6 +158,9 @@ _MOST_WRAPPERS = 100
 _sites: dict[tuple[int, str], Site] = {}
 _stock_of: weakref.WeakKeyDictionary[FunctionType, FunctionType] = weakref.WeakKeyDictionary()
 """Our functions and what they wrap: `from target import name` may have carried one into another module."""
+
+own_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Wrappers that the plugin's hooks have put on functions of vLLM. Each asks for what it wraps at each call."""
 
 _as_diagnosed: dict[str, tuple[Any, int, int]] = {}
 """Modules that run the text that was diagnosed: the spec, and the hash and the length of that text."""
