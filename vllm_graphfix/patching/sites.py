@@ -128,9 +128,10 @@ class Site:
         None if it is called, perhaps through a wrapper that came later.
         """
         after = "after the fix was applied"
-        try:
-            stands = _owner(self.module, self.classes)
-        except (KeyError, AttributeError):
+        stands: Any = sys.modules.get(self.module)
+        for name in self.classes:
+            stands = getattr(stands, name, None)
+        if stands is None:
             return f"{self.name} was removed {after}"
         if stands is not self.owner:
             return f"what {self.name} is in was replaced by {_author(stands)} {after}"
