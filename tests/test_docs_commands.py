@@ -160,6 +160,18 @@ COMPARED = (
         "--gpu-memory-utilization 0.1 "
         "--attention-backend FLASH_ATTN -tp 2 -dcp 2 -cc.mode=0 -cc.cudagraph_mode=FULL_DECODE_ONLY"
     ),
+    (
+        "VLLM_USE_V2_MODEL_RUNNER=1 vllm-graphfix compare mla-mtp --skip-tokenizer-init --max-model-len 2048 "
+        "--block-size 64 --attention-backend FLASHMLA --gpu-memory-utilization 0.05 --kv-cache-memory-bytes 268435456 "
+        "-tp 2 -dcp 2 -cc.mode=0 -cc.cudagraph_mode=FULL_DECODE_ONLY "
+        """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""
+    ),
+    (
+        "VLLM_USE_V2_MODEL_RUNNER=1 vllm-graphfix compare llama --skip-tokenizer-init --max-model-len 2048 "
+        "--attention-backend FLASHINFER --gpu-memory-utilization 0.05 --kv-cache-memory-bytes 268435456 -cc.mode=0 "
+        "-cc.cudagraph_mode=FULL_DECODE_ONLY "
+        """--speculative-config '{"method": "eagle", "model": "eagle", "num_speculative_tokens": 1}'"""
+    ),
 )
 """In this order. Their engines need a GPU; here the command takes its options, and vLLM's parser the flags."""
 
@@ -410,6 +422,8 @@ def test_compare_takes_the_options_that_are_shown_and_vllm_the_flags(
         ("mla-mtp", 0, 128),
         ("mamba2", 0, 128),
         ("llama", 0, 128),
+        ("mla-mtp", 0, 128),
+        ("llama", 0, 128),
     ]
     assert [number for number, poison in enumerate(poisoned) if poison] == [3]
     flags = json.dumps([["--model", model, *flags] for model, flags, *_ in reached])
@@ -424,6 +438,8 @@ def test_compare_takes_the_options_that_are_shown_and_vllm_the_flags(
         ["mla-mtp", 1, 2048, "auto", "mtp"],
         ["mamba2", 2, 2048, "auto", None],
         ["llama", 2, 2048, "auto", None],
+        ["mla-mtp", 2, 2048, "auto", "mtp"],
+        ["llama", 1, 2048, "auto", "eagle"],
     ]
 
 

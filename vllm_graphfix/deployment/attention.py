@@ -13,6 +13,8 @@ from vllm_graphfix.text import printable
 
 _FLASH_ATTENTION_FIRST = (8, 9, 12)
 """Compute capabilities on which vLLM tries FlashAttention first."""
+_CONTEXT_PARALLEL = "--decode-context-parallel-size"
+_LOGGED = "the attention backend that vLLM logs when it starts, or --attention-backend"
 
 
 class Attention(Model):
@@ -101,7 +103,7 @@ class Attention(Model):
         # On Hopper vLLM prefers FlashAttention, which has no fp8 for latent attention; FlashMLA takes blocks of 64.
         if self.fp8_cache().holds and self.value("--block-size")[0] in (None, "64"):
             return Fact(True, "vLLM chooses FlashMLA for latent attention with an fp8 cache on Hopper")
-        return Fact(None, "the attention backend that vLLM logs when it starts, or --attention-backend")
+        return Fact(None, _LOGGED)
 
     def flashmla(self) -> Fact:
         """Latent attention runs on FlashMLA kernels that plan in their first call.
@@ -145,20 +147,19 @@ class Attention(Model):
 
     def flash_attention(self) -> Fact:
         """Attention that is not latent runs on FlashAttention."""
-        logged = "the attention backend that vLLM logs when it starts, or --attention-backend"
         mla = self.mla()
         if mla.holds is not False:
             return Fact(mla.holds and False, mla.told)
         asked, missing = self.value("--attention-backend")
         config, unsure = self.value("--attention-config")
         if missing or unsure or config is not None:
-            return Fact(None, missing or unsure or logged)
+            return Fact(None, missing or unsure or _LOGGED)
         if asked is not None and asked.lower() != "auto":
             return Fact(asked.upper() == "FLASH_ATTN", f"--attention-backend is {asked.upper()[:40]!r}")
         _, capability = self.gpu
         # On datacenter Blackwell FlashInfer comes first, and FlashAttention 2 has no fp8.
         if capability not in _FLASH_ATTENTION_FIRST or self.fp8_cache().holds is not False:
-            return Fact(None, logged)
+            return Fact(None, _LOGGED)
         return Fact(True, "vLLM chooses FlashAttention for it on this GPU")
 
     def flash_attention_3(self) -> Fact:
@@ -192,4 +193,44 @@ class Attention(Model):
         mla = self.mla()
         if mla.holds is False:
             return mla
-        return Fact(None, "the attention backend that vLLM logs when it starts, or --attention-backend")
+        return Fact(None, _LOGGED)
+
+    def shares_the_context(self) -> Fact:
+        """There are several ranks of decode context parallelism."""
+        value, missing = self.value(_CONTEXT_PARALLEL)
+        if missing is not None:
+            return Fact(None, missing)
+        if value is None or not value.isdecimal():
+            told = f"a number for {_CONTEXT_PARALLEL}" if value else f"{_CONTEXT_PARALLEL} is not given"
+            return Fact(None if value else False, told)
+        return Fact(int(value) > 1, f"{_CONTEXT_PARALLEL} {int(value)}")
+
+    def drafts_as_prompts(self) -> Fact:
+        """The attention backend takes decodes of several tokens, as with drafts, for prompts."""
+        backend, missing = self._backend()
+        chunked, unread = self.configured("attention_chunk_size")
+        if missing is not None:
+            return Fact(None, missing)
+        if backend in ("TRITON_MLA", "CUTLASS_MLA", "FLEX_ATTENTION"):
+            return Fact(True, f"--attention-backend {backend}")
+        if backend == "FLASHMLA":
+            return self.shares_the_context()
+        if backend in ("FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA_SPARSE"):
+            return Fact(False, f"--attention-backend {backend} takes decodes of several tokens")
+        if backend == "FLASHINFER":
+            return self._flashinfer_without_trtllm()
+        dense = self.flash_attention() if backend is None else Fact(backend in ("FLASH_ATTN", "TRITON_ATTN"), "")
+        if not dense.holds:
+            return Fact(None, _LOGGED if backend is None else f"what {printable(backend[:40])} supports")
+        if unread is not None or any(chunked):
+            return Fact(None, unread or "whether layers with chunked local attention (attention_chunk_size) are used")
+        return Fact(False, dense.told or f"--attention-backend {backend} takes decodes of several tokens")
+
+    def _flashinfer_without_trtllm(self) -> Fact:
+        """FlashInfer runs decodes without TRT-LLM's kernels, or under decode context parallelism."""
+        told = "--attention-backend FLASHINFER"
+        shared = self.shares_the_context()
+        blackwell = self._capability((10,), "TRT-LLM's kernels need a Blackwell of compute capability 10")
+        if shared.holds or blackwell.holds is False:
+            return Fact(True, f"{told}, {shared.told}" if shared.holds else told)
+        return blackwell if blackwell.holds is None else Fact(None, "whether FlashInfer takes TRT-LLM's kernels")

@@ -15,7 +15,6 @@ from vllm_graphfix.fixes._about import About
 if TYPE_CHECKING:
     import torch
 
-    from vllm_graphfix.deployment import Deployment, Fact
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
@@ -36,8 +35,6 @@ LENGTHS_OF_ANOTHER_BATCH = Event(
     "A batch small enough for a graph reached FlashAttention with decode context parallelism: on stock a full graph "
     "attends to as much context as its capture had, or as the reused memory happens to say.",
 )
-
-_FLAG = "--decode-context-parallel-size"
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -151,22 +148,14 @@ def needs() -> tuple[Need, ...]:
     from vllm_graphfix.deployment.needs import Need
 
     return (
-        Need(f"{_FLAG} above 1", _shares_the_context, "which needs more tensor-parallel ranks than KV heads"),
+        Need(
+            "--decode-context-parallel-size above 1",
+            lambda deployment, _: deployment.shares_the_context(),
+            "which needs more tensor-parallel ranks than KV heads",
+        ),
         needs.FULL_GRAPHS,
         Need("FlashAttention", lambda deployment, _: deployment.flash_attention(), "so no latent attention (MLA)"),
     )
-
-
-def _shares_the_context(deployment: Deployment, _: str) -> Fact:
-    """There are several ranks of decode context parallelism."""
-    from vllm_graphfix.deployment import Fact
-
-    value, missing = deployment.value(_FLAG)
-    if missing is not None:
-        return Fact(None, missing)
-    if value is None or not value.isdecimal():
-        return Fact(None if value else False, f"a number for {_FLAG}" if value else f"{_FLAG} is not given")
-    return Fact(int(value) > 1, f"{_FLAG} {int(value)}")
 
 
 FIX = Fix(

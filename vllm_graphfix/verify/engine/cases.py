@@ -239,6 +239,18 @@ MLA_TRITON = Case(
     poisoned=True,
     poison_in_padding=True,
 )
+MLA_TRITON_MTP = Case(
+    name="mla-triton-mtp",
+    model="mla-mtp",
+    runner="V2",
+    graphs=full_decodes([2, 4, 8, 16]),
+    workload=TOGETHER,
+    arguments={
+        "attention_config": {"backend": "TRITON_MLA"},
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+    },
+    probes=("drafts",),
+)
 MLA_MTP = Case(
     name="mla-mtp",
     model="mla-mtp",

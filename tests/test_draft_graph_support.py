@@ -1,0 +1,38 @@
+"""draft-graph-support: what must hold beyond the numbers."""
+
+from __future__ import annotations
+
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+
+from behaviours import check_behaviours
+from vllm_graphfix.fixes.draft_graph_support import _supports
+
+Support = Enum("Support", {"ALWAYS": 3, "UNIFORM_BATCH": 2, "UNIFORM_SINGLE_TOKEN_DECODE": 1, "NEVER": 0})
+"""As vLLM has it."""
+
+
+@pytest.mark.parametrize("release", ["0.17.1", "0.18.1", "0.19.1"])
+def test_full_graphs_are_left_out_where_a_backend_does_not_support_them_and_nowhere_else(release: str) -> None:
+    check_behaviours(release, "draft_graph_support")
+
+
+@pytest.mark.parametrize(
+    ("threshold", "support", "supports"),
+    [
+        (None, Support.ALWAYS, True),
+        (None, Support.UNIFORM_BATCH, True),
+        (None, Support.UNIFORM_SINGLE_TOKEN_DECODE, False),
+        (None, Support.NEVER, False),
+        (3, Support.UNIFORM_BATCH, True),
+        (2, Support.ALWAYS, False),
+    ],
+)
+def test_a_builder_that_takes_decodes_for_prompts_or_a_class_that_does_not_support_them(
+    threshold: int | None, support: Support, supports: bool
+) -> None:
+    builder = SimpleNamespace(reorder_batch_threshold=threshold, get_cudagraph_support=lambda config, spec: support)
+    group = SimpleNamespace(get_metadata_builder=lambda ubatch: builder, kv_cache_spec=None)
+    assert _supports(SimpleNamespace(vllm_config=None), group, 3, "UNIFORM_BATCH") is supports

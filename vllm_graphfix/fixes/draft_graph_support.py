@@ -1,0 +1,307 @@
+"""`draft-graph-support`: decodes with drafts have full graphs where the attention backends can be captured with them.
+
+This concerns model runner V2 (PR 32936).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
+from vllm_graphfix.fixes._about import About
+
+if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Deployment, Fact
+    from vllm_graphfix.deployment.needs import Need
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
+
+_GRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
+_GRAPHS_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
+_RUNNER = "vllm/v1/worker/gpu/model_runner.py"
+_ATTENTION = "vllm/v1/worker/gpu/attn_utils.py"
+_BACKEND = "vllm/v1/attention/backend.py"
+_MANAGERS = {"descriptors": "ModelCudaGraphManager", "sizes": "CudaGraphManager"}
+"""The class that captures the model's graphs, by shape: how it keeps what is to be captured."""
+_RESOLVED = "cudagraph_mode = self.compilation_config.resolve_cudagraph_mode_and_sizes(*...)"
+_MADE = "self.cudagraph_manager = ModelCudaGraphManager(self.vllm_config, self.device, cudagraph_mode, *...)"
+_ASKED = "cg_support = builder.get_cudagraph_support(...)"
+_LEAST = """
+if cg_support.value < min_cg_support.value:
+    min_cg_support = cg_support
+    min_cg_attn_backend = ...
+"""
+_CAPTURED = "self.cudagraph_manager.capture(...)"
+_HANDED_ON = ("prepare_inputs_to_capture(...)", "dict(...)")
+"""What a capture gives attention groups to; one of them."""
+_BUILT = "metadata = attn_metadata_builder.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)"
+_CHOSEN = {
+    "descriptors": ("batch_desc = self.cudagraph_manager.dispatch(num_reqs, num_toks, uniform_tok_count)",),
+    "sizes": ("local_cudagraph_mode, local_cudagraph_size = self.cudagraph_manager.get_cudagraph_runtime_mode(*...)",),
+}
+"""How a step gets its graph."""
+_TAKEN: dict[str, dict[str, tuple[str, ...]]] = {
+    "descriptors": {
+        "CudaGraphManager.dispatch": ("for desc in self._candidates[num_tokens]: ...",),
+        "CudaGraphManager.capture": ("descs = self._capture_descs[mode]",),
+        "CudaGraphManager.needs_capture": ("return len(self._capture_descs) > 0",),
+    },
+    "sizes": {
+        "CudaGraphManager.get_cudagraph_runtime_mode": (
+            "cudagraph_mode = self.cudagraph_mode.decode_mode()",
+            "cudagraph_mode = self.cudagraph_mode.mixed_mode()",
+        ),
+        "CudaGraphManager.get_cudagraph_size": (
+            "return self.uniform_decode_cudagraph_sizes.get(num_tokens)",
+            "return self.cudagraph_sizes.get(num_tokens)",
+        ),
+        "CudaGraphManager.capture": (
+            "mixed_mode = self.cudagraph_mode.mixed_mode()",
+            "if self.uniform_decode_cudagraph_sizes: ...",
+        ),
+    },
+}
+"""What goes by the attributes that the patch sets."""
+
+UNSUPPORTED_GRAPH = Event(
+    "unsupported-graph",
+    "A full graph was to be captured in an engine with drafts, one of whose attention backends does not support graphs "
+    "of decodes of several tokens, or takes them for prompts: on stock it is replayed in each such step.",
+)
+
+
+def diagnose(source: Source) -> Diagnosis:
+    shape = "descriptors" if source.says(_GRAPHS, _MANAGERS["descriptors"]) else "sizes"
+    capture = source.function(_GRAPHS, f"{_MANAGERS[shape]}.capture")
+    run, init = (source.function(_RUNNER, f"GPUModelRunner.{name}") for name in ("capture_model", "__init__"))
+    execute = source.function(_RUNNER, "GPUModelRunner.execute_model")
+    initialize = source.function(_RUNNER, "GPUModelRunner.initialize_kv_cache")
+    build = source.function(_ATTENTION, "build_attn_metadata")
+    if shape == "sizes" and not source.says(_GRAPHS, "uniform_decode_query_len"):
+        if source.read(_GRAPHS) is None or (source.says(_GRAPHS, "CudaGraphManager") and capture is not None):
+            return Diagnosis(Verdict.ABSENT, "model runner V2 makes no graphs for decodes with drafts")
+        return Diagnosis.unrecognised("model runner V2 makes graphs in a way", _GRAPHS)
+    if initialize is not None and source.says(_RUNNER, "resolve_cudagraph_mode_and_sizes"):
+        resolved = _is_resolved(initialize)
+        if resolved and _are_asked(source):
+            return Diagnosis(Verdict.FIXED, "the attention backends are asked what graphs they support", resolved)
+    elif (
+        initialize is not None
+        and capture is not None
+        and run is not None
+        and init is not None
+        and execute is not None
+        and build is not None
+        and _captures_as_known(capture, run, initialize)
+        and _takes_as_known(source, shape)
+        and init.only("self.cudagraph_manager = ...")
+        and all(map(execute.only, _CHOSEN[shape]))
+        and build.only(_BUILT)
+        and not any(source.says(path, "get_cudagraph_support") for path in (_GRAPHS, _RUNNER, _ATTENTION))
+        and source.says(_BACKEND, "get_cudagraph_support")
+        and source.says(_BACKEND, "reorder_batch_threshold")
+    ):
+        return Diagnosis(
+            Verdict.AFFECTED,
+            "model runner V2 captures full graphs without asking the attention backends what they support",
+            capture.where,
+            shape,
+        )
+    return Diagnosis.unrecognised("model runner V2 chooses which graphs to capture in a way", initialize or _RUNNER)
+
+
+def _is_resolved(initialize: Function) -> str | None:
+    """Where the mode is chosen that the manager is made with, once the backends are known."""
+    parts = initialize.each(_RESOLVED, _MADE)
+    known = initialize.only("attn_cg_support.min_cg_support")
+    if len(parts) == 2 and known and initialize.in_one_block(*parts) and initialize.assigned("cudagraph_mode") == 1:
+        return initialize.at(parts[0])
+    return None
+
+
+def _are_asked(source: Source) -> bool:
+    """Whether what the backends support is the least that one of them says."""
+    for name in ("get_attn_cg_support", "init_attn_backend"):
+        asked = source.function(_ATTENTION, name)
+        parts = asked.each(_ASKED, _LEAST) if asked else []
+        if asked and parts and asked.in_one_block(*parts) and asked.assigned("cg_support") == 1:
+            return True
+    return False
+
+
+def _captures_as_known(capture: Function, run: Function, initialize: Function) -> bool:
+    """Whether graphs are captured with the model runner's attention groups, and nobody asks these anything."""
+    called, handed_on = run.only(_CAPTURED), [part for call in _HANDED_ON for part in capture.find(call)]
+    return (
+        "self.attn_groups" in _arguments_of(called)
+        and len(handed_on) == 1
+        and "attn_groups" in _arguments_of(handed_on[0])
+        and capture.mentions(attn_groups=1)
+        and run.only("self.attn_groups") is not None
+        and run.confines("cudagraph_manager", _CAPTURED, "self.cudagraph_manager.needs_capture()")
+        and not any(map(initialize.names, ("cudagraph_manager", "cudagraph_mode")))
+    )
+
+
+def _arguments_of(call: Any) -> set[str]:
+    given = [*getattr(call, "args", []), *(keyword.value for keyword in getattr(call, "keywords", []))]
+    return {ast.unparse(each) for each in given}
+
+
+def _takes_as_known(source: Source, shape: str) -> bool:
+    methods = {name: source.function(_GRAPHS, name) for name in _TAKEN[shape]}
+    return all(method and all(map(method.find, _TAKEN[shape][name])) for name, method in methods.items())
+
+
+def _without_unsupported_graphs(stock: StockFunction, activity: Activity, *, shape: str) -> StockFunction:
+    """Wraps the manager's `capture`, before which none of the model's graphs is captured.
+
+    Piecewise graphs stay, where there are any: attention is in none of them. A drafter's own graphs, for one token of
+    each request, are another manager's.
+    """
+    unsupported, corrects = activity.counter(UNSUPPORTED_GRAPH), activity.corrects
+
+    @functools.wraps(stock)
+    def capture(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            full = _full_graphs(self, shape)
+            # The order of the parameters has changed between releases, their names have not.
+            groups = inspect.signature(stock).bind(self, *args, **kwargs).arguments["attn_groups"]
+            if full and not _all_support_drafts(self, groups, _tokens_of_a_decode(self)):
+                if corrects:
+                    _leave_out_full_graphs(self, shape)
+                unsupported.count += full
+        except Exception as error:
+            activity.failed(error)
+        return stock(self, *args, **kwargs)
+
+    return capture
+
+
+def _tokens_of_a_decode(manager: Any) -> int:
+    tokens = getattr(manager, "decode_query_len", None)
+    return int(manager.uniform_decode_query_len if tokens is None else tokens)
+
+
+def _all_support_drafts(manager: Any, groups: Any, tokens: int) -> bool:
+    """Whether each attention backend can be captured with decodes of so many *tokens*.
+
+    A builder that takes them for prompts cannot, whatever its class says: under decode context parallelism most do.
+    With `cudagraph_mode` FULL decodes share their graphs with prompts, which fewer backends support.
+    """
+    if tokens <= 1:
+        return True
+    from vllm.config import set_current_vllm_config
+
+    wanted = "ALWAYS" if manager.cudagraph_mode.mixed_mode().name == "FULL" else "UNIFORM_BATCH"
+    with set_current_vllm_config(manager.vllm_config):  # FlashInfer looks there for whether it may use TRT-LLM's
+        return all(_supports(manager, group, tokens, wanted) for of_a_cache in groups for group in of_a_cache)
+
+
+def _supports(manager: Any, group: Any, tokens: int, wanted: str) -> bool:
+    builder = group.get_metadata_builder(0)
+    threshold = builder.reorder_batch_threshold
+    if threshold is not None and threshold < tokens:
+        return False
+    support = builder.get_cudagraph_support(manager.vllm_config, group.kv_cache_spec)
+    return bool(support.value >= type(support)[wanted].value)
+
+
+def _full_graphs(manager: Any, shape: str) -> int:
+    """How many full graphs are to be captured."""
+    if shape == "descriptors":
+        return sum(len(descs) for mode, descs in manager._capture_descs.items() if mode.name == "FULL")
+    mixed = manager.cudagraph_sizes if manager.cudagraph_mode.mixed_mode().name == "FULL" else {}
+    return len(set(manager.uniform_decode_cudagraph_sizes.values())) + len(set(mixed.values()))
+
+
+def _leave_out_full_graphs(manager: Any, shape: str) -> None:
+    """Leaves piecewise graphs, if the configured mode has them; all values are made before the first is set."""
+    mode = manager.cudagraph_mode
+    piecewise = mode.mixed_mode().name == "PIECEWISE"
+    left: dict[str, Any] = {"cudagraph_mode": mode.mixed_mode() if piecewise else type(mode).NONE}
+    if shape == "descriptors":
+        left["_candidates"] = [[desc for desc in found if desc.cg_mode.name != "FULL"] for found in manager._candidates]
+        left["_capture_descs"] = {mode: descs for mode, descs in manager._capture_descs.items() if mode.name != "FULL"}
+    else:
+        left |= {"uniform_decode_cudagraph_sizes": {}} | ({} if piecewise else {"cudagraph_sizes": {}})
+    vars(manager).update(left)
+
+
+def patches(shape: str) -> tuple[Patch, ...]:
+    wrap = functools.partial(_without_unsupported_graphs, shape=shape)
+    return (Patch(_GRAPHS_MODULE, f"{_MANAGERS[shape]}.capture", wrap),)
+
+
+def needs() -> tuple[Need, ...]:
+    from vllm_graphfix.deployment import needs
+    from vllm_graphfix.deployment.needs import Need
+
+    return (
+        needs.RUNNER_V2,
+        Need("eagle, eagle3 or mtp", lambda deployment, _: deployment.speculator("eagle", "eagle3", "mtp")),
+        needs.FULL_GRAPHS,
+        Need(
+            "a backend that takes drafts for prompts",
+            _unsupported,
+            "Triton MLA, Cutlass MLA, FlashInfer without TRT-LLM's kernels; with decode context parallelism FlashMLA, "
+            "too; or chunked local attention; with cudagraph_mode FULL all but FlashAttention 3 and Triton attention",
+        ),
+    )
+
+
+def _unsupported(deployment: Deployment, _: str) -> Fact:
+    """An attention backend supports no graphs of decodes with drafts."""
+    from vllm_graphfix.deployment import Fact
+
+    as_prompts, together = deployment.drafts_as_prompts(), deployment.prompts_in_full_graphs()
+    if as_prompts.holds is False and together.holds is not False:
+        told = "whether the attention backend supports graphs of prompts (cudagraph_mode FULL)"
+        return Fact(None, told if together.holds else together.told)
+    return as_prompts
+
+
+FIX = Fix(
+    number=29,
+    name="draft-graph-support",
+    runner="V2",
+    reads=(_GRAPHS, _RUNNER, _ATTENTION, _BACKEND),
+    modules=(_GRAPHS_MODULE,),
+    diagnose=diagnose,
+    patches=patches,
+    events=(UNSUPPORTED_GRAPH,),
+    needs=needs,
+    ground="answers",
+    evidence=(
+        f"{_GRAPHS}::prepare_inputs_to_capture",
+        f"{_ATTENTION}::init_attn_backend",
+        f"{_BACKEND}::AttentionMetadataBuilder._init_reorder_batch_threshold",
+    ),
+)
+
+ABOUT = About(
+    pr=32936,
+    references=("issue 45425",),
+    summary="decodes with drafts run in full graphs only where each attention backend supports that",
+    releases="0.17.0 - 0.19.1",
+    seen="other answers with drafts than without, from the first tokens on; on FlashInfer a `ValueError` about "
+    "`qo_indptr`",
+    first_test="`--enforce-eager`: gone?",
+    symptom="With speculative decoding on model runner V2 and full CUDA graphs, answers go wrong within the first "
+    "tokens; on FlashInfer the engine ends in a ValueError, q.shape[0] does not match "
+    "qo_indptr[-1].",
+    cause="Model runner V2 captures full graphs for decodes with drafts, whatever the attention backend supports. One "
+    "that takes decodes of several tokens for prompts is captured as for the dummy batch's, which have no context: "
+    "each replay attends to the step's own tokens alone.",
+    remedy="Where a backend supports no graphs of such decodes, or takes them for prompts, no full graph of the model "
+    "is captured: piecewise graphs are replayed where the mode has them, and none otherwise.",
+    detect="Answers with drafts differ from those without, and do not with --enforce-eager.",
+    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
+    removable="with vLLM 0.20.0",
+    in_caches="entries of generated tokens",
+    how_sure="follows from the code; the wrong answers were shown",
+    absent="0.14.1 - 0.16.0",
+)
