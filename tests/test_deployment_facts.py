@@ -158,7 +158,7 @@ def test_a_vllm_that_chooses_otherwise_is_not_known(tmp_path: Path) -> None:
         ),
         ("0.28.0", "6 of these 13 need", {"prefill-dispatch": "model runner V1, recurrent layers"}),
         ("0.25.1", "4 of these 12 need", {"prefill-dispatch": "recurrent layers", "idle-rank": "data parallelism"}),
-        ("0.18.1", "5 of these 13 need", {"capture-state": "model runner V2 (not the default here), full graphs"}),
+        ("0.18.1", "6 of these 14 need", {"capture-state": "model runner V2 (not the default here), full graphs"}),
     ],
 )
 def test_what_is_not_the_default_of_a_release_is_said(release: str, said: str, beginning: dict[str, str]) -> None:

@@ -29,6 +29,7 @@ BACKENDS: dict[str, set[tuple[str, ...]]] = {
     "flash-mixed-schedule": {("FlashAttentionMetadata",)},
     "active-lora-count": {("AttentionMetadataStandIn",)},
     "adaptive-schedule": {("FlashAttentionMetadata",)},
+    "draft-graph-support": {("MLACommonMetadata",)},
 }
 """The kinds of metadata of the graphs that may be wrong, by fix."""
 WATCHED = pytest.mark.parametrize("fix", [fix.name for fix in FIXES if trial_of(fix.name).watched])
