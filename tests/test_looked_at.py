@@ -9,6 +9,6 @@ from stock import ALL_RELEASES
 from table import slow_but_for
 
 
-@pytest.mark.parametrize("release", slow_but_for(("0.20.0", "0.33.0"), ALL_RELEASES))
+@pytest.mark.parametrize("release", slow_but_for(("0.18.1", "0.20.0", "0.33.0"), ALL_RELEASES))
 def test_stock_does_what_the_page_says(release: str) -> None:
     check_behaviours(release, "looked_at", {"VLLM_GRAPHFIX": "off"})

@@ -335,3 +335,21 @@ def test_a_workspace_of_flashinfers_all_reduce_is_given_its_group_from_0_24() ->
     given = [{keyword.arg for keyword in call.keywords} for call in calls]
     assert given
     assert all("group" in names for names in given) == (RELEASE >= (0, 24))
+
+
+@pytest.mark.skipif(not (0, 17, 0) <= RELEASE < (0, 20, 0), reason="model runner V2 asks backends from 0.20.0 on")
+def test_chunked_local_attention_supports_no_graphs_and_has_new_lengths_and_tables_in_each_step() -> None:
+    from vllm.model_executor.layers.attention import chunked_local_attention as chunked
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    make = chunked.create_chunked_local_attention_backend
+    given = {"underlying_attn_backend": FlashAttentionBackend, "attention_chunk_size": 4, "block_size": 4}
+    builder = make(**known_to(make, given)).get_builder_cls()
+    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.NEVER
+    lengths = [9, 23]
+    batch = decodes(1, lengths, LONGEST)
+    batch.block_table_tensor = torch.arange(2 * LONGEST // 4, dtype=torch.int32).view(2, -1)
+    made = [chunked.make_local_attention_virtual_batches(4, batch, 4)[0] for _ in range(2)]
+    assert [each.seq_lens.tolist() for each in made] == [[(length - 1) % 4 + 1 for length in lengths]] * 2
+    places = {each.seq_lens.data_ptr() for each in (batch, *made)}
+    assert len(places) == len({each.block_table_tensor.data_ptr() for each in (batch, *made)}) == 3
