@@ -104,6 +104,13 @@ def test_an_argument_is_given_by_name_and_value() -> None:
     assert not body("f(a=b)", "f(a=b)").gives("f(...)", "a=b")
 
 
+def test_arguments_are_told_as_written() -> None:
+    given = body("f(1, a.b, c=d[0])", "g()")
+    assert given.arguments("f(...)") == {"1", "a.b", "d[0]"}
+    assert given.arguments("g()") == given.arguments("h(...)") == frozenset()
+    assert body("f(a)", "f(b)").arguments("f(...)") == frozenset()
+
+
 def test_names_are_counted() -> None:
     assert body("a = b", "a.b = c(a)").mentions(a=3, b=1, c=1, d=0)
     assert not body("a = b").mentions(a=2)

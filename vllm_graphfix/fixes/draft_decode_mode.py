@@ -212,19 +212,12 @@ def _covers_all(source: Source, speculator: Function, kernel: Function) -> bool:
     """Whether the kernel is launched with the speculator's indices, and told how many there are."""
     name = kernel.qualname.removeprefix("_").removesuffix("_kernel")
     prepare = source.function(kernel.path, name)
-    launched = prepare and prepare.only(f"{kernel.qualname}[...](*...)")
-    called = speculator.only(f"{name}(*...)")
     return (
         prepare is not None
         and not any(map(prepare.sets, ("last_token_indices", "max_num_reqs")))
-        and {"last_token_indices", "max_num_reqs"} <= _arguments_of(launched)
-        and {"self.last_token_indices", "self.max_num_reqs"} <= _arguments_of(called)
+        and {"last_token_indices", "max_num_reqs"} <= prepare.arguments(f"{kernel.qualname}[...](*...)")
+        and {"self.last_token_indices", "self.max_num_reqs"} <= speculator.arguments(f"{name}(*...)")
     )
-
-
-def _arguments_of(call: Any) -> set[str]:
-    given = [*getattr(call, "args", []), *(keyword.value for keyword in getattr(call, "keywords", []))]
-    return {ast.unparse(each) for each in given}
 
 
 def _uses_as_known(source: Source) -> bool:

@@ -5,7 +5,6 @@ This concerns model runner V2 (PR 32936).
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 from typing import TYPE_CHECKING, Any
@@ -114,7 +113,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _is_resolved(initialize: Function) -> str | None:
-    """Where the mode is chosen that the manager is made with, once the backends are known."""
+    """The place where a mode is chosen by what the backends support, if the manager of the graphs is made with it."""
     parts = initialize.each(_RESOLVED, _MADE)
     known = initialize.only("attn_cg_support.min_cg_support")
     if len(parts) == 2 and known and initialize.in_one_block(*parts) and initialize.assigned("cudagraph_mode") == 1:
@@ -134,21 +133,14 @@ def _are_asked(source: Source) -> bool:
 
 def _captures_as_known(capture: Function, run: Function, initialize: Function) -> bool:
     """Whether graphs are captured with the model runner's attention groups, and nobody asks these anything."""
-    called, handed_on = run.only(_CAPTURED), [part for call in _HANDED_ON for part in capture.find(call)]
     return (
-        "self.attn_groups" in _arguments_of(called)
-        and len(handed_on) == 1
-        and "attn_groups" in _arguments_of(handed_on[0])
+        "self.attn_groups" in run.arguments(_CAPTURED)
+        and any("attn_groups" in capture.arguments(call) for call in _HANDED_ON)
         and capture.mentions(attn_groups=1)
         and run.only("self.attn_groups") is not None
         and run.confines("cudagraph_manager", _CAPTURED, "self.cudagraph_manager.needs_capture()")
         and not any(map(initialize.names, ("cudagraph_manager", "cudagraph_mode")))
     )
-
-
-def _arguments_of(call: Any) -> set[str]:
-    given = [*getattr(call, "args", []), *(keyword.value for keyword in getattr(call, "keywords", []))]
-    return {ast.unparse(each) for each in given}
 
 
 def _takes_as_known(source: Source, shape: str) -> bool:

@@ -111,6 +111,12 @@ class Function(NamedTuple):
             _matches(each, wanted) for each in given for wanted in getattr(_pattern(f"f({keyword})"), "keywords", [])
         )
 
+    def arguments(self, call: str) -> frozenset[str]:
+        """What the only *call*, ``f(...)``, is given, by position or by name, as written; empty if there is no such."""
+        found = self.only(call)
+        given = [*getattr(found, "args", []), *(keyword.value for keyword in getattr(found, "keywords", []))]
+        return frozenset(map(ast.unparse, given))
+
     def mentions(self, /, **times: int) -> bool:
         """Whether these variables are read or assigned so many times.
 
