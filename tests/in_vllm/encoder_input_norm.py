@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from vllm.v1.worker.gpu.mm import encoder_runner
 import vllm_graphfix
 from activities import activity_of
 from vllm_graphfix.fix import Activity
+from vllm_graphfix.fixes import encoder_input_norm
 from vllm_graphfix.fixes.encoder_input_norm import FIX
 from vllm_graphfix.verify.double.scenarios import encoder_input_norm as scenario
 
@@ -28,7 +30,7 @@ def no_error() -> None:
 
 
 def manager_of(model: Any, *, ranks: int = 1) -> Any:
-    """vLLM's manager, which returns what it goes on with."""
+    """vLLM's manager, with no graphs."""
     manager: Any = object.__new__(EncoderCudaGraphManager)
     vars(manager).update(
         model=model,
@@ -37,16 +39,22 @@ def manager_of(model: Any, *, ranks: int = 1) -> Any:
         graph_hits=0,
         graph_misses=0,
         get_cumulative_stats=dict,
-        _execute_local=lambda mm_kwargs: mm_kwargs,
         is_captured=lambda: True,
         supports_modality=lambda _: True,
     )
     return manager
 
 
+def handed_on(manager: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """What *manager* goes on with when it gets the images that are *asked* for."""
+    (patch,) = FIX.patches("bytes-fall-back")
+    found: dict[str, Any] = patch.wrap(lambda self, mm_kwargs: mm_kwargs, ACTIVITY)(manager, asked)
+    return found
+
+
 def given(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
     """What a manager of *model* goes on with when it is given the images that are *asked* for."""
-    found: dict[str, Any] = manager_of(model).execute(asked)
+    found = handed_on(manager_of(model), asked)
     assert ACTIVITY.error is None
     return found
 
@@ -150,7 +158,7 @@ def test_images_that_cannot_be_normalised_for_a_graph_are_encoded_without_one(
 def test_where_memory_is_short_the_manager_goes_on_as_stock(model: Any) -> None:
     """The model, which would normalise them then, needs as much: the engine would end."""
     asked = scenario.images("image", [(1, 4, 4)], seed=1)
-    assert manager_of(model).execute(asked) is asked
+    assert handed_on(manager_of(model), asked) is asked
     assert ACTIVITY.error == "OutOfMemoryError: out of memory"
 
 
@@ -158,7 +166,7 @@ def test_where_memory_is_short_the_manager_goes_on_as_stock(model: Any) -> None:
 def test_a_rank_that_others_encode_with_goes_on_as_stock(model: Any) -> None:
     """It would leave them alone in their graphs."""
     asked = scenario.images("image", [(1, 4, 4)], seed=1)
-    assert manager_of(model, ranks=2).execute(asked) is asked
+    assert handed_on(manager_of(model, ranks=2), asked) is asked
     assert ACTIVITY.error == "ValueError: another form"
 
 
@@ -166,7 +174,7 @@ def test_a_rank_that_others_encode_with_goes_on_as_stock(model: Any) -> None:
 def test_a_rank_that_does_not_know_if_others_encode_with_it_goes_on_as_stock(model: Any) -> None:
     manager, asked = manager_of(model), scenario.images("image", [(1, 4, 4)], seed=1)
     del manager.vllm_config
-    assert manager.execute(asked) is asked
+    assert handed_on(manager, asked) is asked
 
 
 @pytest.mark.usefixtures("fails_once")
@@ -176,3 +184,171 @@ def test_where_a_model_runner_has_no_way_back_the_manager_goes_on_as_stock(model
     execute = patch.wrap(lambda self, mm_kwargs: mm_kwargs, activity)
     assert execute(manager_of(model), asked) is asked
     assert activity.error == "ValueError: another form"
+
+
+STEPS = [("image", [(1, 4, 4)]), ("image", [(1, 8, 12)]), ("video", [(2, 4, 4)])]
+"""In a graph, too large for one, and of the other kind."""
+
+
+def normalised(model: Any, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The images as `input_norm` makes them of bytes; what is no bytes any more stays."""
+    return {
+        name: model.input_norm(value, model.visual.dtype) if getattr(value, "dtype", None) == torch.uint8 else value
+        for name, value in mm_kwargs.items()
+    }
+
+
+def normalise_when_selecting(model: Any) -> None:
+    class Fork(type(model)):  # type: ignore[misc]
+        def select_encoder_cudagraph_items(self, mm_kwargs: Any, indices: Any) -> Any:
+            return super().select_encoder_cudagraph_items(normalised(self, mm_kwargs), indices)
+
+    model.__class__ = Fork
+
+
+def normalise_for_a_replay(model: Any) -> None:
+    class Fork(type(model)):  # type: ignore[misc]
+        def prepare_encoder_cudagraph_replay_buffers(self, mm_kwargs: Any, *args: Any) -> Any:
+            return super().prepare_encoder_cudagraph_replay_buffers(normalised(self, mm_kwargs), *args)
+
+        def encoder_eager_forward(self, mm_kwargs: Any, path: str = "default") -> Any:
+            return super().encoder_eager_forward(normalised(self, mm_kwargs), path)
+
+    model.__class__ = Fork
+
+
+def normalise_where_pixels_are_looked_up(model: Any) -> None:
+    stock = model._get_pixel_values_by_modality
+    model._get_pixel_values_by_modality = lambda mm_kwargs: stock(normalised(model, mm_kwargs))
+
+
+def normalise_in_the_encoder(model: Any) -> None:
+    class Fork(type(model.visual)):  # type: ignore[misc]
+        def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(normalised(model, {"x": x})["x"], *args, **kwargs)
+
+    model.visual.__class__ = Fork
+    capture_bytes(model)
+
+
+def normalise_in_a_hook(model: Any) -> None:
+    model.visual.register_forward_pre_hook(lambda _, args: (normalised(model, {"x": args[0]})["x"], *args[1:]))
+    capture_bytes(model)
+
+
+def capture_bytes(model: Any) -> None:
+    """The graph's buffer holds bytes, as it must where the graph itself normalises them."""
+    stock = model.prepare_encoder_cudagraph_capture_inputs
+
+    def prepare_encoder_cudagraph_capture_inputs(*args: Any, **kwargs: Any) -> Any:
+        inputs = stock(*args, **kwargs)
+        inputs.values["pixel_values"] = inputs.values["pixel_values"].to(torch.uint8)
+        return inputs
+
+    model.prepare_encoder_cudagraph_capture_inputs = prepare_encoder_cudagraph_capture_inputs
+
+
+@pytest.mark.parametrize(
+    "fork",
+    [
+        normalise_when_selecting,
+        normalise_for_a_replay,
+        normalise_where_pixels_are_looked_up,
+        normalise_in_the_encoder,
+        normalise_in_a_hook,
+    ],
+)
+def test_a_model_of_ones_own_that_normalises_is_left_alone(model: Any, fork: Any) -> None:
+    fork(model)
+    check_right_without_the_fix(model)
+
+
+def test_another_plugins_patch_of_a_models_class_is_left_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(model)
+    stock = kind.select_encoder_cudagraph_items
+    monkeypatch.setattr(
+        kind,
+        "select_encoder_cudagraph_items",
+        functools.wraps(stock)(lambda self, mm_kwargs, indices: stock(self, normalised(self, mm_kwargs), indices)),
+    )
+    check_right_without_the_fix(model)
+
+
+def test_another_plugins_patch_of_the_manager_is_left_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = EncoderCudaGraphManager._execute_local
+    monkeypatch.setattr(
+        EncoderCudaGraphManager,
+        "_execute_local",
+        lambda self, mm_kwargs: stock(self, normalised(self.model, mm_kwargs)),
+    )
+    check_right_without_the_fix(model)
+
+
+def check_right_without_the_fix(model: Any) -> None:
+    before = ACTIVITY.counts["images-not-normalised"]
+    manager = scenario.captured_manager(model)
+    for seed, (kind, grids) in enumerate(STEPS):
+        asked = scenario.images(kind, grids, seed)
+        assert all(map(torch.equal, manager.execute(asked), model.embed_multimodal(**asked)))
+    assert ACTIVITY.error is None
+    assert ACTIVITY.counts["images-not-normalised"] == before, "nothing was corrected"
+
+
+def test_what_a_caller_of_another_kind_has_normalised_is_left_alone(model: Any) -> None:
+    manager = scenario.captured_manager(model)
+    asked = scenario.images("image", [(1, 4, 4)], seed=1)
+    assert all(map(torch.equal, manager.execute(normalised(model, asked)), model.embed_multimodal(**asked)))
+
+
+@pytest.mark.parametrize("encoded", [encoded_by_v1, encoded_by_v2])
+def test_a_model_runners_floats_are_bytes_that_nobody_has_normalised(
+    model: Any, encoded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a processor of images makes them without torchvision."""
+    asked = scenario.images("image", [(1, 4, 4)], seed=1)
+    asked["pixel_values"] = asked["pixel_values"].float()
+    monkeypatch.setitem(globals(), "manager_of", scenario.captured_manager)
+    (found,) = encoded(model, asked, monkeypatch)
+    (right,) = model.embed_multimodal(**asked)
+    assert torch.equal(found, right)
+
+
+def test_what_steps_aside_says_so_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        encoder_input_norm, "logger", SimpleNamespace(warning=lambda text, *values: warnings.append(text % values))
+    )
+    normalise_when_selecting(model)
+    manager = manager_of(model)
+    (patch,) = FIX.patches("bytes")
+    activity, asked = Activity(FIX.events), scenario.images("image", [(1, 4, 4)], seed=1)
+    execute = patch.wrap(lambda self, mm_kwargs: mm_kwargs, activity)
+    assert [execute(manager, asked) is asked for _ in range(2)] == [True, True]
+    assert activity.counts == {"images-not-normalised": 0}
+    (warning,) = warnings
+    assert "Fork.select_encoder_cudagraph_items is not vLLM's own" in warning
+
+
+def test_what_adapters_have_encoded_without_a_graph_is_normalised_once(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the model: encoder-adapters returns None for it."""
+    times: list[int] = []
+    stock = type(model.input_norm).forward
+
+    def forward(self: Any, *args: Any) -> Any:
+        times.append(1)
+        return stock(self, *args)
+
+    monkeypatch.setattr(type(model.input_norm), "forward", forward)
+    model.lora_manager = SimpleNamespace(
+        supports_tower_connector_lora=True,
+        mm_mapping=SimpleNamespace(tower_model=["visual."], connector=[]),
+        punica_wrapper_mapping={
+            "visual.": SimpleNamespace(token_mapping_meta=SimpleNamespace(no_lora_flag_cpu=torch.tensor([False])))
+        },
+    )
+    asked = scenario.images("image", [(1, 4, 4)], seed=1)
+    (found,) = encoded_by_v2(model, asked, monkeypatch)
+    assert len(times) == 1
+    assert torch.equal(found, model.embed_multimodal(**asked)[0])

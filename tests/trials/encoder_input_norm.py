@@ -22,6 +22,7 @@ around = r"^ +pixel_values = self\.input_norm\(pixel_values, self\.visual\.dtype
 of_videos = r"^ +pixel_values_videos = self\.input_norm\(\n.*\n +\)\n"
 qwen = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
 qwen3 = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"}
+selected = r"^( +)pixel_values = (self\._get_pixel_values_by_modality\(mm_kwargs\))\n(\n +if len\(indices\))"
 captured = "./model -cc.cudagraph_mm_encoder=true"
 
 EDITS = (
@@ -114,6 +115,64 @@ EDITS = (
         _QWEN2_VL,
         r'^( +)pixel_values = mm_kwargs\["pixel_values"\]\n',
         r"\g<0>\1pixel_values = self.normalised(pixel_values)\n",
+        unrecognised,
+    ),
+    Edit(
+        "normalised where images are selected",
+        "0.29.0",
+        _QWEN2_VL,
+        selected,
+        encoded_normalised,
+        unrecognised,
+        also=((_QWEN2_5_VL, selected, encoded_normalised),),
+        remedy=True,
+    ),
+    Edit(
+        "normalised where selected images are returned",
+        "0.28.0",
+        _QWEN2_5_VL,
+        r'"pixel_values": selected_pv,',
+        '"pixel_values": self.normalised(selected_pv),',
+        unrecognised,
+    ),
+    Edit(
+        "normalised by a model runner",
+        "0.29.0",
+        RUNNER,
+        r"encoder_cudagraph_manager\.execute\(\n( +)mm_kwargs_batch,",
+        r"encoder_cudagraph_manager.execute(\n\1normalise_pixels(model, mm_kwargs_batch),",
+        unrecognised,
+    ),
+    Edit(
+        "normalised by the other model runner",
+        "0.28.0",
+        RUNNER_V2,
+        r"^( +)cg_manager = self\.cudagraph_manager\n",
+        r"\g<0>\1mm_kwargs_batch = normalise_pixels(self.model, mm_kwargs_batch)\n",
+        unrecognised,
+    ),
+    Edit(
+        "normalised by the manager where a rank's images are selected",
+        "0.29.0",
+        _MANAGER,
+        r"return self\.model\.select_encoder_cudagraph_items\(mm_kwargs, indices\)",
+        "return self.model.select_encoder_cudagraph_items(normalise_pixels(self.model, mm_kwargs), indices)",
+        unrecognised,
+    ),
+    Edit(
+        "normalised by the manager where images are copied",
+        "0.28.0",
+        _MANAGER,
+        r"dst\[: src\.shape\[0\]\]\.copy_\(src\)",
+        "dst[: src.shape[0]].copy_(normalise_pixels(src))",
+        unrecognised,
+    ),
+    Edit(
+        "bytes normalised by an encoder",
+        "0.29.0",
+        _QWEN2_5_VL,
+        r"^( +)hidden_states = x\.to\(device=self\.device, dtype=self\.dtype\)\n",
+        r"\1x = self.normalise_bytes(x)\n\g<0>",
         unrecognised,
     ),
     Edit(

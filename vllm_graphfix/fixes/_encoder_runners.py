@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_graphfix.source.functions import Function
@@ -54,3 +55,21 @@ def falls_back_v2(encode: Function) -> bool:
         and encode.confines("cudagraph_output", _ASKED_V2, _WITHOUT_A_GRAPH_V2)
         and all(len(encode.find(each)) == 1 for each in (_ASKED_V2, _WITHOUT_A_GRAPH_V2))
     )
+
+
+_DECLINES = "graphfix_declines"
+"""Attribute of a layer around `EncoderCudaGraphManager.execute`; `functools.wraps` carries it to the layers around."""
+
+
+def set_declines(execute: Any, predicate: Callable[[Any], bool]) -> None:
+    """Let layers around *execute* ask, by a manager, if it returns None, so that the model encodes on its own."""
+    setattr(execute, _DECLINES, predicate)
+
+
+def declines(execute: Any, manager: Any) -> bool:
+    """Tell if *execute* returns None for *manager* now: work on the images would be done for nothing, and again."""
+    predicate = getattr(execute, _DECLINES, None)
+    try:
+        return predicate is not None and predicate(manager)
+    except Exception:  # that layer meets it itself, and reports it
+        return False

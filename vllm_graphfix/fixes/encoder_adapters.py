@@ -15,6 +15,7 @@ from vllm_graphfix.fixes._encoder_runners import (
     RUNNER_V2,
     falls_back,
     falls_back_v2,
+    set_declines,
 )
 
 if TYPE_CHECKING:
@@ -307,6 +308,8 @@ def _encode_without_a_graph(stock: StockFunction, activity: Activity) -> StockFu
             return None
         return stock(self, *args, **kwargs)
 
+    if corrects:
+        set_declines(execute, lambda manager: _may_have_adapters(manager.model))
     return execute
 
 

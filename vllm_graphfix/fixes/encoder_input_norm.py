@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._about import About
-from vllm_graphfix.fixes._encoder_runners import ENCODE, ENCODE_V2, RUNNER, RUNNER_V2, falls_back, falls_back_v2
+from vllm_graphfix.fixes._encoder_runners import (
+    ENCODE,
+    ENCODE_V2,
+    IN_A_GRAPH,
+    RUNNER,
+    RUNNER_V2,
+    declines,
+    falls_back,
+    falls_back_v2,
+)
+from vllm_graphfix.fixes._stock_path import find_override, is_called_from
+from vllm_graphfix.log import logger
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from vllm_graphfix.deployment import Deployment, Fact
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
@@ -44,6 +59,98 @@ _IN_A_GRAPH = "return self.visual(pixel_values, None, encoder_metadata=metadata)
 _WITHOUT_A_GRAPH = "return self.visual(pixel_values, grid_thw)"
 _IN_THE_ENCODER = "{states} = self.input_norm(x.to(device=self.device), self.dtype)"
 _EMBEDDED = "{states} = self.patch_embed({states})"
+_CONVERTED = "{states} = x.to(device=self.device, dtype=self.dtype)"
+_SLICE = "pixel_values[cum_patches[i] : cum_patches[i + 1]]"
+_SELECTED = f"selected_pv = torch.cat([{_SLICE} for i in indices])"
+_SELECTED_IMAGES = 'return {"pixel_values": selected_pv, "image_grid_thw": selected_grid}'
+_SELECTED_VIDEOS = 'return {"pixel_values_videos": selected_pv, "video_grid_thw": selected_grid}'
+_BATCHES = """
+for modality, num_items, mm_kwargs_batch in group_and_batch_mm_kwargs(
+    mm_kwargs, device=self.device, pin_memory=PIN_MEMORY
+):
+    ...
+"""
+_SPECS, _SELECT = "self._get_item_specs(mm_kwargs)", "self._select_items(mm_kwargs, {})"
+_SHARD = "(local_mm_kwargs, image_rank_assignment, images_per_rank, max_output_tokens_per_rank)"
+_BATCH = f"batch_mm_kwargs = {_SELECT.format('batch_indices')}"
+_SOURCE = "src = replay.values.get(key)"
+_REPLAY = """
+replay = self.model.prepare_encoder_cudagraph_replay_buffers(
+    mm_kwargs, self.max_batch_size, self.max_frames_per_batch, path
+)
+"""
+_MANAGED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        "execute",
+        "mm_kwargs",
+        (
+            "self._get_per_item_out_tokens(mm_kwargs)",
+            "self._dp_shard(mm_kwargs, per_item_out_tokens)",
+            "self._execute_local(mm_kwargs)",
+        ),
+    ),
+    (
+        "execute",
+        "local_mm_kwargs",
+        (f"{_SHARD} = self._dp_shard(mm_kwargs, per_item_out_tokens)", "self._execute_local(local_mm_kwargs)"),
+    ),
+    ("_dp_shard", "mm_kwargs", (_SPECS, _SELECT.format("local_indices"), _SELECT.format("[]"))),
+    (
+        "_dp_shard",
+        "local_mm_kwargs",
+        (
+            f"local_mm_kwargs = {_SELECT.format('local_indices')}",
+            f"local_mm_kwargs = {_SELECT.format('[]')}",
+            f"return {_SHARD}",
+        ),
+    ),
+    ("_execute_local", "mm_kwargs", (_SPECS, _BATCH)),
+    (
+        "_execute_local",
+        "batch_mm_kwargs",
+        (
+            _BATCH,
+            "self.model.encoder_eager_forward(batch_mm_kwargs, path=path)",
+            "self._run_budget_graph(batch_mm_kwargs, token_budget, path=path)",
+            "self.model.postprocess_encoder_output(*..., batch_mm_kwargs=batch_mm_kwargs)",
+        ),
+    ),
+    ("_select_items", "mm_kwargs", ("return self.model.select_encoder_cudagraph_items(mm_kwargs, indices)",)),
+    ("_run_budget_graph", "mm_kwargs", (_SPECS, _REPLAY)),
+    ("_run_budget_graph", "replay", (_REPLAY, _SOURCE, "graph_meta.graph.replay()")),
+    (
+        "_run_budget_graph",
+        "src",
+        (_SOURCE, "src is None", "src.ndim == 0", "buf.copy_(src)", "padding_logic(buf, src)"),
+    ),
+    ("_copy_padded_buffer", "src", ("dst[: src.shape[0]].copy_(src)",)),
+)
+"""All that the manager does with images, by method and variable: whatever else it did might normalise them."""
+_MANAGER_METHODS = tuple(dict.fromkeys(name for name, *_ in _MANAGED if name != "execute"))
+_MODEL_METHODS = (
+    "_get_grid_thw_by_modality",
+    "_get_pixel_values_by_modality",
+    "_parse_and_validate_image_input",
+    "_parse_and_validate_multimodal_inputs",
+    "_parse_and_validate_video_input",
+    "_process_image_input",
+    "_process_video_input",
+    "embed_multimodal",
+    "encoder_cudagraph_forward",
+    "encoder_eager_forward",
+    "get_encoder_cudagraph_config",
+    "get_encoder_cudagraph_item_specs",
+    "get_input_modality",
+    "prepare_encoder_cudagraph_capture_inputs",
+    "prepare_encoder_cudagraph_replay_buffers",
+    "select_encoder_cudagraph_items",
+)
+"""Methods of a model that get images on the way to its encoder, with graphs and without."""
+_CALLERS = tuple(
+    (path.removesuffix(".py").replace("/", "."), name.rpartition(".")[2])
+    for path, name in ((RUNNER, ENCODE), (RUNNER_V2, ENCODE_V2))
+)
+"""The two functions that hand the manager the very images that they would hand the model."""
 
 
 class _Model(NamedTuple):
@@ -54,6 +161,10 @@ class _Model(NamedTuple):
     encoder: str
     states: str
     """What its encoder's `forward` calls the images."""
+
+    @property
+    def module(self) -> str:
+        return self.path.removesuffix(".py").replace("/", ".")
 
     def method(self, source: Source, name: str) -> Function | None:
         return source.function(self.path, f"{self.name}.{name}")
@@ -91,13 +202,20 @@ def diagnose(source: Source) -> Diagnosis:
         and normalise
         and normalise.takes == "self, grid_thw, visual_dtype"
         and not source.says(_MANAGER, "input_norm")
+        and _only_hands_images_on(source)
+        and encode
+        and _encodes_as_batched(encode, IN_A_GRAPH, "model.embed_multimodal(**mm_kwargs_batch)")
+        and encode_v2
+        and _encodes_as_batched(
+            encode_v2, "cg_manager.execute(mm_kwargs_batch)", "self.model.embed_multimodal(**mm_kwargs_batch)"
+        )
         and all(_leaves_graphs_out(source, model) for model in _MODELS)
     ):
         return Diagnosis(
             Verdict.AFFECTED,
             "images are normalised where a model encodes them without graphs alone",
             (_MODELS[0].method(source, "prepare_encoder_cudagraph_replay_buffers") or execute).where,
-            "bytes-fall-back" if encode and encode_v2 and falls_back(encode) and falls_back_v2(encode_v2) else "bytes",
+            "bytes-fall-back" if falls_back(encode) and falls_back_v2(encode_v2) else "bytes",
         )
     return Diagnosis.unrecognised("images are normalised on the device in a way", next(filter(None, made), _QWEN2_VL))
 
@@ -114,12 +232,43 @@ def _normalises_itself(source: Source, model: _Model) -> str | None:
     return None
 
 
+def _only_hands_images_on(source: Source) -> bool:
+    """Tell if the manager selects, copies and hands on images, and does nothing else with them."""
+    methods = {name: source.function(_MANAGER, f"{_CLASS}.{name}") for name, *_ in _MANAGED}
+    return all(
+        method is not None and method.confines(variable, *patterns)
+        for name, variable, patterns in _MANAGED
+        for method in (methods[name],)
+    )
+
+
+def _encodes_as_batched(encode: Function, *calls: str) -> bool:
+    """Tell if a model runner's *encode* makes *calls* with each batch as it was grouped."""
+    return (
+        len(encode.each(_BATCHES, *calls)) == len(calls) + 1
+        and encode.mentions(mm_kwargs_batch=len(calls) + 1)
+        and encode.assigned("mm_kwargs_batch") == 1
+    )
+
+
+def _embeds_at_once(encode: Function, states: str) -> bool:
+    """Tell if an encoder's `forward` does nothing with images before it embeds them."""
+    parts = encode.each(_CONVERTED.format(states=states), _EMBEDDED.format(states=states))
+    return (
+        len(parts) == 2
+        and encode.in_one_block(*parts, at_once=True)
+        and parts[0] in encode.node.body
+        and encode.find("x")[0].lineno >= parts[0].lineno
+    )
+
+
 def _leaves_graphs_out(source: Source, model: _Model) -> bool:
     """Whether *model* normalises images when it encodes them without graphs, and no other way to its encoder does."""
     make, pixels = model.method(source, "__init__"), model.method(source, "_get_pixel_values_by_modality")
     image, video = (model.method(source, f"_process_{kind}_input") for kind in ("image", "video"))
     replay = model.method(source, "prepare_encoder_cudagraph_replay_buffers")
     graph, eager = model.method(source, "encoder_cudagraph_forward"), model.method(source, "encoder_eager_forward")
+    select = model.method(source, "select_encoder_cudagraph_items")
     encode = source.function(model.path, f"{model.encoder}.forward")
     return bool(
         make
@@ -131,6 +280,10 @@ def _leaves_graphs_out(source: Source, model: _Model) -> bool:
         and pixels
         and pixels.each(_FOUND, "return pixel_values")
         and pixels.confines("pixel_values", _FOUND, "return pixel_values")
+        and select
+        and select.confines("pixel_values", f"pixel_values = {_TAKEN}", "pixel_values[:0]", _SLICE)
+        and select.confines("selected_pv", _SELECTED, _SELECTED_IMAGES, _SELECTED_VIDEOS)
+        and select.each(f"pixel_values = {_TAKEN}", _SELECTED, _SELECTED_IMAGES, _SELECTED_VIDEOS)
         and replay
         and replay.confines("values", _REPLAYED, "return EncoderCudaGraphReplayBuffers(values=values)")
         and replay.only(_REPLAYED)
@@ -141,7 +294,8 @@ def _leaves_graphs_out(source: Source, model: _Model) -> bool:
         and eager.confines("pixel_values", f"pixel_values = {_TAKEN}", _WITHOUT_A_GRAPH)
         and eager.only(_WITHOUT_A_GRAPH)
         and encode
-        and not any(each.names("input_norm") for each in (pixels, replay, graph, eager, encode))
+        and _embeds_at_once(encode, model.states)
+        and not any(each.names("input_norm") for each in (pixels, select, replay, graph, eager, encode))
     )
 
 
@@ -154,6 +308,20 @@ def _normalise_first(stock: StockFunction, activity: Activity, *, way_back: bool
     which the model would want, too, and end in that error where stock goes on.
     """
     met, corrects = activity.counter(IMAGES_NOT_NORMALISED), activity.corrects
+    foreign: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()  # by manager: decided once
+    warned: set[str] = set()
+
+    def may_be_normalised_elsewhere(manager: Any, images: list[Any], caller: FrameType) -> bool:
+        if manager not in foreign:
+            foreign[manager] = _foreign_code(manager)
+        found = foreign[manager]
+        # Bytes have been normalised by nobody, and floats perhaps: some processors of images make floats of bytes.
+        if found is None and any(image.is_floating_point() for image in images):
+            found = None if is_called_from(caller, _CALLERS) else f"{caller.f_code.co_filename}:{caller.f_code.co_name}"
+        if found is not None and found not in warned:
+            warned.add(found)
+            _step_aside(found)
+        return found is not None
 
     @functools.wraps(stock)
     def execute(self: Any, mm_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +329,12 @@ def _normalise_first(stock: StockFunction, activity: Activity, *, way_back: bool
         try:
             normalise = _normalisation(self.model)
             raw = [name for name in _PIXELS if name in mm_kwargs] if normalise is not None else []
-            if raw and normalise is not None:
+            if (
+                raw
+                and normalise is not None
+                and not declines(stock, self)
+                and not may_be_normalised_elsewhere(self, [mm_kwargs[name] for name in raw], sys._getframe(1))
+            ):
                 met.count += 1
                 if corrects:
                     dtype = self.model.visual.dtype
@@ -174,6 +347,42 @@ def _normalise_first(stock: StockFunction, activity: Activity, *, way_back: bool
         return stock(self, given, *args, **kwargs)
 
     return execute
+
+
+def _step_aside(foreign: str) -> None:
+    logger.warning(
+        "graphfix: encoder-input-norm leaves images as they are: %s is not vLLM's own and may normalise them; if it "
+        "does not, leave cudagraph_mm_encoder off",
+        foreign,
+    )
+
+
+def _foreign_code(manager: Any) -> str | None:
+    """Name what is not stock's own between the manager's `execute` and the embedding of images; None if all is."""
+    from torch.nn import Module
+
+    model, visual = manager.model, manager.model.visual
+    found = find_override(manager, _MODULE, _CLASS, _MANAGER_METHODS)
+    for each in _MODELS:
+        # Whichever of the two it inherits from: the class may have been replaced under its name.
+        if any((kind.__module__, kind.__qualname__) == (each.module, each.name) for kind in type(model).__mro__):
+            return (
+                found
+                or find_override(model, each.module, each.name, _MODEL_METHODS)
+                or find_override(visual, each.module, each.encoder, ("forward",))
+                or (None if type(visual).__call__ is Module.__call__ else f"{type(visual).__qualname__}.__call__")
+                or next(map(_hook_name, filter(_is_foreign_hook, visual._forward_pre_hooks.values())), None)
+            )
+    return found or f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def _hook_name(hook: Any) -> str:
+    return f"the hook {getattr(hook, '__qualname__', type(hook).__qualname__)}"
+
+
+def _is_foreign_hook(hook: Any) -> bool:
+    """Tell if *hook* is not vLLM's, whose own ones trace layers."""
+    return not str(getattr(hook, "__module__", "")).startswith("vllm.")
 
 
 def _can_go_back(manager: Any, error: Exception) -> bool:
@@ -278,9 +487,10 @@ ABOUT = About(
     "graphs. A graph of the encoder, and the way that images too large for one take, begin behind that: the encoder "
     "gets the bytes.",
     remedy="What is given to the manager of the graphs is normalised first, by the model's own normalisation, into "
-    "new memory of the encoder's dtype. Where images have been normalised by the host nothing is done. Where "
-    "normalising fails, the model encodes without graphs; without enough memory, or where ranks encode together, it "
-    "goes on as stock does, with a warning.",
+    "new memory of the encoder's dtype. Where images have been normalised by the host nothing is done; where code "
+    "that is not vLLM's own may normalise them neither, and the log says so. Where normalising fails, the model "
+    "encodes without graphs; without enough memory, or where ranks encode together, it goes on as stock does, with a "
+    "warning.",
     detect="Ask about an image, once with cudagraph_mm_encoder and once without: the embeddings are others. The "
     "counter of `observe` counts calls that stock gives bytes to.",
     workaround="Leave cudagraph_mm_encoder off; or --no-mm-device-do-normalize.",

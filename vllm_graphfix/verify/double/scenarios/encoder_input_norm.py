@@ -66,9 +66,7 @@ def run(*, hit: bool = True) -> Measurement:
     graphed: list[float] = []
     with models_on_the_cpu():
         for model in (qwen2_vl_model(hit), qwen2_5_vl_model(hit)):
-            given: Any = model
-            made = encoder_cudagraph.EncoderCudaGraphManager(_config(), torch.device("cpu"), torch.float32, given)
-            manager = captured(made)
+            manager = captured_manager(model)
             for number, (kind, grids) in enumerate(STEPS):
                 asked = images(kind, grids, number)
                 eager += torch.cat(list(model.embed_multimodal(**asked))).flatten().tolist()
@@ -97,6 +95,11 @@ def models_on_the_cpu() -> Iterator[None]:
         torch.inference_mode(),
     ):
         yield
+
+
+def captured_manager(model: Any) -> Any:
+    """vLLM's manager of *model*, with its graphs."""
+    return captured(encoder_cudagraph.EncoderCudaGraphManager(_config(), torch.device("cpu"), torch.float32, model))
 
 
 def _config() -> Any:
