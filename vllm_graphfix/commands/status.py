@@ -158,9 +158,13 @@ def _no_longer_needed(row: Row, wanted: Settings) -> bool:
 
 
 def _answer(fix: Fix, diagnosis: Diagnosis, deployment: Deployment) -> Answer:
-    if diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT):
+    # Of `fixed`, a shape has cases that are open, which the fix's needs tell apart.
+    is_open = diagnosis.verdict is Verdict.FIXED and diagnosis.shape
+    if diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT) and not is_open:
         return Answer(Concern.DOES_NOT, f"this vLLM does not have the defect: {diagnosis.reason}")
     found = needs.judge(fix.needs(), deployment, diagnosis.shape)
+    if is_open and found.concern is Concern.CONCERNS:
+        return Answer(Concern.UNKNOWN, f"a run of such an engine: {diagnosis.reason}")
     if diagnosis.verdict is Verdict.UNRECOGNISED and found.concern is Concern.CONCERNS:
         return Answer(Concern.UNKNOWN, f"a person who reads the code: {diagnosis.reason}")
     return found

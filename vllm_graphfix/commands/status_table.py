@@ -39,7 +39,10 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
 
     needed = [row for row in found.rows if row.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)]
     asked = any(row.answer for row in found.rows)
-    concerned = [row for row in needed if row.answer is None or row.answer.concern is not Concern.DOES_NOT]
+    opened = [
+        row for row in found.rows if row not in needed and row.answer and row.answer.concern is not Concern.DOES_NOT
+    ]
+    concerned = [row for row in [*needed, *opened] if row.answer is None or row.answer.concern is not Concern.DOES_NOT]
     known = all(row.diagnosis.known for row in found.rows)
     origin = "stock release" if known else "no stock release that was looked at: judged by its code"
     where = f" in {printable(found.source.label)}" if verbose or not known else ""
@@ -47,7 +50,7 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
     line(f"vLLM {found.source.version or '(version unknown)'}{where}, {origin}{runner}")
     line(verdict(needed, len(found.rows), elsewhere=found.elsewhere), "bold")
     if asked:
-        line(_sentence_on_deployment(needed), "bold")
+        line(_sentence_on_deployment(needed) + (f" {len(opened)} more cannot be told." if opened else ""), "bold")
     elif chosen := sum(by_choice(row.fix.needs(), found.default_runner, row.diagnosis.shape) for row in needed):
         verb = "needs" if chosen == 1 else "need"
         line(f"{chosen} of these {len(needed)} {verb} a model runner or a mode that is not the default of this vLLM.")
@@ -77,7 +80,7 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
             _, *more = _details_of(row, found.default_runner, asked=asked, verbose=verbose, why=True)
             for text in more:
                 line(f"    {text}", "yellow")
-    absent = [row for row in found.rows if row not in needed]
+    absent = [row for row in found.rows if row not in needed and row not in opened]
     left_out = [row for row in needed if row not in concerned]
     if everything:
         for title, rows in (("does not concern you", left_out), ("not in this vLLM", absent)):

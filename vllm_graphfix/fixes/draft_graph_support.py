@@ -23,6 +23,13 @@ _GRAPHS_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
 _RUNNER = "vllm/v1/worker/gpu/model_runner.py"
 _ATTENTION = "vllm/v1/worker/gpu/attn_utils.py"
 _BACKEND = "vllm/v1/attention/backend.py"
+_FLASHINFER = "vllm/v1/attention/backends/flashinfer.py"
+_BY_CLASS = "by-class"
+"""The shape of a vLLM that asks the backends, one of which claims more than its builder does."""
+_ADMITS = """
+if vllm_config.parallel_config.decode_context_parallel_size > 1:
+    return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+"""
 _MANAGERS = {"descriptors": "ModelCudaGraphManager", "sizes": "CudaGraphManager"}
 """The class that captures the model's graphs, by shape: how it keeps what is to be captured."""
 _RESOLVED = "cudagraph_mode = self.compilation_config.resolve_cudagraph_mode_and_sizes(*...)"
@@ -65,6 +72,11 @@ _TAKEN: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """What goes by the attributes that the patch sets."""
 
+_OPEN = (
+    "with decode context parallelism FlashInfer on a Blackwell, and FlashMLA, claim graphs of decodes with drafts, "
+    "which their builders take for prompts"
+)
+
 UNSUPPORTED_GRAPH = Event(
     "unsupported-graph",
     "A full graph was to be captured in an engine with drafts, one of whose attention backends does not support graphs "
@@ -86,7 +98,10 @@ def diagnose(source: Source) -> Diagnosis:
     if initialize is not None and source.says(_RUNNER, "resolve_cudagraph_mode_and_sizes"):
         resolved = _is_resolved(initialize)
         if resolved and _are_asked(source):
-            return Diagnosis(Verdict.FIXED, "the attention backends are asked what graphs they support", resolved)
+            asked, open_case, shape = "the attention backends are asked what graphs they support", "", ""
+            if not _admits_context_parallelism(source):
+                open_case, shape = f"; open: {_OPEN}", _BY_CLASS
+            return Diagnosis(Verdict.FIXED, asked + open_case, resolved, shape)
     elif (
         initialize is not None
         and capture is not None
@@ -129,6 +144,12 @@ def _are_asked(source: Source) -> bool:
         if asked and parts and asked.in_one_block(*parts) and asked.assigned("cg_support") == 1:
             return True
     return False
+
+
+def _admits_context_parallelism(source: Source) -> bool:
+    """Tell if FlashInfer claims no graphs of such decodes under decode context parallelism: its threshold is 1."""
+    support = source.function(_FLASHINFER, "FlashInferMetadataBuilder.get_cudagraph_support")
+    return support is not None and support.always(_ADMITS)
 
 
 def _captures_as_known(capture: Function, run: Function, initialize: Function) -> bool:
@@ -245,10 +266,29 @@ def needs() -> tuple[Need, ...]:
     )
 
 
-def _unsupported(deployment: Deployment, _: str) -> Fact:
+def _claims_too_much(deployment: Deployment) -> Fact:
+    """An attention backend claims graphs of decodes with drafts and takes them for prompts."""
+    from vllm_graphfix.deployment import Fact
+
+    shared = deployment.shares_the_context()
+    backend, missing = deployment.value("--attention-backend")
+    if shared.holds is False or missing is not None or backend is None or backend.lower() == "auto":
+        return shared if shared.holds is False else Fact(None, missing or "the attention backend")
+    _, major = deployment.gpu
+    before_blackwell = major is not None and major < 10
+    if backend.upper() not in ("FLASHINFER", "FLASHMLA") or (backend.upper() == "FLASHINFER" and before_blackwell):
+        return Fact(
+            False, f"--attention-backend {backend.upper()[:40]!r} is asked, and does not claim more than it does"
+        )
+    return shared
+
+
+def _unsupported(deployment: Deployment, shape: str) -> Fact:
     """An attention backend supports no graphs of decodes with drafts."""
     from vllm_graphfix.deployment import Fact
 
+    if shape == _BY_CLASS:
+        return _claims_too_much(deployment)
     as_prompts, together = deployment.drafts_as_prompts(), deployment.prompts_in_full_graphs()
     if as_prompts.holds is False and together.holds is not False:
         told = "whether the attention backend supports graphs of prompts (cudagraph_mode FULL)"
@@ -260,7 +300,7 @@ FIX = Fix(
     number=29,
     name="draft-graph-support",
     runner="V2",
-    reads=(_GRAPHS, _RUNNER, _ATTENTION, _BACKEND),
+    reads=(_GRAPHS, _RUNNER, _ATTENTION, _BACKEND, _FLASHINFER),
     modules=(_GRAPHS_MODULE,),
     diagnose=diagnose,
     patches=patches,

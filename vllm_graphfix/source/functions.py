@@ -25,6 +25,7 @@ _KNOWN_DECORATORS = frozenset(
         "default_pooling_type",
         "final",
         "instrument",
+        "override",  # typing's; gives the function back
         "property",
         "staticmethod",
         "step_eplb_after",
