@@ -110,6 +110,7 @@ MISTYPED: list[tuple[str, dict[str, str], set[str]]] = [
     ("0.18.1", {"VLLM_GRAPHFIX": "observ"}, {"off"}),
     ("0.18.1", {"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_FLASHMLA_FP8": "on"}, {"off"}),
     ("0.18.1", {"VLLM_GRAPHFIX_ROLLOUT": "many"}, {"not-in-canary"}),
+    ("0.18.1", {"VLLM_GRAPHFIX_ROLLOUT": ""}, {"not-in-canary"}),
     ("0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_FP8": "onn"}, {"off"}),
     ("0.33.0", {"VLLM_GRAPHFIX_FLASHMLA_FP8": "onn"}, {"off"}),
     ("0.33.0", {"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "long"}, {"not-needed"}),

@@ -170,6 +170,7 @@ def test_what_this_environment_does_to_the_fixes_is_what_status_says() -> None:
     states = {row["name"]: row["would_be"] for row in examined(VLLM_GRAPHFIX_ROLLOUT="many")["status"]["fixes"]}
     assert set(states.values()) == {"not-in-canary"}
     assert "no engine gets the fixes" in str(examined(VLLM_GRAPHFIX_ROLLOUT="many")["status"]["notes"])
+    assert examined(VLLM_GRAPHFIX_ROLLOUT=" ")["status"]["misconfigured"] == {"VLLM_GRAPHFIX_ROLLOUT": ""}
     assert {row["would_be"] for row in examined(VLLM_PLUGINS="other")["status"]["fixes"]} == {"off"}
 
 

@@ -83,6 +83,7 @@ def mistyped(environment: Mapping[str, str], name: str, meaningful: set[str]) ->
 @example({"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_MAMBA_PADDING": "on"})
 @example({"VLLM_GRAPHFIX_FLASHMLA_FP8": "onn"})
 @example({"VLLM_GRAPHFIX_ROLLOUT": "half"})
+@example({"VLLM_GRAPHFIX_ROLLOUT": "", "VLLM_GRAPHFIX_MAMBA_PADDING": "on"})
 def test_a_value_that_means_nothing_never_applies_a_fix(environment: dict[str, str]) -> None:
     """No fix is applied, neither as processes of an engine read the value nor as `status` does.
 
@@ -93,7 +94,7 @@ def test_a_value_that_means_nothing_never_applies_a_fix(environment: dict[str, s
     judged = status(SOURCE, environment)
     would_be = {row.fix.name: row.would_be for row in judged.rows}
     master = mistyped(environment, PREFIX, MASTERS)
-    rollout = bool(environment.get(settings.ROLLOUT, "").strip()) and made.rollout is None
+    rollout = settings.ROLLOUT in environment and made.rollout is None
     for fix in FIXES:
         alone = mistyped(environment, fix.variable, MODES)
         assert (fix.variable in made.misconfigured) == alone

@@ -94,18 +94,19 @@ def test_a_percentage_is_read_to_the_last_bucket(text: str, buckets: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["", "%", "-1", "100.01", "1e1", "0.005", "a quarter", "25%%", "٢٥", "1_0", "nan", "9" * 500]
+    "text", ["", " \t", "%", "-1", "100.01", "1e1", "0.005", "a quarter", "25%%", "٢٥", "1_0", "nan", "9" * 500]
 )
 def test_what_is_no_percentage_puts_nobody_in_and_says_so(text: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         buckets_of(text)
-    if text:
-        decision = decide(settings.read({"VLLM_GRAPHFIX_ROLLOUT": text}, FIXES), "0.21.0")
-        assert not decision.canary
-        assert decision.withheld is not None
-        assert decision.withheld.startswith("VLLM_GRAPHFIX_ROLLOUT=")
-        assert decision.withheld.isprintable()
-        assert len(decision.withheld) < 200
+    decision = decide(settings.read({"VLLM_GRAPHFIX_ROLLOUT": text}, FIXES), "0.21.0")
+    assert not decision.canary
+    assert decision.withheld is not None
+    assert decision.withheld.startswith("VLLM_GRAPHFIX_ROLLOUT=")
+    assert decision.withheld.isprintable()
+    assert len(decision.withheld) < 200
+    assert decision.misconfigured == {"VLLM_GRAPHFIX_ROLLOUT": settings.brief(text.strip())}
+    assert decode(decision.encode()) == decision
 
 
 @given(st.integers(0, BUCKETS))
@@ -209,6 +210,7 @@ APPLIES: list[tuple[dict[str, str], bool, float]] = [
     ({"VLLM_GRAPHFIX_CAPTURE_STATE": "onn"}, True, 100),
     ({"VLLM_GRAPHFIX_CAPTURE_STATE": "onn", "VLLM_GRAPHFIX_FLASHMLA_FP8": "off"}, False, 0),
     ({"VLLM_GRAPHFIX_ROLLOUT": "half"}, False, 0),
+    ({"VLLM_GRAPHFIX_ROLLOUT": ""}, False, 0),
 ]
 """An environment; whether an engine there has the fixes; and the percentage of those that do."""
 
@@ -255,6 +257,7 @@ def test_requests_may_be_ended_where_a_check_is_on_and_ends_them(environment: di
         ({"VLLM_GRAPHFIX": "off"}, True, False),
         ({"VLLM_GRAPHFIX_ROLLOUT": "0"}, False, False),
         ({"VLLM_GRAPHFIX_ROLLOUT": "half"}, True, False),
+        ({"VLLM_GRAPHFIX_ROLLOUT": " "}, True, False),
     ],
     ids=str,
 )

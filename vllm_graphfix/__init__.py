@@ -84,7 +84,7 @@ def _requires_a_fix() -> bool:
     master = told.get("VLLM_GRAPHFIX", "")
     if master not in ("", "on", "1", "true", "yes", "observe", "strict"):
         return False  # off, or a value that means nothing
-    if told.get("VLLM_GRAPHFIX_ROLLOUT", "") not in ("", "100", "100%"):
+    if told.get("VLLM_GRAPHFIX_ROLLOUT", "100") not in ("100", "100%"):
         return False  # an engine may be outside the rollout, and nobody insists there
     on = [name for name, value in told.items() if value in ("on", "1", "true", "yes")]
     return master == "strict" or any(map(_is_a_fix, on))

@@ -49,6 +49,8 @@ def buckets_of(percentage: str) -> int:
     directions would surprise.
     """
     text = percentage.strip().removesuffix("%").strip()
+    if not percentage.strip():
+        raise ValueError("is empty: set a percentage, or unset it")
     matched = re.fullmatch(r"([0-9]{1,3})(?:\.([0-9]{1,6}))?", text)
     if matched is None:
         raise ValueError("is not a percentage such as 25, 25% or 0.5%")
@@ -207,7 +209,7 @@ def decide(wanted: environment.Settings, vllm: str, *, host: str | None = None) 
     host = host or os.uname().nodename
     key = rollout = found = refused = None
     misconfigured = dict(wanted.misconfigured)
-    if wanted.rollout:
+    if wanted.rollout is not None:
         key = wanted.rollout_key or host
         found = bucket(key)
         try:

@@ -69,8 +69,8 @@ class Settings(NamedTuple):
     """Fixes whose mode the user set by name."""
     problems: tuple[str, ...]
     """What was set and means nothing here, each with what would."""
-    rollout: str
-    """The percentage as it was written; empty if none is set."""
+    rollout: str | None
+    """The percentage as it was written, empty if it was set and is empty; None if it is not set."""
     rollout_key: str
     """Empty for the host name."""
     shadow: str = shadow_rate.OFF
@@ -147,7 +147,9 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
             f"{len(unknown) - _NAMED} more variables that begin with {PREFIX} are unknown and have no effect"
         )
     explicit = frozenset(name for name in fixes if environment.get(variable(name), "").strip())
-    rollout, key = environment.get(ROLLOUT, "").strip(), environment.get(ROLLOUT_KEY, "").strip()
+    # Set and empty is not unset: a pod label that is gone gives an empty value, and must not put every engine in.
+    rollout = environment[ROLLOUT].strip() if ROLLOUT in environment else None
+    key = environment.get(ROLLOUT_KEY, "").strip()
     return Settings(
         master,
         modes,

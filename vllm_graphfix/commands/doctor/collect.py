@@ -224,7 +224,7 @@ def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
         try:
             found.append(_variable(settings.ROLLOUT, rollout.as_percentage(rollout.buckets_of(percentage))))
         except ValueError:
-            found.append(_variable(settings.ROLLOUT, None))
+            found.append(_variable(settings.ROLLOUT, None if percentage else ""))
     if settings.ROLLOUT_KEY in environment:
         key = environment[settings.ROLLOUT_KEY].strip()
         found.append(_variable(settings.ROLLOUT_KEY, f"{NOT_SHOWN}, bucket {rollout.bucket(key)}" if key else ""))
