@@ -83,9 +83,12 @@ WRONG = {
     ),
 }
 GATE = """
+from types import SimpleNamespace
 import vllm.v1.worker.gpu_worker as w
 try:
-    w.Worker.compile_or_warm_up_model(object())
+    w.Worker.compile_or_warm_up_model(SimpleNamespace(vllm_config=SimpleNamespace(
+        parallel_config=SimpleNamespace(), model_config=SimpleNamespace(enforce_eager=False),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")))))
 except Exception as error:
     print(f"GATE {type(error).__name__}: {error}")
 """
@@ -235,9 +238,12 @@ INSISTENT = {"VLLM_GRAPHFIX": "strict"}
 WORKER = """
 from types import SimpleNamespace
 import vllm.v1.worker.gpu_worker as w
-def start(**worker):
+def start(enforce_eager=False, **worker):
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(), model_config=SimpleNamespace(enforce_eager=enforce_eager),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")))
     try:
-        w.Worker.compile_or_warm_up_model(SimpleNamespace(**worker))
+        w.Worker.compile_or_warm_up_model(SimpleNamespace(vllm_config=config, **worker))
     except Exception as error:
         return type(error).__name__
 """
@@ -253,8 +259,8 @@ def gate(before: str, worker: str, env: dict[str, str] | None = None) -> str:
 
 
 def test_strict_stops_only_engines_that_have_graphs_and_the_model_runner_that_a_fix_is_for() -> None:
-    eager = "model_config=SimpleNamespace(enforce_eager=True), use_v2_model_runner=True"
-    graphs = "model_config=SimpleNamespace(enforce_eager=False), use_v2_model_runner={}"
+    eager = "enforce_eager=True, use_v2_model_runner=True"
+    graphs = "use_v2_model_runner={}"
     unrecognised = """
 import vllm_graphfix.fixes as fixes
 from vllm_graphfix.fix import Diagnosis, Verdict

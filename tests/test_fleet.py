@@ -303,6 +303,13 @@ def test_ranks_that_agreed_and_are_on_machines_that_are_not_seen_are_said_and_no
     assert look(tmp_path).exit_code == 0
 
 
+def test_ranks_that_could_not_be_checked_are_exit_1(tmp_path: Path, two: tuple[Identity, Identity]) -> None:
+    why = "whether its ranks agree is not known (AttributeError: no store)"
+    leave(tmp_path, record(), *(each._replace(agreement=None, unchecked=why) for each in ranks(two)))
+    assert only(tmp_path).wrong == (f"not checked, ranks 0-1: {why}",)
+    assert look(tmp_path).exit_code == 1
+
+
 @pytest.mark.usefixtures("alone")
 def test_ranks_that_are_missing_before_they_agreed_are_exit_1(tmp_path: Path, two: tuple[Identity, Identity]) -> None:
     leave(tmp_path, record(), ranks(two)[1]._replace(agreement=None))

@@ -42,6 +42,15 @@ WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
     "one mistyped the switch": (({}, True), ({"VLLM_GRAPHFIX": "offf"}, True)),
     "one mistyped a fix": (({}, True), ({"VLLM_GRAPHFIX_MAMBA_PADDING": "onn"}, True)),
     "one mistyped what changes nothing": (({}, True), ({"VLLM_GRAPHFIX_SHADOW_ACTION": "repport"}, True)),
+    "torch's store is gone": (({"FAULT": "store"}, True), ({"FAULT": "store"}, True)),
+    "torch's store is gone, strict": (
+        ({"VLLM_GRAPHFIX": "strict", "FAULT": "store"}, True),
+        ({"VLLM_GRAPHFIX": "strict", "FAULT": "store", "VLLM_GRAPHFIX_MAMBA_PADDING": "off"}, True),
+    ),
+    "torch's store is gone, off": (
+        ({"VLLM_GRAPHFIX": "off", "FAULT": "store"}, True),
+        ({"VLLM_GRAPHFIX": "off", "FAULT": "store"}, True),
+    ),
     "differs, without graphs": (
         ({"GRAPHS": "NONE"}, True),
         ({"GRAPHS": "NONE", "VLLM_GRAPHFIX_MAMBA_PADDING": "off"}, True),
@@ -70,6 +79,8 @@ def put_a_fault(fault, agreement):
         process.states = fail
     elif fault == "give up":
         process.give_up(error)
+    elif fault == "store":
+        del distributed.distributed_c10d._get_default_store
 
 def rank(world, number, size, port, given):
     env, plugin = given
@@ -126,6 +137,8 @@ def said() -> dict[str, list[str]]:
         "all mistyped the switch, both have given up",
         "one is off, one mistyped it",
         "differs, without graphs",
+        "torch's store is gone",
+        "torch's store is gone, off",
     ],
 )
 def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
@@ -173,6 +186,15 @@ def test_all_ranks_stop_before_they_capture_where_one_is_set_up_otherwise(
     for line in said[world]:
         assert "GraphfixError vllm-graphfix stops this engine before it captures its CUDA graphs" in line
         assert what.format(host=socket.gethostname()) in line
+
+
+def test_all_ranks_that_insist_stop_where_they_cannot_be_compared(said: dict[str, list[str]]) -> None:
+    stopped = said["torch's store is gone, strict"]
+    assert len(stopped) == 2
+    for line in stopped:
+        assert "vllm-graphfix stops this engine before it captures its CUDA graphs: whether its ranks agree is" in line
+        assert "no attribute '_get_default_store'" in line
+        assert "set VLLM_GRAPHFIX=off on all nodes" in line
 
 
 def test_a_rank_whose_process_keeps_the_plugin_out_is_named_with_its_host(said: dict[str, list[str]]) -> None:

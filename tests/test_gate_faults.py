@@ -21,7 +21,7 @@ from ranks import STAGE, report
 from vllm_graphfix.engine import capture_gate, own_report, rank_agreement
 from vllm_graphfix.engine.capture_gate import STOPS, GraphfixError
 from vllm_graphfix.engine.process import EngineProcess
-from vllm_graphfix.engine.rank_agreement import compare, leave
+from vllm_graphfix.engine.rank_agreement import Agreement, compare, leave
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.patching.applied_fix import FixState
@@ -65,6 +65,25 @@ class FailingStore:
             setattr(self, operation, faults.around(operation, getattr(store, operation)))
 
 
+def process_double(environment: dict[str, str]) -> EngineProcess:
+    """A process whose fixes are all there, and whose record nobody writes."""
+    me = EngineProcess(FIXES, environment)
+    me.decision = decision.decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
+    vars(me.manager)["left_undone"] = lambda **_: ()
+    nothing = {name: lambda: None for name in ("tell", "started", "keep", "finish")}
+    me.gate._status_record = SimpleNamespace(rank=None, agreement=None, problem=None, unchecked=None, **nothing)  # type: ignore[assignment]  # a double
+    return me
+
+
+def worker_of(rank: int) -> Any:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_rank=0),
+        model_config=SimpleNamespace(enforce_eager=False),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
+    )
+    return SimpleNamespace(local_rank=rank, use_v2_model_runner=False, vllm_config=config)
+
+
 def gate_of_two(
     monkeypatch: pytest.MonkeyPatch,
     faults: Faults,
@@ -81,25 +100,16 @@ def gate_of_two(
     shared = HashStore()
     shared.set_timeout(timedelta(seconds=5))
     real, barrier, outcomes = distributed_c10d.PrefixStore, threading.Barrier(2), dict[int, str]()
-    world = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_rank=0),
-        model_config=SimpleNamespace(enforce_eager=False),
-        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
-    )
 
     def run(rank: int) -> None:
         faults.here.rank = rank
         environment = {"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": timeout}
         environment |= {} if master == "auto" else {"VLLM_GRAPHFIX": master}
-        me = EngineProcess(FIXES, environment)
-        me.decision = decision.decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
+        me = process_double(environment)
         state = State.OFF if differ and rank == 1 else State.ACTIVE
         states_double = {fix.name: FixState(fix.name, Mode.AUTO, None, state, "") for fix in FIXES}
         vars(me.manager)["states"] = faults.around("states", lambda **_: states_double)
-        vars(me.manager)["left_undone"] = lambda **_: ()
-        nothing = {name: lambda: None for name in ("tell", "started", "keep", "finish")}
-        me.gate._status_record = SimpleNamespace(rank=None, agreement=None, problem=None, **nothing)  # type: ignore[assignment]  # a double
-        worker_double = SimpleNamespace(local_rank=rank, use_v2_model_runner=False, vllm_config=world)
+        worker_double = worker_of(rank)
         try:
             guarded(me.gate.leave, "profiling")
             barrier.wait()
@@ -162,8 +172,9 @@ def test_where_one_call_fails_on_one_rank_nobody_hangs_and_who_stops_says_why(
                 hosts[rank] = "an unknown host"
             fault = f"is not known on rank {rank} (node-{rank}): {type(faults.error).__name__}: "
             difference = f"capture-state is 'active' on rank 0 ({hosts[0]}); 'off' on rank 1 ({hosts[1]})."
+            own = f"CUDA graphs: whether its ranks agree is not known ({type(faults.error).__name__}: "
             for told in stopped:
-                assert fault in told or (differ and difference in told)
+                assert fault in told or (differ and difference in told) or (own in told and master == "strict")
                 assert "No report within" not in told
     assert fired
 
@@ -205,3 +216,99 @@ def test_a_host_that_cannot_be_told_hides_no_difference() -> None:
     found = compare(failing, place, 0, 2, mine, lambda text: None, silent_host=host, timeout=0.2)
     assert faults.fired
     assert (found.difference or "").startswith("No report within 0 s: rank 1 on an unknown host.")
+
+
+MODES: dict[str, tuple[dict[str, str], bool]] = {
+    "strict": ({"VLLM_GRAPHFIX": "strict"}, True),
+    "on": ({"VLLM_GRAPHFIX_MAMBA_PADDING": "on"}, True),
+    "auto": ({}, False),
+    "off": ({"VLLM_GRAPHFIX": "off", "VLLM_GRAPHFIX_MAMBA_PADDING": "on"}, False),
+    "an empty percentage": ({"VLLM_GRAPHFIX": "strict", "VLLM_GRAPHFIX_ROLLOUT": ""}, False),
+}
+"""An environment, and whether it insists on a fix."""
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise AttributeError("injected")
+
+
+def break_step(step: str, me: EngineProcess, worker: Any, patch: pytest.MonkeyPatch) -> None:
+    """Lets one *step* of the gate of *me* fail around the start of *worker*."""
+    if step in ("compilation_config", "parallel_config"):
+        delattr(worker.vllm_config, step)
+    elif step == "report":
+        patch.setattr(me.gate, "report", fail)
+    else:
+        patch.setattr(rank_agreement if step in ("leave", "compare") else capture_gate, step, fail)
+
+
+@pytest.fixture
+def alike(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """This process is rank 0 of two that agree wherever they are compared."""
+    agreed = Agreement("0" * 16, None, 2, 2, None, all_off=False)
+    monkeypatch.setattr(capture_gate, "world", lambda: (0, 2))
+    monkeypatch.setattr(capture_gate, "common_store", HashStore)
+    monkeypatch.setattr(rank_agreement, "compare", lambda *args, **kwargs: agreed)
+    return monkeypatch
+
+
+STEPS = ["compilation_config", "parallel_config", "world", "report", "common_store", "leave", "compare"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("step", STEPS)
+def test_a_gate_that_fails_stops_who_insists_and_else_says_so_in_the_record(
+    step: str, mode: str, alike: pytest.MonkeyPatch
+) -> None:
+    environment, insists = MODES[mode]
+    me, worker = process_double(environment), worker_of(0)
+    break_step(step, me, worker, alike)
+    guarded(me.gate.leave, "profiling")
+    record: Any = me.gate._status_record
+    if insists:
+        for stage in ("profile_cudagraph_memory", "compile_or_warm_up_model"):
+            with pytest.raises(GraphfixError, match=rf"^{STOPS} before it .*\(AttributeError: .*=off on all nodes\."):
+                me.gate.before_capture(worker, stage)
+            assert record.problem is not None
+        return
+    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    assert record.problem is None
+    assert me.gate._has_graphs, "what watches graphs must not miss them"
+    assert "AttributeError: " in record.unchecked if mode == "auto" else record.unchecked is None
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step != "compilation_config"])
+def test_a_gate_that_fails_stops_no_engine_without_graphs(step: str, alike: pytest.MonkeyPatch) -> None:
+    me, worker = process_double({"VLLM_GRAPHFIX": "strict"}), worker_of(0)
+    worker.vllm_config.model_config.enforce_eager = True
+    break_step(step, me, worker, alike)
+    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    record: Any = me.gate._status_record
+    assert (record.problem, record.unchecked) == (None, None)
+
+
+def test_a_rank_that_could_not_compare_at_first_is_checked_once_it_has_compared(alike: pytest.MonkeyPatch) -> None:
+    me, worker = process_double({}), worker_of(0)
+    record: Any = me.gate._status_record
+    with alike.context() as patch:
+        break_step("compare", me, worker, patch)
+        me.gate.before_capture(worker, "compile_or_warm_up_model")
+    assert record.unchecked
+    me.gate.after_capture(worker)
+    assert record.unchecked is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_where_nobody_knows_what_failed_in_a_capture_who_insists_stops(mode: str, alike: pytest.MonkeyPatch) -> None:
+    environment, insists = MODES[mode]
+    me, worker = process_double(environment), worker_of(0)
+    alike.setattr(capture_gate, "world", lambda: (0, 1))
+    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    vars(me)["failures_in_capture"] = fail
+    record: Any = me.gate._status_record
+    if insists:
+        with pytest.raises(GraphfixError, match=rf"^{STOPS} before it serves: .*=off on all nodes\."):
+            me.gate.after_capture(worker)
+    else:
+        me.gate.after_capture(worker)
+        assert "AttributeError: injected" in record.unchecked if mode == "auto" else record.unchecked is None

@@ -78,10 +78,11 @@ def test_the_record_in_the_documentation_is_one() -> None:
         record(),
         record(rank=0),
         record(rank=0)._replace(rank=Rank(0, None, 1, 0)),
-        record(misconfigured={"VLLM_GRAPHFIX": "observ", "VLLM_GRAPHFIX_ROLLOUT": "half"}),
+        record(misconfigured={"VLLM_GRAPHFIX": "observ", "VLLM_GRAPHFIX_ROLLOUT": ""}),
+        record(unchecked="whether its ranks agree is not known (RuntimeError: no store)"),
         record(model=None, decision=Decided(False, None, None, "strict", False), fixes={}, events={}),
     ],
-    ids=["front-end", "rank", "rank without a local rank", "misconfigured", "as little as there can be"],
+    ids=["front-end", "rank", "rank without a local rank", "misconfigured", "unchecked", "as little as there can be"],
 )
 def test_a_record_is_read_as_it_was_written(one: Record) -> None:
     assert Record.from_json(json.loads(json.dumps(one.as_json()))) == one

@@ -266,6 +266,10 @@ def test_observed_no_memory_is_held_and_the_same_is_counted(memory: DeviceMemory
     assert OUTGROWN.count == 0
 
 
+WITHOUT_GRAPHS = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(enforce_eager=True))
+"""The plugin's gate asks: the stand-in's ranks cannot be compared, which would stop an engine with graphs."""
+
+
 def test_a_trial_capture_keeps_until_its_graphs_are_gone(
     memory: DeviceMemoryStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,9 +283,7 @@ def test_a_trial_capture_keeps_until_its_graphs_are_gone(
 
     monkeypatch.setattr(model_runner, "_profile_cudagraph_memory", profile)
     runner = captured(256)
-    runner.vllm_config = SimpleNamespace(
-        parallel_config=None, model_config=None
-    )  # the plugin's comparison of ranks asks
+    runner.vllm_config = WITHOUT_GRAPHS
     assert runner.profile_cudagraph_memory() == 7
     assert meanwhile == [[256, 512, 1024]]
     assert blocks(memory) == [256, 1024], "the graph of before is there"
@@ -301,7 +303,7 @@ def test_an_error_of_a_trial_comes_out_and_ends_it(
 
     monkeypatch.setattr(model_runner, "_profile_cudagraph_memory", profile)
     runner = RunnerStandIn(MixtureStandIn(), torch.empty(0))
-    runner.vllm_config = SimpleNamespace(parallel_config=None, model_config=None)
+    runner.vllm_config = WITHOUT_GRAPHS
     with pytest.raises(MemoryError, match="of a trial"):
         runner.profile_cudagraph_memory()
     needs(512)

@@ -4,7 +4,8 @@ A rank goes on if all ranks will do the same, and if every fix that the user ins
 
 Wrapped are the functions in which ranks leave their reports for each other, in which they capture, and in which an
 engine core ends what the gate has stopped. These wrappers change nothing that vLLM does, but that the gate may raise,
-and that graphs in which a fix failed are not dispatched to; what goes wrong in them stays in them.
+and that graphs in which a fix failed are not dispatched to; what goes wrong in them stays in them, or stops the engine
+where the user insists on a fix: a gate that could not look lets nobody through.
 
 A graph cannot be mended: where a fix fails while it is captured, it holds stock's defect. A rank that left the capture
 then would leave the others waiting in what they exchange there. So every rank captures on as stock does, and afterwards
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.log import logger
@@ -35,6 +37,7 @@ _CAPTURE, _CAPTURED = "compile_or_warm_up_model", "captured"
 """The method of a worker that captures the graphs which serve, and the stage at which ranks are compared when it
 has."""
 _STOCK = "To serve stock vLLM, set VLLM_GRAPHFIX=off on all nodes."
+_UNCHECKED = "To go on without this check, leave every fix at auto: VLLM_GRAPHFIX=on, and no fix on."
 _WHAT_TO_DO = (
     f"Give all its nodes the same vllm-graphfix, the same VLLM_GRAPHFIX variables and, with {environment.ROLLOUT}, the "
     f"same {environment.ROLLOUT_KEY}; where something failed, repair it. {_STOCK} Ranks that run different code could "
@@ -56,10 +59,12 @@ class CaptureGate:
         self._context, self._status_record = context, status_record
         self._pending: tuple[Any, str, Any] | None = None
         """Store, stage and report that this rank has left there and not compared yet."""
+        self._leave_error: Exception | None = None
+        """Why the last report could not be left."""
         self.captures_here = False
         """This process has come to a capture."""
         self._has_graphs = False
-        """The engine of this process uses graphs."""
+        """The engine of this process uses graphs, or may use them."""
         self._has_captured = False
         """It has been through one whose graphs serve. Elastic expert parallelism captures again."""
         self._to_compare_again: tuple[Any, int, int] | None = None
@@ -145,29 +150,52 @@ class CaptureGate:
     def before_capture(self, subject: Any, stage: str) -> None:
         """Raises GraphfixError if the engine must not capture.
 
-        That is so if the ranks do not agree, or if a fix that the user insists on is needed and not applied.
+        That is so if the ranks do not agree, if a fix that the user insists on is needed and not applied, or if the
+        gate itself fails and the user insists on a fix.
         """
-        problem = None
+        problem: str | None = None
+        failure: Exception | None = None
+        status_record = self._status_record
+        self.captures_here, self._to_compare_again, status_record.unchecked = True, None, None
         try:
-            self.captures_here, self._has_graphs, self._to_compare_again = True, False, None
-            early = self._pending
-            if stage == _CAPTURE:
-                self.leave("warm-up")  # before anything else may fail: others wait for it
-            self._has_graphs = self._status_record.graphs = _uses_graphs(subject)
-            config = getattr(subject, "vllm_config", None)
-            # A worker knows its local rank, a runner its device.
-            local_rank = getattr(subject, "local_rank", getattr(getattr(subject, "device", None), "index", None))
-            problem = self._compare_ranks(config, stage, local_rank, early)
-        except Exception:
-            logger.exception("graphfix: could not compare the ranks of this engine")
+            self._has_graphs = True  # if that cannot be found out: what watches graphs must not miss any
+            self._has_graphs = status_record.graphs = _uses_graphs(subject)
+        except Exception as error:
+            failure = error
+        # A rank that is going to stop leaves no report: by it the others would go on, into a collective with this rank.
+        if failure is None or not self._context.manager.requires_any():
+            try:
+                problem = self._compare_ranks(subject, stage)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None and problem is None:
+            problem = self._stop_or_go_on(_BEFORE, "whether its ranks agree is not known", failure)
+            if problem is not None:
+                guarded(self._leave_end)  # or the others wait for this rank's report after the capture
         if problem is None:
             problem = self._unapplied_or_unknown(subject)
-        status_record = self._status_record
         status_record.problem = problem
         guarded(status_record.tell)
         if problem is not None:
             guarded(status_record.finish)
             raise GraphfixError(problem)
+
+    def _stop_or_go_on(self, stops: str, consequence: str, error: Exception, *, together: bool = False) -> str | None:
+        """Deals with an *error* of the gate's own; returns what stops the engine, or None.
+
+        Where nobody insists on a fix the engine goes on, and its record says so, if there is something to agree about.
+        """
+        logger.warning("graphfix: %s", consequence, exc_info=error)
+        reason = f"{consequence} ({type(error).__name__}: {error})"
+        decision = self._context.decision
+        if not self._has_graphs or (decision is not None and decision.is_off):
+            return None
+        if self._context.manager.requires_any():
+            return f"{stops}: {reason}. {_UNCHECKED} {_STOCK}"
+        if together:
+            return f"{stops}: {reason}. {_STOCK}"
+        self._status_record.unchecked = reason
+        return None
 
     def _unapplied_or_unknown(self, subject: Any) -> str | None:
         try:
@@ -203,23 +231,29 @@ class CaptureGate:
         """Leaves this rank's report for the others."""
         from vllm_graphfix.engine import rank_agreement
 
-        rank, world_size = world()
-        report = self.report() if world_size > 1 else None
-        if report is not None:
-            store = common_store()
-            self._pending = store, rank_agreement.leave(store, stage, rank, report), report
+        self._pending = self._leave_error = None
+        try:
+            rank, world_size = world()
+            report = self.report() if world_size > 1 else None
+            if report is not None:
+                store = common_store()
+                self._pending = store, rank_agreement.leave(store, stage, rank, report), report
+        except Exception as error:
+            self._leave_error = error
+            raise
 
-    def _compare_ranks(
-        self, config: Any, stage: str, local_rank: int | None, early: tuple[Any, str, Any] | None
-    ) -> str | None:
-        """Compares the ranks; returns what stops the engine, or None.
-
-        *early* is what was left before profiling and not compared.
-        """
+    def _compare_ranks(self, subject: Any, stage: str) -> str | None:
+        """Compares the ranks; returns what stops the engine, or None."""
         from vllm_graphfix.engine import rank_agreement
 
+        early = self._pending  # left before profiling and not compared
+        if stage == _CAPTURE:
+            with suppress(Exception):  # it is raised below, where it matters
+                self.leave("warm-up")  # before anything else may fail: others wait for it
         decision, status_record = self._context.decision, self._status_record
-        parallel = config.parallel_config
+        parallel = subject.vllm_config.parallel_config
+        # A worker knows its local rank, a runner its device.
+        local_rank = getattr(subject, "local_rank", getattr(getattr(subject, "device", None), "index", None))
         rank, world_size = world()
         status_record.rank = (rank, local_rank, world_size, int(getattr(parallel, "data_parallel_rank", 0) or 0))
         if world_size == 1:
@@ -241,6 +275,8 @@ class CaptureGate:
         left = early if early is not None and not stops else self._pending
         self._pending = None
         if left is None:
+            if self._leave_error is not None:
+                raise self._leave_error
             return None
         store, place, report = left
         if (
@@ -283,15 +319,12 @@ class CaptureGate:
         try:
             problem = self._settle_capture(subject) or self._unapplied_fixes(subject, _AFTER)
         except Exception as error:
-            logger.exception("graphfix: could not find out what failed in the capture")
             guarded(self._leave_end)  # or the others wait for this rank's report
             # Others may take graphs out of dispatch that this rank does not know of, and then wait for it in a
             # collective.
-            if self._to_compare_again is not None or self._context.manager.requires_any():
-                problem = (
-                    f"{_AFTER}: what failed while CUDA graphs were captured is not known ({type(error).__name__}: "
-                    f"{error}). {_STOCK}"
-                )
+            together = self._to_compare_again is not None
+            consequence = "what failed while CUDA graphs were captured is not known"
+            problem = self._stop_or_go_on(_AFTER, consequence, error, together=together)
         self._has_captured = True
         if problem is not None:
             status_record = self._status_record
@@ -330,6 +363,7 @@ class CaptureGate:
             silent_host=lambda silent: host_in(store, silent, world_size),
             timeout=decision.agreement_timeout,
         )
+        self._status_record.unchecked = None  # compared after all
         if any(said.ended for said in found.failing.values()):
             return None  # an error of vLLM's own has ended the capture there, and will end the engine
         if found.difference is not None:
@@ -372,7 +406,7 @@ class CaptureGate:
 
 def _uses_graphs(subject: Any) -> bool:
     config = subject.vllm_config
-    return config.compilation_config.cudagraph_mode.name != "NONE" and not config.model_config.enforce_eager
+    return not config.model_config.enforce_eager and config.compilation_config.cudagraph_mode.name != "NONE"
 
 
 def _is_elastic(subject: Any) -> bool:

@@ -25,6 +25,8 @@ class StatusRecord:
         """Rank, local rank, world size, data-parallel rank."""
         self.agreement: Any = None
         self.problem: str | None = None
+        self.unchecked: str | None = None
+        """Why the gate could not check this rank, which has captured all the same."""
         self.serves_metrics = False
         self.starting = False
         self.graphs: bool | None = None
@@ -136,6 +138,7 @@ class StatusRecord:
             else None,
             leader=agreed.leader if agreed else None,
             problem=self.problem,
+            unchecked=self.unchecked,
             serves_metrics=self.serves_metrics,
             misconfigured=decision.misconfigured,
             wrong=shadow.wrong(),

@@ -127,6 +127,8 @@ class Record(NamedTuple):
     agreement: AgreementReport | None = None
     leader: str | None = None
     problem: str | None = None
+    unchecked: str | None = None
+    """Why the plugin could not check this rank before its capture, or after it; the engine has gone on."""
     serves_metrics: bool = False
     """Whether /metrics of this process tells of its engine."""
     wrong: tuple[Wrong, ...] = ()
@@ -169,6 +171,7 @@ class Record(NamedTuple):
             and self.agreement._replace(difference=_cut_to_fit(self.agreement.difference))._asdict(),
             "leader": self.leader,
             "problem": _cut_to_fit(self.problem),
+            **({} if self.unchecked is None else {"unchecked": _cut_to_fit(self.unchecked)}),
             "serves_metrics": self.serves_metrics,
             "wrong": _numbered(self.wrong),
             **({"moved": _numbered(self.moved)} if self.moved else {}),
@@ -254,6 +257,7 @@ class Record(NamedTuple):
             ),
             leader=fields.name("leader", _ENGINE) if fields.has("leader") else None,
             problem=fields.text("problem") if fields.has("problem") else None,
+            unchecked=fields.text("unchecked") if fields.has("unchecked") else None,
             serves_metrics=fields.truth("serves_metrics") if fields.has("serves_metrics") else False,
             wrong=tuple(
                 Wrong(

@@ -260,6 +260,11 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
             )
     if engine.graphs is False:
         notes.append("it runs without CUDA graphs (--enforce-eager, or cudagraph_mode NONE): its zeros mean nothing")
+    unchecked: dict[str, list[Member]] = {}
+    for member in engine.ranked:
+        if member.record.unchecked is not None:
+            unchecked.setdefault(member.record.unchecked, []).append(member)
+    wrong += [f"not checked, {engine.several(members)}: {why}" for why, members in unchecked.items()]
     uncompared = [member for member in engine.ranked if member.record.agreement is None]
     if uncompared and engine.graphs is not False:
         notes.append(f"not compared with the others: {engine.several(uncompared)}")
