@@ -156,7 +156,7 @@ CONFIG = SimpleNamespace(
         data_parallel_size=1, data_parallel_size_local=1, data_parallel_rank=0, world_size=1
     ),
     model_config=SimpleNamespace(is_moe=False, served_model_name="stand-in", enforce_eager=False),
-    compilation_config=SimpleNamespace(),
+    compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
     instance_id="abcde",
 )
 """The configuration of the engine; no VllmConfig."""

@@ -163,7 +163,7 @@ class CaptureGate:
         except Exception as error:
             failure = error
         # A rank that is going to stop leaves no report: by it the others would go on, into a collective with this rank.
-        if failure is None or not self._context.manager.requires_any():
+        if failure is None or not self._insists():
             try:
                 problem = self._compare_ranks(subject, stage)
             except Exception as error:
@@ -190,19 +190,29 @@ class CaptureGate:
         decision = self._context.decision
         if not self._has_graphs or (decision is not None and decision.is_off):
             return None
-        if self._context.manager.requires_any():
+        if self._insists():
             return f"{stops}: {reason}. {_UNCHECKED} {_STOCK}"
         if together:
             return f"{stops}: {reason}. {_STOCK}"
         self._status_record.unchecked = reason
         return None
 
+    def _insists(self) -> bool:
+        """Tell if the user insists on a fix; where this process cannot tell, the environment does."""
+        try:
+            return self._context.manager.requires_any()
+        except Exception:
+            logger.exception("graphfix: could not determine the modes of the fixes")
+            import vllm_graphfix
+
+            return vllm_graphfix._requires_a_fix()
+
     def _unapplied_or_unknown(self, subject: Any) -> str | None:
         try:
             return self._unapplied_fixes(subject)
         except Exception as error:
             logger.exception("graphfix: could not determine the states of the fixes")
-            if not self._context.manager.requires_any():
+            if not self._insists():
                 return None
             return (
                 f"{_BEFORE}: the states of the fixes are not known ({type(error).__name__}: {error}). Set "
