@@ -71,7 +71,8 @@ def process_double(environment: dict[str, str]) -> EngineProcess:
     me.decision = decision.decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
     vars(me.manager)["left_undone"] = lambda **_: ()
     nothing = {name: lambda: None for name in ("tell", "started", "keep", "finish")}
-    me.gate._status_record = SimpleNamespace(rank=None, agreement=None, problem=None, unchecked=None, **nothing)  # type: ignore[assignment]  # a double
+    record = SimpleNamespace(rank=None, agreement=None, problem=None, unchecked=None, **nothing)
+    me.gate._status_record = record  # type: ignore[assignment]  # a double
     return me
 
 

@@ -60,7 +60,7 @@ class CaptureGate:
         self._pending: tuple[Any, str, Any] | None = None
         """Store, stage and report that this rank has left there and not compared yet."""
         self._leave_error: Exception | None = None
-        """Why the last report could not be left."""
+        """The error that kept this rank from leaving its last report."""
         self.captures_here = False
         """This process has come to a capture."""
         self._has_graphs = False

@@ -26,7 +26,7 @@ class StatusRecord:
         self.agreement: Any = None
         self.problem: str | None = None
         self.unchecked: str | None = None
-        """Why the gate could not check this rank, which has captured all the same."""
+        """The reason for which the gate could not check this rank, which has captured all the same."""
         self.serves_metrics = False
         self.starting = False
         self.graphs: bool | None = None

@@ -128,7 +128,7 @@ class Record(NamedTuple):
     leader: str | None = None
     problem: str | None = None
     unchecked: str | None = None
-    """Why the plugin could not check this rank before its capture, or after it; the engine has gone on."""
+    """The reason for which this rank was not checked before its capture, or after it; the engine has gone on."""
     serves_metrics: bool = False
     """Whether /metrics of this process tells of its engine."""
     wrong: tuple[Wrong, ...] = ()
