@@ -10,6 +10,7 @@ import pytest
 from edited import Change, before, both, cut, swap
 from stock import release_root
 from vllm_files import CUDAGRAPHS, EAGLE, EAGLE_CUDAGRAPHS, EAGLE_FIRST, FLASHMLA, MAMBA, PREFILL, RUNNER
+from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.files import Source, open_source
@@ -328,7 +329,8 @@ def judged(name: str, release: str, path: str, change: Change) -> Diagnosis:
     code = stock.read(path)
     assert code is not None
     text = change(code.decode()).encode()
-    return BY_NAME[name].diagnose(Source("edited", lambda p: text if p == path else stock.read(p), lambda: None))
+    edited = Source("edited", lambda p: text if p == path else stock.read(p), lambda: None)
+    return manifest.diagnose(BY_NAME[name], edited)
 
 
 @pytest.mark.parametrize(
@@ -406,9 +408,9 @@ def test_the_place_of_a_function_that_is_missing_is_the_file_where_it_should_be(
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_where_none_of_its_files_is_there_the_component_is_absent(name: str) -> None:
-    nothing = Source("nothing", lambda _: None, lambda: None)
-    assert BY_NAME[name].diagnose(nothing).verdict is Verdict.ABSENT
+def test_where_none_of_its_files_is_there_nothing_is_proven(name: str) -> None:
+    found = manifest.diagnose(BY_NAME[name], Source("nothing", lambda _: None, lambda: None))
+    assert (found.verdict, found.defect_seen, found.known) == (Verdict.UNRECOGNISED, False, False)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """Regenerates vllm_graphfix/manifest.json from stock releases.
 
-    python tools/make_manifest.py [--root FOLDER] [VERSION …]
+    python tools/make_manifest.py [--root FOLDER] [--fix NAME] [VERSION …]
 
 With versions: adds these (a new release) or looks at them again, and keeps the others. Without: all of
-`fetch_vllm.ALL_RELEASES`. Prints the verdicts, so that a new release is looked at by a person before the manifest is
-committed. Exit code 1, and nothing written, where something cannot be judged.
+`fetch_vllm.ALL_RELEASES`. With --fix: of this fix alone, what is recorded of the others stays. Prints the verdicts, so
+that a new release is looked at by a person before the manifest is committed. Exit code 1, and nothing written, where
+something cannot be judged.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import argparse
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fetch_vllm import ALL_RELEASES, FetchError, release
 from vllm_graphfix import manifest
-from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.fix import Fix, Verdict
+from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.source.files import SourceError, open_source
 
 
@@ -32,12 +34,12 @@ def order(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-def look_at(version: str, root: Path) -> dict[str, Any]:
-    """Digest of every file that a fix reads, and the verdict of every fix, of one release."""
+def look_at(version: str, root: Path, fixes: Sequence[Fix] = FIXES) -> dict[str, Any]:
+    """Digest of every file that one of *fixes* reads, and the verdict of each, of one release."""
     source = open_source(root)
-    files = {path: source.digest(path) or "absent" for fix in FIXES for path in fix.reads}
+    files = {path: source.digest(path) or "absent" for fix in fixes for path in fix.reads}
     verdicts: dict[str, Any] = {}
-    for fix in FIXES:
+    for fix in fixes:
         try:
             found, evidence = manifest.examine(fix, source)
         except Exception as error:
@@ -58,56 +60,60 @@ def look_at(version: str, root: Path) -> dict[str, Any]:
             "reason": found.reason,
             "where": found.where,
             "shape": found.shape,
-            "evidence": evidence,
+            "code": evidence.code,
+            "slices": evidence.slices,
         }
     return {"files": files, "fixes": verdicts}
 
 
-def _merged(looked_at: dict[str, dict[str, Any]], kept: dict[str, Any] | None) -> dict[str, Any]:
-    """One manifest; *kept* is an older one, whose releases stay unless they were looked at again."""
-    files: dict[str, dict[str, list[str]]] = {}
-    fixes: dict[str, list[dict[str, Any]]] = {fix.name: [] for fix in FIXES}
-    for path, digests in (kept or {"files": {}})["files"].items():
-        for digest, versions in digests.items():
-            remaining = [version for version in versions.split() if version not in looked_at]
-            if remaining:
-                files.setdefault(path, {})[digest] = remaining
-    for name, entries in (kept or {"fixes": {}})["fixes"].items():
-        for entry in entries:
-            remaining = [version for version in entry["releases"] if version not in looked_at]
-            if remaining and name in fixes:
-                fixes[name].append({**entry, "releases": remaining})
+def _merged(looked_at: dict[str, dict[str, Any]], kept: dict[str, Any]) -> dict[str, Any]:
+    """One manifest; *kept* is an older one, which stays except for the fixes and releases that were looked at again."""
+    digests = {
+        (path, version): digest
+        for path, known in kept["files"].items()
+        for digest, versions in known.items()
+        for version in versions.split()
+    }
+    verdicts = {
+        (name, version): {key: value for key, value in entry.items() if key != "releases"}
+        for name, entries in kept["fixes"].items()
+        for entry in entries
+        for version in entry["releases"]
+    }
     for version, seen in looked_at.items():
-        for path, digest in seen["files"].items():
-            files.setdefault(path, {}).setdefault(digest, []).append(version)
-        for name, verdict in seen["fixes"].items():
-            same = next((e for e in fixes[name] if {k: v for k, v in e.items() if k != "releases"} == verdict), None)
-            if same is None:
-                fixes[name].append({**verdict, "releases": [version]})
-            else:
-                same["releases"].append(version)
-    for entries in fixes.values():
-        for entry in entries:
-            entry["releases"].sort(key=order)
-        entries.sort(key=lambda entry: order(entry["releases"][0]))
+        digests |= {(path, version): digest for path, digest in seen["files"].items()}
+        verdicts |= {(name, version): verdict for name, verdict in seen["fixes"].items()}
+    read = {path for fix in FIXES for path in fix.reads}
+    files: dict[str, dict[str, list[str]]] = {path: {} for path in sorted(read)}
+    for (path, version), digest in sorted(digests.items(), key=lambda each: order(each[0][1])):
+        if path in read:
+            files[path].setdefault(digest, []).append(version)
+    fixes: dict[str, list[dict[str, Any]]] = {fix.name: [] for fix in FIXES}
+    for (name, version), verdict in sorted(verdicts.items(), key=lambda each: order(each[0][1])):
+        if name not in fixes:
+            continue
+        same = next((e for e in fixes[name] if {k: v for k, v in e.items() if k != "releases"} == verdict), None)
+        if same is None:
+            fixes[name].append({**verdict, "releases": [version]})
+        else:
+            same["releases"].append(version)
     return {
         "schema": manifest.SCHEMA,
-        "files": {
-            path: {digest: " ".join(sorted(versions, key=order)) for digest, versions in sorted(digests.items())}
-            for path, digests in sorted(files.items())
-        },
+        "files": {path: {d: " ".join(v) for d, v in sorted(known.items())} for path, known in files.items()},
         "fixes": fixes,
     }
 
 
-def make(versions: list[str], root: Path | None = None, *, afresh: bool = False) -> None:
-    """Looks at *versions* and writes the manifest; what it says of other releases stays unless it is made *afresh*."""
+def make(versions: list[str], root: Path | None = None, *, afresh: bool = False, fixes: Sequence[Fix] = FIXES) -> None:
+    """Look at *versions* and write the manifest; what it says of other releases stays unless it is made *afresh*."""
     looked_at = {}
     for version in versions:
-        looked_at[version] = look_at(version, root / version if root else release(version))
+        looked_at[version] = look_at(version, root / version if root else release(version), fixes)
         found = looked_at[version]["fixes"]
         print(f"{version:8}", " ".join(f"{name}={entry['verdict']}" for name, entry in found.items()))
-    kept = json.loads(manifest.PATH.read_text()) if manifest.PATH.exists() and not afresh else None
+    kept = json.loads(manifest.PATH.read_text()) if manifest.PATH.exists() and not afresh else {}
+    if kept.get("schema") != manifest.SCHEMA:
+        kept = {"files": {}, "fixes": {}}
     manifest.PATH.write_text(json.dumps(_merged(looked_at, kept), indent=1) + "\n")
     print(f"wrote {manifest.PATH.name}: {manifest.PATH.stat().st_size / 1024:.0f} KiB")
 
@@ -118,9 +124,15 @@ def main() -> int:
     parser.add_argument(
         "--root", type=Path, help="folder with one extracted release a folder; default: the download cache"
     )
+    parser.add_argument("--fix", choices=BY_NAME, metavar="NAME", help="this fix alone; the others stay as they are")
     options = parser.parse_args()
     try:
-        make(options.versions or list(ALL_RELEASES), options.root, afresh=not options.versions)
+        make(
+            options.versions or list(ALL_RELEASES),
+            options.root,
+            afresh=not options.versions and options.fix is None,
+            fixes=FIXES if options.fix is None else (BY_NAME[options.fix],),
+        )
     except (FetchError, SourceError, JudgeError) as error:
         print(f"make_manifest: {error}", file=sys.stderr)
         return 1

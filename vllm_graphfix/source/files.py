@@ -20,8 +20,8 @@ from vllm_graphfix.text import brief_repr
 
 _LARGEST_FILE = 1024 * 1024
 """Bytes; the largest file that a diagnosis reads has 0.4 MB. More is not vLLM's, whoever wrote the archive."""
-_LARGEST_TREES = 5 * _LARGEST_FILE // 2
-"""Bytes of all files that are parsed, 2.1 MB of 0.33.0; syntax trees take up to a thousand times as much memory."""
+_LARGEST_TREES = 4 * _LARGEST_FILE
+"""Bytes of all files that are parsed, 2.7 MB of 0.33.0; syntax trees take up to a thousand times as much memory."""
 _LARGEST_DIRECTORY = 8 * 1024 * 1024
 """Bytes of an archive's list of members; vLLM's have some 0.5 MB."""
 _MOST_BRACES = 10_000
@@ -79,7 +79,9 @@ class Source:
             return None
 
     def read(self, path: str) -> bytes | None:
-        """The file's bytes, or None where this vLLM has no such file."""
+        """The file's bytes, or None where this vLLM has no such file, or imports a package of that name instead."""
+        if path.endswith(".py") and self._read(f"{path.removesuffix('.py')}/__init__.py") is not None:
+            return None
         return self._read(path)
 
     def says(self, path: str, word: str, of: str | None = None) -> bool:
@@ -119,6 +121,17 @@ class Source:
         if replaced or (tree and "." in qualname and any(sets(statement, qualname) for statement in tree.body)):
             self.replaced.append(found)
         return found
+
+    def module(self, path: str) -> Function | None:
+        """The whole file as a definition, whose body are its statements; None where there is no such file."""
+        tree = self._tree(path)
+        if tree is None:
+            return None
+        whole: ast.ClassDef | None = getattr(tree, "graphfix_whole", None)
+        if whole is None:
+            whole = ast.ClassDef("", [], [], tree.body, [])
+            tree.graphfix_whole = whole  # type: ignore[attr-defined]
+        return Function(path, "", whole)
 
     def _note_import(self, path: str, name: str) -> None:
         tree = self._tree(path)
