@@ -95,6 +95,12 @@ def test_recognised_statements_are_left_out_with_the_conditions_that_hold_nothin
         assert fingerprint(changed, MARKS, cleared) == fingerprint(CODE, MARKS, cleared) == STOCK
 
 
+def test_what_is_recognised_is_left_out_once() -> None:
+    cleared = "marks[rows:] = False"
+    twice = CODE.replace("        if rows == 0:", f"        {cleared}\n        {cleared}\n        if rows == 0:")
+    assert fingerprint(twice, MARKS, cleared) != STOCK
+
+
 def test_a_whole_file_is_all_statements_that_name_the_data() -> None:
     whole = Slice(PATH, "", "marks make_marks")
     assert fingerprint(CODE, whole) != fingerprint(CODE.replace("as make_marks", "as made"), whole)

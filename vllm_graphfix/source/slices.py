@@ -75,7 +75,7 @@ class _Slicer:
     """Writes the statements that mention one of the names, one a line, each behind the headers that it stands in."""
 
     def __init__(self, names: frozenset[str], left_out: Collection[str]) -> None:
-        self._names, self._left_out = names, left_out
+        self._names, self._left_out = names, list(left_out)
 
     def lines(self, function: Function) -> list[str]:
         named = filter(self._mentions, _parameters(function.node))
@@ -87,7 +87,10 @@ class _Slicer:
 
     def _statement(self, node: ast.AST) -> Iterator[tuple[str, bool, str]]:
         """The lines of one statement: the headers that they stand in, whether they only leave, and their text."""
-        if matches_any(node, self._left_out):
+        recognised = next((pattern for pattern in self._left_out if matches_any(node, [pattern])), None)
+        if recognised is not None:
+            # Once: a second pass, or a remedy that is there twice, is more than what was recognised.
+            self._left_out.remove(recognised)
             return
         blocks = [(name, block) for name in _BLOCKS if isinstance(block := getattr(node, name, None), list) and block]
         if not blocks:
