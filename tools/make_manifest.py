@@ -5,7 +5,8 @@
 With versions: adds these (a new release) or looks at them again, and keeps the others. Without: all of
 `fetch_vllm.ALL_RELEASES`. With --fix: of this fix alone, what is recorded of the others stays. Prints the verdicts, so
 that a new release is looked at by a person before the manifest is committed. Exit code 1, and nothing written, where
-something cannot be judged.
+something cannot be judged. Of all files of the package it records what they may replace (source/elsewhere.py), and
+their sizes, in known_files.bin.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ import argparse
 import json
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fetch_vllm import ALL_RELEASES, FetchError, release
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict
-from vllm_graphfix.fixes import BY_NAME, FIXES
-from vllm_graphfix.source.files import SourceError, open_source
+from vllm_graphfix.fixes import BY_NAME, FIXES, module_of
+from vllm_graphfix.source.elsewhere import KNOWN_FILES, Search, digest, family, known_files
+from vllm_graphfix.source.files import Source, SourceError, open_source
 
 
 class JudgeError(Exception):
@@ -66,6 +68,34 @@ def look_at(version: str, root: Path, fixes: Sequence[Fix] = FIXES) -> dict[str,
     return {"files": files, "fixes": verdicts}
 
 
+def search_all(
+    sources: Mapping[str, Source], fixes: Sequence[Fix], kept: dict[str, Any]
+) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """The replacements in all files of *sources*, by fix: their values, each with the first release that has it.
+
+    And the subclasses of each class that has a slice. *kept* is what an older manifest says of other releases.
+    """
+    surroundings = {fix.name: module_of(fix.name).FIX.surroundings for fix in FIXES}
+    owners = {part.function.rpartition(".")[0] for parts in surroundings.values() for part in parts} - {""}
+    searches: dict[str, Search] = {}
+    seen: set[tuple[str, str | None]] = set()
+    for version, source in sources.items():
+        new = [path for path in sorted(source.sizes) if (path, source.digest(path)) not in seen]
+        seen.update((path, source.digest(path)) for path in new)
+        searches[version] = Search(source, new)
+    hierarchies = [names.bases for search in searches.values() for names in search.names.values() if names]
+    subclasses = {
+        owner: family({owner, *kept.get("subclasses", {}).get(owner, "").split()}, hierarchies) - {owner}
+        for owner in sorted(owners)
+    }
+    first: dict[str, dict[str, str]] = {name: dict(kept.get("elsewhere", {}).get(name, {})) for name in BY_NAME}
+    for version, search in searches.items():
+        for fix in fixes:
+            for _, each in search.replacements(surroundings[fix.name], subclasses):
+                first[fix.name].setdefault(each.value, version)
+    return first, {owner: " ".join(sorted(names)) for owner, names in subclasses.items() if names}
+
+
 def _merged(looked_at: dict[str, dict[str, Any]], kept: dict[str, Any]) -> dict[str, Any]:
     """One manifest; *kept* is an older one, which stays except for the fixes and releases that were looked at again."""
     digests = {
@@ -107,14 +137,22 @@ def _merged(looked_at: dict[str, dict[str, Any]], kept: dict[str, Any]) -> dict[
 def make(versions: list[str], root: Path | None = None, *, afresh: bool = False, fixes: Sequence[Fix] = FIXES) -> None:
     """Look at *versions* and write the manifest; what it says of other releases stays unless it is made *afresh*."""
     looked_at = {}
+    folders = {version: root / version if root else release(version) for version in versions}
     for version in versions:
-        looked_at[version] = look_at(version, root / version if root else release(version), fixes)
+        looked_at[version] = look_at(version, folders[version], fixes)
         found = looked_at[version]["fixes"]
         print(f"{version:8}", " ".join(f"{name}={entry['verdict']}" for name, entry in found.items()))
     kept = json.loads(manifest.PATH.read_text()) if manifest.PATH.exists() and not afresh else {}
     if kept.get("schema") != manifest.SCHEMA:
         kept = {"files": {}, "fixes": {}}
-    manifest.PATH.write_text(json.dumps(_merged(looked_at, kept), indent=1) + "\n")
+    sources = {version: open_source(folder) for version, folder in folders.items()}
+    for name in [fix.name for fix in fixes] if set(ALL_RELEASES) <= set(versions) else ():
+        kept.get("elsewhere", {}).pop(name, None)
+    replaced, subclasses = search_all(sources, fixes, kept)
+    made = _merged(looked_at, kept) | {"elsewhere": replaced, "subclasses": subclasses}
+    manifest.PATH.write_text(json.dumps(made, indent=1) + "\n")
+    files = {digest(path, size) for source in sources.values() for path, size in source.sizes.items()}
+    KNOWN_FILES.write_bytes(b"".join(sorted(files | (frozenset() if afresh else known_files()))))
     print(f"wrote {manifest.PATH.name}: {manifest.PATH.stat().st_size / 1024:.0f} KiB")
 
 

@@ -11,6 +11,8 @@ The burden of proof is on the all-clear:
 - ``unrecognised``: anything else.
 
 Where all files that a fix reads are those of one release, its verdict is taken from here, and nothing is parsed.
+An all-clear, ``fixed`` or ``absent``, needs the rest of the package, too: a file that no known release has might take
+the place of what it rests on (`source/elsewhere.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME, module_of
-from vllm_graphfix.source import slices
+from vllm_graphfix.source import elsewhere, slices
 from vllm_graphfix.source.files import Source, SourceError
 
 if TYPE_CHECKING:
@@ -47,13 +49,15 @@ def load() -> dict[str, Any]:
             raise ValueError(f"schema {manifest['schema']}, expected {SCHEMA}")
         files = {path: dict(releases) for path, releases in manifest["files"].items()}
         fixes = {name: [_parsed_entry(entry) for entry in entries] for name, entries in manifest["fixes"].items()}
+        replaced = {name: dict(known) for name, known in manifest["elsewhere"].items()}
+        subclasses = {name: str.split(names) for name, names in manifest["subclasses"].items()}
         if not all(isinstance(releases, str) for known in files.values() for releases in known.values()):
             raise TypeError("releases that are not text")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(
             f"{PATH.name} of vllm-graphfix cannot be read ({str(error)[:200]}); reinstall vllm-graphfix"
         ) from error
-    return {"files": files, "fixes": fixes}
+    return {"files": files, "fixes": fixes, "elsewhere": replaced, "subclasses": subclasses}
 
 
 def _parsed_entry(entry: dict[str, Any]) -> dict[str, Any]:
@@ -71,9 +75,30 @@ def diagnose(fix: Patchable, source: Source) -> Diagnosis:
     """The verdict of *fix* on *source*. Raises `SourceError`, `ManifestError`."""
     try:
         found = _by_files(fix, source) or _by_structure(fix, source)
+        if found.verdict in (Verdict.FIXED, Verdict.ABSENT):
+            found = _replaced_elsewhere(fix, source, found) or found
         return found._replace(tree=tree_of(fix, source, found.shape)) if found.defect_seen else found
     except RecursionError as error:
         raise SourceError(f"the code of {source.label} is too deeply nested to be judged; is it vLLM's?") from error
+
+
+def _replaced_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Diagnosis | None:
+    """Refuse the all-clear *found* where a file of no known release may take the place of what it rests on."""
+    if fix.name not in BY_NAME:
+        return None
+    search, known = _search(source), load()["elsewhere"].get(fix.name, {})
+    parts = module_of(fix.name).FIX.surroundings
+    for part, replacement in search.replacements(parts, load()["subclasses"]) if search.paths else ():
+        if replacement.value not in known:
+            reason = f"{found.reason}; but {part.function or part.path} may be replaced by code of no known release"
+            return Diagnosis(Verdict.UNRECOGNISED, reason, replacement.where)
+    return None
+
+
+@functools.lru_cache(maxsize=1)
+def _search(source: Source) -> elsewhere.Search:
+    """One search for all fixes that judge *source*, one after the other."""
+    return elsewhere.Search(source)
 
 
 def tree_of(fix: Patchable, source: Source, shape: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from edited import stock_source
 from stock import release_root
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Fix, Verdict
@@ -92,7 +93,13 @@ class ForkTree:
             file = self._root / path
             return file.read_bytes() if file.is_file() else None
 
-        return Source(f"a fork of {self.release}", read, lambda: None)
+        def sizes() -> dict[str, int]:
+            changed = {path: text for path, text in self.changed.items() if text is not None}
+            stock = stock_source(self._root).sizes
+            there = {path: size for path, size in stock.items() if path not in self.changed}
+            return there | {path: len(text.encode()) for path, text in changed.items()}
+
+        return Source(f"a fork of {self.release}", read, lambda: None, list_sizes=sizes)
 
 
 @functools.cache

@@ -237,6 +237,8 @@ FIX = fix(
         Slice(_COMPRESSOR, "_get_c128_boundary", "", Verdict.AFFECTED),
         # The class that layers have: a subclass might skip by the mark.
         Slice(_ATTENTION, "DeepseekV4Attention.__init__", "DeepseekCompressor compressor"),
+        # Whoever calls it: a layer might go by the mark, too.
+        Slice(_ATTENTION, "", "compressor", Verdict.FIXED),
         # The dummy batch of a capture completes no group.
         Slice(_BATCH, "InputBatch.make_dummy", "seq_lens_cpu_upper_bound", Verdict.AFFECTED),
     ),

@@ -59,6 +59,11 @@ def lines(source: Source, part: Slice, left_out: Collection[str] = (), *, readab
     return None if function is None else slicer(frozenset(part.names.split()), left_out).lines(function)
 
 
+def lines_of(function: Function, part: Slice) -> list[str]:
+    """The statements of *function* that name the data of *part*, whatever that is a slice of."""
+    return _Slicer(frozenset(part.names.split()), ()).lines(function)
+
+
 def _function(source: Source, part: Slice) -> Function | None:
     return source.function(part.path, part.function) if part.function else source.module(part.path)
 

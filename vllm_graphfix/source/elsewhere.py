@@ -1,0 +1,287 @@
+"""Finds code that takes the place of what a verdict is about, in files that a fix does not read.
+
+A subclass that overrides a method, a second definition of a function, an assignment to either. Only files that no known
+release has are looked into, so that a stock vLLM costs the sizes of its files and no more.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_graphfix.fix import Verdict
+from vllm_graphfix.source import slices
+from vllm_graphfix.source.files import SourceError
+from vllm_graphfix.source.functions import DEFINITIONS, Definition, Function
+
+if TYPE_CHECKING:
+    from vllm_graphfix.fix import Slice
+    from vllm_graphfix.source.files import Source
+
+KNOWN_FILES = Path(__file__).parents[1] / "known_files.bin"
+"""Digests of path and size of each Python file of the known releases, sorted. Who changes a file to do something else
+without changing its size is not looked for."""
+_DIGEST = 5
+_LARGEST_CODE = 256 * 1024 * 1024
+"""Bytes of unknown files; a whole vLLM has 50 MB."""
+
+_CHOICE = "get_builder_cls"
+"""A subclass that overrides it has another builder, which is looked at by itself."""
+_CLASS = re.compile(rb"class[ \t]+(\w+)[ \t]*(?:\(([^)]*)\))?")
+_FUNCTION = re.compile(rb"def[ \t]+(\w+)")
+_ALIAS = re.compile(rb" as (\w+)")
+_NAME = re.compile(rb"\n[ \t]*(\w+)[ \t]*=(?!=)")
+_ATTRIBUTE = re.compile(rb"\.(\w+)[ \t]*=(?!=)")
+_SETATTR = re.compile(rb"setattr\([^,()]*,\s*[\"'](\w+)")
+_WORD = re.compile(rb"\w+")
+
+
+class Replacement(NamedTuple):
+    """Code in one file that may run in place of a slice."""
+
+    where: str
+    """``path:line``."""
+    value: str
+    """Hash of the slice of it, wherever it is."""
+
+
+class _Names(NamedTuple):
+    """The names that one file binds, as regular expressions find them: too many rather than too few."""
+
+    bases: dict[str, frozenset[str]]
+    """Of each class that it defines."""
+    bound: frozenset[str]
+    """Of functions, aliases and variables of the module."""
+    attributes: frozenset[str]
+    """Which it assigns, of whatever object."""
+
+
+def digest(path: str, size: int) -> bytes:
+    """Digest of one file of a release, which has *size* bytes."""
+    return hashlib.blake2b(f"{path} {size}".encode(), digest_size=_DIGEST).digest()
+
+
+@functools.lru_cache(maxsize=1)
+def known_files() -> frozenset[bytes]:
+    """What `digest` says of each Python file of the known releases."""
+    content = KNOWN_FILES.read_bytes()
+    return frozenset(content[start : start + _DIGEST] for start in range(0, len(content), _DIGEST))
+
+
+class Search:
+    """Looks for replacements in files of one vLLM. Raises `SourceError` where these are more than any vLLM has."""
+
+    def __init__(self, source: Source, paths: Iterable[str] | None = None) -> None:
+        """Search *paths*, or all files that no known release has."""
+        known = known_files()
+        self._source = source
+        self.paths: tuple[str, ...] = tuple(
+            sorted(path for path, size in source.sizes.items() if digest(path, size) not in known)
+            if paths is None
+            else paths
+        )
+        if sum(source.sizes[path] for path in self.paths) > _LARGEST_CODE:
+            raise SourceError(f"the code of {source.label} is larger than that of any vLLM; is it the right one?")
+        self._trees: dict[str, ast.Module | None] = {}
+
+    @functools.cached_property
+    def names(self) -> dict[str, _Names | None]:
+        """The names that each file binds; None of a file that cannot be read."""
+        return {path: self._names(path) for path in self.paths}
+
+    def replacements(
+        self, parts: Sequence[Slice], subclasses: Mapping[str, Collection[str]]
+    ) -> Iterator[tuple[Slice, Replacement]]:
+        """The code that may run in place of one of *parts*, which are those of one fix.
+
+        *subclasses* has the names of known subclasses, direct or not, of a class.
+        """
+        own = [each for part in parts for each in _functions_of(self._source, part)]
+        wanted = _Wanted(own, subclasses, [names.bases for names in self.names.values() if names])
+        for path, names in self.names.items():
+            if names is not None and not wanted.may_be_in(names):
+                continue
+            tree = self._tree(path) if names is not None else None
+            if tree is None:
+                yield from ((part, Replacement(f"{path}:1", "unreadable")) for part in parts[:1])
+                continue
+            for part, node, definition in wanted.found_in(tree, path):
+                text = ast.unparse(node) if definition is None else _text(Function(path, "", definition), part)
+                if text:
+                    value = hashlib.sha256(f"{part.function}\n{text}".encode()).hexdigest()[:10]
+                    yield part, Replacement(f"{path}:{getattr(node, 'lineno', 1)}", value)
+
+    def _names(self, path: str) -> _Names | None:
+        try:
+            content = self._source.read(path)
+        except SourceError:
+            return None
+        return _names_of(content or b"")
+
+    def _tree(self, path: str) -> ast.Module | None:
+        if path not in self._trees:
+            try:
+                self._trees[path] = ast.parse(self._source.read(path) or b"")
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
+                self._trees[path] = None
+        return self._trees[path]
+
+
+def family(names: Collection[str], hierarchies: Iterable[Mapping[str, Collection[str]]]) -> frozenset[str]:
+    """*names* of classes, with those of all their subclasses."""
+    derived: dict[str, set[str]] = defaultdict(set)
+    for bases in hierarchies:
+        for name, of_it in bases.items():
+            for base in of_it:
+                derived[base].add(name)
+    known, new = set(names), set(names)
+    while new:
+        new = {each for name in new for each in derived.get(name, ())} - known
+        known |= new
+    return frozenset(known)
+
+
+def _functions_of(source: Source, part: Slice) -> Iterator[Slice]:
+    """Yield a slice of each function that *part*, of a file or a class, is a slice of."""
+    whole = source.function(part.path, part.function) if part.function else source.module(part.path)
+    if whole is None or not isinstance(whole.node, ast.ClassDef) or part.only_for is Verdict.AFFECTED:
+        yield part
+        return
+    for node in whole.node.body:
+        if isinstance(node, DEFINITIONS):
+            name = ".".join(filter(None, [part.function, node.name]))
+            if _text(Function(part.path, name, node), part):
+                yield from _functions_of(source, part._replace(function=name))
+
+
+class _Wanted:
+    """The functions, methods and classes that slices are of, by their names."""
+
+    def __init__(
+        self,
+        parts: Sequence[Slice],
+        subclasses: Mapping[str, Collection[str]],
+        hierarchies: Sequence[Mapping[str, Collection[str]]],
+    ) -> None:
+        self._methods: dict[str, list[tuple[str, Slice]]] = defaultdict(list)
+        self._functions: dict[str, list[Slice]] = defaultdict(list)
+        self._places = {part.place for part in parts}
+        for part in parts:
+            if part.only_for is Verdict.AFFECTED:
+                continue  # it is no part of an all-clear
+            owner, _, name = part.function.rpartition(".")
+            if owner:
+                self._methods[owner].append((name, part))
+            elif name:
+                self._functions[name].append(part)
+        self._families = {
+            owner: family({owner, *subclasses.get(owner, ())}, hierarchies) for owner in self._methods
+        }
+        self._classes: frozenset[str] = frozenset().union(*self._families.values(), self._functions)
+        self._attributes = frozenset(self._functions).union(
+            name for of_one in self._methods.values() for name, _ in of_one
+        )
+
+    def may_be_in(self, names: _Names) -> bool:
+        return not (
+            self._classes.isdisjoint(names.bases)
+            and self._classes.isdisjoint(names.bound)
+            and self._attributes.isdisjoint(names.attributes)
+        )
+
+    def found_in(
+        self, tree: ast.Module, path: str
+    ) -> Iterator[tuple[Slice, ast.AST, Definition | None]]:
+        """What stands for a slice elsewhere: the node and, where it is one, the definition."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                yield from self._overridden(node, path)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    if isinstance(target, ast.Attribute):
+                        yield from self._assigned(node, _last(target.value), target.attr)
+            elif isinstance(node, ast.Call) and _last(node.func) == "setattr" and len(node.args) == 3:
+                name = node.args[1]
+                if isinstance(name, ast.Constant):
+                    yield from self._assigned(node, _last(node.args[0]), str(name.value))
+        for node in _of_the_module(tree.body):
+            if isinstance(node, DEFINITIONS):
+                for part in self._functions.get(node.name, ()):
+                    if part.place != f"{path}::{node.name}":
+                        yield part, node, node
+            for name in _names_bound_by(node):
+                yield from ((part, node, None) for part in self._functions.get(name, ()))
+                for owner, parts in self._methods.items():
+                    if name in self._families[owner]:
+                        yield from ((part, node, None) for _, part in parts)
+
+    def _overridden(self, node: ast.ClassDef, path: str) -> Iterator[tuple[Slice, ast.AST, Definition | None]]:
+        own = {node.name, *map(_last, node.bases)}
+        for owner, parts in self._methods.items():
+            if own.isdisjoint(self._families[owner]):
+                continue
+            for name, part in parts:
+                if name == _CHOICE and node.name != owner:
+                    continue
+                for each in node.body:
+                    if isinstance(each, DEFINITIONS) and each.name == name:
+                        if f"{path}::{node.name}.{name}" not in self._places:
+                            yield part, each, each
+                    elif name in _names_bound_by(each):
+                        yield part, each, None
+
+    def _assigned(self, node: ast.AST, owner: str, name: str) -> Iterator[tuple[Slice, ast.AST, None]]:
+        if owner != "self":  # an attribute of an object, which has the name of a function by chance
+            yield from ((part, node, None) for part in self._functions.get(name, ()))
+        for each, parts in self._methods.items():
+            if owner in self._families[each]:
+                yield from ((part, node, None) for method, part in parts if method == name)
+
+
+def _of_the_module(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that a module executes when it is imported, those under conditions included."""
+    for node in statements:
+        yield node
+        if isinstance(node, (ast.If, ast.Try, ast.With)):
+            for block in ("body", "orelse", "finalbody", "handlers"):
+                for each in getattr(node, block, ()):
+                    yield from _of_the_module(each.body if isinstance(each, ast.ExceptHandler) else [each])
+
+
+def _names_bound_by(node: ast.stmt) -> Iterator[str]:
+    """The names that a statement binds to something else: by assignment, or by an import under another name."""
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Name):
+                yield target.id
+    elif isinstance(node, ast.ImportFrom):
+        yield from (each.asname for each in node.names if each.asname not in (None, each.name))
+
+
+def _last(node: ast.AST) -> str:
+    """The last part of a dotted name; "" of anything else."""
+    if isinstance(node, ast.Subscript):  # Base[Parameter]
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _text(function: Function, part: Slice) -> str:
+    """The slice *part* of *function*; "" where it names none of the data."""
+    return "\n".join(slices.lines_of(function, part)) if part.names else function.fingerprint()
+
+
+def _names_of(content: bytes) -> _Names:
+    def texts(*patterns: re.Pattern[bytes]) -> frozenset[str]:
+        return frozenset(each.decode("ascii", "replace") for pattern in patterns for each in pattern.findall(content))
+
+    bases = {
+        name.decode("ascii", "replace"): frozenset(each.decode("ascii", "replace") for each in _WORD.findall(inside))
+        for name, inside in _CLASS.findall(content)
+    }
+    return _Names(bases, texts(_FUNCTION, _ALIAS, _NAME), texts(_ATTRIBUTE, _SETATTR))
