@@ -31,6 +31,11 @@ def filled(result: list[int], *args: Any, **kwargs: Any) -> Callable[[], Any] | 
     return None if result else lambda: result.append(1)
 
 
+@correct_result("module", "target", MET)
+def of_one_argument(result: list[int], number: int) -> Callable[[], Any] | None:
+    return None
+
+
 def activity(*, corrects: bool = True) -> Activity:
     return Activity([MET], corrects=corrects)
 
@@ -50,6 +55,11 @@ def test_arguments_are_corrected_by_position_and_by_name(
     of = activity()
     assert at_least_one.wrap(stock, of)(*args, **kwargs) == expected
     assert of.counts == {"met": int(expected[1] == 1)}
+
+
+def test_a_patch_goes_by_the_parameters_that_its_correction_names() -> None:
+    assert (at_least_one.leading, filled.leading) == (2, 0)
+    assert of_one_argument.leading is None, "it could not be called with one more"
 
 
 def test_while_it_observes_a_correction_is_counted_and_dropped() -> None:

@@ -23,6 +23,8 @@ class Runner:
             return None
         for group in self.groups:
             group.take(Metadata(rows=rows, marks=marks, counted=counted))
+        with self.timed("build", rows=rows):
+            self.published = marks
         self.log(counted)
         return counted
 """
@@ -49,6 +51,7 @@ STOCK = fingerprint(CODE)
         ("        counted = ", '        """A docstring."""\n        counted = '),
         ("            counted += 1", "            raise ValueError(counted)"),
         ("        marks = ", "        # a comment\n        marks = "),
+        ("rows=rows):", "rows=padded, extra=1):"),
         ("self.computed[:padded] <", "(self.computed[:padded]) <"),
         ("        if self.is_odd:", "        if self.odd():\n            return None\n        if self.is_odd:"),
     ],
@@ -66,6 +69,9 @@ def test_what_does_not_name_the_data_changes_nothing(old: str, new: str) -> None
         ("        for group in self.groups:", "        for group in self.others:"),
         ("rows == 0", "rows < 2"),
         ("marks=marks", "marks=None"),
+        ("self.timed(", "self.captured("),
+        ('"build", rows=rows', '"built", rows=rows'),
+        ("rows=rows):", "rows=rows, marks=None):"),
         ("        self.log(counted)", "        marks.fill_(1)\n        self.log(counted)"),
         ("        self.log(counted)", '        setattr(self, "marks", 1)\n        self.log(counted)'),
         ("        self.log(counted)", "        self.log(counted, self.marks)"),

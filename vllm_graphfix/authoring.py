@@ -34,7 +34,7 @@ def correct_arguments(
     """
 
     def decorate(correct: Callable[..., tuple[Any, ...] | None]) -> Patch:
-        names = [each.name for each in inspect.signature(correct).parameters.values() if each.kind in _POSITIONAL]
+        names = _named(correct)
 
         def wrap(stock: StockFunction, activity: Activity) -> StockFunction:
             met, corrects = activity.counter(event), activity.corrects
@@ -55,7 +55,7 @@ def correct_arguments(
 
             return corrected_call
 
-        return Patch(module, target, wrap)
+        return Patch(module, target, wrap, leading=_leading(correct))
 
     return decorate
 
@@ -90,9 +90,20 @@ def correct_result(
 
             return call_and_correct
 
-        return Patch(module, target, wrap)
+        return Patch(module, target, wrap, leading=_leading(correct, but=1))
 
     return decorate
+
+
+def _named(correct: Callable[..., Any]) -> list[str]:
+    return [each.name for each in inspect.signature(correct).parameters.values() if each.kind in _POSITIONAL]
+
+
+def _leading(correct: Callable[..., Any], but: int = 0) -> int | None:
+    """How many parameters *correct* names, *but* its first ones; None if it does not take others as they come."""
+    kinds = {each.kind for each in inspect.signature(correct).parameters.values()}
+    takes_others = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+    return len(_named(correct)) - but if takes_others else None
 
 
 def fix(

@@ -208,6 +208,9 @@ class Patch(NamedTuple):
     It counts, and changes nothing unless the activity corrects."""
     observes: bool = True
     """Whether it is put there where the fix only counts, too."""
+    leading: int | None = None
+    """How many leading parameters of the stock function *wrap* goes by, and passes on all others as they come; None
+    for all of them."""
 
 
 class Slice(NamedTuple):

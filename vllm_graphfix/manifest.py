@@ -163,10 +163,16 @@ def judge(found: Diagnosis, evidence: Evidence, entries: list[dict[str, Any]]) -
         if place in evidence.needed
         and (place in recorded or not place.endswith("()"))
         and not any(entry["slices"].get(place) == value for entry in trusted)
+        and not (value == slices.EMPTY and _appeared(place, trusted))
     ]
     if found.verdict is Verdict.UNRECOGNISED or not evidence.code:
         return _not_proven(found, evidence, entries)
     return _not_proven(found, evidence, entries, new) if new or not trusted else found
+
+
+def _appeared(place: str, trusted: list[dict[str, Any]]) -> bool:
+    """Whether the function at *place* is new: where it names none of the data, that is no more than without it."""
+    return {entry["slices"].get(place) for entry in trusted} == {slices.MISSING}
 
 
 def _trusted(found: Diagnosis, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -237,12 +243,12 @@ def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, Evidence]:
 
 
 def _signatures(source: Source, patches: Iterable[Patch]) -> Iterator[tuple[str, str]]:
-    """The place and the parameters of each function that is patched: wrappers go by them."""
+    """The place of each function that is patched, and the parameters that its wrapper goes by."""
     for patch in patches:
         path = f"{patch.module.replace('.', '/')}.py"
         function = source.function(path, patch.name)
         if function is not None:  # else a name that the module imports
-            yield f"{path}::{patch.name}", function.takes
+            yield f"{path}::{patch.name}", ", ".join(function.takes.split(", ")[: patch.leading])
 
 
 def needed(surroundings: Iterable[Slice], verdict: Verdict, places: Iterable[str] = ()) -> frozenset[str]:

@@ -66,6 +66,22 @@ EDITS = (
         remedy=True,
     ),
     Edit(
+        "a third pass",
+        "0.26.0",
+        MANAGER,
+        rf"^( {{24}})({GRAPH})",
+        r"\1forward_fn(CUDAGraphMode.NONE)\n\1\2",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "states of models from elsewhere",
+        "0.29.0",
+        MODEL_STATES,
+        r"return DefaultModelState$",
+        "return memoised(DefaultModelState)",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
         "a forward function from elsewhere",
         "0.18.1",
         MANAGER,

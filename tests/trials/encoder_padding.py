@@ -23,6 +23,14 @@ def before_launch(what: str, release: str, replacement: str, verdict: Verdict) -
 
 
 EDITS = (
+    Edit(
+        "graphs of as many tokens alone",
+        "0.26.0",
+        _MANAGER,
+        r"^( *)for budget in budgets:\n.*\n.*return budget\n",
+        r"\1return total_tokens if total_tokens in budgets else None\n",
+        Verdict.UNRECOGNISED,
+    ),
     before_launch("zeros while a graph is captured", "0.27.1", rf"\1if {capturing}:\n\1    {zeros}\n", fixed),
     before_launch("zeros in any case", "0.20.0", r'\1kwargs["out"] = torch.zeros_like(q)' + "\n", fixed),
     before_launch("zeros on CUDA", "0.25.1", rf"\1if current_platform.is_cuda():\n\1    {zeros}\n", fixed),

@@ -15,6 +15,14 @@ full = '--compilation-config \'{"cudagraph_mode":"FULL"}\''
 
 EDITS = (
     Edit(
+        "the longest query of all, as runner V2 hands it on",
+        "0.33.0",
+        _STATES,
+        r"^( *)max_query_len = input_batch\.max_query_len$",
+        r"\g<0>\n\1max_query_len = num_tokens",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
         "schedules for as many tokens as a graph has",
         "0.21.0",
         _BACKEND,

@@ -17,6 +17,14 @@ eagle = '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}'
 copied = r"\1\2\1hidden_states = hidden_states.clone()\n"
 
 EDITS = (
+    Edit(
+        "drafted later if a prompt is scored",
+        "0.25.0",
+        _RUNNER,
+        r"^( *)if use_gpu_toks:$",
+        r"\1use_gpu_toks = use_gpu_toks and not self.num_prompt_logprobs\n\g<0>",
+        Verdict.UNRECOGNISED,
+    ),
     Edit("copied always", "0.14.1", _RUNNER, unpacked, copied, fixed),
     Edit("copied always, 0.33.0", "0.33.0", _RUNNER, unpacked, copied, fixed),
     Edit(

@@ -22,6 +22,14 @@ fixed, unknown = Verdict.FIXED, Verdict.UNRECOGNISED
 EDITS = (
     Edit("full graphs a release early", "0.21.0", _BACKEND, r"^class TritonMLABackend\(", full, unknown),
     Edit(
+        "full graphs of some specifications alone",
+        "0.29.0",
+        _BACKEND,
+        r"^        AttentionCGSupport\.UNIFORM_SINGLE_TOKEN_DECODE$",
+        "        AttentionCGSupport.NEVER",
+        unknown,
+    ),
+    Edit(
         "divided where the sum is above 0",
         "0.22.0",
         _KERNELS,

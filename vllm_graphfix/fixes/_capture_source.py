@@ -90,9 +90,15 @@ _STORED = (
     *(
         line
         for states in ("attn_states", "captured_attn_states")
-        for line in (f"{states}: ... = {{}}", f"{states}[desc] = attn_state", f"return {states}")
+        for line in (f"{states}: ... = {{}}", *(2 * (f"{states}[desc] = attn_state",)), f"return {states}")
     ),
 )
+_STATE_OF_MODELS = (
+    "from vllm.v1.worker.gpu.model_states.default import DefaultModelState",
+    "return DefaultModelState(vllm_config, model, encoder_cache, device)",
+    "return DefaultModelState",
+)
+"""The states of models with neither an encoder nor recurrent layers: made there, or named (0.29.0 on)."""
 WORDINGS = (
     BUILT,
     _OWN_BUILT,
@@ -109,9 +115,10 @@ WORDINGS = (
     "attn_metadata = None",
     _PLANNED,
     *_PLAN_HANDED_ON,
-    *_PASSES,
-    *_ASKED,
+    *(2 * _PASSES),  # one outside of the graph and one in it, as `forward_functions` counts
+    *(2 * _ASKED),
     *_STORED,
+    *_STATE_OF_MODELS,
 )
 
 BUILDING = (
@@ -260,6 +267,7 @@ def prepares_each_state(source: Source) -> bool:
     return bool(
         prepare
         and attention
+        and _has_stock_states(source)
         and any(map(prepare.only, _PREPARED))
         and prepare.only("return ...")
         and any(map(prepare.always, _RETURNED))
@@ -268,6 +276,13 @@ def prepares_each_state(source: Source) -> bool:
         and attention.only("return ...")
         and attention.always("return attn_metadata")
     )
+
+
+def _has_stock_states(source: Source) -> bool:
+    """Tell whether models have the states that vLLM has for them, where they have any."""
+    chosen = source.module(MODEL_STATES)
+    imported, *returned = _STATE_OF_MODELS
+    return chosen is None or bool(chosen.only(imported) and any(map(chosen.only, returned)))
 
 
 def plans_each_batch(build: Function) -> bool:

@@ -30,8 +30,9 @@ OUTPUT_OF_LAYER = (
     Slice(COMMON_BEFORE, "MLACommonImpl.forward", "attn_out", Verdict.AFFECTED),
 )
 """The use that a layer makes of what its kernel leaves."""
-NOT_OF_DECODES = ("if num_prefills > 0:\n    ...", "if self.impl.dcp_world_size > 1:\n    ...")
-"""Statements of these functions that concern prefills, or ranks that share a context, alone."""
+NOT_OF_DECODES = 2 * ("if num_prefills > 0:\n    ...", "if self.impl.dcp_world_size > 1:\n    ...")
+"""Statements of these functions that concern prefills, or ranks that share a context, alone; each function has up to
+two."""
 
 SUPPORT = "_cudagraph_support: ... = ..."
 SUPPORT_NAMES = "_cudagraph_support get_cudagraph_support AttentionCGSupport"

@@ -27,6 +27,11 @@ _UTILS = "vllm/v1/attention/backends/utils.py"
 _BUILDER = "FlashAttentionMetadataBuilder"
 _LENGTHS = "dcp_context_kv_lens"
 _COMPUTED = "get_dcp_local_seq_lens(...)"
+_SCHEDULED = tuple(
+    f"scheduler_metadata = {make}(*..., seqlens={_LENGTHS})" for make in ("schedule", "self._get_scheduler_metadata")
+)
+"""A schedule reads the lengths."""
+_NO_LAYERS = "if not attn_groups[i]:\n    continue"
 _LOCAL = "local_context_kv_lens"
 _BUFFER = "_graphfix_dcp_context_kv_lens"
 """The attribute of a builder that holds its persistent lengths."""
@@ -154,6 +159,8 @@ FIX = fix(
         f"{_LOCAL} = {_COMPUTED}",
         f"{_LENGTHS} = ...[:num_reqs]",
         f"...[:num_reqs].copy_({_COMPUTED})",
+        *_SCHEDULED,
+        _NO_LAYERS,
     ),
     corrections=(lengths_in_a_buffer,),
     events=(LENGTHS_OF_ANOTHER_BATCH,),

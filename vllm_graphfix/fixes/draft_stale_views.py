@@ -62,6 +62,7 @@ def diagnose(source: Source) -> Diagnosis:
             and all(map(factory.always, (_LOOKED_UP, UNPACKED)))
             and target is not None
             and target.only(_PREPARED)
+            and {*_PREPARED_WITH} <= {*target.parameters}
         ):
             return Diagnosis(
                 Verdict.AFFECTED,
@@ -220,7 +221,13 @@ FIX = fix(
     ),
     wordings=WORDINGS,
     corrections=(
-        Patch(_MANAGER_MODULE, "ModelCudaGraphManager.capture", _capture_and_remember_what_prepares, observes=False),
+        Patch(
+            _MANAGER_MODULE,
+            "ModelCudaGraphManager.capture",
+            _capture_and_remember_what_prepares,
+            observes=False,
+            leading=1,  # `diagnose` finds the others by name
+        ),
         Patch(_DRAFT_MODULE, _DRAFT, _capture_on_states_of_its_own),
     ),
     events=(VIEWS_OF_ANOTHER_BATCH,),

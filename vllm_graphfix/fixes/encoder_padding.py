@@ -44,6 +44,11 @@ _WHERE_SUPPORTED = tuple("if supports_out:\n    " + zeroed.replace("\n", "\n    
 _ARGUMENTS = ("kwargs = {}", "kwargs: ... = {}", 'kwargs["window_size"] = (-1, -1)')
 """What else the kernel is given, which is not where it writes."""
 _SUPPORTED = "supports_out = not current_platform.is_rocm()"
+_FITTED = tuple(
+    f"for budget in {budgets}:\n    if budget >= total_tokens:\n        return budget"
+    for budgets in ("self.token_budgets", "budgets")
+)
+"""The graph of a batch is the smallest that fits, among all or among those of its kind."""
 
 PADDED_ENCODER_GRAPH = Event(
     "padded-encoder-graph",
@@ -191,11 +196,11 @@ FIX = fix(
         Slice(_MANAGER, _CAPTURE, "fa_utils flash_attn_varlen_func zeros", Verdict.AFFECTED),
         # Graphs that are replayed for fewer tokens than they have, and the rows that are taken of them.
         Slice(_RUNNER, "GPUModelRunner._execute_mm_encoder", "encoder_cudagraph_manager", Verdict.AFFECTED),
-        Slice(_MANAGER, _FIT, "budget", Verdict.AFFECTED),
+        Slice(_MANAGER, _FIT, "budget total_tokens", Verdict.AFFECTED),
         Slice(_MANAGER, f"{_CLASS}._run_budget_graph", "output_buffer", Verdict.AFFECTED),
     ),
-    wordings=(*_ARGUMENTS, *_ZEROED, *_WHERE_SUPPORTED),
-    corrections=(Patch(_MODULE, _CAPTURE, _capture_on_zeros), count_padded_batches),
+    wordings=(*_ARGUMENTS, *_ZEROED, *_WHERE_SUPPORTED, *_FITTED),
+    corrections=(Patch(_MODULE, _CAPTURE, _capture_on_zeros, leading=1), count_padded_batches),
     events=(PADDED_ENCODER_GRAPH,),
     needs=needs,
     default_because="upstream",

@@ -32,6 +32,16 @@ _OF_A_PREFIX = tuple(
     f"prefix_scheduler_metadata = {make}(*..., max_query_len=num_actual_tokens)" for make in _SCHEDULES
 )
 """The schedule of a common prefix, which no graph has."""
+_SPLIT = (
+    "if max_query_len > 1:\n"
+    "    num_decode_reqs, num_prefill_reqs, num_decode_tokens, num_prefill_tokens = split_dcp_context_queries(...)"
+)
+"""Ranks that share a context tell decodes from prefills by it."""
+_HANDED_ON_V2 = (
+    "max_query_len = input_batch.max_query_len",
+    "if max_query_len is None:\n    max_query_len = input_batch.num_scheduled_tokens.max().item()",
+    "max_query_len = input_batch.num_scheduled_tokens.max().item()",
+)
 _UP_TO_0_27 = "def schedule(batch_size, cu_query_lens, max_query_len, seqlens, max_seq_len, causal): ..."
 _STORED = ("self.scheduler_metadata[:n] = scheduler_metadata", "self.scheduler_metadata[n:] = 0")
 _HANDED_ON = ("scheduler_metadata = self.scheduler_metadata[:n]", "return self.scheduler_metadata[:n]")
@@ -190,8 +200,10 @@ FIX = fix(
         Slice(_STATES, "DefaultModelState.prepare_attn", _LONGEST, Verdict.AFFECTED),
     ),
     wordings=(
-        *_OF_THE_STEP,
+        *(3 * _OF_THE_STEP),  # with a shared context, with a common prefix, with neither
         *_OF_A_PREFIX,
+        _SPLIT,
+        *_HANDED_ON_V2,
         _UP_TO_0_27,
         _HOLDS_PROMPTS,
         _HOLDS_DECODES,

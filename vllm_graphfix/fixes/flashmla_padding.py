@@ -23,6 +23,11 @@ _NULL_BLOCK = 0
 _MINUS_ONE = "blk_table_tensor[num_reqs:num_reqs_padded].fill_(-1)"
 _NULL = "blk_table_tensor[num_reqs:num_reqs_padded].fill_(NULL_BLOCK_ID)"
 _RETURNED = "return blk_table_tensor"
+_TO_DRAFTERS = (
+    "self.drafter.set_per_group_block_table(kv_cache_gid, cm.block_table_tensor)",
+    "self.drafter.set_per_group_attn_metadata(kv_cache_gid, cm.block_table_tensor, cm.slot_mapping)",
+)
+"""Drafters that have attention of several kinds keep the tables of each, as they were padded."""
 
 PADDED_ROWS_GIVEN = Event(
     "padded-rows-given",
@@ -140,7 +145,7 @@ FIX = fix(
             for path in (COMMON, COMMON_BEFORE)
         ),
     ),
-    wordings=(_MINUS_ONE, _NULL, *NOT_OF_DECODES),
+    wordings=(_MINUS_ONE, _NULL, *_TO_DRAFTERS, *NOT_OF_DECODES),
     corrections=(Patch(_BACKEND_MODULE, "FlashMLAMetadataBuilder._build_decode", _padded_rows_that_exist),),
     events=(PADDED_ROWS_GIVEN,),
     needs=needs,

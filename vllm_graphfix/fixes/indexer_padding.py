@@ -203,7 +203,7 @@ FIX = fix(
         *_CLAMPED_LATER,
         _WRITTEN_IN_THE_KERNEL,
         *_CLAMPED_IN_THE_KERNEL,
-        *_OTHER_PATHS,
+        *(3 * _OTHER_PATHS),
     ),
     corrections=(Patch(_INDEXER_MODULE, _TARGET, _lengths_from_zero),),
     events=(PADDED_ROWS_BELOW_ZERO,),

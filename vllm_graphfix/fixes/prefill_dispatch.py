@@ -63,6 +63,10 @@ _UNIFORM_V2 = (
     "if max_query_len == num_tokens // num_reqs and num_tokens == max_query_len * num_reqs: return max_query_len"
 )
 _COUNTED_V2 = "uniform_tok_count = get_uniform_token_count(num_reqs, num_toks, max_query_len)"
+_UPDATED_V2 = (
+    "np.minimum(self.req_states.num_computed_tokens_np, self.req_states.prefill_len.np, "
+    "out=self.req_states.num_computed_prefill_tokens)"
+)
 _GATHERED_V2 = "batch_req_state, uniform_tok_count = self.gather_batch_req_state(scheduler_output, dummy_run)"
 _DISPATCHED_V2 = tuple(
     f"batch_desc, {synchronised} = "
@@ -410,6 +414,7 @@ FIX = fix(
         *(wording for _, *wordings in _REMEDIES for wording in wordings),
         _UNIFORM_V2,
         _COUNTED_V2,
+        _UPDATED_V2,
         _GATHERED_V2,
         *_DISPATCHED_V2,
     ),

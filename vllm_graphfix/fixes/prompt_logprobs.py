@@ -52,6 +52,19 @@ _OUTPUTS = tuple(
     f"req_id_to_index_output_copy, invalid_req_indices) = {_READ}"
     for more in ("", "num_nans_device, ")
 )
+_DRAFTERS = ("spec_config.use_eagle()", "spec_config.uses_draft_model()", "spec_config.uses_extract_hidden_states()")
+_DRAFTS_FIRST = (
+    *(f"use_gpu_toks = ({' or '.join(some)}) and not spec_config.{_OPTION}" for some in (_DRAFTERS[:2], _DRAFTERS)),
+    f"drafter_runs_model_forward = {' or '.join(_DRAFTERS)}",
+    f"use_gpu_toks = drafter_runs_model_forward and not spec_config.{_OPTION}",
+)
+"""The drafters that come before the bookkeeping."""
+_OTHER_DRAFTS = (
+    "if propose_drafts_after_bookkeeping:\n    ...",
+    "if draft_after_bookkeeping:\n    ...",
+    "if self.parallel_config.data_parallel_size > 1:\n    self.drafter.dummy_run(num_tokens=1)",
+)
+"""What drafts else: behind the bookkeeping, or for the sake of other ranks. `diagnose` looks at the first of all."""
 
 READ_AFTER_DRAFT = Event(
     "prompt-logprobs-after-draft",
@@ -212,7 +225,7 @@ FIX = fix(
             _RUNNER,
             "GPUModelRunner.sample_tokens",
             f"hidden_states scored propose_draft_token_ids dummy_run _bookkeeping_sync _get_prompt_logprobs_dict "
-            f"{' '.join((_OPTION, *_MODELS, *_NO_MODELS))}",
+            f"use_gpu_toks drafter_runs_model_forward {' '.join((_OPTION, *_MODELS, *_NO_MODELS))}",
         ),
         Slice(_RUNNER, "GPUModelRunner._bookkeeping_sync", "hidden_states _get_prompt_logprobs_dict"),
         Slice(
@@ -232,6 +245,8 @@ FIX = fix(
         *(f"{name} = {_PROMPTS}" for name in ("prompt_logprobs_dict", "scored")),
         "prompt_logprobs_dict = scored",
         *_OUTPUTS,
+        *_DRAFTS_FIRST,
+        *_OTHER_DRAFTS,
         # Nothing is done to the values.
         "hidden_states.kv_connector_output = kv_connector_output",
     ),

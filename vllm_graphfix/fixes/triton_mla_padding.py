@@ -57,6 +57,11 @@ _GUARDED = (
     *(("result = acc", f"if {filled}:\n    {_DIVIDED}") for filled in _FILLED),
 )
 """Statements in the place of the division that leave no 0/0."""
+_BY_SPECIFICATION = (
+    'if getattr(kv_cache_spec, "non_causal_multi_token_decode", False):\n    return AttentionCGSupport.UNIFORM_BATCH',
+    "return cls._cudagraph_support",
+)
+"""More graphs for a draft that is not causal (0.29.0 on), and what the builder says for all others."""
 _CALLED, _RETURNED = "decode_attention_fwd(...)", "return o, lse"
 _CLEARED = (*clears_empty_rows("o", "attn_metadata.decode.seq_lens"), *clears_empty_rows("o", "seq_lens"))
 
@@ -84,7 +89,8 @@ def diagnose(source: Source) -> Diagnosis:
     if builder is None or forward is None or reduce is None:
         return Diagnosis.unrecognised("Triton MLA decodes in a way", _BACKEND)
     support = builder.only(SUPPORT)
-    if support is not None and support in builder.find(NO_FULL_GRAPHS):
+    allowed = any(map(builder.find, (*FULL_GRAPHS, *_BY_SPECIFICATION)))
+    if support is not None and support in builder.find(NO_FULL_GRAPHS) and not allowed:
         return Diagnosis(
             Verdict.FIXED, "Triton MLA allows no full graphs, without which no row is padded", builder.where
         )
@@ -223,6 +229,7 @@ FIX = fix(
         *_CLEARED,
         NO_FULL_GRAPHS,
         *FULL_GRAPHS,
+        *_BY_SPECIFICATION,
         *NOT_OF_DECODES,
         "if query_len > 1:\n    ...",
     ),

@@ -303,7 +303,7 @@ FIX = fix(
         Slice(_GRAPHS, "profile_cudagraph_memory", "capture_model", Verdict.AFFECTED),
     ),
     wordings=(
-        _OF_A_SLOT,
+        *(2 * (_OF_A_SLOT,)),  # before it has grown, and after
         _CLEARED,
         _ALLOCATED,
         _NONE_YET,

@@ -32,7 +32,8 @@ _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 def fingerprint(source: Source, part: Slice, left_out: Collection[str] = ()) -> str:
     """Hash of the slice *part* of *source*, without the statements that equal one of the patterns *left_out*.
 
-    Positions, comments and docstrings do not matter, nor does an argument of a call that names none of the data.
+    Positions, comments and docstrings do not matter, nor does an argument of a call that names none of the data, nor
+    such a keyword of a context that the data are in.
     Raises `SourceError` where the file cannot be parsed.
     """
     function = _function(source, part)
@@ -123,6 +124,11 @@ class _Slicer:
             yield from ((f"{within}{where}", leaves, text) for where, leaves, text in inside)
 
     def _whole(self, node: ast.AST) -> str:
+        """A header that names none of the data; of a context that is entered without keywords: it runs all the same."""
+        if isinstance(node, ast.withitem) and isinstance(node.context_expr, ast.Call):
+            call, named = node.context_expr, node.optional_vars
+            keywords = [each for each in call.keywords if each.arg is None or self._mentions(each)]
+            return ",".join(map(canonical, (call.func, call.args, keywords, named)))
         return canonical(node)
 
     def _mentions(self, node: ast.AST) -> bool:
