@@ -51,7 +51,10 @@ def judged(fix: Fix, since: str, examined: dict[str, dict[str, Any]]) -> Iterato
             entry["slices"], entry["code"], manifest.needed(surroundings, found.verdict, entry["slices"])
         )
         by_earlier = manifest.judge(found, evidence, earlier)
-        if by_earlier.verdict in (Verdict.FIXED, Verdict.ABSENT) and version in manifest.load()["elsewhere"][fix.name].values():
+        if (
+            by_earlier.verdict in (Verdict.FIXED, Verdict.ABSENT)
+            and version in manifest.load()["elsewhere"][fix.name].values()
+        ):
             by_earlier = by_earlier._replace(verdict=Verdict.UNRECOGNISED)
         yield Judged(fix.name, version, entry["verdict"], by_earlier.verdict.value)
 

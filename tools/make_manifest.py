@@ -23,7 +23,8 @@ from fetch_vllm import ALL_RELEASES, FetchError, release
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES, module_of
-from vllm_graphfix.source.elsewhere import KNOWN_FILES, Search, digest, family, known_files
+from vllm_graphfix.source.elsewhere import KNOWN_FILES, Search, family, known_files
+from vllm_graphfix.source.elsewhere import digest as digest_of
 from vllm_graphfix.source.files import Source, SourceError, open_source
 
 
@@ -75,8 +76,8 @@ def search_all(
 
     And the subclasses of each class that has a slice. *kept* is what an older manifest says of other releases.
     """
-    surroundings = {fix.name: module_of(fix.name).FIX.surroundings for fix in FIXES}
-    owners = {part.function.rpartition(".")[0] for parts in surroundings.values() for part in parts} - {""}
+    full = {fix.name: module_of(fix.name).FIX for fix in FIXES}
+    owners = {part.function.rpartition(".")[0] for fix in full.values() for part in fix.surroundings} - {""}
     searches: dict[str, Search] = {}
     seen: set[tuple[str, str | None]] = set()
     for version, source in sources.items():
@@ -88,10 +89,11 @@ def search_all(
         owner: family({owner, *kept.get("subclasses", {}).get(owner, "").split()}, hierarchies) - {owner}
         for owner in sorted(owners)
     }
+    parts = {name: (manifest.basis_of_all_clear(fix), fix.wordings) for name, fix in full.items()}
     first: dict[str, dict[str, str]] = {name: dict(kept.get("elsewhere", {}).get(name, {})) for name in BY_NAME}
     for version, search in searches.items():
         for fix in fixes:
-            for _, each in search.replacements(surroundings[fix.name], subclasses):
+            for _, each in search.replacements(*parts[fix.name], subclasses):
                 first[fix.name].setdefault(each.value, version)
     return first, {owner: " ".join(sorted(names)) for owner, names in subclasses.items() if names}
 
@@ -151,7 +153,7 @@ def make(versions: list[str], root: Path | None = None, *, afresh: bool = False,
     replaced, subclasses = search_all(sources, fixes, kept)
     made = _merged(looked_at, kept) | {"elsewhere": replaced, "subclasses": subclasses}
     manifest.PATH.write_text(json.dumps(made, indent=1) + "\n")
-    files = {digest(path, size) for source in sources.values() for path, size in source.sizes.items()}
+    files = {digest_of(path, size) for source in sources.values() for path, size in source.sizes.items()}
     KNOWN_FILES.write_bytes(b"".join(sorted(files | (frozenset() if afresh else known_files()))))
     print(f"wrote {manifest.PATH.name}: {manifest.PATH.stat().st_size / 1024:.0f} KiB")
 
@@ -162,14 +164,16 @@ def main() -> int:
     parser.add_argument(
         "--root", type=Path, help="folder with one extracted release a folder; default: the download cache"
     )
-    parser.add_argument("--fix", choices=BY_NAME, metavar="NAME", help="this fix alone; the others stay as they are")
+    parser.add_argument(
+        "--fix", choices=BY_NAME, metavar="NAME", action="append", help="this fix alone; the others stay as they are"
+    )
     options = parser.parse_args()
     try:
         make(
             options.versions or list(ALL_RELEASES),
             options.root,
             afresh=not options.versions and options.fix is None,
-            fixes=FIXES if options.fix is None else (BY_NAME[options.fix],),
+            fixes=FIXES if options.fix is None else [BY_NAME[name] for name in options.fix],
         )
     except (FetchError, SourceError, JudgeError) as error:
         print(f"make_manifest: {error}", file=sys.stderr)

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from vllm_graphfix.log import logger
+from vllm_graphfix.source.part import Slice as Slice  # noqa: PLC0414 - part of this vocabulary
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -211,25 +212,6 @@ class Patch(NamedTuple):
     leading: int | None = None
     """How many leading parameters of the stock function *wrap* goes by, and passes on all others as they come; None
     for all of them."""
-
-
-class Slice(NamedTuple):
-    """The part of a function that the defect's data pass through; `source.slices` takes its fingerprint."""
-
-    path: str
-    """The file, relative to the folder that holds ``vllm/``."""
-    function: str
-    """Function, ``Class.method`` or class; "" for the whole file."""
-    names: str = ""
-    """Variables, attributes, functions and keywords, separated by blanks: the statements that mention one of them are
-    the slice. "" for all statements."""
-    only_for: Verdict | None = None
-    """The verdict that rests on it; None for each. Who reads a value does not matter where a remedy has it right."""
-
-    @property
-    def place(self) -> str:
-        """Its key in the manifest, ``path::function``."""
-        return f"{self.path}::{self.function}"
 
 
 class Together(NamedTuple):

@@ -29,7 +29,7 @@ from vllm_graphfix.source import elsewhere, slices
 from vllm_graphfix.source.files import Source, SourceError
 
 if TYPE_CHECKING:
-    from vllm_graphfix.fix import Patch, Patchable, Slice
+    from vllm_graphfix.fix import Fix, Patch, Patchable, Slice
 
 SCHEMA = 2
 PATH = Path(__file__).with_name("manifest.json")
@@ -87,12 +87,19 @@ def _replaced_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Dia
     if fix.name not in BY_NAME:
         return None
     search, known = _search(source), load()["elsewhere"].get(fix.name, {})
-    parts = module_of(fix.name).FIX.surroundings
-    for part, replacement in search.replacements(parts, load()["subclasses"]) if search.paths else ():
-        if replacement.value not in known:
+    if not search.paths:
+        return None
+    own = module_of(fix.name).FIX
+    for part, replacement in search.replacements(basis_of_all_clear(own), own.wordings, load()["subclasses"]):
+        if replacement.value not in known and part.only_for in (None, found.verdict):
             reason = f"{found.reason}; but {part.function or part.path} may be replaced by code of no known release"
             return Diagnosis(Verdict.UNRECOGNISED, reason, replacement.where)
     return None
+
+
+def basis_of_all_clear(fix: Fix) -> list[Slice]:
+    """The slices that one of ``fixed`` and ``absent`` rests on."""
+    return [part for part in fix.surroundings if part.only_for is not Verdict.AFFECTED]
 
 
 @functools.lru_cache(maxsize=1)

@@ -52,6 +52,12 @@ _HANDED_ON = ("return forward_fn", "return forward_fn, ...(attn_metadata, slot_m
 _ASSERTED = ("assert attn_metadata is None", "assert (attn_metadata is not None) == self.use_breakable_cg")
 _CAPTURED = ("super().capture(create_forward_fn, ...)", "return super().capture(create_forward_fn, ...)")
 _PREPARED = ("attn_metadata = model_state.prepare_attn(...)", "attn_metadata = build_attn_metadata(...)")
+_BY_SUPER = (
+    "attn_metadata = super().prepare_attn(...)",
+    "return super().prepare_attn(...)",
+    "return attn_metadata",
+)
+"""States of a model's own add to those of its base class, and keep none."""
 _RETURNED = (
     "return ...(attn_metadata, slot_mappings_by_layer)",
     "return attn_metadata, slot_mappings_by_layer",
@@ -109,6 +115,7 @@ WORDINGS = (
     *_ASSERTED,
     *_CAPTURED,
     *_PREPARED,
+    *_BY_SUPER,
     *_RETURNED,
     *_METADATA,
     *_SHARED,
@@ -123,7 +130,7 @@ WORDINGS = (
 
 BUILDING = (
     Slice(MANAGER, "prepare_inputs_to_capture", "attn_metadata"),
-    Slice(f"{_WORKER}/model_states/default.py", "DefaultModelState.prepare_attn", "attn_metadata"),
+    Slice(f"{_WORKER}/model_states/default.py", "DefaultModelState.prepare_attn", "attn_metadata prepare_attn"),
     Slice(MODEL_STATES, "", "DefaultModelState use_mla"),
     Slice(_ATTENTION, "build_attn_metadata", "metadata"),
     Slice(MLA_BUILDERS, "MLACommonMetadataBuilder.build_for_cudagraph_capture"),

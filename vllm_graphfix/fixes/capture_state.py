@@ -87,12 +87,14 @@ def diagnose(source: Source) -> Diagnosis:
     elif capture_graph is not None:
         split = source.function(MANAGER, "CudaGraphManager._capture_full_graph")
         shape = "capture-graph-split" if split else "capture-graph-inline"
+        built = capture_graph.only("prepare_inputs_to_capture(...)")
         if (
-            _share_one_state("model", ENTERED, capture_graph, split)
+            built is not None
+            and _share_one_state("model", ENTERED, capture_graph, split)
             and _share_one_state_in_draft(source, _EAGLE[shape])
             and prepares_each_state(source)
         ):
-            return _affected_diagnosis(shape, capture_graph.at(*capture_graph.find("prepare_inputs_to_capture(...)")))
+            return _affected_diagnosis(shape, capture_graph.at(built))
     return Diagnosis.unrecognised(in_a_way, capture or capture_graph or MANAGER)
 
 

@@ -15,14 +15,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_graphfix.fix import Verdict
 from vllm_graphfix.source import slices
 from vllm_graphfix.source.files import SourceError
 from vllm_graphfix.source.functions import DEFINITIONS, Definition, Function
 
 if TYPE_CHECKING:
-    from vllm_graphfix.fix import Slice
     from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.part import Slice
 
 KNOWN_FILES = Path(__file__).parents[1] / "known_files.bin"
 """Digests of path and size of each Python file of the known releases, sorted. Who changes a file to do something else
@@ -96,11 +95,12 @@ class Search:
         return {path: self._names(path) for path in self.paths}
 
     def replacements(
-        self, parts: Sequence[Slice], subclasses: Mapping[str, Collection[str]]
+        self, parts: Sequence[Slice], left_out: Collection[str], subclasses: Mapping[str, Collection[str]]
     ) -> Iterator[tuple[Slice, Replacement]]:
         """The code that may run in place of one of *parts*, which are those of one fix.
 
-        *subclasses* has the names of known subclasses, direct or not, of a class.
+        Statements that equal one of the patterns *left_out* do no harm. *subclasses* has the names of known
+        subclasses, direct or not, of a class.
         """
         own = [each for part in parts for each in _functions_of(self._source, part)]
         wanted = _Wanted(own, subclasses, [names.bases for names in self.names.values() if names])
@@ -112,7 +112,10 @@ class Search:
                 yield from ((part, Replacement(f"{path}:1", "unreadable")) for part in parts[:1])
                 continue
             for part, node, definition in wanted.found_in(tree, path):
-                text = ast.unparse(node) if definition is None else _text(Function(path, "", definition), part)
+                if definition is None:
+                    text = ast.unparse(node)
+                else:
+                    text = _text(Function(path, "", definition), part, left_out)
                 if text:
                     value = hashlib.sha256(f"{part.function}\n{text}".encode()).hexdigest()[:10]
                     yield part, Replacement(f"{path}:{getattr(node, 'lineno', 1)}", value)
@@ -150,7 +153,7 @@ def family(names: Collection[str], hierarchies: Iterable[Mapping[str, Collection
 def _functions_of(source: Source, part: Slice) -> Iterator[Slice]:
     """Yield a slice of each function that *part*, of a file or a class, is a slice of."""
     whole = source.function(part.path, part.function) if part.function else source.module(part.path)
-    if whole is None or not isinstance(whole.node, ast.ClassDef) or part.only_for is Verdict.AFFECTED:
+    if whole is None or not isinstance(whole.node, ast.ClassDef):
         yield part
         return
     for node in whole.node.body:
@@ -173,16 +176,12 @@ class _Wanted:
         self._functions: dict[str, list[Slice]] = defaultdict(list)
         self._places = {part.place for part in parts}
         for part in parts:
-            if part.only_for is Verdict.AFFECTED:
-                continue  # it is no part of an all-clear
             owner, _, name = part.function.rpartition(".")
             if owner:
                 self._methods[owner].append((name, part))
             elif name:
                 self._functions[name].append(part)
-        self._families = {
-            owner: family({owner, *subclasses.get(owner, ())}, hierarchies) for owner in self._methods
-        }
+        self._families = {owner: family({owner, *subclasses.get(owner, ())}, hierarchies) for owner in self._methods}
         self._classes: frozenset[str] = frozenset().union(*self._families.values(), self._functions)
         self._attributes = frozenset(self._functions).union(
             name for of_one in self._methods.values() for name, _ in of_one
@@ -195,9 +194,7 @@ class _Wanted:
             and self._attributes.isdisjoint(names.attributes)
         )
 
-    def found_in(
-        self, tree: ast.Module, path: str
-    ) -> Iterator[tuple[Slice, ast.AST, Definition | None]]:
+    def found_in(self, tree: ast.Module, path: str) -> Iterator[tuple[Slice, ast.AST, Definition | None]]:
         """What stands for a slice elsewhere: the node and, where it is one, the definition."""
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
@@ -210,16 +207,16 @@ class _Wanted:
                 name = node.args[1]
                 if isinstance(name, ast.Constant):
                     yield from self._assigned(node, _last(node.args[0]), str(name.value))
-        for node in _of_the_module(tree.body):
-            if isinstance(node, DEFINITIONS):
-                for part in self._functions.get(node.name, ()):
-                    if part.place != f"{path}::{node.name}":
-                        yield part, node, node
-            for name in _names_bound_by(node):
-                yield from ((part, node, None) for part in self._functions.get(name, ()))
+        for statement in _of_the_module(tree.body):
+            if isinstance(statement, DEFINITIONS):
+                for part in self._functions.get(statement.name, ()):
+                    if part.place != f"{path}::{statement.name}":
+                        yield part, statement, statement
+            for bound in _names_bound_by(statement):
+                yield from ((part, statement, None) for part in self._functions.get(bound, ()))
                 for owner, parts in self._methods.items():
-                    if name in self._families[owner]:
-                        yield from ((part, node, None) for _, part in parts)
+                    if bound in self._families[owner]:
+                        yield from ((part, statement, None) for _, part in parts)
 
     def _overridden(self, node: ast.ClassDef, path: str) -> Iterator[tuple[Slice, ast.AST, Definition | None]]:
         own = {node.name, *map(_last, node.bases)}
@@ -271,9 +268,9 @@ def _last(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _text(function: Function, part: Slice) -> str:
+def _text(function: Function, part: Slice, left_out: Collection[str] = ()) -> str:
     """The slice *part* of *function*; "" where it names none of the data."""
-    return "\n".join(slices.lines_of(function, part)) if part.names else function.fingerprint()
+    return "\n".join(slices.lines_of(function, part, left_out)) if part.names else function.fingerprint()
 
 
 def _names_of(content: bytes) -> _Names:

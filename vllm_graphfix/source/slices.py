@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from vllm_graphfix.source.functions import DEFINITIONS, Definition, Function, canonical, matches_any
 
 if TYPE_CHECKING:
-    from vllm_graphfix.fix import Slice
     from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.part import Slice
 
 MISSING = "missing"
 """The fingerprint of a slice whose file or function is not there."""
@@ -60,9 +60,9 @@ def lines(source: Source, part: Slice, left_out: Collection[str] = (), *, readab
     return None if function is None else slicer(frozenset(part.names.split()), left_out).lines(function)
 
 
-def lines_of(function: Function, part: Slice) -> list[str]:
+def lines_of(function: Function, part: Slice, left_out: Collection[str]) -> list[str]:
     """The statements of *function* that name the data of *part*, whatever that is a slice of."""
-    return _Slicer(frozenset(part.names.split()), ()).lines(function)
+    return _Slicer(frozenset(part.names.split()), left_out).lines(function)
 
 
 def _function(source: Source, part: Slice) -> Function | None:
