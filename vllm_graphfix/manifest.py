@@ -240,6 +240,11 @@ def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, Evidence]:
     values = {part.place: slices.fingerprint(source, part, wordings) for part in surroundings}
     targets = own.patches(found.shape) if own and found.verdict is Verdict.AFFECTED else ()
     values |= {f"{place}()": takes for place, takes in _signatures(source, targets)}
+    missing = [path for path, name in map(_place_of, targets) if name.partition(".")[0] not in source.names(path)]
+    if missing:
+        found = Diagnosis.unrecognised("what is patched is defined in a way", missing[0])._replace(
+            shape=found.shape, defect_seen=True
+        )
     whole = {part.place: slices.fingerprint(source, part._replace(names="")) for part in surroundings if part.function}
     if source.replaced and found.verdict is not Verdict.UNRECOGNISED:
         name = source.replaced[0].qualname
@@ -252,10 +257,14 @@ def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, Evidence]:
 def _signatures(source: Source, patches: Iterable[Patch]) -> Iterator[tuple[str, str]]:
     """The place of each function that is patched, and the parameters that its wrapper goes by."""
     for patch in patches:
-        path = f"{patch.module.replace('.', '/')}.py"
-        function = source.function(path, patch.name)
+        path, name = _place_of(patch)
+        function = source.function(path, name)
         if function is not None:  # else a name that the module imports
-            yield f"{path}::{patch.name}", ", ".join(function.takes.split(", ")[: patch.leading])
+            yield f"{path}::{name}", ", ".join(function.takes.split(", ")[: patch.leading])
+
+
+def _place_of(patch: Patch) -> tuple[str, str]:
+    return f"{patch.module.replace('.', '/')}.py", patch.name
 
 
 def needed(surroundings: Iterable[Slice], verdict: Verdict, places: Iterable[str] = ()) -> frozenset[str]:

@@ -70,6 +70,7 @@ def diagnose(source: Source) -> Diagnosis:
             and not any(map(factory.names, factory.parameters[1:]))
             and manager is not None
             and forward_functions(manager)
+            and manager.find("return ...") == manager.find("return captured_attn_states") != []
             and builds_each_state(source)
         ):
             return Diagnosis(
