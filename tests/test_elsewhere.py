@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from edited import stock_source
+from edited import Change, before, edited_source, stock_source, swap
 from stock import release_root
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Slice, Verdict
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source.elsewhere import Search, digest, known_files
+from vllm_graphfix.source.elsewhere import Search, digest, known_code
 from vllm_graphfix.source.files import Source, SourceError
 
 OWN = "vllm/workspace.py"
@@ -86,7 +86,7 @@ def test_more_code_than_any_vllm_has_is_not_searched() -> None:
 def test_of_a_stock_release_no_file_is_searched(release: str) -> None:
     source = stock_source(release_root(release))
     assert len(source.sizes) > 1500
-    assert {digest(path, size) for path, size in source.sizes.items()} <= known_files()
+    assert {digest(path, size) for path, size in source.sizes.items()} <= known_code()
 
 
 def test_an_all_clear_is_refused_where_another_file_replaces_what_it_rests_on() -> None:
@@ -106,3 +106,78 @@ def test_an_all_clear_is_refused_where_another_file_replaces_what_it_rests_on() 
     found = manifest.diagnose(fix, with_file("def f(w):\n    w.WorkspaceManager.lock = lambda self: None\n"))
     assert (found.verdict, found.defect_seen, found.where) == (Verdict.UNRECOGNISED, False, f"{path}:2")
     assert "WorkspaceManager.lock may be replaced by code of no known release" in found.reason
+
+
+def appended(code: str) -> Change:
+    return lambda text: f"{text}\n{code}\n"
+
+
+FORKS: dict[str, tuple[str, str, str, Change]] = {
+    "a field of what it makes is another": (
+        "ubatch-max-seq-len",
+        "0.22.0",
+        "vllm/v1/attention/backend.py",
+        before(r"def batch_size\(self\)", "def __post_init__(self) -> None:", "    self.max_seq_len = 1", ""),
+    ),
+    "its caller hands over something else": (
+        "mamba-padding",
+        "0.22.0",
+        "vllm/v1/worker/gpu_model_runner.py",
+        swap(
+            r"num_reqs=num_reqs,(?=\n +num_reqs_padded=num_reqs_padded if pad_attn)",
+            "num_reqs=num_reqs_padded if pad_attn else num_reqs,",
+        ),
+    ),
+    "others undo it": (
+        "workspace-growth",
+        "0.30.0",
+        "vllm/model_executor/layers/fused_moe/modular_kernel.py",
+        before(r"common_workspace, workspace2 = current_workspace_manager", "current_workspace_manager().unlock()"),
+    ),
+    "a function that it calls does something else": (
+        "encoder-padding",
+        "0.31.0",
+        "vllm/vllm_flash_attn/flash_attn_interface.py",
+        before(r"assert cu_seqlens_k is not None or seqused_k is not None", "out = None"),
+    ),
+    "it is replaced by its name": (
+        "hidden-states-padding",
+        "0.25.1",
+        "vllm/platforms/cuda.py",
+        appended("FASTER = {'extract_hidden_states': {'basic_cache': len}}"),
+    ),
+    "its base class wraps it": (
+        "dcp-context-lens",
+        "0.20.0",
+        "vllm/v1/attention/backend.py",
+        before(
+            r"def _init_reorder_batch_threshold\(",
+            "def __init_subclass__(cls) -> None:",
+            "    cls.build = copied(cls.build)",
+            "",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FORKS)
+def test_a_fork_that_acts_on_what_is_right_is_no_all_clear(what: str) -> None:
+    fix, release, path, change = FORKS[what]
+    found = manifest.diagnose(BY_NAME[fix], edited_source(release_root(release), {path: change}))
+    assert (found.verdict, found.defect_seen) == (Verdict.UNRECOGNISED, False)
+    assert found.where is not None
+    assert found.where.startswith(f"{path}:")
+
+
+@pytest.mark.parametrize(
+    ("fix", "release", "path"),
+    [
+        ("workspace-growth", "0.30.0", "vllm/model_executor/models/llama.py"),
+        ("hidden-states-padding", "0.25.1", "vllm/v1/core/sched/scheduler.py"),
+        ("encoder-padding", "0.31.0", "vllm/v1/worker/gpu_worker.py"),
+    ],
+)
+def test_a_fork_that_changes_something_else_is_right_as_before(fix: str, release: str, path: str) -> None:
+    change = appended("def theme() -> str:\n    return 'dark'\n")
+    found = manifest.diagnose(BY_NAME[fix], edited_source(release_root(release), {path: change}))
+    assert found.verdict is Verdict.FIXED

@@ -6,7 +6,7 @@ With versions: adds these (a new release) or looks at them again, and keeps the 
 `fetch_vllm.ALL_RELEASES`. With --fix: of this fix alone, what is recorded of the others stays. Prints the verdicts, so
 that a new release is looked at by a person before the manifest is committed. Exit code 1, and nothing written, where
 something cannot be judged. Of all files of the package it records what they may replace (source/elsewhere.py), and
-their sizes, in known_files.bin.
+digests, in known_code.bin.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import argparse
 import json
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,14 @@ from fetch_vllm import ALL_RELEASES, FetchError, release
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES, module_of
-from vllm_graphfix.source.elsewhere import KNOWN_FILES, Search, family, known_files
+from vllm_graphfix.source.elsewhere import KNOWN_CODE, Reach, Search, family, known_code, reach_of
 from vllm_graphfix.source.elsewhere import digest as digest_of
 from vllm_graphfix.source.files import Source, SourceError, open_source
+
+COMMON = 20
+"""A name that more files define, of all releases together, does not tell which function is meant."""
+
+NOTHING = Reach(*4 * (frozenset(),))
 
 
 class JudgeError(Exception):
@@ -71,10 +77,11 @@ def look_at(version: str, root: Path, fixes: Sequence[Fix] = FIXES) -> dict[str,
 
 def search_all(
     sources: Mapping[str, Source], fixes: Sequence[Fix], kept: dict[str, Any]
-) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """The replacements in all files of *sources*, by fix: their values, each with the first release that has it.
+) -> tuple[dict[str, dict[str, str]], dict[str, str], dict[str, list[str]], set[bytes]]:
+    """What `source.elsewhere` knows of *sources*; *kept* is what an older manifest says of other releases.
 
-    And the subclasses of each class that has a slice. *kept* is what an older manifest says of other releases.
+    The replacements in all files, by fix: their values, each with the first release that has it. The subclasses of each
+    class that has a slice. The reach of each fix, and the digests of all functions in it.
     """
     full = {fix.name: module_of(fix.name).FIX for fix in FIXES}
     owners = {part.function.rpartition(".")[0] for fix in full.values() for part in fix.surroundings} - {""}
@@ -91,11 +98,59 @@ def search_all(
     }
     parts = {name: (manifest.basis_of_all_clear(fix), fix.wordings) for name, fix in full.items()}
     first: dict[str, dict[str, str]] = {name: dict(kept.get("elsewhere", {}).get(name, {})) for name in BY_NAME}
+    reach = {name: Reach(*(frozenset(each.split()) for each in names)) for name, names in kept.get("reach", {}).items()}
+    whole = len(fixes) == len(FIXES)
+    for name, found in reaches_of(sources, searches, full).items() if whole else ():
+        reach[name] = _together([found, reach.get(name, NOTHING)])
+    units: set[bytes] = set()
     for version, search in searches.items():
         for fix in fixes:
             for _, each in search.replacements(*parts[fix.name], subclasses):
                 first[fix.name].setdefault(each.value, version)
-    return first, {owner: " ".join(sorted(names)) for owner, names in subclasses.items() if names}
+        if whole:  # it takes ten minutes; a fix without a reach is not judged by it
+            units.update(value for _, _, value in search.in_reach(_together(reach.values()), ()))
+        search.forget()
+    return (
+        first,
+        {owner: " ".join(sorted(names)) for owner, names in subclasses.items() if names},
+        {name: [" ".join(sorted(names)) for names in of_it] for name, of_it in reach.items()},
+        units,
+    )
+
+
+def reaches_of(
+    sources: Mapping[str, Source],
+    searches: Mapping[str, Search],
+    fixes: Mapping[str, Fix],
+) -> dict[str, Reach]:
+    """The reach of each fix, in all of *sources* together."""
+    files_of: dict[str, set[str]] = defaultdict(set)
+    for search in searches.values():
+        for path, names in search.names.items():
+            for name in (names.bound | names.bases.keys()) if names else ():
+                files_of[name].add(path)
+    derived = [names.bases for search in searches.values() for names in search.names.values() if names]
+    bases: dict[str, set[str]] = defaultdict(set)
+    for each in derived:
+        for name, of_it in each.items():
+            bases[name] |= of_it
+    # From a class to its bases, as `family` goes from a class to its subclasses.
+    above = [{base: {name} for base in of_it} for name, of_it in bases.items()]
+    owners = {part.function.rpartition(".")[0] for fix in fixes.values() for part in fix.surroundings} - {""}
+    ancestors = {owner: family({owner}, above) - {owner} for owner in owners}
+    common = {name for name, files in files_of.items() if len(files) > COMMON}
+    found = dict.fromkeys(fixes, NOTHING)
+    for source in sources.values():
+        afresh = open_source(source.folder)  # its syntax trees take 150 MB
+        for name, fix in fixes.items():
+            basis = manifest.basis_of_all_clear(fix)
+            users = [part for part in fix.surroundings if part not in basis]
+            found[name] = _together([found[name], reach_of(afresh, basis, users, ancestors, files_of, common)])
+    return found
+
+
+def _together(reaches: Iterable[Reach]) -> Reach:
+    return Reach(*(frozenset().union(*names) for names in zip(*reaches, strict=True)))
 
 
 def _merged(looked_at: dict[str, dict[str, Any]], kept: dict[str, Any]) -> dict[str, Any]:
@@ -150,11 +205,11 @@ def make(versions: list[str], root: Path | None = None, *, afresh: bool = False,
     sources = {version: open_source(folder) for version, folder in folders.items()}
     for name in [fix.name for fix in fixes] if set(ALL_RELEASES) <= set(versions) else ():
         kept.get("elsewhere", {}).pop(name, None)
-    replaced, subclasses = search_all(sources, fixes, kept)
-    made = _merged(looked_at, kept) | {"elsewhere": replaced, "subclasses": subclasses}
+    replaced, subclasses, reach, units = search_all(sources, fixes, kept)
+    made = _merged(looked_at, kept) | {"elsewhere": replaced, "subclasses": subclasses, "reach": reach}
     manifest.PATH.write_text(json.dumps(made, indent=1) + "\n")
     files = {digest_of(path, size) for source in sources.values() for path, size in source.sizes.items()}
-    KNOWN_FILES.write_bytes(b"".join(sorted(files | (frozenset() if afresh else known_files()))))
+    KNOWN_CODE.write_bytes(b"".join(sorted(files | units | (frozenset() if afresh else known_code()))))
     print(f"wrote {manifest.PATH.name}: {manifest.PATH.stat().st_size / 1024:.0f} KiB")
 
 

@@ -51,13 +51,17 @@ def load() -> dict[str, Any]:
         fixes = {name: [_parsed_entry(entry) for entry in entries] for name, entries in manifest["fixes"].items()}
         replaced = {name: dict(known) for name, known in manifest["elsewhere"].items()}
         subclasses = {name: str.split(names) for name, names in manifest["subclasses"].items()}
+        reach = {
+            name: elsewhere.Reach(*(frozenset(str.split(each)) for each in names))
+            for name, names in manifest["reach"].items()
+        }
         if not all(isinstance(releases, str) for known in files.values() for releases in known.values()):
             raise TypeError("releases that are not text")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(
             f"{PATH.name} of vllm-graphfix cannot be read ({str(error)[:200]}); reinstall vllm-graphfix"
         ) from error
-    return {"files": files, "fixes": fixes, "elsewhere": replaced, "subclasses": subclasses}
+    return {"files": files, "fixes": fixes, "elsewhere": replaced, "subclasses": subclasses, "reach": reach}
 
 
 def _parsed_entry(entry: dict[str, Any]) -> dict[str, Any]:
@@ -94,6 +98,11 @@ def _replaced_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Dia
         if replacement.value not in known and part.only_for in (None, found.verdict):
             reason = f"{found.reason}; but {part.function or part.path} may be replaced by code of no known release"
             return Diagnosis(Verdict.UNRECOGNISED, reason, replacement.where)
+    if search.is_fork and fix.name in load()["reach"]:
+        for name, where, value in search.in_reach(load()["reach"][fix.name], basis_of_all_clear(own)):
+            if value not in elsewhere.known_code():
+                reason = f"{found.reason}; but code of no known release may act on it, by {name}"
+                return Diagnosis(Verdict.UNRECOGNISED, reason, where)
     return None
 
 
@@ -115,8 +124,8 @@ def tree_of(fix: Patchable, source: Source, shape: str) -> str:
 
 
 def _by_files(fix: Patchable, source: Source) -> Diagnosis | None:
-    if all(source.read(path) is None for path in fix.reads):
-        return None  # that none of its files is there proves nothing
+    if all(source.read(path) is None for path in fix.reads) and (not source.sizes or _search(source).paths):
+        return None  # that none of its files is there proves nothing, but for a package without a new file
     files = load()["files"]
     releases: set[str] | None = None
     for path in fix.reads:

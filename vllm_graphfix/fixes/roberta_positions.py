@@ -97,9 +97,9 @@ def _is_all_of(condition: Any, part: ast.stmt | ast.expr) -> bool:
 def _restore_positions_of(owner: str) -> Wrap:
     """Make the wrapper of `forward(input_ids, positions, …)` of *owner*, which adds the offset where positions are.
 
-    It is taken off again there, in the order of the device's stream. Positions at another address would not do:
-    piecewise graphs have recorded this one. So that the rows of every later batch are right, all rows are put back,
-    also those of a batch without padding, of a dummy run and of a capture.
+    What they were is copied back, in the order of the device's stream, whoever else has put them back by then.
+    Positions at another address would not do: piecewise graphs have recorded this one. So that the rows of every later
+    batch are right, all rows are put back, also those of a batch without padding, of a dummy run and of a capture.
     """
 
     def wrap(stock: StockFunction, activity: Activity) -> StockFunction:
@@ -112,7 +112,7 @@ def _restore_positions_of(owner: str) -> Wrap:
 
         @functools.wraps(stock)
         def forward(self: Any, input_ids: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
-            corrected = corrects
+            corrected, before = corrects, None
             try:
                 if is_compiling():  # the whole model is traced, for an engine without graphs and padding
                     corrected = False
@@ -126,15 +126,17 @@ def _restore_positions_of(owner: str) -> Wrap:
                         activity.step_aside("roberta-positions", foreign)
                     elif _is_padded(positions):
                         shifted.count += 1
+                if corrected:
+                    before = positions.clone()
             except Exception as error:
                 activity.failed(error)
-            if not corrected:
+            if before is None:
                 return stock(self, input_ids, positions, *args, **kwargs)
             try:
                 return stock(self, input_ids, positions, *args, **kwargs)
             finally:
                 try:
-                    positions.sub_(self.padding_idx + 1)
+                    positions.copy_(before)
                 except Exception as error:
                     activity.failed(error)
 

@@ -1,7 +1,8 @@
-"""Finds code that takes the place of what a verdict is about, in files that a fix does not read.
+"""Finds code that takes the place of what a verdict rests on, or acts on it, in files that a fix does not read.
 
-A subclass that overrides a method, a second definition of a function, an assignment to either. Only files that no known
-release has are looked into, so that a stock vLLM costs the sizes of its files and no more.
+In its place: a subclass that overrides a method, a second definition of a function, an assignment to either. On it, in
+a fork of a known release: what its functions call, what calls or names them, base classes; of a new release that would
+be nearly all code. Only files that no known release has are looked into: a stock vLLM costs their sizes and no more.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,16 +19,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.source import slices
 from vllm_graphfix.source.files import SourceError
-from vllm_graphfix.source.functions import DEFINITIONS, Definition, Function
+from vllm_graphfix.source.functions import DEFINITIONS, Definition, Function, canonical
 
 if TYPE_CHECKING:
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.part import Slice
 
-KNOWN_FILES = Path(__file__).parents[1] / "known_files.bin"
-"""Digests of path and size of each Python file of the known releases, sorted. Who changes a file to do something else
-without changing its size is not looked for."""
+KNOWN_CODE = Path(__file__).parents[1] / "known_code.bin"
+"""Digests of path and size of each Python file of the known releases, and of each function in reach of a verdict,
+sorted. Who changes a file to do something else without changing its size is not looked for."""
+_REGISTERED = "vllm/model_executor/models/"
+"""A registry names the classes of these files, as text."""
+_FORK = 10
+"""A tree of which less than one file in so many is unknown is a fork of a known release. Of a new one a quarter is."""
 _DIGEST = 5
+_LONGEST_NAME = 200
 _LARGEST_CODE = 256 * 1024 * 1024
 """Bytes of unknown files; a whole vLLM has 50 MB."""
 
@@ -50,6 +57,19 @@ class Replacement(NamedTuple):
     """Hash of the slice of it, wherever it is."""
 
 
+class Reach(NamedTuple):
+    """The names by which code elsewhere acts on the functions that a verdict rests on."""
+
+    called: frozenset[str]
+    """What they call, or construct."""
+    own: frozenset[str]
+    """Their own names, and those of their classes."""
+    bases: frozenset[str]
+    """Of the bases of their classes."""
+    foreign: frozenset[str]
+    """What they call that vLLM does not define."""
+
+
 class _Names(NamedTuple):
     """The names that one file binds, as regular expressions find them: too many rather than too few."""
 
@@ -67,9 +87,9 @@ def digest(path: str, size: int) -> bytes:
 
 
 @functools.lru_cache(maxsize=1)
-def known_files() -> frozenset[bytes]:
-    """What `digest` says of each Python file of the known releases."""
-    content = KNOWN_FILES.read_bytes()
+def known_code() -> frozenset[bytes]:
+    """The digests of files and of functions that the known releases have."""
+    content = KNOWN_CODE.read_bytes()
     return frozenset(content[start : start + _DIGEST] for start in range(0, len(content), _DIGEST))
 
 
@@ -78,7 +98,7 @@ class Search:
 
     def __init__(self, source: Source, paths: Iterable[str] | None = None) -> None:
         """Search *paths*, or all files that no known release has."""
-        known = known_files()
+        known = known_code()
         self._source = source
         self.paths: tuple[str, ...] = tuple(
             sorted(path for path, size in source.sizes.items() if digest(path, size) not in known)
@@ -87,6 +107,7 @@ class Search:
         )
         if sum(source.sizes[path] for path in self.paths) > _LARGEST_CODE:
             raise SourceError(f"the code of {source.label} is larger than that of any vLLM; is it the right one?")
+        self.is_fork = len(self.paths) * _FORK < len(source.sizes)
         self._trees: dict[str, ast.Module | None] = {}
 
     @functools.cached_property
@@ -120,6 +141,33 @@ class Search:
                     value = hashlib.sha256(f"{part.function}\n{text}".encode()).hexdigest()[:10]
                     yield part, Replacement(f"{path}:{getattr(node, 'lineno', 1)}", value)
 
+    def in_reach(self, reach: Reach, parts: Iterable[Slice]) -> Iterator[tuple[str, str, bytes]]:
+        """The functions, and the other statements of classes and modules, that act on *parts*, which have this *reach*.
+
+        The name by which they do, the place, ``path:line``, and a digest that does not depend on it. Not those of
+        which *parts* are slices.
+        """
+        places = {each.place for part in parts for each in _functions_of(self._source, part)}
+        for path, names in self.names.items():
+            if names is None or not _may_reach(reach, names, self._words(path)):
+                continue
+            tree = self._tree(path)
+            for owner, node in _units(tree) if tree is not None else ():
+                own = ".".join(filter(None, (owner, getattr(node, "name", ""))))
+                name = None if f"{path}::{own}" in places else _acts_by(reach, owner, node)
+                if name is not None:
+                    text = f"{owner}.{getattr(node, 'name', '')} {canonical(node)}"
+                    value = hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
+                    yield name, f"{path}:{getattr(node, 'lineno', 1)}", value
+
+    @functools.cache  # noqa: B019 - one search at a time is kept
+    def _words(self, path: str) -> frozenset[str]:
+        return frozenset(word.decode("ascii", "replace") for word in _WORD.findall(self._source.read(path) or b""))
+
+    def forget(self) -> None:
+        """Drop the syntax trees, which take up to a thousand times as much memory as the code."""
+        self._trees.clear()
+
     def _names(self, path: str) -> _Names | None:
         try:
             content = self._source.read(path)
@@ -148,6 +196,92 @@ def family(names: Collection[str], hierarchies: Iterable[Mapping[str, Collection
         new = {each for name in new for each in derived.get(name, ())} - known
         known |= new
     return frozenset(known)
+
+
+def reach_of(
+    source: Source,
+    parts: Iterable[Slice],
+    users: Iterable[Slice],
+    ancestors: Mapping[str, Collection[str]],
+    defined: Collection[str],
+    common: Collection[str],
+) -> Reach:
+    """The reach of *parts* in *source*.
+
+    *users* are slices of functions that use what *parts* leave. *defined* are the names that vLLM itself defines,
+    *common* those of so many functions that they say nothing, and *ancestors* the bases of its classes, of any degree.
+    """
+    called: set[str] = set()
+    own: set[str] = set()
+    bases: set[str] = set()
+    for part in itertools.chain.from_iterable(_functions_of(source, each) for each in parts):
+        function = source.function(part.path, part.function) if part.function else None
+        if function is None:
+            continue
+        called.update(_last(node.func) for node in ast.walk(function.node) if isinstance(node, ast.Call))
+        owner, _, name = part.function.rpartition(".")
+        own.update((owner, name))
+        bases.update(ancestors.get(owner, ()))
+        module = source.module(part.path) if part.path.startswith(_REGISTERED) else None
+        own.update(node.name for node in (module.node.body if module else ()) if isinstance(node, ast.ClassDef))
+    called.update(part.function.rpartition(".")[2] for part in users)
+    own, bases = (names.difference(common, {""}) for names in (own, bases))
+    foreign = called.difference(defined, {""})
+    return Reach(*map(frozenset, (called - foreign - set(common), own, bases & set(defined), foreign)))
+
+
+def _may_reach(reach: Reach, names: _Names, words: frozenset[str]) -> bool:
+    return not (
+        (reach.called | reach.own).isdisjoint(words)
+        and reach.bases.isdisjoint(names.bases)
+        and reach.foreign.isdisjoint(names.attributes)
+    )
+
+
+def _units(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """The functions and methods of a file, each with its class, and what else is in a class or in the file."""
+    rest: dict[str, list[ast.stmt]] = {"": []}
+    for statement in _of_the_module(tree.body):
+        if isinstance(statement, ast.ClassDef):
+            within = rest.setdefault(statement.name, [])
+            for each in statement.body:
+                if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    yield statement.name, each
+                else:
+                    within.append(each)
+        elif isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield "", statement
+        elif not isinstance(statement, (ast.If, ast.Try, ast.With, ast.Import, ast.ImportFrom)):
+            rest[""].append(statement)
+    for owner, statements in rest.items():
+        yield from ((owner, statement) for statement in statements)
+
+
+def _acts_by(reach: Reach, owner: str, node: ast.AST) -> str | None:
+    """The name by which *node*, of the class *owner*, acts on what has this *reach*; None where it does not."""
+    name = getattr(node, "name", "") if isinstance(node, DEFINITIONS) else ""
+    if name in reach.called or owner in reach.called or owner in reach.bases:
+        return owner or name
+    either = reach.own | reach.called
+    for each in ast.walk(node):
+        if isinstance(each, ast.Call):
+            if _last(each.func) in reach.own:
+                return _last(each.func)
+            named = [keyword.arg for keyword in each.keywords if keyword.arg in either]
+            if named and _last(each.func) in {"update", "partial", "dict", "patch", "setattr"}:
+                return named[0]
+        elif isinstance(each, ast.Constant) and isinstance(each.value, str) and len(each.value) < _LONGEST_NAME:
+            last = re.split(r"[.:]", each.value)[-1]
+            if last in either:
+                return last
+        elif (
+            isinstance(each, ast.Attribute)
+            and isinstance(each.ctx, ast.Store)
+            and each.attr in either | reach.foreign
+            and _last(each.value) != "self"
+        ):
+            return each.attr
+    return None
 
 
 def _functions_of(source: Source, part: Slice) -> Iterator[Slice]:
