@@ -13,8 +13,12 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from ranks import STAGE, compared, report
-from vllm_graphfix.engine import rank_agreement
+from vllm_graphfix.engine import own_report, rank_agreement
+from vllm_graphfix.engine.process import EngineProcess
 from vllm_graphfix.engine.rank_agreement import RankReport, compare, leave, leave_an_end
+from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.settings import environment as settings
+from vllm_graphfix.settings.decision import decide
 
 
 def test_ranks_that_say_the_same_agree() -> None:
@@ -62,6 +66,48 @@ def test_a_difference_names_what_differs_and_the_ranks_with_their_hosts(changed:
     found, _ = compared(reports, 4)
     assert {each.difference for each in found.values()} == {what}
     assert {each.agreeing for each in found.values()} == {3}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "what"),
+    [
+        (
+            "SHADOW",
+            "1/100",
+            "the mode of shadow is 'off, report' on rank 0 (node-a); '1/100, report' on rank 1 (node-a).",
+        ),
+        ("ADDRESSES", "off", "the mode of addresses is 'report' on rank 0 (node-a); 'off' on rank 1 (node-a)."),
+        (
+            "KV_MARKS",
+            "1/8",
+            "the mode of kv-marks is 'off, report' on rank 0 (node-a); '1/8, report' on rank 1 (node-a).",
+        ),
+        (
+            "KV_MARKS_ACTION",
+            "abort",
+            "the mode of kv-marks is 'off, report' on rank 0 (node-a); 'off, abort' on rank 1 (node-a).",
+        ),
+        (
+            "AGREEMENT_TIMEOUT",
+            "60.5",
+            "the mode of agreement-timeout is '600 s' on rank 0 (node-a); '60.5 s' on rank 1 (node-a).",
+        ),
+    ],
+)
+def test_ranks_that_decide_differently_about_a_detector_or_their_wait_differ(
+    variable: str, value: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_report, "host_name", lambda: "node-a")
+    reports = {}
+    for rank, environment in enumerate(({}, {f"VLLM_GRAPHFIX_{variable}": value})):
+        me = EngineProcess(FIXES, environment)
+        me.decision = decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
+        monkeypatch.setitem(vars(me.manager), "states", dict)
+        said = own_report.own_report(me)
+        assert said is not None
+        reports[rank] = said
+    found, _ = compared(reports, 2)
+    assert {each.difference for each in found.values()} == {what}
 
 
 @pytest.mark.parametrize("silent", [0, 3], ids=["rank 0", "another rank"])

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hostile import TEXT, plant, share
+from ranks import report
 from records import leave, record
 from stock import ALL_RELEASES, release_root
 from table import affected_by
@@ -24,10 +25,11 @@ from vllm_graphfix._version import __version__
 from vllm_graphfix.commands import doctor
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.doctor import collect
-from vllm_graphfix.commands.doctor.redaction import Mask
+from vllm_graphfix.commands.doctor.redaction import Mask, hosts_in
 from vllm_graphfix.deployment import hardware
+from vllm_graphfix.engine import rank_agreement
 from vllm_graphfix.fixes import BY_NAME, FIXES, about
-from vllm_graphfix.records import Decided, FixReport
+from vllm_graphfix.records import AgreementReport, Decided, FixReport, own_folder
 from vllm_graphfix.settings import environment as settings
 
 PARTS = ["versions", "gpu", "platform", "plugin", "environment", "status", "fleet", "errors"]
@@ -407,6 +409,9 @@ PLAIN = [
     "DeepseekV32IndexerMetadataBuilder",
     "rows that schedule no token are never prefilling",
     "vllm/v1/attention/backends/mla/flashmla.py:172",
+    "set VLLM_GRAPHFIX=off, VLLM_GRAPHFIX_MAMBA_PADDING=on:0123456789abcdef; VLLM_GRAPHFIX_SHADOW=1/2000.",
+    "VLLM_GRAPHFIX_ROLLOUT=25 % without VLLM_GRAPHFIX_ROLLOUT_KEY; VLLM_GRAPHFIX_STATUS_DIR=/shared/records",
+    "mamba-padding is failed on rank 1: [4, 16] is not (3, 12); no report of ranks 0-3 on an unknown host",
     *(
         text
         for fix in FIXES
@@ -428,6 +433,51 @@ def test_hosts_and_the_home_folder_have_no_names(tmp_path: Path) -> None:
     assert "gpu-17" not in text
     assert re.search(r"rank 1 on host-\d has another version", text)
     assert "~/x" in Mask({"HOME": "/srv/people/alice"}, ()).text("/srv/people/alice/x")
+
+
+def test_hosts_and_values_of_ranks_without_a_record_are_not_shown(tmp_path: Path) -> None:
+    mistyped = {"VLLM_GRAPHFIX_SHADOW": "hunter 'a' 22", "VLLM_GRAPHFIX_MAMBA_PADDING": "of; hunter, on x"}
+    reports = {
+        0: report("n0"),
+        1: report("n1", misconfigured=mistyped, states={"mamba-padding": "failed", "capture-state": "active"}),
+        2: report(
+            "gpu-17.corp.example", reasons={"mamba-padding": "lost by gpu-18"}, fault="no reply of [gpu-18]:29500"
+        ),
+    }
+    difference = rank_agreement._difference(reports, [3, 4], [], 600, lambda rank: ("gpu-18", "n2")[rank - 3])
+    assert difference is not None
+    where = "worker 7 on n5 is gone; ranks 0-3 on an unknown host"
+    said = f"{difference} {where}. It is gpu-18, (10.1.2.3, 29500): VLLM_GRAPHFIX_SHADOW=hunter, VLLM_GRAPHFIX_X='of x'"
+    masked = Mask({}, hosts_in(said)).whole_text(said)
+    assert "VLLM_GRAPHFIX_MAMBA_PADDING=(set, not shown), VLLM_GRAPHFIX_SHADOW=(set, not shown)" in masked
+    assert "ranks 0-3 on an unknown host" in masked
+    compared = AgreementReport("a-token", 5, 2, difference)
+    told = record(rank=0, world_size=5, agreement=compared, unchecked=where)
+    leave(tmp_path / "records", told, record(host="n0", pid=78, problem=said))
+    (engine,) = examined()["fleet"]["engines"]
+    assert [line for line in engine["wrong"] if "VLLM_GRAPHFIX_SHADOW=(set, not shown)" in line]
+    assert [line for line in engine["wrong"] if re.search(r"worker 7 on host-\d is gone", line)]
+    shown = masked + json.dumps(examined()) + pasted()
+    assert not re.findall(r"hunter|gpu-1\d|corp|10\.1\.2\.3|\bn[0-5]\b|of; |of x", shown)
+
+
+def test_the_host_of_a_record_that_cannot_be_read_is_not_shown(tmp_path: Path) -> None:
+    broken = [record(host="gpu-17", pid=78, rank=1, world_size=2), record(host="n7", engine="f" * 16, pid=79)]
+    leave(tmp_path / "records", record(rank=0, world_size=2), *broken)
+    for one in broken:
+        (own_folder(tmp_path / "records") / one.file_name).write_text("{")
+    found = examined()["fleet"]
+    assert re.search(r"process 78 on host-\d is not known: its record \S+-host-\d-78.json ", str(found))
+    assert "2 files are not records or cannot be read" in str(found["notes"])
+    assert not re.findall(r"gpu-17|\bn7\b", str(found) + pasted())
+
+
+def test_no_served_model_is_named(tmp_path: Path) -> None:
+    reason = "OSError: /models/secret-project/v7 is not a folder"
+    failed = {"capture-state": FixReport("auto", "failed", reason)}
+    leave(tmp_path / "records", record(rank=0, model="/models/secret-project/v7", fixes=failed))
+    assert "OSError: (hidden) is not a folder" in pasted()
+    assert "secret" not in json.dumps(examined())
 
 
 def test_what_somebody_else_wrote_is_no_markup(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from records import (
     only,
     record,
 )
+from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.records import (
     LARGEST,
     AgreementReport,
@@ -24,9 +25,11 @@ from vllm_graphfix.records import (
     Rank,
     Record,
     RecordError,
+    Wrong,
     identity,
     write,
 )
+from vllm_graphfix.records.record import SHORT, MovedTensor, OverwrittenBlock
 
 
 def test_a_record_is_the_json_object_that_is_documented() -> None:
@@ -209,14 +212,50 @@ def test_text_for_terminals_is_printable() -> None:
     assert found.problem == "red \ufffd[31m and \ufffdtfel ot thgir\ufffd"
 
 
-def test_a_record_fits_whatever_its_texts_are(tmp_path: Path) -> None:
-    text = "\U0001f600" * 10_000
-    six = {f"fix-{n}": FixReport("auto", "failed", text) for n in range(6)}
-    agreement = AgreementReport("a-token", 2, 1, text)
-    write(tmp_path, record(rank=0, fixes=six, problem=text, model=text, agreement=agreement))
+def test_a_text_that_fits_is_cut_to_what_a_reader_accepts(tmp_path: Path) -> None:
+    write(tmp_path, record(rank=0, problem="\U0001f600" * 10_000))
     problem = only(tmp_path).record.problem
     assert problem is not None
     assert (len(problem), problem[-1]) == (1500, "…")
+
+
+@pytest.mark.parametrize("letter", ["x", "\\", "ß", "\U0001f600"], ids=["ascii", "escaped", "two bytes", "four bytes"])
+def test_a_record_is_written_whatever_its_texts_are(letter: str, tmp_path: Path) -> None:
+    text, short = letter * 1500, letter * SHORT
+    every = {fix.name: FixReport("auto", "failed", text) for fix in FIXES}
+    told = record(
+        rank=0,
+        fixes=every | {f"detector-{n}": FixReport("auto", "failed", text) for n in range(64 - len(every))},
+        events={name: {f"event-{n}": 2**62 for n in range(12)} for name in every},
+        problem=text,
+        unchecked=text,
+        model=text,
+        agreement=AgreementReport("g" * 128, 2, 1, text),
+        wrong=(Wrong(short, 8, 3, short, short, short, short, 2**62),) * 5,
+        moved=(MovedTensor(short, short, short, short),) * 5,
+        overwritten=(OverwrittenBlock(2**62, 2**62, 2**62, short, short),) * 5,
+    )
+    write(tmp_path, told)
+    found = only(tmp_path).record
+    assert (found.fixes.keys(), found.events) == (told.fixes.keys(), told.events)
+    assert {fix.state for fix in found.fixes.values()} == {"failed"}
+    assert min(len(fix.reason) for fix in found.fixes.values()) > 50
+    assert (found.problem or "").startswith(letter * 50)
+
+
+def test_half_a_letter_keeps_no_record_from_being_written(tmp_path: Path) -> None:
+    half = "half \ud800"
+    write(
+        tmp_path,
+        record(
+            rank=0,
+            wrong=(Wrong("graph", 8, 3, half, half, "0", "", 1),),
+            moved=(MovedTensor("name", "weight", half, half),),
+            overwritten=(OverwrittenBlock(1, 0, 0, half, half),),
+        ),
+    )
+    found = only(tmp_path).record
+    assert {found.wrong[0].backends, found.moved[0].outcome, found.overwritten[0].ran} == {"half \ufffd"}
 
 
 def test_a_host_name_is_reduced_to_what_a_file_name_may_hold(tmp_path: Path) -> None:

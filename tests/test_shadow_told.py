@@ -62,7 +62,6 @@ def test_fleet_says_that_graphs_are_wrong_and_report_writes_it_down(tmp_path: Pa
     text = markdown(look(tmp_path)) or ""
     for part in (
         "vLLM 0.21.0",
-        "`some/model`",
         "0 0.31 inf",
         "BatchDescriptor(num_tokens=4)",
         "`model.layers.1`",
@@ -94,10 +93,23 @@ def test_report_has_a_part_for_each_detector_that_has_found_something(tmp_path: 
     assert "9 comparisons found tensors elsewhere 4 times" in parts[2]
     assert "attribute `model.layers.0.W_UV`, noticed after reload_weights: reported" in parts[2]
     for part in parts:
-        assert "vLLM 0.21.0, model `some/model`" in part
+        assert "vLLM 0.21.0, vllm-graphfix 0.1.0" in part
         assert "Fixes of vllm-graphfix in this engine: " in part
     write(tmp_path, record(rank=0, events=events, overwritten=(block,)))
     assert (markdown(look(tmp_path)) or "").startswith("# A finished block")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_report_names_no_host_and_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/srv/people/alice")
+    moved = MovedTensor("weight", "attribute", "load", "rank 3 (n3) on n3: /srv/people/alice/x is gone" + "." * 99)
+    told = record(host="gpu-17", pid=77, rank=None, model="alice/secret-model", moved=(moved,))
+    write(tmp_path, told._replace(wrong=(WRONG._replace(errors="no alice/secret-model on gpu-17.corp.example"),)))
+    text = markdown(look(tmp_path)) or ""
+    assert "rank 3 (host-" in text
+    assert "~/x is gone" + "." * 99 in text
+    assert "a model whose name is left out" in text
+    assert not [word for word in ("gpu-17", "corp", "alice", "(n3)") if word in text]
 
 
 def test_a_rank_tells_its_first_mismatch_of_each_graph_with_the_layer_once_it_is_known(monkeypatch: Any) -> None:

@@ -6,7 +6,11 @@ lie where graphs have them.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+
+from vllm_graphfix.commands.doctor.collect import hosts_of, models_of
+from vllm_graphfix.commands.doctor.redaction import Mask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +20,7 @@ if TYPE_CHECKING:
 
 _HEAD = """# {title}
 
-vLLM {vllm}, model `{model}`, vllm-graphfix {graphfix}. {text}
+vLLM {vllm}, vllm-graphfix {graphfix}, a model whose name is left out here. {text}
 """
 _REPLAYS = (
     "A replayed CUDA graph differs from the same step without it",
@@ -56,8 +60,13 @@ _TENSOR = "- {rank}: {kind} `{name}`, noticed after {after}: {outcome}"
 
 
 def markdown(fleet: Fleet) -> str | None:
-    """What was found in all engines whose records tell of something; None if none does."""
-    return "\n".join(part for engine in fleet.engines for part in _of_engine(engine)) or None
+    """What was found in all engines whose records tell of something; None if none does.
+
+    Hosts, models, values of settings and secrets are masked.
+    """
+    mask = Mask(os.environ, hosts_of(fleet), models_of(fleet))
+    found = "\n".join(part for engine in fleet.engines for part in _of_engine(engine))
+    return "\n".join(map(mask.whole_text, found.split("\n"))) or None
 
 
 def _of_engine(engine: Engine) -> Iterator[str]:
@@ -82,7 +91,6 @@ def _written(engine: Engine, about: tuple[str, str], detector: str, found: str) 
     head = _HEAD.format(
         title=title,
         vllm=", ".join(engine.values_of("vllm")),
-        model=next(iter(engine.values_of("model")), "not known"),
         graphfix=", ".join(engine.values_of("graphfix")),
         text=text.format(**counts | engine.counts(detector)),
     )

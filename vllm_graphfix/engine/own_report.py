@@ -47,7 +47,12 @@ def own_report(context: EngineContext) -> RankReport | None:
         off=decision.is_off,
         misconfigured=decision.misconfigured,
         modes={name: mode.value for name, mode in decision.modes.items()}
-        | {"shadow": f"{decision.shadow}, {decision.shadow_action.value}", "addresses": decision.addresses.value},
+        | {
+            "shadow": f"{decision.shadow}, {decision.shadow_action.value}",
+            "addresses": decision.addresses.value,
+            "kv-marks": f"{decision.kv_marks}, {decision.kv_marks_action.value}",
+            "agreement-timeout": f"{decision.agreement_timeout:.15g} s",
+        },
         states={name: _state_to_compare(state).value for name, state in states.items()},
         token=_or_else(decision.engine, new_token),
         reasons={

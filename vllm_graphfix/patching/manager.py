@@ -38,15 +38,20 @@ def _exclusive(method: Callable[Concatenate[FixManager, P], T]) -> Callable[Conc
 
     @functools.wraps(method)
     def alone(self: FixManager, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        outermost = False
         try:
             with self._lock:
-                self._depth += 1
+                # Read under the lock, where it is this thread's: another one that is inside by the time this one is out
+                # releases its own lines alone. Set back, and not counted down: a fork in between begins at 0.
+                depth = self._depth
+                outermost = not depth
+                self._depth = depth + 1
                 try:
                     return method(self, *args, **kwargs)
                 finally:
-                    self._depth -= 1
+                    self._depth = depth
         finally:
-            if not self._depth:
+            if outermost:
                 self._log.release()
 
     return alone

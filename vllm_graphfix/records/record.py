@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
@@ -16,7 +17,9 @@ ROLES = ("front-end", "api-server", "engine-core", "worker")
 SHORT = 200
 """Characters of a text of a `Wrong`, a `MovedTensor` or an `OverwrittenBlock`, of which a record has five at most."""
 LARGEST = 64 * 1024
-"""Bytes of a record."""
+"""Bytes of a record. All texts are cut shorter where those of at most `LONGEST_TEXT` characters come to more."""
+_LEAST_TEXT = 32
+"""Characters down to which texts are cut."""
 
 _ENGINE = r"[0-9a-f]{16}"
 _HOST = r"[A-Za-z0-9._-]{1,64}"
@@ -149,12 +152,12 @@ class Record(NamedTuple):
     def file_name(self) -> str:
         return f"{self.engine}-{reduced(self.host)}-{self.pid}.json"
 
-    def as_json(self) -> dict[str, Any]:
-        """The file's content; long texts are cut, so that it fits."""
+    def as_json(self, longest: int = LONGEST_TEXT) -> dict[str, Any]:
+        """The file's content; no text has more than *longest* characters."""
         return {
             "schema": SCHEMA,
-            "graphfix": _cut_to_fit(self.graphfix),
-            "vllm": _cut_to_fit(self.vllm),
+            "graphfix": _cut_to_fit(self.graphfix, longest),
+            "vllm": _cut_to_fit(self.vllm, longest),
             "engine": self.engine,
             "host": reduced(self.host),
             "pid": self.pid,
@@ -162,26 +165,37 @@ class Record(NamedTuple):
             "boot": self.boot,
             "pid_namespace": self.pid_namespace,
             "role": self.role,
-            "model": _cut_to_fit(self.model),
+            "model": _cut_to_fit(self.model, longest),
             "rank": self.rank and self.rank._asdict(),
             "decision": self.decision._asdict(),
-            "fixes": {name: _written(fix) for name, fix in self.fixes.items()},
+            "fixes": {name: _written(fix, longest) for name, fix in self.fixes.items()},
             "events": {name: dict(events) for name, events in self.events.items()},
             "agreement": self.agreement
-            and self.agreement._replace(difference=_cut_to_fit(self.agreement.difference))._asdict(),
+            and self.agreement._replace(difference=_cut_to_fit(self.agreement.difference, longest))._asdict(),
             "leader": self.leader,
-            "problem": _cut_to_fit(self.problem),
-            **({} if self.unchecked is None else {"unchecked": _cut_to_fit(self.unchecked)}),
+            "problem": _cut_to_fit(self.problem, longest),
+            **({} if self.unchecked is None else {"unchecked": _cut_to_fit(self.unchecked, longest)}),
             "serves_metrics": self.serves_metrics,
-            "wrong": _numbered(self.wrong),
-            **({"moved": _numbered(self.moved)} if self.moved else {}),
-            **({"overwritten": _numbered(self.overwritten)} if self.overwritten else {}),
+            "wrong": _numbered(self.wrong, longest),
+            **({"moved": _numbered(self.moved, longest)} if self.moved else {}),
+            **({"overwritten": _numbered(self.overwritten, longest)} if self.overwritten else {}),
             "misconfigured": dict(self.misconfigured),
             **({} if self.graphs is None else {"graphs": self.graphs}),
             "starting": self.starting,
             "kept": self.kept,
             "written": self.written,
         }
+
+    def encode(self) -> bytes:
+        """The file's bytes: at most `LARGEST`, whatever the texts are, since a rank that failed must be heard of."""
+        longest = LONGEST_TEXT
+        while True:
+            data = json.dumps(
+                self.as_json(longest), ensure_ascii=False, allow_nan=False, separators=(",", ":")
+            ).encode()
+            if len(data) <= LARGEST or longest <= _LEAST_TEXT:
+                return data
+            longest = longest * 3 // 4
 
     @classmethod
     def from_json(cls, value: object) -> Record:
@@ -291,9 +305,9 @@ class Record(NamedTuple):
         )
 
 
-def _written(fix: FixReport) -> dict[str, Any]:
+def _written(fix: FixReport, longest: int) -> dict[str, Any]:
     """*fix* for the file: older readers refuse a state that they do not know, and skip a field."""
-    fields = fix._replace(reason=_cut_to_fit(fix.reason))._asdict()
+    fields = fix._replace(reason=_cut_to_fit(fix.reason, longest))._asdict()
     return fields if fix.state != State.UNKNOWN.value else fields | {"state": State.NOT_NEEDED.value, "unknown": True}
 
 
@@ -302,17 +316,23 @@ def _state(fix: JsonObject) -> str:
     return State.UNKNOWN.value if unknown else fix.one_of("state", _STATES)
 
 
-def _numbered(each: Sequence[Wrong | MovedTensor | OverwrittenBlock]) -> dict[str, dict[str, Any]]:
-    return {str(number): one._asdict() for number, one in enumerate(each)}
+def _numbered(each: Sequence[Wrong | MovedTensor | OverwrittenBlock], longest: int) -> dict[str, dict[str, Any]]:
+    return {
+        str(number): {
+            name: _cut_to_fit(value, longest) if isinstance(value, str) else value
+            for name, value in one._asdict().items()
+        }
+        for number, one in enumerate(each)
+    }
 
 
 @overload
-def _cut_to_fit(text: str) -> str: ...
+def _cut_to_fit(text: str, longest: int) -> str: ...
 @overload
-def _cut_to_fit(text: str | None) -> str | None: ...
-def _cut_to_fit(text: str | None) -> str | None:
-    """*text* on one line, cut to what a reader accepts: a record with a longer one would be refused whole."""
+def _cut_to_fit(text: str | None, longest: int) -> str | None: ...
+def _cut_to_fit(text: str | None, longest: int) -> str | None:
+    """*text* on one line, cut to *longest* characters: a record with a longer one would be refused whole."""
     if text is None:
         return None
     text = printable(text)
-    return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"

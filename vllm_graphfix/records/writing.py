@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from vllm_graphfix.records.record import LARGEST, Record
 
 def write(base: Path, record: Record) -> None:
     """Puts *record* in place of what this process said before: whole or not at all. Raises OSError."""
-    data = json.dumps(record.as_json(), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    data = record.encode()
     with opened(base, "write a status record", make=True) as folder:
         if len(data) > LARGEST:
             raise OSError(errno.EFBIG, f"it has {len(data)} bytes, and at most {LARGEST} can be read")

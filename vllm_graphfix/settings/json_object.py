@@ -9,7 +9,7 @@ from typing import NoReturn
 from vllm_graphfix.text import printable
 
 LONGEST_TEXT = 1500
-"""Characters: nine texts of so many, of four bytes each, fit in a record."""
+"""Characters. Ten such texts, of four bytes each, fit in a record, which cuts them shorter where it has more."""
 _ENTRIES = 64
 """Entries of a table: fixes of a record, events of a fix."""
 _NAME = r"[a-z0-9][a-z0-9-]{0,63}"

@@ -36,6 +36,11 @@ _LEARNING = 8
 """First checks that measure eager against eager, and look for inputs that a run changed, also where nothing differs."""
 _LOUD = 0.01
 """Beyond this error of eager runs among themselves a step says nothing: eight times as much would pass for rounding."""
+_TRIES = 3
+"""Further runs of a step without its graph, where runs have differed before, until one differs from the first."""
+_FADING = 0.75
+"""The part of a graph's noise that is left after its next check, so that a step which is noisy by chance blinds no
+later one for long."""
 _ROUNDING = 0.05
 """The largest error that a kernel which cuts its work otherwise can explain, of a row's largest value, behind all
 layers."""
@@ -61,11 +66,6 @@ class Shadow:
         self.quarantined: set[Hashable] = set()
         self.memory = Memory()
         self._histories: dict[Hashable, GraphHistory] = {}
-        self._noise = {False: 0.0, True: 0.0}
-        """The largest error among runs of one step so far, of any graph without adapters, and of any with them, whose
-        kernels add in any order: a graph of its own would be known by too few. Never above `_LOUD`, so that one step
-        blinds no other.
-        """
         self._expected = 0.0
         """The least error that can be wrong, where it is known beforehand that runs round differently."""
         self._replayed_in_quarantine = self._was_loud = self._was_unfit = False
@@ -378,31 +378,29 @@ class Shadow:
             return
         of_first = agreed[0]
         known.sought += locate
-        if of_first <= self._rounding(graph) and not learning:
-            self._count_check(known)
+        if of_first <= self._rounding(graph, 0.0) and not learning:
+            self._count_check(known, 0.0)
             return
-        second, error = tried(lambda: SecondRun(checked, first, self._noise_of(graph)))
-        if second and (first.failure is None) != (second.failure is None):  # by chance, then, and not by the graph
-            error = first.failure or second.failure
-        agreed = self._agree(error, second.noise if second else 0.0, second.worst if second else 0.0)
-        if agreed is None or second is None:
+        repeated = self._repeat(checked, first, known)
+        if repeated is None:
             return
-        self.results.changed_inputs.update(second.changed_inputs)
-        if not agreed[0] <= _LOUD:  # not `>`: NaN is loud, too
-            self._skip_noisy_step(checked, replay, agreed[0], of_first)
+        second, own_noise, worst, noise_before = repeated
+        if not own_noise <= _LOUD:  # not `>`: NaN is loud, too
+            self._skip_noisy_step(checked, replay, own_noise, of_first)
             return
-        self._count_check(known)
-        self._raise_noise(graph, agreed[0])
-        rounding = self._rounding(graph)
-        if agreed[1] > rounding and not self._is_explained(checked, replay, second.worst, agreed[1]):
-            here = second.worst > self._rounding(graph)
+        # Runs that are equal leave nothing to explain a difference with, whatever other steps did.
+        noise = max(own_noise, noise_before) if own_noise else 0.0
+        self._count_check(known, own_noise)
+        rounding = self._rounding(graph, noise)
+        if worst > rounding and not self._is_explained(known, checked, replay, second.worst, worst, noise):
+            here = second.worst > rounding
             self._record_mismatch(
                 key,
                 Mismatch(
                     graph,
                     first.rows,
                     tuple(first.errors.tolist()) if here else (),
-                    self._noise_of(graph),
+                    noise,
                     first.layer,
                     self.results.checks,
                     time.time(),
@@ -411,24 +409,46 @@ class Shadow:
                 ),
             )
 
-    def _count_check(self, known: GraphHistory) -> None:
+    def _repeat(
+        self, checked: CheckedStep, first: FirstRun, known: GraphHistory
+    ) -> tuple[SecondRun, float, float, float] | None:
+        """A further run without the graph, and the largest of all ranks: its noise, its error, the graph's noise.
+
+        Ranks go on by one measure, also where their batches differ in adapters and so belong to different graphs. None
+        if a run failed on one of them, and the check is off.
+        """
+        for remaining in reversed(range(_TRIES)):
+            second, error = tried(lambda: SecondRun(checked, first))
+            if second and (first.failure is None) != (second.failure is None):  # by chance, then, and not by the graph
+                error = first.failure or second.failure
+            agreed = self._agree(error, second.noise if second else 0.0, second.worst if second else 0.0, known.noise)
+            if agreed is None or second is None:
+                return None
+            self.results.changed_inputs.update(second.changed_inputs)
+            noise, worst, noise_before = agreed
+            # Runs that differ at times may be equal by chance, and then a replay seems to differ from both.
+            if noise or not remaining or not 0 < worst <= threshold(self.results.noise):
+                return second, noise, worst, noise_before
+        return None
+
+    def _count_check(self, known: GraphHistory, noise: float) -> None:
         known.checks += 1
         self.results.checks += 1
+        known.noise *= _FADING
+        self._raise_noise(known, noise)
 
-    def _rounding(self, graph: Graph) -> float:
-        """The error above which a replay of *graph* is wrong: the same on all ranks, which go on by it.
+    def _raise_noise(self, known: GraphHistory, noise: float) -> None:
+        known.noise = max(known.noise, noise)
+        self.results.noise = max(self.results.noise, noise)
 
-        Data-parallel ranks replay graphs of one shape, but not all of them may have adapters in theirs.
+    def _rounding(self, graph: Graph, noise: float) -> float:
+        """The error above which a replay of *graph* is wrong, where runs without it differ by *noise*.
+
+        It is the same on all ranks, which go on by it: data-parallel ranks replay graphs of one shape, but not all of
+        them may have adapters in theirs.
         """
         expected = self._expected if graph.adapters or self.lockstep is not None else 0.0
-        return max(threshold(self._noise_of(graph)), expected)
-
-    def _noise_of(self, graph: Graph) -> float:
-        return self._noise[graph.adapters] if self.lockstep is None else max(self._noise.values())
-
-    def _raise_noise(self, graph: Graph, noise: float) -> None:
-        self._noise[graph.adapters] = max(self._noise[graph.adapters], noise)
-        self.results.noise = max(self._noise.values())
+        return max(threshold(noise), expected)
 
     def _skip_noisy_step(self, checked: CheckedStep, replay: Callable[[], Any], noise: float, of_first: float) -> None:
         """Runs without the graph that differ that much say nothing of a replay; others of the same graph may."""
@@ -449,7 +469,15 @@ class Shadow:
         # In the caches is then what the replay leaves, and not the last run.
         self._largest_error(lambda: checked.again(replay))
 
-    def _is_explained(self, checked: CheckedStep, replay: Callable[[], Any], here: float, anywhere: float) -> bool:
+    def _is_explained(
+        self,
+        known: GraphHistory,
+        checked: CheckedStep,
+        replay: Callable[[], Any],
+        here: float,
+        anywhere: float,
+        noise: float,
+    ) -> bool:
         """Whether the replay, as far apart as rounding may be, differs from run to run or is launched as captured.
 
         *here*: its error on this rank. If so, the caches then hold what the replay leaves, and otherwise what an eager
@@ -461,8 +489,9 @@ class Shadow:
         if again is None:
             return True
         if again <= _LOUD:
-            self._raise_noise(checked.step.graph, again)
-        rounding = self._rounding(checked.step.graph)
+            self._raise_noise(known, again)
+            noise = max(noise, again)
+        rounding = self._rounding(checked.step.graph, noise)
         if anywhere <= rounding:
             return True
         for launch in checked.step.launches:
@@ -508,7 +537,7 @@ class Shadow:
         if (why_not := self._abort.why_not()) is not None:
             self._cannot_abort(why_not)
             return
-        rounding = self._rounding(mismatch.graph)
+        rounding = self._rounding(mismatch.graph, mismatch.noise)
         wrong = [not error <= rounding for error in mismatch.errors]  # not `>`: NaN is wrong, too
         # Where a step failed, or only a state is wrong, nobody knows whose: all of the step end.
         names = requests_of_rows(wrong if mismatch.failure is None and any(wrong) else ())

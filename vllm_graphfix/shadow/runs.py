@@ -196,9 +196,9 @@ class FirstRun:
 
 
 class SecondRun:
-    """The second eager run, compared with both. *noise*: that earlier checks have seen."""
+    """The second eager run, compared with both."""
 
-    def __init__(self, checked: CheckedStep, first: FirstRun, noise: float) -> None:
+    def __init__(self, checked: CheckedStep, first: FirstRun) -> None:
         self.changed_inputs = tried(checked.before.changed_inputs)[0] or []
         output, self.failure = run_again(checked)
         rows, states = first.rows, checked.states_now()
@@ -207,7 +207,7 @@ class SecondRun:
         own = row_errors(output, first.output, rows)
         self.noise = max(_worst(own[alike]), 0.0 if alike.all() else _LEAST_NOISE, state_error(states, first.states))
         errors, still = first.errors, row_errors(checked.output, output, rows)
-        if max(noise, self.noise) > 0:
+        if self.noise > 0:
             # A token may be another one for want of the last bit, and then all that follows from it is.
             alike &= rows_drawn_alike(checked.output, first.output, rows) & rows_drawn_alike(
                 checked.output, output, rows

@@ -38,7 +38,8 @@ class Mismatch(NamedTuple):
     errors: tuple[float, ...]
     """The relative error of each real row; empty where another rank of the group found it."""
     noise: float
-    """The largest error of eager runs among themselves so far."""
+    """The largest error of eager runs among themselves, in this step or, fading, in steps of its graph before; 0 where
+    this step's are equal."""
     first_layer: str | None
     """The first layer whose cache the replay and an eager run have written differently; None until the second mismatch
     of a graph."""
@@ -85,6 +86,7 @@ class Results:
         self.seconds = 0.0
         """The seconds that checks took, their replays included."""
         self.noise = 0.0
+        """The largest error of runs of one step among themselves so far, of any graph."""
         self.kept: list[Mismatch] = []
         self.quarantined: list[Graph] = []
         self.aborted = 0
@@ -114,6 +116,8 @@ class GraphHistory:
 
     def __init__(self) -> None:
         self.checks = self.mismatches = 0
+        self.noise = 0.0
+        """The largest error of runs of one step among themselves, fading from check to check."""
         self.graph: Graph | None = None
         """Where it was found wrong."""
         self.failed = 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix._version import __version__
 from vllm_graphfix.commands.doctor.nvidia_smi import ask
-from vllm_graphfix.commands.doctor.redaction import HIDDEN, NOT_SHOWN, VARIABLES, Mask
+from vllm_graphfix.commands.doctor.redaction import HIDDEN, NOT_SHOWN, VARIABLES, Mask, hosts_in
 from vllm_graphfix.deployment import hardware
 from vllm_graphfix.fix import Mode, State, variable
 from vllm_graphfix.fixes import FIXES
@@ -24,7 +24,7 @@ from vllm_graphfix.settings import shadow_rate
 from vllm_graphfix.source.files import SourceError, open_source
 
 if TYPE_CHECKING:
-    from vllm_graphfix.commands.fleet import Engine
+    from vllm_graphfix.commands.fleet import Engine, Fleet
 
 SCHEMA = 1
 GROUP = "vllm.general_plugins"
@@ -78,7 +78,7 @@ def examine(
     }
     found["errors"] = {"last": found["fleet"].pop("errors", [])}
     said = [found[part].pop("verdict", f"{part} not known") for part in ("status", "fleet")]
-    mask = Mask(environment, found["fleet"].pop("hosts", ()))
+    mask = Mask(environment, found["fleet"].pop("hosts", ()), found["fleet"].pop("models", ()))
     return Doctor(mask.text(" ".join(said)), {name: mask.everywhere(part) for name, part in found.items()})
 
 
@@ -272,13 +272,6 @@ def _status(vllm: Path | None, environment: Mapping[str, str]) -> dict[str, Any]
     }
 
 
-def _without_values(misconfigured: Mapping[str, str], text: str) -> str:
-    """*text* without the values that mean nothing: they may be anything."""
-    for name, value in misconfigured.items():
-        text = text.replace(f"{name}={value}", f"{name}={NOT_SHOWN}")
-    return text
-
-
 _COUNTING = frozenset({State.ACTIVE.value, State.OBSERVING.value})
 
 
@@ -344,7 +337,7 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
                 for fix in engine.fixes[:_MOST]
                 if (counts := engine.counts(fix)) and (any(counts.values()) or _COUNTING & engine.states(fix).keys())
             },
-            "wrong": [_without_values(engine.misconfigured, each) for each in engine.wrong[:_MOST]],
+            "wrong": list(engine.wrong[:_MOST]),
             "notes": list(engine.notes[:_MOST]),
         }
         for engine in told
@@ -366,11 +359,22 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
         "because": sorted({each.reason for each in found.unrecorded})[:_MOST],
         "notes": [*found.notes, *found.problems][:_MOST],
         "errors": [dict(zip(("of", "state", "reason"), each, strict=True)) for each in list(errors)[-_MOST:]],
-        "hosts": sorted(
-            {
-                found.here.host,
-                os.uname().nodename,
-                *(member.record.host for engine in found.engines for member in engine.members),
-            }
-        ),
+        "hosts": sorted(hosts_of(found) | {os.uname().nodename}),
+        "models": sorted(models_of(found)),
     }
+
+
+def hosts_of(found: Fleet) -> set[str]:
+    """The hosts of all records, and those that they say other ranks to be on."""
+    named = {found.here.host, *(one.host for engine in found.engines for one in engine.unreadable)}
+    for record in (member.record for engine in found.engines for member in engine.members):
+        difference = record.agreement.difference if record.agreement is not None else None
+        reasons = (fix.reason for fix in record.fixes.values())
+        named.add(record.host)
+        named.update(*(hosts_in(text) for text in (record.problem, record.unchecked, difference, *reasons) if text))
+    return named
+
+
+def models_of(found: Fleet) -> set[str]:
+    """What the engines serve: a name or a folder that may be known to nobody else."""
+    return {name for engine in found.engines for name in engine.values_of("model")}

@@ -75,13 +75,36 @@ _SECRETS = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """By their form. Long words with three digits are keys more often than anything that is missed in a report."""
+_PLACED = (
+    re.compile(
+        r"\b(?:ranks? [0-9][0-9, -]{0,200}(?: of DP [0-9]{1,6})? ?"
+        r"|(?:front-end|api-server|engine-core|worker|process) [0-9]+ )"
+        r"(?P<before>\(|on )(?!(?:an?|the|its|their|this|that|all|other|each) )"
+        r"(?P<host>[^\s()'\";,:]{0,254}[^\s()'\";,:.])"
+    ),
+    re.compile(r"(?P<before>\b[0-9a-f]{16}-)(?P<host>[A-Za-z0-9._-]{1,64})(?=-[0-9]{1,10}\.json\b)"),
+    re.compile(r"(?P<before>\[)(?P<host>[\w.:-]{1,255})(?=\]:[0-9]{2,5}\b)"),
+    re.compile(r"(?P<before>(?<![\w.]))(?P<host>[0-9]{1,3}(?:\.[0-9]{1,3}){3})(?=(?:, |:)[0-9]{2,5}\b)"),
+)
+"""Hosts, as ranks that disagree name each other, also those that have left no record here; in names of records; and as
+errors of a store or a collective name what cannot be reached."""
+_WORDS = r"on(?::[0-9a-f]{16})?|off|auto|observe|strict|report|repair|quarantine|abort|[0-9]+(?:[./][0-9]+)?(?:\ ?%)?"
+_VALUE_ENDS = rf"(?:,\ {settings.PREFIX}|\ means\ nothing|['\"]\ on\ ranks?\ [0-9]|…$)"
+_MISTYPED = re.compile(
+    rf"""\b(?P<name>(?!{settings.STATUS_DIR}=){settings.PREFIX}\w*)=(?:
+      '(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"
+      |(?!(?:{_WORDS}){_VALUE_ENDS}).{{0,200}}?(?={_VALUE_ENDS})
+      |(?!(?:{_WORDS})(?![\w/:=+-]))[^\s,;]+)""",
+    re.VERBOSE,
+)
+"""A value of ours that means nothing: wherever it is quoted or said to, and any that is no word of ours."""
 _HOMES = re.compile(r"(?<![\w.])/(?:home|Users|export/home|var/home)/[^/\s'\"`]+")
 
 
 class Mask:
     """Takes what is nobody's business out of texts."""
 
-    def __init__(self, environment: Mapping[str, str], hosts: Iterable[str]) -> None:
+    def __init__(self, environment: Mapping[str, str], hosts: Iterable[str], models: Iterable[str] = ()) -> None:
         known = {*settings.names(fix.name for fix in FIXES), "PWD", "OLDPWD", *(each.name for each in VARIABLES)}
         ours = settings.ROLLOUT_KEY
         named = (
@@ -90,29 +113,40 @@ class Mask:
             if name == ours or (name not in known and _is_secret_name(name))
         )
         # Short ones are numbers and words that are in every text, and long ones in none: texts are cut.
-        values = {value for value in named if 6 <= len(value) <= 4 * _LONGEST}
+        values = {value for value in (*named, *models) if 6 <= len(value) <= 4 * _LONGEST}
         self._values = sorted(values, key=lambda value: (-len(value), value))
         self._home = (environment.get("HOME") or "").rstrip("/")
         told = sorted(
             {host for host in hosts if len(host) > 3 and host != "localhost"}, key=lambda host: (-len(host), host)
         )
+        self._names = {host: f"host-{number}" for number, host in enumerate(told, 1)}
         self._hosts = [
-            (re.compile(rf"(?<![\w.-]){re.escape(host)}(?![\w-])"), f"host-{number}")
-            for number, host in enumerate(told, 1)
+            (re.compile(rf"(?<![\w.-]){re.escape(host)}(?:\.\w[\w-]*)*(?![\w-])"), name)
+            for host, name in self._names.items()
         ]
 
     def text(self, text: str) -> str:
-        text = text[: 4 * _LONGEST]
+        text = self.whole_text(text[: 4 * _LONGEST])
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+    def whole_text(self, text: str) -> str:
+        """*text* on one line, however long it is."""
         for value in self._values:
             text = text.replace(value, HIDDEN)
         text = _SECRETS.sub(_without_secret, text)
         if len(self._home) > 1:
             text = re.sub(rf"{re.escape(self._home)}(?![\w.-])", "~", text)
         text = _HOMES.sub("~", text)
+        text = _MISTYPED.sub(rf"\g<name>={NOT_SHOWN}", text)
+        for placed in _PLACED:
+            text = placed.sub(self._without_host, text)
         for host, name in self._hosts:
             text = host.sub(name, text)
-        text = printable(text)
-        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+        return printable(text)
+
+    def _without_host(self, found: re.Match[str]) -> str:
+        name = self._names.setdefault(found["host"], f"host-{len(self._names) + 1}")
+        return f"{found[0][: found.start('host') - found.start()]}{name}"
 
     def everywhere(self, value: Any, *, of_records: bool = False) -> Any:
         """*value* with all texts in it masked, and those keys that records have named.
@@ -129,6 +163,11 @@ class Mask:
         if isinstance(value, (list, tuple)):
             return [self.everywhere(inner, of_records=of_records) for inner in value]
         return self.text(value) if isinstance(value, str) else value
+
+
+def hosts_in(text: str) -> set[str]:
+    """The hosts that *text* says processes to be on."""
+    return {found["host"] for placed in _PLACED for found in placed.finditer(text)}
 
 
 def _without_secret(found: re.Match[str]) -> str:
