@@ -29,7 +29,7 @@ from vllm_graphfix.commands.doctor.redaction import Mask, hosts_in
 from vllm_graphfix.deployment import hardware
 from vllm_graphfix.engine import rank_agreement
 from vllm_graphfix.fixes import BY_NAME, FIXES, about
-from vllm_graphfix.records import AgreementReport, Decided, FixReport
+from vllm_graphfix.records import AgreementReport, Decided, FixReport, own_folder
 from vllm_graphfix.settings import environment as settings
 
 PARTS = ["versions", "gpu", "platform", "plugin", "environment", "status", "fleet", "errors"]
@@ -459,6 +459,17 @@ def test_hosts_and_values_of_ranks_without_a_record_are_not_shown(tmp_path: Path
     assert [line for line in engine["wrong"] if re.search(r"worker 7 on host-\d is gone", line)]
     shown = masked + json.dumps(examined()) + pasted()
     assert not re.findall(r"hunter|gpu-1\d|corp|10\.1\.2\.3|\bn[0-5]\b|of; |of x", shown)
+
+
+def test_the_host_of_a_record_that_cannot_be_read_is_not_shown(tmp_path: Path) -> None:
+    broken = [record(host="gpu-17", pid=78, rank=1, world_size=2), record(host="n7", engine="f" * 16, pid=79)]
+    leave(tmp_path / "records", record(rank=0, world_size=2), *broken)
+    for one in broken:
+        (own_folder(tmp_path / "records") / one.file_name).write_text("{")
+    found = examined()["fleet"]
+    assert re.search(r"process 78 on host-\d is not known: its record \S+-host-\d-78.json ", str(found))
+    assert "2 files are not records or cannot be read" in str(found["notes"])
+    assert not re.findall(r"gpu-17|\bn7\b", str(found) + pasted())
 
 
 def test_no_served_model_is_named(tmp_path: Path) -> None:

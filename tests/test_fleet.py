@@ -420,6 +420,57 @@ def test_what_is_told_to_a_terminal_is_text_and_no_markup(tmp_path: Path) -> Non
     assert text(tmp_path).count(hostile) >= 3
 
 
+def unreadable(one: Record, content: str, base: Path) -> None:
+    leave(base, one)
+    (own_folder(base) / one.file_name).write_text(content)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('{"schema": 1', "it is not JSON (JSONDecodeError)"),
+        ('{"schema": 2}', "it has schema 2, but this vllm-graphfix knows only 1: use a newer version"),
+        ("x" * (64 * 1024 + 1), "it has 65537 bytes; a record has at most 65536"),
+    ],
+    ids=["cut short", "a newer one", "too large"],
+)
+def test_a_rank_whose_record_cannot_be_read_is_exit_1_and_not_elsewhere(
+    content: str, why: str, tmp_path: Path, two: tuple[Identity, Identity]
+) -> None:
+    first, second = ranks(two)
+    leave(tmp_path, record(), first)
+    unreadable(second, content, tmp_path)
+    engine, place = only(tmp_path), own_folder(tmp_path) / second.file_name
+    assert engine.wrong == (
+        f"the state of process {second.pid} on {second.host} is not known: its record {place} cannot be read ({why})",
+        "no record of rank 1 can be read",
+    )
+    assert (engine.status, engine.notes, look(tmp_path).exit_code) == ("not in order", (), 1)
+    assert as_json(look(tmp_path))["engines"][0]["ranks"]["unreadable"] == [
+        {"host": second.host, "pid": second.pid, "file": str(place), "why": why}
+    ]
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_unreadable_record_stands_for_no_other_rank_that_is_elsewhere(tmp_path: Path) -> None:
+    leave(tmp_path, *(record(elsewhere(rank), rank, 8) for rank in range(4)))
+    unreadable(record(elsewhere(4), 4, 8), "", tmp_path)
+    engine = only(tmp_path)
+    assert [what.split(":")[0] for what in engine.wrong] == ["the state of process 4 on node-b is not known"]
+    assert "ranks 4-7 run on machines whose records are not here" in engine.notes[0]
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_unreadable_record_of_a_process_that_is_gone_or_of_another_engine_is_no_fault(
+    tmp_path: Path, two: tuple[Identity, Identity]
+) -> None:
+    leave(tmp_path, *ranks(two))
+    unreadable(record(two[0]._replace(pid=2**22 + 1), 2, 3), "", tmp_path)
+    unreadable(record(engine=OTHER_ENGINE), "", tmp_path)
+    assert (only(tmp_path).wrong, look(tmp_path).exit_code) == ((), 0)
+
+
 @pytest.mark.usefixtures("alone")
 def test_files_that_are_no_records_are_said_and_change_nothing(tmp_path: Path) -> None:
     leave(tmp_path, record(rank=0))

@@ -62,7 +62,7 @@ def test_the_json_is_the_interface_that_is_documented(tmp_path: Path, two: tuple
         "master": "on",
         "misconfigured": {},
         "hosts": [mine.host],
-        "ranks": {"expected": 2, "recorded": 2, "agreeing": 2, "missing": []},
+        "ranks": {"expected": 2, "recorded": 2, "agreeing": 2, "unreadable": [], "missing": []},
         "fixes": {
             "capture-state": {
                 "states": {"active": ["rank 0", "rank 1"]},

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from vllm_graphfix.records.folder import base_folder, own_folder, shown_path
 from vllm_graphfix.records.liveness import Liveness, all_liveness, liveness_of, visible
-from vllm_graphfix.records.process_identity import Identity, identity
+from vllm_graphfix.records.process_identity import Identity, exists, identity
 from vllm_graphfix.records.pruning import PRUNED_AFTER, prune
-from vllm_graphfix.records.reading import FILES, Found, Reading, read
+from vllm_graphfix.records.reading import FILES, Found, Reading, Unreadable, read
 from vllm_graphfix.records.record import (
     LARGEST,
     AgreementReport,
@@ -43,9 +43,11 @@ __all__ = [
     "Record",
     "RecordError",
     "Reporter",
+    "Unreadable",
     "Wrong",
     "all_liveness",
     "base_folder",
+    "exists",
     "identity",
     "liveness_of",
     "own_folder",

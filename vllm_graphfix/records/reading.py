@@ -18,7 +18,7 @@ from vllm_graphfix.text import printable
 FILES = 4 * 4096
 """Records that are read at once."""
 _FOLDER = re.compile(r"vllm-graphfix-(0|[1-9][0-9]{0,9})")
-_FILE = re.compile(r"[0-9a-f]{16}-[A-Za-z0-9._-]{1,64}-[0-9]{1,10}\.json")
+_FILE = re.compile(r"([0-9a-f]{16})-([A-Za-z0-9._-]{1,64})-([0-9]{1,10})\.json")
 
 
 class Found(NamedTuple):
@@ -32,6 +32,16 @@ class Found(NamedTuple):
     """The inode of the file: another one whenever the record was written anew, the same when it was touched."""
 
 
+class Unreadable(NamedTuple):
+    """A file with the name of a record, of which nothing else is known."""
+
+    engine: str
+    host: str
+    pid: int
+    path: Path
+    why: str
+
+
 class Reading(NamedTuple):
     """What came of reading all folders."""
 
@@ -40,6 +50,7 @@ class Reading(NamedTuple):
     """What could not be read, a line for each folder."""
     skipped: int = 0
     """Files beyond `FILES`: engines may be missing."""
+    unreadable: tuple[Unreadable, ...] = ()
 
 
 def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tuple[str, int]] = frozenset()) -> Reading:
@@ -52,6 +63,7 @@ def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tup
     """
     found: list[Found] = []
     problems: list[str] = []
+    unreadable: list[Unreadable] = []
     skipped = 0
     mine = own_folder(base)
     folders = [mine]
@@ -79,13 +91,13 @@ def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tup
         try:
             uid = int(path.name.rpartition("-")[2])
             check_owner(folder, uid)
-            skipped += _read_folder(folder, path, uid, found, problems, first, skip)
+            skipped += _read_folder(folder, path, uid, found, problems, unreadable, first, skip)
         except OSError as error:
             refused.append(f"{shown_path(path)}: {why(error)}")
         finally:
             os.close(folder)
     problems += _summed_in_one_line(refused, "folders")
-    return Reading(tuple(found), tuple(problems), skipped)
+    return Reading(tuple(found), tuple(problems), skipped, tuple(unreadable))
 
 
 def _read_folder(
@@ -94,11 +106,12 @@ def _read_folder(
     uid: int,
     found: list[Found],
     problems: list[str],
+    unreadable: list[Unreadable],
     first: str,
     skip: Collection[tuple[str, int]],
 ) -> int:
     """Reads the records in *folder* into *found*, and returns how many files it had to leave out."""
-    wrong: list[str] = []
+    wrong: list[tuple[str, str]] = []
     with os.scandir(folder) as entries:
         names = [
             entry.name
@@ -117,10 +130,14 @@ def _read_folder(
         except FileNotFoundError:
             continue  # its process has ended since
         except RecordError as error:
-            wrong.append(f"{printable(name)}: {error}")
+            wrong.append((name, str(error)))
         except OSError as error:
-            wrong.append(f"{printable(name)}: {why(error)}")
-    problems += [f"{shown_path(path)}: {line}" for line in _summed_in_one_line(wrong, "files")]
+            wrong.append((name, why(error)))
+    lines = [f"{printable(name)}: {reason}" for name, reason in wrong]
+    problems += [f"{shown_path(path)}: {line}" for line in _summed_in_one_line(lines, "files")]
+    for name, reason in wrong:
+        if parts := _FILE.fullmatch(name):
+            unreadable.append(Unreadable(parts[1], parts[2], int(parts[3]), path / name, reason))
     return skipped
 
 

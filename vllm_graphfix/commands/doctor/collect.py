@@ -366,7 +366,7 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def hosts_of(found: Fleet) -> set[str]:
     """The hosts of all records, and those that they say other ranks to be on."""
-    named = {found.here.host}
+    named = {found.here.host, *(one.host for engine in found.engines for one in engine.unreadable)}
     for record in (member.record for engine in found.engines for member in engine.members):
         difference = record.agreement.difference if record.agreement is not None else None
         reasons = (fix.reason for fix in record.fixes.values())

@@ -77,15 +77,17 @@ _SECRETS = re.compile(
 """By their form. Long words with three digits are keys more often than anything that is missed in a report."""
 _PLACED = (
     re.compile(
-        r"\b(?:ranks? [0-9][0-9, -]{0,200}(?: of DP [0-9]{1,6})? ?|(?:front-end|api-server|engine-core|worker) [0-9]+ )"
+        r"\b(?:ranks? [0-9][0-9, -]{0,200}(?: of DP [0-9]{1,6})? ?"
+        r"|(?:front-end|api-server|engine-core|worker|process) [0-9]+ )"
         r"(?P<before>\(|on )(?!(?:an?|the|its|their|this|that|all|other|each) )"
         r"(?P<host>[^\s()'\";,:]{0,254}[^\s()'\";,:.])"
     ),
+    re.compile(r"(?P<before>\b[0-9a-f]{16}-)(?P<host>[A-Za-z0-9._-]{1,64})(?=-[0-9]{1,10}\.json\b)"),
     re.compile(r"(?P<before>\[)(?P<host>[\w.:-]{1,255})(?=\]:[0-9]{2,5}\b)"),
     re.compile(r"(?P<before>(?<![\w.]))(?P<host>[0-9]{1,3}(?:\.[0-9]{1,3}){3})(?=(?:, |:)[0-9]{2,5}\b)"),
 )
-"""Hosts, as ranks that disagree name each other, also those that have left no record here; and as errors of a store or
-a collective name what cannot be reached."""
+"""Hosts, as ranks that disagree name each other, also those that have left no record here; in names of records; and as
+errors of a store or a collective name what cannot be reached."""
 _WORDS = r"on(?::[0-9a-f]{16})?|off|auto|observe|strict|report|repair|quarantine|abort|[0-9]+(?:[./][0-9]+)?(?:\ ?%)?"
 _VALUE_ENDS = rf"(?:,\ {settings.PREFIX}|\ means\ nothing|['\"]\ on\ ranks?\ [0-9]|…$)"
 _MISTYPED = re.compile(

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_graphfix.fix import State
 from vllm_graphfix.marks import process as marks
-from vllm_graphfix.records import PRUNED_AFTER, FixReport, Found, Liveness, Record
+from vllm_graphfix.records import PRUNED_AFTER, FixReport, Found, Liveness, Record, Unreadable, shown_path
 from vllm_graphfix.settings.environment import STATUS_DIR
 from vllm_graphfix.text import ago, lasting, ranks_named
 
@@ -66,6 +66,8 @@ class Engine:
 
     name: str
     members: tuple[Member, ...]
+    unreadable: tuple[Unreadable, ...] = ()
+    """Records of processes that may run, of which no more than the name can be read."""
     live: bool = field(init=False)
     wrong: tuple[str, ...] = field(init=False)
     """What somebody has to see to."""
@@ -241,13 +243,22 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
         wrong.append(f"not heard from for {min(m.age for m in silent):.0f} s: {engine.several(silent)}")
     if starting := engine.starting:
         notes.append(f"starting for {lasting(max(m.unchanged for m in starting))}: {engine.several(starting)}")
-    elif not any(member.record.rank is not None for member in engine.members):
+    wrong += [
+        f"the state of process {one.pid} on {one.host} is not known: its record {shown_path(one.path)} cannot be read "
+        f"({one.why})"
+        for one in engine.unreadable
+    ]
+    unread = len(engine.unreadable)
+    if not starting and not unread and not any(member.record.rank is not None for member in engine.members):
         wrong.append(
             "no rank has reported: they are starting, "
             f"or run on machines whose records are not here (put {STATUS_DIR} on shared storage)"
         )
     for absent, agreed in engine.missing():
-        if agreed:
+        if len(absent) <= unread:
+            unread -= len(absent)
+            wrong.append(f"no record of {ranks_named(absent)} can be read")
+        elif agreed:
             verb = "runs on a machine" if len(absent) == 1 else "run on machines"
             notes.append(
                 f"{ranks_named(absent)} {verb} whose records are not here: put {STATUS_DIR} on shared storage to see "

@@ -59,6 +59,9 @@ def _engine_json(engine: Engine) -> dict[str, Any]:
             "expected": engine.expected,
             "recorded": len(engine.ranked),
             "agreeing": engine.agreeing,
+            "unreadable": [
+                {"host": one.host, "pid": one.pid, "file": str(one.path), "why": one.why} for one in engine.unreadable
+            ],
             "missing": [{"ranks": absent, "agreed": agreed} for absent, agreed in engine.missing()],
         },
         "processes": [

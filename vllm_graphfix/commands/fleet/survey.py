@@ -11,7 +11,17 @@ from pathlib import Path
 
 from vllm_graphfix.commands.fleet.engine import Engine, Member
 from vllm_graphfix.commands.fleet.unrecorded import Unrecorded, without_record
-from vllm_graphfix.records import Identity, all_liveness, base_folder, identity, read, shown_path, visible
+from vllm_graphfix.records import (
+    Identity,
+    Unreadable,
+    all_liveness,
+    base_folder,
+    exists,
+    identity,
+    read,
+    shown_path,
+    visible,
+)
 from vllm_graphfix.settings.environment import STATUS_DIR
 
 IN_ORDER, NOT_IN_ORDER, NOTHING, STARTING = 0, 1, 3, 4
@@ -68,8 +78,13 @@ def look(folder: Path | None = None) -> Fleet:
         for found, state in zip(reading.found, all_liveness(reading.found, now, here), strict=True)
     ]
     unrecorded, notes = without_record(base, here, members, now)
-    engines = _engines(_without_abandoned_engines(members))
+    engines = _engines(_without_abandoned_engines(members), _unreadable(reading.unreadable, here))
     return Fleet(base, here, engines, unrecorded, notes, reading.problems, reading.skipped)
+
+
+def _unreadable(found: Iterable[Unreadable], here: Identity) -> list[Unreadable]:
+    """Less what processes have left that are gone: of those of other machines that cannot be told."""
+    return [one for one in found if one.host != here.host or exists(one.pid)]
 
 
 def _is_folder(path: Path) -> bool:
@@ -100,7 +115,7 @@ def _without_abandoned_engines(members: Sequence[Member]) -> list[Member]:
     ]
 
 
-def _engines(members: Iterable[Member]) -> tuple[Engine, ...]:
+def _engines(members: Iterable[Member], unreadable: Iterable[Unreadable]) -> tuple[Engine, ...]:
     members = list(members)
     # Whose folder it is, too: other users may write what they like.
     leaders = {(m.found.path.parent, m.record.engine): m.record.leader for m in members if m.record.leader is not None}
@@ -109,7 +124,14 @@ def _engines(members: Iterable[Member]) -> tuple[Engine, ...]:
         place = member.found.path.parent
         name = leaders.get((place, member.record.engine)) or member.record.engine
         joined.setdefault((place, name), []).append(member)
-    engines = [Engine(name, tuple(sorted(found, key=_order))) for (_, name), found in joined.items()]
+    broken: dict[tuple[Path, str], list[Unreadable]] = {}
+    for one in unreadable:
+        place = one.path.parent
+        broken.setdefault((place, leaders.get((place, one.engine)) or one.engine), []).append(one)
+    engines = [
+        Engine(place[1], tuple(sorted(found, key=_order)), tuple(broken.get(place, ())))
+        for place, found in joined.items()
+    ]
     return tuple(sorted(engines, key=lambda engine: (not engine.live, engine.name)))
 
 
