@@ -338,6 +338,18 @@ def test_a_program_that_makes_one_engine_after_the_other_is_in_order(
     assert (engine.name, engine.wrong) == (OTHER_ENGINE, ())
 
 
+@needs_root
+@pytest.mark.usefixtures("alone")
+def test_a_record_of_another_user_makes_no_engine_of_this_one_an_abandoned_one(tmp_path: Path) -> None:
+    mine = record(written=time.time())
+    leave(tmp_path, mine._replace(engine=OTHER_ENGINE, written=time.time() + 60))
+    theirs = own_folder(tmp_path).rename(tmp_path / "vllm-graphfix-12345")
+    for path in (*theirs.iterdir(), theirs):
+        os.chown(path, 12345, 12345)
+    leave(tmp_path, mine)
+    assert [(engine.name, engine.live) for engine in look(tmp_path).engines] == [(ENGINE, True), (OTHER_ENGINE, False)]
+
+
 def test_a_program_that_has_two_engines_at_once_shows_both(
     tmp_path: Path, start: Start, two: tuple[Identity, Identity]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import pwd
 import signal
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def test_the_json_is_the_interface_that_is_documented(tmp_path: Path, two: tuple
         "engine": ENGINE,
         "status": "in order",
         "live": True,
+        "user": pwd.getpwuid(os.geteuid()).pw_name,
         "wrong": [],
         "notes": [],
         "model": "some/model",

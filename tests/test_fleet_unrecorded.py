@@ -16,8 +16,9 @@ import pytest
 
 from fleets import WITHOUT_RECORD, Start, here, reason, said_of, text
 from records import leave, needs_root, of, record
-from vllm_graphfix.commands.fleet import Unrecorded, look
+from vllm_graphfix.commands.fleet import Unrecorded, as_json, look, unrecorded
 from vllm_graphfix.commands.fleet.unrecorded import _is_vllm
+from vllm_graphfix.records import own_folder
 
 
 def test_a_server_that_filters_the_plugin_out_is_said_to(tmp_path: Path, serve: Start) -> None:
@@ -90,6 +91,45 @@ def test_a_server_with_a_record_is_not_listed(tmp_path: Path, serve: Start) -> N
     reason(process, tmp_path)
     leave(tmp_path, record(of(process.pid)))
     assert said_of(process, tmp_path) is None
+
+
+def give(base: Path, uid: int) -> None:
+    """Gives the records below *base* to another user."""
+    theirs = base / f"vllm-graphfix-{uid}"
+    own_folder(base).rename(theirs)
+    for path in (*theirs.iterdir(), theirs):
+        os.chown(path, uid, uid)
+
+
+@needs_root
+@pytest.mark.parametrize("container", [False, True], ids=["here", "in a container"])
+def test_a_record_of_another_user_hides_no_process_and_is_said_to_be_theirs(
+    container: bool, tmp_path: Path, serve: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = serve(env=here(tmp_path))
+    theirs = of(process.pid)
+    if container:
+        theirs = theirs._replace(pid_namespace="pid:[1]")
+    monkeypatch.setattr(unrecorded, "_own_view", lambda pid, _: (theirs.pid_namespace, pid))
+    leave(tmp_path, record(theirs, kept=True))
+    give(tmp_path, 12345)
+    assert reason(process, tmp_path).endswith("; a record of uid 12345 names it, and is not its own")
+    found = look(tmp_path)
+    assert (found.engines[0].live, found.engines[0].owner) == (container, 12345)
+    assert "records of uid 12345" in text(tmp_path)
+    assert as_json(found)["engines"][0]["user"] == "uid 12345"
+    leave(tmp_path, record(theirs, kept=True))
+    assert said_of(process, tmp_path) is None
+
+
+@needs_root
+def test_a_process_of_another_user_with_a_record_of_theirs_is_not_listed(tmp_path: Path, start: Start) -> None:
+    process = start("VLLM::EngineCore", "600", executable="/bin/sleep", env=here(tmp_path), user=12345)
+    leave(tmp_path, record(of(process.pid)))
+    reason(process, tmp_path)
+    give(tmp_path, 12345)
+    assert said_of(process, tmp_path) is None
+    assert look(tmp_path).engines[0].live
 
 
 def test_an_old_record_of_another_process_with_its_id_does_not_count(tmp_path: Path, serve: Start) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 
-from vllm_graphfix.records.process_identity import Identity, exists, seen_by_system
+from vllm_graphfix.records.process_identity import Identity, exists, owner_of, seen_by_system
 from vllm_graphfix.records.reading import Found
 from vllm_graphfix.records.record import Record
 
@@ -40,6 +40,9 @@ def liveness_of(found: Found, now: float, here: Identity, among: Collection[Foun
         if seen is not None and (seen.start_ticks != record.start_ticks or seen.state in ("Z", "X", "x")):
             return Liveness.DEAD
         if seen is None and not exists(record.pid):
+            return Liveness.DEAD
+        # Anyone may write a record that names somebody else's process.
+        if found.owner is not None and owner_of(record.pid) not in (None, found.owner):
             return Liveness.DEAD
         if not record.kept:
             return Liveness.ALIVE

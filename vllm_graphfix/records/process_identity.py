@@ -55,6 +55,17 @@ def seen_by_system(pid: int) -> Seen | None:
         os.close(descriptor)
 
 
+def owner_of(pid: int) -> int | None:
+    """The effective user of the process *pid*; None if /proc does not say.
+
+    Who owns its folder in /proc is another matter: that is root's where a process cannot be dumped.
+    """
+    with suppress(OSError, ValueError):
+        found = re.search(r"^Uid:\s+\d+\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
+        return int(found[1]) if found else None
+    return None
+
+
 def exists(pid: int) -> bool:
     """Whether there is a process with this ID, also one that /proc hides (hidepid)."""
     try:

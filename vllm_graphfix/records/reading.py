@@ -31,6 +31,12 @@ class Found(NamedTuple):
     inode: int = 0
     """The inode of the file: another one whenever the record was written anew, the same when it was touched."""
 
+    @property
+    def owner(self) -> int | None:
+        """The user whose folder it is in, and who alone can have written it."""
+        named = _FOLDER.fullmatch(self.path.parent.name)
+        return int(named[1]) if named else None
+
 
 class Unreadable(NamedTuple):
     """A file with the name of a record, of which nothing else is known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,13 @@ YOUNG = 120.0
 """Seconds in which a process of vLLM may not have come to its plugins: it imports torch first."""
 _MOST_MISSING = 1024
 """Ranks of one world that are told to be missing: a file may claim a world of any size, and another user's too."""
+
+
+def user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return f"uid {uid}"
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,11 @@ class Engine:
         object.__setattr__(self, "live", any(member.live for member in self.members))
         object.__setattr__(self, "wrong", tuple(dict.fromkeys(wrong)))
         object.__setattr__(self, "notes", tuple(dict.fromkeys(notes)))
+
+    @property
+    def owner(self) -> int | None:
+        """The user whose records these are."""
+        return self.members[0].found.owner
 
     @property
     def status(self) -> str:

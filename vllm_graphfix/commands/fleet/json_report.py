@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_graphfix._version import __version__
-from vllm_graphfix.commands.fleet.engine import Engine
+from vllm_graphfix.commands.fleet.engine import Engine, user_name
 from vllm_graphfix.commands.fleet.survey import Fleet
 
 SCHEMA = 1
@@ -44,6 +44,7 @@ def _engine_json(engine: Engine) -> dict[str, Any]:
         "engine": engine.name,
         "status": engine.status,
         "live": engine.live,
+        "user": user_name(engine.owner) if engine.owner is not None else None,
         "wrong": list(engine.wrong),
         "notes": list(engine.notes),
         "model": next(iter(engine.values_of("model")), None),

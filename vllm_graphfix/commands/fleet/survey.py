@@ -100,18 +100,25 @@ def _without_abandoned_engines(members: Sequence[Member]) -> list[Member]:
     Their process lives and so does its record; an engine with a rank that lives is kept, since a program may have two
     at once.
     """
-    latest: dict[tuple[str, int, int], float] = {}
+
+    def place(member: Member) -> tuple[Path, str]:  # another user may name any engine and process
+        return member.found.path.parent, member.record.engine
+
+    def process(member: Member) -> tuple[Path, str, int, int]:
+        record = member.record
+        return member.found.path.parent, record.host, record.pid, record.start_ticks
+
+    latest: dict[tuple[Path, str, int, int], float] = {}
     for member in members:
-        process = member.record.host, member.record.pid, member.record.start_ticks
-        latest[process] = max(latest.get(process, 0.0), member.record.written)
-    serving = {member.record.engine for member in members if member.live and member.record.rank is not None}
+        latest[process(member)] = max(latest.get(process(member), 0.0), member.record.written)
+    serving = {place(member) for member in members if member.live and member.record.rank is not None}
     return [
         member
         for member in members
         if member.record.role != "front-end"
-        or member.record.engine in serving
+        or place(member) in serving
         or member.record.problem is not None
-        or member.record.written >= latest[member.record.host, member.record.pid, member.record.start_ticks]
+        or member.record.written >= latest[process(member)]
     ]
 
 

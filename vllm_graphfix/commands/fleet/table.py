@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_graphfix.commands.fleet.engine import BAD, Engine
+from vllm_graphfix.commands.fleet.engine import BAD, Engine, user_name
 from vllm_graphfix.commands.fleet.survey import Fleet, FleetError, look
 from vllm_graphfix.commands.fleet.unrecorded import Unrecorded
 from vllm_graphfix.fix import State
@@ -141,7 +142,13 @@ def _summary_lines(fleet: Fleet) -> list[RenderableType]:
 
 
 def _engine_label(engine: Engine) -> str:
-    return f"{engine.name} ({', '.join([*engine.values_of('model')[:1], *engine.values_of('host')[:2]])})"
+    of = [*engine.values_of("model")[:1], *engine.values_of("host")[:2], *_foreign(engine)]
+    return f"{engine.name} ({', '.join(of)})"
+
+
+def _foreign(engine: Engine) -> list[str]:
+    """The user whose records these are, if it is another one."""
+    return [f"records of {user_name(engine.owner)}"] if engine.owner not in (None, os.geteuid()) else []
 
 
 def _details(fleet: Fleet) -> RenderableType:
@@ -198,6 +205,7 @@ def _engine_details(engine: Engine) -> list[RenderableType]:
         *([f"VLLM_GRAPHFIX={escape(decided.master)}"] if decided.master != "on" else []),
         *([rollout] if chosen else []),
         f"on {escape(', '.join(engine.values_of('host')))}",
+        *map(escape, _foreign(engine)),
     ]
     head = f"[bold]{model}[/]  engine {engine.name}  [{_STATUS_COLOURS[engine.status]}]{engine.status}[/]"
     parts: list[RenderableType] = [

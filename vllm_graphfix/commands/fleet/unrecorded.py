@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_graphfix.commands.fleet.engine import YOUNG, Member
+from vllm_graphfix.commands.fleet.engine import YOUNG, Member, user_name
 from vllm_graphfix.records import Identity, base_folder
 from vllm_graphfix.settings.environment import STATUS_DIR
 
@@ -60,7 +60,10 @@ def without_record(
 ) -> tuple[tuple[Unrecorded, ...], tuple[str, ...]]:
     import psutil
 
-    recorded = {(m.record.pid_namespace, m.record.pid) for m in members if m.live and m.record.boot == here.boot}
+    recorded: dict[tuple[str, int], list[Member]] = {}
+    for member in members:
+        if member.record.boot == here.boot:
+            recorded.setdefault((member.record.pid_namespace, member.record.pid), []).append(member)
     processes: dict[int, psutil.Process] = {}
     for process in psutil.process_iter(["ppid", "cmdline", "create_time", "uids"]):
         process.info["cmdline"] = [
@@ -68,7 +71,11 @@ def without_record(
         ]  # a title is followed by empty ones
         processes[process.pid] = process
     vllm = {pid for pid, process in processes.items() if _is_vllm(process.info["cmdline"])}
-    known = {pid for pid in vllm if _own_view(pid, here) in recorded}
+    known = {
+        pid
+        for pid in vllm
+        if any(m.live and _is_own(m, processes[pid]) for m in recorded.get(_own_view(pid, here), ()))
+    }
     for pid, process in processes.items():
         # A child that has no title yet, of a server that is without the plugin; other servers have helpers that need
         # none.
@@ -96,12 +103,21 @@ def without_record(
             if elsewhere
             else _reason(process.pid, environment, command, age)
         )
+        others = [m for m in recorded.get(_own_view(process.pid, here), ()) if not _is_own(m, process)]
+        if others:
+            users = sorted({user_name(m.found.owner) for m in others if m.found.owner is not None})
+            reason += f"; a record of {', '.join(users)} names it, and is not its own"
         told = _printable_and_cut(" ".join(process.info["cmdline"]))
-        starting = reason == _JUST_STARTED
+        starting = reason.startswith(_JUST_STARTED)
         found.append(
             Unrecorded(process.pid, _user(process), told, age, _printable_and_cut(reason), elsewhere, starting)
         )
     return tuple(found), notes
+
+
+def _is_own(member: Member, process: psutil.Process) -> bool:
+    """Whether the user of *process* has left the record: anyone may write one that names it."""
+    return member.found.owner in (None, getattr(process.info["uids"], "effective", member.found.owner))
 
 
 def _is_vllm(command: Sequence[str]) -> bool:
