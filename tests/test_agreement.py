@@ -90,7 +90,7 @@ def test_a_difference_names_what_differs_and_the_ranks_with_their_hosts(changed:
         (
             "AGREEMENT_TIMEOUT",
             "60.5",
-            "the mode of agreement-timeout is '600 s' on rank 0 (node-a); '60.5 s' on rank 1 (node-a).",
+            "the mode of agreement-timeout is 'as vLLM' on rank 0 (node-a); '60.5 s' on rank 1 (node-a).",
         ),
     ],
 )
