@@ -164,9 +164,10 @@ def test_check_is_3_for_a_shape_that_nobody_has_looked_at(tmp_path: Path) -> Non
 
 
 def test_check_is_4_where_nothing_of_a_defect_was_seen_in_new_code(tmp_path: Path) -> None:
-    renamed = {FLASHMLA: lambda text: text.replace("scheduler_metadata.tile_scheduler_metadata = ", "self.plan = ")}
+    path = "vllm/model_executor/models/roberta.py"
+    renamed = {path: lambda text: text.replace("replace_roberta_positions", "shifted_positions")}
     root = edited(release_root("0.18.1"), tmp_path / "fork", renamed)
-    row = next(row for row in status(root, check=True, code=4)["fixes"] if row["name"] == "flashmla-fp8")
+    row = next(row for row in status(root, check=True, code=4)["fixes"] if row["name"] == "roberta-positions")
     assert (row["diagnosis"], row["would_be"], row["defect_seen"]) == ("unrecognised", "unknown", False)
     assert "the nearest known release is 0.18.1, where it is affected" in row["reason"]
 
