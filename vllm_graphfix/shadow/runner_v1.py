@@ -71,10 +71,7 @@ def diagnose(source: Source) -> Diagnosis:
             Verdict.AFFECTED, "full graphs of model runner V1 replay in CUDAGraphWrapper", call.where, shape
         )
     return Diagnosis(
-        Verdict.UNRECOGNISED,
-        "full graphs of model runner V1 replay in a way that is not recognised",
-        call.where,
-        defect_seen=True,
+        Verdict.UNRECOGNISED, "full graphs of model runner V1 replay in a way that is not recognised", call.where
     )
 
 

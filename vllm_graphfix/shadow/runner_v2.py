@@ -71,8 +71,7 @@ def diagnose(source: Source) -> Diagnosis:
         <= set(context.parameters)
     ):
         capture = source.function(GRAPHS, "CudaGraphManager.capture")
-        asks = forward_functions(capture) if capture and capture.takes.startswith("self, create_forward_fn, ") else []
-        measured = asks and capture and capture.mentions(create_forward_fn=len(asks))
+        measured = capture and capture.takes.startswith("self, create_forward_fn, ") and forward_functions(capture)
         shape = _SHAPE if measured else _UNMEASURED
         return Diagnosis(
             Verdict.AFFECTED,
@@ -81,10 +80,7 @@ def diagnose(source: Source) -> Diagnosis:
             shape if _agrees_with_the_others(source) else f"{shape}{_ALONE}",
         )
     return Diagnosis(
-        Verdict.UNRECOGNISED,
-        "full graphs of model runner V2 replay in a way that is not recognised",
-        run.where,
-        defect_seen=True,
+        Verdict.UNRECOGNISED, "full graphs of model runner V2 replay in a way that is not recognised", run.where
     )
 
 
