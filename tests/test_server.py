@@ -232,7 +232,7 @@ def test_fleet_shows_the_engine_in_order(plain: Seen) -> None:
     engine = plain.fleet.engine
     assert (engine["status"], engine["wrong"], engine["model"]) == ("in order", [], MODEL)
     assert (engine["vllm"], engine["graphfix"], engine["canary"]) == ([RELEASE], [__version__], True)
-    assert engine["ranks"] == {"expected": 1, "recorded": 1, "agreeing": 1, "missing": []}
+    assert engine["ranks"] == {"expected": 1, "recorded": 1, "agreeing": 1, "missing": [], "unreadable": []}
     assert {one["pid"]: one["liveness"] for one in engine["processes"]} == dict.fromkeys(
         (record["pid"] for record in plain.records), "alive"
     )
@@ -335,7 +335,7 @@ def test_two_ranks_agree(two_of_each: Seen) -> None:
 def test_fleet_shows_both_ranks(two_of_each: Seen) -> None:
     engine = two_of_each.fleet.engine
     assert (engine["status"], engine["wrong"]) == ("in order", [])
-    assert engine["ranks"] == {"expected": 2, "recorded": 2, "agreeing": 2, "missing": []}
+    assert engine["ranks"] == {"expected": 2, "recorded": 2, "agreeing": 2, "missing": [], "unreadable": []}
     assert engine["fixes"]["mamba-padding"]["states"] == {"active": ["rank 0", "rank 1"]}
 
 
