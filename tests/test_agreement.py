@@ -87,14 +87,9 @@ def test_a_difference_names_what_differs_and_the_ranks_with_their_hosts(changed:
             "abort",
             "the mode of kv-marks is 'off, report' on rank 0 (node-a); 'off, abort' on rank 1 (node-a).",
         ),
-        (
-            "AGREEMENT_TIMEOUT",
-            "60.5",
-            "the mode of agreement-timeout is 'as vLLM' on rank 0 (node-a); '60.5 s' on rank 1 (node-a).",
-        ),
     ],
 )
-def test_ranks_that_decide_differently_about_a_detector_or_their_wait_differ(
+def test_ranks_that_decide_differently_about_a_detector_differ(
     variable: str, value: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_report, "host_name", lambda: "node-a")

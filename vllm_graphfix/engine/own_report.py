@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from vllm_graphfix.engine.role import host_name
 from vllm_graphfix.fix import State, Verdict
 from vllm_graphfix.log import logger
-from vllm_graphfix.settings.environment import default_patience
 
 if TYPE_CHECKING:
     from vllm_graphfix.engine.context import EngineContext
@@ -52,7 +51,6 @@ def own_report(context: EngineContext) -> RankReport | None:
             "shadow": f"{decision.shadow}, {decision.shadow_action.value}",
             "addresses": decision.addresses.value,
             "kv-marks": f"{decision.kv_marks}, {decision.kv_marks_action.value}",
-            "agreement-timeout": _patience_to_compare(decision.agreement_timeout),
         },
         states={name: _state_to_compare(state).value for name, state in states.items()},
         token=_or_else(decision.engine, new_token),
@@ -80,11 +78,6 @@ def report_after_capture(
         graphs=named,
         can_leave_out=can_leave_out,
     )
-
-
-def _patience_to_compare(timeout: float) -> str:
-    """The wait that the ranks are compared by: one that nobody set follows each node's own vLLM, and may differ."""
-    return "as vLLM" if timeout == default_patience(os.environ) else f"{timeout:.15g} s"
 
 
 def _state_to_compare(found: FixState) -> State:

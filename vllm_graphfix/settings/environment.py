@@ -131,7 +131,7 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     marks_action = values.one_of(
         KV_MARKS_ACTION, marks_actions, MarksAction.REPORT, MarksAction.REPORT, f"It counts as {Action.REPORT.value}"
     )
-    patience = default_patience(environment)
+    patience = _default_patience(environment)
     timeout = values.parsed(
         AGREEMENT_TIMEOUT, seconds, patience, f"valid: seconds, such as 900. Ranks wait {patience:.0f} s"
     )
@@ -211,7 +211,7 @@ def seconds(text: str) -> float:
     return float(text)
 
 
-def default_patience(environment: Mapping[str, str]) -> float:
+def _default_patience(environment: Mapping[str, str]) -> float:
     """The default timeout, which is not less than what vLLM was told to wait for its engines.
 
     Where stock starts, the ranks' comparison must not end it.
