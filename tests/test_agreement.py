@@ -98,9 +98,9 @@ def test_ranks_that_decide_differently_about_a_detector_differ(
         me = EngineProcess(FIXES, environment)
         me.decision = decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
         monkeypatch.setitem(vars(me.manager), "states", dict)
-        said = own_report.own_report(me)
-        assert said is not None
-        reports[rank] = said
+        report_of_rank = own_report.own_report(me)
+        assert report_of_rank is not None
+        reports[rank] = report_of_rank
     found, _ = compared(reports, 2)
     assert {each.difference for each in found.values()} == {what}
 

@@ -446,18 +446,18 @@ def test_hosts_and_values_of_ranks_without_a_record_are_not_shown(tmp_path: Path
     difference = rank_agreement._difference(reports, [3, 4], [], 600, lambda rank: ("gpu-18", "n2")[rank - 3])
     assert difference is not None
     where = "worker 7 on n5 is gone; ranks 0-3 on an unknown host"
-    said = f"{difference} {where}. It is gpu-18, (10.1.2.3, 29500): VLLM_GRAPHFIX_SHADOW=hunter, VLLM_GRAPHFIX_X='of x'"
-    masked = Mask({}, hosts_in(said)).whole_text(said)
+    text = f"{difference} {where}. It is gpu-18, (10.1.2.3, 29500): VLLM_GRAPHFIX_SHADOW=hunter, VLLM_GRAPHFIX_X='of x'"
+    masked = Mask({}, hosts_in(text)).whole_text(text)
     assert "VLLM_GRAPHFIX_MAMBA_PADDING=(set, not shown), VLLM_GRAPHFIX_SHADOW=(set, not shown)" in masked
     assert "ranks 0-3 on an unknown host" in masked
     compared = AgreementReport("a-token", 5, 2, difference)
-    told = record(rank=0, world_size=5, agreement=compared, unchecked=where)
-    leave(tmp_path / "records", told, record(host="n0", pid=78, problem=said))
+    of_rank = record(rank=0, world_size=5, agreement=compared, unchecked=where)
+    leave(tmp_path / "records", of_rank, record(host="n0", pid=78, problem=text))
     (engine,) = examined()["fleet"]["engines"]
     assert [line for line in engine["wrong"] if "VLLM_GRAPHFIX_SHADOW=(set, not shown)" in line]
     assert [line for line in engine["wrong"] if re.search(r"worker 7 on host-\d is gone", line)]
-    shown = masked + json.dumps(examined()) + pasted()
-    assert not re.findall(r"hunter|gpu-1\d|corp|10\.1\.2\.3|\bn[0-5]\b|of; |of x", shown)
+    output = masked + json.dumps(examined()) + pasted()
+    assert not re.findall(r"hunter|gpu-1\d|corp|10\.1\.2\.3|\bn[0-5]\b|of; |of x", output)
 
 
 def test_the_host_of_a_record_that_cannot_be_read_is_not_shown(tmp_path: Path) -> None:
@@ -465,10 +465,10 @@ def test_the_host_of_a_record_that_cannot_be_read_is_not_shown(tmp_path: Path) -
     leave(tmp_path / "records", record(rank=0, world_size=2), *broken)
     for one in broken:
         (own_folder(tmp_path / "records") / one.file_name).write_text("{")
-    found = examined()["fleet"]
-    assert re.search(r"process 78 on host-\d is not known: its record \S+-host-\d-78.json ", str(found))
-    assert "2 files are not records or cannot be read" in str(found["notes"])
-    assert not re.findall(r"gpu-17|\bn7\b", str(found) + pasted())
+    fleet = examined()["fleet"]
+    assert re.search(r"process 78 on host-\d is not known: its record \S+-host-\d-78.json ", str(fleet))
+    assert "2 files are not records or cannot be read" in str(fleet["notes"])
+    assert not re.findall(r"gpu-17|\bn7\b", str(fleet) + pasted())
 
 
 def test_no_served_model_is_named(tmp_path: Path) -> None:

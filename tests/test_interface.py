@@ -70,10 +70,10 @@ def test_a_record_of_a_running_older_version_is_read_and_written_alike(tmp_path:
 def test_fleet_tells_it_in_the_same_form(tmp_path: Path) -> None:
     workers = (record(elsewhere(4242 + rank), rank=rank, world_size=2) for rank in (0, 1))
     leave(tmp_path, *workers, record(elsewhere(4241)))
-    told = form_of(as_json(look(tmp_path)))
-    for engine in told["engines"]:
-        del engine["ranks"]["unreadable"], engine["user"]  # told since
-    assert told == told_before("fleet")
+    form = form_of(as_json(look(tmp_path)))
+    for engine in form["engines"]:
+        del engine["ranks"]["unreadable"], engine["user"]  # newer than that version
+    assert form == told_before("fleet")
 
 
 def form_of(value: Any) -> Any:

@@ -223,7 +223,7 @@ def test_a_text_that_fits_is_cut_to_what_a_reader_accepts(tmp_path: Path) -> Non
 def test_a_record_is_written_whatever_its_texts_are(letter: str, tmp_path: Path) -> None:
     text, short = letter * 1500, letter * SHORT
     every = {fix.name: FixReport("auto", "failed", text) for fix in FIXES}
-    told = record(
+    written = record(
         rank=0,
         fixes=every | {f"detector-{n}": FixReport("auto", "failed", text) for n in range(64 - len(every))},
         events={name: {f"event-{n}": 2**62 for n in range(12)} for name in every},
@@ -235,12 +235,12 @@ def test_a_record_is_written_whatever_its_texts_are(letter: str, tmp_path: Path)
         moved=(MovedTensor(short, short, short, short),) * 5,
         overwritten=(OverwrittenBlock(2**62, 2**62, 2**62, short, short),) * 5,
     )
-    write(tmp_path, told)
-    found = only(tmp_path).record
-    assert (found.fixes.keys(), found.events) == (told.fixes.keys(), told.events)
-    assert {fix.state for fix in found.fixes.values()} == {"failed"}
-    assert min(len(fix.reason) for fix in found.fixes.values()) > 50
-    assert (found.problem or "").startswith(letter * 50)
+    write(tmp_path, written)
+    read_back = only(tmp_path).record
+    assert (read_back.fixes.keys(), read_back.events) == (written.fixes.keys(), written.events)
+    assert {fix.state for fix in read_back.fixes.values()} == {"failed"}
+    assert min(len(fix.reason) for fix in read_back.fixes.values()) > 50
+    assert (read_back.problem or "").startswith(letter * 50)
 
 
 def test_half_a_letter_keeps_no_record_from_being_written(tmp_path: Path) -> None:
@@ -254,8 +254,8 @@ def test_half_a_letter_keeps_no_record_from_being_written(tmp_path: Path) -> Non
             overwritten=(OverwrittenBlock(1, 0, 0, half, half),),
         ),
     )
-    found = only(tmp_path).record
-    assert {found.wrong[0].backends, found.moved[0].outcome, found.overwritten[0].ran} == {"half \ufffd"}
+    read_back = only(tmp_path).record
+    assert {read_back.wrong[0].backends, read_back.moved[0].outcome, read_back.overwritten[0].ran} == {"half \ufffd"}
 
 
 def test_a_host_name_is_reduced_to_what_a_file_name_may_hold(tmp_path: Path) -> None:

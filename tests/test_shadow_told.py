@@ -103,8 +103,8 @@ def test_report_has_a_part_for_each_detector_that_has_found_something(tmp_path: 
 def test_a_report_names_no_host_and_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/srv/people/alice")
     moved = MovedTensor("weight", "attribute", "load", "rank 3 (n3) on n3: /srv/people/alice/x is gone" + "." * 99)
-    told = record(host="gpu-17", pid=77, rank=None, model="alice/secret-model", moved=(moved,))
-    write(tmp_path, told._replace(wrong=(WRONG._replace(errors="no alice/secret-model on gpu-17.corp.example"),)))
+    written = record(host="gpu-17", pid=77, rank=None, model="alice/secret-model", moved=(moved,))
+    write(tmp_path, written._replace(wrong=(WRONG._replace(errors="no alice/secret-model on gpu-17.corp.example"),)))
     text = markdown(look(tmp_path)) or ""
     assert "rank 3 (host-" in text
     assert "~/x is gone" + "." * 99 in text

@@ -60,13 +60,13 @@ _TENSOR = "- {rank}: {kind} `{name}`, noticed after {after}: {outcome}"
 
 
 def markdown(fleet: Fleet) -> str | None:
-    """What was found in all engines whose records tell of something; None if none does.
+    """Return the report, as Markdown, of what detectors saw in all engines; None where they saw nothing.
 
     Hosts, models, values of settings and secrets are masked.
     """
     mask = Mask(os.environ, hosts_of(fleet), models_of(fleet))
-    found = "\n".join(part for engine in fleet.engines for part in _of_engine(engine))
-    return "\n".join(map(mask.whole_text, found.split("\n"))) or None
+    report = "\n".join(part for engine in fleet.engines for part in _of_engine(engine))
+    return "\n".join(map(mask.whole_text, report.split("\n"))) or None
 
 
 def _of_engine(engine: Engine) -> Iterator[str]:

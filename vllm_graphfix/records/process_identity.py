@@ -61,8 +61,8 @@ def owner_of(pid: int) -> int | None:
     Who owns its folder in /proc is another matter: that is root's where a process cannot be dumped.
     """
     with suppress(OSError, ValueError):
-        found = re.search(r"^Uid:\s+\d+\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
-        return int(found[1]) if found else None
+        match = re.search(r"^Uid:\s+\d+\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
+        return int(match[1]) if match else None
     return None
 
 

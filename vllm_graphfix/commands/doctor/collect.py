@@ -365,10 +365,10 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def hosts_of(found: Fleet) -> set[str]:
-    """The hosts of all records, and those that they say other ranks to be on."""
-    named = {found.here.host, *(one.host for engine in found.engines for one in engine.unreadable)}
-    for record in (member.record for engine in found.engines for member in engine.members):
+def hosts_of(fleet: Fleet) -> set[str]:
+    """Return the hosts of all records, and those that the records name for other ranks."""
+    named = {fleet.here.host, *(one.host for engine in fleet.engines for one in engine.unreadable)}
+    for record in (member.record for engine in fleet.engines for member in engine.members):
         difference = record.agreement.difference if record.agreement is not None else None
         reasons = (fix.reason for fix in record.fixes.values())
         named.add(record.host)
@@ -376,6 +376,6 @@ def hosts_of(found: Fleet) -> set[str]:
     return named
 
 
-def models_of(found: Fleet) -> set[str]:
-    """What the engines serve: a name or a folder that may be known to nobody else."""
-    return {name for engine in found.engines for name in engine.values_of("model")}
+def models_of(fleet: Fleet) -> set[str]:
+    """Return the models that the engines serve, by the name or folder that they were started with."""
+    return {name for engine in fleet.engines for name in engine.values_of("model")}

@@ -144,9 +144,9 @@ class Mask:
             text = host.sub(name, text)
         return printable(text)
 
-    def _without_host(self, found: re.Match[str]) -> str:
-        name = self._names.setdefault(found["host"], f"host-{len(self._names) + 1}")
-        return f"{found[0][: found.start('host') - found.start()]}{name}"
+    def _without_host(self, match: re.Match[str]) -> str:
+        name = self._names.setdefault(match["host"], f"host-{len(self._names) + 1}")
+        return f"{match[0][: match.start('host') - match.start()]}{name}"
 
     def everywhere(self, value: Any, *, of_records: bool = False) -> Any:
         """*value* with all texts in it masked, and those keys that records have named.
@@ -166,8 +166,8 @@ class Mask:
 
 
 def hosts_in(text: str) -> set[str]:
-    """The hosts that *text* says processes to be on."""
-    return {found["host"] for placed in _PLACED for found in placed.finditer(text)}
+    """Return the hosts that *text* names as those of processes."""
+    return {match["host"] for placed in _PLACED for match in placed.finditer(text)}
 
 
 def _without_secret(found: re.Match[str]) -> str:

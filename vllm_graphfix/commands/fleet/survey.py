@@ -82,9 +82,9 @@ def look(folder: Path | None = None) -> Fleet:
     return Fleet(base, here, engines, unrecorded, notes, reading.problems, reading.skipped)
 
 
-def _unreadable(found: Iterable[Unreadable], here: Identity) -> list[Unreadable]:
-    """Less what processes have left that are gone: of those of other machines that cannot be told."""
-    return [one for one in found if one.host != here.host or exists(one.pid)]
+def _unreadable(files: Iterable[Unreadable], here: Identity) -> list[Unreadable]:
+    """Return those of *files* whose process may run: whether one of another machine does is not known."""
+    return [one for one in files if one.host != here.host or exists(one.pid)]
 
 
 def _is_folder(path: Path) -> bool:

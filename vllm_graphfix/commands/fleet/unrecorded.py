@@ -116,7 +116,7 @@ def without_record(
 
 
 def _is_own(member: Member, process: psutil.Process) -> bool:
-    """Whether the user of *process* has left the record: anyone may write one that names it."""
+    """Tell if the user of *process* wrote the record. Another user may write one that names its process."""
     return member.found.owner in (None, getattr(process.info["uids"], "effective", member.found.owner))
 
 
