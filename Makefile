@@ -109,11 +109,13 @@ audit: $(STAMP)  ## known vulnerabilities of the libraries that an installation 
 release: $(STAMP)  ## the changelog of a release: make release VERSION=0.2.0
 	@test -n "$(VERSION)" || { echo 'Name the version: make release VERSION=0.2.0' >&2; exit 2; }
 	$(BIN)/towncrier build --yes --version '$(VERSION)'
+	$(BIN)/python tools/record_verdicts.py
 
-manifest: releases  ## the index of the fixes and the fingerprints of the stock releases, made again
+manifest: $(if $(FIX),$(STAMP),releases)  ## the index of the fixes and the fingerprints of the stock releases, made again; of one: FIX=name
 	$(BIN)/python tools/make_index.py
-	$(BIN)/python tools/make_manifest.py
+	$(BIN)/python tools/make_manifest.py $(if $(FIX),--fix $(FIX))
 
+# FIX: the fingerprints of this fix alone are taken, from the releases; nothing else is fetched.
 generated: manifest  ## the manifest, the pages of the fixes and the tables, made again, and what a new fix's mutants are made of
 	$(BIN)/python tools/update_docs.py
 	$(BIN)/python tools/make_prometheus_rule.py

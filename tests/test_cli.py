@@ -68,6 +68,8 @@ def test_status_json_is_the_interface_that_the_design_gives() -> None:
         "reason": row["reason"],
         "where": "vllm/v1/attention/backends/mla/flashmla.py:172",
         "known_release": True,
+        "defect_seen": None,
+        "tree": None,
         "rests_on": "answers",
         "mode": "auto",
         "would_be": "active",
@@ -148,14 +150,26 @@ def test_what_is_observed_by_default_is_not_left_undone() -> None:
     status("0.33.0", {"VLLM_GRAPHFIX_PREFILL_DISPATCH": "observe"}, check=True, code=3)
 
 
+PLANNED = "scheduler_metadata.num_splits = num_splits\n"
+
+
 def test_check_is_3_for_a_shape_that_nobody_has_looked_at(tmp_path: Path) -> None:
     root = edited(
         release_root("0.18.1"),
         tmp_path / "fork",
-        {FLASHMLA: lambda text: text.replace("scheduler_metadata.tile_scheduler_metadata = ", "self.plan = ")},
+        {FLASHMLA: lambda text: text.replace(PLANNED, f"{PLANNED}            self.last_splits = num_splits\n")},
     )
     row = next(row for row in status(root, check=True, code=3)["fixes"] if row["name"] == "flashmla-fp8")
     assert (row["diagnosis"], row["would_be"], row["known_release"]) == ("unrecognised", "incompatible", False)
+
+
+def test_check_is_4_where_nothing_of_a_defect_was_seen_in_new_code(tmp_path: Path) -> None:
+    path = "vllm/model_executor/models/roberta.py"
+    renamed = {path: lambda text: text.replace("replace_roberta_positions", "shifted_positions")}
+    root = edited(release_root("0.18.1"), tmp_path / "fork", renamed)
+    row = next(row for row in status(root, check=True, code=4)["fixes"] if row["name"] == "roberta-positions")
+    assert (row["diagnosis"], row["would_be"], row["defect_seen"]) == ("unrecognised", "unknown", False)
+    assert "the nearest known release is 0.18.1, where it is affected" in row["reason"]
 
 
 def notes(release: str, env: dict[str, str]) -> str:
@@ -187,7 +201,9 @@ def test_status_begins_with_a_verdict_and_has_a_row_for_each_defect_of_this_vllm
     lines, here = out.splitlines(), affected_by(release)
     assert lines[0].startswith(f"vLLM {release}, stock release; model runner ")
     told = "With the plugin installed there"  # it may not be beside a vLLM that was named
-    assert lines[1].startswith(f"{len(here)} of {len(FIXES)} known defects are in it. {told}: ")
+    assert lines[1].startswith(
+        f"{len(here)} of {len(FIXES)} known defects are in it, {len(FIXES) - len(here)} not. {told}: "
+    )
     group = ""
     for line in lines[2:]:
         group = next((title for title in ("FIXED", "COUNTED") if line.startswith(title)), group)
@@ -221,7 +237,7 @@ def test_a_failed_check_says_why_in_its_last_line() -> None:
 def test_a_folder_with_none_of_the_code_is_no_all_clear(tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("")
-    out, _ = call("status", "--check", "--vllm", str(tmp_path), code=3)
+    out, _ = call("status", "--check", "--vllm", str(tmp_path), code=4)
     assert "is this vLLM, 0.14 or later?" in out
 
 

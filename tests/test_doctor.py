@@ -113,7 +113,8 @@ def test_the_paste_is_a_line_of_verdict_and_the_rest_folded_as_in_the_template_o
     first = done.stdout.splitlines()[0]
     known, has = len(BY_NAME), len(affected_by("0.18.1"))
     assert first.startswith(
-        f"**vllm-graphfix {__version__}**: vLLM 0.18.1: {has} of {known} known defects are in it. At "
+        f"**vllm-graphfix {__version__}**: vLLM 0.18.1: {has} of {known} known defects are in it, "
+        f"{known - has} not. At "
     )
     assert first.endswith(" No engine running here.")
     assert "  flashmla-fp8: affected; mode auto, would be active: every batch" in done.stdout

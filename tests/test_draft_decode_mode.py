@@ -16,6 +16,7 @@ from activities import layers
 from behaviours import check_behaviours
 from nightly import SPECULATOR, make_nightly
 from stock import release_root
+from vllm_graphfix import manifest
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.draft_decode_mode import FIX
 from vllm_graphfix.source.files import open_source
@@ -79,6 +80,6 @@ def test_old_indices_are_found_in_whatever_order_the_arguments_come(stock: Calla
 def test_indices_that_are_prepared_from_other_arguments_are_unrecognised(tmp_path: Path) -> None:
     nightly = make_nightly(release_root("0.21.0"), tmp_path / "nightly", without_mode=False, without_zero_fill=True)
     speculator = nightly / SPECULATOR
-    assert FIX.diagnose(open_source(nightly)).verdict is Verdict.AFFECTED
+    assert manifest.diagnose(FIX, open_source(nightly)).verdict is Verdict.AFFECTED
     speculator.write_text(speculator.read_text().replace("input_batch", "batch"))
-    assert FIX.diagnose(open_source(nightly)).verdict is Verdict.UNRECOGNISED
+    assert manifest.diagnose(FIX, open_source(nightly)).verdict is Verdict.UNRECOGNISED

@@ -206,13 +206,8 @@ def test_a_target_that_is_there_as_bytecode_only_is_failed_not_absent(tmp_path: 
 
 
 def test_an_unrecognised_shape_is_left_alone_and_said(tmp_path: Path) -> None:
-    change = {
-        FLASHMLA: lambda text: text.replace(
-            "scheduler_metadata.num_splits = num_splits\n", "scheduler_metadata.num_splits = num_splits + 0\n"
-        ).replace(
-            "tile_scheduler_metadata = tile_scheduler_metadata", "tile_scheduler_metadata = tile_scheduler_metadata + 0"
-        )
-    }
+    planned = "scheduler_metadata.num_splits = num_splits\n"
+    change = {FLASHMLA: lambda text: text.replace(planned, f"{planned}            self.last_splits = num_splits\n")}
     root = edited(release_root("0.18.1"), tmp_path / "site", change)
     done = run_in_release(
         root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT, {"VLLM_LOGGING_LEVEL": "WARNING"}, warm=True
@@ -264,7 +259,7 @@ def test_strict_stops_only_engines_that_have_graphs_and_the_model_runner_that_a_
     unrecognised = """
 import vllm_graphfix.fixes as fixes
 from vllm_graphfix.fix import Diagnosis, Verdict
-def odd(source): return Diagnosis(Verdict.UNRECOGNISED, "odd")
+def odd(source): return Diagnosis(Verdict.UNRECOGNISED, "odd", defect_seen=True)
 import vllm_graphfix.manifest as m
 real = m.diagnose
 m.diagnose = lambda fix, source: odd(source) if fix.name == "capture-state" else real(fix, source)
@@ -272,6 +267,8 @@ m.diagnose = lambda fix, source: odd(source) if fix.name == "capture-state" else
     assert gate(unrecognised, eager) == "AttributeError"
     assert gate(unrecognised, graphs.format(False)) == "AttributeError"
     assert gate(unrecognised, graphs.format(True)) == "GraphfixError"
+    nothing_seen = unrecognised.replace("defect_seen=True", "defect_seen=False")
+    assert gate(nothing_seen, graphs.format(True)) == "AttributeError"
     informs = (
         "import logging, sys\nlogging.getLogger('vllm.graphfix').setLevel(logging.INFO)\n"
         "logging.getLogger('vllm.graphfix').addHandler(logging.StreamHandler(sys.stdout))\n"

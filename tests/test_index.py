@@ -27,41 +27,33 @@ def test_the_index_says_what_the_modules_say() -> None:
 def test_a_fix_of_the_index_does_what_its_module_does() -> None:
     for fix in FIXES:
         own: Fix = module_of(fix.name).FIX
-        said = {name: value for name, value in fix._asdict().items() if not callable(value)}
-        assert said == {name: value for name, value in own._asdict().items() if not callable(value)}
+        in_both = set(fixes.entry(fix))
+        assert {name: value for name, value in fix._asdict().items() if name in in_both} == {
+            name: value for name, value in own._asdict().items() if name in in_both
+        }
         assert [need.text for need in fix.needs()] == [need.text for need in own.needs()]
 
 
-@pytest.mark.parametrize(
-    ("module", "wrong", "told"),
-    [
-        (
-            "another_name",
-            {},
-            "capture-state is the FIX of fixes/another_name.py: a fix and its module have the same name",
-        ),
-        (
-            "capture_state",
-            {"number": 2},
-            f"draft-prefill-state and capture-state both have the number 2; the next free one is {len(FIXES) + 1}",
-        ),
-    ],
-)
 def test_a_record_that_is_wrong_is_said_in_a_line_and_no_index_is_written(
-    module: str,
-    wrong: dict[str, Any],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = {name: fix for name, fix in make_index.records().items() if name != "capture_state"}
-    found[module] = module_of("capture-state").FIX._replace(**wrong)
-    monkeypatch.setattr(make_index, "records", lambda: found)
+    records = {name: fix for name, fix in make_index.records().items() if name != "capture_state"}
+    records["another_name"] = module_of("capture-state").FIX
+    monkeypatch.setattr(make_index, "records", lambda: records)
     monkeypatch.setattr(fixes, "INDEX", tmp_path / "index.json")
     assert make_index.main() == 1
-    assert capsys.readouterr().err == f"make_index: {told}\n"
+    expected = (
+        "make_index: capture-state is the FIX of fixes/another_name.py: a fix and its module have the same name\n"
+    )
+    assert capsys.readouterr().err == expected
     assert not fixes.INDEX.exists()
+
+
+def test_a_new_fix_comes_behind_those_of_the_index() -> None:
+    """The order of application and of all tables does not change with a fix's name."""
+    records = make_index.records()
+    new = module_of("capture-state").FIX._replace(name="a-new-fix")
+    assert make_index.in_order({"a_new_fix": new, **records}) == [*make_index.in_order(records), new]
 
 
 def python(code: str, **environment: str) -> Any:

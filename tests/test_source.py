@@ -381,3 +381,13 @@ def test_patterns_find_what_they_say(body: str, pattern: str, count: int) -> Non
     found = source_of(f"def f(a, b, c):\n    {body}\n").function("f.py", "f")
     assert found is not None
     assert len(found.find(pattern)) == count
+
+
+def test_a_package_hides_a_module_of_its_name() -> None:
+    """Python imports the package, and so does vLLM."""
+    files = {"vllm/v1/workspace.py": b"a = 1\n", "vllm/v1/workspace/__init__.py": b"a = 2\n", "vllm/v1/other.py": b""}
+    source = Source("test", files.get, lambda: None)
+    assert source.read("vllm/v1/workspace.py") is None
+    assert source.digest("vllm/v1/workspace.py") is None
+    assert source.read("vllm/v1/workspace/__init__.py") == b"a = 2\n"
+    assert source.read("vllm/v1/other.py") == b""

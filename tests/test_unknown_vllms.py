@@ -99,7 +99,7 @@ def test_a_sample_is_right_or_left_alone(release: str) -> None:
 def sampled(fix: str, release: str) -> list[tuple[Mutant, Diagnosis]]:
     """The first that have to be run, by hand and generated in turn."""
     here = family(fix, release)
-    found = ((mutant, diagnosed(mutant)) for mutant in here[:: max(1, len(here) // (3 * OF_EACH))])
+    found = ((mutant, diagnosed(mutant)) for mutant in here[:: max(1, len(here) // (9 * OF_EACH))])
     return [pair for pair in found if pair[1].verdict is not Verdict.UNRECOGNISED][:OF_EACH]
 
 

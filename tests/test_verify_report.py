@@ -44,7 +44,7 @@ OUTCOMES = [
     (replace(NOTHING_PATCHED, patched_state=("active", "applied")), "active, not not-needed"),
     (
         replace(NOTHING_PATCHED, diagnosis=Diagnosis(Verdict.UNRECOGNISED, "?"), patched_state=INCOMPATIBLE),
-        "unrecognised",
+        "not decided",
     ),
     (replace(PROVEN, failure="KeyError: 'x'", patched=None), "scenario failed"),
     (replace(PROVEN, stock=None), "scenario failed"),

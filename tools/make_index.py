@@ -18,10 +18,12 @@ from pkgutil import iter_modules
 import vllm_graphfix
 from vllm_graphfix.fix import Fix
 
+_INDEX = Path(vllm_graphfix.__file__).parent / "fixes" / "index.json"
+_ORDER = [entry["name"] for entry in json.loads(_INDEX.read_bytes())] if _INDEX.exists() else []
 try:
     from vllm_graphfix import fixes
 except ImportError:  # an index of another form than this one's: from the modules alone
-    (Path(vllm_graphfix.__file__).parent / "fixes" / "index.json").write_text("[]")
+    _INDEX.write_text("[]")
     from vllm_graphfix import fixes
 
 
@@ -36,18 +38,15 @@ def records() -> dict[str, Fix]:
 
 
 def in_order(found: dict[str, Fix]) -> list[Fix]:
-    """Fixes by their numbers. Raises `RecordError` for one with another's number, or not in the module of its name."""
-    numbers: dict[int, str] = {}
+    """Fixes in the order of the index that is there, new ones behind; it is the order of application and of tables.
+
+    Raises `RecordError` for one that is not in the module of its name.
+    """
     for module, fix in found.items():
         if fix.name.replace("-", "_") != module:
             raise RecordError(f"{fix.name} is the FIX of fixes/{module}.py: a fix and its module have the same name")
-        if fix.number in numbers:
-            raise RecordError(
-                f"{numbers[fix.number]} and {fix.name} both have the number {fix.number}; the next free one "
-                f"is {max(each.number for each in found.values()) + 1}"
-            )
-        numbers[fix.number] = fix.name
-    return sorted(found.values(), key=lambda fix: fix.number)
+    place = {name: number for number, name in enumerate(_ORDER)}
+    return sorted(found.values(), key=lambda fix: (place.get(fix.name, len(place)), fix.name))
 
 
 def text(of: Sequence[Fix]) -> str:

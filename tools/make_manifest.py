@@ -1,10 +1,12 @@
 """Regenerates vllm_graphfix/manifest.json from stock releases.
 
-    python tools/make_manifest.py [--root FOLDER] [VERSION …]
+    python tools/make_manifest.py [--root FOLDER] [--fix NAME] [VERSION …]
 
 With versions: adds these (a new release) or looks at them again, and keeps the others. Without: all of
-`fetch_vllm.ALL_RELEASES`. Prints the verdicts, so that a new release is looked at by a person before the manifest is
-committed. Exit code 1, and nothing written, where something cannot be judged.
+`fetch_vllm.ALL_RELEASES`. With --fix: of this fix alone, what is recorded of the others stays. Prints the verdicts, so
+that a new release is looked at by a person before the manifest is committed. Exit code 1, and nothing written, where
+something cannot be judged. Of all files of the package it records what they may replace (source/elsewhere.py), and
+digests, in known_code.bin.
 """
 
 from __future__ import annotations
@@ -13,14 +15,23 @@ import argparse
 import json
 import sys
 import traceback
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fetch_vllm import ALL_RELEASES, FetchError, release
 from vllm_graphfix import manifest
-from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.source.files import SourceError, open_source
+from vllm_graphfix.fix import Fix, Verdict
+from vllm_graphfix.fixes import BY_NAME, FIXES, module_of
+from vllm_graphfix.source.elsewhere import KNOWN_CODE, Reach, Search, family, known_code, reach_of
+from vllm_graphfix.source.elsewhere import digest as digest_of
+from vllm_graphfix.source.files import Source, SourceError, open_source
+
+COMMON = 20
+"""A name that more files define, of all releases together, does not tell which function is meant."""
+
+NOTHING = Reach(*4 * (frozenset(),))
 
 
 class JudgeError(Exception):
@@ -32,12 +43,12 @@ def order(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-def look_at(version: str, root: Path) -> dict[str, Any]:
-    """Digest of every file that a fix reads, and the verdict of every fix, of one release."""
+def look_at(version: str, root: Path, fixes: Sequence[Fix] = FIXES) -> dict[str, Any]:
+    """Digest of every file that one of *fixes* reads, and the verdict of each, of one release."""
     source = open_source(root)
-    files = {path: source.digest(path) or "absent" for fix in FIXES for path in fix.reads}
+    files = {path: source.digest(path) or "absent" for fix in fixes for path in fix.reads}
     verdicts: dict[str, Any] = {}
-    for fix in FIXES:
+    for fix in fixes:
         try:
             found, evidence = manifest.examine(fix, source)
         except Exception as error:
@@ -58,57 +69,147 @@ def look_at(version: str, root: Path) -> dict[str, Any]:
             "reason": found.reason,
             "where": found.where,
             "shape": found.shape,
-            "evidence": evidence,
+            "code": evidence.code,
+            "slices": evidence.slices,
         }
     return {"files": files, "fixes": verdicts}
 
 
-def _merged(looked_at: dict[str, dict[str, Any]], kept: dict[str, Any] | None) -> dict[str, Any]:
-    """One manifest; *kept* is an older one, whose releases stay unless they were looked at again."""
-    files: dict[str, dict[str, list[str]]] = {}
-    fixes: dict[str, list[dict[str, Any]]] = {fix.name: [] for fix in FIXES}
-    for path, digests in (kept or {"files": {}})["files"].items():
-        for digest, versions in digests.items():
-            remaining = [version for version in versions.split() if version not in looked_at]
-            if remaining:
-                files.setdefault(path, {})[digest] = remaining
-    for name, entries in (kept or {"fixes": {}})["fixes"].items():
-        for entry in entries:
-            remaining = [version for version in entry["releases"] if version not in looked_at]
-            if remaining and name in fixes:
-                fixes[name].append({**entry, "releases": remaining})
+def search_all(
+    sources: Mapping[str, Source], fixes: Sequence[Fix], kept: dict[str, Any]
+) -> tuple[dict[str, dict[str, str]], dict[str, str], dict[str, list[str]], set[bytes]]:
+    """What `source.elsewhere` knows of *sources*; *kept* is what an older manifest says of other releases.
+
+    The replacements in all files, by fix: their values, each with the first release that has it. The subclasses of each
+    class that has a slice. The reach of each fix, and the digests of all functions in it.
+    """
+    full = {fix.name: module_of(fix.name).FIX for fix in FIXES}
+    owners = {part.function.rpartition(".")[0] for fix in full.values() for part in fix.surroundings} - {""}
+    searches: dict[str, Search] = {}
+    seen: set[tuple[str, str | None]] = set()
+    for version, source in sources.items():
+        new = [path for path in sorted(source.sizes) if (path, source.digest(path)) not in seen]
+        seen.update((path, source.digest(path)) for path in new)
+        searches[version] = Search(source, new)
+    hierarchies = [names.bases for search in searches.values() for names in search.names.values() if names]
+    subclasses = {
+        owner: family({owner, *kept.get("subclasses", {}).get(owner, "").split()}, hierarchies) - {owner}
+        for owner in sorted(owners)
+    }
+    parts = {name: (manifest.basis_of_all_clear(fix), fix.wordings) for name, fix in full.items()}
+    first: dict[str, dict[str, str]] = {name: dict(kept.get("elsewhere", {}).get(name, {})) for name in BY_NAME}
+    reach = {name: Reach(*(frozenset(each.split()) for each in names)) for name, names in kept.get("reach", {}).items()}
+    whole = len(fixes) == len(FIXES)
+    for name, found in reaches_of(sources, searches, full).items() if whole else ():
+        reach[name] = _together([found, reach.get(name, NOTHING)])
+    units: set[bytes] = set()
+    for version, search in searches.items():
+        for fix in fixes:
+            for _, each in search.replacements(*parts[fix.name], subclasses):
+                first[fix.name].setdefault(each.value, version)
+        if whole:  # it takes ten minutes; a fix without a reach is not judged by it
+            units.update(value for _, _, value in search.in_reach(_together(reach.values()), ()))
+        search.forget()
+    return (
+        first,
+        {owner: " ".join(sorted(names)) for owner, names in subclasses.items() if names},
+        {name: [" ".join(sorted(names)) for names in of_it] for name, of_it in reach.items()},
+        units,
+    )
+
+
+def reaches_of(
+    sources: Mapping[str, Source],
+    searches: Mapping[str, Search],
+    fixes: Mapping[str, Fix],
+) -> dict[str, Reach]:
+    """The reach of each fix, in all of *sources* together."""
+    files_of: dict[str, set[str]] = defaultdict(set)
+    for search in searches.values():
+        for path, names in search.names.items():
+            for name in (names.bound | names.bases.keys()) if names else ():
+                files_of[name].add(path)
+    derived = [names.bases for search in searches.values() for names in search.names.values() if names]
+    bases: dict[str, set[str]] = defaultdict(set)
+    for each in derived:
+        for name, of_it in each.items():
+            bases[name] |= of_it
+    # From a class to its bases, as `family` goes from a class to its subclasses.
+    above = [{base: {name} for base in of_it} for name, of_it in bases.items()]
+    owners = {part.function.rpartition(".")[0] for fix in fixes.values() for part in fix.surroundings} - {""}
+    ancestors = {owner: family({owner}, above) - {owner} for owner in owners}
+    common = {name for name, files in files_of.items() if len(files) > COMMON}
+    found = dict.fromkeys(fixes, NOTHING)
+    for source in sources.values():
+        afresh = open_source(source.folder)  # its syntax trees take 150 MB
+        for name, fix in fixes.items():
+            basis = manifest.basis_of_all_clear(fix)
+            users = [part for part in fix.surroundings if part not in basis]
+            found[name] = _together([found[name], reach_of(afresh, basis, users, ancestors, files_of, common)])
+    return found
+
+
+def _together(reaches: Iterable[Reach]) -> Reach:
+    return Reach(*(frozenset().union(*names) for names in zip(*reaches, strict=True)))
+
+
+def _merged(looked_at: dict[str, dict[str, Any]], kept: dict[str, Any]) -> dict[str, Any]:
+    """One manifest; *kept* is an older one, which stays except for the fixes and releases that were looked at again."""
+    digests = {
+        (path, version): digest
+        for path, known in kept["files"].items()
+        for digest, versions in known.items()
+        for version in versions.split()
+    }
+    verdicts = {
+        (name, version): {key: value for key, value in entry.items() if key != "releases"}
+        for name, entries in kept["fixes"].items()
+        for entry in entries
+        for version in entry["releases"]
+    }
     for version, seen in looked_at.items():
-        for path, digest in seen["files"].items():
-            files.setdefault(path, {}).setdefault(digest, []).append(version)
-        for name, verdict in seen["fixes"].items():
-            same = next((e for e in fixes[name] if {k: v for k, v in e.items() if k != "releases"} == verdict), None)
-            if same is None:
-                fixes[name].append({**verdict, "releases": [version]})
-            else:
-                same["releases"].append(version)
-    for entries in fixes.values():
-        for entry in entries:
-            entry["releases"].sort(key=order)
-        entries.sort(key=lambda entry: order(entry["releases"][0]))
+        digests |= {(path, version): digest for path, digest in seen["files"].items()}
+        verdicts |= {(name, version): verdict for name, verdict in seen["fixes"].items()}
+    read = {path for fix in FIXES for path in fix.reads}
+    files: dict[str, dict[str, list[str]]] = {path: {} for path in sorted(read)}
+    for (path, version), digest in sorted(digests.items(), key=lambda each: order(each[0][1])):
+        if path in read:
+            files[path].setdefault(digest, []).append(version)
+    fixes: dict[str, list[dict[str, Any]]] = {fix.name: [] for fix in FIXES}
+    for (name, version), verdict in sorted(verdicts.items(), key=lambda each: order(each[0][1])):
+        if name not in fixes:
+            continue
+        same = next((e for e in fixes[name] if {k: v for k, v in e.items() if k != "releases"} == verdict), None)
+        if same is None:
+            fixes[name].append({**verdict, "releases": [version]})
+        else:
+            same["releases"].append(version)
     return {
         "schema": manifest.SCHEMA,
-        "files": {
-            path: {digest: " ".join(sorted(versions, key=order)) for digest, versions in sorted(digests.items())}
-            for path, digests in sorted(files.items())
-        },
+        "files": {path: {d: " ".join(v) for d, v in sorted(known.items())} for path, known in files.items()},
         "fixes": fixes,
     }
 
 
-def make(versions: list[str], root: Path | None = None, *, afresh: bool = False) -> None:
-    """Looks at *versions* and writes the manifest; what it says of other releases stays unless it is made *afresh*."""
+def make(versions: list[str], root: Path | None = None, *, afresh: bool = False, fixes: Sequence[Fix] = FIXES) -> None:
+    """Look at *versions* and write the manifest; what it says of other releases stays unless it is made *afresh*."""
     looked_at = {}
+    folders = {version: root / version if root else release(version) for version in versions}
     for version in versions:
-        looked_at[version] = look_at(version, root / version if root else release(version))
+        looked_at[version] = look_at(version, folders[version], fixes)
         found = looked_at[version]["fixes"]
         print(f"{version:8}", " ".join(f"{name}={entry['verdict']}" for name, entry in found.items()))
-    kept = json.loads(manifest.PATH.read_text()) if manifest.PATH.exists() and not afresh else None
-    manifest.PATH.write_text(json.dumps(_merged(looked_at, kept), indent=1) + "\n")
+    kept = json.loads(manifest.PATH.read_text()) if manifest.PATH.exists() and not afresh else {}
+    if kept.get("schema") != manifest.SCHEMA:
+        kept = {"files": {}, "fixes": {}}
+    sources = {version: open_source(folder) for version, folder in folders.items()}
+    for name in [fix.name for fix in fixes] if set(ALL_RELEASES) <= set(versions) else ():
+        kept.get("elsewhere", {}).pop(name, None)
+    replaced, subclasses, reach, units = search_all(sources, fixes, kept)
+    made = _merged(looked_at, kept) | {"elsewhere": replaced, "subclasses": subclasses, "reach": reach}
+    manifest.PATH.write_text(json.dumps(made, indent=1) + "\n")
+    files = {digest_of(path, size) for source in sources.values() for path, size in source.sizes.items()}
+    KNOWN_CODE.write_bytes(b"".join(sorted(files | units | (frozenset() if afresh else known_code()))))
     print(f"wrote {manifest.PATH.name}: {manifest.PATH.stat().st_size / 1024:.0f} KiB")
 
 
@@ -118,9 +219,17 @@ def main() -> int:
     parser.add_argument(
         "--root", type=Path, help="folder with one extracted release a folder; default: the download cache"
     )
+    parser.add_argument(
+        "--fix", choices=BY_NAME, metavar="NAME", action="append", help="this fix alone; the others stay as they are"
+    )
     options = parser.parse_args()
     try:
-        make(options.versions or list(ALL_RELEASES), options.root, afresh=not options.versions)
+        make(
+            options.versions or list(ALL_RELEASES),
+            options.root,
+            afresh=not options.versions and options.fix is None,
+            fixes=FIXES if options.fix is None else [BY_NAME[name] for name in options.fix],
+        )
     except (FetchError, SourceError, JudgeError) as error:
         print(f"make_manifest: {error}", file=sys.stderr)
         return 1

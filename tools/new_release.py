@@ -67,7 +67,7 @@ class Change(NamedTuple):
 
     def functions(self) -> list[str]:
         """What changed of that which the verdict rests on."""
-        changed = self.before["evidence"].items() ^ self.after["evidence"].items()
+        changed = self.before["slices"].items() ^ self.after["slices"].items()
         return [f"`{name}`" for name in sorted({place.partition("::")[2] for place, _ in changed})]
 
     def rows(self, version: str, previous: str) -> Iterator[str]:
@@ -193,7 +193,7 @@ def changed(version: str, root: Path, previous: str) -> list[Change]:
     found = []
     for name, after in make_manifest.look_at(version, root)["fixes"].items():
         before = next(each for each in entries[name] if previous in each["releases"])
-        if (after["verdict"], after["evidence"]) != (before["verdict"], before["evidence"]):
+        if (after["verdict"], after["code"]) != (before["verdict"], before["code"]):
             found.append(Change(name, before, after))
     return found
 

@@ -46,7 +46,10 @@ DOCS = PROJECT / "docs"
 FIXES_PAGES = {fix.name: DOCS / "fixes" / f"{fix.name}.md" for fix in FIXES}
 PAGES = (
     PROJECT / "README.md",
-    *(DOCS / f"{name}.md" for name in ("fixes", "configuration", "am-i-hit", "long-lived-caches", "verifying")),
+    *(
+        DOCS / f"{name}.md"
+        for name in ("fixes", "configuration", "am-i-hit", "how-it-works", "long-lived-caches", "verifying")
+    ),
     *FIXES_PAGES.values(),
 )
 NEW_PAGE = """# {0}
@@ -85,6 +88,10 @@ TABLES: dict[str, tuple[Row, Callable[[Fix, About], Row]]] = {
     "engines": (
         ("fix", "model, engine", "where the defect shows"),
         lambda fix, said: (_code(fix), trial_of(fix.name).engine, trial_of(fix.name).shows_in),
+    ),
+    "already-right": (
+        ("fix", "what it does where the value is right already"),
+        lambda fix, said: (_linked(fix), said.already_right),
     ),
     "caches": (
         ("fix", "what the defect may have left in a store", "how sure"),
@@ -340,7 +347,7 @@ def cause(fix: Fix) -> Iterator[str]:
     affected = [entry for entry in _entries(fix) if entry["verdict"] == Verdict.AFFECTED.value]
     for shape, same in groupby(affected, key=lambda entry: str(entry["shape"])):
         entries = list(same)
-        evidence = ", ".join(f"`{name.partition('::')[2]}`" for name in entries[0]["evidence"])
+        evidence = ", ".join(f"`{name.partition('::')[2]}`" for name in entries[0]["slices"] if not name.endswith("()"))
         yield f"| `{shape}` | {_span([release for entry in entries for release in entry['releases']])} | {evidence} |"
     yield ""
 

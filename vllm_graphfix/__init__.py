@@ -86,7 +86,7 @@ def _requires_a_fix() -> bool:
         return False  # off, or a value that means nothing
     if told.get("VLLM_GRAPHFIX_ROLLOUT", "100") not in ("100", "100%"):
         return False  # an engine may be outside the rollout, and nobody insists there
-    on = [name for name, value in told.items() if value in ("on", "1", "true", "yes")]
+    on = [name for name, value in told.items() if value in ("on", "1", "true", "yes") or value.startswith("on:")]
     return master == "strict" or any(map(_is_a_fix, on))
 
 

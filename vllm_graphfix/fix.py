@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from vllm_graphfix.log import logger
+from vllm_graphfix.source.part import Slice as Slice  # noqa: PLC0414 - part of this vocabulary
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -26,7 +27,7 @@ class Verdict(str, Enum):
     ABSENT = "absent"
     """The component is not there."""
     UNRECOGNISED = "unrecognised"
-    """The component is there, in a shape that the plugin does not recognise."""
+    """The code is new to the plugin, and nothing is proven; `Diagnosis.defect_seen` tells two kinds apart."""
 
 
 class Mode(str, Enum):
@@ -51,6 +52,8 @@ class State(str, Enum):
     FAILED = "failed"
     WAITING = "waiting"
     """Needed; vLLM has not imported the module yet."""
+    UNKNOWN = "unknown"
+    """Cannot be told: nothing of the defect was seen, and the code is newer than what is known."""
 
 
 class Diagnosis(NamedTuple):
@@ -63,7 +66,12 @@ class Diagnosis(NamedTuple):
     shape: str = ""
     """Name of the recognised shape of the code; a fix chooses its patches by it."""
     known: bool = False
-    """The deciding functions are those of a stock release that was looked at."""
+    """All functions that the verdict rests on are those of one stock release that was looked at."""
+    defect_seen: bool = False
+    """Of `UNRECOGNISED`: the defect's code is there, and its surroundings are new. Otherwise nothing of it was seen."""
+    tree: str = ""
+    """Of `UNRECOGNISED` code that a patch would fit: 16 hexadecimal digits that stand for this very code, as
+    ``VLLM_GRAPHFIX_X=on:TREE`` names it. Only who has run it can know whether it has the defect."""
 
     @classmethod
     def unrecognised(cls, what: str, place: "Function | str") -> "Diagnosis":
@@ -73,6 +81,11 @@ class Diagnosis(NamedTuple):
         """
         where = f"{place}:1" if isinstance(place, str) else place.where
         return cls(Verdict.UNRECOGNISED, f"{what} that this plugin does not recognise", where)
+
+    @property
+    def needs_action(self) -> bool:
+        """Whether the defect is there, or its code in surroundings that nobody knows."""
+        return self.verdict is Verdict.AFFECTED or (self.verdict is Verdict.UNRECOGNISED and self.defect_seen)
 
 
 class Event(NamedTuple):
@@ -96,13 +109,17 @@ class Counter:
         self.count = 0
 
 
+STEPPED_ASIDE = "stepped-aside"
+"""The event of every fix: a call was left alone, since code that is not vLLM's own may have put it right."""
+
+
 class Activity:
     """What one fix does in this process: whether it corrects or only counts, what it has counted, and how it failed.
 
     Its wrappers are given it. A wrapper that meets an error of its own lets vLLM do as stock does, for that call.
     """
 
-    __slots__ = ("_counters", "corrects", "error", "graphs")
+    __slots__ = ("_aside", "_counters", "_foreign", "corrects", "error", "graphs")
     capturing: ClassVar[Callable[[], Hashable] | None] = None
     """A function that names the graph that is being captured; None while this process captures none.
 
@@ -113,6 +130,7 @@ class Activity:
         self.corrects = corrects
         """Whether its wrappers put right what they find; without it they change nothing, and count."""
         self._counters = {event.name: Counter() for event in events}
+        self._aside, self._foreign = Counter(), set[str]()
         self.error: str | None = None
         """The first error of a wrapper outside of captures."""
         self.graphs: dict[Hashable, str] = {}
@@ -124,8 +142,21 @@ class Activity:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often each event was met, by its name."""
-        return {name: counter.count for name, counter in self._counters.items()}
+        """How often each event was met, by its name; and, if ever, how often the fix stepped aside."""
+        met = {name: counter.count for name, counter in self._counters.items()}
+        return met | {STEPPED_ASIDE: self._aside.count} if self._aside.count else met
+
+    def step_aside(self, name: str, foreign: str) -> None:
+        """Count a call that the fix *name* leaves alone: *foreign*, which is not vLLM's own, may have it right.
+
+        The log names that code once.
+        """
+        self._aside.count += 1
+        if foreign not in self._foreign:
+            self._foreign.add(foreign)
+            logger.warning(
+                "graphfix: %s steps aside: %s is not vLLM's own code, and may have put the defect right", name, foreign
+            )
 
     def failed(self, error: Exception) -> None:
         """Takes down an error of a wrapper. Never raises.
@@ -152,6 +183,7 @@ class Activity:
         """Begins anew, in a forked child: what was counted, and what failed, was its parent's."""
         for counter in self._counters.values():
             counter.count = 0
+        self._aside.count = 0
         self.error, self.graphs = None, {}
 
 
@@ -177,6 +209,9 @@ class Patch(NamedTuple):
     It counts, and changes nothing unless the activity corrects."""
     observes: bool = True
     """Whether it is put there where the fix only counts, too."""
+    leading: int | None = None
+    """How many leading parameters of the stock function *wrap* goes by, and passes on all others as they come; None
+    for all of them."""
 
 
 class Together(NamedTuple):
@@ -206,8 +241,6 @@ if TYPE_CHECKING:  # to make a protocol takes as long as to read the index of th
         @property
         def modules(self) -> tuple[str, ...]: ...
         @property
-        def evidence(self) -> tuple[str, ...]: ...
-        @property
         def together(self) -> tuple[Together, ...]: ...
         @property
         def events(self) -> tuple[Event, ...]: ...
@@ -220,11 +253,9 @@ if TYPE_CHECKING:  # to make a protocol takes as long as to read the index of th
 class Fix(NamedTuple):
     """One upstream correction, brought to stock wheels at run time: what the machinery needs of it.
 
-    What people read of it stands beside it, in the `ABOUT` of its module.
+    `authoring.fix` makes it; what people read of it stands beside it, in a page of the same name.
     """
 
-    number: int
-    """Its place among the fixes: the order in which they are applied, and of every table. No two have the same."""
     name: str
     runner: str | None
     """``V1`` or ``V2`` if an engine on the other model runner does not need it."""
@@ -241,9 +272,10 @@ class Fix(NamedTuple):
     together: tuple[Together, ...] = ()
     ground: Ground = None
     """What it rests on that the fix is applied where the user sets nothing; None if it only counts there."""
-    evidence: tuple[str, ...] = ()
-    """Functions that the defect rests on and `diagnose` does not look at, ``path::name``: where one is another, the
-    release is not a known one."""
+    surroundings: tuple[Slice, ...] = ()
+    """The code that the defect's data pass through: a verdict holds where all of it is that of a known release."""
+    wordings: tuple[str, ...] = ()
+    """Patterns of statements that `diagnose` recognises, which slices leave out."""
 
     @property
     def variable(self) -> str:

@@ -1,23 +1,37 @@
-"""The shipped manifest: which shapes of vLLM's code were looked at, and what they were found to be.
+"""The shipped manifest: the code of the stock releases that were looked at, and the verdicts on it.
 
-A diagnosis is decided by the structure of the code. The manifest adds two things: whether that very code is a stock
-release's that was looked at (`Diagnosis.known`), and the verdict without parsing where all files that a
-fix reads are those of such a release.
+A verdict stands on two rings. The first is the fix's own `diagnose`: patterns of the defect and of its remedies. The
+second is the code around them, the fix's `surroundings`, whose fingerprints are those of known releases, or are not.
+The burden of proof is on the all-clear:
+
+- ``affected``: the defect was recognised, and each slice is that of some release that has it in that shape.
+- ``fixed``: a remedy was recognised, and each slice is that of some release that has the component.
+- ``absent``: all functions are those of one release that lacks the component. That something was not found proves
+  nothing: it may have another name, or be in another file.
+- ``unrecognised``: anything else.
+
+Where all files that a fix reads are those of one release, its verdict is taken from here, and nothing is parsed.
+An all-clear, ``fixed`` or ``absent``, needs the rest of the package, too: a file that no known release has might take
+the place of what it rests on (`source/elsewhere.py`).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix.fix import Diagnosis, Verdict
+from vllm_graphfix.fixes import BY_NAME, module_of
+from vllm_graphfix.source import elsewhere, slices
 from vllm_graphfix.source.files import Source, SourceError
 
 if TYPE_CHECKING:
-    from vllm_graphfix.fix import Patchable
+    from vllm_graphfix.fix import Fix, Patch, Patchable, Slice
 
-SCHEMA = 1
+SCHEMA = 2
 PATH = Path(__file__).with_name("manifest.json")
 
 
@@ -35,13 +49,19 @@ def load() -> dict[str, Any]:
             raise ValueError(f"schema {manifest['schema']}, expected {SCHEMA}")
         files = {path: dict(releases) for path, releases in manifest["files"].items()}
         fixes = {name: [_parsed_entry(entry) for entry in entries] for name, entries in manifest["fixes"].items()}
+        replaced = {name: dict(known) for name, known in manifest["elsewhere"].items()}
+        subclasses = {name: str.split(names) for name, names in manifest["subclasses"].items()}
+        reach = {
+            name: elsewhere.Reach(*(frozenset(str.split(each)) for each in names))
+            for name, names in manifest["reach"].items()
+        }
         if not all(isinstance(releases, str) for known in files.values() for releases in known.values()):
             raise TypeError("releases that are not text")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(
             f"{PATH.name} of vllm-graphfix cannot be read ({str(error)[:200]}); reinstall vllm-graphfix"
         ) from error
-    return {"files": files, "fixes": fixes}
+    return {"files": files, "fixes": fixes, "elsewhere": replaced, "subclasses": subclasses, "reach": reach}
 
 
 def _parsed_entry(entry: dict[str, Any]) -> dict[str, Any]:
@@ -50,18 +70,62 @@ def _parsed_entry(entry: dict[str, Any]) -> dict[str, Any]:
     texts = (entry["reason"], entry["shape"], "" if entry["where"] is None else entry["where"])
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a field that is not text")
-    return entry | {"releases": tuple(entry["releases"]), "evidence": dict(entry["evidence"])}
+    if not all(isinstance(value, str) for value in (*entry["slices"].values(), entry["code"])):
+        raise TypeError("a fingerprint that is not text")
+    return entry | {"releases": tuple(entry["releases"])}
 
 
 def diagnose(fix: Patchable, source: Source) -> Diagnosis:
     """The verdict of *fix* on *source*. Raises `SourceError`, `ManifestError`."""
     try:
-        return _by_files(fix, source) or _by_structure(fix, source)
+        found = _by_files(fix, source) or _by_structure(fix, source)
+        if found.verdict in (Verdict.FIXED, Verdict.ABSENT):
+            found = _replaced_elsewhere(fix, source, found) or found
+        return found._replace(tree=tree_of(fix, source, found.shape)) if found.defect_seen else found
     except RecursionError as error:
         raise SourceError(f"the code of {source.label} is too deeply nested to be judged; is it vLLM's?") from error
 
 
+def _replaced_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Diagnosis | None:
+    """Refuse the all-clear *found* where a file of no known release may take the place of what it rests on."""
+    if fix.name not in BY_NAME:
+        return None
+    search, known = _search(source), load()["elsewhere"].get(fix.name, {})
+    if not search.paths:
+        return None
+    own = module_of(fix.name).FIX
+    for part, replacement in search.replacements(basis_of_all_clear(own), own.wordings, load()["subclasses"]):
+        if replacement.value not in known and part.only_for in (None, found.verdict):
+            reason = f"{found.reason}; but {part.function or part.path} may be replaced by code of no known release"
+            return Diagnosis(Verdict.UNRECOGNISED, reason, replacement.where)
+    if search.is_fork and fix.name in load()["reach"]:
+        for name, where, value in search.in_reach(load()["reach"][fix.name], basis_of_all_clear(own)):
+            if value not in elsewhere.known_code():
+                reason = f"{found.reason}; but code of no known release may act on it, by {name}"
+                return Diagnosis(Verdict.UNRECOGNISED, reason, where)
+    return None
+
+
+def basis_of_all_clear(fix: Fix) -> list[Slice]:
+    """The slices that one of ``fixed`` and ``absent`` rests on."""
+    return [part for part in fix.surroundings if part.only_for is not Verdict.AFFECTED]
+
+
+@functools.lru_cache(maxsize=1)
+def _search(source: Source) -> elsewhere.Search:
+    """One search for all fixes that judge *source*, one after the other."""
+    return elsewhere.Search(source)
+
+
+def tree_of(fix: Patchable, source: Source, shape: str) -> str:
+    """Hash of all files that *fix* reads, and of the shape that its patches are for: this tree and no other."""
+    files = (f"{path} {source.digest(path) or 'absent'}" for path in sorted(fix.reads))
+    return hashlib.sha256("\n".join([fix.name, shape, *files]).encode()).hexdigest()[:16]
+
+
 def _by_files(fix: Patchable, source: Source) -> Diagnosis | None:
+    if all(source.read(path) is None for path in fix.reads) and (not source.sizes or _search(source).paths):
+        return None  # that none of its files is there proves nothing, but for a package without a new file
     files = load()["files"]
     releases: set[str] | None = None
     for path in fix.reads:
@@ -75,32 +139,144 @@ def _by_files(fix: Patchable, source: Source) -> Diagnosis | None:
     return None
 
 
+class Evidence(NamedTuple):
+    """Fingerprints of the code that a verdict rests on."""
+
+    slices: dict[str, str]
+    """Of each of the fix's `surroundings`, by its place."""
+    code: str
+    """Of all functions that these are slices of, whole; "" where none of them is there: no evidence is no proof."""
+    needed: frozenset[str]
+    """The places that the verdict rests on."""
+
+    @property
+    def functions(self) -> list[str]:
+        """The places that are there, whole files and signatures left out."""
+        there = (place for place, value in self.slices.items() if value != slices.MISSING)
+        return [place for place in there if not place.endswith(("::", "()"))]
+
+
 def _by_structure(fix: Patchable, source: Source) -> Diagnosis:
     found, evidence = examine(fix, source)
-    known = any(
-        entry["verdict"] == found.verdict.value and entry["shape"] == found.shape and entry["evidence"] == evidence
-        for entry in load()["fixes"].get(fix.name, ())
-    )
-    return Diagnosis(found.verdict, found.reason, found.where, found.shape, known)
+    # Nothing is recorded of what the shadow check wraps.
+    return judge(found, evidence, load()["fixes"].get(fix.name, [])) if evidence.slices else found
 
 
-def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, dict[str, str]]:
-    """The verdict from structure alone, and the fingerprints of the functions that it looked at."""
+def judge(found: Diagnosis, evidence: Evidence, entries: list[dict[str, Any]]) -> Diagnosis:
+    """What *found*, the word of the patterns alone, is worth by the *entries* of known releases, oldest first."""
+    if found.verdict is not Verdict.UNRECOGNISED and any(
+        (entry["verdict"], entry["shape"], entry["code"]) == (found.verdict.value, found.shape, evidence.code)
+        for entry in entries
+        if evidence.code
+    ):
+        return found._replace(known=True)
+    trusted = _trusted(found, entries)
+    # Of a shape that no release has no signature is recorded.
+    recorded = {place for entry in trusted for place in entry["slices"]}
+    new = [
+        place
+        for place, value in evidence.slices.items()
+        if place in evidence.needed
+        and (place in recorded or not place.endswith("()"))
+        and not any(entry["slices"].get(place) == value for entry in trusted)
+        and not (value == slices.EMPTY and _appeared(place, trusted))
+    ]
+    if found.verdict is Verdict.UNRECOGNISED or not evidence.code:
+        return _not_proven(found, evidence, entries)
+    return _not_proven(found, evidence, entries, new) if new or not trusted else found
+
+
+def _appeared(place: str, trusted: list[dict[str, Any]]) -> bool:
+    """Whether the function at *place* is new: where it names none of the data, that is no more than without it."""
+    return {entry["slices"].get(place) for entry in trusted} == {slices.MISSING}
+
+
+def _trusted(found: Diagnosis, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entries whose slices *found* may have."""
+    if found.verdict is Verdict.AFFECTED:
+        # The first word of a shape is what is patched; others say how, and are recognised by themselves.
+        shape = found.shape.partition(" ")[0]
+        affected = [entry for entry in entries if entry["verdict"] == found.verdict.value]
+        alike = [entry for entry in affected if entry["shape"].partition(" ")[0] == shape]
+        # A shape that no release has is one without its remedy, of a nightly say: slices are without it, too.
+        return alike or [entry for entry in entries if entry["verdict"] == Verdict.FIXED.value]
+    if found.verdict is Verdict.FIXED:
+        # A remedy in an affected release leaves that release's surroundings: slices are without it.
+        return [e for e in entries if e["verdict"] in (Verdict.FIXED.value, Verdict.AFFECTED.value)]
+    return []
+
+
+def _not_proven(
+    found: Diagnosis, evidence: Evidence, entries: list[dict[str, Any]], new: list[str] | None = None
+) -> Diagnosis:
+    """*found* as unrecognised: with the code that is new, and the nearest known release and its verdict."""
+
+    def likeness(entry: dict[str, Any]) -> int:
+        return sum(entry["slices"].get(place) == value for place, value in evidence.slices.items())
+
+    # Of equally near ones the newest, which is the last.
+    nearest = max(reversed(entries), key=likeness, default=None)
+    reason, where = found.reason, found.where
+    if nearest is not None:
+        changed = new or [place for place, value in evidence.slices.items() if nearest["slices"].get(place) != value]
+        names = [place.partition("::")[2] or place.partition("::")[0] for place in changed]
+        if found.verdict is not Verdict.UNRECOGNISED:
+            claim = {
+                Verdict.AFFECTED: f"{found.reason}; but what surrounds it is new",
+                Verdict.FIXED: f"a remedy is there ({found.reason}), but what surrounds it is new",
+                Verdict.ABSENT: "nothing of it was seen, in code that is new",
+            }
+            reason = claim[found.verdict]
+        reason += (
+            f"; the nearest known release is {nearest['releases'][-1]}, where it is {nearest['verdict']}"
+            f"; changed since: {', '.join(names[:3]) or 'nothing that is fingerprinted'}"
+            f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        )
+        where = where or f"{changed[0].partition('::')[0]}:1" if changed else where
+    seen = found.verdict is Verdict.AFFECTED or found.defect_seen
+    return Diagnosis(Verdict.UNRECOGNISED, reason, where, found.shape if seen else "", defect_seen=seen)
+
+
+def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, Evidence]:
+    """What the patterns of *fix* say, and the fingerprints of the code around them."""
     # All fixes ask one source, one after the other: what an earlier one looked at is no evidence for this one.
     source.consulted.clear()
     source.replaced.clear()
     source.imported.clear()
     found = fix.diagnose(source)
-    for place in fix.evidence:
-        path, _, name = place.partition("::")
-        source.function(path, name)
+    own = module_of(fix.name).FIX if fix.name in BY_NAME else None  # what the shadow check wraps has no surroundings
+    surroundings, wordings = (own.surroundings, own.wordings) if own else ((), ())
+    values = {part.place: slices.fingerprint(source, part, wordings) for part in surroundings}
+    targets = own.patches(found.shape) if own and found.verdict is Verdict.AFFECTED else ()
+    values |= {f"{place}()": takes for place, takes in _signatures(source, targets)}
+    missing = [path for path, name in map(_place_of, targets) if name.partition(".")[0] not in source.names(path)]
+    if missing:
+        found = Diagnosis.unrecognised("what is patched is defined in a way", missing[0])._replace(
+            shape=found.shape, defect_seen=True
+        )
+    whole = {part.place: slices.fingerprint(source, part._replace(names="")) for part in surroundings if part.function}
     if source.replaced and found.verdict is not Verdict.UNRECOGNISED:
         name = source.replaced[0].qualname
+        seen = found.verdict is Verdict.AFFECTED
         found = Diagnosis.unrecognised(f"{name} is decorated or replaced in a way", source.replaced[0])
-    seen = {(function.path, function.qualname.partition(".")[0]) for function in source.consulted.values()}
-    elsewhere = [(name, path) for name, path, origin in source.imported if (origin, name) not in seen]
-    if elsewhere and found.verdict in (Verdict.ABSENT, Verdict.FIXED):
-        # What was looked for is there, under that name, and was not looked at.
-        name, path = elsewhere[0]
-        found = Diagnosis.unrecognised(f"{name} is imported from elsewhere, in a way", path)
-    return found, {name: function.fingerprint() for name, function in sorted(source.consulted.items())}
+        found = found._replace(defect_seen=seen)
+    return found, Evidence(values, slices.joined(values, whole), needed(surroundings, found.verdict, values))
+
+
+def _signatures(source: Source, patches: Iterable[Patch]) -> Iterator[tuple[str, str]]:
+    """The place of each function that is patched, and the parameters that its wrapper goes by."""
+    for patch in patches:
+        path, name = _place_of(patch)
+        function = source.function(path, name)
+        if function is not None:  # else a name that the module imports
+            yield f"{path}::{name}", ", ".join(function.takes.split(", ")[: patch.leading])
+
+
+def _place_of(patch: Patch) -> tuple[str, str]:
+    return f"{patch.module.replace('.', '/')}.py", patch.name
+
+
+def needed(surroundings: Iterable[Slice], verdict: Verdict, places: Iterable[str] = ()) -> frozenset[str]:
+    """The places of *surroundings* that *verdict* rests on, and of *places* those of signatures."""
+    of_slices = {part.place for part in surroundings if part.only_for in (None, verdict)}
+    return frozenset(of_slices.union(place for place in places if place.endswith("()")))

@@ -10,10 +10,12 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.lora.layers import LoRAMapping, LoRAMappingType
+from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
 from vllm.lora.punica_wrapper import punica_gpu
 
 import vllm_graphfix
 from activities import activity_of
+from vllm_graphfix.fix import STEPPED_ASIDE
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios import active_lora_count as scenario
 
@@ -139,4 +141,42 @@ def test_where_nobody_asks_for_it_nothing_is_another_than_stocks() -> None:
         stocks = meta.num_active_loras_cpu.item() if hasattr(meta, "num_active_loras_cpu") else meta.num_active_loras
         assert (stocks, _programs(layer)) == (2, scenario.ADAPTERS + 1)
     assert ACTIVITY.counts == before
+    assert ACTIVITY.error is None
+
+
+class CountsRows(punica_gpu.PunicaWrapperGPU):  # type: ignore[misc]  # vLLM is no dependency of mypy's
+    """A wrapper that counts rows without an adapter itself."""
+
+    def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+        super().update_metadata(*args, **kwargs)
+        meta = self.token_mapping_meta
+        if hasattr(meta, "num_active_loras_cpu"):
+            meta.num_active_loras_cpu[0] = int(meta.num_active_loras_cpu[0]) + 1
+        else:
+            meta.num_active_loras += 1
+
+
+def test_a_wrapper_that_counts_them_itself_is_left_alone() -> None:
+    before = ACTIVITY.counts.get(STEPPED_ASIDE, 0)
+    with scenario.lora_on_the_cpu():
+        layer = scenario.LayerWithAdapters(torch.Generator())
+        layer.punica.__class__ = CountsRows
+        scenario.RunnerV1(layer, CUDAGraphMode.NONE).step([0, 1])
+        assert _programs(layer) == 3
+    assert ACTIVITY.counts[STEPPED_ASIDE] == before + 1
+    assert ACTIVITY.error is None
+
+
+def test_a_list_that_another_plugin_counts_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, prepare = ACTIVITY.counts.get(STEPPED_ASIDE, 0), LoRAKernelMeta.prepare_tensors
+
+    def counted(self: Any, mapping: Any) -> None:
+        prepare(self, mapping)
+
+    monkeypatch.setattr(LoRAKernelMeta, "prepare_tensors", counted)
+    with scenario.lora_on_the_cpu():
+        layer = scenario.LayerWithAdapters(torch.Generator())
+        scenario.RunnerV1(layer, CUDAGraphMode.NONE).step([0, 1])
+        assert _programs(layer) == 2
+    assert ACTIVITY.counts[STEPPED_ASIDE] == before + 1
     assert ACTIVITY.error is None

@@ -51,6 +51,13 @@ def test_the_fix_is_active() -> None:
     assert vllm_graphfix.states()["c128a-stride"].state == "active"
 
 
+def test_a_builder_that_was_made_without_its_init_builds_as_stock_does() -> None:
+    builder = _builder(MAX_MODEL_LEN, in_graph=True)
+    del builder.vllm_config
+    assert width(builder.build(0, batch([700, 1500]))) == NARROW
+    assert CLOSER_ROWS.count == 0
+
+
 def test_a_capture_and_a_shorter_batch_have_rows_at_the_same_places() -> None:
     builder = _builder(MAX_MODEL_LEN, in_graph=True)
     captured = builder.build(0, batch([1, 1], MAX_MODEL_LEN)).c128a_global_decode_topk_indices

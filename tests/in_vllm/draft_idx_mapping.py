@@ -13,8 +13,15 @@ from vllm.config import CUDAGraphMode
 
 import vllm_graphfix
 from activities import activity_of
-from vllm_graphfix.fixes.draft_idx_mapping import _SPARE, ROWS_PADDED_WITH_REQUESTS, _has_padded_rows
+from vllm_graphfix.fix import STEPPED_ASIDE
+from vllm_graphfix.fixes.draft_idx_mapping import (
+    _SPARE,
+    ROWS_PADDED_WITH_REQUESTS,
+    _has_padded_rows,
+    _with_one_row_more,
+)
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
+from vllm_graphfix.verify.double.scenarios import draft_idx_mapping as scenario
 from vllm_graphfix.verify.double.scenarios.draft_idx_mapping import (
     DRAFT_TOKENS,
     REQUESTS,
@@ -76,6 +83,27 @@ def test_a_speculator_that_drafts_the_likeliest_tokens_is_left_alone() -> None:
     drafted(speculator, [5, 0, 3, 1])
     assert speculator.idx_mapping.tolist() == [5, 0, 3, 1, 4, 5]
     assert PADDED_ROWS.count == 0
+
+
+def test_a_speculator_of_another_class_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Speculator(scenario.EagleSpeculator):  # type: ignore[misc, name-defined]
+        def sample_of(self, row: int) -> torch.Tensor:
+            logits: torch.Tensor = self.draft_logits[self.idx_mapping[row]]
+            return logits
+
+    monkeypatch.setattr(scenario, "EagleSpeculator", Speculator)
+    speculator = _speculator(CUDAGraphMode.NONE)
+    assert not hasattr(speculator, _SPARE)
+    assert ACTIVITY.counts[STEPPED_ASIDE] == 1
+    drafted(speculator, [5, 0, 3])
+    assert [speculator.sample_of(row).shape for row in range(REQUESTS)] == [(DRAFT_TOKENS, VOCABULARY)] * REQUESTS
+
+
+def test_what_a_buffer_is_filled_with_stays() -> None:
+    filled = torch.full((REQUESTS, 2), 3.5)
+    widened = _with_one_row_more(filled)
+    assert torch.equal(widened, filled)
+    assert widened.untyped_storage().nbytes() == filled.nbytes // REQUESTS * (REQUESTS + 1)
 
 
 def test_padded_is_a_batch_between_two_sizes() -> None:

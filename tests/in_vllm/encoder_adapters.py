@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 import vllm_graphfix
 from activities import activity_of
+from vllm_graphfix.fix import STEPPED_ASIDE
 from vllm_graphfix.verify.double.scenarios import encoder_adapters as scenario
 
 ACTIVITY = activity_of("encoder-adapters")
@@ -26,8 +27,8 @@ def on_the_cpu() -> Iterator[None]:
         yield
 
 
-def executed(model: Any) -> Any:
-    """What a manager of *model* returns for the images of a step."""
+def executed(model: Any, call: Callable[[Any], Any] | None = None) -> Any:
+    """What a manager of *model* returns for the images of a step to vLLM's model runner, or to *call*."""
     manager: Any = object.__new__(EncoderCudaGraphManager)
     vars(manager).update(
         model=model,
@@ -37,7 +38,14 @@ def executed(model: Any) -> Any:
         get_cumulative_stats=dict,
         _execute_local=lambda _: IN_A_GRAPH,
     )
+    return (call or AS_VLLM_CALLS_IT)(manager)
+
+
+def _execute_mm_encoder(manager: Any) -> Any:
     return manager.execute({})
+
+
+AS_VLLM_CALLS_IT = FunctionType(_execute_mm_encoder.__code__, {"__name__": "vllm.v1.worker.gpu_model_runner"})
 
 
 def told(adapters: tuple[int, ...], kind: LoRAMappingType = LoRAMappingType.TOWER) -> scenario.EncoderWithAdapters:
@@ -117,4 +125,11 @@ def test_a_step_without_adapters_is_replayed(runner: Any) -> None:
         images = [scenario.image(length, random) for length in (3, 2)]
         assert len(encoding.encode(list(zip(images, adapters, strict=True)))) == 2
         assert encoding.manager.graph_hits == hits
+    assert ACTIVITY.error is None
+
+
+def test_another_caller_which_may_not_take_none_gets_what_stock_returns() -> None:
+    before, model = ACTIVITY.counts, told((1, 2))
+    assert executed(model, _execute_mm_encoder) == IN_A_GRAPH
+    assert ACTIVITY.counts == {**before, STEPPED_ASIDE: before.get(STEPPED_ASIDE, 0) + 1}
     assert ACTIVITY.error is None

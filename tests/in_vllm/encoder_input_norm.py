@@ -16,8 +16,7 @@ from vllm.v1.worker.gpu.mm import encoder_runner
 
 import vllm_graphfix
 from activities import activity_of
-from vllm_graphfix.fix import Activity
-from vllm_graphfix.fixes import encoder_input_norm
+from vllm_graphfix.fix import STEPPED_ASIDE, Activity
 from vllm_graphfix.fixes.encoder_input_norm import FIX
 from vllm_graphfix.verify.double.scenarios import encoder_input_norm as scenario
 
@@ -315,16 +314,15 @@ def test_a_model_runners_floats_are_bytes_that_nobody_has_normalised(
 
 def test_what_steps_aside_says_so_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    monkeypatch.setattr(
-        encoder_input_norm, "logger", SimpleNamespace(warning=lambda text, *values: warnings.append(text % values))
-    )
+    logger = SimpleNamespace(warning=lambda text, *values: warnings.append(text % values))
+    monkeypatch.setattr("vllm_graphfix.fix.logger", logger)
     normalise_when_selecting(model)
     manager = manager_of(model)
     (patch,) = FIX.patches("bytes")
     activity, asked = Activity(FIX.events), scenario.images("image", [(1, 4, 4)], seed=1)
     execute = patch.wrap(lambda self, mm_kwargs: mm_kwargs, activity)
     assert [execute(manager, asked) is asked for _ in range(2)] == [True, True]
-    assert activity.counts == {"images-not-normalised": 0}
+    assert activity.counts == {"images-not-normalised": 0, STEPPED_ASIDE: 2}
     (warning,) = warnings
     assert "Fork.select_encoder_cudagraph_items is not vLLM's own" in warning
 

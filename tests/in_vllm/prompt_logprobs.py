@@ -245,6 +245,13 @@ def test_a_rank_without_a_state_does_as_stock_does() -> None:
     assert (READS_AFTER_DRAFT.count, ACTIVITY.error) == (0, None)
 
 
+def test_a_runner_that_was_made_without_its_init_does_as_stock_does() -> None:
+    runner = make_runner(GRAPHS)
+    del runner.num_prompt_logprobs
+    runner.sample_tokens(None)
+    assert (READS_AFTER_DRAFT.count, ACTIVITY.error) == (0, None)
+
+
 @pytest.mark.skipif(
     "dummy_run" not in inspect.unwrap(GPUModelRunner.sample_tokens).__code__.co_names,
     reason="the drafter of this release has no dummy run here",

@@ -73,7 +73,8 @@ def own(fix: str, base: Base) -> tuple[tuple[str, str], ...]:
     """These, and those that the diagnosis reads."""
     from mutants_judged import source_of
 
-    read = [place.split("::") for place in manifest.examine(BY_NAME[fix], source_of(Mutant(fix, base)))[1]]
+    _, evidence = manifest.examine(BY_NAME[fix], source_of(Mutant(fix, base)))
+    read = [place.split("::") for place in evidence.functions]
     found = dict.fromkeys([*patched(fix, base), *((path, name) for path, name in read)])
     return tuple((path, name) for path, name in found if is_function(base, path, name))
 
@@ -149,7 +150,7 @@ def look(names: list[str]) -> Iterator[tuple[str, Where, list[tuple[str, str, in
                     mutant = Mutant(name, where.base, ())
                     run = stage.run(name, mutant.files(), mutant.renamed(), on=False, traced=True)
                     judged, evidence = manifest.examine(BY_NAME[name], source_of(mutant))
-                    read = {tuple(each.split("::")) for each in evidence}
+                    read = {tuple(each.split("::")) for each in evidence.functions}
                     shape = judged.shape if judged.verdict is Verdict.AFFECTED else shape_of(name, where)
                     right = is_right(run)
                     told = (

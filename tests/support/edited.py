@@ -34,8 +34,19 @@ def edited(stock: Path, destination: Path, changes: dict[str, Change], *, anonym
 def edited_source(stock: Path, changes: dict[str, Change]) -> Source:
     """What there is to read of a vLLM that `edited` would make: for a diagnosis alone no tree is made."""
     texts = {path: text.encode() for path, text in _texts(stock, changes).items()}
-    unchanged = open_source(stock)
-    return Source("edited", lambda path: texts[path] if path in texts else unchanged.read(path), lambda: None)
+    unchanged = stock_source(stock)
+    return Source(
+        "edited",
+        lambda path: texts[path] if path in texts else unchanged.read(path),
+        lambda: None,
+        list_sizes=lambda: unchanged.sizes | {path: len(text) for path, text in texts.items()},
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def stock_source(stock: Path) -> Source:
+    """A release as it is; the sizes of its files are asked for once."""
+    return open_source(stock)
 
 
 def _texts(stock: Path, changes: dict[str, Change]) -> dict[str, str]:

@@ -39,7 +39,7 @@ assert _SPEC.origin is not None
 PACKAGE = os.path.dirname(_SPEC.origin) + os.sep  # noqa: PTH120 - the profiler compares texts
 """Found, and not imported."""
 LAYERS = re.compile(re.escape(PACKAGE + "fixes" + os.sep) + "(?!_)")
-SHARED = PACKAGE + "fixes" + os.sep + "_"
+SHARED = (PACKAGE + "fixes" + os.sep + "_", PACKAGE + "authoring")
 _LIMIT = 20
 """Seconds for one process."""
 

@@ -197,7 +197,7 @@ def _layered(modules: list[str]) -> list[str]:
 
 def _shared_by(function: Any) -> str | None:
     """The module of the fix whose events *function* counts, if it comes from a module that several fixes share."""
-    if not function.__globals__["__name__"].rpartition(".")[2].startswith("_"):
+    if not function.__globals__["__name__"].rpartition(".")[2].startswith(("_", "authoring")):
         return None
     given = {id(cell.cell_contents) for cell in function.__closure__ or ()}
     import vllm_graphfix

@@ -5,10 +5,11 @@ from __future__ import annotations
 from trial_rows import Edit, Served
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes.active_lora_count import _CONFIG, _META, _MIXIN, _RUNNER, _SHRINK, _UTILS_V2
+from vllm_graphfix.fixes.active_lora_count import _CONFIG, _EXPAND, _META, _MIXIN, _PUNICA, _RUNNER, _UTILS_V2
 
 counted = r"^( +)((?:self\.)?num_active_loras) = lora_ids\.size\(0\)\n"
 handed = r"^( +)self\.num_active_loras_cpu\[0\] = num_active_loras\n"
+launched = r"^( +)num_active_loras\.item\(\),\n"
 room = r"\1num_active_loras = min(num_active_loras + 1, self.active_lora_ids.size(0))"
 fixed, unrecognised = Verdict.FIXED, Verdict.UNRECOGNISED
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
@@ -100,12 +101,84 @@ EDITS = (
     Edit(
         "programs for the whole list",
         "0.30.0",
-        _SHRINK,
-        r"^( +)num_active_loras\.item\(\),\n",
+        _EXPAND,
+        launched,
         r"\1lora_ids.size(0)," + "\n",
         unrecognised,
+        also=(("vllm/lora/ops/triton_ops/lora_shrink_op.py", launched, r"\1lora_ids.size(0)," + "\n"),),
     ),
-    Edit("no such option", "0.22.0", _CONFIG, "specialize_active_lora", "specialize_no_lora", Verdict.ABSENT),
+    Edit(
+        "one more in the wrapper",
+        "0.26.0",
+        _PUNICA,
+        r"^( +)self\.prompt_mapping_meta\.prepare_tensors\(self\.sampler_indices\)\n",
+        r"\g<0>\1self.token_mapping_meta.num_active_loras_cpu += 1" + "\n",
+        unrecognised,
+    ),
+    Edit(
+        "one more where kernels are given it",
+        "0.29.0",
+        _META,
+        r"^( +)num_active_loras = self\.num_active_loras_cpu\n",
+        r"\1num_active_loras = self.num_active_loras_cpu + 1" + "\n",
+        unrecognised,
+    ),
+    # Not right, though it looks so.
+    Edit(
+        "one more for graphs of one adapter",
+        "0.31.0",
+        _META,
+        counted,
+        r"\g<0>\1if \2 == 1:" + "\n" + r"\1    \2 = min(\2 + 1, self.active_lora_ids.size(0))" + "\n",
+        unrecognised,
+    ),
+    Edit(
+        "one more, and counted again",
+        "0.33.0",
+        _META,
+        handed,
+        room
+        + "\n"
+        + r"\1num_active_loras = lora_ids.size(0)"
+        + "\n"
+        + r"\1self.num_active_loras_cpu[0] = num_active_loras"
+        + "\n",
+        unrecognised,
+    ),
+    Edit(
+        "one more once it is handed on",
+        "0.33.0",
+        _META,
+        handed,
+        r"\g<0>" + room + "\n",
+        unrecognised,
+    ),
+    Edit(
+        "one more, taken back for what was captured",
+        "0.28.0",
+        _META,
+        handed,
+        room + "\n" + r"\1num_active_loras = min(num_active_loras, max(self.captured_lora_counts))" + "\n"
+        r"\1self.num_active_loras_cpu[0] = num_active_loras" + "\n",
+        unrecognised,
+    ),
+    Edit(
+        "programs for all adapters while debugging",
+        "0.27.1",
+        _META,
+        r"^( +)if specialize_active_lora:\n",
+        r"\1if specialize_active_lora and not envs.VLLM_DEBUG:" + "\n",
+        unrecognised,
+    ),
+    Edit(
+        "programs for all adapters, and those of the batch after all",
+        "0.25.0",
+        _META,
+        r"^( +)if specialize_active_lora:\n(?=.*num_active_loras_cpu)",
+        r"\1num_active_loras = self.default_num_active_loras_cpu" + "\n" + r"\g<0>",
+        Verdict.AFFECTED,
+    ),
+    Edit("no such option", "0.22.0", _CONFIG, "specialize_active_lora", "specialize_no_lora", unrecognised),
 )
 
 SERVED = (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from edited import swap
+from edited import after, before, both, swap
 from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes.adaptive_schedule import _BATCH, _GRAPHS, _RUNNER, _STATES
+from vllm_graphfix.fixes.adaptive_schedule import _BACKEND, _BATCH, _GRAPHS, _RUNNER, _STATES
 
 fixed, unrecognised = Verdict.FIXED, Verdict.UNRECOGNISED
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
@@ -112,8 +112,16 @@ EDITS = (
         _RUNNER,
         r"adaptive_verification",
         "verification",
-        Verdict.ABSENT,
+        unrecognised,
         also=((_GRAPHS, r"varlen_decode", "uniform_decode"),),
+    ),
+    Edit(
+        "no schedule is made ahead with adaptive verification",
+        "0.33.0",
+        _BACKEND,
+        r"^( +)self\.aot_schedule = get_flash_attn_version\(\) == 3\n",
+        r"\g<0>\1if vllm_config.speculative_config is not None:\n\1    self.aot_schedule = False\n",
+        unrecognised,
     ),
 )
 
@@ -130,6 +138,25 @@ WORDINGS = (
             "set afterwards": swap(
                 made, r"\1input_batch.max_query_len = batch_desc.max_query_len or input_batch.max_query_len\n\g<0>"
             ),
+            "set by who runs the step": before(
+                r"block_tables, slot_mappings = self\.prepare_attn\(input_batch\)",
+                "if batch_desc.max_query_len is not None:",
+                "    input_batch.max_query_len = batch_desc.max_query_len",
+            ),
+            "the builder's longest": {
+                _BACKEND: after(
+                    r"max_query_len = common_attn_metadata\.max_query_len",
+                    "if common_attn_metadata.max_query_len <= self.decode_query_len and self.use_full_cuda_graph:",
+                    "    max_query_len = self.decode_query_len",
+                )
+            },
+            "the model state's longest": {
+                _STATES: after(
+                    r"max_query_len = input_batch\.max_query_len",
+                    "if max_query_len is not None:",
+                    "    max_query_len = max(max_query_len, self.decode_query_len)",
+                )
+            },
             "a batch made anew": swap(
                 made,
                 r"\1import dataclasses; input_batch = dataclasses.replace(input_batch, "
@@ -146,6 +173,22 @@ WORDINGS = (
                 longest, "max_query_len=self.decode_query_len if adaptive_verification is not None else None,"
             ),
             "the graph's number for all requests": swap(longest, "max_query_len=batch_desc.uniform_token_count,"),
+            "set on a copy": swap(
+                made,
+                r"\1import copy; copy.copy(input_batch).max_query_len = batch_desc.max_query_len\n\g<0>",
+            ),
+            "set, and undone": both(
+                swap(longest, "max_query_len=batch_desc.max_query_len,"),
+                swap(made, rf"\1input_batch.max_query_len = {step}\n\g<0>"),
+            ),
+            "set, and taken away": both(
+                swap(longest, "max_query_len=batch_desc.max_query_len,"),
+                swap(made, r"\1self.longest = input_batch.max_query_len; input_batch.max_query_len = None\n\g<0>"),
+            ),
+            "set, and not read": {
+                _RUNNER: swap(longest, "max_query_len=batch_desc.max_query_len,"),
+                _STATES: swap(taken, "max_query_len = None\n"),
+            },
             "the shorter one": swap(longest, f"max_query_len=min(batch_desc.max_query_len or 1, {step} or 1),"),
         },
     ),

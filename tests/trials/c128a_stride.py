@@ -12,8 +12,14 @@ rows = (
     r"global_decode_buffer\.view\(-1\)\[\n +: num_decode_tokens \* max_compressed_tokens\n"
     r" +\]\.view\(num_decode_tokens, max_compressed_tokens\)"
 )
+by_length = r"^( +)(active_topk_width = min\()\n"
+built = r"^( +)(global_decode, decode_lens, prefill_local = build_c128a_topk_metadata\()\n"
 whole = "max_compressed_tokens=self.c128a_max_compressed"
 packed = "global_decode_buffer.view(-1)[:num_decode_tokens * max_compressed_tokens].view(num_decode_tokens, -1)"
+by_width = (
+    "global_decode_buffer.view(-1)[: num_decode_tokens * max_compressed_tokens]"
+    ".view(num_decode_tokens, max_compressed_tokens)"
+)
 v4 = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
@@ -38,7 +44,7 @@ EDITS = (
         "0.28.0",
         _BACKEND,
         r"global_decode_buffer\[:num_decode_tokens\]",
-        packed,
+        by_width,
         Verdict.FIXED,
     ),
     Edit(
@@ -47,6 +53,104 @@ EDITS = (
         _BACKEND,
         r"global_decode_buffer\[:num_decode_tokens\]",
         packed,
+        Verdict.UNRECOGNISED,
+    ),
+    # Right elsewhere.
+    Edit(
+        "rows at the buffer's stride",
+        "0.27.1",
+        _BACKEND,
+        rows,
+        "global_decode_buffer[:num_decode_tokens, :max_compressed_tokens]",
+        Verdict.FIXED,
+        also=(
+            (
+                _BACKEND,
+                r"^( +)global_decode_buffer,\n +max_compressed_tokens,\n",
+                r"\1global_decode_buffer,\n\1global_decode_buffer.stride(0),\n",
+            ),
+        ),
+    ),
+    Edit(
+        "the caller hands over the longest batch",
+        "0.27.0",
+        _BACKEND,
+        r"self\._build_c128a_metadata\(cm, ",
+        "self._build_c128a_metadata(replace(cm, max_seq_len=self.max_model_len), ",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "the batch is as long as any",
+        "0.27.1",
+        _BACKEND,
+        by_length,
+        r"\1cm = replace(cm, max_seq_len=self.model_config.max_model_len)\n\1\2\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "width of the longest request in decodes",
+        "0.27.1",
+        _BACKEND,
+        built,
+        r"\1if num_prefill_tokens == 0:\n\1    active_topk_width = self.c128a_max_compressed\n\1\2\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit("width chosen once", "0.27.0", _BACKEND, width, "max_compressed_tokens=self.topk_width", Verdict.UNRECOGNISED),
+    # Wrong.
+    Edit(
+        "width of the longest request in prefills",
+        "0.27.0",
+        _BACKEND,
+        built,
+        r"\1if num_decode_tokens == 0:\n\1    active_topk_width = self.c128a_max_compressed\n\1\2\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "width of the longest request in debug runs",
+        "0.27.1",
+        _BACKEND,
+        width,
+        "max_compressed_tokens=active_topk_width if __debug__ else self.c128a_max_compressed",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "rows packed on all devices but one",
+        "0.31.0",
+        _BACKEND,
+        r"global_decode_buffer\[:num_decode_tokens, :max_compressed_tokens\]",
+        packed,
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "the buffer is packed first",
+        "0.30.0",
+        _BACKEND,
+        r"^( +)(num_prefill_tokens = num_tokens - num_decode_tokens)\n",
+        r"\1\2\n\1global_decode_buffer = global_decode_buffer.view(-1, max_compressed_tokens)\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "rows are copied where they end up",
+        "0.33.0",
+        _BACKEND,
+        r"global_decode\.view\(\n",
+        "global_decode.contiguous().view(\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "rows are cut to the batch behind",
+        "0.24.0",
+        _BACKEND,
+        r"global_decode\.view\(\n",
+        "global_decode[:, : cm.max_seq_len // self.compress_ratio].contiguous().view(\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "another builder has the backend",
+        "0.28.0",
+        _BACKEND,
+        r"return DeepseekV4FlashMLAMetadataBuilder$",
+        "return PackedFlashMLAMetadataBuilder",
         Verdict.UNRECOGNISED,
     ),
 )

@@ -6,8 +6,8 @@ from edited import after, before, both, swap
 from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes._capture_source import MANAGER
-from vllm_graphfix.fixes.capture_state import _EAGLE
+from vllm_graphfix.fixes._capture_source import MANAGER, MLA_BUILDERS, MODEL_STATES
+from vllm_graphfix.fixes.capture_state import _EAGLE, _FLASHMLA, _RUNNER
 
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 v2, hopper, ampere = "VLLM_USE_V2_MODEL_RUNNER=1 ", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
@@ -66,6 +66,22 @@ EDITS = (
         remedy=True,
     ),
     Edit(
+        "a third pass",
+        "0.26.0",
+        MANAGER,
+        rf"^( {{24}})({GRAPH})",
+        r"\1forward_fn(CUDAGraphMode.NONE)\n\1\2",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "states of models from elsewhere",
+        "0.29.0",
+        MODEL_STATES,
+        r"return DefaultModelState$",
+        "return memoised(DefaultModelState)",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
         "a forward function from elsewhere",
         "0.18.1",
         MANAGER,
@@ -105,6 +121,30 @@ EDITS = (
         r"\1generate_fn(\2)\n\1generate_fn(\2)\n",
         Verdict.UNRECOGNISED,
     ),
+    Edit(
+        "a model state that keeps metadata",
+        "0.26.0",
+        MODEL_STATES,
+        r"return DefaultModelState\(",
+        "return CachedModelState(",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "a model state for latent attention",
+        "0.22.0",
+        MODEL_STATES,
+        r"^    if vllm_config\.model_config\.is_hybrid:$",
+        r"    if vllm_config.model_config.use_mla:\n        return MLAModelState(vllm_config, model)\n\g<0>",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "a plan kept for captures",
+        "0.22.0",
+        MLA_BUILDERS,
+        r"return self\.build\(0, m\)$",
+        "return self.plans.setdefault(m.num_reqs, self.build(0, m))",
+        Verdict.UNRECOGNISED,
+    ),
 )
 
 SERVED = (
@@ -126,6 +166,29 @@ WORDINGS = (
         "0.21.0",
         MANAGER,
         {
+            "plans are made by the builder": {
+                _FLASHMLA: before(r"return FlashMLADecodeMetadata\(", "plan_at_once(scheduler_metadata)")
+            },
+            "each call of the forward function renews its metadata": before(
+                r"with set_forward_context\(\n +attn_metadata,", "attn_metadata = untouched(attn_metadata)"
+            ),
+            "the metadata of each group are planned where they are built": {
+                "vllm/v1/worker/gpu/attn_utils.py": before(
+                    r"for layer_name in attn_group\.layer_names:\n +attn_metadata\[", "metadata = planned(metadata)"
+                )
+            },
+            "no full graphs with lazy plans": {
+                _RUNNER: before(
+                    r"self\.cudagraph_manager = ModelCudaGraphManager\(",
+                    "cudagraph_mode = without_lazy_plans(cudagraph_mode, self.attn_groups)",
+                )
+            },
+            "states that plan anew for each pass": {
+                "vllm/v1/worker/gpu/model_states/default.py": swap(
+                    r"^( +)return attn_metadata\n",
+                    r"\1return planned_anew(attn_metadata) if for_capture else attn_metadata\n",
+                )
+            },
             "before the branch": before(
                 r"if desc\.cg_mode == CUDAGraphMode\.PIECEWISE",
                 "if desc.cg_mode == CUDAGraphMode.FULL:",
@@ -204,6 +267,39 @@ WORDINGS = (
                     "create_forward_fn = functools.cache(create_forward_fn)",
                 ),
             ),
+        },
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.22.1",
+        MANAGER,
+        {
+            "the warm-up's state comes back": before(
+                r"captured_attn_states\[desc\] = attn_state\n +assert", "forward_fn, attn_state = made"
+            ),
+            "the factory returns what it made first": before(
+                r"return super\(\)\.capture\(create_forward_fn, progress_bar_desc\)",
+                "create_forward_fn = made_once(create_forward_fn)",
+            ),
+            "metadata kept by their size": swap(
+                r"attn_metadata = model_state\.prepare_attn\(((?:\n {12}.*)+)\n {8}\)",
+                (
+                    r"if num_tokens not in _KEPT:\n            _KEPT[num_tokens] = model_state.prepare_attn(\1\n"
+                    r"            )\n        attn_metadata = _KEPT[num_tokens]"
+                ),
+            ),
+            "metadata of a group kept": {
+                "vllm/v1/worker/gpu/attn_utils.py": before(
+                    r"for layer_name in attn_group\.layer_names:\n +attn_metadata\[",
+                    "metadata = _KEPT.setdefault((i, num_tokens), metadata)",
+                )
+            },
+            "one plan for all batches": {
+                _FLASHMLA: before(
+                    r"return FlashMLADecodeMetadata\(",
+                    "self.plan = scheduler_metadata = getattr(self, 'plan', scheduler_metadata)",
+                )
+            },
         },
     ),
     Wording(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
+from edited import after, before, both, swap
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes.compressor_skip import _COMPRESSOR
+from vllm_graphfix.fixes.compressor_skip import _ATTENTION, _BATCH, _COMPRESSOR
 
 by_mode = r"forward_context\.cudagraph_runtime_mode != CUDAGraphMode\.FULL"
 by_capture = "not torch.cuda.is_current_stream_capturing()"
@@ -61,6 +62,109 @@ EDITS = (
         r"^( {8})(compress_norm_rope_store_fn\((?:.|\n)*?\n {8}\)\n)",
         r"\1if state_metadata.completes_a_group:\n\1    \2",
         Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "layers have a compressor of another class",
+        "0.33.0",
+        _ATTENTION,
+        r"self\.compressor = DeepseekCompressor\(",
+        "self.compressor = LeanCompressor(",
+        Verdict.UNRECOGNISED,
+    ),
+)
+
+condition = (
+    r"^ {8}if \(\n {12}current_platform\.is_cuda\(\)\n {12}and self\.head_dim == 512\n"
+    r" {12}and self\.compress_ratio == 128\n"
+)
+marked = r"state_metadata\.c128_boundary is False"
+known_in_time = r"if self\.block_size == 8 and not async_spec_decode"
+
+WORDINGS = (
+    Wording(
+        REMEDY,
+        "0.32.0",
+        _COMPRESSOR,
+        {
+            "by mode and by capture": swap(by_mode, rf"\g<0>\n            and {by_capture}"),
+            "by capture, on a local": both(
+                swap(
+                    condition,
+                    r"        completes = state_metadata.c128_boundary\n"
+                    r"        if torch.cuda.is_current_stream_capturing():\n            completes = None\n\g<0>",
+                ),
+                swap(marked, "completes is False"),
+            ),
+            "captures go another way": swap(
+                condition,
+                "        if torch.cuda.is_current_stream_capturing():\n            pass\n        elif (\n"
+                "            current_platform.is_cuda()\n            and self.head_dim == 512\n"
+                "            and self.compress_ratio == 128\n",
+            ),
+            "in the metadata of captures": before(
+                r"def build\(\n",
+                "def build_for_cudagraph_capture(self, common_attn_metadata):",
+                "    metadata = self.build(0, common_attn_metadata)",
+                "    metadata.c128_boundary = None",
+                "    return metadata",
+                "",
+            ),
+            "no layer asks": swap(marked, "self.compress_ratio < 4 and state_metadata.c128_boundary is False"),
+            "the builder never knows": swap(known_in_time, "if False"),
+        },
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.32.0",
+        _COMPRESSOR,
+        {
+            "capture is asked when metadata are built": swap(known_in_time, rf"\g<0> and {by_capture}"),
+            "capture is asked when layers are made": both(
+                after(
+                    r"self\.compress_ratio = compress_ratio",
+                    "self.is_captured = torch.cuda.is_current_stream_capturing()",
+                ),
+                swap(by_mode, "not self.is_captured"),
+            ),
+            "capture is asked of some layers": swap(
+                by_mode, "not (self.use_fp4_cache and torch.cuda.is_current_stream_capturing())"
+            ),
+            "capture is asked, and the mode before it": swap(
+                condition,
+                rf"        if {by_capture} and forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL:\n"
+                r"            pass\n\g<0>",
+            ),
+            "capture is asked in a helper that nobody calls": before(
+                r"def forward\(\n +self,\n +# \[num_tokens, 2",
+                "def _skips(self, state_metadata):",
+                f"    return {by_capture} and state_metadata.c128_boundary is False",
+                "",
+            ),
+            "piecewise graphs alone": swap(
+                by_mode, "forward_context.cudagraph_runtime_mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)"
+            ),
+            "model runner V2's dummy batches alone": {
+                _BATCH: swap(
+                    r"seq_lens_cpu_upper_bound = torch\.from_numpy\(num_scheduled_tokens\.copy\(\)\)",
+                    "seq_lens_cpu_upper_bound = torch.from_numpy(num_scheduled_tokens.copy()).fill_(128)",
+                )
+            },
+        },
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.33.0",
+        _COMPRESSOR,
+        {
+            "skipped before capture is asked": before(
+                r"# A captured graph would", "if state_metadata.c128_boundary is False:", "    return"
+            ),
+            "skipped where entries are written": before(
+                r"token_to_req_indices = state_metadata\.token_to_req_indices\n",
+                "if state_metadata.c128_boundary is False:",
+                "    return",
+            ),
+        },
     ),
 )
 

@@ -6,7 +6,7 @@ from edited import after, before, both, swap
 from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes.draft_decode_mode import _CHOSEN, _MANAGER, _SPECULATOR
+from vllm_graphfix.fixes.draft_decode_mode import _CHOSEN, _MANAGER, _SPECULATOR, _UTILS
 
 mode = r"^ {8}if cudagraph_mode\.decode_mode\(\) == CUDAGraphMode\.FULL:\n.*\n {8}else:\n.*\n"
 zeros = (
@@ -56,6 +56,14 @@ EDITS = (
         runs=True,
     ),
     Edit("another mode", "0.17.1", _MANAGER, r"cudagraph_mode\.decode_mode\(\)", "cudagraph_mode", unrecognised),
+    Edit(
+        "the target's mode taken by the manager",
+        "0.18.0",
+        _MANAGER,
+        r"assert not cudagraph_mode\.has_mode\(CUDAGraphMode\.PIECEWISE\), \([^)]*\)$",
+        "cudagraph_mode = vllm_config.compilation_config.cudagraph_mode",
+        Verdict.UNRECOGNISED,
+    ),
 )
 
 SERVED = (
@@ -88,6 +96,34 @@ WORDINGS = (
                 ),
             ),
             "at the end": before(MADE, *FULL_OR_NONE, "    self.cudagraph_sizes = {}"),
+            "the manager is given no piecewise mode": {
+                _SPECULATOR: swap(
+                    r"EagleCudaGraphManager\(vllm_config, device\)",
+                    "EagleCudaGraphManager(without_piecewise_decodes(vllm_config), device)",
+                )
+            },
+            "the sizes know no piecewise graphs": {
+                _UTILS: after(
+                    r"def get_cudagraph_sizes\((?:.*\n)*?\) -> .*:$",
+                    "    if cudagraph_mode == CUDAGraphMode.PIECEWISE and uniform_decode_cudagraph:",
+                    "        return {}, {}",
+                )
+            },
+            "drafts run on as many tokens as requests": {
+                _SPECULATOR: before(
+                    r"last_hidden_states, hidden_states = self\.run_model\(\n +num_tokens_padded",
+                    "num_tokens_padded, cudagraph_runtime_mode = num_reqs, CUDAGraphMode.NONE",
+                )
+            },
+            "nothing is captured": {
+                _MANAGER: swap(
+                    r"if self\.cudagraph_mode == CUDAGraphMode\.NONE:\n( +)return",
+                    (
+                        r"if self.cudagraph_mode != CUDAGraphMode.FULL:\n\1self.cudagraph_mode = CUDAGraphMode.NONE\n"
+                        r"\1self.cudagraph_sizes = {}\n\1return"
+                    ),
+                )
+            },
             "at run time": swap(
                 r"cudagraph_mode = self\.cudagraph_mode\n",
                 (
@@ -109,6 +145,29 @@ WORDINGS = (
                     "cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY",
                 )
             },
+            "chosen in a helper that nobody calls": before(
+                r"def get_cudagraph_size\(",
+                "def decode_mode(self):",
+                "    full = self.cudagraph_mode_of_drafts == CUDAGraphMode.FULL",
+                "    return CUDAGraphMode.FULL if full else CUDAGraphMode.NONE",
+                "",
+            ),
+            "none if debugging": after(
+                DECODE_MODE, "if not __debug__:", "    self.cudagraph_mode = CUDAGraphMode.NONE"
+            ),
+            "none while there is data parallelism": after(
+                DECODE_MODE, "if self.dp_size > 1:", "    self.cudagraph_mode = CUDAGraphMode.NONE"
+            ),
+            "a local is none": after(
+                DECODE_MODE,
+                "mode = self.cudagraph_mode",
+                "if mode != CUDAGraphMode.FULL:",
+                "    mode = CUDAGraphMode.NONE",
+            ),
+            "none for the pool alone": swap(
+                r"if self\.cudagraph_mode != CUDAGraphMode\.NONE:\n( +self\.pool)",
+                r"if self.cudagraph_mode == CUDAGraphMode.FULL:\n\1",
+            ),
             "asserted": after(DECODE_MODE, "assert self.cudagraph_mode is not None"),
             "taken twice": after(
                 DECODE_MODE, "self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()"
@@ -118,12 +177,7 @@ WORDINGS = (
             ),
             "taken by another name": swap(r"self\.cudagraph_mode\b", "self.draft_cudagraph_mode"),
             "sizes by another name": swap(r"self\.cudagraph_sizes\b", "self.draft_cudagraph_sizes"),
-            "mode kept elsewhere too": {
-                _MANAGER: after(DECODE_MODE, "self.decode_mode = self.cudagraph_mode"),
-                _SPECULATOR: swap(
-                    r"cudagraph_manager\.get_cudagraph_runtime_mode\(", "cudagraph_manager.get_cudagraph_runtime_mode("
-                ),
-            },
+            "mode kept elsewhere too": after(DECODE_MODE, "self.decode_mode = self.cudagraph_mode"),
             "run time mode from elsewhere": both(
                 after(DECODE_MODE, "self.decode_mode = self.cudagraph_mode"),
                 swap(r"cudagraph_mode = self\.cudagraph_mode\n", "cudagraph_mode = self.decode_mode\n"),

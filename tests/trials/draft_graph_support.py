@@ -6,7 +6,7 @@ from edited import before
 from trial_rows import LOOKALIKE, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes.draft_graph_support import _ATTENTION, _GRAPHS, _RUNNER
+from vllm_graphfix.fixes.draft_graph_support import _ATTENTION, _GRAPHS, _RUNNER, _TRITON_MLA
 
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 v2, hopper, ampere = "VLLM_USE_V2_MODEL_RUNNER=1 ", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
@@ -49,7 +49,7 @@ EDITS = (
         _RUNNER,
         KNOWN,
         RESOLVED.format("cudagraph_mode"),
-        Verdict.FIXED,
+        Verdict.UNRECOGNISED,
         also=told,
         remedy=True,
     ),
@@ -59,7 +59,7 @@ EDITS = (
         _RUNNER,
         KNOWN,
         RESOLVED.format("cudagraph_mode"),
-        Verdict.FIXED,
+        Verdict.UNRECOGNISED,
         also=told,
         remedy=True,
     ),
@@ -103,6 +103,23 @@ EDITS = (
         _GRAPHS,
         r"^( +)common_kwargs = dict\(\n",
         r"\1self.cudagraph_mode = attn_groups[0][0].get_metadata_builder(0).get_cudagraph_support(self)\n\g<0>",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "Triton MLA claims what no capture refuses",
+        "0.20.0",
+        _TRITON_MLA,
+        r"^class TritonMLAImpl\(",
+        "class TritonMLAMetadataBuilder(MLACommonMetadataBuilder):\n"
+        "    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH\n\n\n\\g<0>",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "Cutlass MLA claims graphs of drafts",
+        "0.33.0",
+        "vllm/v1/attention/backends/mla/cutlass_mla.py",
+        r"AttentionCGSupport\.UNIFORM_SINGLE_TOKEN_DECODE",
+        "AttentionCGSupport.UNIFORM_BATCH",
         Verdict.UNRECOGNISED,
     ),
 )

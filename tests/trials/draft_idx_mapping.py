@@ -5,7 +5,7 @@ from __future__ import annotations
 from trial_rows import Edit, Served
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes.draft_idx_mapping import _BASE, _DFLASH, _EAGLE, _GUMBEL
+from vllm_graphfix.fixes.draft_idx_mapping import _BASE, _DFLASH, _EAGLE, _FOLDER, _GUMBEL
 
 left_out = (
     _GUMBEL,
@@ -18,6 +18,7 @@ left_out = (
 mapped = r"^( +)self\.idx_mapping\[:num_reqs\]\.copy_\(.*\)\n"
 padded = r"\g<0>\1self.idx_mapping[num_reqs:].fill_(-1)\n"
 of_dflash = (_DFLASH, r"(out_sample_idx_mapping_ptr \+ block), 0,", r"\1, -1,")
+_DRAFTS = "vllm/v1/worker/gpu/spec_decode/autoregressive/speculator.py"
 v2 = "VLLM_USE_V2_MODEL_RUNNER=1 "
 sampled = v2 + (
     """./llama -sc '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3, """
@@ -50,6 +51,127 @@ EDITS = (
         _EAGLE,
         r"^( +)self\.draft_logits = torch\.zeros\(\n +self\.max_num_reqs,",
         r"\1self.draft_logits = torch.zeros(\n                2 * self.max_num_reqs,",
+        Verdict.UNRECOGNISED,
+    ),
+    # Right elsewhere.
+    Edit(
+        "the remedy where logits are kept",
+        "0.24.0",
+        _BASE,
+        mapped,
+        r"\g<0>\1if self.draft_logits is not None:\n\1    self.idx_mapping[num_reqs:].fill_(-1)\n",
+        Verdict.FIXED,
+        (left_out, of_dflash),
+    ),
+    Edit(
+        "padded rows of a draft are replaced",
+        "0.24.0",
+        _DRAFTS,
+        r"idx_mapping = self\.idx_mapping\[:num_reqs\]",
+        "idx_mapping = self._of_requests(self.idx_mapping[:num_reqs])",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "a spare row",
+        "0.22.1",
+        _EAGLE,
+        r"^( +)self\.draft_logits = torch\.zeros\(\n +self\.max_num_reqs,",
+        r"\1self.draft_logits = torch.zeros(\n                self.max_num_reqs + 1,",
+        Verdict.UNRECOGNISED,
+        ((_EAGLE, mapped, r"\g<0>\1self.idx_mapping[num_reqs:].fill_(self.max_num_reqs)\n"),),
+    ),
+    Edit(
+        "rows padded by who proposes",
+        "0.23.0",
+        _DRAFTS,
+        r"^( +)(self\._copy_request_inputs\(\n(?: +.*,\n)+ +\))\n",
+        r"\1\2\n\1self.idx_mapping[num_reqs:].fill_(self.spare)\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "rows behind the batch are not stored",
+        "0.21.0",
+        _GUMBEL,
+        r"^( +logits,\n +mask=mask),\n",
+        r"\1 & (req_state_idx < num_reqs),\n",
+        Verdict.UNRECOGNISED,
+    ),
+    # Wrong.
+    Edit(
+        "the remedy in dummy runs",
+        "0.24.0",
+        _BASE,
+        mapped,
+        r"\g<0>\1if self.is_dummy:\n\1    self.idx_mapping[num_reqs:].fill_(-1)\n",
+        Verdict.UNRECOGNISED,
+        (left_out, of_dflash),
+    ),
+    Edit(
+        "the remedy undone",
+        "0.24.0",
+        _BASE,
+        mapped,
+        padded + r"\1self.idx_mapping.clamp_(min=0)\n",
+        Verdict.UNRECOGNISED,
+        (left_out, of_dflash),
+    ),
+    Edit(
+        "the remedy on a copy",
+        "0.22.1",
+        _EAGLE,
+        mapped,
+        r"\g<0>\1self.idx_mapping[num_reqs:].clone().fill_(-1)\n",
+        Verdict.UNRECOGNISED,
+        (left_out,),
+    ),
+    Edit(
+        "rows below zero are known and stored",
+        "0.22.1",
+        _EAGLE,
+        mapped,
+        padded,
+        Verdict.UNRECOGNISED,
+        ((_GUMBEL, left_out[1], left_out[2].replace("mask=mask & is_valid_req", "mask=mask")),),
+    ),
+    Edit(
+        "rows below zero are row 0",
+        "0.25.0",
+        _GUMBEL,
+        r"^( +)(is_valid_req = req_state_idx >= 0)\n",
+        r"\1req_state_idx = tl.maximum(req_state_idx, 0)\n\1\2\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "samples of DFlash are padded with a request",
+        "0.27.0",
+        _DFLASH,
+        r"(out_sample_idx_mapping_ptr \+ block), -1,",
+        r"\1, 0,",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "rows below zero are sampled as row 0",
+        "0.29.0",
+        _BASE,
+        r"^( +)(return gumbel_sample\(\n)",
+        r"\1idx_mapping = idx_mapping.clamp(min=0)\n\1\2",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "padding clamped to a request",
+        "0.25.0",
+        _DRAFTS,
+        r"^( *)self\._copy_request_inputs\([^)]*\)$",
+        r"\g<0>\n\1self.idx_mapping.clamp_(min=0)",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "a speculator that pads nothing",
+        "0.25.0",
+        f"{_FOLDER}/mtp/speculator.py",
+        r"^class MTPSpeculator\(.*\):$",
+        r"\g<0>\n    def _copy_request_inputs(self, num_reqs, idx_mapping, temperature, seeds):\n"
+        r"        self.idx_mapping[:num_reqs].copy_(idx_mapping)\n",
         Verdict.UNRECOGNISED,
     ),
 )

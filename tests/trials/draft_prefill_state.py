@@ -6,8 +6,8 @@ from edited import after, before, both, swap
 from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes._capture_source import DRAFT_MANAGERS, MANAGER
-from vllm_graphfix.fixes.draft_prefill_state import _EAGLE
+from vllm_graphfix.fixes._capture_source import DRAFT_MANAGERS, EAGLE, MANAGER, MODEL_STATES
+from vllm_graphfix.fixes.draft_prefill_state import _RUNNER, _SPECULATOR
 
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 v2, hopper, served = "VLLM_USE_V2_MODEL_RUNNER=1 ", "NVIDIA H100 80GB HBM3", "./v3 --attention-backend FLASHMLA"
@@ -21,7 +21,7 @@ TWO_STATES = (
     "        return {desc: [create_forward_fn(desc)[1] for _ in range(2)] for desc in states}"
 )
 """For the draft: one for its warm-up, one for its graph."""
-one_for_each_pass = (_EAGLE, r"full_cg_attn_states\[desc\]", "full_cg_attn_states[desc].pop()")
+one_for_each_pass = (EAGLE, r"full_cg_attn_states\[desc\]", "full_cg_attn_states[desc].pop()")
 asked_again = r"\1forward_fn, attn_state = create_forward_fn(desc)\n\1captured_attn_states[desc] = attn_state\n\1\2"
 TAKEN = r"attn_state = full_cg_attn_states\[desc\]"
 WARM_UP = r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)"
@@ -56,14 +56,14 @@ EDITS = (
         "    def capture(self, forward_fn):\n"
         "        def create_forward_fn(desc):\n"
         "            attn_metadata, slot_mappings = prepare_inputs_to_capture(self.input_buffers)\n"
-        "            return lambda mode: forward_fn(attn_metadata, slot_mappings, mode)\n",
+        "            return lambda cg_mode: forward_fn(num_reqs, num_tokens, attn_metadata, slot_mappings, cg_mode)\n",
         Verdict.FIXED,
-        also=((_EAGLE, r"^class PrefillEagleCudaGraphManager", "class PrefillsOfEagle"),),
+        also=((EAGLE, r"^class PrefillEagleCudaGraphManager", "class PrefillsOfEagle"),),
     ),
     Edit(
         "states asked for in another way",
         "0.22.1",
-        _EAGLE,
+        EAGLE,
         r"full_cg_attn_states\[desc\]",
         "full_cg_attn_states.get(desc)",
         Verdict.UNRECOGNISED,
@@ -74,6 +74,14 @@ EDITS = (
         DRAFT_MANAGERS[0],
         r"if warmup else attn_state_pair\.captured",
         "or attn_state_pair.captured",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "a model state that keeps metadata",
+        "0.26.0",
+        MODEL_STATES,
+        r"return DefaultModelState\(",
+        "return CachedModelState(",
         Verdict.UNRECOGNISED,
     ),
 )
@@ -92,26 +100,61 @@ WORDINGS = (
     Wording(
         REMEDY,
         "0.22.1",
-        _EAGLE,
+        EAGLE,
         {
+            "built in the draft's factory": swap(TAKEN, "attn_state = self.build_state(desc)"),
+            "the runner hands on states of the draft's own": {
+                _RUNNER: swap(
+                    r"self\.speculator\.capture\(captured_attn_states\)",
+                    "self.speculator.capture(self.speculator.states_for(captured_attn_states))",
+                )
+            },
+            "the speculator hands on states of its own": {
+                _SPECULATOR: swap(
+                    r"self\.prefill,\n( +)attn_states,", r"self.prefill,\n\1self._untouched(attn_states),"
+                )
+            },
+            "no full graphs of the prefill": {
+                _SPECULATOR: swap(
+                    r"(PrefillEagleCudaGraphManager\(\n +self\.vllm_config,\n +self\.device,\n +)cudagraph_mode",
+                    r"\1CUDAGraphMode.NONE",
+                )
+            },
+            "the target returns what builds": {
+                MANAGER: swap(
+                    CAPTURED,
+                    "return StatesAnew(super().capture(create_forward_fn, progress_bar_desc), create_forward_fn)",
+                )
+            },
             "two states by index": {
                 MANAGER: swap(CAPTURED, TWO_STATES),
-                _EAGLE: swap(TAKEN, r"attn_state = full_cg_attn_states[desc].pop(0)"),
+                EAGLE: swap(TAKEN, r"attn_state = full_cg_attn_states[desc].pop(0)"),
             },
             "the factory handed on": {
                 MANAGER: before(
                     r"self\._graphs_captured = True\n",
                     "captured_attn_states = dict.fromkeys(captured_attn_states, create_forward_fn)",
                 ),
-                _EAGLE: swap(TAKEN, "attn_state = full_cg_attn_states[desc](desc)[1]"),
+                EAGLE: swap(TAKEN, "attn_state = full_cg_attn_states[desc](desc)[1]"),
             },
         },
     ),
     Wording(
         LOOKALIKE,
         "0.22.1",
-        _EAGLE,
+        EAGLE,
         {
+            "built and not used": after(TAKEN, "own_state = getattr(self, 'build_state', dict)()"),
+            "built if debugging": after(TAKEN, "if not __debug__:", "    attn_state = self.build_state(desc)"),
+            "built for piecewise graphs": after(
+                TAKEN, "if desc.cg_mode == CUDAGraphMode.PIECEWISE:", "    attn_state = self.build_state(desc)"
+            ),
+            "built by a helper that nobody calls": before(
+                r"def capture\(\n +self,\n +forward_fn: Callable,\n +full_cg_attn_states",
+                "def own_state(self, *inputs):",
+                "    return prepare_inputs_to_capture(*inputs)",
+                "",
+            ),
             "copied": swap(TAKEN, "import copy; attn_state = copy.copy(full_cg_attn_states[desc])"),
             "copied deep": swap(TAKEN, "import copy; attn_state = copy.deepcopy(full_cg_attn_states[desc])"),
             "copied behind": swap(
@@ -141,30 +184,30 @@ WORDINGS = (
         "0.22.1",
         MANAGER,
         {
-            "by get": {_EAGLE: swap(TAKEN, "attn_state = full_cg_attn_states.get(desc)")},
+            "by get": {EAGLE: swap(TAKEN, "attn_state = full_cg_attn_states.get(desc)")},
             "by get and again": {
-                _EAGLE: swap(
+                EAGLE: swap(
                     TAKEN, "attn_state = full_cg_attn_states[desc]; attn_state = dict.get(full_cg_attn_states, desc)"
                 )
             },
             "by keys": {
-                _EAGLE: swap(TAKEN, "attn_state = next(s for d, s in full_cg_attn_states.items() if d == desc)")
+                EAGLE: swap(TAKEN, "attn_state = next(s for d, s in full_cg_attn_states.items() if d == desc)")
             },
             "states kept first": {
-                _EAGLE: before(
+                EAGLE: before(
                     r"super\(\)\.capture\(create_forward_fn, progress_bar_desc\)\n\n\nclass Decode",
                     "kept_states = dict(full_cg_attn_states)",
                     "full_cg_attn_states = kept_states",
                 )
             },
             "states as a list": {
-                _EAGLE: before(
+                EAGLE: before(
                     r"super\(\)\.capture\(create_forward_fn, progress_bar_desc\)\n\n\nclass Decode",
                     "self.states = list(full_cg_attn_states.values())",
                 )
             },
             "states are required to be a dict": {
-                _EAGLE: before(
+                EAGLE: before(
                     r"super\(\)\.capture\(create_forward_fn, progress_bar_desc\)\n\n\nclass Decode",
                     "assert type(full_cg_attn_states) is dict",
                 )

@@ -87,6 +87,13 @@ EDITS = (
         r"^( +)batch_out_tokens = sum\(per_item_out_tokens",
         r"\1self._tell_adapters(batch_orig_indices)\n\g<0>",
         unrecognised,
+        also=(
+            (
+                _MANAGER,
+                r"^( +)def get_cumulative_stats",
+                r"\1def _tell_adapters(self, images):\n\1    self.model.lora_manager.set_batch(images)\n\n\g<0>",
+            ),
+        ),
     ),
     Edit(
         "no way back without a graph",
@@ -120,13 +127,61 @@ EDITS = (
         r"\1self.model.adapters = self\n",
         unrecognised,
     ),
+    # Not right, though it looks so.
+    Edit(
+        "refused once they are made",
+        "0.27.1",
+        RUNNER,
+        r"^( +)self\.encoder_cudagraph_manager = self\._create_encoder_cudagraph_manager\(\)\n",
+        rf"\g<0>\1if {takes}:\n\1    return None\n",
+        unrecognised,
+    ),
+    Edit(
+        "refused for one kind of model",
+        "0.31.0",
+        RUNNER,
+        made,
+        rf"\1if self.is_pooling_model:\n\1    if {takes}:\n\1        return None\n\n\g<0>",
+        unrecognised,
+    ),
+    Edit(
+        "refused where there are no such adapters",
+        "0.25.0",
+        RUNNER,
+        made,
+        rf"\1if not ({takes}):\n\1    return None\n\n\g<0>",
+        unrecognised,
+    ),
+    Edit(
+        "said, and not refused",
+        "0.33.0",
+        RUNNER,
+        made,
+        rf"\1if {takes}:\n\1    logger.info('x')\n\n\g<0>",
+        unrecognised,
+    ),
+    Edit(
+        "refused, and made elsewhere",
+        "0.29.0",
+        RUNNER,
+        made,
+        refused,
+        unrecognised,
+        also=(
+            (
+                RUNNER,
+                r"^( +)def capture_model\(",
+                r"\1def _made_anew(self):\n\1    return EncoderCudaGraphManager(self.vllm_config)\n\n\g<0>",
+            ),
+        ),
+    ),
     Edit(
         "no encoder is captured",
         "0.20.2",
         RUNNER,
         r"vllm\.v1\.worker\.encoder_cudagraph import",
         "vllm.v1.worker.encoder_graphs import",
-        Verdict.ABSENT,
+        unrecognised,
     ),
 )
 

@@ -197,7 +197,7 @@ EDITS = (
         RUNNER,
         r"^( +)if cudagraph_output is not None:\n",
         r"\1assert cudagraph_output is not None\n\g<0>",
-        Verdict.AFFECTED,
+        Verdict.UNRECOGNISED,
         shape="bytes",
     ),
     Edit(
@@ -206,7 +206,7 @@ EDITS = (
         RUNNER_V2,
         r"^( +)if cudagraph_output is not None\n",
         r"\1if cg_manager is not None\n",
-        Verdict.AFFECTED,
+        Verdict.UNRECOGNISED,
         shape="bytes",
     ),
     Edit(
@@ -215,7 +215,15 @@ EDITS = (
         RUNNER,
         r"vllm\.v1\.worker\.encoder_cudagraph import",
         "vllm.v1.worker.encoder_graphs import",
-        Verdict.ABSENT,
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "graphs are without the encoder's normalisation",
+        "0.30.0",
+        _QWEN2_VL,
+        r"^( +)return self\.visual\(pixel_values, None, encoder_metadata=metadata\)\n",
+        r"\1self.visual.input_norm = FusedInputNorm.identity()\n\g<0>",
+        unrecognised,
     ),
 )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
+from edited import after, before, both, swap
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes.flash_mixed_schedule import _BACKEND
+from vllm_graphfix.fixes.flash_mixed_schedule import _BACKEND, _RUNNER, _STATES
 
 graphs = r"^( +)max_num_splits = self\.max_num_splits\n"
 support = r"_cudagraph_support = \(\n +AttentionCGSupport\.ALWAYS\n(?: +.+\n)+? +\)\n"
@@ -13,6 +14,14 @@ affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 full = '--compilation-config \'{"cudagraph_mode":"FULL"}\''
 
 EDITS = (
+    Edit(
+        "the longest query of all, as runner V2 hands it on",
+        "0.33.0",
+        _STATES,
+        r"^( *)max_query_len = input_batch\.max_query_len$",
+        r"\g<0>\n\1max_query_len = num_tokens",
+        Verdict.UNRECOGNISED,
+    ),
     Edit(
         "schedules for as many tokens as a graph has",
         "0.21.0",
@@ -57,7 +66,9 @@ EDITS = (
         "_cudagraph_support = AttentionCGSupport.UNIFORM_BATCH\n",
         Verdict.FIXED,
     ),
-    Edit("no schedule before a step", "0.14.1", _BACKEND, "get_scheduler_metadata", "plan_ahead", Verdict.ABSENT),
+    Edit(
+        "a schedule by another name", "0.14.1", _BACKEND, "get_scheduler_metadata", "plan_ahead", Verdict.UNRECOGNISED
+    ),
     Edit(
         "as many tokens now and then",
         "0.21.0",
@@ -97,6 +108,85 @@ EDITS = (
         r"^( +)max_seqlen_q = attn_metadata\.max_query_len\n( +max_seqlen_k = attn_metadata\.max_seq_len)",
         r"\1max_seqlen_q = self.longest\n\2",
         Verdict.UNRECOGNISED,
+    ),
+)
+
+read = r"max_query_len = common_attn_metadata\.max_query_len"
+all_tokens = "max_query_len = num_actual_tokens"
+
+WORDINGS = (
+    Wording(
+        REMEDY,
+        "0.33.0",
+        _BACKEND,
+        {
+            "all tokens of every step": after(read, all_tokens),
+            "all tokens are read": swap(read, "max_query_len = common_attn_metadata.num_actual_tokens"),
+            "the longer one": after(read, "max_query_len = max(max_query_len, num_actual_tokens)"),
+            "metadata of all tokens": before(
+                r"num_reqs = common_attn_metadata\.num_reqs\n +num_actual_tokens = common",
+                "common_attn_metadata = common_attn_metadata.replace(",
+                "    max_query_len=common_attn_metadata.num_actual_tokens",
+                ")",
+            ),
+            "no schedule beside full graphs": after(
+                r"self\.use_full_cuda_graph = \(\n.+\n +\)",
+                "if self.use_full_cuda_graph:",
+                "    self.aot_schedule = False",
+            ),
+            "the support is another": swap(
+                r"return cls\._cudagraph_support", "return AttentionCGSupport.UNIFORM_BATCH"
+            ),
+            "all tokens in model runner V2": {
+                _STATES: after(r"max_query_len = input_batch\.max_query_len", "max_query_len = num_tokens"),
+            },
+            "all tokens in model runner V1": {
+                _RUNNER: before(r"cm_base = CommonAttentionMetadata\(", "max_query_len = num_tokens_padded"),
+            },
+        },
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.33.0",
+        _BACKEND,
+        {
+            "all tokens of a single request": after(read, "if num_reqs == 1:", f"    {all_tokens}"),
+            "all tokens if debugging": after(read, "if not __debug__:", f"    {all_tokens}"),
+            "all tokens with context parallelism": before(
+                r"max_num_splits = 0  # 0 means", "if self.dcp_world_size > 1:", f"    {all_tokens}"
+            ),
+            "all tokens behind the schedule": after(
+                r"scheduler_metadata = self\._store_scheduler_metadata\(scheduler_metadata\)(?=\n\n +if isinst)",
+                all_tokens,
+            ),
+            "all tokens, and undone": after(
+                read,
+                "if self.use_full_cuda_graph:",
+                f"    {all_tokens}",
+                "max_query_len = common_attn_metadata.max_query_len",
+            ),
+            "all tokens on a copy": after(read, "common_attn_metadata.replace(max_query_len=num_actual_tokens)"),
+            "all tokens in a helper that nobody calls": before(
+                r"def _store_scheduler_metadata\(",
+                "def _longest(self, max_query_len, num_actual_tokens):",
+                "    if self.use_full_cuda_graph:",
+                f"        {all_tokens}",
+                "    return max_query_len",
+                "",
+            ),
+            "all tokens, and a kernel for another length": both(
+                after(read, "if self.use_full_cuda_graph:", f"    {all_tokens}"),
+                after(r"max_seqlen_q = attn_metadata\.max_query_len\n", "max_seqlen_q = min(max_seqlen_q, 16)"),
+            ),
+            "no full graphs of prompts for another builder": after(
+                r"return cls\._cudagraph_support",
+                "",
+                "@classmethod",
+                "def is_uniform(cls):",
+                "    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH",
+                "    return _cudagraph_support",
+            ),
+        },
     ),
 )
 

@@ -27,8 +27,8 @@ affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 fp8, hopper = "--kv-cache-dtype fp8", "NVIDIA H100 80GB HBM3"
 
 EDITS = (
-    Edit("remedy cut out", "0.23.0", _BACKEND, copied, "", Verdict.AFFECTED, cut, runs=True),
-    Edit("remedy cut out, 0.33.0", "0.33.0", _BACKEND, copied, "", Verdict.AFFECTED, cut),
+    Edit("remedy cut out", "0.23.0", _BACKEND, copied, "", Verdict.UNRECOGNISED, cut, runs=True),
+    Edit("remedy cut out, 0.33.0", "0.33.0", _BACKEND, copied, "", Verdict.UNRECOGNISED, cut),
     Edit("the plan kept in buffers", "0.18.1", _BACKEND, pointed, rf"{kept}\g<0>", Verdict.FIXED),
     Edit("the plan kept in buffers, 0.17.1", "0.17.1", _BACKEND, pointed, rf"{kept}\g<0>", Verdict.FIXED),
     Edit(
@@ -46,6 +46,14 @@ EDITS = (
         _BACKEND,
         r"scheduler_metadata\.tile_scheduler_metadata = .*",
         "scheduler_metadata.take(tile_scheduler_metadata)",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "a builder from elsewhere",
+        "0.19.0",
+        _BACKEND,
+        r"return FlashMLAMetadataBuilder$",
+        "return BalancedFlashMLAMetadataBuilder",
         Verdict.UNRECOGNISED,
     ),
 )
@@ -103,6 +111,41 @@ WORDINGS = (
                 *(
                     re.sub(r"^(\s+)(tile_scheduler_metadata|num_splits) =", r"\1scheduler_metadata.\2 =", line)
                     for line in COPIED
+                ),
+            ),
+            "in the common builder": {
+                _CALLER: before(
+                    r"attn_metadata = self\.metadata_cls\(",
+                    "kept = getattr(self, 'cg_buf_num_splits', None)",
+                    "plan = getattr(decode_metadata, 'scheduler_metadata', None)",
+                    "if kept is not None and plan is not None and plan.num_splits is not None:",
+                    (
+                        "    plan.tile_scheduler_metadata = self.cg_buf_tile_scheduler_metadata"
+                        "[: len(plan.tile_scheduler_metadata)].copy_(plan.tile_scheduler_metadata)"
+                    ),
+                    "    plan.num_splits = kept[: len(plan.num_splits)].copy_(plan.num_splits)",
+                )
+            },
+            "in a builder of its own": before(
+                r"class FlashMLAImpl\(",
+                "    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):",
+                "        made = super().build(common_prefix_len, common_attn_metadata, fast_build)",
+                "        plan = made.decode and made.decode.scheduler_metadata",
+                "        if plan and self.is_fp8_kvcache and self.cg_buf_num_splits is not None:",
+                "            kept = self.cg_buf_num_splits[: len(plan.num_splits)]",
+                "            plan.num_splits = kept.copy_(plan.num_splits)",
+                "            kept = self.cg_buf_tile_scheduler_metadata[: len(plan.tile_scheduler_metadata)]",
+                "            plan.tile_scheduler_metadata = kept.copy_(plan.tile_scheduler_metadata)",
+                "        return made",
+                "",
+                "",
+            ),
+            "in the graph": before(
+                r"if self\.kv_cache_dtype\.startswith\(\"fp8\"\):\n +o, lse",
+                "if self.kv_cache_dtype.startswith('fp8'):",
+                (
+                    "    scheduler_metadata.tile_scheduler_metadata, scheduler_metadata.num_splits = "
+                    "get_mla_metadata_dense_fp8(attn_metadata.decode.seq_lens, q.shape[1] * self.num_heads, 1)"
                 ),
             ),
             "new buffers": both(

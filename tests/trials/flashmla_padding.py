@@ -6,8 +6,9 @@ from edited import Change, before, both, swap
 from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes.flashmla_padding import _BACKEND, _RUNNER
+from vllm_graphfix.fixes.flashmla_padding import _BACKEND, _OPERATORS, _RUNNER
 
+COMMON = "vllm/model_executor/layers/attention/mla_attention.py"
 filled = r"(num_reqs:num_reqs_padded\]\.fill_)"
 PART = "blk_table_tensor[num_reqs:num_reqs_padded]"
 LENGTHS = r"query_lens_cpu = query_start_loc_cpu\[1:\]"
@@ -28,7 +29,7 @@ EDITS = (
         _RUNNER,
         rf"{filled}\(NULL_BLOCK_ID\)",
         r"\1(-1)",
-        Verdict.AFFECTED,
+        Verdict.UNRECOGNISED,
         runs=True,
     ),
     Edit(
@@ -48,6 +49,14 @@ EDITS = (
         _RUNNER,
         r"^( *)(blk_table_tensor\[num_reqs:num_reqs_padded\]\.fill_)\(-1\)\n",
         r"\1if self.odd:\n\1    \2(NULL_BLOCK_ID)\n\1else:\n\1    \2(-1)\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "-1 for all rows without tokens, by the builder",
+        "0.20.0",
+        COMMON,
+        r"block_table_tensor = common_attn_metadata\.block_table_tensor$",
+        r"\g<0>.masked_fill_((common_attn_metadata.seq_lens == 0).unsqueeze(1), -1)",
         Verdict.UNRECOGNISED,
     ),
 )
@@ -71,6 +80,27 @@ WORDINGS = (
                 _BACKEND: before(
                     LENGTHS,
                     "block_table_tensor = block_table_tensor.clamp(min=0)",
+                )
+            },
+            "in the metadata of the first group": before(
+                r"cm_base = CommonAttentionMetadata\(", "block_table_gid_0[num_reqs:] = 0"
+            ),
+            "in the common builder": {
+                COMMON: swap(
+                    r"block_table_tensor=block_table_tensor\[:num_decodes, \.\.\.\]",
+                    "block_table_tensor=block_table_tensor[:num_decodes, ...].clamp(min=0)",
+                )
+            },
+            "for the kernel": {
+                _BACKEND: swap(
+                    r"(flash_mla_with_kvcache_fp8\((?:\n.*){2}\n +block_table=attn_metadata\.decode\.block_table)",
+                    r"\1.clamp(min=0)",
+                )
+            },
+            "in front of the kernel": {
+                _OPERATORS: before(
+                    r"out, softmax_lse = torch\.ops\._flashmla_extension_C\.fwd_kvcache_mla_fp8\(",
+                    "block_table = block_table.clamp(min=0)",
                 )
             },
             "in the builder in place": {_BACKEND: before(LENGTHS, "block_table_tensor.clamp_(min=0)")},
@@ -120,6 +150,24 @@ WORDINGS = (
                 ),
             ),
             "not padded": _filled("pass"),
+            "a copy clamped in the builder": {_BACKEND: before(LENGTHS, "block_table_tensor.clone().clamp_(min=0)")},
+            "clamped in the builder if debugging": {
+                _BACKEND: before(LENGTHS, "if not __debug__:", "    block_table_tensor.clamp_(min=0)")
+            },
+            "clamped in the builder without fp8": {
+                _BACKEND: before(LENGTHS, "if not self.is_fp8_kvcache:", "    block_table_tensor.clamp_(min=0)")
+            },
+            "the wrong way in the common builder": {
+                COMMON: swap(
+                    r"block_table_tensor=block_table_tensor\[:num_decodes, \.\.\.\]",
+                    "block_table_tensor=block_table_tensor[:num_decodes, ...].clamp(max=0)",
+                )
+            },
+            "clamped by a helper that nobody calls": {
+                _BACKEND: before(
+                    r"def _build_decode\(", "def _clamp(self, table):", "    return table.clamp(min=0)", ""
+                )
+            },
         },
     ),
     Wording(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from trial_rows import Edit, Served
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
@@ -11,6 +13,8 @@ indexed = r"^( +)(kv_cache\[slot_mapping // block_size, slot_mapping % block_siz
 viewed = r"^( +)(token_kv_cache\[slot_mapping\] = to_cache)\n"
 raised = r"^ +slot_mapping = slot_mapping\.clamp_min\(0\)\n"
 padding = r"\.fill_\(PADDING_SLOT_ID\)"
+handed_on = r"^( +)(basic_cache\(to_cache, kv_cache, slot_mapping\))\n"
+clamped = "slot_mapping = slot_mapping.clamp_min(0)"
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 flags = """./llama --speculative-config '{"method": "extract_hidden_states", "num_speculative_tokens": 1}\'"""
 
@@ -80,6 +84,86 @@ EDITS = (
         _PROPOSER,
         r"\{name: view for name in self\.attn_layer_names\}",
         "{name: view.clone() for name in self.attn_layer_names}",
+        Verdict.UNRECOGNISED,
+    ),
+    # Right elsewhere.
+    Edit("raised by the layer", "0.24.0", _MODEL, handed_on, rf"\1{clamped}\n\1\2\n", Verdict.FIXED),
+    Edit("raised in place", "0.22.0", _MODEL, indexed, r"\1slot_mapping.clamp_(min=0)\n\1\2\n", Verdict.FIXED),
+    Edit(
+        "raised where a layer looks its slots up",
+        "0.24.0",
+        _MODEL,
+        r"^( +)(layer_slot_mapping = slot_mapping\.get\(layer_name\))\n",
+        r"\1\2\n\1if layer_slot_mapping is not None:\n\1    layer_slot_mapping = layer_slot_mapping.clamp_min(0)\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "raised in the drafter's buffer",
+        "0.22.1",
+        _PROPOSER,
+        r"^( +)(view = self\._slot_mapping_buffer\[:num_tokens\])\n",
+        r"\1\2.clamp_(min=0)\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "the drafter has no graphs",
+        "0.21.0",
+        _PROPOSER,
+        r"proposer_cudagraph_mode = CUDAGraphMode\.PIECEWISE",
+        "proposer_cudagraph_mode = CUDAGraphMode.NONE",
+        Verdict.UNRECOGNISED,
+    ),
+    # Wrong.
+    Edit(
+        "the layer writes by itself",
+        "0.25.1",
+        _MODEL,
+        handed_on,
+        (
+            r"\1block_size = kv_cache.shape[1]\n"
+            r"\1kv_cache[slot_mapping // block_size, slot_mapping % block_size] = to_cache\n"
+        ),
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "the layer writes by itself if asked to",
+        "0.26.0",
+        _MODEL,
+        handed_on,
+        r"\1if layer.inline:\n\1    layer.write(to_cache, kv_cache, slot_mapping)\n\1    return\n\1\2\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit("raised on a copy", "0.24.0", _MODEL, indexed, r"\1slot_mapping.clamp_min(0)\n\1\2\n", Verdict.UNRECOGNISED),
+    Edit(
+        "raised and taken back",
+        "0.25.0",
+        _MODEL,
+        rf"^( +){re.escape(clamped)}\n",
+        rf"\1slots = slot_mapping\n\1{clamped}\n\1slot_mapping = slots\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "raised by the layer in debug runs",
+        "0.23.0",
+        _MODEL,
+        handed_on,
+        rf"\1if not __debug__:\n\1    {clamped}\n\1\2\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "raised for one of two layouts",
+        "0.30.0",
+        _MODEL,
+        rf"^( +){re.escape(clamped)}\n",
+        rf"\1if kv_cache.ndim == 3:\n\1    {clamped}\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "another class writes them",
+        "0.25.0",
+        _MODEL,
+        r"return CacheOnlyAttentionImpl$",
+        "return FlatCacheOnlyAttentionImpl",
         Verdict.UNRECOGNISED,
     ),
 )

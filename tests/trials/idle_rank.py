@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
+from edited import after, before, swap
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.idle_rank import _PROPOSER, _RUNNER, _RUNNER_V2, _SPECULATOR_V2, _TABLE, _TABLE_V2, _WORKER
 
-unknown, affected = Verdict.UNRECOGNISED, Verdict.AFFECTED
+unknown = Verdict.UNRECOGNISED
+COMMIT = r"self\.input_batch\.block_table\.commit_block_table\(num_reqs_padded\)"
+EMPTY_ROWS = (
+    "for table in self.input_batch.block_table.block_tables:",
+    "    table.get_device_tensor(num_reqs_padded).zero_()",
+)
+PADDED_DRAFTS = before(
+    r"slot_mapping_dict = self\._get_slot_mapping", "self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)"
+)
+IDLE_RUN = r"self\.model_runner\._dummy_run\("
 slots = r"self\._get_slot_mapping\(num_input_tokens\)"
 
 EDITS = (
@@ -61,8 +71,7 @@ EDITS = (
             r" *sm\.fill_\(-1\)\n"
         ),
         "",
-        affected,
-        shape="slots",
+        unknown,
     ),
     Edit(
         "drafts' tables kept",
@@ -70,8 +79,7 @@ EDITS = (
         _SPECULATOR_V2,
         r"self\.idx_mapping\.fill_\(-1\)",
         "pass",
-        affected,
-        shape="rows-and-drafts",
+        unknown,
     ),
     Edit(
         "tables kept",
@@ -79,8 +87,7 @@ EDITS = (
         _TABLE_V2,
         r"block_table\[:num_reqs\]\.zero_\(\)",
         "block_table[:num_reqs]",
-        affected,
-        shape="rows-and-tables",
+        unknown,
     ),
     Edit(
         "inputs kept",
@@ -88,8 +95,7 @@ EDITS = (
         _RUNNER_V2,
         r"skip_attn: bool = False",
         "skip_attn: bool = True",
-        affected,
-        shape="rows-and-inputs",
+        unknown,
     ),
     Edit(
         "slots padded",
@@ -97,10 +103,9 @@ EDITS = (
         _RUNNER,
         r"^( *)(# If force_attention is True.*)\n",
         r"\1for sm in slot_mappings_by_group.values():\n\1    sm.fill_(-1)\n\1\2\n",
-        affected,
-        shape="rows-and-inputs",
+        unknown,
     ),
-    Edit("ranks that never idle", "0.21.0", _WORKER, r"execute_dummy_batch", "nothing_to_do", Verdict.ABSENT),
+    Edit("ranks that never idle", "0.21.0", _WORKER, r"execute_dummy_batch", "nothing_to_do", unknown),
     Edit(
         "another step without work",
         "0.14.1",
@@ -170,4 +175,106 @@ EDITS = (
 SERVED = (
     Served("0.18.1", "./v3 -dp 8", Concern.CONCERNS, "--data-parallel-size 8"),
     Served("0.18.1", "./v3", Concern.DOES_NOT, "one data-parallel rank"),
+)
+
+WORDINGS = (
+    Wording(
+        REMEDY,
+        "0.33.0",
+        _RUNNER,
+        {
+            "emptied behind the copy": {_RUNNER: after(COMMIT, *EMPTY_ROWS), _PROPOSER: PADDED_DRAFTS},
+            "each table emptied": {
+                _RUNNER: swap(
+                    COMMIT, "[table.block_table.gpu.zero_() for table in self.input_batch.block_table.block_tables]"
+                ),
+                _PROPOSER: PADDED_DRAFTS,
+            },
+            "by a method of the tables": {
+                _RUNNER: swap(COMMIT, "self.input_batch.block_table.clear_device_rows()"),
+                _TABLE: before(
+                    r"def commit_block_table\(self, num_reqs: int\) -> None:\n +for",
+                    "def clear_device_rows(self) -> None:",
+                    "    for table in self.block_tables:",
+                    "        table.block_table.gpu.zero_()",
+                    "",
+                ),
+                _PROPOSER: PADDED_DRAFTS,
+            },
+            "drafts' slots in their view": {
+                _RUNNER: after(COMMIT, *EMPTY_ROWS),
+                _PROPOSER: after(
+                    r"slot_mapping_dict = self\._get_slot_mapping\(num_input_tokens\)",
+                    "[view.fill_(PADDING_SLOT_ID) for view in slot_mapping_dict.values()]",
+                ),
+            },
+            "in the worker": {
+                _WORKER: before(
+                    r"num_tokens = getattr\(self\.model_runner, .*\n +self\.model_runner\._dummy_run",
+                    "runner = self.model_runner",
+                    "runner.input_batch.block_table.commit_block_table = lambda num_reqs: None",
+                    "for table in runner.input_batch.block_table.block_tables:",
+                    "    table.block_table.gpu.zero_()",
+                    "if hasattr(getattr(runner, 'drafter', None), '_slot_mapping_buffer'):",
+                    "    runner.drafter._slot_mapping_buffer.fill_(-1)",
+                ),
+            },
+        },
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.33.0",
+        _RUNNER,
+        {
+            "emptied before the copy": {_RUNNER: before(COMMIT, *EMPTY_ROWS), _PROPOSER: PADDED_DRAFTS},
+            "emptied after the metadata": {
+                _RUNNER: before(
+                    r"with self\.maybe_dummy_run_with_lora\(",
+                    *EMPTY_ROWS,
+                    "self.input_batch.block_table.commit_block_table(1)",
+                ),
+                _PROPOSER: PADDED_DRAFTS,
+            },
+            "emptied for captures": {
+                _RUNNER: after(COMMIT, "if is_graph_capturing:", *(f"    {line}" for line in EMPTY_ROWS)),
+                _PROPOSER: PADDED_DRAFTS,
+            },
+            "emptied and copied again": {
+                _RUNNER: after(COMMIT, *EMPTY_ROWS, "self.input_batch.block_table.commit_block_table(num_reqs)"),
+                _PROPOSER: PADDED_DRAFTS,
+            },
+            "a copy emptied": {
+                _RUNNER: after(COMMIT, EMPTY_ROWS[0], "    table.get_device_tensor(num_reqs_padded).clone().zero_()"),
+                _PROPOSER: PADDED_DRAFTS,
+            },
+            "another request's rows emptied": {
+                _RUNNER: after(
+                    COMMIT, EMPTY_ROWS[0], "    table.get_device_tensor(num_reqs_padded)[num_reqs:].zero_()"
+                ),
+                _PROPOSER: PADDED_DRAFTS,
+            },
+            "drafts' slots padded while capturing": {
+                _RUNNER: after(COMMIT, *EMPTY_ROWS),
+                _PROPOSER: before(
+                    r"slot_mapping_dict = self\._get_slot_mapping",
+                    "if is_graph_capturing:",
+                    "    self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)",
+                ),
+            },
+            "drafts' slots of a copy padded": {
+                _RUNNER: after(COMMIT, *EMPTY_ROWS),
+                _PROPOSER: before(
+                    r"slot_mapping_dict = self\._get_slot_mapping",
+                    "self._slot_mapping_buffer.clone().fill_(PADDING_SLOT_ID)",
+                ),
+            },
+            "emptied in the worker before a copy": {
+                _WORKER: before(
+                    IDLE_RUN + r"\n +num_tokens,\n +uniform_decode=True",
+                    "for table in getattr(self.model_runner, 'input_batch').block_table.block_tables:",
+                    "    table.block_table.gpu.zero_()",
+                ),
+            },
+        },
+    ),
 )

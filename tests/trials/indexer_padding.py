@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
+from edited import after, before, both, swap
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes.indexer_padding import _INDEXER
+from vllm_graphfix.fixes.indexer_padding import _INDEXER, _LAYER
 
 in_the_kernel = r"tl\.maximum\((seq_len - max_decode_len \+ local_idx \+ 1), 0\)"
 in_the_buffer = r"(self\.offsets_buffer\[:max_decode_len\]\n {16}\))$"
 prepared = r"(^ {16}self\._prepare_decode_tensors\(\n(?: {20}.*\n)+ {16}\)\n {12}\)\n)"
 without = ((_INDEXER, in_the_kernel, r"\1"),)
+SCHEDULED = r"if current_platform\.is_cuda\(\) and has_deep_gemm\(\):\n +self\.scheduler_metadata_buffer"
+LENGTHS = r"seq_lens = common_attn_metadata\.seq_lens\[:num_decodes\]\n +block_table"
+RETURNED = r"return seq_lens, block_table, decode_lens, num_decodes, requires_padding"
+TAKEN = r"seq_lens = seq_lens_buffer\n"
+STORED = r"tl\.store\(decode_seq_lens_ptr"
 fixed, unknown = Verdict.FIXED, Verdict.UNRECOGNISED
 mtp = '{"method": "mtp", "num_speculative_tokens": 1}'
 
@@ -22,7 +28,7 @@ EDITS = (
             _INDEXER,
             r"(?<=^ {16}\))\.clamp_\(min=0\)$",
             "",
-            Verdict.AFFECTED,
+            unknown,
             without,
         )
         for release in ("0.28.0", "0.29.0")
@@ -110,9 +116,83 @@ EDITS = (
         r"\1per_token_seq_len = odd(per_token_seq_len)\n\1\2",
         unknown,
     ),
+    Edit(
+        "a builder from elsewhere",
+        "0.28.0",
+        _INDEXER,
+        r"return DeepseekV32IndexerMetadataBuilder$",
+        "return DeepseekV4IndexerMetadataBuilder",
+        unknown,
+    ),
+    Edit(
+        "a copy clamped by the layer",
+        "0.27.1",
+        _LAYER,
+        r"decode_metadata\.seq_lens\[:batch_size\]$",
+        r"\g<0>.clamp(min=0)",
+        unknown,
+    ),
 )
 
 SERVED = (
     Served("0.21.0", f"./v32 --speculative-config '{mtp}'", Concern.CONCERNS, "sparse attention"),
     Served("0.21.0", "./v32", Concern.DOES_NOT, "no speculator"),
+)
+
+WORDINGS = (
+    Wording(
+        REMEDY,
+        "0.27.1",
+        _INDEXER,
+        {
+            "in front of the schedule": before(SCHEDULED, "seq_lens.clamp_(min=0)"),
+            "in place by another name": before(RETURNED, "torch.clamp_(seq_lens, min=0)"),
+            "in the buffer, at the end": before(RETURNED, "self.decode_seq_lens_buffer.clamp_(min=0)"),
+            "by relu": before(SCHEDULED, "seq_lens.relu_()"),
+            "by the rows": before(
+                RETURNED, "seq_lens.masked_fill_(seq_lens < 0, 0) if use_native and next_n > 1 else None"
+            ),
+            "in the buffer and in the kernel": both(
+                before(TAKEN, "seq_lens_buffer.clamp_(min=0)"),
+                before(STORED, "per_token_seq_len = tl.maximum(per_token_seq_len, 0)"),
+            ),
+            "by lengths that are large enough": before(
+                r"seq_lens, block_table, decode_lens, batch_size, requires_padding = \(",
+                "seq_lens = torch.where(seq_lens > 0, seq_lens, max_decode_len - 1)",
+            ),
+            "in the layer": {
+                _LAYER: swap(
+                    r"seq_lens = decode_metadata\.seq_lens\[:batch_size\]",
+                    "seq_lens = decode_metadata.seq_lens[:batch_size].clamp_(min=0)",
+                )
+            },
+        },
+    ),
+    Wording(
+        LOOKALIKE,
+        "0.27.1",
+        _INDEXER,
+        {
+            "clamped on a copy": before(SCHEDULED, "seq_lens.clone().clamp_(min=0)"),
+            "clamped and not taken": before(SCHEDULED, "seq_lens.clamp(min=0)"),
+            "clamped if debugging": before(SCHEDULED, "if not __debug__:", "    seq_lens.clamp_(min=0)"),
+            "clamped where lengths are compressed": before(
+                SCHEDULED, "if self.compress_ratio > 1:", "    seq_lens.clamp_(min=0)"
+            ),
+            "clamped before they are prepared": after(LENGTHS, "seq_lens.clamp_(min=0)"),
+            "clamped the other way": before(SCHEDULED, "seq_lens.clamp_(max=0)"),
+            "clamped at -1": before(SCHEDULED, "seq_lens.clamp_(min=-1)"),
+            "clamped in the kernel alone": before(STORED, "per_token_seq_len = tl.maximum(per_token_seq_len, 0)"),
+            "clamped and written again": before(
+                RETURNED,
+                "seq_lens.clamp_(min=0)",
+                "if use_native and next_n > 1:",
+                "    seq_lens -= 1",
+            ),
+            "clamped after the return": after(RETURNED, "seq_lens.clamp_(min=0)"),
+            "clamped by a helper that nobody calls": before(
+                r"def _prepare_decode_tensors\(", "def _clamp(self, seq_lens):", "    return seq_lens.clamp_(min=0)", ""
+            ),
+        },
+    ),
 )

@@ -17,6 +17,14 @@ eagle = '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}'
 copied = r"\1\2\1hidden_states = hidden_states.clone()\n"
 
 EDITS = (
+    Edit(
+        "drafted later if a prompt is scored",
+        "0.25.0",
+        _RUNNER,
+        r"^( *)if use_gpu_toks:$",
+        r"\1use_gpu_toks = use_gpu_toks and not self.num_prompt_logprobs\n\g<0>",
+        Verdict.UNRECOGNISED,
+    ),
     Edit("copied always", "0.14.1", _RUNNER, unpacked, copied, fixed),
     Edit("copied always, 0.33.0", "0.33.0", _RUNNER, unpacked, copied, fixed),
     Edit(
@@ -35,7 +43,7 @@ EDITS = (
         ),
     ),
     Edit(
-        "copied where the drafter comes first",
+        "copied before a draft, and not before a dummy run",
         "0.25.1",
         _RUNNER,
         r"^( {16})if input_fits_in_drafter:\n(?= *propose_draft_token_ids\(sampled_token_ids\)\n {16}else:)",
@@ -43,7 +51,7 @@ EDITS = (
             r"\1if input_fits_in_drafter:\n\1    if self.num_prompt_logprobs:\n"
             r"\1        hidden_states = hidden_states[:].clone()\n"
         ),
-        fixed,
+        unknown,
     ),
     Edit(
         "copied by the target",
@@ -124,6 +132,105 @@ EDITS = (
         _RUNNER,
         r"^( {4})hidden_states: torch\.Tensor\n( {4}sample_hidden_states)",
         r"\1states: torch.Tensor\n\2",
+        unknown,
+    ),
+    # Right elsewhere.
+    Edit(
+        "drafted afterwards if a prompt is scored",
+        "0.21.0",
+        _RUNNER,
+        r"^( {12})if use_gpu_toks:\n",
+        r"\1if use_gpu_toks and not self.num_prompt_logprobs:\n",
+        unknown,
+    ),
+    Edit(
+        "copied by the target if a prompt is scored",
+        "0.33.0",
+        _RUNNER,
+        r"^( {8})(self\.execute_model_state = ExecuteModelState\()",
+        r"\1if self.num_prompt_logprobs:\n\1    hidden_states = hidden_states.clone()\n\1\2",
+        unknown,
+    ),
+    Edit(
+        "copied to a buffer",
+        "0.29.0",
+        _RUNNER,
+        unpacked,
+        r"\1\2\1hidden_states = self.scored_states[: len(hidden_states)].copy_(hidden_states)\n",
+        unknown,
+    ),
+    Edit(
+        "copied by a function if a prompt is scored",
+        "0.24.0",
+        _RUNNER,
+        unpacked,
+        r"\1\2\1hidden_states = self._own_memory(hidden_states)\n",
+        unknown,
+        also=(
+            (
+                _RUNNER,
+                r"^    def _bookkeeping_sync\(",
+                (
+                    "    def _own_memory(self, hidden_states: torch.Tensor) -> torch.Tensor:\n"
+                    "        return hidden_states.clone() if self.num_prompt_logprobs else hidden_states\n\n"
+                    "    def _bookkeeping_sync("
+                ),
+            ),
+        ),
+    ),
+    Edit(
+        "copied in one of several ways",
+        "0.30.0",
+        _RUNNER,
+        unpacked,
+        r"\1\2\1if len(self.num_prompt_logprobs) > 0:\n\1    hidden_states = torch.clone(hidden_states)\n",
+        fixed,
+    ),
+    # Wrong.
+    Edit(
+        "copied if the drafter is one of Eagle's",
+        "0.33.0",
+        _RUNNER,
+        unpacked,
+        (
+            r"\1\2\1spec = self.speculative_config\n\1if spec and spec.use_eagle() and self.num_prompt_logprobs:\n"
+            r"\1    hidden_states = hidden_states.clone()\n"
+        ),
+        unknown,
+    ),
+    Edit(
+        "copied, and nobody reads it", "0.31.0", _RUNNER, unpacked, r"\1\2\1scored = hidden_states.clone()\n", unknown
+    ),
+    Edit(
+        "copied and taken back",
+        "0.22.0",
+        _RUNNER,
+        unpacked,
+        r"\1\2\1graphs_own = hidden_states\n\1hidden_states = hidden_states.clone()\n\1hidden_states = graphs_own\n",
+        unknown,
+    ),
+    Edit(
+        "copied behind the draft",
+        "0.32.0",
+        _RUNNER,
+        r'^( {8})(with record_function_or_nullcontext\("gpu_model_runner: bookkeep"\):\n)',
+        r"\1if self.num_prompt_logprobs:\n\1    hidden_states = hidden_states.clone()\n\1\2",
+        unknown,
+    ),
+    Edit(
+        "the drafter has the copy",
+        "0.27.0",
+        _RUNNER,
+        r"^( {20}self\.input_batch\.sampling_metadata,\n {20})hidden_states,\n",
+        r"\1hidden_states.clone(),\n",
+        unknown,
+    ),
+    Edit(
+        "copied if no prompt is scored",
+        "0.26.0",
+        _RUNNER,
+        unpacked,
+        r"\1\2\1if not self.num_prompt_logprobs:\n\1    hidden_states = hidden_states.clone()\n",
         unknown,
     ),
 )

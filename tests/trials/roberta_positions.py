@@ -12,7 +12,9 @@ out_of_place = "self.position_embeddings(position_ids + self.padding_idx + 1)"
 calls = r"^( +)(replace_roberta_positions\(\n.*\n +\))\n"
 in_place = r"^( +)position_ids \+= padding_idx \+ 1\n"
 given = r"^( +)(positions = self\.positions\.gpu\[:num_input_tokens\])\n"
-zeroed = "self.positions.gpu[num_scheduled_tokens:num_input_tokens].zero_()"
+padded_rows = "self.positions.gpu[num_scheduled_tokens:num_input_tokens]"
+zeroed = f"{padded_rows}.zero_()"
+refreshed = r"^( +)(self\.positions\.copy_to_gpu\(total_num_scheduled_tokens\))\n"
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 bge_m3 = {
     "architectures": ["XLMRobertaModel"],
@@ -109,6 +111,92 @@ EDITS = (
         _RUNNER,
         r"self\.positions\.copy_to_gpu\(total_num_scheduled_tokens\)",
         "self.positions.copy_to_gpu()",
+        Verdict.UNRECOGNISED,
+    ),
+    # Right elsewhere.
+    Edit("padded rows set to 0", "0.16.0", _RUNNER, given, rf"\1\2\n\1{padded_rows} = 0\n", Verdict.FIXED),
+    Edit(
+        "rows behind the tokens zeroed as they are prepared",
+        "0.18.1",
+        _RUNNER,
+        refreshed,
+        r"\1\2\n\1self.positions.gpu[total_num_scheduled_tokens:].zero_()\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "the runner hands over a copy",
+        "0.17.0",
+        _RUNNER,
+        given,
+        r"\1\2.clone()\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "models add to a new tensor",
+        "0.18.1",
+        _MODELS,
+        calls,
+        r"\1positions = positions + self.padding_idx + 1\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "models take the offset off again",
+        "0.18.0",
+        _MODELS,
+        r"^( +)return (self\.(?:model|roberta)\(\n(?: {12}.*\n)+ {8}\))\n",
+        r"\1hidden_states = \2\n\1positions -= self.padding_idx + 1\n\1return hidden_states\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "the runner takes the offset off again",
+        "0.18.1",
+        _RUNNER,
+        r"^( +)return (self\.model\(\n(?: {12}.*\n)+ {8}\))\n(?=\n    @staticmethod)",
+        r"\1output = \2\n\1positions.sub_(self.model.padding_idx + 1)\n\1return output\n",
+        Verdict.UNRECOGNISED,
+    ),
+    # Wrong.
+    Edit(
+        "zeroed on a copy", "0.18.0", _RUNNER, given, rf"\1\2\n\1{padded_rows}.clone().zero_()\n", Verdict.UNRECOGNISED
+    ),
+    Edit(
+        "zeroed behind the padding",
+        "0.17.1",
+        _RUNNER,
+        given,
+        r"\1\2\n\1self.positions.gpu[num_input_tokens:].zero_()\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "zeroed on the host, of which tokens alone are copied",
+        "0.18.1",
+        _RUNNER,
+        refreshed,
+        r"\1self.positions.np[total_num_scheduled_tokens:] = 0\n\1\2\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "zeroed for drafters alone",
+        "0.15.1",
+        _RUNNER,
+        given,
+        rf"\1\2\n\1if self.speculative_config is not None:\n\1    {zeroed}\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "one of two models adds to a copy",
+        "0.18.1",
+        _MODELS,
+        rf"{calls}(?= +if token_type_ids)",
+        r"\1positions = positions.clone()\n\1\2\n",
+        Verdict.UNRECOGNISED,
+    ),
+    Edit(
+        "also added in the embedding",
+        "0.18.1",
+        _MODELS,
+        looked_up,
+        out_of_place,
         Verdict.UNRECOGNISED,
     ),
 )

@@ -12,6 +12,7 @@ import typer
 
 from vllm_graphfix._version import __version__
 from vllm_graphfix.commands.output import (
+    EXIT_CANNOT_TELL,
     EXIT_INTERRUPTED,
     EXIT_LEFT_UNDONE,
     EXIT_NOT_PROVEN,
@@ -141,9 +142,9 @@ def status(
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
         show(found, console(), everything=everything, verbose=verbose)
-    if check and found.left_undone:
+    if check and (found.left_undone or found.unknown):
         typer.echo(f"check failed: {found.why_left_undone}", err=as_json)
-        raise typer.Exit(EXIT_LEFT_UNDONE)
+        raise typer.Exit(EXIT_LEFT_UNDONE if found.left_undone else EXIT_CANNOT_TELL)
 
 
 @app.command()
@@ -201,7 +202,7 @@ def verify(
     """Prove the fixes on this machine: vLLM without and with CUDA graphs, stock and patched. Nothing is downloaded.
 
     Exit code 0 if every proof holds, 1 if one does not, 2 if nothing can be run (it needs torch), 3 if all that ran
-    hold but some could not be run here.
+    hold but some could not be run here, 4 if there is code that is not recognised and could not be run.
     """
     from vllm_graphfix.verify import VerifyError
     from vllm_graphfix.verify.report import as_json as report_json
@@ -228,6 +229,8 @@ def verify(
         show(report, console(), verbose=verbose)
     if not report.holds:
         raise typer.Exit(EXIT_NOT_PROVEN)
+    if report.undecided:
+        raise typer.Exit(EXIT_CANNOT_TELL)
     if not report.complete:
         raise typer.Exit(EXIT_LEFT_UNDONE)
 

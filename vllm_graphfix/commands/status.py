@@ -20,8 +20,6 @@ from vllm_graphfix.source.files import Source
 from vllm_graphfix.text import brief_repr
 
 SCHEMA = 1
-_NEEDED = (Verdict.AFFECTED, Verdict.UNRECOGNISED)
-"""Verdicts of a vLLM that needs the fix, or perhaps needs it."""
 
 
 class Row(NamedTuple):
@@ -40,11 +38,19 @@ class Row(NamedTuple):
     @property
     def left_undone(self) -> bool:
         """Needed, or perhaps needed, and not applied, which is not for want of a decision of the user's."""
-        needed = self.diagnosis.verdict in _NEEDED
         by_default = self.fix.default is Mode.OBSERVE and self.would_be is State.OBSERVING
-        if self.answer is not None and self.answer.concern is Concern.DOES_NOT:
-            return False
+        needed = self.diagnosis.needs_action and not self.is_ruled_out
         return needed and self.would_be is not State.ACTIVE and not by_default
+
+    @property
+    def is_unknown(self) -> bool:
+        """Nothing of the defect was seen, in code that nobody knows: that is no all-clear."""
+        return self.diagnosis.verdict is Verdict.UNRECOGNISED and not self.diagnosis.defect_seen
+
+    @property
+    def is_ruled_out(self) -> bool:
+        """The defect cannot show in the deployment that was asked about."""
+        return self.answer is not None and self.answer.concern is Concern.DOES_NOT
 
 
 class Status(NamedTuple):
@@ -67,16 +73,21 @@ class Status(NamedTuple):
     @property
     def is_nothing_known(self) -> bool:
         """Whether none of the code that the fixes concern is there, which no vLLM from 0.14 on lacks all of."""
-        return all(row.diagnosis.verdict is Verdict.ABSENT for row in self.rows)
+        return all(row.is_unknown for row in self.rows)
+
+    @property
+    def unknown(self) -> tuple[Row, ...]:
+        """The defects that cannot be told, less those that do not concern the deployment that was asked about."""
+        return tuple(row for row in self.rows if row.is_unknown and not row.is_ruled_out)
 
     @property
     def left_undone(self) -> bool:
         """Whether something needed would not be applied, or a setting means nothing: what it was to do is not known."""
-        return bool(self.misconfigured) or self.is_nothing_known or any(row.left_undone for row in self.rows)
+        return bool(self.misconfigured) or any(row.left_undone for row in self.rows)
 
     @property
     def why_left_undone(self) -> str:
-        """The reason of `left_undone`, in one line."""
+        """The reason of `left_undone`, or what cannot be told, in one line."""
         rows = [row for row in self.rows if row.left_undone]
         told = []
         if self.misconfigured:
@@ -87,6 +98,8 @@ class Status(NamedTuple):
         if rows:
             why = ", ".join(dict.fromkeys(row.reason for row in rows))
             told.append(f"{len(rows)} needed fix{'es' if len(rows) > 1 else ''} not applied ({why})")
+        elif self.unknown and not self.is_nothing_known:
+            told.append(f"{len(self.unknown)} cannot be told: {', '.join(row.fix.name for row in self.unknown)}")
         return "; ".join(told)
 
     def as_json(self) -> dict[str, Any]:
@@ -108,6 +121,8 @@ class Status(NamedTuple):
                     "reason": row.diagnosis.reason,
                     "where": row.diagnosis.where,
                     "known_release": row.diagnosis.known,
+                    "defect_seen": row.diagnosis.defect_seen if row.diagnosis.verdict is Verdict.UNRECOGNISED else None,
+                    "tree": row.diagnosis.tree or None,
                     "rests_on": row.fix.ground,
                     "mode": row.mode.value,
                     "would_be": row.would_be.value,
@@ -142,7 +157,9 @@ def status(source: Source, environment: Mapping[str, str] = os.environ, deployme
     if not decision.canary and decision.refused is None:
         notes.append(f"an engine started here would not be in the rollout: {decision.withheld}")
     would = _applied_fixes(
-        found, Policy(decision.master, decision.modes, decision.withheld, decision.misconfigured), filtered
+        found,
+        Policy(decision.master, decision.modes, decision.withheld, decision.misconfigured, decision.trees),
+        filtered,
     )
     rows = tuple(_row(fix, found, would, wanted) for fix in FIXES)
     if deployment is not None:
@@ -151,6 +168,10 @@ def status(source: Source, environment: Mapping[str, str] = os.environ, deployme
     if unneeded:
         notes.append(f"these settings are no longer needed with this vLLM: {', '.join(unneeded)}")
     return Status(source, rows, tuple(notes), decision.misconfigured)
+
+
+def _may_be_needed(found: Diagnosis) -> bool:
+    return found.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)
 
 
 def _no_longer_needed(row: Row, wanted: Settings) -> bool:
@@ -178,7 +199,7 @@ def _row(fix: Fix, found: Mapping[str, Diagnosis], would: Mapping[str, AppliedFi
         notes.append(f"observed by default; {fix.variable}=auto applies it")
     for together in fix.together:
         other = would[together.name]
-        lacks = applied.lacks(together, other, lambda each: found[each.fix.name].verdict in _NEEDED)
+        lacks = applied.lacks(together, other, lambda each: _may_be_needed(found[each.fix.name]))
         if lacks is None:
             continue
         if not other.is_chosen():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_graphfix.commands.explain import by_default
@@ -37,10 +37,12 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
     def line(text: str, style: str = "") -> None:
         console.print(linked(text, style, folder=folder), soft_wrap=True)
 
-    needed = [row for row in found.rows if row.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)]
+    needed = [row for row in found.rows if row.diagnosis.needs_action]
     asked = any(row.answer for row in found.rows)
     opened = [
-        row for row in found.rows if row not in needed and row.answer and row.answer.concern is not Concern.DOES_NOT
+        row
+        for row in found.rows
+        if row.diagnosis.verdict is Verdict.FIXED and row.answer and row.answer.concern is not Concern.DOES_NOT
     ]
     concerned = [row for row in [*needed, *opened] if row.answer is None or row.answer.concern is not Concern.DOES_NOT]
     known = all(row.diagnosis.known for row in found.rows)
@@ -48,7 +50,7 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
     where = f" in {printable(found.source.label)}" if verbose or not known else ""
     runner = f"; model runner {found.default_runner} by default" if needed and found.default_runner else ""
     line(f"vLLM {found.source.version or '(version unknown)'}{where}, {origin}{runner}")
-    line(verdict(needed, len(found.rows), elsewhere=found.elsewhere), "bold")
+    line(verdict(found), "bold")
     if asked:
         line(_sentence_on_deployment(needed) + (f" {len(opened)} more cannot be told." if opened else ""), "bold")
     elif chosen := sum(by_choice(row.fix.needs(), found.default_runner, row.diagnosis.shape) for row in needed):
@@ -80,8 +82,10 @@ def show(found: Status, console: Console, *, everything: bool = False, verbose: 
             _, *more = _details_of(row, found.default_runner, asked=asked, verbose=verbose, why=True)
             for text in more:
                 line(f"    {text}", "yellow")
-    absent = [row for row in found.rows if row not in needed and row not in opened]
-    left_out = [row for row in needed if row not in concerned]
+    if found.unknown:
+        _show_unknown(found.unknown, console, line, named=found.source.label if found.elsewhere else None)
+    absent = [row for row in found.rows if row not in [*needed, *opened] and not row.is_unknown]
+    left_out = [row for row in found.rows if row.is_ruled_out and row not in absent]
     if everything:
         for title, rows in (("does not concern you", left_out), ("not in this vLLM", absent)):
             if rows:
@@ -104,20 +108,35 @@ def _group(row: Row) -> str:
     return {State.ACTIVE: "FIXED", State.OBSERVING: "COUNTED"}.get(row.would_be, "NOT FIXED")
 
 
-def verdict(needed: Sequence[Row], known: int, *, elsewhere: bool = False) -> str:
-    """How many of the *known* defects this vLLM has, and what will be done about them, in a sentence or two."""
-    has = [row for row in needed if row.diagnosis.verdict is Verdict.AFFECTED]
-    unknown = len(needed) - len(has)
-    if not needed:
-        return f"None of {known} known defects is in it: nothing will be patched."
-    said = f"{len(has)} of {known} known defects {'is' if len(has) == 1 else 'are'} in it"
+def _show_unknown(rows: Sequence[Row], console: Console, line: Callable[..., None], *, named: str | None) -> None:
+    """Print what cannot be told, since nothing of it was seen in code that is new, and how to find out."""
+    from rich.text import Text
+
+    console.print()
+    line(f"CANNOT BE TOLD: nothing of {'it' if len(rows) == 1 else 'these'} was seen, in code that is new", "yellow")
+    for row in rows:
+        console.print(Text("  ") + fix_name(row.fix.name), linked(row.diagnosis.reason), sep=": ")
+    tree = f" --vllm {named}" if named else ""
+    line(f"Run {'it' if len(rows) == 1 else 'them'}: vllm-graphfix verify{tree} --device cpu", "yellow")
+
+
+def verdict(found: Status) -> str:
+    """Say how many of the known defects this vLLM has, has not and may have, and what will be done about them."""
+    rows, needed = found.rows, [row for row in found.rows if row.diagnosis.needs_action]
+    has = sum(row.diagnosis.verdict is Verdict.AFFECTED for row in rows)
+    unknown = sum(row.diagnosis.verdict is Verdict.UNRECOGNISED for row in rows)
+    if not has and not unknown:
+        return f"None of {len(rows)} known defects is in it: nothing will be patched."
+    said = f"{has} of {len(rows)} known defects {'is' if has == 1 else 'are'} in it, {len(rows) - has - unknown} not"
     if unknown:
         said += f", {unknown} cannot be told from its code"
+    if not needed:
+        return f"{said}. Nothing will be patched."
     each = {title: sum(_group(row) == title for row in needed) for title in ("FIXED", "COUNTED", "NOT FIXED")}
     told = [f"{each['FIXED']} fixed"] if each["FIXED"] else []
     told += [f"{each['COUNTED']} only counted"] if each["COUNTED"] else []
     told += [f"{each['NOT FIXED']} NOT fixed"] if each["NOT FIXED"] else []
-    when = "With the plugin installed there" if elsewhere else "At the next start"
+    when = "With the plugin installed there" if found.elsewhere else "At the next start"
     return f"{said}. {when}: {', '.join(told)}."
 
 
@@ -196,6 +215,8 @@ def _details_of(row: Row, default: Default, *, asked: bool, verbose: bool, why: 
     if verbose or row.diagnosis.verdict is Verdict.UNRECOGNISED:
         place = f" ({row.diagnosis.where})" if row.diagnosis.where else ""
         yield f"{row.diagnosis.verdict.value}: {row.diagnosis.reason}{place}"
+    if row.diagnosis.tree:
+        yield f"run it: vllm-graphfix verify {row.fix.name} --device cpu, which says how to patch this very code"
     if verbose:
         yield f"by default {by_default(row.fix)}"
 

@@ -48,7 +48,7 @@ class EngineProcess(EngineContext):
         self._observed = frozenset(fix.name for fix in given if fix.default is Mode.OBSERVE)
         self._environment_read = settings.own_variables(environment)
         wanted = self._settings_read = settings.read(environment, self._names, self._observed)
-        manager = FixManager(given, Policy(wanted.master, wanted.modes, None, wanted.misconfigured))
+        manager = FixManager(given, Policy(wanted.master, wanted.modes, None, wanted.misconfigured, wanted.trees))
         super().__init__(given, environment, manager)
         self._lock = threading.Lock()
         self._report = report
@@ -337,7 +337,7 @@ class EngineProcess(EngineContext):
 
 
 def _policy_of(decision: Decision) -> Policy:
-    return Policy(decision.master, decision.modes, decision.withheld, decision.misconfigured)
+    return Policy(decision.master, decision.modes, decision.withheld, decision.misconfigured, decision.trees)
 
 
 def _vllm_version() -> str:

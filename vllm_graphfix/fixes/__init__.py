@@ -1,4 +1,4 @@
-"""One module a fix, with its `FIX` and its `ABOUT`; modules whose names begin with ``_`` are something else.
+"""One module a fix, with its `FIX`, and a page of the same name for people; modules named ``_…`` are something else.
 
 Every process of an engine knows all fixes by ``index.json`` alone, which ``make generated`` writes: a fix's module is
 imported when one of its functions is called, in a process that vLLM imports an affected target in.
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 INDEX = Path(__file__).with_name("index.json")
 _FUNCTIONS = ("diagnose", "patches", "needs")
-"""What of a fix its module does; the other fields are in the index."""
+"""What of a fix its module does."""
+_LEFT_OUT = (*_FUNCTIONS, "surroundings", "wordings")
+"""What is not in the index: functions, and what only a diagnosis from structure asks for, in its module."""
 
 _importing = threading.RLock()
 """A thread has it while it imports a module of ours in one of vLLM's imports; a fork waits for it.
@@ -70,7 +72,7 @@ def _imported_late(fix: str, function: str) -> Callable[..., Any]:
 
 def entry(fix: Fix) -> dict[str, Any]:
     """What the index says of *fix*."""
-    return {name: value for name, value in fix._asdict().items() if name not in _FUNCTIONS}
+    return {name: value for name, value in fix._asdict().items() if name not in _LEFT_OUT}
 
 
 def _read_index() -> tuple[Fix, ...]:
@@ -87,7 +89,7 @@ def _from_entry(said: dict[str, Any]) -> Fix:
     return Fix(
         **said
         | {each: _imported_late(name, each) for each in _FUNCTIONS}
-        | {each: tuple(said[each]) for each in ("reads", "modules", "evidence")}
+        | {each: tuple(said[each]) for each in ("reads", "modules")}
         | {
             "events": tuple(Event(*event) for event in said["events"]),
             "together": tuple(Together(*other) for other in said["together"]),
@@ -101,10 +103,12 @@ BY_NAME: dict[str, Fix] = {fix.name: fix for fix in FIXES}
 OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode.OBSERVE)
 
 
+@functools.cache
 def about(fix: Fix) -> About:
-    """What people read of *fix*."""
-    found: About = module_of(fix.name).ABOUT
-    return found
+    """What people read of *fix*. Raises ValueError where its page is not in the form of one, OSError."""
+    from vllm_graphfix.fixes._about import read_about
+
+    return read_about(Path(__file__).with_name(f"{fix.name.replace('-', '_')}.md"))
 
 
 @functools.cache

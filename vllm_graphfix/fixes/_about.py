@@ -1,8 +1,14 @@
-"""What people read of a fix: `explain`, its page, and the tables of the other pages are made of it."""
+"""What people read of a fix: the page beside its module, of which `explain` and all other pages are made.
+
+A page has lines such as ``Releases: 0.19.0 - 0.21.0``, then a section ``## Field`` for each longer one. ``{newest}``
+stands for `NEWEST`.
+"""
 
 # No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
 
-from typing import NamedTuple
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from vllm_graphfix.fix import Ground
 
@@ -50,3 +56,29 @@ class About(NamedTuple):
     """How that is known."""
     absent: str = ""
     """Stock releases without the component, as in `releases`."""
+    already_right: str = ""
+    """What the fix does where a fork, a subclass or another plugin has put it right, and why that is harmless."""
+
+
+_FIELD = re.compile(
+    r"^(?:## (?P<section>[A-Z][\w ]*)\n+|(?P<line>Summary|PR|References|Releases|Absent|Removable): )", re.MULTILINE
+)
+
+
+def read_about(page: Path) -> About:
+    """The `About` that *page* holds. Raises ValueError with the page and the field that is wrong, OSError."""
+    text = page.read_text(encoding="utf-8").replace("{newest}", NEWEST)
+    title, _, rest = text.partition("\n\n")
+    fields: dict[str, Any] = {}
+    starts = list(_FIELD.finditer(rest))
+    for start, end in zip(starts, [*(each.start() for each in starts[1:]), len(rest)], strict=True):
+        name = (start["section"] or start["line"]).lower().replace(" ", "_")
+        if name not in About._fields or name in fields:
+            raise ValueError(f"{page.name}: {name!r} is {'there twice' if name in fields else 'no field of a fix'}")
+        fields[name] = " ".join(rest[start.end() : end].split())
+    try:
+        number = fields.pop("pr", None)
+        fields["references"] = tuple(filter(None, fields.get("references", "").split(", ")))
+        return About(pr=None if number is None else int(number), **fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{page.name} ({title.strip()}): {error}") from error

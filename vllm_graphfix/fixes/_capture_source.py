@@ -1,7 +1,8 @@
-"""What vLLM's source says of the passes of a capture: a warm-up outside the graph, then the pass that it records.
+"""The passes of a capture in vLLM's source: a warm-up outside the graph, then the pass that the graph records.
 
-Several fixes rest on the same facts: that each pass asks for a forward function, that a state is built whenever it is
-asked for, down to the plan, and that nobody keeps one. `_capture_passes` relies on them at run time.
+Several fixes rest on the same facts: each pass asks for a forward function, and a state is built whenever it is asked
+for, down to the plan. Patterns say so of the statements that do it, `WORDINGS`; the slices here are whatever else is
+done with a state, so they show who keeps one. `_capture_passes` relies on both at run time.
 """
 
 from __future__ import annotations
@@ -9,38 +10,29 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from vllm_graphfix.fix import Slice, Verdict
+
 if TYPE_CHECKING:
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
 
-MANAGER = "vllm/v1/worker/gpu/cudagraph_utils.py"
-_MODEL_STATE = "vllm/v1/worker/gpu/model_states/default.py"
-_ATTENTION = "vllm/v1/worker/gpu/attn_utils.py"
-_FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
-_SPARSE = (
-    ("vllm/v1/attention/backends/mla/flashmla_sparse.py", "FlashMLASparseMetadataBuilder"),
-    ("vllm/v1/attention/backends/mla/sparse_swa.py", "DeepseekSparseSWAMetadataBuilder"),
-)
-_SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
+_WORKER = "vllm/v1/worker/gpu"
+_MLA = "vllm/v1/attention/backends/mla"
+MANAGER = f"{_WORKER}/cudagraph_utils.py"
+_ATTENTION = f"{_WORKER}/attn_utils.py"
+MODEL_STATES = f"{_WORKER}/model_states/__init__.py"
+MLA_BUILDERS = "vllm/model_executor/layers/attention/mla_attention.py"
+_SPEC_DECODE = f"{_WORKER}/spec_decode"
+EAGLE = f"{_SPEC_DECODE}/eagle/cudagraph.py"
 DRAFT_MANAGERS = (
     f"{_SPEC_DECODE}/autoregressive/cudagraph_utils.py",
     f"{_SPEC_DECODE}/target_dependent_ar/cudagraph_utils.py",
 )
 """The files that hold vLLM's managers of a draft model's graphs, from 0.23.0 on: one file, before and after it was
 moved."""
-_DRAFTS = (
-    (f"{_SPEC_DECODE}/eagle/cudagraph.py", "EagleCudaGraphManager"),
-    (f"{_SPEC_DECODE}/eagle/cudagraph.py", "DecodeEagleCudaGraphManager"),
-    (f"{_SPEC_DECODE}/autoregressive/cudagraph_utils.py", "DecodeSpeculatorCudaGraphManager"),
-    (f"{_SPEC_DECODE}/autoregressive/cudagraph_utils.py", "SpeculatorCudaGraphManager"),
-    (f"{_SPEC_DECODE}/target_dependent_ar/cudagraph_utils.py", "SpeculatorCudaGraphManager"),
-)
-"""Managers of drafts that build states of their own."""
-BUILDS_STATES = (MANAGER, _MODEL_STATE, _ATTENTION, _FLASHMLA, *dict(_SPARSE), *dict(_DRAFTS))
-"""The files that `builds_each_state` reads."""
 
-_BUILT = "attn_metadata, slot_mappings = prepare_inputs_to_capture(...)"
-_GIVEN = (
+BUILT = "attn_metadata, slot_mappings = prepare_inputs_to_capture(...)"
+ENTERED = (
     "set_forward_context(attn_metadata, *..., slot_mapping=slot_mappings)",
     (
         "set_forward_context(attn_metadata if cg_mode != CUDAGraphMode.PIECEWISE else None, *..., "
@@ -48,31 +40,143 @@ _GIVEN = (
     ),
     "set_forward_context(*..., attn_metadata=attn_metadata, slot_mapping=slot_mappings)",
 )
-"""How a pass gets its state."""
-_STATE_HANDED_ON = (
-    "attn_metadata is None",
-    "attn_metadata is not None",
-    "return forward_fn, ...(attn_metadata, slot_mappings)",
-    "capture_fn(*..., attn_metadata=attn_metadata, slot_mappings=slot_mappings)",
+"""A pass runs on its state."""
+_OWN_BUILT = "attn_state = prepare_inputs_to_capture(...)"
+UNPACKED = "attn_metadata, slot_mappings = attn_state"
+_DRAFTED = tuple(
+    f"{to} lambda cg_mode: forward_fn(num_reqs, num_tokens, attn_metadata, slot_mappings, *...)"
+    for to in ("fwd =", "return")
 )
-_METADATA = tuple(
-    f"metadata = {made}(*...)"
-    for made in (
-        "attn_metadata_builder.build",
-        "attn_metadata_builder.build_for_cudagraph_capture",
-        "attn_metadata_builder.update_block_table",
-        "attn_group.build_metadata",
-        "attn_group.build_metadata_for_cudagraph_capture",
-    )
+"""A draft's pass runs on its state."""
+_HANDED_ON = ("return forward_fn", "return forward_fn, ...(attn_metadata, slot_mappings)")
+_ASSERTED = ("assert attn_metadata is None", "assert (attn_metadata is not None) == self.use_breakable_cg")
+_CAPTURED = ("super().capture(create_forward_fn, ...)", "return super().capture(create_forward_fn, ...)")
+_PREPARED = ("attn_metadata = model_state.prepare_attn(...)", "attn_metadata = build_attn_metadata(...)")
+_BY_SUPER = (
+    "attn_metadata = super().prepare_attn(...)",
+    "return super().prepare_attn(...)",
+    "return attn_metadata",
 )
+"""States of a model's own add to those of its base class, and keep none."""
+_RETURNED = (
+    "return ...(attn_metadata, slot_mappings_by_layer)",
+    "return attn_metadata, slot_mappings_by_layer",
+)
+_METADATA = (
+    "metadata = attn_metadata_builder.build(...)",
+    "metadata = attn_metadata_builder.build_for_cudagraph_capture(...)",
+    "metadata = attn_group.build_metadata(...)",
+    "metadata = attn_group.build_metadata_for_cudagraph_capture(...)",
+)
+_SHARED = (
+    "cached_metadata: ... = {}",
+    "cached_metadata[reuse_key] = metadata",
+    "metadata = attn_metadata_builder.update_block_table(cached_metadata[reuse_key], ..., ...)",
+)
+"""Groups of one call share metadata (0.31.0 on): the first line says that no other call does."""
 _PLANNED = "scheduler_metadata, _ = get_mla_metadata(...)"
-_PLANNED_SPARSE = (_PLANNED, "out[layer_type] = get_mla_metadata()[0]")
-# A call that is none of these may do something about the state: such code is not taken for known.
-_CALLS_BETWEEN_PASSES = frozenset(
-    "CUDAGraph capture_fn cdiv copy_ create_forward_fn debug empty empty_like forward_fn generate_fn get_offloader "
-    "getattr make_num_tokens_across_dp min model nullcontext prepare_dummy_inputs prepare_inputs_to_capture "
-    "set_forward_context sync_prev_onload".split()
+_PLAN_HANDED_ON = tuple(
+    f"{to} FlashMLASparseMetadata.FP8KernelMetadata(*..., scheduler_metadata=scheduler_metadata)"
+    for to in ("fp8_metadata =", "kernel_meta =", "return")
 )
+_PASSES = tuple(
+    f"{forward_fn}(CUDAGraphMode.{mode})"
+    for forward_fn in ("forward_fn", "record_fn")
+    for mode in ("NONE", "PIECEWISE")
+)
+_ASKED = tuple(
+    f"{forward_fn}{state} = create_forward_fn(desc, *...)"
+    for forward_fn in ("forward_fn", "record_fn", "recorded_fn")
+    for state in ("", ", attn_state", ", warmup_attn_state", ", capture_attn_state")
+)
+_PAIR = "attn_states[desc] = AttentionStatePair(warmup_attn_state, capture_attn_state)"
+_STORED = (
+    _PAIR,
+    "attn_states[desc] = AttentionStatePair(warmup_attn_state, warmup_attn_state)",
+    *(
+        line
+        for states in ("attn_states", "captured_attn_states")
+        for line in (f"{states}: ... = {{}}", *(2 * (f"{states}[desc] = attn_state",)), f"return {states}")
+    ),
+)
+_STATE_OF_MODELS = (
+    "from vllm.v1.worker.gpu.model_states.default import DefaultModelState",
+    "return DefaultModelState(vllm_config, model, encoder_cache, device)",
+    "return DefaultModelState",
+)
+"""The states of models with neither an encoder nor recurrent layers: made there, or named (0.29.0 on)."""
+WORDINGS = (
+    BUILT,
+    _OWN_BUILT,
+    UNPACKED,
+    *_DRAFTED,
+    "return fwd, attn_state",
+    *_HANDED_ON,
+    *_ASSERTED,
+    *_CAPTURED,
+    *_PREPARED,
+    *_BY_SUPER,
+    *_RETURNED,
+    *_METADATA,
+    *_SHARED,
+    "attn_metadata = None",
+    _PLANNED,
+    *_PLAN_HANDED_ON,
+    *(2 * _PASSES),  # one outside of the graph and one in it, as `forward_functions` counts
+    *(2 * _ASKED),
+    *_STORED,
+    *_STATE_OF_MODELS,
+)
+
+BUILDING = (
+    Slice(MANAGER, "prepare_inputs_to_capture", "attn_metadata"),
+    Slice(f"{_WORKER}/model_states/default.py", "DefaultModelState.prepare_attn", "attn_metadata prepare_attn"),
+    Slice(MODEL_STATES, "", "DefaultModelState use_mla"),
+    Slice(_ATTENTION, "build_attn_metadata", "metadata"),
+    Slice(MLA_BUILDERS, "MLACommonMetadataBuilder.build_for_cudagraph_capture"),
+    Slice(MLA_BUILDERS, "MLACommonMetadataBuilder.build", "_build_decode decode_metadata"),
+    # The lazy plans.
+    Slice(f"{_MLA}/flashmla.py", "FlashMLAMetadataBuilder._build_decode", "scheduler_metadata get_mla_metadata"),
+    *(
+        Slice(
+            f"{_MLA}/flashmla_sparse.py",
+            f"FlashMLASparseMetadataBuilder.{build}",
+            "scheduler_metadata get_mla_metadata",
+        )
+        for build in ("_build_fp8_mixed_decode_prefill", "_build_fp8_separate_prefill_decode")
+    ),
+    Slice(f"{_MLA}/sparse_swa.py", "DeepseekSparseSWAMetadataBuilder.build_tile_scheduler", "get_mla_metadata"),
+)
+"""A state is built at each call, down to the plan."""
+TARGET = (
+    Slice(MANAGER, "ModelCudaGraphManager.capture", "create_forward_fn attn_metadata"),
+    Slice(
+        MANAGER,
+        "CudaGraphManager.capture",
+        "create_forward_fn forward_fn attn_state attn_states captured_attn_states warmup_attn_state capture_attn_state",
+    ),
+)
+"""The target's factory, and the passes that ask for its states."""
+DRAFTS = tuple(
+    Slice(path, f"{manager}.capture", "create_forward_fn attn_metadata attn_state")
+    for path, managers in (
+        (EAGLE, ("EagleCudaGraphManager", "DecodeEagleCudaGraphManager")),
+        (DRAFT_MANAGERS[0], ("DecodeSpeculatorCudaGraphManager", "SpeculatorCudaGraphManager")),
+        (DRAFT_MANAGERS[1], ("SpeculatorCudaGraphManager",)),
+    )
+    for manager in managers
+)
+"""Managers of drafts that build states of their own."""
+OWN_STATES = tuple(
+    Slice(
+        path,
+        "SpeculatorCudaGraphManager.capture",
+        "attn_state attn_metadata create_forward_fn prepare_inputs_to_capture",
+        Verdict.FIXED,
+    )
+    for path in DRAFT_MANAGERS
+)
+"""The one manager of a draft's graphs, prefills too (0.26.0 on)."""
 
 
 def forward_functions(capture: Function) -> list[ast.Assign]:
@@ -83,97 +187,47 @@ def forward_functions(capture: Function) -> list[ast.Assign]:
     """
     from vllm_graphfix.source.functions import first_target
 
-    asked = capture.assignments(None, "create_forward_fn(desc, *...)")
+    asks = capture.assignments(None, "create_forward_fn(desc, *...)")
     graphs = capture.entering("torch.cuda.graph(...)")
-    if len(asked) not in {1, 2} or (len(graphs), len(capture.find("torch.cuda.graph(...)")), capture.loops()) != (
-        1,
-        1,
-        2,
-    ):
+    names = [first_target(ask) or "" for ask in asks]
+    if not 1 <= len(asks) <= 2 or len(graphs) != 1 or "" in names or not all(map(_has_constant_keywords, asks)):
         return []
-    names = [first_target(ask) or "" for ask in asked]
-    passes = {name: capture.find(f"{name}(CUDAGraphMode.NONE)") for name in names if name}
-    others = {name: capture.find(f"{name}(CUDAGraphMode.PIECEWISE)") for name in passes}
-    calls = [ask.value for ask in asked if isinstance(ask.value, ast.Call)]
-    if "" in names or not all(len(call.args) == 1 and _has_constant_keywords(call) for call in calls):
+    passes = [part for name in dict.fromkeys(names) for part in capture.find(f"{name}(CUDAGraphMode.NONE)")]
+    in_graph = [getattr(statement, "value", None) for statement in graphs[0].body]
+    recorded = [part for part in capture.find(f"{names[-1]}(CUDAGraphMode.NONE)") if part in in_graph]
+    # One that is behind the branches of the graph is carried out after it.
+    if len(passes) != 2 or len(recorded) != 1:
         return []
-    warm_up, recorded = passes[names[0]][0] if passes[names[0]] else None, passes[names[-1]][-1:]
-    known = (
-        warm_up is not None
-        and recorded != []
-        and sum(map(len, passes.values())) == 2
-        and recorded[0] is not warm_up
-        and (len(asked) == 2 or len(others[names[0]]) == 1)
-        and capture.mentions(create_forward_fn=len(asked))
-        and capture.mentions(**{name: names.count(name) + len(passes[name]) + len(others[name]) for name in passes})
-        and capture.in_one_block(asked[0], warm_up)
-        and recorded[0] in [getattr(statement, "value", None) for statement in graphs[0].body]
-    )
-    if known and warm_up is not None:
-        known = (
-            _is_only_stored(capture, asked[0])
-            if len(asked) == 1
-            else capture.in_one_block(asked[1], graphs[0]) and warm_up.lineno < asked[1].lineno
-        )
-    return asked if known else []
+    (warm_up,) = (part for part in passes if part is not recorded[0])
+    if warm_up not in capture.find(f"{names[0]}(CUDAGraphMode.NONE)") or not capture.in_one_block(asks[0], warm_up):
+        return []
+    own = len(asks) == 1 or (capture.in_one_block(asks[1], graphs[0]) and warm_up.lineno < asks[1].lineno)
+    return asks if own and warm_up.lineno < graphs[0].lineno else []
 
 
-def _has_constant_keywords(call: ast.Call) -> bool:
-    return all(given.arg is not None and isinstance(given.value, ast.Constant) for given in call.keywords)
-
-
-def _is_only_stored(capture: Function, ask: ast.Assign) -> bool:
-    """Whether nothing is done to the state between the passes: it is stored for whoever called, and that is all."""
-    target = ask.targets[0]
-    states = [getattr(part, "id", "") for part in target.elts[1:]] if isinstance(target, ast.Tuple) else []
-    (graph,) = capture.entering("torch.cuda.graph(...)")
-    return capture.calls(ask, graph) <= _CALLS_BETWEEN_PASSES and all(
-        state and capture.confines(state, ast.unparse(ask), f"...[desc] = {state}") for state in states
+def _has_constant_keywords(ask: ast.Assign) -> bool:
+    call = ask.value
+    return (
+        isinstance(call, ast.Call)
+        and len(call.args) == 1
+        and all(each.arg is not None and isinstance(each.value, ast.Constant) for each in call.keywords)
     )
 
 
 def builds_each_state(source: Source) -> bool:
-    """Whether the target's factory builds a new state whenever it is asked, and nobody keeps one (0.18.0+).
-
-    This is followed all the way down to the plan.
-    """
+    """Tell whether the target's factory builds a state whenever it is asked (0.18.0+)."""
     target = source.function(MANAGER, "ModelCudaGraphManager.capture")
     factory = target and target.inner("create_forward_fn")
-    forward = factory and factory.inner("forward_fn")
-    if not target or not factory or not forward:
-        return False
-    _, *further = factory.parameters
-    return (
-        target.confines("create_forward_fn", "super().capture(create_forward_fn, *...)")
-        and len(target.find("super().capture(create_forward_fn, *...)")) == 1
-        and factory.takes.startswith("desc")
-        and not any(map(factory.names, further))
-        and factory.always(_BUILT)
-        and factory.confines("attn_metadata", _BUILT, *_GIVEN, *_STATE_HANDED_ON)
-        and sum(len(forward.find(given)) for given in _GIVEN) == 1
-        and (
-            factory.always("return forward_fn")
-            or factory.always("return forward_fn, ...(attn_metadata, slot_mappings)")
-        )
-        and drafts_build_each_state(source)
+    return bool(
+        target
+        and factory
+        and any(map(target.only, _CAPTURED))
+        and factory.always(BUILT)
+        and not any(map(factory.names, factory.parameters[1:]))
+        and sum(len(factory.find(entered)) for entered in ENTERED) == 1
+        and any(map(factory.always, _HANDED_ON))
         and prepares_each_state(source)
     )
-
-
-def drafts_build_each_state(source: Source) -> bool:
-    """Whether the factories of drafts that have states of their own build a new one at each call."""
-    for path, name in _DRAFTS:
-        capture = source.function(path, f"{name}.capture")
-        factory = capture and capture.inner("create_forward_fn")
-        if capture is not None and not (
-            factory
-            and not any(map(factory.names, factory.parameters[1:]))
-            and (factory.always(_BUILT) or factory.always("attn_state = prepare_inputs_to_capture(...)"))
-            and len(factory.find("prepare_inputs_to_capture(...)")) == 1
-            and factory.assigned("attn_metadata") == 1
-        ):
-            return False
-    return True
 
 
 def state_of_a_pair(source: Source, capture: Function) -> ast.stmt | ast.expr | None:
@@ -181,115 +235,69 @@ def state_of_a_pair(source: Source, capture: Function) -> ast.stmt | ast.expr | 
 
     It uses the former for its own warm-up, and the latter for its graph. None if that is not known.
     """
-    chosen = capture.only("attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured")
+    factory = capture.inner("create_forward_fn")
     manager = source.function(MANAGER, "CudaGraphManager.capture")
-    if manager is None or chosen is None or len(forward_functions(manager)) != 2:
-        return None
-    parts = (
-        capture.mentions(attn_state=3, attn_state_pair=3, warmup=1),
-        manager.only("forward_fn, warmup_attn_state = create_forward_fn(desc, warmup=True)"),
-        manager.only("forward_fn, capture_attn_state = create_forward_fn(desc, warmup=False)"),
-        manager.only("AttentionStatePair(warmup_attn_state, capture_attn_state)"),
-        manager.mentions(warmup_attn_state=4, capture_attn_state=2),
-        builds_each_state(source),
+    chosen = "attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured"
+    asks = (
+        "forward_fn, warmup_attn_state = create_forward_fn(desc, warmup=True)",
+        "forward_fn, capture_attn_state = create_forward_fn(desc, warmup=False)",
     )
-    return chosen if all(parts) else None
+    if factory is None or manager is None or not factory.always(chosen):
+        return None
+    # The choice holds: neither the pass nor the state is another one afterwards.
+    if factory.sets("warmup") or factory.assigned("attn_state") != 1:
+        return None
+    known = len(forward_functions(manager)) == 2 and all(map(manager.only, (*asks, _PAIR)))
+    return factory.only(chosen) if known and builds_each_state(source) else None
 
 
 def prepares_own_states(source: Source, capture: Function) -> bool:
-    """Whether *capture*, of the draft's graphs, builds a state of its own at each pass (0.26.0 on)."""
+    """Tell whether *capture*, of the draft's graphs, builds a state of its own for each pass (0.26.0 on)."""
     factory = capture.inner("create_forward_fn")
-    built = factory and (factory.always(_BUILT) or factory.always("attn_state = prepare_inputs_to_capture(...)"))
-    return bool(built) and "attn_states" not in capture.parameters and prepares_each_state(source)
-
-
-def prepares_each_state(source: Source) -> bool:
-    """Whether `prepare_inputs_to_capture` builds a state at each call, all the way down to the plan."""
-    prepare = source.function(MANAGER, "prepare_inputs_to_capture")
-    attention = source.function(_ATTENTION, "build_attn_metadata")
-    builder = source.function(_FLASHMLA, "FlashMLAMetadataBuilder._build_decode")
-    if prepare is None or attention is None:
-        return False
-    by_model = "attn_metadata = model_state.prepare_attn(*...)"
-    directly = "attn_metadata = build_attn_metadata(*...)"
-    built = by_model if prepare.only(by_model) else directly
-    returned = prepare.only("return ...")
-    if not prepare.only(built) or returned is not prepare.node.body[-1]:
-        return False
-    if not prepare.confines(
-        "attn_metadata",
-        built,
-        "attn_metadata = None",
-        "return ...(attn_metadata, slot_mappings_by_layer)",
-        "return attn_metadata, slot_mappings_by_layer",
-    ):
-        return False
-    if built == by_model:
-        model = source.function(_MODEL_STATE, "DefaultModelState.prepare_attn")
-        if not (
-            model
-            and model.always(directly)
-            and model.confines("attn_metadata", directly, "return attn_metadata")
-            and model.only("return ...") is model.node.body[-1]
-        ):
-            return False
-    return (
-        any(map(attention.find, _METADATA))
-        and attention.confines(
-            "metadata", *_METADATA, "attn_metadata[layer_name] = metadata", "cached_metadata[reuse_key] = metadata"
-        )
-        and attention.confines(
-            "cached_metadata",
-            "cached_metadata: ... = {}",
-            "attn_metadata_builder.update_block_table(cached_metadata[reuse_key], *...)",
-            "reuse_key in cached_metadata",
-            "reuse_key not in cached_metadata",
-            "cached_metadata[reuse_key] = metadata",
-        )
-        and attention.only("return ...") is attention.node.body[-1]
-        and (builder is None or plans_each_batch(builder))
-        and all(
-            sparse is None or sparse.confines("get_mla_metadata", *_PLANNED_SPARSE)
-            for sparse in (source.function(path, name) for path, name in _SPARSE)
-        )
+    manager = source.function(MANAGER, "CudaGraphManager.capture")
+    return bool(
+        factory
+        and manager
+        and (factory.always(BUILT) or all(map(factory.always, (_OWN_BUILT, UNPACKED))))
+        and any(map(factory.always, _DRAFTED))
+        and not any(map(factory.names, factory.parameters[1:]))
+        and "attn_states" not in capture.parameters
+        and len(forward_functions(manager)) == 2
+        and prepares_each_state(source)
     )
 
 
+def prepares_each_state(source: Source) -> bool:
+    """Tell whether `prepare_inputs_to_capture` builds a state at each call, and returns it."""
+    prepare = source.function(MANAGER, "prepare_inputs_to_capture")
+    attention = source.function(_ATTENTION, "build_attn_metadata")
+    return bool(
+        prepare
+        and attention
+        and _has_stock_states(source)
+        and any(map(prepare.only, _PREPARED))
+        and prepare.only("return ...")
+        and any(map(prepare.always, _RETURNED))
+        and any(map(attention.find, _METADATA))
+        and (attention.always(_SHARED[0]) or not attention.names("cached_metadata"))
+        and attention.only("return ...")
+        and attention.always("return attn_metadata")
+    )
+
+
+def _has_stock_states(source: Source) -> bool:
+    """Tell whether models have the states that vLLM has for them, where they have any."""
+    chosen = source.module(MODEL_STATES)
+    imported, *returned = _STATE_OF_MODELS
+    return chosen is None or bool(chosen.only(imported) and any(map(chosen.only, returned)))
+
+
 def plans_each_batch(build: Function) -> bool:
-    """Whether `FlashMLAMetadataBuilder._build_decode` only hands on a FlashMLA plan that this call made."""
+    """Tell whether `FlashMLAMetadataBuilder._build_decode` only hands on a FlashMLA plan that this call made."""
     return build.always(_PLANNED) and build.confines(
         "scheduler_metadata",
         _PLANNED,
         "scheduler_metadata.tile_scheduler_metadata = tile_scheduler_metadata",
         "scheduler_metadata.num_splits = num_splits",
         "return FlashMLADecodeMetadata(*..., scheduler_metadata=scheduler_metadata)",
-    )
-
-
-_ONCE_AND_TWICE = {"prepare_inputs_to_capture": 1, "set_forward_context": 2}
-
-
-def hands_both_passes_one_state(captures: list[Function], run: str, *given: str) -> bool:
-    """Whether *captures* (0.15.0-0.17.1) build one state and *run* twice, *given* that state.
-
-    *captures* are `capture_graph` and what it calls.
-    """
-    found = [part for each in captures for part in each.find(_BUILT)]
-    if len(found) != 1:
-        return False
-    (built,) = found
-    given_to = {name: sum(len(each.find(f"{name}(...)")) for each in captures) for name in _ONCE_AND_TWICE}
-    return (
-        built in captures[0].node.body
-        and given_to == ({**_ONCE_AND_TWICE, "set_forward_context": 0} if given else _ONCE_AND_TWICE)
-        and sum(len(each.find(f"{run}(...)")) for each in captures) == 2
-        and sum(len(each.find(pattern)) for each in captures for pattern in given or _GIVEN) == 2
-        and all(each.confines("attn_metadata", _BUILT, *(given or _GIVEN), *_STATE_HANDED_ON) for each in captures)
-        and not any(each.loops() for each in captures if given or each is captures[0])
-        and not any(each.repeats(f"{run}(...)") for each in captures)
-        and all(
-            each.calls(built if each is captures[0] else None, each.only("torch.cuda.graph(...)"))
-            <= _CALLS_BETWEEN_PASSES
-            for each in captures
-        )
     )

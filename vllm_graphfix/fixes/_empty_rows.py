@@ -1,11 +1,64 @@
-"""Rows of length 0 that a builder of latent attention's metadata is given, for fixes of what kernels leave in them."""
+"""Rows of length 0 in latent attention: code that makes them, patterns of what clears them, and a count of batches."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from vllm_graphfix.fix import Activity, Event, StockFunction, Wrap
+from vllm_graphfix.fix import Activity, Event, Slice, StockFunction, Verdict, Wrap
+
+COMMON = "vllm/model_executor/layers/attention/mla_attention.py"
+COMMON_BEFORE = "vllm/v1/attention/backends/mla/common.py"
+_LENGTHS = "seq_lens seq_lens_device decode_metadata _build_decode"
+LENGTHS_OF_RUNNERS = (
+    Slice("vllm/v1/worker/gpu_model_runner.py", "GPUModelRunner._prepare_inputs", "seq_lens", Verdict.AFFECTED),
+    Slice("vllm/v1/worker/gpu/input_batch.py", "_prepare_pos_seq_lens_kernel", "seq_lens_ptr", Verdict.AFFECTED),
+)
+"""The lengths that both model runners give padded rows."""
+LENGTHS_OF_ROWS = (
+    *LENGTHS_OF_RUNNERS,
+    *(
+        Slice(path, f"MLACommonMetadataBuilder.{name}", _LENGTHS, Verdict.AFFECTED)
+        for path in (COMMON, COMMON_BEFORE)
+        for name in ("build", "_build_decode")
+    ),
+)
+"""The same, on to the metadata of decodes."""
+OUTPUT_OF_LAYER = (
+    Slice(COMMON, "MLAAttention.forward_impl", "attn_out", Verdict.AFFECTED),
+    Slice(COMMON, "MLACommonImpl.forward", "attn_out", Verdict.AFFECTED),
+    Slice(COMMON_BEFORE, "MLACommonImpl.forward", "attn_out", Verdict.AFFECTED),
+)
+"""The use that a layer makes of what its kernel leaves."""
+NOT_OF_DECODES = 2 * ("if num_prefills > 0:\n    ...", "if self.impl.dcp_world_size > 1:\n    ...")
+"""Statements of these functions that concern prefills, or ranks that share a context, alone; each function has up to
+two."""
+
+SUPPORT = "_cudagraph_support: ... = ..."
+SUPPORT_NAMES = "_cudagraph_support get_cudagraph_support AttentionCGSupport"
+NO_FULL_GRAPHS = "_cudagraph_support: ... = AttentionCGSupport.NEVER"
+FULL_GRAPHS = tuple(
+    f"_cudagraph_support: ... = AttentionCGSupport.{level}"
+    for level in ("ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE")
+)
+"""The graphs that a builder says it supports."""
+
+
+def clears_empty_rows(output: str, lengths: str) -> tuple[str, ...]:
+    """Patterns of statements that make zeros of the rows of *output*, (rows, heads, values), whose length is below 1.
+
+    A product with 0 does not: NaN stays NaN. A pattern of 0 is one of 0.0 as well.
+    """
+    views = ("[:, None, None]", ".view(-1, 1, 1)")
+    empty = [f"({lengths} {test}){view}" for test in ("< 1", "<= 0", "== 0") for view in views]
+    filled = [f"({lengths} {test}){view}" for test in ("> 0", ">= 1", "!= 0") for view in views]
+    return (
+        *(f"{output}.masked_fill_({mask}, 0)" for mask in empty),
+        *(f"{output} = {output}.masked_fill({mask}, 0)" for mask in empty),
+        *(f"{output} = torch.where({mask}, 0, {output})" for mask in empty),
+        *(f"{output} = torch.where({mask}, {output}, 0)" for mask in filled),
+        *(f"{output}[{lengths} {test}] = 0" for test in ("< 1", "<= 0", "== 0")),
+    )
 
 
 def counts_empty_rows(event: Event, builder: str, module: str) -> Wrap:

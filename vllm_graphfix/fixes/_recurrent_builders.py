@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_graphfix.fix import Slice, Verdict
+
 if TYPE_CHECKING:
     from vllm_graphfix.fix import Diagnosis
     from vllm_graphfix.source.files import Source
@@ -20,9 +22,20 @@ MAMBA, MAMBA2 = f"{_BACKENDS}mamba_attn.py", f"{_BACKENDS}mamba2_attn.py"
 GDN, LINEAR, SHORT_CONV = (f"{_BACKENDS}{name}_attn.py" for name in ("gdn", "linear", "short_conv"))
 KDA = "vllm/models/kimi_k3/nvidia/kda_metadata.py"
 UTILS = f"{_BACKENDS}utils.py"
-READS = (MAMBA, MAMBA2, GDN, LINEAR, SHORT_CONV, KDA, UTILS)
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _HYBRIDS_V2 = "vllm/v1/worker/gpu/model_states/mamba_hybrid.py"
+BUILDER_SLICES = (
+    Slice(MAMBA, "", "BaseMambaAttentionMetadataBuilder", Verdict.FIXED),
+    Slice(MAMBA2, "", "Mamba2AttentionMetadataBuilder", Verdict.FIXED),
+    Slice(GDN, "", "GDNAttentionMetadataBuilder", Verdict.FIXED),
+    Slice(LINEAR, "", "LinearAttentionMetadataBuilder", Verdict.FIXED),
+    Slice(SHORT_CONV, "", "ShortConvAttentionMetadataBuilder", Verdict.FIXED),
+    Slice(KDA, "", "KimiK3KDAMetadataBuilder", Verdict.FIXED),
+    Slice(UTILS, "split_decodes_and_prefills", "is_prefill", Verdict.FIXED),
+    Slice(_HYBRIDS_V2, "MambaHybridModelState.prepare_attn", "num_draft_tokens_per_req", Verdict.FIXED),
+)
+"""The files that `builder_words` reads. `affected` rests on none of them: of a builder that is not recognised each row
+that may be in its prompt counts as a prefill, which costs a graph and never an answer."""
 
 _SPLIT = "split_decodes_and_prefills({}, decode_threshold={})"
 _SPLIT_BY_PHASE = "split_decodes_and_prefills({}, decode_threshold={}, treat_short_extends_as_decodes=False)"

@@ -6,17 +6,18 @@ With adaptive verification such a graph has no fixed number of tokens a request,
 from __future__ import annotations
 
 import ast
-import functools
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import NEWEST, About
+from vllm_graphfix.authoring import correct_result, fix
+from vllm_graphfix.fix import Diagnosis, Event, Slice, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm_graphfix.deployment import Deployment, Fact
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
-    from vllm_graphfix.source.functions import Function
 
 _RUNNER = "vllm/v1/worker/gpu/model_runner.py"
 _GRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
@@ -24,17 +25,25 @@ _STATES = "vllm/v1/worker/gpu/model_states/default.py"
 _BATCH = "vllm/v1/worker/gpu/input_batch.py"
 _VERIFICATION = "vllm/v1/worker/gpu/spec_decode/adaptive_verification.py"
 _METADATA = "vllm/v1/worker/gpu/attn_utils.py"
-_BUILDER = "vllm/v1/attention/backend.py"
-_SYNC = "vllm/v1/worker/gpu/dp_utils.py"
 _BACKEND = "vllm/v1/attention/backends/flash_attn.py"
 _RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
-_TARGET = "GPUModelRunner.prepare_inputs"
+_PREPARE = "GPUModelRunner.prepare_inputs"
 
-_OF_THE_GRAPH = "batch_desc.max_query_len"
+_LONGEST = "max_query_len"
 _OF_THE_STEP = "int(num_scheduled_tokens_upper_bound.max()) if adaptive_verification is not None else None"
+_OF_THE_GRAPH = ("batch_desc.max_query_len", f"batch_desc.max_query_len or ({_OF_THE_STEP})")
+"""Remedies."""
+_MADE = "InputBatch(*..., max_query_len={})"
 _ALLOWED = "desc.max_query_len is None or (max_query_len is not None and desc.max_query_len >= max_query_len)"
-_TAKEN = "max_query_len = input_batch.max_query_len"
-_OTHERWISE = "if max_query_len is None:\n    max_query_len = input_batch.num_scheduled_tokens.max().item()"
+"""A graph is chosen for any step whose longest query is not longer than the graph's."""
+_PREPARED = "self.prepare_inputs(scheduler_output, batch_req_state, batch_desc, *...)"
+_DISPATCHED = "dispatch_cg_and_sync_dp(*..., max_query_len=max_query_len)"
+_CAPTURED = (
+    "BatchExecutionDescriptor(*..., max_query_len=self.decode_query_len)",
+    "InputBatch.make_dummy(*..., max_query_len=max_query_len)",
+)
+"""Such a graph is captured for the longest query that it is chosen for."""
+_READ = "max_query_len = common_attn_metadata.max_query_len"
 
 SCHEDULE_OF_A_SHORTER_STEP = Event(
     "schedule-of-a-shorter-step",
@@ -44,128 +53,45 @@ SCHEDULE_OF_A_SHORTER_STEP = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find the longest query that the batch of a step has, and the choice of a graph by the step's own one."""
     if not source.says(_RUNNER, "adaptive_verification") and not source.says(_GRAPHS, "varlen_decode"):
         return Diagnosis(Verdict.ABSENT, "full graphs of decodes have a fixed number of tokens a request")
-    prepare, execute = source.function(_RUNNER, _TARGET), source.function(_RUNNER, "GPUModelRunner.execute_model")
-    allowed, admits, captured = _is_allowed_shorter(source), _is_captured_for_it(source), _is_told_by_the_batch(source)
-    if prepare is not None and execute is not None and allowed and admits and captured:
-        longest = _longest(prepare)
-        if longest is not None and _is_given_its_graph(prepare, execute):
-            given = ast.unparse(longest.value)
-            if given == _OF_THE_STEP:
-                return Diagnosis(
-                    Verdict.AFFECTED,
-                    "builders are told of the step's longest query, and a graph launches kernels for that of its "
-                    "capture",
-                    prepare.at(longest.value),
-                    "longest-of-the-step",
-                )
-            if given in (_OF_THE_GRAPH, f"{_OF_THE_GRAPH} or ({_OF_THE_STEP})"):
-                return Diagnosis(
-                    Verdict.FIXED, "builders are told of the longest query of the graph", prepare.at(longest.value)
-                )
+    prepare, execute = source.function(_RUNNER, _PREPARE), source.function(_RUNNER, "GPUModelRunner.execute_model")
+    build, graphs = source.function(_BACKEND, "FlashAttentionMetadataBuilder.build"), source.module(_GRAPHS)
+    made = prepare and prepare.only(_MADE.format("..."))
+    if prepare and execute and made and build and graphs and graphs.each(_ALLOWED, *_CAPTURED):
+        longest = next(each.value for each in getattr(made, "keywords", ()) if each.arg == _LONGEST)
+        chosen_for_the_step = execute.only(_PREPARED) is not None and execute.only(_DISPATCHED) is not None
+        read_as_it_is = build.only(_READ) is not None and build.assigned(_LONGEST) == 1
+        if chosen_for_the_step and read_as_it_is and ast.unparse(longest) == _OF_THE_STEP:
+            return Diagnosis(
+                Verdict.AFFECTED,
+                "builders are told of the step's longest query, and a graph launches kernels for that of its capture",
+                prepare.at(longest),
+                "longest-of-the-step",
+            )
+        if chosen_for_the_step and ast.unparse(longest) in _OF_THE_GRAPH:
+            return Diagnosis(Verdict.FIXED, "builders are told of the longest query of the graph", prepare.at(longest))
     return Diagnosis.unrecognised(
         "the longest query of a step with adaptive verification is told in a way", prepare or _RUNNER
     )
 
 
-def _longest(prepare: Function) -> ast.keyword | None:
-    """What the one batch of a step is told as its longest query, where nothing changes it afterwards."""
-    made = prepare.only("InputBatch(...)")
-    found = [each for each in getattr(made, "keywords", ()) if each.arg == "max_query_len"]
-    known = [*ast.walk(found[0])] if len(found) == 1 else []
-    named = (
-        node
-        for node in ast.walk(prepare.node)
-        if "max_query_len" in (getattr(node, "attr", None), getattr(node, "id", None))
-    )
-    return found[0] if known and all(node in known for node in named) else None
+@correct_result(_RUNNER_MODULE, _PREPARE, SCHEDULE_OF_A_SHORTER_STEP)
+def set_longest_of_the_graph(
+    batch: Any, self: Any, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *args: Any, **kwargs: Any
+) -> Callable[[], None] | None:
+    """Set the longest query of a step's batch to that of the dummy batch that its graph was captured with.
 
-
-def _is_given_its_graph(prepare: Function, execute: Function) -> bool:
-    """Whether each step is prepared for the graph that was chosen for its own longest query."""
-    return (
-        prepare.takes.startswith("self, scheduler_output, batch_req_state, batch_desc")
-        and not prepare.sets("batch_desc")
-        and execute.only("self.prepare_inputs(scheduler_output, batch_req_state, batch_desc, *...)") is not None
-        and execute.only("dispatch_cg_and_sync_dp(*..., max_query_len=max_query_len)") is not None
-        and "max_query_len = max(scheduler_output.num_scheduled_tokens.values())" in _assigned(execute)
-    )
-
-
-def _assigned(execute: Function) -> list[str]:
-    """How `max_query_len` is set, without the type that it may be said to have."""
-    nodes = [node for node in ast.walk(execute.node) if isinstance(node, ast.Assign | ast.AnnAssign)]
-    found = ((node.targets[0] if isinstance(node, ast.Assign) else node.target, node.value) for node in nodes)
-    return [
-        f"max_query_len = {ast.unparse(value)}"
-        for target, value in found
-        if value is not None and ast.unparse(target) == "max_query_len"
-    ]
-
-
-def _is_allowed_shorter(source: Source) -> bool:
-    """Whether a graph is taken for any step whose longest query is not longer than the graph's."""
-    compatible = source.function(_GRAPHS, "_is_compatible")
-    return compatible is not None and compatible.only(_ALLOWED) is not None
-
-
-def _is_captured_for_it(source: Source) -> bool:
-    """Whether a graph of decodes of any length is captured for the longest of them."""
-    candidates = source.function(_GRAPHS, "CudaGraphManager._init_candidates")
-    prepare = source.function(_GRAPHS, "prepare_inputs_to_capture")
-    dummy = source.function(_BATCH, "InputBatch.make_dummy")
-    return (
-        candidates is not None
-        and candidates.only("BatchExecutionDescriptor(*..., max_query_len=self.decode_query_len)") is not None
-        and prepare is not None
-        and prepare.gives("InputBatch.make_dummy(...)", "max_query_len=max_query_len")
-        and dummy is not None
-        and dummy.gives("cls(...)", "max_query_len=max_query_len")
-    )
-
-
-def _is_told_by_the_batch(source: Source) -> bool:
-    """Whether builders are told of the longest query that the batch says, at the capture and in each step."""
-    state = source.function(_STATES, "DefaultModelState.prepare_attn")
-    return (
-        state is not None
-        and len(state.each(_TAKEN, _OTHERWISE)) == 2
-        and state.gives("build_attn_metadata(...)", "max_query_len=max_query_len")
-    )
-
-
-def _longest_of_the_graph(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `prepare_inputs(self, scheduler_output, batch_req_state, batch_desc, …)`, which makes a step's batch.
-
-    The batch then says what the dummy batch of the capture did. To all that read it, it is an upper bound.
+    To all that read it, it is an upper bound. None where the step has no such graph, or is not shorter.
     """
-    shorter, corrects = activity.counter(SCHEDULE_OF_A_SHORTER_STEP), activity.corrects
-
-    @functools.wraps(stock)
-    def prepare_inputs(
-        self: Any, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        batch = stock(self, scheduler_output, batch_req_state, batch_desc, *args, **kwargs)
-        try:
-            of_the_graph = batch_desc.max_query_len
-            if of_the_graph is not None and batch_desc.cg_mode.name == "FULL":
-                longest = batch.max_query_len
-                if longest is None:
-                    longest = batch.num_scheduled_tokens.max()  # of the host's
-                if longest < of_the_graph:
-                    if corrects:
-                        batch.max_query_len = of_the_graph
-                    shorter.count += 1
-        except Exception as error:
-            activity.failed(error)
-        return batch
-
-    return prepare_inputs
-
-
-def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_RUNNER_MODULE, _TARGET, _longest_of_the_graph),)
+    of_the_graph = batch_desc.max_query_len
+    if of_the_graph is None or batch_desc.cg_mode.name != "FULL":
+        return None
+    longest = batch.max_query_len
+    if longest is None:
+        longest = batch.num_scheduled_tokens.max()  # a NumPy array
+    return partial(setattr, batch, _LONGEST, of_the_graph) if longest < of_the_graph else None
 
 
 def needs() -> tuple[Need, ...]:
@@ -199,54 +125,29 @@ def _verifies_adaptively(deployment: Deployment, _: str) -> Fact:
     return Fact(on, f"enable_adaptive_verification is {'on' if on else 'off'} in --speculative-config")
 
 
-FIX = Fix(
-    number=28,
-    name="adaptive-schedule",
+FIX = fix(
+    "adaptive-schedule",
     runner="V2",
-    reads=(_RUNNER, _GRAPHS, _STATES, _BATCH, _SYNC, _VERIFICATION, _METADATA, _BUILDER, _BACKEND),
-    modules=(_RUNNER_MODULE,),
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # Whoever sets the longest query of a step, or chooses a graph by it.
+        Slice(_RUNNER, "", _LONGEST),
+        Slice(_GRAPHS, "", _LONGEST, Verdict.FIXED),
+        Slice(_BATCH, "", _LONGEST),
+        Slice(_VERIFICATION, "", _LONGEST),
+        # From the batch to the metadata.
+        Slice(_STATES, "", _LONGEST),
+        Slice(_METADATA, "", _LONGEST, Verdict.AFFECTED),
+        # The schedule for it, where graphs read it.
+        Slice(_BACKEND, "", "use_full_cuda_graph", Verdict.AFFECTED),
+        Slice(_BACKEND, "FlashAttentionMetadataBuilder.__init__", "aot_schedule", Verdict.AFFECTED),
+    ),
+    wordings=(
+        *(f"input_batch = {_MADE.format(longest)}" for longest in (_OF_THE_STEP, *_OF_THE_GRAPH)),
+        *(f"batch_desc, {each} = {_DISPATCHED}" for each in ("num_tokens_across_dp", "dp_sync", "dp_sync_state")),
+    ),
+    corrections=(set_longest_of_the_graph,),
     events=(SCHEDULE_OF_A_SHORTER_STEP,),
     needs=needs,
-    ground="answers",
-    evidence=(
-        f"{_GRAPHS}::CudaGraphManager.dispatch",
-        f"{_GRAPHS}::ModelCudaGraphManager.capture",
-        f"{_SYNC}::dispatch_cg_and_sync_dp",
-        f"{_VERIFICATION}::AdaptiveVerificationManager.compact_batch",
-        f"{_VERIFICATION}::AdaptiveVerificationManager.reallocate_drafts",
-        f"{_METADATA}::build_attn_metadata",
-        f"{_BUILDER}::AttentionMetadataBuilder.build_for_cudagraph_capture",
-        f"{_BACKEND}::FlashAttentionMetadataBuilder.build",
-        f"{_BACKEND}::FlashAttentionMetadataBuilder._get_scheduler_metadata",
-        f"{_BACKEND}::FlashAttentionMetadataBuilder._store_scheduler_metadata",
-        f"{_BACKEND}::FlashAttentionImpl.forward",
-    ),
-)
-
-ABOUT = About(
-    pr=None,
-    references=(),
-    summary="with adaptive verification, FlashAttention 3's schedule is made for the kernel in the graph",
-    releases=f"0.28.0 - {NEWEST}; no stock release up to {NEWEST} has a remedy",
-    absent="0.14.1 - 0.27.1",
-    seen="wrong tokens now and then with DSpark, near the end of `max_model_len` or beside other requests",
-    first_test='`"enable_adaptive_verification": false`: gone?',
-    symptom="With DSpark and enable_adaptive_verification, which is off by default, on FlashAttention 3 (Hopper) "
-    "answers have wrong tokens in steps in which no request has all its drafts: the last ones before max_model_len, or "
-    "all of them where a limit cuts a step to few tokens a request.",
-    cause="A full graph of decodes is captured for K+1 tokens a request, and its kernels are launched for that. It is "
-    "replayed for shorter steps, too. Builders are told of the step's own longest query then, before drafts are cut, "
-    "and FlashAttention 3's schedule is made for it: a schedule of another kernel than the one in the graph.",
-    remedy="The batch of a step that a full graph was chosen for says the longest query of the graph, as the batch of "
-    "its capture did.",
-    detect="Answers are wrong with enable_adaptive_verification, and right without it or with --enforce-eager. The "
-    "counter of `observe` counts steps shorter than their graph.",
-    workaround='`"enable_adaptive_verification": false` in --speculative-config; or '
-    '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\'.',
-    removable=f"not yet: no release up to {NEWEST} has a remedy",
-    in_caches="entries of generated tokens: what a layer puts into the cache is computed from the wrong attention of "
-    "the one before",
-    how_sure="follows from the code; wrong tokens were seen on a GPU, caches were not looked at",
+    default_because="answers",
 )

@@ -5,11 +5,10 @@ They stay there however long a batch is.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.authoring import correct_arguments, fix
+from vllm_graphfix.fix import Diagnosis, Event, Slice, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from vllm_graphfix.source.functions import Function
 
 _BACKEND = "vllm/models/deepseek_v4/sparse_mla.py"
-_UTILS = "vllm/v1/attention/backends/utils.py"
 _BACKEND_MODULE = "vllm.models.deepseek_v4.sparse_mla"
 _BACKEND_BEFORE = "vllm/v1/attention/backends/mla/flashmla_sparse.py"
 """Where it was up to 0.22.1."""
@@ -33,12 +31,21 @@ _ROWS = "build_c128a_topk_metadata"
 _ALIGNMENT = 128
 """Entries; a row has a multiple of it."""
 _WIDTH = (
-    "min(max(triton.next_power_of_2(max(cm.max_seq_len // self.compress_ratio, 1)), _C128A_TOPK_ALIGNMENT), "
-    "self.c128a_max_compressed)"
+    "active_topk_width = min(max(triton.next_power_of_2(max(cm.max_seq_len // self.compress_ratio, 1)), "
+    "_C128A_TOPK_ALIGNMENT), self.c128a_max_compressed)"
 )
 _PACKED = (
     "global_decode = global_decode_buffer.view(-1)[:num_decode_tokens * max_compressed_tokens]"
     ".view(num_decode_tokens, max_compressed_tokens)"
+)
+_AS_THEY_LIE = (
+    "global_decode = global_decode_buffer[:num_decode_tokens]",
+    "global_decode = global_decode_buffer[:num_decode_tokens, :max_compressed_tokens]",
+)
+_CHECKED = "assert global_decode.stride(0) == global_decode_buffer.stride(0)"
+_BUILT = tuple(
+    f"(global_decode, decode_lens, prefill_local) = {_ROWS}(*..., max_compressed_tokens={width})"
+    for width in ("active_topk_width", "self.c128a_max_compressed")
 )
 
 ROWS_CLOSER = Event(
@@ -49,11 +56,12 @@ ROWS_CLOSER = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find the width of rows that the builder chooses, and how rows lie in their buffer."""
     path = _BACKEND if source.read(_BACKEND) is not None else _BACKEND_BEFORE
     if not source.says(path, _ROWS):
         return Diagnosis(Verdict.ABSENT, "no attention over entries of 128 tokens each, as in DeepSeek V4")
-    found = (source.function(path, f"{builder}.{_METHOD}") for builder in _BUILDERS)
-    build, rows = next(filter(None, found), None), source.function(path, _ROWS)
+    builds = (source.function(path, f"{builder}.{_METHOD}") for builder in _BUILDERS)
+    build, rows = next(filter(None, builds), None), source.function(path, _ROWS)
     if build is not None and rows is not None:
         remedy = _at_the_buffers_stride(rows)
         if remedy is not None:
@@ -62,21 +70,13 @@ def diagnose(source: Source) -> Diagnosis:
             )
         if build.gives(f"{_ROWS}(...)", "max_compressed_tokens=self.c128a_max_compressed"):
             return Diagnosis(Verdict.FIXED, "each row has room for the longest request", build.where)
-        width = build.only(f"active_topk_width = {_WIDTH}")
-        packed = rows.only(_PACKED)
-        if (
-            width is not None
-            and packed is not None
-            and build.qualname == _TARGET
-            and build.takes == "self, cm, req_id_per_token"
-            and build.gives(f"{_ROWS}(...)", "max_compressed_tokens=active_topk_width")
-            and build.mentions(active_topk_width=2)
-            and len(build.find("cm.max_seq_len")) == 1
-            and build.only("split_decodes_and_prefills(cm, decode_threshold=self.reorder_batch_threshold or 1)")
-            and source.says(path, f"_C128A_TOPK_ALIGNMENT = {_ALIGNMENT}")
-            and not rows.find("global_decode_buffer.stride(...)")
-            and rows.mentions(global_decode_buffer=2)
-        ):
+        width = build.only(_WIDTH)
+        by_width = build.gives(f"{_ROWS}(...)", "max_compressed_tokens=active_topk_width")
+        # Of the batch's length as the builder has it, and the only width.
+        by_length = len(build.find("cm.max_seq_len")) == build.assigned("active_topk_width") == 1 and not build.sets(
+            "cm"
+        )
+        if width and by_width and by_length and rows.only(_PACKED) and build.qualname == _TARGET:
             return Diagnosis(
                 Verdict.AFFECTED,
                 "rows are packed as closely as the longest request of the batch allows, and graphs read them where "
@@ -88,57 +88,43 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _at_the_buffers_stride(rows: Function) -> str | None:
-    """Where decode rows are taken from their buffer as they lie there, and in no other way; or None."""
-    taken = rows.find("global_decode = global_decode_buffer[:num_decode_tokens]")
-    narrower = rows.find("global_decode = global_decode_buffer[:num_decode_tokens, :max_compressed_tokens]")
-    if len(rows.assignments("global_decode", "...")) != len(taken + narrower) or not taken + narrower:
+    """Return where decode rows are taken from their buffer as they lie there, if in no other way."""
+    taken = [part for pattern in _AS_THEY_LIE for part in rows.find(pattern)]
+    if not taken or rows.assigned("global_decode") != len(taken) or rows.sets("global_decode_buffer"):
         return None
-    return rows.at((taken + narrower)[0]) if rows.find("global_decode_buffer.stride(0)") else None
+    return rows.at(taken[0]) if rows.find("global_decode_buffer.stride(0)") else None
 
 
-def _rows_as_wide_as_their_buffer(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `_build_c128a_metadata(cm, req_id_per_token)` so that all rows have one width.
+@correct_arguments(_BACKEND_MODULE, _TARGET, ROWS_CLOSER)
+def with_rows_as_wide_as_their_buffer(self: Any, cm: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any] | None:
+    """Replace `cm` by a copy whose `max_seq_len` gives all rows one width; None where rows have it, or no graph.
 
-    This holds where a full graph is captured or may be replayed. Stock takes the width from `max_seq_len`. Entries
-    beyond a request's own are -1, and its count leaves them out.
+    Entries beyond a request's own are -1, and its count leaves them out.
     """
-    closer_rows, corrects = activity.counter(ROWS_CLOSER), activity.corrects
-
-    @functools.wraps(stock)
-    def _build_c128a_metadata(self: Any, cm: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if _rows_are_closer(self, cm):
-                if corrects:
-                    # A copy: other builders, and this one's metadata, have the length of the batch.
-                    longest = object.__new__(type(cm))
-                    longest.__dict__.update(cm.__dict__, max_seq_len=self.c128a_max_compressed * self.compress_ratio)
-                    cm = longest
-                closer_rows.count += 1
-        except Exception as error:
-            activity.failed(error)
-        return stock(self, cm, *args, **kwargs)
-
-    return _build_c128a_metadata
+    if not _are_rows_closer(self, cm):
+        return None
+    # A copy: other builders, and this one's metadata, have the length of the batch.
+    longest = object.__new__(type(cm))
+    longest.__dict__.update(cm.__dict__, max_seq_len=self.c128a_max_compressed * self.compress_ratio)
+    return self, longest
 
 
-def _rows_are_closer(builder: Any, cm: Any) -> bool:
-    """Whether the second row of this decode batch is nearer to the first than it is in their buffer.
+def _are_rows_closer(builder: Any, cm: Any) -> bool:
+    """Tell if the second row of this decode batch is nearer to the first than it is in their buffer.
 
-    Only batches of a size that has a graph count.
+    Only batches of a size that has a graph count. A builder that was made without its `__init__` has no configuration,
+    and no graphs.
     """
-    if cm.num_actual_tokens < 2 or cm.max_query_len > builder.reorder_batch_threshold:
+    config = getattr(builder, "vllm_config", None)
+    if config is None or cm.num_actual_tokens < 2 or cm.max_query_len > builder.reorder_batch_threshold:
         return False
     entries = max(cm.max_seq_len // builder.compress_ratio, _ALIGNMENT)
     if 1 << (entries - 1).bit_length() >= builder.c128a_max_compressed:  # stock's width: the next power of two
         return False
-    graphs = builder.vllm_config.compilation_config
+    graphs = config.compilation_config
     return bool(
         graphs.cudagraph_mode.has_full_cudagraphs() and cm.num_actual_tokens <= graphs.max_cudagraph_capture_size
     )
-
-
-def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BACKEND_MODULE, _TARGET, _rows_as_wide_as_their_buffer),)
 
 
 def needs() -> tuple[Need, ...]:
@@ -165,45 +151,32 @@ def _rows_differ(deployment: Deployment, _: str) -> Fact:
     return Fact(True, "requests may be longer than 16384 tokens (--max-model-len)")
 
 
-FIX = Fix(
-    number=14,
-    name="c128a-stride",
-    runner=None,
-    reads=(_BACKEND, _BACKEND_BEFORE, _UTILS),
-    modules=(_BACKEND_MODULE,),
+FIX = fix(
+    "c128a-stride",
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # How rows lie in their buffer, by which width, and whether anything else is done to them.
+        *(Slice(path, _ROWS, "global_decode") for path in (_BACKEND, _BACKEND_BEFORE)),
+        *(
+            Slice(
+                _BACKEND_BEFORE if builder == "FlashMLASparseMetadataBuilder" else _BACKEND,
+                f"{builder}.{_METHOD}",
+                f"{_ROWS} global_decode split_decodes_and_prefills",
+            )
+            for builder in _BUILDERS
+        ),
+        *(
+            Slice(_BACKEND, f"{backend}.get_builder_cls")
+            for backend in ("DeepseekV4FlashMLABackend", "DeepseekV4SparseMLABackend")
+        ),
+        # The batches that it is done for, and the numbers that the correction reads.
+        Slice(_BACKEND, f"{_BUILDERS[0]}.build", f"{_METHOD} max_seq_len"),
+        Slice(_BACKEND, f"{_BUILDERS[0]}.__init__", "c128a_max_compressed", Verdict.AFFECTED),
+        Slice(_BACKEND, "", "_C128A_TOPK_ALIGNMENT", Verdict.AFFECTED),
+    ),
+    wordings=(_WIDTH, _PACKED, *_AS_THEY_LIE, *_BUILT, _CHECKED),
+    corrections=(with_rows_as_wide_as_their_buffer,),
     events=(ROWS_CLOSER,),
     needs=needs,
-    ground="answers",
-    evidence=(
-        *(f"{_BACKEND}::DeepseekV4FlashMLAMetadataBuilder.{name}" for name in ("__init__", "build")),
-        f"{_UTILS}::split_decodes_and_prefills",
-    ),
-)
-
-ABOUT = About(
-    pr=51318,
-    references=("PR 50004", "PR 52823"),
-    summary="rows of DeepSeek V4's compressed attention stay where graphs read them",
-    releases="0.27.0 - 0.27.1",
-    absent="0.14.1 - 0.19.1",
-    seen="wrong answers as soon as two requests run at once: they read each other's context",
-    first_test="one request at a time: right?",
-    symptom="With full CUDA graphs and a --max-model-len above 16384, DeepSeek V4 gives wrong answers as soon as two "
-    "requests decode together.",
-    cause="Layers with a compress_ratio of 128 read, for each token, a row of slots in the cache. Rows are packed as "
-    "closely as the longest request of the batch allows. A capture assumes the longest request that the model allows, "
-    "and its graph reads rows that far apart; later batches are shorter. From the second row on, it reads slots of "
-    "other requests, or of earlier batches.",
-    remedy="For decode batches that a graph may be replayed for, rows are as wide as in the capture. What is beyond a "
-    "request's own entries is marked as such, and left out by its count, as before.",
-    detect="One request at a time gets a correct answer, two at once do not; with --enforce-eager both do.",
-    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or --max-model-len '
-    "16384.",
-    removable="with vLLM 0.28.0",
-    in_caches="wrong entries of generated tokens, of every request but the first of a batch: each layer's entries are "
-    "made of what the layers before attended to, which may be other requests'. Prompts are computed without such "
-    "graphs and are right, unless they continue from such entries",
-    how_sure="that rows are mixed up was shown; what reaches a store follows from the code",
+    default_because="answers",
 )

@@ -10,21 +10,26 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Together, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Together, Verdict
 from vllm_graphfix.fixes._capture_passes import CaptureSession, FactoryPerPass, WatchedFactory, current_session
 from vllm_graphfix.fixes._capture_source import (
-    BUILDS_STATES,
+    BUILDING,
+    BUILT,
+    DRAFTS,
+    ENTERED,
     MANAGER,
+    TARGET,
+    WORDINGS,
     builds_each_state,
     forward_functions,
-    hands_both_passes_one_state,
     prepares_each_state,
 )
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.functions import Function
 
 _FLASHMLA = "vllm/v1/attention/backends/mla/flashmla.py"
 _OPERATORS = "vllm/v1/attention/ops/flashmla.py"
@@ -40,6 +45,12 @@ _GENERATED = (
     "generate_fn(*..., attn_metadata=attn_metadata, slot_mappings=slot_mappings)",
 )
 _PLANS_AT_ONCE = "return torch.ops._flashmla_C.get_mla_decoding_metadata(...)"
+_CALLS_BETWEEN_PASSES = frozenset(
+    "CUDAGraph capture_fn cdiv copy_ create_forward_fn debug empty empty_like forward_fn generate_fn get_offloader "
+    "getattr make_num_tokens_across_dp min model nullcontext prepare_dummy_inputs prepare_inputs_to_capture "
+    "set_forward_context sync_prev_onload".split()
+)
+"""Any other call between the warm-up and the graph may be a remedy: it may renew the plan without naming a state."""
 _EAGLE_MODULES = {shape: path.removesuffix(".py").replace("/", ".") for shape, path in _EAGLE.items()}
 
 STATE_CONSUMED = Event(
@@ -50,6 +61,7 @@ STATE_CONSUMED = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find whether the warm-up and the recorded pass share an attention state, where its plan is lazy."""
     if not any(map(source.read, (MANAGER, _RUNNER))):
         return Diagnosis(Verdict.ABSENT, "no CudaGraphManager: this vLLM has no model runner V2 that captures graphs")
     if not any(source.says(path, "FlashMLASchedMeta") for path in (_FLASHMLA, _OPERATORS)):
@@ -57,40 +69,59 @@ def diagnose(source: Source) -> Diagnosis:
         if planner and planner.find(_PLANS_AT_ONCE):
             return Diagnosis(Verdict.FIXED, "no attention metadata is lazy", planner.where)
         return Diagnosis.unrecognised("FlashMLA plans in a way", planner or _OPERATORS)
+    in_a_way = "CudaGraphManager captures graphs in a way"
     capture = source.function(MANAGER, "CudaGraphManager.capture")
     capture_graph = source.function(MANAGER, "CudaGraphManager.capture_graph")
     if capture is not None and "create_forward_fn" in capture.parameters:
-        asked = forward_functions(capture) if capture.takes.startswith("self, create_forward_fn, ") else []
-        if asked and not builds_each_state(source):
+        asks = forward_functions(capture)
+        if asks and not builds_each_state(source):
             return Diagnosis.unrecognised("attention states are built in a way", capture)
-        for again in asked[1:]:
+        for again in asks[1:]:
             return Diagnosis(Verdict.FIXED, "the recorded pass has an attention state of its own", capture.at(again))
-        for once in asked:
-            (made,) = once.targets
-            shape = "factory-with-state" if isinstance(made, ast.Tuple) else "factory"
+        for once in asks:
+            (graph,) = capture.entering("torch.cuda.graph(...)")
+            if not capture.calls(once, graph) <= _CALLS_BETWEEN_PASSES:
+                return Diagnosis.unrecognised(in_a_way, capture)._replace(defect_seen=True)
+            shape = "factory-with-state" if isinstance(once.targets[0], ast.Tuple) else "factory"
             return _affected_diagnosis(shape, capture.at(once))
     elif capture_graph is not None:
         split = source.function(MANAGER, "CudaGraphManager._capture_full_graph")
-        whole = [function for function in (capture_graph, split) if function is not None]
         shape = "capture-graph-split" if split else "capture-graph-inline"
+        built = capture_graph.only("prepare_inputs_to_capture(...)")
         if (
-            (split or capture_graph).only("torch.cuda.graph(...)")
-            and hands_both_passes_one_state(whole, "model")
-            and _draft_has_two_passes(source, _EAGLE[shape])
+            built is not None
+            and _share_one_state("model", ENTERED, capture_graph, split)
+            and _share_one_state_in_draft(source, _EAGLE[shape])
             and prepares_each_state(source)
         ):
-            return _affected_diagnosis(shape, capture_graph.at(*capture_graph.find("prepare_inputs_to_capture(...)")))
-    return Diagnosis.unrecognised("CudaGraphManager captures graphs in a way", capture or capture_graph or MANAGER)
+            return _affected_diagnosis(shape, capture_graph.at(built))
+    return Diagnosis.unrecognised(in_a_way, capture or capture_graph or MANAGER)
 
 
-def _draft_has_two_passes(source: Source, path: str) -> bool:
-    """Whether the draft's own manager, where there is one, builds one state and runs it twice for a full graph."""
-    if source.read(path) is None:
-        return True
+def _share_one_state_in_draft(source: Source, path: str) -> bool:
+    """Tell if the draft's own manager, where there is one, builds one state and runs it twice for a full graph."""
     capture_graph = source.function(path, "EagleCudaGraphManager.capture_graph")
     split = source.function(path, "EagleCudaGraphManager._capture_full_graph")
-    whole = [function for function in (capture_graph, split) if function is not None]
-    return capture_graph is not None and hands_both_passes_one_state(whole, "generate_fn", *_GENERATED)
+    if capture_graph is None:
+        return source.read(path) is None
+    return _share_one_state("generate_fn", _GENERATED, capture_graph, split)
+
+
+def _share_one_state(run: str, on_it: tuple[str, ...], capture_graph: Function, split: Function | None) -> bool:
+    """Tell if *capture_graph*, and *split* that records for it, build one state and *run* twice *on_it* (to 0.17.1)."""
+    parts = [part for part in (capture_graph, split) if part is not None]
+    runs = sum(len(part.find(f"{run}(...)")) for part in parts)
+    ran_on_it = sum(len(part.find(pattern)) for part in parts for pattern in on_it)
+    graphs = [graph for part in parts for graph in part.entering("torch.cuda.graph(...)")]
+    built = capture_graph.only(BUILT)
+    return (
+        capture_graph.always(BUILT)
+        and runs == ran_on_it == 2
+        and len(graphs) == 1
+        and not any(part.repeats(f"{run}(...)") for part in parts)
+        and capture_graph.calls(built, None if split else graphs[0]) <= _CALLS_BETWEEN_PASSES
+        and (split is None or split.calls(None, graphs[0]) <= _CALLS_BETWEEN_PASSES)
+    )
 
 
 def _affected_diagnosis(shape: str, where: str) -> Diagnosis:
@@ -258,17 +289,37 @@ def needs() -> tuple[Need, ...]:
     return (needs.RUNNER_V2, needs.FULL_GRAPHS, needs.FLASHMLA)
 
 
-FIX = Fix(
-    number=1,
-    name="capture-state",
+FIX = fix(
+    "capture-state",
     runner="V2",
-    reads=(*BUILDS_STATES, _RUNNER, _OPERATORS, _EAGLE["capture-graph-inline"]),
-    modules=(_MANAGER_MODULE, *_EAGLE_MODULES.values()),
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        Slice(_RUNNER, "GPUModelRunner.capture_model", "cudagraph_manager", Verdict.ABSENT),
+        Slice(_OPERATORS, "get_mla_metadata", "get_mla_decoding_metadata"),
+        *BUILDING,
+        *TARGET,
+        *DRAFTS,
+        # The modes that are captured.
+        *(
+            Slice(_RUNNER, f"GPUModelRunner.{name}", "cudagraph_manager cudagraph_mode", Verdict.AFFECTED)
+            for name in ("__init__", "initialize_kv_cache")
+        ),
+        # Who runs twice on one state, before there were factories.
+        *(
+            Slice(MANAGER, f"CudaGraphManager.{name}", "", Verdict.AFFECTED)
+            for name in ("capture_graph", "_capture_full_graph")
+        ),
+        *(
+            Slice(path, f"EagleCudaGraphManager.{name}", "attn_metadata slot_mappings generate_fn", Verdict.AFFECTED)
+            for path in _EAGLE.values()
+            for name in ("capture_graph", "_capture_full_graph")
+        ),
+    ),
+    wordings=(*WORDINGS, *_GENERATED, _PLANS_AT_ONCE),
+    corrections=patches,
+    modules=(_MANAGER_MODULE, *_EAGLE_MODULES.values()),
     events=(STATE_CONSUMED,),
     needs=needs,
-    ground="answers",
     together=(
         Together(
             name="draft-prefill-state",
@@ -277,27 +328,5 @@ FIX = Fix(
             may_be_off=False,
         ),
     ),
-)
-
-ABOUT = About(
-    pr=42444,
-    references=("PR 48261",),
-    summary="full graphs of model runner V2 record the attention planner",
-    releases="0.15.0 - 0.21.0",
-    seen="gibberish or loops, from the first decoded tokens on",
-    first_test="the same prompts with `--enforce-eager`",
-    symptom="With model runner V2 and full CUDA graphs, DeepSeek models on FlashMLA answer with gibberish or loop. "
-    "Upstream measured gsm8k 0.169 with the defect and 0.954 without.",
-    cause="The manager warms up and captures on one attention state. FlashMLA plans its tiles in the first kernel "
-    "call that sees a state, which is the warm-up's, so the planner is not in the graph and every replay uses the "
-    "plan of the dummy batch.",
-    remedy="The pass that a full graph records gets an attention state of its own, built by vLLM's own factory, "
-    "outside the graph, after the warm-up has returned. PIECEWISE captures are as before.",
-    detect="Output differs from --enforce-eager on the same prompts from the first decoded tokens on, and more so the "
-    "further sequence lengths are from those of the capture.",
-    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager, or model runner V1.',
-    removable="with vLLM 0.22.0",
-    in_caches="wrong entries of generated tokens, and of the last token of a prompt if it was computed in a step of "
-    "its own (a remainder of one token, or a prompt that was in the cache except for its last token)",
-    how_sure="follows from the code: only decode graphs replay the wrong plan",
+    default_because="answers",
 )

@@ -9,8 +9,8 @@ import ast
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
@@ -21,25 +21,24 @@ if TYPE_CHECKING:
 _COMPRESSOR = "vllm/models/deepseek_v4/compressor.py"
 _COMPRESSOR_BEFORE = "vllm/model_executor/layers/deepseek_compressor.py"
 """Where it was up to 0.21.0."""
+_ATTENTION = "vllm/models/deepseek_v4/attention.py"
+_BATCH = "vllm/v1/worker/gpu/input_batch.py"
 _MODULE = "vllm.models.deepseek_v4.compressor"
 _TARGET = "DeepseekCompressor.forward"
 _BUILD = "CompressorMetadataBuilder.build"
 _RATIO = 128
-"""Tokens of the groups that may be left out."""
+"""Tokens of the groups that a step may skip."""
 _HEAD = 512
 
-_DUMMY = "if not isinstance(attn_metadata, dict): return"
-_LEFT_OUT = (
+_SKIPPED = (
     "if (current_platform.is_cuda() and self.head_dim == 512 and self.compress_ratio == 128 and {recorded} "
     "and state_metadata.c128_boundary is False): return"
 )
-_BY_MODE = _LEFT_OUT.format(recorded="forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL")
-_BY_CAPTURE = _LEFT_OUT.format(recorded="not torch.cuda.is_current_stream_capturing()")
-_CONTEXT = (
-    "forward_context = get_forward_context()",
-    "attn_metadata = forward_context.attn_metadata",
-    "state_metadata = cast(CompressorMetadata, attn_metadata[self.state_cache.prefix])",
-)
+_BY_MODE = _SKIPPED.format(recorded="forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL")
+_BY_CAPTURE = _SKIPPED.format(recorded="not torch.cuda.is_current_stream_capturing()")
+"""Upstream's correction."""
+_FIELD = "c128_boundary: bool | None = None"
+_DUMMY = "if not isinstance(attn_metadata, dict): return"
 _SAVES = (
     "save_partial_states(...)",
     "_save_partial_states_kernel[(num_actual,)](...)",
@@ -64,99 +63,93 @@ LAYER_LEFT_OUT = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find what ends a layer's step between saving its states and writing its entries."""
     path = _COMPRESSOR if source.read(_COMPRESSOR) is not None else _COMPRESSOR_BEFORE
     if source.read(path) is None:
         return Diagnosis(Verdict.ABSENT, "no compressor, as in DeepSeek V4")
     forward, build = source.function(path, _TARGET), source.function(path, _BUILD)
-    if forward is not None and build is not None:
-        between = _between_saving_and_writing(forward)
-        if between == []:
-            return Diagnosis(
-                Verdict.FIXED, "every step writes the entries of the groups that it completes", forward.where
-            )
-        for remedy in forward.find(_BY_CAPTURE):
-            if between == [remedy]:
-                return Diagnosis(Verdict.FIXED, "what a graph records leaves nothing out", forward.at(remedy))
-        for left_out in forward.find(_BY_MODE):
-            if between != [left_out] or path != _COMPRESSOR:
-                break
-            if not build.gives("CompressorMetadata(...)", "c128_boundary=..."):
-                return Diagnosis(Verdict.FIXED, "of no step it is known that it completes no group", build.where)
-            shape = _shape(source, forward, build)
-            if shape is not None:
-                return Diagnosis(
-                    Verdict.AFFECTED,
-                    "a step that completes no group of 128 tokens leaves its entries out, also one that a graph "
-                    "records while the forward context says NONE or PIECEWISE",
-                    forward.at(left_out),
-                    shape,
-                )
-    return Diagnosis.unrecognised("entries of groups of tokens are written in a way", forward or path)
+    if forward is None or build is None:
+        return Diagnosis.unrecognised("entries of groups of tokens are written in a way", forward or path)
+    ends = _ends_between_saving_and_writing(forward)
+    skip = forward.only(_BY_MODE)
+    if skip is not None and ends == [skip]:
+        if "c128_boundary" not in ast.unparse(build.node):
+            return Diagnosis(Verdict.FIXED, "of no step it is known that it completes no group", build.where)
+        return Diagnosis(
+            Verdict.AFFECTED,
+            "a step that completes no group of 128 tokens leaves its entries out, also one that a graph "
+            "records while the forward context says NONE or PIECEWISE",
+            forward.at(skip),
+            _shape(source),
+        )
+    if ends == [] and not forward.names("c128_boundary"):
+        return Diagnosis(Verdict.FIXED, "every step writes the entries of the groups that it completes", forward.where)
+    remedy = forward.only(_BY_CAPTURE)
+    if remedy is not None and ends == [remedy]:
+        return Diagnosis(Verdict.FIXED, "what a graph records leaves nothing out", forward.at(remedy))
+    return Diagnosis.unrecognised("entries of groups of tokens are written in a way", forward)
 
 
-def _between_saving_and_writing(forward: Function) -> list[ast.stmt | ast.expr] | None:
-    """Where a step may end after its states are saved and before entries are written; None if it is not known."""
+def _ends_between_saving_and_writing(forward: Function) -> list[ast.stmt | ast.expr] | None:
+    """List the conditions under which a step ends after its states are saved and before its entries are written.
+
+    None where it does not save and write once each, in the same block.
+    """
     saved = [call for name in _SAVES for call in forward.find(name)]
     written = [call for name in _WRITES for call in forward.find(name)]
     dummy = forward.only(_DUMMY)
     if len(saved) != 1 or len(written) != 1 or dummy is None or not forward.in_one_block(dummy, *saved, *written):
         return None
-    ends = [end for end in forward.find("return") if saved[0].lineno < end.lineno < written[0].lineno]
-    inside = [part for part in forward.find("if ...: ...") if part.lineno > saved[0].lineno]
-    between = [part for part in inside if any(end in ast.walk(part) for end in ends)]
-    if len(between) != len(ends) or not all(forward.in_one_block(*saved, part, *written) for part in between):
+    returns = [each for each in forward.find("return") if saved[0].lineno < each.lineno < written[0].lineno]
+    conditions = [part for part in forward.find("if ...: ...") if part.lineno > saved[0].lineno]
+    between = [part for part in conditions if any(each in ast.walk(part) for each in returns)]
+    if len(between) != len(returns) or not all(forward.in_one_block(*saved, part, *written) for part in between):
         return None
     return between
 
 
-def _shape(source: Source, forward: Function, build: Function) -> str | None:
-    """By what it is known whether a step completes a group; None if it is not what the layers rely on."""
+def _shape(source: Source) -> str:
+    """Name the numbers by which it is known whether a step completes a group; no name where they are others."""
     decides = source.function(_COMPRESSOR, "_get_c128_boundary")
-    known = (
-        len(forward.each(*_CONTEXT)) == len(_CONTEXT)
-        and len(forward.find("state_metadata.c128_boundary")) == 1
-        and len(build.find("_get_c128_boundary(common_attn_metadata)")) == 1
-        and decides is not None
-    )
     shapes = [shape for pattern, shape in _SHAPES.items() if decides is not None and decides.only(pattern)]
-    return shapes[0] if known and len(shapes) == 1 else None
+    return shapes[0] if len(shapes) == 1 else ""
 
 
 def _write_in_captures(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `DeepseekCompressor.forward`: while a graph is captured, each layer writes its entries.
+    """Wrap `DeepseekCompressor.forward`: while a graph is captured, no metadata say that the batch completes no group.
 
-    No layer is told that the batch completes no group. A graph cannot decide anew in each replay, and the batch of a
-    capture is a dummy. Where no group is completed, the kernel of the layer writes nothing. Without a capture
-    everything is as it was, warm-ups included.
+    A graph cannot decide anew in each replay, and the batch of a capture is a dummy. Where no group is completed, the
+    kernel writes nothing. Without a capture everything is as it was, warm-ups included.
     """
     import torch
 
-    left_out_layers, corrects = activity.counter(LAYER_LEFT_OUT), activity.corrects
+    met, corrects = activity.counter(LAYER_LEFT_OUT), activity.corrects
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         corrected = None
         try:
             if self.compress_ratio == _RATIO and _is_capturing(torch):
-                metadata = _metadata_that_leave_out(self)
+                metadata = _metadata_that_skip(self)
                 if metadata is not None:
                     if corrects:
                         corrected = metadata
                         corrected.c128_boundary = None
-                    left_out_layers.count += 1
+                    met.count += 1
         except Exception as error:
             activity.failed(error)
         try:
             return stock(self, *args, **kwargs)
         finally:
-            if corrected is not None:  # of all layers of this ratio, and each is counted
+            # All layers of this ratio have the same metadata, and each is counted.
+            if corrected is not None:
                 corrected.c128_boundary = False
 
     return forward
 
 
 def _is_capturing(torch: Any) -> bool:
-    """Whether a graph is being captured on the current stream."""
+    """Tell if a graph is being captured on the current stream."""
     try:
         return bool(torch.cuda.is_current_stream_capturing())
     except RuntimeError as error:
@@ -165,11 +158,8 @@ def _is_capturing(torch: Any) -> bool:
         raise
 
 
-def _metadata_that_leave_out(layer: Any) -> Any | None:
-    """The metadata of this step that make stock leave out the kernel that writes *layer*'s entries.
-
-    None if stock runs that kernel.
-    """
+def _metadata_that_skip(layer: Any) -> Any | None:
+    """The metadata of this step if they make stock skip the kernel that writes *layer*'s entries, or None."""
     from vllm.forward_context import get_forward_context
     from vllm.platforms import current_platform
 
@@ -177,12 +167,8 @@ def _metadata_that_leave_out(layer: Any) -> Any | None:
     if not isinstance(context.attn_metadata, dict) or context.cudagraph_runtime_mode.name == "FULL":
         return None
     metadata = context.attn_metadata[layer.state_cache.prefix]
-    left_out = metadata.c128_boundary is False and layer.head_dim == _HEAD and current_platform.is_cuda()
-    return metadata if left_out else None
-
-
-def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_MODULE, _TARGET, _write_in_captures),)
+    skips = metadata.c128_boundary is False and layer.head_dim == _HEAD and current_platform.is_cuda()
+    return metadata if skips else None
 
 
 def needs() -> tuple[Need, ...]:
@@ -235,46 +221,30 @@ def _known_in_time(deployment: Deployment, _: str) -> Fact:
     return Fact(None, "--async-scheduling, or whether vLLM logs that asynchronous scheduling is enabled")
 
 
-FIX = Fix(
-    number=18,
-    name="compressor-skip",
-    runner=None,
-    reads=(_COMPRESSOR, _COMPRESSOR_BEFORE),
-    modules=(_MODULE,),
+FIX = fix(
+    "compressor-skip",
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # States are saved here, and entries written, now and up to 0.21.0.
+        Slice(_COMPRESSOR, _TARGET, "save_partial_states _SAVE_PARTIAL_STATES_KERNEL"),
+        Slice(
+            _COMPRESSOR, "DeepseekCompressor._compress_norm_rope_store", "compress_norm_rope_store_fn", Verdict.FIXED
+        ),
+        Slice(_COMPRESSOR_BEFORE, _TARGET, "_save_partial_states_kernel c128_boundary"),
+        # Whoever sets, changes or reads the mark of a step that completes no group.
+        Slice(_COMPRESSOR, _BUILD, "c128_boundary"),
+        Slice(_COMPRESSOR, "", "c128_boundary"),
+        Slice(_COMPRESSOR, "_get_c128_boundary", "", Verdict.AFFECTED),
+        # The class that layers have: a subclass might skip by the mark.
+        Slice(_ATTENTION, "DeepseekV4Attention.__init__", "DeepseekCompressor compressor"),
+        # Whoever calls it: a layer might go by the mark, too.
+        Slice(_ATTENTION, "", "compressor", Verdict.FIXED),
+        # The dummy batch of a capture completes no group.
+        Slice(_BATCH, "InputBatch.make_dummy", "seq_lens_cpu_upper_bound", Verdict.AFFECTED),
+    ),
+    wordings=(_BY_MODE, _BY_CAPTURE, _FIELD),
+    corrections=(Patch(_MODULE, _TARGET, _write_in_captures),),
     events=(LAYER_LEFT_OUT,),
     needs=needs,
-    ground="answers",
-    evidence=(
-        f"{_COMPRESSOR}::CompressorMetadataBuilder.__init__",
-        f"{_COMPRESSOR}::_prefer_two_stage_compressor",
-    ),
-)
-
-ABOUT = About(
-    pr=None,
-    references=("PR 48957", "PR 55353"),
-    summary="graphs of DeepSeek V4 write compressed entries of groups that their capture did not complete",
-    releases="0.27.0 - 0.32.0; before 0.30.0 only microbatches of model runner V1",
-    absent="0.14.1 - 0.19.1",
-    seen="the model forgets what is far back in a request",
-    first_test="`--enforce-eager`: gone?",
-    symptom="With CUDA graphs and model runner V2, DeepSeek V4 forgets what is further back than its sliding window: "
-    "answers that need it are wrong, and more of them the longer the request. Nothing else tells of it.",
-    cause="Layers with a compress_ratio of 128 attend to one entry for each group of 128 tokens. A step that "
-    "completes no group does not run what writes entries, unless the forward context says that it is of a full graph. "
-    "Model runner V2 captures its full graphs under a context that says NONE, and piecewise ones under PIECEWISE, on "
-    "dummy batches that complete no group; model runner V1 captures so with microbatches. Their graphs hold no such "
-    "kernel: in none of their replays an entry is written, and attention reads what another request has left in its "
-    "place.",
-    remedy="While a graph is captured, a layer is not told that the batch completes no group, so that the graph holds "
-    "the kernel. It writes where a group is completed, and nothing elsewhere. Steps without a graph are as before.",
-    detect="Questions about the beginning of a long prompt get worse answers than with --enforce-eager. The counter "
-    "of `observe` counts layers as soon as graphs have been captured.",
-    workaround="--enforce-eager; or model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0) without --enable-dbo.",
-    removable="with vLLM 0.33.0",
-    in_caches="compressed entries that were never written, of prompts and of generated tokens: what was in the block "
-    "before is stored in their place. Entries computed from these layers' outputs are wrong, too",
-    how_sure="that entries are not written was shown; what reaches a store follows from the code",
+    default_because="answers",
 )

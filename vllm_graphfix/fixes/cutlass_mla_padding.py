@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import NEWEST, About
-from vllm_graphfix.fixes._empty_rows import counts_empty_rows
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
+from vllm_graphfix.fixes._empty_rows import (
+    COMMON,
+    FULL_GRAPHS,
+    LENGTHS_OF_ROWS,
+    NO_FULL_GRAPHS,
+    NOT_OF_DECODES,
+    OUTPUT_OF_LAYER,
+    SUPPORT,
+    SUPPORT_NAMES,
+    clears_empty_rows,
+    counts_empty_rows,
+)
 
 if TYPE_CHECKING:
+    import ast
+
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
@@ -19,34 +31,26 @@ _BACKEND = "vllm/v1/attention/backends/mla/cutlass_mla.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.mla.cutlass_mla"
 _KERNELS = "vllm/_custom_ops.py"
 _KERNELS_MODULE = "vllm._custom_ops"
-_COMMON = "vllm/model_executor/layers/attention/mla_attention.py"
 _COMMON_MODULE = "vllm.model_executor.layers.attention.mla_attention"
-_COMMON_BEFORE = "vllm/v1/attention/backends/mla/common.py"
 _COMMON_BEFORE_MODULE = "vllm.v1.attention.backends.mla.common"
-_UTILS = "vllm/v1/attention/backends/utils.py"
 _BUILDER = "CutlassMLAMetadataBuilder"
 _LAUNCH = "sm100_cutlass_mla_decode"
-_LAUNCH_PARAMETERS = (
-    "out, lse, q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, workspace, scale, num_kv_splits"
+_CALLED = (
+    f"ops.{_LAUNCH}(out, lse, q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, workspace, sm_scale, "
+    "num_kv_splits)"
 )
-_LAUNCHED = f"torch.ops._C.{_LAUNCH}({_LAUNCH_PARAMETERS})"
-_CALLED = f"ops.{_LAUNCH}({_LAUNCH_PARAMETERS.replace(', scale', ', sm_scale')})"
+_RETURNED = "return out, lse"
 _FRESH = "out = q_nope.new_empty((B_q, MAX_HEADS, D_latent), dtype=dtype)"
-_HEADS_TAKEN = "out = out[:, :H]"
-_ZEROS = (
-    "out = q_nope.new_zeros((B_q, MAX_HEADS, D_latent), dtype=dtype)",
-    "self._decode_out = q_nope.new_zeros((B_q, MAX_HEADS, D_latent), dtype=dtype)",
+_ZEROS = "out = q_nope.new_zeros((B_q, MAX_HEADS, D_latent), dtype=dtype)"
+_ZEROS_AT_FIRST = (
+    (
+        "if self._decode_out is None or self._decode_out.shape[0] < B_q or self._decode_out.dtype != dtype:\n"
+        f"    self._decode_{_ZEROS}"
+    ),
+    "out = self._decode_out[:B_q]",
 )
-_CLEARED = (
-    "out.masked_fill_(..., 0)",
-    "out.masked_fill_(..., 0.0)",
-    "out = out.masked_fill(..., 0)",
-    "out = out.masked_fill(..., 0.0)",
-    "out = torch.where(..., out, 0)",
-    "out = torch.where(..., 0, out)",
-    "out[...] = 0",
-)
-_FULL = ("ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE")
+"""Upstream's correction of 0.18.0 - 0.19.1."""
+_CLEARED = clears_empty_rows("out", "seq_lens")
 
 EMPTY_ROWS_GIVEN = Event(
     "rows-left-as-they-were",
@@ -57,63 +61,53 @@ _COUNT = counts_empty_rows(EMPTY_ROWS_GIVEN, _BUILDER, _BACKEND_MODULE)
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find the memory that the kernel is to write to, and what makes zeros of the rows that it leaves out."""
     if source.read(_BACKEND) is None:
         return Diagnosis(Verdict.ABSENT, "no Cutlass MLA")
-    common = _COMMON if source.says(_COMMON, "MLACommonMetadataBuilder") else _COMMON_BEFORE
     builder = source.function(_BACKEND, _BUILDER)
     decode = source.function(_BACKEND, f"CutlassMLAImpl._{_LAUNCH}")
-    launch = source.function(_KERNELS, _LAUNCH)
-    build = source.function(common, "MLACommonMetadataBuilder.build")
-    if builder is None or decode is None or launch is None or build is None:
+    if builder is None or decode is None:
         return Diagnosis.unrecognised("Cutlass MLA decodes in a way", decode or _BACKEND)
-    builds_otherwise = any(source.function(_BACKEND, f"{_BUILDER}.{name}") for name in ("build", "_build_decode"))
-    allowed = any(builder.find(f"AttentionCGSupport.{name}") for name in _FULL)
-    if not allowed and builder.find("AttentionCGSupport.NEVER"):
+    support = builder.only(SUPPORT)
+    if support is not None and support in builder.find(NO_FULL_GRAPHS):
         return Diagnosis(
             Verdict.FIXED, "Cutlass MLA allows no full graphs, without which no row is padded", builder.where
         )
-    called = decode.only(_CALLED)
-    remedy = _zeroed(decode)
-    if remedy is not None:
-        return Diagnosis(Verdict.FIXED, "rows that the kernel leaves out are zeros, or what a request left", remedy)
-    fresh = decode.only(_FRESH)
+    zeros = _find_zeros(decode)
+    if zeros is not None:
+        return Diagnosis(
+            Verdict.FIXED, "rows that the kernel leaves out are zeros, or what a request left", decode.at(zeros)
+        )
+    fresh = _follow_each_other(decode, _FRESH, _CALLED, _RETURNED)
     if (
         fresh is not None
-        and called is not None
-        and decode.in_one_block(fresh, called)
-        and decode.confines("out", _FRESH, _CALLED, _HEADS_TAKEN, "return out, lse")
-        and launch.takes == _LAUNCH_PARAMETERS
-        and len(launch.find(_LAUNCHED)) == 1
-        and launch.confines("out", _LAUNCHED, "return out")
-        and build.takes == "self, common_prefix_len, common_attn_metadata, fast_build"
-        and not builds_otherwise
-        and allowed
+        and any(support in builder.find(pattern) for pattern in FULL_GRAPHS)
+        and not any(map(decode.find, (_ZEROS, *_ZEROS_AT_FIRST, *_CLEARED)))
     ):
         return Diagnosis(
             Verdict.AFFECTED,
             "full graphs are allowed, their padded rows have length 0, and the kernel is given memory as it is",
             decode.at(fresh),
-            "fresh-output" if common == _COMMON else "fresh-output-of-old",
+            "fresh-output" if source.says(COMMON, "MLACommonMetadataBuilder") else "fresh-output-of-old",
         )
-    return Diagnosis.unrecognised("Cutlass MLA decodes in a way", decode)
+    return Diagnosis.unrecognised("Cutlass MLA decodes in a way", decode)._replace(defect_seen=fresh is not None)
 
 
-def _zeroed(decode: Function) -> str | None:
-    """The place where the kernel is given zeros to write to, or empty rows are cleared after it, if there is one."""
-    called = decode.only(_CALLED)
-    made = next((made for made in map(decode.only, _ZEROS) if made is not None), None)
-    if made is not None and not decode.find("q_nope.new_empty(...)"):
-        return decode.at(made)
-    for cleared in (cleared for pattern in _CLEARED for cleared in decode.find(pattern)):
-        if called is not None and _goes_by_length(cleared) and decode.in_one_block(called, cleared):
-            return decode.at(cleared)
-    return None
+def _find_zeros(decode: Function) -> ast.stmt | ast.expr | None:
+    """The statement that gives the kernel zeros to write to, or that clears empty rows behind it, on every path."""
+    if not decode.find(_FRESH):
+        if _follow_each_other(decode, _ZEROS, _CALLED, _RETURNED):
+            return decode.only(_ZEROS)
+        if _follow_each_other(decode, *_ZEROS_AT_FIRST, _CALLED, _RETURNED):
+            return decode.only(f"self._decode_{_ZEROS}")
+    clears = (pattern for pattern in _CLEARED if _follow_each_other(decode, _FRESH, _CALLED, pattern, _RETURNED))
+    return next(map(decode.only, clears), None)
 
 
-def _goes_by_length(cleared: ast.stmt | ast.expr) -> bool:
-    """Whether it asks how long rows are; what it clears may be other heads, else."""
-    asked = (node for node in ast.walk(cleared) if isinstance(node, ast.Compare))
-    return any(isinstance(node, ast.Name) and node.id == "seq_lens" for each in asked for node in ast.walk(each))
+def _follow_each_other(decode: Function, *patterns: str) -> ast.stmt | ast.expr | None:
+    """The first of the statements that equal *patterns*, if they are carried out in this order whatever happens."""
+    found = decode.each(*patterns)
+    return found[0] if found and found[0] in decode.node.body and decode.in_one_block(*found) else None
 
 
 def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunction:
@@ -162,47 +156,21 @@ def needs() -> tuple[Need, ...]:
     )
 
 
-FIX = Fix(
-    number=21,
-    name="cutlass-mla-padding",
-    runner=None,
-    reads=(_BACKEND, _KERNELS, _COMMON, _COMMON_BEFORE, _UTILS),
-    modules=(_KERNELS_MODULE, _COMMON_MODULE, _COMMON_BEFORE_MODULE),
+FIX = fix(
+    "cutlass-mla-padding",
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # The memory, from where it is made until the layer has it, and whatever the builder makes of lengths.
+        Slice(_BACKEND, "CutlassMLAImpl", f"out _decode_out o seq_lens _{_LAUNCH}"),
+        Slice(_BACKEND, _BUILDER, f"{SUPPORT_NAMES} seq_lens seq_lens_device _build_decode build"),
+        Slice(_BACKEND, "CutlassMLABackend.get_impl_cls"),
+        Slice(_KERNELS, _LAUNCH, "out seq_lens"),
+        *LENGTHS_OF_ROWS,
+        *OUTPUT_OF_LAYER,
+    ),
+    wordings=(_FRESH, _ZEROS, *_ZEROS_AT_FIRST, *_CLEARED, NO_FULL_GRAPHS, *FULL_GRAPHS, *NOT_OF_DECODES),
+    corrections=patches,
+    modules=(_KERNELS_MODULE, _COMMON_MODULE, _COMMON_BEFORE_MODULE),
     events=(EMPTY_ROWS_GIVEN,),
     needs=needs,
-    evidence=(
-        *(f"{_BACKEND}::CutlassMLAImpl.{name}" for name in ("__init__", "forward_mqa", "_forward_decode")),
-        *(
-            f"{path}::MLACommonMetadataBuilder.{name}"
-            for path in (_COMMON, _COMMON_BEFORE)
-            for name in ("build", "_build_decode")
-        ),
-        f"{_UTILS}::split_decodes_and_prefills",
-    ),
-)
-
-ABOUT = About(
-    pr=None,
-    references=("PR 37442", "PR 38359", "issue 40047", "issue 42426"),
-    summary="padded rows of Cutlass MLA are zeros, not memory as it was",
-    releases=f"0.14.1 - 0.17.1, 0.20.0 - {NEWEST}",
-    seen="NaN in all answers of a batch on Blackwell, at sizes between two capture sizes",
-    first_test="`--enforce-eager`: gone?",
-    symptom="NaN that spreads to all requests of a batch whose size lies between two capture sizes, now and then (PR "
-    "37442: DeepSeek-R1 NVFP4 on GB200).",
-    cause="Padded rows of a full graph have length 0. As reported, the kernel writes nothing for such a row, and its "
-    "output is memory that vLLM has not cleared, so that the row is what others left there, NaN included. Code that "
-    "quantises activations with one scale for the whole batch, or routes by it, may then spread it.",
-    remedy="Rows of length 0 are filled with zeros after the kernel, and their log-sum-exp with -inf, in the graph. "
-    "Upstream gave the kernel zeros once, in 0.18.0 - 0.19.1, and took that back for its cost and because it did not "
-    "help enough.",
-    detect="Wrong output, or NaN log-probabilities, only at batch sizes between two capture sizes, on Blackwell with "
-    "CUTLASS_MLA in the log; with --enforce-eager both are right.",
-    workaround="--enforce-eager, or capture sizes that your batches have (-cc.cudagraph_capture_sizes).",
-    removable=f"not yet: no release from 0.20.0 to {NEWEST} has a remedy",
-    in_caches="NaN in entries of generated tokens of whole batches, if the NaN of a padded row reached real rows; "
-    "otherwise nothing",
-    how_sure="as reported; no Blackwell was there",
 )

@@ -6,11 +6,11 @@ This concerns decode context parallelism.
 from __future__ import annotations
 
 import ast
-import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.authoring import correct_result, fix
+from vllm_graphfix.fix import Diagnosis, Event, Slice, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -20,13 +20,19 @@ if TYPE_CHECKING:
     from vllm_graphfix.source.functions import Function
 
 _BACKEND = "vllm/v1/attention/backends/flash_attn.py"
+_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+_METADATA = "vllm/v1/worker/gpu/attn_utils.py"
+_REGISTRY = "vllm/v1/attention/backends/registry.py"
 _UTILS = "vllm/v1/attention/backends/utils.py"
-_BACKEND_MODULE = "vllm.v1.attention.backends.flash_attn"
 _BUILDER = "FlashAttentionMetadataBuilder"
-_TARGET = f"{_BUILDER}.build"
 _LENGTHS = "dcp_context_kv_lens"
-_MENTIONS = {2: 4, 3: 6}
-"""How often the lengths are named where they are assigned so many times: nothing else is done with them."""
+_COMPUTED = "get_dcp_local_seq_lens(...)"
+_SCHEDULED = tuple(
+    f"scheduler_metadata = {make}(*..., seqlens={_LENGTHS})" for make in ("schedule", "self._get_scheduler_metadata")
+)
+"""A schedule reads the lengths."""
+_NO_LAYERS = "if not attn_groups[i]:\n    continue"
+_LOCAL = "local_context_kv_lens"
 _BUFFER = "_graphfix_dcp_context_kv_lens"
 """The attribute of a builder that holds its persistent lengths."""
 
@@ -38,112 +44,84 @@ LENGTHS_OF_ANOTHER_BATCH = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find the lengths that a rank's graphs read: a new tensor in each step, or rows of a buffer."""
     if not source.says(_BACKEND, _LENGTHS):
         return Diagnosis(Verdict.ABSENT, "FlashAttention has no lengths of a rank's share of the context")
-    build, init = source.function(_BACKEND, _TARGET), source.function(_BACKEND, f"{_BUILDER}.__init__")
-    if build is not None and init is not None and _gives_what_it_assigns(build):
-        *_, assigned = build.assignments(_LENGTHS, "...")
-        if _are_in_a_buffer(build, assigned):
-            return Diagnosis(Verdict.FIXED, "a rank's context lengths are in a persistent buffer", build.at(assigned))
-        read = source.function(_BACKEND, "FlashAttentionImpl._forward_with_dcp")
-        made, returned = build.only("attn_metadata = FlashAttentionMetadata(...)"), build.only("return attn_metadata")
-        if (
-            assigned in build.assignments(_LENGTHS, "get_dcp_local_seq_lens(...)")
-            and build.takes == "self, common_prefix_len, common_attn_metadata, fast_build"
-            and made
-            and returned
-            and build.in_one_block(made, returned, at_once=True)
-            and build.mentions(attn_metadata=2)
-            and read is not None
-            and read.only(f"attn_metadata.{_LENGTHS}")
-            and init.only("self.dcp_world_size = get_dcp_group().world_size")
-            and init.only("self.use_full_cuda_graph = self.compilation_config.cudagraph_mode.has_full_cudagraphs()")
-            and init.only("self.max_cudagraph_size = self.compilation_config.max_cudagraph_capture_size")
-        ):
+    build = source.function(_BACKEND, f"{_BUILDER}.build")
+    # The last one: before it, the lengths of all ranks together may have the same name.
+    assigned = build.assignments(_LENGTHS, "...")[-1:] if build is not None else []
+    if build is not None and assigned and build.only(_COMPUTED):
+        if _is_in_a_buffer(source, build, assigned[0]):
+            return Diagnosis(
+                Verdict.FIXED, "a rank's context lengths are in a persistent buffer", build.at(assigned[0])
+            )
+        if assigned[0] in build.assignments(_LENGTHS, _COMPUTED):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "a rank's context lengths are a new tensor in each step, and a graph reads that of its capture",
-                build.at(assigned),
+                build.at(assigned[0]),
                 "new-lengths",
             )
     return Diagnosis.unrecognised("a rank's context lengths are made in a way", build or _BACKEND)
 
 
-def _gives_what_it_assigns(build: Function) -> bool:
-    """Whether the metadata have the lengths that are assigned last.
+def _is_in_a_buffer(source: Source, build: Function, assigned: ast.Assign) -> bool:
+    """Tell whether *assigned* takes rows of a buffer that are written just before, whatever the batch.
 
-    Apart from that, the lengths must only be used for scheduling.
+    Nothing else in the class may touch that buffer, which the constructor makes.
     """
-    assigned = build.assignments(_LENGTHS, "...")
+    builder, init = source.function(_BACKEND, _BUILDER), source.function(_BACKEND, f"{_BUILDER}.__init__")
+    if builder is None or init is None or not build.find(f"{_LENGTHS} = ...[:num_reqs]"):
+        return False
+    buffer = ast.unparse(assigned.value).removesuffix("[:num_reqs]")
+    made = f"{buffer} = torch.zeros(...)"
+    writing = [f"{buffer}[:num_reqs]{form}" for form in (f" = {_LOCAL}", f".copy_({_LOCAL})", f".copy_({_COMPUTED})")]
+    clearing = [f"{buffer}[num_reqs:]{form}" for form in (" = 0", ".zero_()", ".fill_(0)")]
+    written = [part for pattern in writing for part in build.find(pattern)]
     return (
-        len(assigned) in _MENTIONS
-        and build.mentions(**{_LENGTHS: _MENTIONS[len(assigned)]})
-        and build.gives("FlashAttentionMetadata(...)", f"{_LENGTHS}={_LENGTHS}")
+        len(written) == 1
+        and build.in_one_block(*build.assignments(_LOCAL, _COMPUTED), *written, assigned)
+        and build.assigned(_LOCAL) <= 1
+        and builder.only(made) is not None
+        and init.only(made) is not None
+        and builder.confines(buffer.rpartition(".")[2], made, *writing, *clearing, f"{_LENGTHS} = {buffer}[:num_reqs]")
     )
 
 
-def _are_in_a_buffer(build: Function, assigned: ast.Assign) -> bool:
-    """Whether the lengths are the first rows of an attribute of the builder.
+@correct_result("vllm.v1.attention.backends.flash_attn", f"{_BUILDER}.build", LENGTHS_OF_ANOTHER_BATCH)
+def lengths_in_a_buffer(metadata: Any, self: Any, *args: Any, **kwargs: Any) -> Callable[[], None] | None:
+    """Keep this rank's context lengths, (requests,) int32, where graphs read them; None where none is replayed.
 
-    The attribute must be written before, in the same block.
+    The schedule of FlashAttention 3 was made of the same lengths, and is in a buffer of vLLM's.
     """
-    kept = assigned.value
-    if not (isinstance(kept, ast.Subscript) and isinstance(kept.value, ast.Attribute)):
-        return False
-    rows = f"{ast.unparse(kept.value)}[:num_reqs]"
-    written = [part for form in (f"{rows} = ...", f"{rows}.copy_(...)") for part in build.find(form)]
-    return rows.startswith("self.") and ast.unparse(kept) == rows and build.in_one_block(*written[-1:], assigned)
+    if self.dcp_world_size == 1 or not self.use_full_cuda_graph or metadata.num_actual_tokens > self.max_cudagraph_size:
+        return None
+
+    def keep() -> None:
+        lengths = metadata.dcp_context_kv_lens
+        buffer, rows = _buffer_of(self, lengths), lengths.shape[0]
+        buffer[:rows].copy_(lengths)
+        # A graph for any kind of batch has as many rows as requests at its capture.
+        buffer[rows:].zero_()
+        metadata.dcp_context_kv_lens = buffer[:rows]
+
+    return keep
 
 
-def _lengths_in_a_buffer(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `build`: the metadata's context lengths of this rank, (requests,) int32, are in a buffer of the builder.
-
-    Copied on the device, to the address that graphs recorded, and 0 in the rows behind: a graph for any kind of batch
-    has as many rows as requests at its capture. The schedule of FlashAttention 3 was made of the same lengths, and is
-    in a buffer of vLLM's.
-    """
-    lengths_of_others, corrects = activity.counter(LENGTHS_OF_ANOTHER_BATCH), activity.corrects
-
-    @functools.wraps(stock)
-    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        metadata = stock(self, *args, **kwargs)
-        try:
-            if self.dcp_world_size > 1 and self.use_full_cuda_graph:
-                if corrects:
-                    lengths = metadata.dcp_context_kv_lens
-                    kept, rows = _buffer_of_lengths(self, lengths), lengths.shape[0]
-                    kept[:rows].copy_(lengths)
-                    kept[rows:].zero_()
-                    metadata.dcp_context_kv_lens = kept[:rows]
-                if metadata.num_actual_tokens <= self.max_cudagraph_size:
-                    lengths_of_others.count += 1
-        except Exception as error:
-            activity.failed(error)
-        return metadata
-
-    return build
-
-
-def _buffer_of_lengths(builder: Any, lengths: torch.Tensor) -> torch.Tensor:
-    """The builder's buffer of lengths, for as many requests as a batch may have.
-
-    It is made with the builder's first metadata, which no graph is captured before.
-    """
-    kept: torch.Tensor | None = getattr(builder, _BUFFER, None)
-    if kept is None:
+def _buffer_of(builder: Any, lengths: torch.Tensor) -> torch.Tensor:
+    """Lengths of as many requests as a batch may have, made with a builder's first metadata, before any capture."""
+    buffer: torch.Tensor | None = getattr(builder, _BUFFER, None)
+    if buffer is None:
         from torch import inference_mode
 
         with inference_mode(False):  # a tensor that is made in it can be written nowhere else
-            kept = lengths.new_zeros(builder.vllm_config.scheduler_config.max_num_seqs)
-        setattr(builder, _BUFFER, kept)
-    return kept
-
-
-def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BACKEND_MODULE, _TARGET, _lengths_in_a_buffer),)
+            buffer = lengths.new_zeros(builder.vllm_config.scheduler_config.max_num_seqs)
+        setattr(builder, _BUFFER, buffer)
+    return buffer
 
 
 def needs() -> tuple[Need, ...]:
+    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need
 
@@ -158,41 +136,34 @@ def needs() -> tuple[Need, ...]:
     )
 
 
-FIX = Fix(
-    number=15,
-    name="dcp-context-lens",
-    runner=None,
-    reads=(_BACKEND, _UTILS),
-    modules=(_BACKEND_MODULE,),
+FIX = fix(
+    "dcp-context-lens",
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # The lengths from where they are made to the kernels that read them.
+        Slice(_BACKEND, f"{_BUILDER}.build", _LENGTHS),
+        Slice(_BACKEND, f"{_BUILDER}.update_block_table", _LENGTHS),
+        Slice(_BACKEND, "FlashAttentionImpl.forward", _LENGTHS),
+        Slice(_BACKEND, "FlashAttentionImpl._forward_with_dcp", _LENGTHS, Verdict.AFFECTED),
+        # Nobody replaces them between the builder and the layers, and no other builder is in its place.
+        Slice(_REGISTRY, "AttentionBackendEnum", "FLASH_ATTN"),
+        Slice(_BACKEND, "FlashAttentionBackend.get_builder_cls"),
+        Slice(_RUNNER, "GPUModelRunner._build_attention_metadata", f"attn_metadata_dict {_LENGTHS}"),
+        Slice(_METADATA, "build_attn_metadata", f"attn_metadata {_LENGTHS}"),
+        # A batch's metadata might be put in place once they are made, or the lengths where they are computed.
+        Slice(_BACKEND, _BUILDER, "attn_metadata", Verdict.AFFECTED),
+        Slice(_UTILS, "get_dcp_local_seq_lens", "dcp_local_seq_lens base remainder", Verdict.AFFECTED),
+    ),
+    wordings=(
+        f"{_LENGTHS} = {_COMPUTED}",
+        f"{_LOCAL} = {_COMPUTED}",
+        f"{_LENGTHS} = ...[:num_reqs]",
+        f"...[:num_reqs].copy_({_COMPUTED})",
+        *_SCHEDULED,
+        _NO_LAYERS,
+    ),
+    corrections=(lengths_in_a_buffer,),
     events=(LENGTHS_OF_ANOTHER_BATCH,),
     needs=needs,
-    ground="answers",
-    evidence=(
-        f"{_BACKEND}::FlashAttentionImpl.forward",
-        f"{_UTILS}::get_dcp_local_seq_lens",
-    ),
-)
-
-ABOUT = About(
-    pr=36070,
-    references=(),
-    summary="with decode context parallelism, graphs read the context lengths of their own batch",
-    releases="0.14.1 - 0.19.1",
-    seen="answers that ignore the prompt, or a part of it",
-    first_test="`--enforce-eager`: gone?",
-    symptom="With --decode-context-parallel-size above 1 and full CUDA graphs, models on FlashAttention answer with "
-    "text that has nothing to do with the prompt, as if they had read none of it, or only a part.",
-    cause="How many tokens of each request's context are on this rank is computed in every step, into a new tensor. A "
-    "full graph reads the tensor of its capture, which has been freed since: it sees the context lengths of the "
-    "capture's dummy batch, or whatever that memory holds now.",
-    remedy="The lengths are copied into a buffer that each attention metadata builder keeps and whose address the "
-    "graph recorded. Rows beyond the batch are 0.",
-    detect="Answers are wrong with --decode-context-parallel-size, and right with --enforce-eager or without that "
-    "flag.",
-    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
-    removable="with vLLM 0.20.0",
-    in_caches="entries of generated tokens; those of prompts too with cudagraph_mode FULL",
-    how_sure="follows from the code; the wrong answers were shown",
+    default_because="answers",
 )

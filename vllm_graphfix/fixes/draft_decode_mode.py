@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Counter, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Counter, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
@@ -37,6 +37,7 @@ _CLASS = "EagleCudaGraphManager"
 _MANAGER_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.cudagraph"
 _SPECULATOR_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
 
+_NO_PIECEWISE_SIZES = "if not cudagraph_mode.has_full_cudagraphs(): return {}"
 _CHOSEN = """
 if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
     cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
@@ -44,48 +45,27 @@ else:
     cudagraph_mode = CUDAGraphMode.NONE
 """
 """Upstream's correction."""
-_USES = {
-    "get_cudagraph_runtime_mode": (
-        "cudagraph_mode = self.cudagraph_mode",
-        "cudagraph_size = self.get_cudagraph_size(num_tokens)",
-    ),
-    "get_cudagraph_size": ("return self.cudagraph_sizes.get(num_tokens)",),
-    "capture": ("if self.cudagraph_mode == CUDAGraphMode.NONE: return",),
-}
+_MODE_TAKEN = "self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()"
+_CONFIGURED = (
+    "cudagraph_mode",
+    "self.vllm_config.compilation_config.cudagraph_mode",
+    "vllm_config.compilation_config.cudagraph_mode",
+)
+_MADE = "self.cudagraph_manager = EagleCudaGraphManager(vllm_config, device, cudagraph_mode, *...)"
+_DECODES_MADE = tuple(
+    f"self.decode_cudagraph_manager = {cls}(self.vllm_config, self.device, {mode}, decode_query_len=1)"
+    for mode in _CONFIGURED
+    for cls in (_CLASS, f"Decode{_CLASS}", "DecodeSpeculatorCudaGraphManager", "SpeculatorCudaGraphManager")
+)
+"""The manager of the draft decodes; the first have the mode that is chosen, or the configured one by its name."""
+_PREFILLS_MADE = tuple(
+    made.replace("decode_cudagraph", "prefill_cudagraph")
+    .replace("decode_query_len=1", "self.num_speculative_steps + 1")
+    .replace("= Decode", "= Prefill")
+    for made in _DECODES_MADE
+)
+_POOL = "self.decode_cudagraph_manager.pool = self.prefill_cudagraph_manager.pool"
 _DRAFT = "EagleSpeculator.generate_draft"
-_DRAFT_PARAMETERS = (
-    "self, num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode"
-)
-
-_POOL_GIVEN = "self.decode_cudagraph_manager.pool = ..."
-_CONFIGURED = ("self.vllm_config.compilation_config.cudagraph_mode", "vllm_config.compilation_config.cudagraph_mode")
-_MODES = ("cudagraph_mode", "decode_batch_desc")
-"""In whose name `propose` has what dispatch says: a mode, or a descriptor."""
-_DISPATCHED = (
-    "cudagraph_mode, cudagraph_size = self.cudagraph_manager.get_cudagraph_runtime_mode(num_reqs)",
-    "get_cudagraph_and_dp_padding(num_reqs, cudagraph_size, cudagraph_mode.value, *...)",
-    "cudagraph_mode = CUDAGraphMode(synced_cudagraph_mode)",
-    "cudagraph_mode == CUDAGraphMode.FULL",
-    "self.generate_draft(num_reqs, num_tokens_padded, *..., cudagraph_runtime_mode=cudagraph_mode)",
-)
-_DISPATCHED_BY_TWO = (
-    (
-        "decode_batch_desc, num_tokens_across_dp = dispatch_cg_and_sync_dp(self.decode_cudagraph_manager, num_reqs, "
-        "num_reqs, *...)"
-    ),
-    "decode_batch_desc.cg_mode == CUDAGraphMode.FULL",
-    "decode_batch_desc.num_reqs or num_reqs",
-    "self.block_tables.compute_slot_mappings(..., ..., ..., decode_batch_desc.num_tokens)",
-    (
-        "self._build_draft_attn_metadata(*..., num_reqs_padded=decode_batch_desc.num_reqs or num_reqs, "
-        "num_tokens_padded=decode_batch_desc.num_tokens)"
-    ),
-    "self.decode_cudagraph_manager.run_fullgraph(decode_batch_desc)",
-    (
-        "self.generate_draft(num_reqs, decode_batch_desc.num_tokens, *..., "
-        "cudagraph_runtime_mode=decode_batch_desc.cg_mode)"
-    ),
-)
 
 DECODE_PADDED_IN_PIECEWISE = Event(
     "decode-padded-in-piecewise",
@@ -100,163 +80,95 @@ PREFILL_WITH_OLD_INDICES = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    if source.function(_FIRST_MANAGER, "EagleCudaGraphManager") is not None:
+    """Find the mode that the manager of the draft decodes gets, and in newer code who clears old token indices."""
+    in_a_way = "draft decodes choose their mode in a way"
+    if source.function(_FIRST_MANAGER, _CLASS) is not None:
         sizes = source.function(_UTILS, "get_cudagraph_sizes")
-        if sizes is not None and sizes.find("if not cudagraph_mode.has_full_cudagraphs(): return {}"):
+        if sizes is not None and sizes.always(_NO_PIECEWISE_SIZES):
             return Diagnosis(Verdict.FIXED, "draft decodes have full graphs or none", sizes.where)
-        return Diagnosis.unrecognised("draft decodes choose their mode in a way", _FIRST_MANAGER)
+        return Diagnosis.unrecognised(in_a_way, _FIRST_MANAGER)
     for path, name, kernel_name in _SPECULATORS:
         two_managers = source.function(path, f"{name}.init_cudagraph_manager")
         if two_managers is not None:
             return _two_managers(source, two_managers, source.function(path, kernel_name))
     init = source.function(_SPECULATOR, "EagleSpeculator.__init__")
-    manager = source.function(_MANAGER, "EagleCudaGraphManager.__init__")
+    manager = source.function(_MANAGER, f"{_CLASS}.__init__")
     if init is None and manager is None:
         if source.function(_PACKAGE, "init_speculator") is None:
             return Diagnosis(Verdict.ABSENT, "no draft decodes on model runner V2")
         return Diagnosis.unrecognised("speculators are in a place", _PACKAGE)
-    if init is not None and (chosen := _mode_for_decodes(init, "cudagraph_manager")):
+    if init is not None and (chosen := _mode_for_decodes(init, (_MADE,))):
         return Diagnosis(Verdict.FIXED, "draft decodes have full graphs or none", init.at(chosen))
-    if manager is not None:
-        taken = manager.only("self.cudagraph_mode = ...")
-        as_configured = manager.find("self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()")
-        if taken and as_configured and _uses_as_known(source) and _drafts_as_known(source, _SPECULATOR, _DISPATCHED):
-            return Diagnosis(
-                Verdict.AFFECTED,
-                "draft decodes take the configured decode mode as it is, PIECEWISE included",
-                manager.at(taken),
-                "one-manager",
-            )
-    return Diagnosis.unrecognised("draft decodes choose their mode in a way", manager or _SPECULATOR)
+    taken = manager.only(_MODE_TAKEN) if manager else None
+    if manager is not None and taken is not None and len(manager.find("self.cudagraph_mode = ...")) == 1:
+        return Diagnosis(
+            Verdict.AFFECTED,
+            "draft decodes take the configured decode mode as it is, PIECEWISE included",
+            manager.at(taken),
+            "one-manager",
+        )
+    return Diagnosis.unrecognised(in_a_way, manager or _SPECULATOR)
 
 
 def _two_managers(source: Source, init: Function, kernel: Function | None) -> Diagnosis:
     """0.20.0 and later, and the nightlies between PR 37588 and PR 39773."""
     speculator = source.function(init.path, init.qualname.partition(".")[0])
-    chosen = _mode_for_decodes(init, "decode_cudagraph_manager")
     if kernel is None or not kernel.find("tl.store(last_token_indices_ptr + req_idx, ...)"):
         return Diagnosis.unrecognised("last_token_indices are written in a way", init)
-    # One manager of the decodes, which is left as it is.
-    if (
-        speculator is None
-        or len(speculator.find("self.decode_cudagraph_manager = ...")) != 1
-        or not init.confines("decode_cudagraph_manager", "self.decode_cudagraph_manager = ...", _POOL_GIVEN)
-    ):
+    # One manager of the decodes, in the whole class.
+    if speculator is None or len(speculator.find("self.decode_cudagraph_manager = ...")) != 1:
         return Diagnosis.unrecognised("draft decodes get their manager in a way", init)
-    filled = _zero_filled(kernel)
-    if filled and not _covers_all(source, speculator, kernel):
-        return Diagnosis.unrecognised("last_token_indices are filled in a way", kernel)
-    if chosen and filled:
+    chosen = _mode_for_decodes(init, _DECODES_MADE[:4])
+    cleared = _are_old_indices_cleared(source, speculator, kernel)
+    if chosen and cleared:
         return Diagnosis(
             Verdict.FIXED, "draft decodes have full graphs or none, and stale indices are zeroed", init.at(chosen)
         )
-    # Patches are written for Eagle's own managers; a later speculator without the remedy is a shape of its own.
-    if init.qualname != "EagleSpeculator.init_cudagraph_manager" or not init.find(_POOL_GIVEN):
-        return Diagnosis.unrecognised("draft decodes choose their mode in a way", init)
-    as_configured = _mode_argument(init, "decode_cudagraph_manager") in _CONFIGURED or (
-        _mode_argument(init, "decode_cudagraph_manager") == "cudagraph_mode"
-        and not init.find("CUDAGraphMode.FULL_DECODE_ONLY")
+    made = next((pattern for pattern in _DECODES_MADE if init.only(pattern)), "")
+    as_configured = bool(made) and (
+        ".compilation_config" in made or not (chosen or init.find("CUDAGraphMode.FULL_DECODE_ONLY"))
     )
-    if (not chosen and not as_configured) or (not filled and not kernel.mentions(last_token_indices_ptr=1)):
+    kept = kernel.mentions(last_token_indices_ptr=1)
+    # Patches are written for Eagle's own managers; a later speculator without the remedy is a shape of its own.
+    if not init.qualname.startswith("EagleSpeculator.") or not (chosen or as_configured) or not (cleared or kept):
         return Diagnosis.unrecognised("draft decodes are handled in a way", init)
-    prepare = source.function(init.path, "prepare_eagle_inputs")
-    if not filled and (
-        prepare is None
-        or not {"input_batch", "last_token_indices"} <= set(prepare.parameters)
-        or not _indices_as_known(source, init.path)
-    ):
-        return Diagnosis.unrecognised("last_token_indices are filled in a way", init)
-    if not chosen and not _drafts_as_known(source, init.path, _DISPATCHED_BY_TWO):
-        return Diagnosis.unrecognised("draft decodes are generated in a way", init)
     missing = [
         *(() if chosen else ("draft decodes get the configured mode, PIECEWISE included",)),
-        *(() if filled else ("last_token_indices keep old values beyond the batch",)),
+        *(() if cleared else ("last_token_indices keep old values beyond the batch",)),
     ]
-    shape = "two-managers" + ("" if chosen else "-mode") + ("" if filled else "-indices")
+    shape = "two-managers" + ("" if chosen else "-mode") + ("" if cleared else "-indices")
     return Diagnosis(Verdict.AFFECTED, "; ".join(missing), (kernel if chosen else init).where, shape)
 
 
-def _mode_for_decodes(init: Function, manager: str) -> Any:
-    """The statement that chooses the mode of the draft decodes.
-
-    Their *manager*, which is made later in the same block, is given that mode.
-    """
-    parts = init.each(_CHOSEN, f"self.{manager} = ...")
-    if not parts or not init.in_one_block(*parts) or _mode_argument(init, manager) != "cudagraph_mode":
-        return None
-    chosen, _ = parts
-    after = [found for found in init.assignments("cudagraph_mode", "...") if found.lineno > chosen.lineno]
-    return chosen if len(after) == 2 else None  # those of the choice
+def _mode_for_decodes(init: Function, made: tuple[str, ...]) -> ast.stmt | ast.expr | None:
+    """The statement that chooses the mode of the draft decodes, whose manager is *made* with it, later in its block."""
+    for pattern in made:
+        parts = init.each(_CHOSEN, pattern)
+        if parts and init.in_one_block(*parts):
+            chosen, _ = parts
+            after = [each for each in init.assignments("cudagraph_mode", "...") if each.lineno > chosen.lineno]
+            return chosen if len(after) == 2 else None  # those of the choice
+    return None
 
 
-def _mode_argument(init: Function, manager: str) -> str:
-    """What the manager of the draft decodes is given for a mode, as written."""
-    call = getattr(init.only(f"self.{manager} = ..."), "value", None)
-    given = {keyword.arg: keyword.value for keyword in getattr(call, "keywords", [])}
-    given |= dict(zip(("vllm_config", "device", "cudagraph_mode"), getattr(call, "args", []), strict=False))
-    return ast.unparse(given["cudagraph_mode"]) if "cudagraph_mode" in given else ""
-
-
-def _zero_filled(kernel: Function) -> bool:
-    """Whether the last program of a launch, or each, zeroes the indices from the batch's end to the buffer's."""
+def _are_old_indices_cleared(source: Source, speculator: Function, kernel: Function) -> bool:
+    """Tell if the kernel zeroes the indices from the batch's end to the end of the buffer that a draft hands to it."""
     stored = kernel.only("tl.store(last_token_indices_ptr + block, 0, mask=mask)")
-    lines = kernel.find("block = i + tl.arange(0, BLOCK_SIZE)") + kernel.find("mask = block < max_num_reqs")
-    for loop in kernel.loops_over("range(num_reqs, max_num_reqs, BLOCK_SIZE)"):
-        here = [line for line in lines if line in loop.body]
-        if stored and len(here) == 2 and kernel.in_one_block(*here, stored):
-            return True
-    return False
-
-
-def _covers_all(source: Source, speculator: Function, kernel: Function) -> bool:
-    """Whether the kernel is launched with the speculator's indices, and told how many there are."""
+    covering = kernel.find("block = i + tl.arange(0, BLOCK_SIZE)") + kernel.find("mask = block < max_num_reqs")
     name = kernel.qualname.removeprefix("_").removesuffix("_kernel")
     prepare = source.function(kernel.path, name)
+    # `prepare` hands both on as they are, which its slice shows.
     return (
         prepare is not None
-        and not any(map(prepare.sets, ("last_token_indices", "max_num_reqs")))
         and {"last_token_indices", "max_num_reqs"} <= prepare.arguments(f"{kernel.qualname}[...](*...)")
         and {"self.last_token_indices", "self.max_num_reqs"} <= speculator.arguments(f"{name}(*...)")
+        and stored is not None
+        and any(
+            len(lines) == 2 and kernel.in_one_block(*lines, stored)
+            for loop in kernel.loops_over("range(num_reqs, max_num_reqs, BLOCK_SIZE)")
+            for lines in [[line for line in covering if line in loop.body]]
+        )
     )
-
-
-def _uses_as_known(source: Source) -> bool:
-    """Whether 0.17.x's manager goes by the attributes that the patch sets, and by no copies of them."""
-    methods = {name: source.function(_MANAGER, f"{_CLASS}.{name}") for name in _USES}
-    return all(
-        method and all(map(method.find, _USES[name])) for name, method in methods.items()
-    ) and _dispatches_as_known(methods["get_cudagraph_runtime_mode"])
-
-
-def _dispatches_as_known(method: Function | None) -> bool:
-    """Whether what 0.17.x's manager says is its mode, or none."""
-    return method is not None and method.confines(
-        "cudagraph_mode",
-        "cudagraph_mode = self.cudagraph_mode",
-        "cudagraph_mode = CUDAGraphMode.NONE",
-        "cudagraph_mode == CUDAGraphMode.FULL",
-        "return cudagraph_mode, cudagraph_size",
-    )
-
-
-def _drafts_as_known(source: Source, path: str, dispatched: tuple[str, ...]) -> bool:
-    """Whether drafts are generated as the patches know it, in the mode that dispatch says."""
-    draft, propose = source.function(path, _DRAFT), source.function(path, "EagleSpeculator.propose")
-    return (
-        draft is not None
-        and draft.takes == _DRAFT_PARAMETERS
-        and propose is not None
-        and len(propose.find("self.generate_draft(*...)")) == len(propose.find(dispatched[-1])) == 1
-        and any(propose.names(name) and propose.confines(name, *dispatched) for name in _MODES)
-        and propose.confines("generate_draft", "self.generate_draft(*...)")
-    )
-
-
-def _indices_as_known(source: Source, path: str) -> bool:
-    """Whether a draft hands its indices to `prepare_eagle_inputs`, and does nothing else with them."""
-    propose = source.function(path, "EagleSpeculator.propose")
-    call = propose and propose.only("prepare_eagle_inputs(*...)")
-    return propose is not None and call is not None and propose.confines("last_token_indices", ast.unparse(call))
 
 
 def _no_piecewise_draft_decodes(stock: StockFunction, activity: Activity) -> StockFunction:
@@ -451,40 +363,52 @@ def _graphs(deployment: Deployment, shape: str) -> Fact:
     return any_of(*([deployment.piecewise_decodes()] if mode else []), *([deployment.graphs()] if indices else []))
 
 
-FIX = Fix(
-    number=3,
-    name="draft-decode-mode",
+FIX = fix(
+    "draft-decode-mode",
     runner="V2",
-    reads=(_FIRST_MANAGER, _MANAGER, _UTILS, _PACKAGE, *(path for path, _, _ in _SPECULATORS)),
-    modules=(_MANAGER_MODULE, _SPECULATOR_MODULE),
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        Slice(_PACKAGE, "init_speculator", "cudagraph_manager", Verdict.ABSENT),
+        Slice(_FIRST_MANAGER, f"{_CLASS}.__init__", "cudagraph_mode cudagraph_sizes", Verdict.FIXED),
+        Slice(_UTILS, "get_cudagraph_sizes", "cudagraph_mode"),
+        # Where a mode is chosen, and what else is done with it and with the manager that gets it.
+        Slice(_SPECULATOR, "EagleSpeculator.__init__", "cudagraph_mode cudagraph_manager"),
+        *(
+            Slice(path, f"{name}.init_cudagraph_manager", "cudagraph_mode decode_cudagraph_manager")
+            for path, name, _ in _SPECULATORS
+        ),
+        # The manager of 0.17.x goes by its attributes.
+        Slice(_MANAGER, f"{_CLASS}.__init__", "cudagraph_mode cudagraph_size cudagraph_sizes"),
+        *(
+            Slice(_MANAGER, f"{_CLASS}.{name}", "cudagraph_mode cudagraph_size cudagraph_sizes", Verdict.AFFECTED)
+            for name in ("get_cudagraph_runtime_mode", "get_cudagraph_size", "capture")
+        ),
+        # The drafts run in the mode that dispatch returns.
+        Slice(
+            _SPECULATOR,
+            "EagleSpeculator.propose",
+            "cudagraph_mode cudagraph_size cudagraph_manager decode_cudagraph_manager decode_batch_desc generate_draft "
+            "last_token_indices",
+            Verdict.AFFECTED,
+        ),
+        Slice(
+            _SPECULATOR,
+            _DRAFT,
+            "num_reqs num_tokens_padded attn_metadata cudagraph_runtime_mode",
+            Verdict.AFFECTED,
+        ),
+        # The token indices: the kernel, and the buffer that it gets.
+        *(Slice(path, kernel, "last_token_indices_ptr", Verdict.FIXED) for path, _, kernel in _SPECULATORS),
+        *(
+            Slice(path, kernel.removeprefix("_").removesuffix("_kernel"), "input_batch last_token_indices max_num_reqs")
+            for path, _, kernel in _SPECULATORS
+        ),
+        *(Slice(path, f"{name}.propose", "last_token_indices", Verdict.FIXED) for path, name, _ in _SPECULATORS[1:]),
+    ),
+    wordings=(_NO_PIECEWISE_SIZES, _CHOSEN, _MODE_TAKEN, _MADE, *_DECODES_MADE, *_PREFILLS_MADE, _POOL),
+    corrections=patches,
+    modules=(_MANAGER_MODULE, _SPECULATOR_MODULE),
     events=(DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES),
     needs=needs,
-    ground="upstream",
-    evidence=(f"{_UTILS}::get_cudagraph_sizes",),
-)
-
-ABOUT = About(
-    pr=39773,
-    references=("PR 37588",),
-    summary="draft decodes run in full graphs or none, never piecewise",
-    releases="0.17.0 - 0.17.1, and nightlies between PR 37588 and PR 39773",
-    seen="`kv_indptr … should be non-negative` while drafting, or out-of-range reads",
-    first_test="`--enforce-eager`: gone?",
-    symptom="With FlashInfer and Eagle on model runner V2: RuntimeError about 'PrefillSplitQOKVIndptr', kv_indptr "
-    "should be non-negative; or out-of-range reads while drafting.",
-    cause="Draft decodes may run in PIECEWISE mode, which pads the tokens but not the requests; attention backends "
-    "then read past the valid metadata. In the nightlies a captured draft prefill also gathers with indices left over "
-    "from an earlier, larger batch.",
-    remedy="Draft decodes use full graphs where the configured decode mode is FULL, and none otherwise; in the "
-    "nightlies draft prefill keeps the configured mode, both share one graph pool, and indices beyond the batch are "
-    "zeroed.",
-    detect="The engine stops with the message above while drafting; it does not with --enforce-eager.",
-    workaround='--compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\', or serving without speculative '
-    "decoding.",
-    removable="with vLLM 0.18.0",
-    in_caches="wrong entries of the drafter's own layers, if the connector stores those. The crash ends the engine "
-    "while other requests are being written",
-    how_sure="whether padded rows were written anywhere is not known; it was never observed",
+    default_because="upstream",
 )

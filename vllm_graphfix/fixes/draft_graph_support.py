@@ -9,8 +9,8 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
@@ -24,6 +24,7 @@ _RUNNER = "vllm/v1/worker/gpu/model_runner.py"
 _ATTENTION = "vllm/v1/worker/gpu/attn_utils.py"
 _BACKEND = "vllm/v1/attention/backend.py"
 _FLASHINFER = "vllm/v1/attention/backends/flashinfer.py"
+_TRITON_MLA = "vllm/v1/attention/backends/mla/triton_mla.py"
 _BY_CLASS = "by-class"
 """The shape of a vLLM that asks the backends, one of which claims more than its builder does."""
 _ADMITS = """
@@ -72,6 +73,8 @@ _TAKEN: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """What goes by the attributes that the patch sets."""
 
+_KEPT = "_candidates _capture_descs cudagraph_mode cudagraph_sizes uniform_decode_cudagraph_sizes attn_groups"
+"""How a manager keeps what is to be captured, and what it captures with."""
 _OPEN = (
     "with decode context parallelism FlashInfer on a Blackwell, and FlashMLA, claim graphs of decodes with drafts, "
     "which their builders take for prompts"
@@ -97,7 +100,7 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.unrecognised("model runner V2 makes graphs in a way", _GRAPHS)
     if initialize is not None and source.says(_RUNNER, "resolve_cudagraph_mode_and_sizes"):
         resolved = _is_resolved(initialize)
-        if resolved and _are_asked(source):
+        if resolved and _are_asked(source) and _refuses_prompts(source):
             asked, open_case, shape = "the attention backends are asked what graphs they support", "", ""
             if not _admits_context_parallelism(source):
                 open_case, shape = f"; open: {_OPEN}", _BY_CLASS
@@ -125,6 +128,18 @@ def diagnose(source: Source) -> Diagnosis:
             shape,
         )
     return Diagnosis.unrecognised("model runner V2 chooses which graphs to capture in a way", initialize or _RUNNER)
+
+
+def _refuses_prompts(source: Source) -> bool:
+    """Tell if no graph of decodes with drafts is captured with Triton MLA while its builder takes them for prompts.
+
+    From 0.22.0 to 0.25.1 it claims such graphs, and a capture ends in an error, raised by the builder.
+    """
+    return (
+        not source.says(_TRITON_MLA, "UNIFORM_BATCH")
+        or source.says(_TRITON_MLA, "query_len_support")
+        or source.says(_ATTENTION, "build_for_cudagraph_capture")
+    )
 
 
 def _is_resolved(initialize: Function) -> str | None:
@@ -296,44 +311,67 @@ def _unsupported(deployment: Deployment, shape: str) -> Fact:
     return as_prompts
 
 
-FIX = Fix(
-    number=29,
-    name="draft-graph-support",
+FIX = fix(
+    "draft-graph-support",
     runner="V2",
-    reads=(_GRAPHS, _RUNNER, _ATTENTION, _BACKEND, _FLASHINFER),
-    modules=(_GRAPHS_MODULE,),
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # The mode of the graphs, and whether the backends are asked.
+        Slice(
+            _RUNNER,
+            "GPUModelRunner.initialize_kv_cache",
+            "ModelCudaGraphManager cudagraph_mode attn_cg_support min_cg_support",
+        ),
+        *(
+            Slice(_ATTENTION, function, "cg_support min_cg_support", Verdict.FIXED)
+            for function in ("get_attn_cg_support", "init_attn_backend")
+        ),
+        # The graphs that the backends claim.
+        Slice(_TRITON_MLA, "TritonMLABackend.get_builder_cls", only_for=Verdict.FIXED),
+        *(
+            Slice(
+                f"vllm/v1/attention/backends/mla/{name}.py",
+                "",
+                "_cudagraph_support get_cudagraph_support query_len_support get_builder_cls",
+                Verdict.FIXED,
+            )
+            for name in ("cutlass_mla", "flashmla")
+        ),
+        # What is captured, with what, and what is replayed.
+        *(
+            Slice(_RUNNER, f"GPUModelRunner.{name}", names, Verdict.AFFECTED)
+            for name, names in (
+                ("__init__", "cudagraph_manager"),
+                ("capture_model", "cudagraph_manager attn_groups"),
+                ("execute_model", "cudagraph_manager"),
+            )
+        ),
+        *(
+            Slice(_GRAPHS, name, _KEPT, Verdict.AFFECTED)
+            for name in (
+                "CudaGraphManager.capture",
+                "CudaGraphManager.dispatch",
+                "CudaGraphManager.needs_capture",
+                "CudaGraphManager.get_cudagraph_runtime_mode",
+                "CudaGraphManager.get_cudagraph_size",
+                "ModelCudaGraphManager.capture",
+                "prepare_inputs_to_capture",
+            )
+        ),
+        Slice(_ATTENTION, "build_attn_metadata", "attn_metadata_builder", Verdict.AFFECTED),
+        # It decides what of `fixed` is open, no verdict.
+        Slice(
+            _FLASHINFER,
+            "FlashInferMetadataBuilder.get_cudagraph_support",
+            "decode_context_parallel_size",
+            Verdict.AFFECTED,
+        ),
+        Slice(_BACKEND, "AttentionMetadataBuilder._init_reorder_batch_threshold", only_for=Verdict.AFFECTED),
+    ),
+    wordings=(_ASKED, _LEAST, _RESOLVED, _MADE),
+    corrections=patches,
+    modules=(_GRAPHS_MODULE,),
     events=(UNSUPPORTED_GRAPH,),
     needs=needs,
-    ground="answers",
-    evidence=(
-        f"{_GRAPHS}::prepare_inputs_to_capture",
-        f"{_ATTENTION}::init_attn_backend",
-        f"{_BACKEND}::AttentionMetadataBuilder._init_reorder_batch_threshold",
-    ),
-)
-
-ABOUT = About(
-    pr=32936,
-    references=("issue 45425",),
-    summary="decodes with drafts run in full graphs only where each attention backend supports that",
-    releases="0.17.0 - 0.19.1",
-    seen="other answers with drafts than without, from the first tokens on; on FlashInfer a `ValueError` about "
-    "`qo_indptr`",
-    first_test="`--enforce-eager`: gone?",
-    symptom="With speculative decoding on model runner V2 and full CUDA graphs, answers go wrong within the first "
-    "tokens; on FlashInfer the engine ends in a ValueError, q.shape[0] does not match "
-    "qo_indptr[-1].",
-    cause="Model runner V2 captures full graphs for decodes with drafts, whatever the attention backend supports. One "
-    "that takes decodes of several tokens for prompts is captured as for the dummy batch's, which have no context: "
-    "each replay attends to the step's own tokens alone.",
-    remedy="Where a backend supports no graphs of such decodes, or takes them for prompts, no full graph of the model "
-    "is captured: piecewise graphs are replayed where the mode has them, and none otherwise.",
-    detect="Answers with drafts differ from those without, and do not with --enforce-eager.",
-    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager.',
-    removable="with vLLM 0.20.0",
-    in_caches="entries of generated tokens",
-    how_sure="follows from the code; the wrong answers were shown",
-    absent="0.14.1 - 0.16.0",
+    default_because="answers",
 )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
+from vllm_graphfix.source.functions import matches_any
 
 if TYPE_CHECKING:
+    import ast
+
     import torch
 
     from vllm_graphfix.deployment import Deployment, Fact
@@ -20,23 +23,23 @@ _FOLDER = "vllm/v1/worker/gpu/spec_decode"
 _PACKAGE = "vllm.v1.worker.gpu.spec_decode"
 _EAGLE, _BASE = f"{_FOLDER}/eagle/speculator.py", f"{_FOLDER}/speculator.py"
 _EAGLE_MODULE, _BASE_MODULE = f"{_PACKAGE}.eagle.speculator", f"{_PACKAGE}.speculator"
-_DRAFTS = f"{_FOLDER}/autoregressive/speculator.py"
 _DFLASH, _DFLASH_MODULE = f"{_FOLDER}/dflash/speculator.py", f"{_PACKAGE}.dflash.speculator"
-_GRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
-_DATA_PARALLEL = "vllm/v1/worker/gpu/dp_utils.py"
+_PROPOSE = {
+    "autoregressive": "AutoRegressiveSpeculator",
+    "target_dependent_ar": "TargetDependentARSpeculator",
+}
+"""The speculators that fill these buffers in `propose`, by folder, from 0.23.0 on."""
+_INHERIT = {
+    "mtp": "MTPSpeculator",
+    "gemma4": "Gemma4Speculator",
+    "eagle": "EagleSpeculator",
+    "dflash": "DFlashSpeculator",
+    "dspark": "DSparkSpeculator",
+}
+"""The ones that leave it to those."""
 _GUMBEL = "vllm/v1/worker/gpu/sample/gumbel.py"
 _SAMPLERS = ("gumbel_block_argmax", "_gumbel_sample_kernel")
-"""What stores a row's logits; the first that there is."""
-_BUFFERS = (
-    "self.idx_mapping = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)",
-    "self.temperature = torch.zeros(self.max_num_reqs, dtype=torch.float32, device=device)",
-    "self.seeds = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)",
-    (
-        "self.draft_logits = torch.zeros(self.max_num_reqs, self.num_speculative_steps, self.vocab_size, "
-        "dtype=torch.float32, device=device)"
-    ),
-)
-_COPIES = ("self.temperature.copy_(temperature)", "self.seeds.copy_(seeds)")
+"""The functions that store a row's logits; the first that there is counts."""
 _OWNERS = {_BASE: ("DraftModelSpeculator", "_copy_request_inputs"), _EAGLE: ("EagleSpeculator", "propose")}
 """The class with the buffers, and its function that fills them for a batch; by file."""
 _MAPPED = (
@@ -44,10 +47,32 @@ _MAPPED = (
     "self.idx_mapping[:num_reqs].copy_(input_batch.idx_mapping)",
     "idx_mapping.copy_(input_batch.idx_mapping)",
 )
-"""How the request of each row comes into its buffer; one of them."""
-_USES = {_BASE: (2,), _EAGLE: (3, 5)}
-"""How often the class names that buffer: to make and to fill it, to draft, and for slots of tokens, of which a padded
-row has none."""
+"""One of these copies the request of each row into its buffer."""
+_PADDED = "self.idx_mapping[num_reqs:].fill_(-1)"
+_ALL_PADDED = "self.idx_mapping.fill_(-1)"
+"""A dummy run has no requests."""
+_IF_SAMPLED = "self.draft_logits is not None"
+_READ = tuple(f"req_state_idx = tl.load(expanded_idx_mapping_ptr + token_idx){more}" for more in ("", ".to(tl.int64)"))
+_VALID = "is_valid_req = req_state_idx >= 0"
+_STORED = tuple(
+    f"tl.store({logits}_ptr + req_state_idx * {row} + {column}block, logits, mask=mask"
+    for logits, row, column in (
+        ("processed_logits", "processed_logits_stride", ""),
+        ("processed_logits", "processed_logits_stride", "col * vocab_size + "),
+        ("logits_cache", "logits_cache_stride", "col * vocab_size + "),
+        ("logits_cache", "logits_cache_stride_0", "col * logits_cache_stride_1 + "),
+    )
+)
+"""The logits of a row go to its request; the mask may go on."""
+_LOADED = tuple(
+    loaded
+    for more, other in (("", ""), (", mask=is_valid_req, other=0.0", ", mask=is_valid_req, other=0"))
+    for loaded in (
+        f"temp = tl.load(temp_ptr + req_state_idx{more}).to(tl.float32)",
+        f"seed = tl.load(seeds_ptr + req_state_idx{other})",
+    )
+)
+_OF_DFLASH = "tl.store(out_sample_idx_mapping_ptr + block, {}, mask=mask)"
 _SPARE = "_graphfix_spare_row"
 """The attribute that tells the row which no request has: of a speculator with such a row, and of a tensor that it gives
 to a function."""
@@ -60,28 +85,22 @@ ROWS_PADDED_WITH_REQUESTS = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find the requests that padded rows stand for, and whether logits are stored for such a row."""
     path = next((path for path, (owner, _) in _OWNERS.items() if source.says(path, "draft_logits", of=owner)), None)
     if path is None:
         return Diagnosis(Verdict.ABSENT, "no speculator keeps the logits of its drafts by request")
     owner, copying = _OWNERS[path]
-    init, copy = source.function(path, f"{owner}.__init__"), source.function(path, f"{owner}.{copying}")
+    copy = source.function(path, f"{owner}.{copying}")
     kernel = next(filter(None, (source.function(_GUMBEL, name) for name in _SAMPLERS)), None)
-    if init is not None and copy is not None and kernel is not None:
-        padded = copy.only("self.idx_mapping[num_reqs:].fill_(-1)")
-        if padded and _leaves_rows_out(kernel) and not _padding_of_dflash(source, "0"):
+    if copy is not None and kernel is not None:
+        padded = copy.only(_PADDED)
+        left_out = _leaves_rows_out(kernel) and _samples_as_mapped(source, path) and _pads_dflash(source, path, -1)
+        if padded and _is_done_if_sampled(copy, padded) and left_out:
             return Diagnosis(Verdict.FIXED, "padded rows have no request, and are not sampled", copy.at(padded))
         mapped = [part for form in _MAPPED for part in copy.find(form)]
-        whole, dflash = source.function(path, owner), source.says(_DFLASH, "sample_idx_mapping")
-        if (
-            len(mapped) == 1
-            and whole is not None
-            and len(whole.find("self.idx_mapping")) in _USES[path]
-            and all(map(init.only, _BUFFERS))
-            and all(map(copy.only, _COPIES))
-            and _samples_every_row(kernel)
-            and (path == _EAGLE or source.function(_DRAFTS, "AutoRegressiveSpeculator"))
-            and (not dflash or _padding_of_dflash(source, "0"))
-        ):
+        every_row = any(kernel.only(f"{stored})") for stored in _STORED) and not kernel.names("is_valid_req")
+        if len(mapped) == 1 and not padded and every_row and _pads_dflash(source, path, 0):
+            dflash = source.says(_DFLASH, "sample_idx_mapping")
             return Diagnosis(
                 Verdict.AFFECTED,
                 "padded rows of a draft graph still stand for requests of an earlier batch",
@@ -91,43 +110,47 @@ def diagnose(source: Source) -> Diagnosis:
     return Diagnosis.unrecognised("drafts are sampled in a way", copy or path)
 
 
-def _samples_every_row(kernel: Function) -> bool:
-    """Whether the logits of each row are stored for the request of that row, which is read once."""
-    return bool(
-        kernel.only("req_state_idx = tl.load(expanded_idx_mapping_ptr + token_idx)")
-        and kernel.only("tl.load(temp_ptr + req_state_idx)")
-        and kernel.only("tl.load(seeds_ptr + req_state_idx)")
-        and kernel.only("processed_logits_ptr + req_state_idx * processed_logits_stride")
-        and kernel.mentions(req_state_idx=4)
-    )
+def _is_done_if_sampled(copy: Function, padded: ast.stmt | ast.expr) -> bool:
+    """Tell if *padded* is carried out in each step that keeps the logits of drafts, or else all rows are -1."""
+    import ast
+
+    blocks = [copy.node.body]
+    for each in copy.node.body:
+        if isinstance(each, ast.If) and matches_any(each.test, [_IF_SAMPLED]):
+            blocks.append(each.body)
+        elif isinstance(each, ast.If) and len(each.body) == 1 and matches_any(each.body[0], [_ALL_PADDED]):
+            blocks.append(each.orelse)
+    return any(getattr(statement, "value", None) is padded for block in blocks for statement in block)
 
 
 def _leaves_rows_out(kernel: Function) -> bool:
-    """Whether nothing is stored for a row whose request is below 0."""
+    """Tell if nothing is stored for a row whose request is below 0."""
     return bool(
-        kernel.only("is_valid_req = req_state_idx >= 0") and kernel.gives("tl.store(...)", "mask=mask & is_valid_req")
+        any(map(kernel.only, _READ))
+        and kernel.only(_VALID)
+        and kernel.gives("tl.store(...)", "mask=mask & is_valid_req")
     )
 
 
-def _padding_of_dflash(source: Source, request: str) -> bool:
-    """Whether DFlash's padded rows are given *request*, in the buffer that its function is handed."""
+def _samples_as_mapped(source: Source, path: str) -> bool:
+    """Tell if the kernel gets the requests of rows as they are, in speculators other than the first Eagle's."""
+    sample = source.function(_BASE, "DraftModelSpeculator.sample_draft")
+    if path == _EAGLE or sample is None:
+        return path == _EAGLE
+    handed = sample.arguments("gumbel_sample(...)") | sample.arguments("sampler(...)")
+    return "idx_mapping" in handed and not sample.sets("idx_mapping")
+
+
+def _pads_dflash(source: Source, path: str, request: int) -> bool:
+    """Tell if DFlash's padded samples get *request*; before it had such a buffer, they are padded as others are."""
+    if not source.says(_DFLASH, "sample_idx_mapping"):
+        return path == _EAGLE or request == 0
     kernel = source.function(_DFLASH, "_prepare_dflash_inputs_kernel")
-    prepare = source.function(_DFLASH, "prepare_dflash_inputs")
-    propose = source.function(_DFLASH, "DFlashSpeculator.propose")
-    return bool(
-        kernel is not None
-        and prepare is not None
-        and propose is not None
-        and kernel.only(f"tl.store(out_sample_idx_mapping_ptr + block, {request}, mask=mask)")
-        and prepare.parameters[6:8] == ("sample_idx_mapping", "input_batch")
-        and prepare.parameters[-3] == "num_speculative_steps"
-        and propose.in_one_block(*propose.each("self._copy_request_inputs(...)", "prepare_dflash_inputs(...)"))
-        and propose.only("self.sample_idx_mapping")
-    )
+    return kernel is not None and kernel.only(_OF_DFLASH.format(request)) is not None
 
 
 def _with_a_spare_row(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps the speculator's `__init__`: what is looked up by request has one row more than its length tells.
+    """Wrap the speculator's `__init__`: what is looked up by request has one row more than its length tells.
 
     Before any graph is captured, so that it records the new addresses. The row behind the last request's is read and
     written by kernels alone: whoever asks for the shape sees stock's.
@@ -137,7 +160,11 @@ def _with_a_spare_row(stock: StockFunction, activity: Activity) -> StockFunction
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - the name of what it wraps
         stock(self, *args, **kwargs)
         try:
-            if self.draft_logits is not None:
+            foreign = _find_foreign(self)
+            if foreign is not None and self.draft_logits is not None:
+                # It may read logits of -1, or of rows of its own, where the spare row is out of bounds.
+                activity.step_aside("draft-idx-mapping", foreign)
+            elif self.draft_logits is not None:
                 logits, temperature, seeds = map(_with_one_row_more, (self.draft_logits, self.temperature, self.seeds))
                 self.draft_logits, self.temperature, self.seeds = logits, temperature, seeds
                 setattr(self, _SPARE, len(logits))
@@ -147,13 +174,25 @@ def _with_a_spare_row(stock: StockFunction, activity: Activity) -> StockFunction
     return __init__
 
 
+def _find_foreign(speculator: Any) -> str | None:
+    """Name the first class of *speculator* that is not vLLM's own, up to the one with the buffers."""
+    for kind in type(speculator).__mro__:
+        if kind.__module__.split(".")[0] != "vllm":
+            return f"{kind.__module__}.{kind.__qualname__}"
+        if kind.__name__ in ("DraftModelSpeculator", "EagleSpeculator"):
+            break
+    return None
+
+
 def _with_one_row_more(fresh: torch.Tensor) -> torch.Tensor:
-    """All zeros like *fresh*, with a row behind it in the same memory."""
-    return fresh.new_zeros((len(fresh) + 1, *fresh.shape[1:]))[:-1]
+    """Return a copy of *fresh* with a row of zeros behind it in the same memory."""
+    more = fresh.new_zeros((len(fresh) + 1, *fresh.shape[1:]))
+    more[:-1].copy_(fresh)
+    return more[:-1]
 
 
 def _pad_before(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `propose`: before it runs, all rows of `idx_mapping` are set to the spare row.
+    """Wrap `propose`: before it runs, all rows of `idx_mapping` are set to the spare row.
 
     `propose` then writes the requests of the batch's rows into `idx_mapping`, which is (max requests,) int32.
     """
@@ -182,7 +221,7 @@ def _pad_before(stock: StockFunction, activity: Activity) -> StockFunction:
 
 
 def _pad_behind(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `_copy_request_inputs`: afterwards, rows behind the batch are set to the spare row.
+    """Wrap `_copy_request_inputs`: afterwards, rows behind the batch are set to the spare row.
 
     That function does the same as `propose`, for several speculators.
     """
@@ -215,22 +254,27 @@ def _pad_behind(stock: StockFunction, activity: Activity) -> StockFunction:
 
 
 def _pad_samples(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps DFlash's `prepare_dflash_inputs`: samples behind the batch's belong to the spare row.
+    """Wrap DFlash's `prepare_dflash_inputs`: samples behind the batch's belong to the spare row.
 
     On stock these tokens belong to request 0. DFlash's buffer `sample_idx_mapping` is (max requests * draft tokens,)
     int32.
     """
+    import inspect
+
     from torch import inference_mode
 
+    names = list(inspect.signature(stock).parameters)
+
     @functools.wraps(stock)
-    def prepare_dflash_inputs(*args: Any) -> Any:
-        result = stock(*args)
+    def prepare_dflash_inputs(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
         try:
-            samples, requests, steps = args[6], args[7].num_reqs, args[-3]
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            samples, requests = arguments["sample_idx_mapping"], arguments["input_batch"].num_reqs
             spare = getattr(samples, _SPARE, None)
             if spare is not None:
                 with inference_mode():
-                    samples[requests * steps :].fill_(spare)
+                    samples[requests * arguments["num_speculative_steps"] :].fill_(spare)
         except Exception as error:
             activity.failed(error)
         return result
@@ -248,7 +292,7 @@ _SIZES = "_graphfix_sizes"
 
 
 def _has_padded_rows(speculator: Any, requests: int) -> bool:
-    """Whether so many requests are drafted for in a full graph that has more rows. Asked at every step."""
+    """Tell if so many requests are drafted for in a full graph that has more rows. Runs at every step."""
     for name in _MANAGERS:
         manager = getattr(speculator, name, None)
         if manager is not None:
@@ -317,58 +361,57 @@ def _sampled_drafts(deployment: Deployment, _: str) -> Fact:
     return Fact(False, "the likeliest tokens are drafted (draft_sample_method in --speculative-config)")
 
 
-FIX = Fix(
-    number=16,
-    name="draft-idx-mapping",
+FIX = fix(
+    "draft-idx-mapping",
     runner="V2",
-    reads=(_BASE, _EAGLE, _DRAFTS, _DFLASH, _GUMBEL, _GRAPHS, _DATA_PARALLEL),
-    modules=(_EAGLE_MODULE, _BASE_MODULE, _DFLASH_MODULE),
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # The request of each row, and of rows behind the batch.
+        Slice(_BASE, "DraftModelSpeculator._copy_request_inputs", "idx_mapping"),
+        Slice(_EAGLE, "EagleSpeculator.propose", "idx_mapping"),
+        Slice(_DFLASH, "_prepare_dflash_inputs_kernel", "out_sample_idx_mapping_ptr"),
+        # The row whose logits are stored.
+        *(Slice(_GUMBEL, sampler, "req_state_idx is_valid_req") for sampler in _SAMPLERS),
+        # Buffers with a place for each request, and who else reads and writes them.
+        Slice(_BASE, "DraftModelSpeculator", "idx_mapping draft_logits temperature seeds", Verdict.AFFECTED),
+        Slice(_EAGLE, "EagleSpeculator", "idx_mapping draft_logits temperature seeds", Verdict.AFFECTED),
+        Slice(f"{_FOLDER}/autoregressive/speculator.py", "", "idx_mapping draft_logits", Verdict.AFFECTED),
+        *(
+            Slice(f"{_FOLDER}/{folder}/speculator.py", f"{name}.propose", "idx_mapping", Verdict.FIXED)
+            for folder, name in _PROPOSE.items()
+        ),
+        # Speculators that put in requests, or sample, by themselves.
+        *(
+            Slice(f"{_FOLDER}/{folder}/speculator.py", f"{name}.{method}")
+            for folder, name in (_PROPOSE | _INHERIT).items()
+            for method in ("_copy_request_inputs", "sample_draft")
+        ),
+        *(
+            Slice(f"{_FOLDER}/{folder}/speculator.py", f"{name}.propose")
+            for folder, name in _INHERIT.items()
+            if folder not in ("eagle", "dflash")
+        ),
+        Slice(
+            _DFLASH,
+            "DFlashSpeculator.propose",
+            "_copy_request_inputs prepare_dflash_inputs sample_idx_mapping",
+            Verdict.AFFECTED,
+        ),
+        Slice(_DFLASH, "prepare_dflash_inputs", "sample_idx_mapping num_speculative_steps", Verdict.AFFECTED),
+    ),
+    wordings=(
+        *_MAPPED,
+        _PADDED,
+        _ALL_PADDED,
+        *_READ,
+        _VALID,
+        *_LOADED,
+        *(f"{stored}{more})" for stored in _STORED for more in ("", " & is_valid_req")),
+        *(_OF_DFLASH.format(request) for request in (0, -1)),
+    ),
+    corrections=patches,
+    modules=(_EAGLE_MODULE, _BASE_MODULE, _DFLASH_MODULE),
     events=(ROWS_PADDED_WITH_REQUESTS,),
     needs=needs,
-    ground="answers",
-    evidence=(
-        *(
-            f"{_EAGLE}::EagleSpeculator.{name}"
-            for name in ("prefill", "multi_step_decode", "generate_draft", "_sample_draft")
-        ),
-        *(
-            f"{_EAGLE}::{name}"
-            for name in ("prepare_eagle_inputs", "prepare_eagle_decode", "update_eagle_draft_inputs")
-        ),
-        *(
-            f"{_DRAFTS}::AutoRegressiveSpeculator.{name}"
-            for name in ("__init__", "propose", "_prefill", "_multi_step_decode", "_generate_draft")
-        ),
-        *(f"{_DRAFTS}::{name}" for name in ("prepare_prefill_inputs", "prepare_decode_inputs")),
-        f"{_GUMBEL}::gumbel_sample",
-        *(f"{_GRAPHS}::CudaGraphManager.{name}" for name in ("dispatch", "run_fullgraph")),
-        f"{_DATA_PARALLEL}::dispatch_cg_and_sync_dp",
-    ),
-)
-
-ABOUT = About(
-    pr=47066,
-    references=(),
-    summary="padded rows of a draft graph write to no request's draft logits",
-    releases="0.19.0 - 0.24.0",
-    absent="0.14.1 - 0.18.1",
-    seen="wrong or garbled answers with sampled drafts",
-    first_test="`draft_sample_method` greedy: gone?",
-    symptom="With model runner V2, full CUDA graphs and sampled drafts, answers are wrong or gibberish at "
-    "temperatures above 0, for some requests of batches whose size is between two capture sizes.",
-    cause="A draft graph samples in each of its rows, and writes the row's logits to the request that the row stands "
-    "for. Padded rows still stand for requests of an earlier, larger batch (DFlash's: for request 0). The rejection "
-    "sampler then mistakes these logits for those that a draft token was sampled from.",
-    remedy="Padded rows stand for a spare row, which draft logits, temperatures and seeds get after their last one. "
-    "Rows of real requests are unchanged.",
-    detect="With draft tokens and a batch size between two capture sizes, answers are wrong at temperature 1 and "
-    "right at 0; with --enforce-eager they are right at both.",
-    workaround="draft_sample_method greedy (before 0.21 rejection_sample_method strict), which are the defaults, or "
-    "--enforce-eager.",
-    removable="with vLLM 0.25.0",
-    in_caches="entries of tokens that were accepted or sampled wrongly: right for these tokens, which are not the "
-    "model's",
-    how_sure="follows from the code; the wrong answers were shown",
+    default_because="answers",
 )

@@ -7,13 +7,18 @@ import inspect
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Counter, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Counter, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
 from vllm_graphfix.fixes._capture_passes import RebuildableStates, is_full
 from vllm_graphfix.fixes._capture_source import (
-    BUILDS_STATES,
+    BUILDING,
     DRAFT_MANAGERS,
+    EAGLE,
     MANAGER,
+    OWN_STATES,
+    TARGET,
+    UNPACKED,
+    WORDINGS,
     prepares_own_states,
     state_of_a_pair,
 )
@@ -21,19 +26,21 @@ from vllm_graphfix.fixes._capture_source import (
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
-    from vllm_graphfix.source.functions import Function
 
 _SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
 _SPECULATOR = f"{_SPEC_DECODE}/autoregressive/speculator.py"
 _PACKAGE = f"{_SPEC_DECODE}/__init__.py"
-_EAGLE = f"{_SPEC_DECODE}/eagle/cudagraph.py"
 _OLDER = f"{_SPEC_DECODE}/eagle_cudagraph.py"
 _RUNNER = "vllm/v1/worker/gpu/model_runner.py"
+_BATCH = "vllm/v1/worker/gpu/input_batch.py"
 _MANAGER_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
 _DRAFT_MODULE = "vllm.v1.worker.gpu.spec_decode.autoregressive.cudagraph_utils"
 _DRAFT = "PrefillSpeculatorCudaGraphManager.capture"
 
 _PREPARED_WITH = ("model_state", "input_buffers", "block_tables", "attn_groups", "kv_cache_config")
+_PREPARED = f"prepare_inputs_to_capture(num_reqs, num_tokens, {', '.join(_PREPARED_WITH)}, *...)"
+_LOOKED_UP = "attn_state_pair = attn_states[desc]"
+_CHOSEN = "attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured"
 
 VIEWS_OF_ANOTHER_BATCH = Event(
     "views-of-another-batch",
@@ -43,83 +50,37 @@ VIEWS_OF_ANOTHER_BATCH = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find whose states the draft's prefill is captured on: a pair of the target's, or its own."""
+    in_a_way = "the draft's prefill gets its attention states in a way"
     capture = source.function(DRAFT_MANAGERS[0], _DRAFT)
     if capture is not None:
+        factory, target = capture.inner("create_forward_fn"), source.function(MANAGER, "ModelCudaGraphManager.capture")
         chosen = state_of_a_pair(source, capture)
-        if chosen and _used_as_known(capture) and _returned_as_known(source) and _handed_on_as_known(source):
+        if (
+            chosen is not None
+            and factory is not None
+            and all(map(factory.always, (_LOOKED_UP, UNPACKED)))
+            and target is not None
+            and target.only(_PREPARED)
+            and {*_PREPARED_WITH} <= {*target.parameters}
+        ):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "the draft's prefill is warmed up on attention states that were built for the target's capture",
                 capture.at(chosen),
                 "pairs-of-the-target",
             )
-        return Diagnosis.unrecognised("the draft's prefill gets its attention states in a way", capture)
+        return Diagnosis.unrecognised(in_a_way, capture)._replace(defect_seen=chosen is not None)
     for path in DRAFT_MANAGERS:
         own = source.function(path, "SpeculatorCudaGraphManager.capture")
         if own is not None:
             if prepares_own_states(source, own):
                 return Diagnosis(Verdict.FIXED, "the draft's passes build attention states of their own", own.where)
-            return Diagnosis.unrecognised("the draft's prefill gets its attention states in a way", own)
-    older = source.read(_OLDER) is not None or source.read(_EAGLE) is not None
+            return Diagnosis.unrecognised(in_a_way, own)
+    older = source.read(_OLDER) is not None or source.read(EAGLE) is not None
     if older or source.function(_PACKAGE, "init_speculator") is None:
         return Diagnosis(Verdict.ABSENT, "no pairs of the target's attention states for the draft's prefill")
     return Diagnosis.unrecognised("speculators are in a place", _PACKAGE)
-
-
-def _used_as_known(capture: Function) -> bool:
-    """Whether each pass of the draft looks its pair up once, and is given what the state of that pass says."""
-    factory = capture.inner("create_forward_fn")
-    looked_up = "attn_state_pair = attn_states[desc]"
-    chosen = "attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured"
-    unpacked = "attn_metadata, slot_mappings = attn_state"
-    return (
-        factory is not None
-        and capture.takes.startswith("self, forward_fn, attn_states, ")
-        and capture.confines("attn_states", looked_up)
-        and capture.confines("attn_state", chosen, unpacked, "return fwd, attn_state")
-        and all(map(factory.always, (looked_up, chosen, unpacked, "return fwd, attn_state")))
-        and capture.confines(
-            "attn_metadata", unpacked, "forward_fn(num_reqs, num_tokens, attn_metadata, slot_mappings, *...)"
-        )
-        and capture.only("super().capture(create_forward_fn, progress_bar_desc)") is not None
-        and capture.confines("create_forward_fn", "super().capture(create_forward_fn, progress_bar_desc)")
-    )
-
-
-def _returned_as_known(source: Source) -> bool:
-    """Whether the target's capture returns the base manager's pairs by descriptor, in the order of their capture.
-
-    It must prepare each of them by what is called again.
-    """
-    manager = source.function(MANAGER, "CudaGraphManager.capture")
-    target = source.function(MANAGER, "ModelCudaGraphManager.capture")
-    return (
-        manager is not None
-        and target is not None
-        and manager.takes.startswith("self, create_forward_fn, ")
-        and manager.only("return ...") is manager.only("return attn_states")
-        and target.only("return super().capture(create_forward_fn, ...)") is not None
-        and target.only(f"prepare_inputs_to_capture(num_reqs, num_tokens, {', '.join(_PREPARED_WITH)}, *...)")
-        is not None
-        and set(_PREPARED_WITH) <= set(target.parameters)
-        and not any(target.sets(name) for name in _PREPARED_WITH)
-    )
-
-
-def _handed_on_as_known(source: Source) -> bool:
-    """Whether the target's pairs go as they are through the model runner and the speculator."""
-    runner = source.function(_RUNNER, "GPUModelRunner.capture_model")
-    speculator = source.function(_SPECULATOR, "AutoRegressiveSpeculator.capture")
-    returned, taken = "attn_states = self.cudagraph_manager.capture(*...)", "self.speculator.capture(attn_states)"
-    given = "self.prefill_cudagraph_manager.capture(self._prefill, attn_states, *...)"
-    return (
-        runner is not None
-        and speculator is not None
-        and None not in map(runner.only, (returned, taken))
-        and runner.confines("attn_states", returned, taken)
-        and speculator.only(given) is not None
-        and speculator.confines("attn_states", given)
-    )
 
 
 class _PairsOfOwnStates(dict[Any, Any]):
@@ -162,8 +123,8 @@ def _capture_and_remember_what_prepares(stock: StockFunction, activity: Activity
                 return returned
             from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 
-            asked = signature.bind(self, *args, **kwargs).arguments
-            parts = [asked[name] for name in _PREPARED_WITH]
+            arguments = signature.bind(self, *args, **kwargs).arguments
+            parts = [arguments[name] for name in _PREPARED_WITH]
             return RebuildableStates(
                 returned, lambda requests, tokens: prepare_inputs_to_capture(requests, tokens, *parts)
             )
@@ -215,13 +176,6 @@ def _count_captured(stale_views: Counter, pairs: Any, manager: Any) -> None:
         )
 
 
-def patches(shape: str) -> tuple[Patch, ...]:
-    return (
-        Patch(_MANAGER_MODULE, "ModelCudaGraphManager.capture", _capture_and_remember_what_prepares, observes=False),
-        Patch(_DRAFT_MODULE, _DRAFT, _capture_on_states_of_its_own),
-    )
-
-
 def needs() -> tuple[Need, ...]:
     from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need, unseen
@@ -234,37 +188,49 @@ def needs() -> tuple[Need, ...]:
     )
 
 
-FIX = Fix(
-    number=25,
-    name="draft-stale-views",
+FIX = fix(
+    "draft-stale-views",
     runner="V2",
-    reads=(*BUILDS_STATES, _PACKAGE, _RUNNER, _SPECULATOR, _EAGLE, _OLDER),
-    modules=(_MANAGER_MODULE, _DRAFT_MODULE),
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        *BUILDING,
+        *TARGET,
+        Slice(_PACKAGE, "init_speculator", "cudagraph_manager", Verdict.ABSENT),
+        Slice(_OLDER, "EagleCudaGraphManager", "attn_states", Verdict.ABSENT),
+        Slice(EAGLE, "EagleCudaGraphManager", "attn_states", Verdict.ABSENT),
+        # The draft's passes, on the pairs of the target or on states of their own.
+        Slice(
+            DRAFT_MANAGERS[0],
+            _DRAFT,
+            "attn_states attn_state_pair attn_state attn_metadata create_forward_fn warmup",
+            Verdict.AFFECTED,
+        ),
+        *OWN_STATES,
+        # The way of the pairs from the target's manager to the draft's, and of the metadata into its kernels.
+        Slice(_RUNNER, "GPUModelRunner.capture_model", "attn_states cudagraph_manager", Verdict.AFFECTED),
+        Slice(_SPECULATOR, "AutoRegressiveSpeculator.capture", "attn_states", Verdict.AFFECTED),
+        Slice(_SPECULATOR, "AutoRegressiveSpeculator._prefill", "attn_metadata", Verdict.AFFECTED),
+        Slice(
+            _SPECULATOR,
+            "AutoRegressiveSpeculator.init_cudagraph_manager",
+            "prefill_cudagraph_manager",
+            Verdict.AFFECTED,
+        ),
+        # The buffers that the metadata are views of.
+        Slice(_BATCH, "InputBatch.make_dummy", "query_start_loc seq_lens", Verdict.AFFECTED),
+    ),
+    wordings=WORDINGS,
+    corrections=(
+        Patch(
+            _MANAGER_MODULE,
+            "ModelCudaGraphManager.capture",
+            _capture_and_remember_what_prepares,
+            observes=False,
+            leading=1,  # `diagnose` finds the others by name
+        ),
+        Patch(_DRAFT_MODULE, _DRAFT, _capture_on_states_of_its_own),
+    ),
     events=(VIEWS_OF_ANOTHER_BATCH,),
     needs=needs,
-    ground="upstream",
-)
-
-ABOUT = About(
-    pr=48261,
-    references=(),
-    summary="the draft's prefill is warmed up and captured on metadata of its own batch",
-    releases="0.23.0 - 0.25.1",
-    absent="0.14.1 - 0.22.1",
-    seen="the engine ends while it captures the graphs of a draft's prefill",
-    first_test="`--enforce-eager`: does it start?",
-    symptom="With MTP or Eagle on model runner V2 and FlashAttention 3, the engine ends while it captures: CUDA error: "
-    "operation not supported on global/shared address space, or an illegal memory access.",
-    cause="Before each graph of the draft's prefill is captured, its kernels run once to warm up. Their metadata are "
-    "those of the target's capture: views of buffers that hold the batch which was prepared last, the smallest. "
-    "Starts, lengths and FlashAttention's schedule then fit no batch of that size.",
-    remedy="Every pass of the draft's capture gets metadata that were just built for its batch, as the target's are.",
-    detect="The engine ends while 'Capturing prefill CUDA graphs', and starts with --enforce-eager.",
-    workaround='VLLM_USE_V2_MODEL_RUNNER=0, --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or serving '
-    "without speculative decoding.",
-    removable="with vLLM 0.26.0",
-    in_caches="nothing: what a warm-up computes is thrown away",
-    how_sure="follows from the code",
+    default_because="upstream",
 )

@@ -7,8 +7,8 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
 from vllm_graphfix.fixes._encoder_runners import (
     ENCODE,
     ENCODE_V2,
@@ -20,7 +20,6 @@ from vllm_graphfix.fixes._encoder_runners import (
     falls_back_v2,
 )
 from vllm_graphfix.fixes._stock_path import find_override, is_called_from
-from vllm_graphfix.log import logger
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -58,6 +57,8 @@ _REPLAYED = f"""values = metadata | {{"pixel_values": {_TAKEN}}}"""
 _IN_A_GRAPH = "return self.visual(pixel_values, None, encoder_metadata=metadata)"
 _WITHOUT_A_GRAPH = "return self.visual(pixel_values, grid_thw)"
 _IN_THE_ENCODER = "{states} = self.input_norm(x.to(device=self.device), self.dtype)"
+_IMAGES = "pixel_values values selected_pv visual"
+"""What images are called on their way through a model."""
 _EMBEDDED = "{states} = self.patch_embed({states})"
 _CONVERTED = "{states} = x.to(device=self.device, dtype=self.dtype)"
 _SLICE = "pixel_values[cum_patches[i] : cum_patches[i + 1]]"
@@ -309,7 +310,6 @@ def _normalise_first(stock: StockFunction, activity: Activity, *, way_back: bool
     """
     met, corrects = activity.counter(IMAGES_NOT_NORMALISED), activity.corrects
     foreign: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()  # by manager: decided once
-    warned: set[str] = set()
 
     def may_be_normalised_elsewhere(manager: Any, images: list[Any], caller: FrameType) -> bool:
         if manager not in foreign:
@@ -318,9 +318,8 @@ def _normalise_first(stock: StockFunction, activity: Activity, *, way_back: bool
         # Bytes have been normalised by nobody, and floats perhaps: some processors of images make floats of bytes.
         if found is None and any(image.is_floating_point() for image in images):
             found = None if is_called_from(caller, _CALLERS) else f"{caller.f_code.co_filename}:{caller.f_code.co_name}"
-        if found is not None and found not in warned:
-            warned.add(found)
-            _step_aside(found)
+        if found is not None:
+            activity.step_aside("encoder-input-norm", found)
         return found is not None
 
     @functools.wraps(stock)
@@ -347,14 +346,6 @@ def _normalise_first(stock: StockFunction, activity: Activity, *, way_back: bool
         return stock(self, given, *args, **kwargs)
 
     return execute
-
-
-def _step_aside(foreign: str) -> None:
-    logger.warning(
-        "graphfix: encoder-input-norm leaves images as they are: %s is not vLLM's own and may normalise them; if it "
-        "does not, leave cudagraph_mm_encoder off",
-        foreign,
-    )
 
 
 def _foreign_code(manager: Any) -> str | None:
@@ -455,47 +446,51 @@ def _normalises_on_the_device(deployment: Deployment, _: str) -> Fact:
     return Fact(None if off.holds is None else not off.holds, off.told)
 
 
-FIX = Fix(
-    number=27,
-    name="encoder-input-norm",
-    runner=None,
-    reads=(_MANAGER, RUNNER, RUNNER_V2, _QWEN2_VL, _QWEN2_5_VL, _VISION),
-    modules=(_MODULE,),
+FIX = fix(
+    "encoder-input-norm",
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # Who normalises: the encoder, the model before it encodes, or whoever hands it images.
+        *(
+            part
+            for model in _MODELS
+            for part in (
+                Slice(model.path, f"{model.encoder}.forward", "input_norm patch_embed"),
+                *(
+                    Slice(model.path, f"{model.name}.{name}", "input_norm")
+                    for name in ("_process_image_input", "_process_video_input")
+                ),
+                *(
+                    Slice(model.path, f"{model.name}.{name}", f"input_norm {_IMAGES}")
+                    for name in ("encoder_cudagraph_forward", "encoder_eager_forward")
+                ),
+                Slice(model.path, f"{model.name}.__init__", "input_norm", Verdict.AFFECTED),
+                *(
+                    Slice(model.path, f"{model.name}.{name}", _IMAGES, Verdict.AFFECTED)
+                    for name in (
+                        "_get_pixel_values_by_modality",
+                        "select_encoder_cudagraph_items",
+                        "prepare_encoder_cudagraph_replay_buffers",
+                    )
+                ),
+            )
+        ),
+        # The way of the images through the manager, and to it.
+        *(
+            Slice(
+                _MANAGER, f"{_CLASS}.{name}", "mm_kwargs local_mm_kwargs batch_mm_kwargs replay src", Verdict.AFFECTED
+            )
+            for name in ("execute", "_dp_shard", "_select_items", "_execute_local", "_run_budget_graph")
+        ),
+        Slice(RUNNER, ENCODE, "mm_kwargs_batch cudagraph_output encoder_cudagraph_manager", Verdict.AFFECTED),
+        Slice(RUNNER_V2, ENCODE_V2, "mm_kwargs_batch cudagraph_output cg_manager", Verdict.AFFECTED),
+        Slice(_MANAGER, "", "input_norm", Verdict.AFFECTED),
+        Slice(_VISION, "FusedInputNorm.forward", only_for=Verdict.AFFECTED),
+        Slice(_VISION, "FusedInputNorm.from_model_config", only_for=Verdict.AFFECTED),
+    ),
+    corrections=patches,
+    modules=(_MODULE,),
     events=(IMAGES_NOT_NORMALISED,),
     needs=needs,
-    ground="answers",
-    evidence=(
-        f"{_MANAGER}::{_CLASS}._run_budget_graph",
-        f"{_MANAGER}::{_CLASS}._execute_local",
-        f"{_VISION}::FusedInputNorm.from_model_config",
-    ),
-)
-
-ABOUT = About(
-    pr=55370,
-    references=("PR 50411", "PR 55929"),
-    summary="images that a model normalises on the device are normalised before graphs of its encoder get them",
-    releases="0.28.0 - 0.29.0",
-    absent="0.14.1 - 0.27.1",
-    seen="Qwen2-VL or Qwen2.5-VL describes every image wrongly, or in blanks",
-    first_test="`cudagraph_mm_encoder` off: gone?",
-    symptom="With cudagraph_mm_encoder, Qwen2-VL, Qwen2.5-VL and JinaVL see no image right: all answers about images "
-    "and videos are nonsense. Nothing ends in an error.",
-    cause="Images are given to these models as bytes, and normalised on the device when they are encoded without "
-    "graphs. A graph of the encoder, and the way that images too large for one take, begin behind that: the encoder "
-    "gets the bytes.",
-    remedy="What is given to the manager of the graphs is normalised first, by the model's own normalisation, into "
-    "new memory of the encoder's dtype. Where images have been normalised by the host nothing is done; where code "
-    "that is not vLLM's own may normalise them neither, and the log says so. Where normalising fails, the model "
-    "encodes without graphs; without enough memory, or where ranks encode together, it goes on as stock does, with a "
-    "warning.",
-    detect="Ask about an image, once with cudagraph_mm_encoder and once without: the embeddings are others. The "
-    "counter of `observe` counts calls that stock gives bytes to.",
-    workaround="Leave cudagraph_mm_encoder off; or --no-mm-device-do-normalize.",
-    removable="with vLLM 0.30.0",
-    in_caches="entries of images and videos, and of all that comes after them in a prompt: computed from wrong "
-    "embeddings; and these themselves, where an encoder-cache connector stores what encoders make",
-    how_sure="follows from the code; the wrong embeddings were seen on a GPU, caches were not looked at",
+    default_because="answers",
 )

@@ -4,43 +4,51 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.authoring import correct_result, fix
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
-    from vllm_graphfix.source.functions import Function
 
 _OPERATOR = "vllm/v1/attention/ops/vit_attn_wrappers.py"
 _MANAGER = "vllm/v1/worker/encoder_cudagraph.py"
+_LAYER = "vllm/model_executor/layers/attention/mm_encoder_attention.py"
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _MODULE = "vllm.v1.worker.encoder_cudagraph"
-_KERNELS = "vllm.v1.attention.backends.fa_utils"
+_HAS_FLASH_ATTENTION = "graphfix_flash_attention"
+"""The attribute of a manager in whose graphs there is FlashAttention."""
 _CLASS = "EncoderCudaGraphManager"
 _CAPTURE = f"{_CLASS}._capture_budget_graph"
 _FIT = f"{_CLASS}._find_smallest_fitting_budget_given_tokens"
+_ATTEND = "flash_attn_maxseqlen_wrapper"
 
-_IMPORTED = f"from {_KERNELS} import flash_attn_varlen_func"
 _LAUNCHED = "output = flash_attn_varlen_func(q, k, v, *..., cu_seqlens_q=cu_seqlens, causal=False, **kwargs)"
-_ZEROS = ('kwargs["out"] = torch.zeros(...)', 'kwargs["out"] = torch.zeros_like(...)')
-_WHILE_CAPTURING = (
-    "current_platform.is_cuda() and torch.cuda.is_current_stream_capturing()",
-    "torch.cuda.is_current_stream_capturing()",
-    "current_platform.is_cuda()",
+_IN_ANY_CASE = ('kwargs["out"] = torch.zeros(...)', 'kwargs["out"] = torch.zeros_like(...)')
+_WHILE_CAPTURING = tuple(
+    f"if {test}:\n    {zeros}{otherwise}"
+    for zeros in _IN_ANY_CASE
+    for test in (
+        "current_platform.is_cuda() and torch.cuda.is_current_stream_capturing()",
+        "torch.cuda.is_current_stream_capturing()",
+        "current_platform.is_cuda()",
+    )
+    for otherwise in ("", '\nelse:\n    kwargs["out"] = torch.empty_like(...)')
 )
-_ELSEWHERE = "supports_out = not current_platform.is_rocm()"
-_NEW = 'kwargs["out"] = torch.empty_like(...)'
-_ARGUMENTS = (
-    "kwargs = {}",
-    "kwargs: ... = {}",
-    'kwargs["fa_version"] = fa_version',
-    'kwargs["window_size"] = (-1, -1)',
-    _LAUNCHED,
+_ZEROED = (*_IN_ANY_CASE, *_WHILE_CAPTURING)
+_WHERE_SUPPORTED = tuple("if supports_out:\n    " + zeroed.replace("\n", "\n    ") for zeroed in _ZEROED)
+_ARGUMENTS = ("kwargs = {}", "kwargs: ... = {}", 'kwargs["window_size"] = (-1, -1)')
+"""What else the kernel is given, which is not where it writes."""
+_SUPPORTED = "supports_out = not current_platform.is_rocm()"
+_FITTED = tuple(
+    f"for budget in {budgets}:\n    if budget >= total_tokens:\n        return budget"
+    for budgets in ("self.token_budgets", "budgets")
 )
+"""The graph of a batch is the smallest that fits, among all or among those of its kind."""
 
 PADDED_ENCODER_GRAPH = Event(
     "padded-encoder-graph",
@@ -50,62 +58,28 @@ PADDED_ENCODER_GRAPH = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find the memory that FlashAttention writes to where an encoder is captured."""
     if not source.says(_RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
         return Diagnosis(Verdict.ABSENT, "no CUDA graphs of encoders")
-    attend = source.function(_OPERATOR, "flash_attn_maxseqlen_wrapper")
-    capture, fit = source.function(_MANAGER, _CAPTURE), source.function(_MANAGER, _FIT)
-    if attend is not None and capture is not None and fit is not None:
-        launched = attend.only(_LAUNCHED)
-        zeroed = [part for pattern in _ZEROS for part in attend.find(pattern)]
-        if launched and len(zeroed) == 1 and _is_given(attend, zeroed[0], launched):
-            return Diagnosis(Verdict.FIXED, "what a graph records writes to zeros", attend.at(zeroed[0]))
-        if launched and not zeroed and _leaves_rows_out(attend) and _is_captured(capture) and _fits(fit):
+    attend = source.function(_OPERATOR, _ATTEND)
+    launched = attend and attend.only(_LAUNCHED)
+    if attend is not None and launched is not None:
+        is_supported = attend.always(_SUPPORTED) and attend.assigned("supports_out") == 1
+        remedies = (*_ZEROED, *_WHERE_SUPPORTED) if is_supported else _ZEROED
+        # Whatever the images are: in the function's own block, before the launch.
+        zeroed = [part for pattern in remedies for part in attend.find(pattern) if attend.in_one_block(part, launched)]
+        given = attend.find('kwargs["out"]')
+        if len(zeroed) == 1 and attend.assigned("kwargs") == 1 and all(part in ast.walk(zeroed[0]) for part in given):
+            zeros = next(part for pattern in _IN_ANY_CASE for part in attend.find(pattern))
+            return Diagnosis(Verdict.FIXED, "what a graph records writes to zeros", attend.at(zeros))
+        if not given:
             return Diagnosis(
                 Verdict.AFFECTED,
                 "FlashAttention's output is memory as it was, and the rows that pad a graph stay so",
                 attend.at(launched),
                 "as-it-was",
             )
-    return Diagnosis.unrecognised("encoders are captured in a way", attend or capture or _MANAGER)
-
-
-def _is_given(attend: Function, zeroed: ast.stmt | ast.expr, launched: ast.stmt | ast.expr) -> bool:
-    """Whether the kernel writes to what was *zeroed* just for it, at least while a graph is captured."""
-    places = [zeroed, *_conditions(attend, zeroed, *_WHILE_CAPTURING)]
-    if attend.only(_ELSEWHERE) and attend.assigned("supports_out") == 1:
-        places += [outer for inner in places for outer in _conditions(attend, inner, "supports_out")]
-    return any(attend.in_one_block(place, launched) for place in places) and attend.confines(
-        "kwargs", *_ARGUMENTS, *_ZEROS, _NEW
-    )
-
-
-def _conditions(attend: Function, part: ast.stmt | ast.expr, *tests: str) -> list[ast.stmt | ast.expr]:
-    """The `if` statements with one of these *tests* under which *part* is carried out, and nothing else."""
-    found = (node for node in ast.walk(attend.node) if isinstance(node, ast.If) and node.body == [part])
-    return [node for node in found if ast.unparse(node.test) in tests]
-
-
-def _leaves_rows_out(attend: Function) -> bool:
-    """Whether the kernel that is found in its module at each call makes its output itself, and nothing clears it."""
-    return (
-        attend.takes.startswith("q, k, v, batch_size, is_rocm_aiter, fa_version")
-        and attend.only(_IMPORTED) is not None
-        and attend.confines("kwargs", *_ARGUMENTS)
-        and attend.confines("output", _LAUNCHED, "context_layer = einops.rearrange(output, *...)")
-        and attend.confines("context_layer", "context_layer = einops.rearrange(...)", "return context_layer")
-    )
-
-
-def _is_captured(capture: Function) -> bool:
-    """Whether the encoder runs twice, and the second time in a graph."""
-    graphs = capture.entering("torch.cuda.graph(...)")
-    calls = capture.find("self.model.encoder_cudagraph_forward(...)")
-    return len(calls) == 2 and any(calls[1] in ast.walk(graph) for graph in graphs)
-
-
-def _fits(fit: Function) -> bool:
-    """Whether a batch's tokens are given, and the size of its graph, or None, is returned."""
-    return fit.takes in ("self, total_tokens", "self, total_tokens, budgets") and len(fit.find("return budget")) == 1
+    return Diagnosis.unrecognised("encoders are captured in a way", attend or _MANAGER)
 
 
 def _capture_on_zeros(stock: StockFunction, activity: Activity) -> StockFunction:
@@ -154,7 +128,7 @@ def _kernel_on_zeros(kernel: StockFunction, manager: Any, activity: Activity, *,
     def flash_attn_varlen_func(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             if "out" not in kwargs:
-                manager.graphfix_flash_attention = True
+                setattr(manager, _HAS_FLASH_ATTENTION, True)
                 if corrects:
                     kwargs["out"] = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         except Exception as error:
@@ -164,28 +138,22 @@ def _kernel_on_zeros(kernel: StockFunction, manager: Any, activity: Activity, *,
     return flash_attn_varlen_func
 
 
-def _count_padded_batches(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `EncoderCudaGraphManager._find_smallest_fitting_budget_given_tokens`, called once for each replay."""
-    padded = activity.counter(PADDED_ENCODER_GRAPH)
-
-    @functools.wraps(stock)
-    def _find_smallest_fitting_budget_given_tokens(self: Any, total_tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        budget = stock(self, total_tokens, *args, **kwargs)
-        try:
-            if budget is not None and budget > total_tokens and getattr(self, "graphfix_flash_attention", False):
-                padded.count += 1
-        except Exception as error:
-            activity.failed(error)
-        return budget
-
-    return _find_smallest_fitting_budget_given_tokens
+@correct_result(_MODULE, _FIT, PADDED_ENCODER_GRAPH)
+def count_padded_batches(
+    budget: int | None, self: Any, total_tokens: int, *args: Any, **kwargs: Any
+) -> Callable[[], None] | None:
+    """Count each replay that does not fill its graph, if FlashAttention is in it; nothing is left to correct."""
+    if budget is None or budget <= total_tokens or not getattr(self, _HAS_FLASH_ATTENTION, False):
+        return None
+    return _leave
 
 
-def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_MODULE, _CAPTURE, _capture_on_zeros), Patch(_MODULE, _FIT, _count_padded_batches))
+def _leave() -> None:
+    """Correct nothing: the graph was captured on zeros."""
 
 
 def needs() -> tuple[Need, ...]:
+    """The deployments that the defect needs."""
     from vllm_graphfix.deployment.needs import Need, unseen
 
     return (
@@ -217,44 +185,23 @@ def _attends_by_flash_attention(deployment: Deployment, _: str) -> Fact | None:
     return Fact(backend.upper() == "FLASH_ATTN", f"--mm-encoder-attn-backend {backend[:40]}")
 
 
-FIX = Fix(
-    number=23,
-    name="encoder-padding",
-    runner=None,
-    reads=(_OPERATOR, _MANAGER, _RUNNER),
-    modules=(_MODULE,),
+FIX = fix(
+    "encoder-padding",
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # What the kernel is given to write to, whose output it is, and whatever else is done to that.
+        Slice(_OPERATOR, _ATTEND, "kwargs output flash_attn_varlen_func context_layer"),
+        Slice(_OPERATOR, "vit_flash_attn_wrapper", _ATTEND),
+        Slice(_LAYER, "MMEncoderAttention._forward_fa", "vit_flash_attn_wrapper flash_attn_varlen_func output"),
+        Slice(_MANAGER, _CAPTURE, "fa_utils flash_attn_varlen_func zeros", Verdict.AFFECTED),
+        # Graphs that are replayed for fewer tokens than they have, and the rows that are taken of them.
+        Slice(_RUNNER, "GPUModelRunner._execute_mm_encoder", "encoder_cudagraph_manager", Verdict.AFFECTED),
+        Slice(_MANAGER, _FIT, "budget total_tokens", Verdict.AFFECTED),
+        Slice(_MANAGER, f"{_CLASS}._run_budget_graph", "output_buffer", Verdict.AFFECTED),
+    ),
+    wordings=(*_ARGUMENTS, *_ZEROED, *_WHERE_SUPPORTED, *_FITTED),
+    corrections=(Patch(_MODULE, _CAPTURE, _capture_on_zeros, leading=1), count_padded_batches),
     events=(PADDED_ENCODER_GRAPH,),
     needs=needs,
-    ground="upstream",
-    evidence=(
-        f"{_OPERATOR}::vit_flash_attn_wrapper",
-        f"{_MANAGER}::{_CLASS}._run_budget_graph",
-        f"{_MANAGER}::{_CLASS}._execute_local",
-    ),
-)
-
-ABOUT = About(
-    pr=56922,
-    references=("issue 57136",),
-    summary="graphs of encoders keep zeros in the padded rows of their attention",
-    releases="0.20.0 - 0.30.0",
-    absent="0.14.1 - 0.19.1",
-    seen="nonsense about some images, by their size",
-    first_test="`cudagraph_mm_encoder` off: gone?",
-    symptom="With cudagraph_mm_encoder, embeddings of images are NaN, and answers about them nonsense, where their "
-    "tokens do not fill the graph that takes them. Other sizes are right.",
-    cause="A graph of an encoder is replayed for as many tokens as it has, or fewer. FlashAttention writes the rows of "
-    "images, and its output is memory as the graph's pool has it: the rows that pad the graph keep what was there, NaN "
-    "among it. In the next layer they are values, and versions 3 and 4, as reported, let NaN of rows behind the last "
-    "image into its own.",
-    remedy="While an encoder is captured, FlashAttention is given memory of zeros to write to, which the graph clears "
-    "in each replay. Without a capture everything is as before.",
-    detect="Embeddings of an image are NaN, and not with cudagraph_mm_encoder off. The counter of `observe` counts "
-    "batches that do not fill their graph; which of them are wrong depends on what memory holds.",
-    workaround="Leave cudagraph_mm_encoder off; or --mm-encoder-attn-backend FLASHINFER.",
-    removable="with vLLM 0.31.0",
-    in_caches="entries of images, and of all that comes after them in a prompt: computed from wrong embeddings",
-    how_sure="follows from the code; NaN embeddings were reported",
+    default_because="upstream",
 )

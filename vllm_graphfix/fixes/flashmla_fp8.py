@@ -5,26 +5,23 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Together, Verdict
-from vllm_graphfix.fixes._about import About
-from vllm_graphfix.fixes._capture_source import plans_each_batch
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Together, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
-    from vllm_graphfix.source.functions import Function
 
 _BACKEND = "vllm/v1/attention/backends/mla/flashmla.py"
 _BACKEND_MODULE = "vllm.v1.attention.backends.mla.flashmla"
 _OPERATORS = "vllm/v1/attention/ops/flashmla.py"
 _CALLER = "vllm/model_executor/layers/attention/mla_attention.py"
 
+_PLANNED = "tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8(...)"
 _POINTED_AT = (
     "scheduler_metadata.tile_scheduler_metadata = tile_scheduler_metadata",
     "scheduler_metadata.num_splits = num_splits",
 )
-_PLANNED = "tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8(...)"
-_BUFFERS = ("self.cg_buf_tile_scheduler_metadata", "self.cg_buf_num_splits")
 _FULL_GRAPHS = "if self.compilation_config.cudagraph_mode.has_full_cudagraphs(): ..."
 _KEPT = (
     "self.cg_buf_tile_scheduler_metadata[:n].copy_(tile_scheduler_metadata)",
@@ -32,15 +29,17 @@ _KEPT = (
     "self.cg_buf_num_splits[:n].copy_(num_splits)",
     "num_splits = self.cg_buf_num_splits[:n]",
 )
+_COUNTED = ("n = tile_scheduler_metadata.size(0)", "n = num_splits.size(0)")
+_REMEDY = (_COUNTED[0], *_KEPT[:2], _COUNTED[1], *_KEPT[2:])
 """Upstream's correction."""
-_MADE = (
-    "self.is_fp8_kvcache = ...",
-    _FULL_GRAPHS,
-    "self.cg_buf_tile_scheduler_metadata = torch.zeros(..., device=self.device, dtype=torch.int32)",
-    "self.cg_buf_num_splits = torch.empty(..., device=self.device, dtype=torch.int32)",
-    "vllm_config.scheduler_config.max_num_seqs + 1",
+_CHECKED = tuple(
+    f"assert {fact}"
+    for buffer in ("self.cg_buf_tile_scheduler_metadata", "self.cg_buf_num_splits")
+    for fact in (f"{buffer} is not None", f"n <= {buffer}.size(0)")
 )
-"""What the patches use of a builder."""
+
+_OTHER_CACHES = "if ... and not self.kv_cache_dtype.startswith('fp8'):\n    ..."
+"""The plan of caches that are not fp8."""
 
 PLAN_OUTSIDE_BUFFERS = Event(
     "plan-outside-buffers",
@@ -50,83 +49,32 @@ PLAN_OUTSIDE_BUFFERS = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find the plan of a batch, and the copy of it in the buffers that graphs read."""
     build = source.function(_BACKEND, "FlashMLAMetadataBuilder._build_decode")
     if not any(source.says(path, "FlashMLASchedMeta") for path in (_BACKEND, _OPERATORS)):
         return Diagnosis(Verdict.ABSENT, "no dense fp8 FlashMLA")
     if build is None:
         return Diagnosis.unrecognised("dense fp8 is planned in a place", _BACKEND)
-    planned = build.only("get_mla_metadata_dense_fp8(...)")
-    if planned and build.each(*_POINTED_AT):
-        if _plan_is_in_buffers(source, build):
-            return Diagnosis(Verdict.FIXED, "the plan is copied into persistent buffers", build.at(planned))
-        init = source.function(_BACKEND, "FlashMLAMetadataBuilder.__init__")
-        flag = build.find("self.is_fp8_kvcache") and not build.find("not self.is_fp8_kvcache")
-        if (
-            init
-            and init.each(*_MADE)
-            and flag
-            and not any(map(build.find, _BUFFERS))
-            and _plans_anew_as_known(source, build)
-        ):
+    new_plan = build.each(_PLANNED, *_POINTED_AT)
+    if new_plan and build.in_one_block(*new_plan):
+        full, kept = build.each(_FULL_GRAPHS), build.each(*_REMEDY)
+        if full and kept and build.in_one_block(*kept) and kept[0] in getattr(full[0], "body", []):
+            planned, *pointed = new_plan
+            # A method that it calls might make other buffers.
+            if build.in_one_block(planned, *full, *pointed) and not build.own_calls():
+                return Diagnosis(Verdict.FIXED, "the plan is copied into persistent buffers", build.at(planned))
+        elif not any(map(build.find, _KEPT)):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "every batch gets a new plan, but graphs read the one of their capture",
-                build.at(planned),
+                build.at(new_plan[0]),
                 "new-plan",
             )
     return Diagnosis.unrecognised("the plan of dense fp8 is kept in a way", build)
 
 
-def _plan_is_in_buffers(source: Source, build: Function) -> bool:
-    """Whether the plan that the metadata point at is that of the buffers, and no other, where there are full graphs."""
-    builder = source.function(_BACKEND, "FlashMLAMetadataBuilder")
-    full, kept = build.each(_FULL_GRAPHS), build.each(*_KEPT)
-    return (
-        full != []
-        and kept != []
-        and build.mentions(scheduler_metadata=4, tile_scheduler_metadata=5, num_splits=5)
-        and build.in_one_block(*kept)
-        and kept[1] in getattr(full[0], "body", [])
-        and build.in_one_block(*full, *build.each(*_POINTED_AT))
-        and not build.own_calls()
-        # Made once, with the builder, and only written into.
-        and builder is not None
-        and all(len(builder.find(f"{buffer} = ...")) == 2 and not build.find(f"{buffer} = ...") for buffer in _BUFFERS)
-        and _caller_builds_each_time(source)
-    )
-
-
-def _plans_anew_as_known(source: Source, build: Function) -> bool:
-    """Whether planner and builder make a plan for each batch, and neither they nor the builder's caller keep one."""
-    planner = source.function(_OPERATORS, "get_mla_metadata_dense_fp8")
-    pointed = dict(zip(("tile_scheduler_metadata", "num_splits"), _POINTED_AT, strict=True))
-    return (
-        planner is not None
-        and planner.always("return torch.ops._flashmla_extension_C.get_mla_decoding_metadata_dense_fp8(...)")
-        and all(build.confines(name, _PLANNED, part, f"{name}.size(...)") for name, part in pointed.items())
-        and plans_each_batch(build)
-        and not build.own_calls()
-        and _caller_builds_each_time(source)
-    )
-
-
-def _caller_builds_each_time(source: Source) -> bool:
-    """Whether the builder's caller has the metadata of decodes made for each batch, and keeps none."""
-    caller = source.function(_CALLER, "MLACommonMetadataBuilder.build")
-    return (
-        caller is not None
-        and caller.only("decode_metadata = self._build_decode(*...)") is not None
-        and caller.confines(
-            "decode_metadata",
-            "decode_metadata = None",
-            "decode_metadata = self._build_decode(*...)",
-            "self.metadata_cls(*..., decode=decode_metadata)",
-        )
-    )
-
-
 def _plan_in_persistent_buffers(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `FlashMLAMetadataBuilder._build_decode`, whose result then points to the plan in the persistent buffers.
+    """Wrap `FlashMLAMetadataBuilder._build_decode`, whose result then points to the plan in the persistent buffers.
 
     The plan, in `scheduler_metadata`, is `tile_scheduler_metadata`, (parts, 8) int32, and `num_splits`,
     (num_reqs + 1,) int32.
@@ -182,30 +130,34 @@ def _rows(buffer: Any, values: Any, name: str) -> Any:
     return buffer[:rows]
 
 
-_TARGET = "FlashMLAMetadataBuilder._build_decode"
-
-
-def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BACKEND_MODULE, _TARGET, _plan_in_persistent_buffers),)
-
-
 def needs() -> tuple[Need, ...]:
+    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
 
     return (needs.FP8_CACHE, needs.DENSE_FLASHMLA, needs.FULL_GRAPHS)
 
 
-FIX = Fix(
-    number=5,
-    name="flashmla-fp8",
-    runner=None,
-    reads=(_BACKEND, _OPERATORS, _CALLER),
-    modules=(_BACKEND_MODULE,),
+FIX = fix(
+    "flashmla-fp8",
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # The plan, and the buffers that may hold it.
+        Slice(
+            _BACKEND,
+            "FlashMLAMetadataBuilder",
+            "scheduler_metadata tile_scheduler_metadata num_splits cg_buf_tile_scheduler_metadata cg_buf_num_splits "
+            "is_fp8_kvcache",
+        ),
+        Slice(_BACKEND, "FlashMLABackend.get_builder_cls"),
+        # Its builder runs for each batch; the planner keeps no plan, and the kernel reads that of the metadata.
+        Slice(_CALLER, "MLACommonMetadataBuilder.build", "decode_metadata _build_decode"),
+        Slice(_OPERATORS, "get_mla_metadata_dense_fp8", "", Verdict.AFFECTED),
+        Slice(_BACKEND, "FlashMLAImpl", "scheduler_metadata tile_scheduler_metadata num_splits", Verdict.AFFECTED),
+    ),
+    wordings=(_PLANNED, *_POINTED_AT, *_REMEDY, *_CHECKED, _OTHER_CACHES),
+    corrections=(Patch(_BACKEND_MODULE, "FlashMLAMetadataBuilder._build_decode", _plan_in_persistent_buffers),),
     events=(PLAN_OUTSIDE_BUFFERS,),
     needs=needs,
-    ground="answers",
     together=(
         Together(
             name="flashmla-padding",
@@ -214,25 +166,5 @@ FIX = Fix(
             may_be_off=True,
         ),
     ),
-)
-
-ABOUT = About(
-    pr=35175,
-    references=("PR 32810", "issue 33638"),
-    summary="FlashMLA's fp8 plan stays where graphs recorded it",
-    releases="0.15.0 - 0.18.1",
-    absent="0.14.1",
-    seen="garbage or gibberish",
-    first_test="`--kv-cache-dtype auto`: gone?",
-    symptom="With --kv-cache-dtype fp8, FlashMLA and full CUDA graphs, output turns to garbage (DeepSeek-V3.1).",
-    cause="The builder gets new tensors from the planner for every batch. The graph recorded the addresses of those "
-    "from its capture, which nothing refreshes.",
-    remedy="The plan of each batch is copied into the builder's persistent buffers, and the metadata point there. A "
-    "plan that does not fit raises an error that gives both sizes.",
-    detect="Output differs from --enforce-eager on the same prompts, and with --kv-cache-dtype auto it does not.",
-    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --kv-cache-dtype auto.',
-    removable="with vLLM 0.19.0",
-    in_caches="wrong entries of generated tokens, and of the last token of a prompt if it was computed in a step of "
-    "its own (a remainder of one token, or a prompt that was in the cache except for its last token)",
-    how_sure="follows from the code: only decode graphs replay the wrong plan",
+    default_because="answers",
 )

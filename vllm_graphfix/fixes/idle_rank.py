@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import NEWEST, About
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
 
 if TYPE_CHECKING:
+    import ast
+
     from vllm_graphfix.deployment import Deployment, Fact
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
@@ -31,9 +33,46 @@ _PROPOSERS = (
 _RUNNER_V2 = "vllm/v1/worker/gpu/model_runner.py"
 _TABLE_V2 = "vllm/v1/worker/gpu/block_table.py"
 _SPECULATOR_V2 = "vllm/v1/worker/gpu/spec_decode/speculator.py"
+_AUTOREGRESSIVE_V2 = "vllm/v1/worker/gpu/spec_decode/autoregressive/speculator.py"
 
-_PADDED = ("(...).fill_(-1)", "(...).fill_(PAD_SLOT_ID)", "(...).fill_(PADDING_SLOT_ID)")
-_EMPTIED = ("(...).zero_()", "(...).fill_(0)", "(...).fill_(NULL_BLOCK_ID)")
+_IDLE_STEP = "self.model_runner._dummy_run(...)"
+_SLOTS_PADDED = tuple(
+    f"if slot_mappings_by_group is not None:\n    for sm in slot_mappings_by_group.values():\n        sm.fill_({pad})"
+    for pad in (-1, "PAD_SLOT_ID", "PADDING_SLOT_ID")
+)
+_COMMIT = "self.input_batch.block_table.commit_block_table(num_reqs_padded)"
+_ROWS_EMPTIED = tuple(
+    f"for {table} in self.input_batch.block_table.block_tables: {table}.{rows}.{emptied}"
+    for table in ("table", "block_table")
+    for rows in (
+        "get_device_tensor(num_reqs_padded)",
+        "block_table.gpu[:num_reqs_padded]",
+        "block_table.gpu",
+    )
+    for emptied in ("zero_()", "fill_(0)", "fill_(NULL_BLOCK_ID)")
+)
+_METADATA_BUILT = "attn_metadata, _ = self._build_attention_metadata(...)"
+_DRAFT_SLOTS = "slot_mapping_dict = self._get_slot_mapping(num_input_tokens)"
+_DRAFT_SLOTS_PADDED = tuple(
+    f"self._slot_mapping_buffer{tokens}.fill_({pad})"
+    for tokens in ("", "[:num_input_tokens]")
+    for pad in (-1, "PADDING_SLOT_ID", "PAD_SLOT_ID")
+)
+_ROWS_V2 = "return tuple(block_table[:num_reqs] for block_table in self.input_block_tables)"
+_EMPTIED_ROWS_V2 = "return tuple(block_table[:num_reqs].zero_() for block_table in self.input_block_tables)"
+_DIRTY_ROWS_V2 = (
+    "num_rows = max(num_reqs, self._num_dirty_rows)",
+    "for block_table in self.input_block_tables: block_table[:num_rows].zero_()",
+    _ROWS_V2,
+)
+_DRAFTS_MASKED_V2 = """
+if dummy_run:
+    self.idx_mapping.fill_(-1)
+else:
+    self.idx_mapping[:num_reqs].copy_(idx_mapping)
+    self.idx_mapping[num_reqs:].fill_(-1)
+"""
+"""No row of an idle step stands for a request: upstream's correction of 0.31.0."""
 _STALE_V2 = {"inputs": "inputs", "tables": "block tables", "drafts": "drafts' block tables"}
 _PAD = -1
 """vLLM's PAD_SLOT_ID: nothing is written for such a token."""
@@ -48,140 +87,92 @@ IDLE_STEP_ON_REAL_BLOCKS = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find the step of an idle rank, and which of the buffers that it reads still name blocks of the last batch."""
     if not source.says(_WORKER, "execute_dummy_batch", of="Worker"):
         return Diagnosis(Verdict.ABSENT, "no idle rank runs a step")
     idle = source.function(_WORKER, _TARGET)
     run = source.function(_RUNNER, "GPUModelRunner._dummy_run")
-    first, second = _stale_in_v1(source, run), _stale_in_v2(source, idle)
-    if idle is None or run is None or first is None or second is None or not _is_one_step(idle):
-        return Diagnosis.unrecognised("an idle rank runs its step in a way", run or idle or _WORKER)
+    first = _stale_in_v1(source, run) if run else None
+    second = _stale_in_v2(source, idle) if idle else None
+    if idle is None or run is None or first is None or second is None or not idle.find(_IDLE_STEP):
+        unknown = Diagnosis.unrecognised("an idle rank runs its step in a way", run or idle or _WORKER)
+        return unknown._replace(defect_seen=bool(first or second))
     if not first and not second:
         return Diagnosis(Verdict.FIXED, "an idle rank's step names no cache block", run.where)
-    left = [*(f"{what} (V1)" for what in first), *([f"{_STALE_V2[second]} (V2)"] if second else [])]
+    stale = [*(f"{buffers} (V1)" for buffers in first), *([f"{_STALE_V2[second]} (V2)"] if second else [])]
     return Diagnosis(
         Verdict.AFFECTED,
-        f"an idle rank's step finds its cache by what the last batch left: {', '.join(left)}",
+        f"an idle rank's step finds its cache by what the last batch left: {', '.join(stale)}",
         run.where,
         "-and-".join(filter(None, ("slots" if "slots" in first else "rows", second))),
     )
 
 
-def _is_one_step(idle: Function) -> bool:
-    """Whether the function calls the model runner for one step, and uses it otherwise only for the step's size.
-
-    The step may be that of either model runner.
-    """
-    first, second = idle.find("self.model_runner._dummy_run(...)"), idle.find("self.model_runner.execute_model(...)")
-    size = idle.find("getattr(self.model_runner, 'uniform_decode_query_len', 1)")
-    uses = len(first) + len(second) + len(size)
-    return idle.takes == "self" and len(first) == 1 and uses == len(idle.find("self.model_runner"))
-
-
-def _stale_in_v1(source: Source, run: Function | None) -> tuple[str, ...] | None:
-    """What a step of model runner V1 leaves as it was; None if that is not known."""
-    build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
-    tables = source.function(_TABLE, "MultiGroupBlockTable.commit_block_table")
-    table = source.function(_TABLE, "BlockTable.commit_block_table")
-    buffers = source.function(_TABLE, "BlockTable.__init__")
-    batch = source.function(_BATCH, "InputBatch.__init__")
-    if run is None or build is None or tables is None or table is None or buffers is None or batch is None:
+def _stale_in_v1(source: Source, run: Function) -> tuple[str, ...] | None:
+    """The buffers that a step of model runner V1 leaves as they were; None where drafts run in an unknown way."""
+    drafts = _stale_draft_slots(source)
+    if drafts is None:
         return None
-    known = (
-        run.only("force_attention or cudagraph_runtime_mode == CUDAGraphMode.FULL")  # when a step is given metadata
-        and build.only("blk_table = self.input_batch.block_table[kv_cache_gid]")
-        and tables.only("block_table.commit_block_table(num_reqs)")
-        and len(tables.loops_over("self.block_tables")) == 1
-        and table.only("self.block_table.copy_to_gpu(num_reqs)")
-        and buffers.only("self.block_table = self._make_buffer(...)")
-        and buffers.only("self.slot_mapping = self._make_buffer(...)")
-        and buffers.only("self.num_blocks_per_row = ...")
-        and batch.only("self.num_prompt_tokens = ...")
-        and batch.only("self.block_table = MultiGroupBlockTable(...)")
-    )
-    taken, committed = run.find("self._get_slot_mappings(...)"), run.find("(...).commit_block_table(num_reqs_padded)")
-    own = build.find("blk_table.slot_mapping.gpu[:num_tokens_padded]")
-    padded, drafts = _pads_slots(run), _stale_draft_slots(source)
-    if not known or drafts is None or len(taken) + len(own) != 1 or len(committed) > 1 or padded is None:
-        return None
-    since = max((call.lineno for call in committed), default=0)  # which copies the rows of the CPU
-    emptied = any(
-        since < found.lineno <= (loop.end_lineno or 0)
-        for loop in run.loops_over("self.input_batch.block_table.block_tables")
-        for pattern in _EMPTIED
-        for found in run.find(pattern)
-        if loop.lineno < found.lineno
-    )
     return (
-        *(() if padded else ("slots",)),
-        *(() if emptied else ("block-table rows",)),
+        *(() if any(map(run.only, _SLOTS_PADDED)) else ("slots",)),
+        *(() if _empties_rows(run) else ("block-table rows",)),
         *(("a draft's slots",) if drafts else ()),
     )
 
 
-def _pads_slots(run: Function) -> bool | None:
-    """Whether *run* pads the slots of each group; None if something is padded in another way than that."""
-    found = [part for pattern in _PADDED for part in run.find(pattern)]
-    loops = run.loops_over("slot_mappings_by_group.values()")
-    if not found and not loops:
+def _empties_rows(run: Function) -> bool:
+    """Tell if the rows are emptied before metadata are built, and not copied from the CPU again behind that."""
+    emptied = _first(run, _ROWS_EMPTIED)
+    built = run.only(_METADATA_BUILT)
+    if emptied is None or built is None or not run.in_one_block(emptied, built):
         return False
-    inside = [part for part in found for loop in loops if loop.lineno < part.lineno <= (loop.end_lineno or 0)]
-    return True if len(inside) == len(found) == len(loops) == 1 else None
+    committed = run.find("(...).commit_block_table(...)")
+    return not committed or (committed == run.find(_COMMIT) and run.in_one_block(*committed, emptied, built))
+
+
+def _first(function: Function, patterns: Iterable[str]) -> ast.stmt | ast.expr | None:
+    return next((part for part in map(function.only, patterns) if part is not None), None)
 
 
 def _stale_draft_slots(source: Source) -> bool | None:
-    """Whether the drafter's own slots stay as the last draft left them; None if it is not known."""
+    """Tell if the drafter's own slots stay as the last draft left them; None if it is not known."""
     for path, name in _PROPOSERS:
         dummy = source.function(path, f"{name}.dummy_run")
         if dummy is None:
             continue
-        own = dummy.find("self._get_slot_mapping(...)")
-        if not own:
+        slots = dummy.only(_DRAFT_SLOTS)
+        if slots is None:
             return None if "slot_mappings" in dummy.parameters else False  # 0.14.1 drafts write by attention alone
-        if any(dummy.find(pattern) for pattern in _PADDED):
-            return False
-        stale = dummy.only("slot_mapping_dict = self._get_slot_mapping(num_input_tokens)")
-        return True if stale and len(own) == 1 and dummy.mentions(slot_mapping_dict=3) else None
+        padded = _first(dummy, _DRAFT_SLOTS_PADDED)
+        return padded is None or not dummy.in_one_block(padded, slots)
     return None
 
 
-def _stale_in_v2(source: Source, idle: Function | None) -> str | None:
+def _stale_in_v2(source: Source, idle: Function) -> str | None:
     """The same of model runner V2, in one word: `inputs`, `tables`, `drafts`, or nothing."""
     run = source.function(_RUNNER_V2, "GPUModelRunner._dummy_run")
     if run is None:
         return None if source.says(_RUNNER_V2, "dummy_run") else ""
     rows = source.function(_TABLE_V2, "BlockTables.get_dummy_block_tables")
-    slots = source.function(_TABLE_V2, "BlockTables.get_dummy_slot_mappings")
-    buffers = source.function(_TABLE_V2, "BlockTables.__init__")
-    known = (
-        rows
-        and buffers
-        and slots
-        and slots.only("self.slot_mappings.fill_(PAD_SLOT_ID)")
-        and buffers.only("self.block_tables: list[StagedWriteTensor] = []")
-        and buffers.only("self.input_block_tables: list[torch.Tensor] = ...")
-        and buffers.only("self.slot_mappings = ...")
-        and buffers.only("self.num_blocks = UvaBackedTensor(...)")
-        and "skip_attn" in run.parameters
-    )
-    if not known or rows is None:
+    if rows is None or "skip_attn" not in run.parameters:
         return None
-    if idle is not None and idle.find("self.model_runner.execute_model(...)"):
+    if idle.find("self.model_runner.execute_model(...)"):
         return ""  # 0.14.1, which always prepares it, and has no layers but attention
     if _default_of(run, "skip_attn") is not False:
         return "inputs"
-    if not any(rows.find(pattern) for pattern in _EMPTIED):
+    dirty = rows.each(*_DIRTY_ROWS_V2)
+    if not rows.always(_EMPTIED_ROWS_V2) and not (dirty and rows.in_one_block(*dirty)):
         return "tables"
     copy = source.function(_SPECULATOR_V2, "DraftModelSpeculator._copy_request_inputs")
     if copy is None:
         return None
-    masked = "dummy_run" in copy.parameters and copy.find("self.idx_mapping.fill_(-1)")
-    return "" if masked else "drafts"
+    return "" if copy.only(_DRAFTS_MASKED_V2) is copy.node.body[-1] else "drafts"
 
 
 def _default_of(function: Function, parameter: str) -> object:
-    """The constant that a keyword-only parameter is by default; None if there is none."""
-    given = getattr(function.node, "args", None)
-    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True) if given else ()
+    """Return the constant that a keyword-only parameter is by default; None if there is none."""
+    arguments = getattr(function.node, "args", None)
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if arguments else ()
     return next((getattr(value, "value", None) for name, value in pairs if name.arg == parameter), None)
 
 
@@ -217,7 +208,7 @@ def _name_no_block(stock: StockFunction, activity: Activity, *, shape: str) -> S
 
 
 def _restore(undo: Undo, activity: Activity) -> None:
-    """Each of them, whatever becomes of the others."""
+    """Bring each of them back, whatever becomes of the others."""
     for bring_back in reversed(undo):
         from torch import inference_mode
 
@@ -229,7 +220,7 @@ def _restore(undo: Undo, activity: Activity) -> None:
 
 
 def _clear_buffers(runner: Any, shape: str, undo: Undo) -> None:
-    """Every buffer by which a pass finds its cache names none; *undo* takes what brings back what later steps rely on.
+    """Clear every buffer by which a pass finds its cache; *undo* takes what brings back what later steps rely on.
 
     The buffers are the persistent ones, so that graphs read it too. Real steps fill them anew: V1 copies the rows of
     its batch from the CPU, V2 gathers them from the request's; these two, which grow with a request, are what is
@@ -283,7 +274,7 @@ def _padding_slots(compute: StockFunction) -> StockFunction:
 
 
 def _replace_for_now(owner: Any, name: str, function: StockFunction, undo: Undo) -> None:
-    """In this one object, and only as long as the step runs."""
+    """Replace *name* in this one object, and only as long as the step runs."""
     undo.append(functools.partial(vars(owner).pop, name, None))
     setattr(owner, name, function)
 
@@ -294,7 +285,7 @@ def _clear_for_now(rows: Any, undo: Undo) -> None:
 
 
 def _clear_states(runner: Any) -> None:
-    """What metadata builders keep for graphs: state indices of Mamba and its kind, and slots of compressed caches."""
+    """Clear what metadata builders keep for graphs: state indices of Mamba and its kind, slots of compressed caches."""
     for builder in _builders(runner):
         for name, tensor in _tensors(builder, "state_indices", "slot_mapping"):
             tensor.fill_(_NULL_BLOCK if "state_indices" in name else _PAD)
@@ -320,7 +311,7 @@ def _part_of_v2(shape: str) -> str:
 
 
 def _names_real_blocks(runner: Any, shape: str) -> bool:
-    """Whether on stock the step writes to blocks of a real batch, by what the host knows.
+    """Tell if on stock the step writes to blocks of a real batch, by what the host knows.
 
     Nothing is read from a device.
     """
@@ -330,10 +321,10 @@ def _names_real_blocks(runner: Any, shape: str) -> bool:
             return bool(batch.num_prompt_tokens.any())  # there was a request, and a draft
         rows = any(table.num_blocks_per_row.any() for table in batch.block_table.block_tables)
         return rows and _has_states(runner)
-    left = _part_of_v2(shape)
-    if not left or not runner.block_tables.num_blocks.np.any():
+    stale = _part_of_v2(shape)
+    if not stale or not runner.block_tables.num_blocks.np.any():
         return False
-    return left == "inputs" or runner.speculator is not None or (left == "tables" and _has_states(runner))
+    return stale == "inputs" or runner.speculator is not None or (stale == "tables" and _has_states(runner))
 
 
 def _has_states(runner: Any) -> bool:
@@ -345,6 +336,7 @@ def patches(shape: str) -> tuple[Patch, ...]:
 
 
 def needs() -> tuple[Need, ...]:
+    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need
 
@@ -372,49 +364,57 @@ def _has_states_or_drafts(deployment: Deployment, shape: str) -> Fact | None:
     return any_of(deployment.recurrent(), deployment.drafts())
 
 
-FIX = Fix(
-    number=9,
-    name="idle-rank",
-    runner=None,
-    reads=(_WORKER, _RUNNER, _TABLE, _BATCH, _PROPOSER, _EAGLE, _RUNNER_V2, _TABLE_V2, _SPECULATOR_V2),
-    modules=(_WORKER_MODULE,),
+_DRAFTS = "_get_slot_mapping _slot_mapping_buffer slot_mapping_dict"
+
+FIX = fix(
+    "idle-rank",
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # The step itself, in which nothing else is done to its buffers.
+        Slice(_WORKER, _TARGET, "self"),
+        Slice(
+            _RUNNER,
+            "GPUModelRunner._dummy_run",
+            "slot_mappings_by_group slot_mappings block_table block_tables commit_block_table "
+            "_build_attention_metadata",
+        ),
+        # The slots and the rows by which model runner V1 finds its cache, and the persistent buffers that these are.
+        Slice(_RUNNER, "GPUModelRunner._get_slot_mappings", "slot_mapping slot_mappings_by_gid"),
+        Slice(_RUNNER, "GPUModelRunner._build_attention_metadata", "blk_table"),
+        Slice(_TABLE, "MultiGroupBlockTable.commit_block_table", "commit_block_table"),
+        Slice(_TABLE, "MultiGroupBlockTable.__getitem__", "block_tables"),
+        Slice(_TABLE, "BlockTable.commit_block_table", "block_table"),
+        Slice(_TABLE, "BlockTable.get_device_tensor", "block_table"),
+        Slice(_TABLE, "BlockTable.__init__", "slot_mapping num_blocks_per_row", Verdict.AFFECTED),
+        Slice(_TABLE, "BlockTable.clear_row", "num_blocks_per_row block_table", Verdict.AFFECTED),
+        Slice(_BATCH, "InputBatch.__init__", "MultiGroupBlockTable", Verdict.AFFECTED),
+        Slice(_BATCH, "InputBatch.remove_request", "block_table", Verdict.AFFECTED),
+        # The drafter's own slots.
+        *(
+            Slice(path, f"{name}.{method}", _DRAFTS)
+            for path, name in _PROPOSERS
+            for method in ("dummy_run", "_get_slot_mapping")
+        ),
+        # The rows and slots of model runner V2, who prepares them for a step without work, and those of its drafts.
+        Slice(_TABLE_V2, "BlockTables.get_dummy_block_tables", "input_block_tables block_table"),
+        Slice(_TABLE_V2, "BlockTables.get_dummy_slot_mappings", "slot_mappings"),
+        Slice(_TABLE_V2, "BlockTables.__init__", "input_block_tables slot_mappings", Verdict.AFFECTED),
+        Slice(_RUNNER_V2, "", "get_dummy_block_tables get_dummy_slot_mappings prepare_dummy_attn", Verdict.FIXED),
+        Slice(_RUNNER_V2, "GPUModelRunner._dummy_run", "skip_attn dummy_run", Verdict.FIXED),
+        Slice(_AUTOREGRESSIVE_V2, "", "_copy_request_inputs", Verdict.FIXED),
+        Slice(_SPECULATOR_V2, "DraftModelSpeculator._copy_request_inputs", "idx_mapping dummy_run", Verdict.FIXED),
+    ),
+    wordings=(
+        _COMMIT,
+        *_ROWS_EMPTIED,
+        *_DRAFT_SLOTS_PADDED,
+        _EMPTIED_ROWS_V2,
+        *_DIRTY_ROWS_V2,
+        _DRAFTS_MASKED_V2,
+    ),
+    corrections=patches,
+    modules=(_WORKER_MODULE,),
     events=(IDLE_STEP_ON_REAL_BLOCKS,),
     needs=needs,
-    ground="answers",
-    evidence=(
-        f"{_RUNNER}::GPUModelRunner._get_slot_mappings",
-        *(f"{_TABLE}::BlockTable.{name}" for name in ("_make_buffer", "clear_row", "get_device_tensor")),
-        f"{_TABLE}::MultiGroupBlockTable.__getitem__",
-        f"{_BATCH}::InputBatch.remove_request",
-        *(f"{path}::{name}._get_slot_mapping" for path, name in _PROPOSERS),
-    ),
-)
-
-ABOUT = About(
-    pr=39444,
-    references=("PR 34866", "PR 37728", "PR 49757", "PR 56734"),
-    summary="an idle rank writes to no cache block",
-    releases=f"0.14.1 - {NEWEST}",
-    seen="garbage or NaN after a pause, or wrong hits in the prefix cache",
-    first_test="bursts with pauses, on one rank and on several",
-    symptom="With data parallelism, on ranks that were idle for a while, answers turn to garbage or NaN, or a prompt "
-    "with a cached prefix is answered differently than before.",
-    cause="An idle rank runs a step of its own, so that the others can go on. Its buffers still hold what the last "
-    "batch, or requests that wait on this rank, put there: slots (up to 0.19.1), a drafter's slots (model runner V1), "
-    "block-table rows, which are the states of Mamba and its kind, and request rows from which drafts compute slots "
-    "(model runner V2 up to 0.30.0). The step writes there, though the blocks may belong to other requests by then, "
-    "or to the prefix cache.",
-    remedy="During such a step, slots are set to the pad slot and block-table rows to the null block, in the "
-    "persistent buffers, so that graphs read them too. Rows that grow with a request are restored afterwards. "
-    "Captures and warm-ups are untouched.",
-    detect="Bursts of requests with pauses between them, on an engine with --data-parallel-size above 1; a prompt "
-    "that hits the prefix cache answers differently after a pause.",
-    workaround="None in the engine; one engine per rank behind a router (no --data-parallel-size), where the model "
-    "fits.",
-    removable="not yet: no release has a remedy; later with one that `status` calls fixed",
-    in_caches="anything in a block that the idle step wrote to: prompts, generated tokens, states, of requests that "
-    "run, have ended or are only cached. A block is wrong in the store if it was stored after that step",
-    how_sure="the writes were shown; what a store copied, and when, is not known",
+    default_because="answers",
 )

@@ -1,15 +1,13 @@
-"""`mamba-all-mode`: each group of Mamba-2 layers has its block indices where its own graphs read them (PR 34874).
-
-The indices are those of its batch.
-"""
+"""`mamba-all-mode`: each group of Mamba-2 layers has its block indices where its own graphs read them (PR 34874)."""
 
 from __future__ import annotations
 
-import functools
+import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import NEWEST, About
+from vllm_graphfix.authoring import correct_result, fix
+from vllm_graphfix.fix import Diagnosis, Event, Slice, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
@@ -19,15 +17,33 @@ if TYPE_CHECKING:
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _BUILDER = "vllm/v1/attention/backends/mamba_attn.py"
-_LATER = "vllm/v1/attention/backends/mamba2_attn.py"
-_UTILS = "vllm/v1/attention/backends/utils.py"
-_BUILDER_MODULE = "vllm.v1.attention.backends.mamba_attn"
+_MAMBA2 = "vllm/v1/attention/backends/mamba2_attn.py"
+_MIXER = "vllm/model_executor/layers/mamba/mamba_mixer2.py"
 _BASE = "BaseMambaAttentionMetadataBuilder"
-_TARGET = f"{_BASE}.update_block_table"
+_UPDATE = f"{_BASE}.update_block_table"
+_FOR_GRAPHS = "_update_metadata_for_cudagraph_capture"
+"""What copies the indices where graphs read them, since 0.17.0."""
 _INDICES = ("block_idx_last_scheduled_token", "block_idx_last_computed_token")
 """Columns of a request's block table, which are the states that a decode writes and reads."""
-_FOR_GRAPHS = "_update_metadata_for_cudagraph_capture"
-"""What copies them where graphs read them, since 0.17.0."""
+_INDEX_NAMES = " ".join(_INDICES)
+_FOR_GRAPHS_RETURNED = f"return self.{_FOR_GRAPHS}(new_metadata)"
+"""Upstream's correction."""
+_TABLE_COPIED = "persistent_state_indices_t.copy_(state_indices_t, non_blocking=True)"
+_TABLE_REPLACED = "new_metadata.state_indices_tensor = state_indices_t"
+_COPIES = tuple(
+    tuple(f"self.{name}[:num_reqs].copy_({metadata}.{name}{rows}, *...)" for name in _INDICES)
+    for metadata in ("metadata", "new_metadata")
+    for rows in ("[:num_reqs]", "")
+)
+_GUARDED_COPIES = tuple(
+    f"if {condition}: {'; '.join(copies)}"
+    for condition in (
+        "self.vllm_config.cache_config.mamba_cache_mode == 'all'",
+        "metadata.block_idx_last_scheduled_token is not None",
+    )
+    for copies in _COPIES
+)
+"""The same correction before 0.17.0, for batches that have indices."""
 
 INDICES_OF_ANOTHER_GROUP = Event(
     "indices-of-another-group",
@@ -37,105 +53,71 @@ INDICES_OF_ANOTHER_GROUP = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find a further group's new block table, and the copies of its block indices to where its graphs read them."""
     if not all(source.says(_BUILDER, name) for name in _INDICES):
         return Diagnosis(Verdict.ABSENT, "Mamba's builder has no block indices: no state is kept for each block")
-    update = source.function(_BUILDER, _TARGET)
+    update = source.function(_BUILDER, _UPDATE)
     compute = source.function(_BUILDER, f"{_BASE}._compute_common_metadata")
-    build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
+    for_graphs = source.function(_BUILDER, f"{_BASE}.{_FOR_GRAPHS}")
     if update is not None:
-        remedy = _place_of_copies(update) or _place_of_return(source, update)
+        returned = update.only(_FOR_GRAPHS_RETURNED)
+        remedy = update.at(returned) if returned and _copies_indices(for_graphs) else _place_of_copies(update)
         if remedy is not None:
             return Diagnosis(Verdict.FIXED, "each group copies the block indices where its graphs read them", remedy)
-        replaced = update.only("new_metadata.state_indices_tensor = state_indices_t")
-        returned = update.only("return new_metadata")
-        if (
-            compute is not None
-            and _place_of_copies(compute) is not None
-            and replaced
-            and returned
-            and update.in_one_block(replaced, returned, at_once=True)
-            and update.only("new_metadata = copy.copy(metadata)")
-            and update.only("persistent_state_indices_t = self.state_indices_tensor[:num_reqs]")
-            and update.takes == "self, metadata, blk_table, slot_mapping"
-            and update.mentions(new_metadata=3)
-            # What is left of `metadata` goes to nothing that could copy indices.
-            and (update.mentions(metadata=2) or (update.mentions(metadata=3) and update.only("metadata.seq_lens")))
-            and update.only("metadata.num_prefills")
-            and build is not None
-            and build.only("builder.update_block_table(...)")
-            and build.only("builder.build_for_cudagraph_capture(common_attn_metadata)")
-        ):
+        defect = update.only(_TABLE_REPLACED) or update.only("return new_metadata")
+        if defect is not None and (_copies_indices(compute) or _copies_indices(for_graphs)):
             return Diagnosis(
                 Verdict.AFFECTED,
                 "for further groups only the block table is updated, and their graphs keep the block indices of the "
                 "capture",
-                update.at(replaced),
+                update.at(defect),
                 "indices-of-the-first-group",
             )
     return Diagnosis.unrecognised("block tables of further groups are updated in a way", update or _BUILDER)
 
 
-def _place_of_copies(function: Function) -> str | None:
-    """Where *function* copies both kinds of indices into the builder's own buffers, or None."""
-    copies = function.each(*(f"self.{name}[...].copy_(...)" for name in _INDICES))
-    return function.at(copies[0]) if copies else None
+def _copies_indices(function: Function | None) -> bool:
+    """Tell if *function* copies both kinds of indices into the builder's own buffers."""
+    return function is not None and bool(function.each(*(f"self.{name}[...].copy_(...)" for name in _INDICES)))
 
 
-def _place_of_return(source: Source, update: Function) -> str | None:
-    """Where *update* returns what the builder makes of it for graphs, indices included; or None."""
-    returned = update.only(f"return self.{_FOR_GRAPHS}(new_metadata)")
-    for_graphs = source.function(_BUILDER, f"{_BASE}.{_FOR_GRAPHS}")
-    if returned is None or for_graphs is None or _place_of_copies(for_graphs) is None:
-        return None
-    return update.at(returned)
+def _place_of_copies(update: Function) -> str | None:
+    """Find the copies of both kinds of indices beside the block table's own, or before it is handed on."""
+    table, replaced = update.only(_TABLE_COPIED), update.only(_TABLE_REPLACED)
+    for pattern in itertools.chain(_COPIES, zip(_GUARDED_COPIES, strict=True)):
+        copies = update.each(*pattern)
+        if not copies:
+            continue
+        if (replaced and update.in_one_block(*copies, replaced)) or (table and update.in_one_block(table, *copies)):
+            return update.at(copies[0])
+    return None
 
 
-def _indices_for_this_group(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `update_block_table(metadata, blk_table, slot_mapping)`: then this group's graphs have the block indices.
-
-    They are copied on the device, in the order of the steps, as stock's own. The metadata that are returned stay as
-    they are: their indices are the first group's, and right wherever no graph is replayed.
-    """
-    from torch import _foreach_copy_  # both or none: an error between two copies would leave states mixed up
-
-    indices_of_others, corrects = activity.counter(INDICES_OF_ANOTHER_GROUP), activity.corrects
-
-    @functools.wraps(stock)
-    def update_block_table(self: Any, *args: Any, **kwargs: Any) -> Any:
-        updated = stock(self, *args, **kwargs)
-        try:
-            given = _indices_elsewhere(self, updated)
-            if given is not None:
-                if corrects:
-                    rows = len(given[0])
-                    own = [self.block_idx_last_scheduled_token[:rows], self.block_idx_last_computed_token[:rows]]
-                    _foreach_copy_(own, given)
-                indices_of_others.count += 1
-        except Exception as error:
-            activity.failed(error)
-        return updated
-
-    return update_block_table
-
-
-def _indices_elsewhere(builder: Any, updated: Any) -> list[Any] | None:
-    """The block indices of *updated*, (num_reqs,) int32 each, if the graphs of *builder* lack them.
+@correct_result("vllm.v1.attention.backends.mamba_attn", _UPDATE, INDICES_OF_ANOTHER_GROUP)
+def indices_for_this_group(updated: Any, self: Any, *_: Any, **__: Any) -> Callable[[], Any] | None:
+    """Copy the block indices, (num_reqs,) int32 each, to where the graphs of this builder read them.
 
     None if the graphs do not need them, or have them already. They need them where stock has put the block table in the
-    builder's own buffer: decodes alone, no more than the largest graph has.
+    builder's own buffer: decodes alone, no more than the largest graph has. They are copied on the device, in the order
+    of the steps, as stock's own. The metadata stay as they are: their indices are the first group's, and right wherever
+    no graph is replayed.
     """
     scheduled = updated.block_idx_last_scheduled_token
     if scheduled is None or updated.num_prefills:
         return None
-    if updated.state_indices_tensor.data_ptr() != builder.state_indices_tensor.data_ptr():
+    if updated.state_indices_tensor.data_ptr() != self.state_indices_tensor.data_ptr():
         return None
-    if scheduled.data_ptr() == builder.block_idx_last_scheduled_token.data_ptr():
+    if scheduled.data_ptr() == self.block_idx_last_scheduled_token.data_ptr():
         return None
-    return [scheduled, updated.block_idx_last_computed_token]
+    return lambda: _copy_indices(self, [scheduled, updated.block_idx_last_computed_token])
 
 
-def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_BUILDER_MODULE, _TARGET, _indices_for_this_group),)
+def _copy_indices(builder: Any, indices: list[Any]) -> None:
+    from torch import _foreach_copy_  # both or none: an error between two copies would leave states mixed up
+
+    rows = len(indices[0])
+    own = [builder.block_idx_last_scheduled_token[:rows], builder.block_idx_last_computed_token[:rows]]
+    _foreach_copy_(own, indices)
 
 
 _SEVERAL_GROUPS = frozenset(
@@ -144,13 +126,14 @@ _SEVERAL_GROUPS = frozenset(
 """Mamba-2 layers, of which a model has many more than of attention, and prefix caching with a state for each block."""
 _ONE_GROUP = frozenset(
     "FalconH1ForCausalLM FalconMambaForCausalLM JambaForCausalLM KimiLinearForCausalLM Lfm2ForCausalLM "
-    "Lfm2MoeForCausalLM Mamba2ForCausalLM\n"
-    "    MambaForCausalLM MiniMaxText01ForCausalLM Plamo2ForCausalLM Qwen3NextForCausalLM".split()
+    "Lfm2MoeForCausalLM Mamba2ForCausalLM MambaForCausalLM MiniMaxText01ForCausalLM "
+    "Plamo2ForCausalLM Qwen3NextForCausalLM".split()
 )
 """Models with as many layers of each kind, with one kind alone, or with another kind of states."""
 
 
 def needs() -> tuple[Need, ...]:
+    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need, unseen
 
@@ -171,7 +154,7 @@ def _several_groups(deployment: Deployment, _: str) -> Fact:
 
 
 def _keeps_every_block(deployment: Deployment, _: str) -> Fact:
-    """Prefix caching, with a state for each block."""
+    """Tell if there is prefix caching with a state for each block."""
     from vllm_graphfix.deployment import Fact
 
     mode, missing = deployment.value("--mamba-cache-mode")
@@ -183,52 +166,32 @@ def _keeps_every_block(deployment: Deployment, _: str) -> Fact:
     return caching if missing is None else Fact(None, missing)
 
 
-FIX = Fix(
-    number=13,
-    name="mamba-all-mode",
+FIX = fix(
+    "mamba-all-mode",
     runner="V1",
-    reads=(_RUNNER, _BUILDER, _LATER, _UTILS),
-    modules=(_BUILDER_MODULE,),
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # The block table of a further group, and what becomes of the indices beside it.
+        Slice(
+            _BUILDER,
+            _UPDATE,
+            f"metadata new_metadata num_reqs state_indices_t persistent_state_indices_t {_INDEX_NAMES}",
+        ),
+        Slice(_BUILDER, f"{_BASE}.{_FOR_GRAPHS}", _INDEX_NAMES),
+        # Nobody else updates it, nor hands one group's metadata to another.
+        Slice(_MAMBA2, "", "update_block_table supports_update_block_table"),
+        Slice(_MAMBA2, "Mamba2AttentionBackend.get_builder_cls"),
+        Slice(_RUNNER, "GPUModelRunner._build_attention_metadata", "update_block_table cached_attn_metadata"),
+        # The indices of the first group, whose graphs alone have them; and the kernels that read them.
+        Slice(_BUILDER, "", "supports_update_block_table", Verdict.AFFECTED),
+        Slice(_BUILDER, f"{_BASE}.__init__", _INDEX_NAMES, Verdict.AFFECTED),
+        Slice(_BUILDER, f"{_BASE}._compute_common_metadata", _INDEX_NAMES, Verdict.AFFECTED),
+        Slice(_MAMBA2, "Mamba2AttentionMetadataBuilder.build", _INDEX_NAMES, Verdict.AFFECTED),
+        Slice(_MIXER, "", _INDEX_NAMES, Verdict.AFFECTED),
+    ),
+    wordings=(*itertools.chain(*_COPIES), *_GUARDED_COPIES),
+    corrections=(indices_for_this_group,),
     events=(INDICES_OF_ANOTHER_GROUP,),
     needs=needs,
-    ground="answers",
-    evidence=(
-        *(
-            f"{_BUILDER}::{_BASE}.{name}"
-            for name in ("__init__", "build_for_cudagraph_capture", "_compute_prefix_caching_block_indices")
-        ),
-        f"{_LATER}::Mamba2AttentionMetadataBuilder.build",
-        f"{_UTILS}::split_decodes_and_prefills",
-        f"{_UTILS}::mamba_get_block_table_tensor",
-    ),
-)
-
-ABOUT = About(
-    pr=34874,
-    references=("issue 34865",),
-    summary="each group of Mamba-2 layers reads the block indices of its own batch",
-    releases="0.14.1 - 0.16.0",
-    absent=f"0.32.0 - {NEWEST}",
-    seen="garbage or NaN for prompts longer than a block, and wrong states in the prefix cache",
-    first_test="without `--enable-prefix-caching`: gone?",
-    symptom="With prefix caching, Mamba-2 hybrids such as Nemotron-H answer long prompts with garbage or NaN under "
-    "full CUDA graphs, and leave wrong states in the prefix cache.",
-    cause="With prefix caching each block of a Mamba layer has a state (mode `all`), and a decode finds the block "
-    "that it reads and the one that it writes by two indices. The first group's builder copies them where its graphs "
-    "read them. For further groups vLLM only swaps the block table: their graphs go on reading the indices of the "
-    "capture, which name each request's first block.",
-    remedy="Whenever a further group's block table is copied to where its graphs read it, so are the indices, with "
-    "one copy on the device.",
-    detect="With --enable-prefix-caching, prompts longer than a Mamba block get wrong answers, even when sent for the "
-    "first time; without that flag or with --enforce-eager they get right ones.",
-    workaround='leave out --enable-prefix-caching, or --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', '
-    "or --enforce-eager; from 0.15.0 on --mamba-cache-mode align.",
-    removable="with vLLM 0.17.0",
-    in_caches="wrong recurrent states of all groups of Mamba-2 layers but the first: the state of a prompt's first "
-    "block is overwritten by that of later tokens, and the states of blocks that are filled while decoding are never "
-    "written. Every request that shares the prefix reads them; keys and values computed after that are wrong, too",
-    how_sure="which states are overwritten and which are missing was shown; that a store takes them follows from the "
-    "code",
+    default_because="answers",
 )

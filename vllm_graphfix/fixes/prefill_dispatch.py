@@ -1,16 +1,13 @@
-"""`prefill-dispatch`: what a builder takes for a prefill never replays a decode graph (PR 53059).
-
-This concerns recurrent models, and steps that have the shape of a decode.
-"""
+"""`prefill-dispatch`: a prefill in the shape of a decode never replays a recurrent model's decode graph (PR 53059)."""
 
 from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import NEWEST, About
-from vllm_graphfix.fixes._recurrent_builders import MAMBA, MAMBA2, READS, Builders, with_builders
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
+from vllm_graphfix.fixes._recurrent_builders import BUILDER_SLICES, Builders, with_builders
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -28,18 +25,65 @@ _UTILS = "vllm/v1/worker/utils.py"
 _CONFIG = "vllm/config/vllm.py"
 _DISPATCHER = "vllm/v1/cudagraph_dispatcher.py"
 
-_SHAPE = "max_num_scheduled_tokens == uniform_decode_query_len and num_tokens == max_num_scheduled_tokens * num_reqs"
-_OVERRIDDEN = f"return ({_SHAPE}) if force_uniform_decode is None else force_uniform_decode"
-_ASKS = (
+_LENGTH, _COUNT = (
+    "max_num_scheduled_tokens == uniform_decode_query_len",
+    "num_tokens == max_num_scheduled_tokens * num_reqs",
+)
+_BY_SHAPE = f"return ({_LENGTH} and {_COUNT}) if force_uniform_decode is None else force_uniform_decode"
+_ASKED = (
     "uniform_decode = self._is_uniform_decode("
     "max_num_scheduled_tokens=max_num_scheduled_tokens, uniform_decode_query_len=self.uniform_decode_query_len, "
-    "num_tokens=num_tokens, num_reqs=num_reqs, force_uniform_decode=force_uniform_decode)"
+    "num_tokens=num_tokens, num_reqs=num_reqs, force_uniform_decode=force_uniform_decode{})"
 )
 _TAKES = "max_num_scheduled_tokens, uniform_decode_query_len, num_tokens, num_reqs, force_uniform_decode"
 _DETERMINE = "self._determine_batch_execution_and_padding(...)"
-_PHASES = tuple(
-    f"self.input_batch.num_computed_tokens_cpu[...] {compared} self.input_batch.num_prompt_tokens[...]"
-    for compared in (">=", "<")
+_DETERMINED = (
+    "cudagraph_mode, batch_desc, should_ubatch, num_tokens_across_dp, cudagraph_stats = "
+    "self._determine_batch_execution_and_padding(*..., num_tokens=num_tokens_unpadded, num_reqs=num_reqs, "
+    "max_num_scheduled_tokens=max_num_scheduled_tokens)"
+)
+_PHASE = "self.input_batch.num_computed_tokens_cpu[:num_reqs] {} self.input_batch.num_prompt_tokens[:num_reqs]"
+_PREFILLING = f"({_PHASE.format('<')}).any()"
+_FORCED = tuple(
+    f"force_uniform_decode=False if {prefilling} else None" for prefilling in (_PREFILLING, f"bool({_PREFILLING})")
+)
+"""A remedy at the call: a step with a row in its prompt is no decode, and any other is as before."""
+_REMEDIES = tuple(
+    (name, f"return ({' and '.join(conditions)}) if force_uniform_decode is None else force_uniform_decode", asked)
+    for name in ("past_prompt", "all_decodes", "past_prefill")
+    for conditions in ((name, _COUNT), (name, _LENGTH, _COUNT), (_LENGTH, _COUNT, name))
+    for asked in (
+        _ASKED.format(f", {name}=bool(({_PHASE.format('>=')}).all())"),
+        _ASKED.format(f", {name}=not ({_PHASE.format('<')}).any()"),
+    )
+)
+"""Remedies in the predicate, by one more parameter: as it answers, and as it is asked (PRs 53059, 47123)."""
+
+_UNIFORM_V2 = (
+    "if max_query_len == num_tokens // num_reqs and num_tokens == max_query_len * num_reqs: return max_query_len"
+)
+_COUNTED_V2 = "uniform_tok_count = get_uniform_token_count(num_reqs, num_toks, max_query_len)"
+_UPDATED_V2 = (
+    "np.minimum(self.req_states.num_computed_tokens_np, self.req_states.prefill_len.np, "
+    "out=self.req_states.num_computed_prefill_tokens)"
+)
+_GATHERED_V2 = "batch_req_state, uniform_tok_count = self.gather_batch_req_state(scheduler_output, dummy_run)"
+_DISPATCHED_V2 = tuple(
+    f"batch_desc, {synchronised} = "
+    "dispatch_cg_and_sync_dp(self.cudagraph_manager, num_reqs, num_toks, uniform_tok_count, *...)"
+    for synchronised in ("num_tokens_across_dp", "dp_sync", "dp_sync_state")
+)
+_PREFILLING_V2 = (
+    "is_prefilling_np = num_computed_prefill_tokens_np < prefill_len_np",
+    "bool(is_prefilling_np.any())",
+)
+_ANSWERED_V2 = tuple(
+    f"return batch_state, get_uniform_decode_token_count(num_reqs, num_toks, max_query_len, {phase})"
+    for phase in ("batch_state.has_prefill", "decode_graph_eligible")
+)
+_BY_PHASE_V2 = tuple(
+    f"if {phase} and is_uniform_query_len(num_reqs, num_tokens, max_query_len): return max_query_len"
+    for phase in ("not has_prefill", "decode_graph_eligible")
 )
 
 _V1, _V2 = "shape-only-v1", "shape-only-v2"
@@ -53,11 +97,12 @@ PREFILL_AS_DECODE = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find by what each model runner tells decodes from prefills: the shape of the step alone, or its rows' phase."""
     v1, v2 = _of_v1(source), _of_v2(source)
-    for found in (v1, v2):
-        if found.verdict is Verdict.UNRECOGNISED:
-            return found
-    affected = [found for found in (v1, v2) if found.verdict is Verdict.AFFECTED]
+    affected = [each for each in (v1, v2) if each.verdict is Verdict.AFFECTED]
+    for each in (v1, v2):
+        if each.verdict is Verdict.UNRECOGNISED:
+            return each._replace(defect_seen=bool(affected))
     if not affected:
         return v1 if v2.verdict is Verdict.ABSENT else v2
     if affected == [v1, v2]:
@@ -66,53 +111,35 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _of_v1(source: Source) -> Diagnosis:
-    if not source.says(_RUNNER, "_is_uniform_decode", of="GPUModelRunner"):
-        if source.read(_RUNNER) is not None and not source.says(_RUNNER, "GPUModelRunner"):
-            return Diagnosis.unrecognised("model runner V1 is in a place", _RUNNER)
-        if source.says(_RUNNER, "uniform_decode"):
-            return Diagnosis.unrecognised("model runner V1 tells decodes from prefills by a condition", _RUNNER)
-        return Diagnosis(Verdict.ABSENT, "no model runner V1 with graphs for decodes only")
     uniform = source.function(_RUNNER, "GPUModelRunner._is_uniform_decode")
     determine = source.function(_RUNNER, "GPUModelRunner._determine_batch_execution_and_padding")
     execute = source.function(_RUNNER, "GPUModelRunner.execute_model")
-    dummy = source.function(_RUNNER, "GPUModelRunner._dummy_run")
-    if uniform and determine and execute and dummy and dummy.gives(_DETERMINE, "force_uniform_decode=uniform_decode"):
-        for place in (determine, execute):
-            if phase := _asked_phase(place, uniform):
-                return Diagnosis(Verdict.FIXED, "model runner V1 checks which phase the rows are in", phase)
-        by_shape = (
-            uniform.takes == _TAKES
-            and uniform.only(_OVERRIDDEN)
-            and uniform.mentions(max_num_scheduled_tokens=2, num_reqs=1, force_uniform_decode=2)
-        )
-        asked_once = (
-            determine.takes.startswith(
-                "self, num_tokens, num_reqs, num_scheduled_tokens_np, max_num_scheduled_tokens, "
-            )
-            and determine.only(_ASKS)
-            and determine.mentions(uniform_decode=3, force_uniform_decode=1)
-            and execute.only(_DETERMINE)
-            and not execute.gives(_DETERMINE, "force_uniform_decode=...")
-        )
-        counted = ("num_computed_tokens_cpu", "num_prompt_tokens", "num_tokens_no_spec")
-        if by_shape and asked_once and all(source.says(_BATCH, name) for name in counted):
+    if uniform is None and not source.says(_RUNNER, "uniform_decode", of="GPUModelRunner"):
+        return Diagnosis(Verdict.ABSENT, "no model runner V1 with graphs for decodes only")
+    if uniform and determine and execute and execute.only(_DETERMINED):
+        by_shape = uniform.takes == _TAKES and uniform.only(_BY_SHAPE) and determine.only(_ASKED.format(""))
+        remedy = _place_of_remedy(uniform, determine, execute, by_shape=bool(by_shape))
+        if remedy is not None:
+            return Diagnosis(Verdict.FIXED, "model runner V1 checks which phase the rows are in", remedy)
+        forced = any(execute.gives(_DETERMINE, f"{name}=...") for name in ("force_uniform_decode", "force_eager"))
+        if by_shape and not forced:
             return Diagnosis(
                 Verdict.AFFECTED, "model runner V1 treats a step as a decode by its shape alone", uniform.where, _V1
             )
     return Diagnosis.unrecognised("model runner V1 tells decodes from prefills in a way", uniform or _RUNNER)
 
 
-def _asked_phase(place: Function, uniform: Function) -> str | None:
-    """Where *place* compares the number of computed tokens with the prompts (PRs 53059, 47123).
-
-    The answer must go to the predicate or take its place.
-    """
-    compared = [part for pattern in _PHASES for part in place.find(pattern)]
-    more = [name for name in uniform.parameters if name not in _TAKES.split(", ") and uniform.mentions(**{name: 1})]
-    goes_on = place.gives(_DETERMINE, "force_uniform_decode=...") or any(
-        place.gives("self._is_uniform_decode(...)", f"{name}=...") for name in more
-    )
-    return place.at(compared[0]) if compared and goes_on else None
+def _place_of_remedy(uniform: Function, determine: Function, execute: Function, *, by_shape: bool) -> str | None:
+    """Find where the number of computed tokens is compared with the prompts, for each row, and decides."""
+    if by_shape:
+        call = execute.only(_DETERMINED)
+        return execute.at(call) if call and any(execute.gives(_DETERMINE, forced) for forced in _FORCED) else None
+    if not execute.gives(_DETERMINE, "force_uniform_decode=..."):
+        for name, answered, asked in _REMEDIES:
+            call = determine.only(asked)
+            if call and uniform.takes == f"{_TAKES}, {name}" and uniform.only(answered):
+                return determine.at(call)
+    return None
 
 
 def _of_v2(source: Source) -> Diagnosis:
@@ -120,52 +147,20 @@ def _of_v2(source: Source) -> Diagnosis:
         return Diagnosis(Verdict.ABSENT, "model runner V2 has no recurrent models")
     execute = source.function(_RUNNER_V2, "GPUModelRunner.execute_model")
     gather = source.function(_RUNNER_V2, "GPUModelRunner.gather_batch_req_state")
-    update = source.function(_RUNNER_V2, "GPUModelRunner.update_requests")
     by_phase = source.function(_UTILS, "get_uniform_decode_token_count")
     by_shape = source.function(_GRAPHS_V2, "get_uniform_token_count")
     if execute and gather and by_phase and by_shape is None:
-        asked = execute.only(
-            "batch_req_state, uniform_tok_count = self.gather_batch_req_state(scheduler_output, dummy_run)"
-        )
-        told = gather.only("is_prefilling_np = num_computed_prefill_tokens_np < prefill_len_np")
-        answered = gather.only("return batch_state, get_uniform_decode_token_count(...)")
-        phase = by_phase.parameters[3:]
-        if asked and told and answered and len(phase) == 1 and by_phase.mentions(**{phase[0]: 1}):
-            return Diagnosis(Verdict.FIXED, "model runner V2 checks which phase the rows are in", gather.at(told))
-    elif execute and update and by_shape and gather is None:
-        shape_alone = (
-            by_shape.takes == "num_reqs, num_tokens, max_query_len"
-            and by_shape.only(
-                "if max_query_len == num_tokens // num_reqs and num_tokens == max_query_len * num_reqs: return "
-                "max_query_len"
-            )
-            and by_shape.mentions(num_reqs=2, num_tokens=2, max_query_len=3)
-        )
-        in_order = execute.each(
-            "self.update_requests(scheduler_output)",
-            "uniform_tok_count = get_uniform_token_count(num_reqs, num_toks, max_query_len)",
-            "dispatch_cg_and_sync_dp(...)",
-        )
-        after = source.function(_RUNNER_V2, "GPUModelRunner.postprocess")
-        kept = update.only(
-            "np.minimum(self.req_states.num_computed_tokens_np, self.req_states.prefill_len.np, "
-            "out=self.req_states.num_computed_prefill_tokens)"
-        ) or (
-            after and after.only("np.minimum(computed_prefill, self.req_states.prefill_len.np, out=computed_prefill)")
-        )
-        if (
-            shape_alone
-            and [part.lineno for part in in_order] == sorted(part.lineno for part in in_order)
-            and len(in_order) == 3
-            and kept
-            and execute.mentions(uniform_tok_count=2)
-            and execute.only("batch_desc, num_tokens_across_dp = dispatch_cg_and_sync_dp(...)")
-            and update.takes == "self, scheduler_output"
-            and source.says(_GRAPHS_V2, "_capture_descs")
-        ):
+        prefilling = gather.each(*_PREFILLING_V2)
+        answers = zip(_ANSWERED_V2, _BY_PHASE_V2, strict=True)
+        by_answer = any(gather.only(answered) and by_phase.only(phase) for answered, phase in answers)
+        if execute.only(_GATHERED_V2) and prefilling and by_answer:
             return Diagnosis(
-                Verdict.AFFECTED, "model runner V2 treats a step as a decode by its shape alone", by_shape.where, _V2
+                Verdict.FIXED, "model runner V2 checks which phase the rows are in", gather.at(prefilling[0])
             )
+    elif execute and by_shape and gather is None and by_shape.only(_UNIFORM_V2) and execute.only(_COUNTED_V2):
+        return Diagnosis(
+            Verdict.AFFECTED, "model runner V2 treats a step as a decode by its shape alone", by_shape.where, _V2
+        )
     return Diagnosis.unrecognised("model runner V2 tells decodes from prefills in a way", execute or _RUNNER_V2)
 
 
@@ -346,7 +341,7 @@ def patches(shape: str) -> tuple[Patch, ...]:
 
 
 def _v2_serves_them_wrong(source: Source) -> bool:
-    """Whether model runner V2 has the defect, and does not refuse recurrent models, as 0.21.0 - 0.22.1 do."""
+    """Tell if model runner V2 has the defect, and does not refuse recurrent models, as 0.21.0 - 0.22.1 do."""
     refuses = b'"hybrid/mamba models"' in (source.read(_CONFIG) or b"")
     return _of_v2(source).verdict is Verdict.AFFECTED and not refuses
 
@@ -368,49 +363,64 @@ def _runners(shape: str) -> tuple[str, ...]:
     return {_V1: ("V1",), _V2: ("V2",), _BOTH: ("V1", "V2")}.get(shape.partition(" ")[0], ())
 
 
-FIX = Fix(
-    number=7,
-    name="prefill-dispatch",
-    runner=None,
-    reads=(_RUNNER, _BATCH, _RUNNER_V2, _HYBRIDS_V2, _GRAPHS_V2, _UTILS, _DISPATCHER, *READS),
-    modules=(_RUNNER_MODULE, _RUNNER_V2_MODULE),
+FIX = fix(
+    "prefill-dispatch",
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # Model runner V1: the predicate, what it is asked, and what becomes of its answer.
+        Slice(_RUNNER, "GPUModelRunner._is_uniform_decode", _TAKES.replace(",", "")),
+        Slice(
+            _RUNNER,
+            "GPUModelRunner._determine_batch_execution_and_padding",
+            "uniform_decode force_uniform_decode _is_uniform_decode max_num_scheduled_tokens num_computed_tokens_cpu "
+            "num_prompt_tokens",
+        ),
+        Slice(
+            _RUNNER,
+            "GPUModelRunner.execute_model",
+            "_determine_batch_execution_and_padding max_num_scheduled_tokens force_uniform_decode",
+        ),
+        Slice(_RUNNER, "GPUModelRunner._dummy_run", "force_uniform_decode"),
+        Slice(_DISPATCHER, "CudagraphDispatcher", "uniform_decode", Verdict.AFFECTED),
+        Slice(
+            _BATCH,
+            "InputBatch.__init__",
+            "num_prompt_tokens num_computed_tokens_cpu num_tokens_no_spec",
+            Verdict.AFFECTED,
+        ),
+        # Model runner V2: the same, by shape up to 0.27.1 and by phase since.
+        Slice(_GRAPHS_V2, "get_uniform_token_count", "num_reqs num_tokens max_query_len"),
+        Slice(_RUNNER_V2, "GPUModelRunner.execute_model", "uniform_tok_count update_requests"),
+        Slice(
+            _RUNNER_V2,
+            "GPUModelRunner.update_requests",
+            "num_computed_prefill_tokens prefill_len out",
+            Verdict.AFFECTED,
+        ),
+        Slice(
+            _RUNNER_V2,
+            "GPUModelRunner.gather_batch_req_state",
+            "is_prefilling_np has_prefill decode_graph_eligible",
+            Verdict.FIXED,
+        ),
+        Slice(_UTILS, "get_uniform_decode_token_count", "", Verdict.FIXED),
+        # The builders of recurrent layers: in each backend it is the class whose code `_recurrent_builders` reads.
+        *BUILDER_SLICES,
+    ),
+    wordings=(
+        _BY_SHAPE,
+        _ASKED.format(""),
+        _DETERMINED,
+        *(wording for _, *wordings in _REMEDIES for wording in wordings),
+        _UNIFORM_V2,
+        _COUNTED_V2,
+        _UPDATED_V2,
+        _GATHERED_V2,
+        *_DISPATCHED_V2,
+    ),
+    corrections=patches,
+    modules=(_RUNNER_MODULE, _RUNNER_V2_MODULE),
     events=(PREFILL_AS_DECODE,),
     needs=needs,
-    ground="answers",
-    evidence=(
-        f"{_DISPATCHER}::CudagraphDispatcher",
-        f"{_GRAPHS_V2}::CudaGraphManager.dispatch",
-        f"{MAMBA}::BaseMambaAttentionMetadataBuilder.build",
-        f"{MAMBA2}::Mamba2AttentionMetadataBuilder.build",
-    ),
-)
-
-ABOUT = About(
-    pr=53059,
-    references=("PR 47123", "PR 39945", "issue 49918", "issue 53051", "issue 57720"),
-    summary="a prefill never replays a decode graph of a recurrent model",
-    releases=f"0.14.1 - {NEWEST}",
-    seen="garbage for one-token prompts or one-token remainders of prompts, different each time",
-    first_test="`--enforce-eager`: the same answer each time?",
-    symptom="If a prompt, or what is left of one, is exactly one token long (with speculative decoding: one token "
-    "more than are drafted), Mamba, GDN and short-convolution models answer with text that has nothing to do with it, "
-    "different each time. Other requests of the same batch may be hit too.",
-    cause="The model runner treats a step as a decode if every request has as many tokens as a decode, whatever phase "
-    "it is in. Such a prefill replays a full decode graph, while the layers' builders see a prefill and do not "
-    "refresh the buffers that the graph reads.",
-    remedy="A step in which a builder takes a request for a prefill is no decode: it runs as other steps with prefills "
-    "do, in piecewise graphs or eager. Steps that the builders of all layers take for decodes keep their graph, and "
-    "models without recurrent layers, captures and dummy runs are as before.",
-    detect="At temperature 0 the same prompt of one token (or one token more than are drafted) gets a different "
-    "answer each time, and always the same one with --enforce-eager.",
-    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or --enforce-eager. With gated delta nets '
-    "and MTP drafts PIECEWISE is reported to end in an illegal memory access of its own (PR 46324, open): take the "
-    "latter.",
-    removable=f"not yet: no release up to {NEWEST} has the remedy for model runner V1",
-    in_caches="wrong recurrent states of one-token prompts and one-token remainders, and of other requests of the same "
-    "batch; in hybrids wrong keys and values computed on them, also of the tokens that follow",
-    how_sure="that other requests are affected was shown; which states a store keeps depends on the prefix cache's "
-    "Mamba mode and the connector",
+    default_because="answers",
 )

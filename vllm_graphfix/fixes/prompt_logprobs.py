@@ -9,8 +9,9 @@ import ast
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import NEWEST, About
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
+from vllm_graphfix.source.functions import matches_any
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -19,16 +20,51 @@ if TYPE_CHECKING:
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
-_STATE = "self.execute_model_state"
 _READ = "self._bookkeeping_sync(...)"
 _PROMPTS = "self._get_prompt_logprobs_dict(...)"
-_COPIED = "the hidden states are copied before the drafter runs"
+_OF_ALL_TOKENS = "self._get_prompt_logprobs_dict(hidden_states[:num_scheduled_tokens], ...)"
+_HANDED_ON = "self.execute_model_state = ExecuteModelState(...)"
 _OPTION = "disable_padded_drafter_batch"
 _MODELS = ("use_eagle", "uses_draft_model", "uses_extract_hidden_states")
 """Methods of a SpeculativeConfig, not all in every release: whether the drafter is a model that may have CUDA
 graphs."""
 _NO_MODELS = ("use_ngram_gpu",)
 """The methods for a drafter that is no model but also runs before the bookkeeping, compiled for CUDAGraphMode.NONE."""
+_IF_SCORED = ("self.num_prompt_logprobs", "bool(self.num_prompt_logprobs)", "len(self.num_prompt_logprobs) > 0")
+"""Conditions that hold in each step that scores a prompt."""
+_TARGETS = ("hidden_states", "scored")
+"""Names that a copy may have."""
+_CLONES = tuple(
+    clone
+    for copied in ("hidden_states", "hidden_states[:]", "hidden_states.detach()")
+    for clone in (f"{copied}.clone()", f"torch.clone({copied})")
+)
+_COPIES = {
+    target: tuple(
+        f"{target} = {value}"
+        for clone in _CLONES
+        for value in (clone, *(f"{clone} if {scored} else hidden_states" for scored in _IF_SCORED))
+    )
+    for target in _TARGETS
+}
+_OUTPUTS = tuple(
+    f"(num_nans_in_logits, {more}logprobs_lists, valid_sampled_token_ids, prompt_logprobs_dict, req_ids_output_copy, "
+    f"req_id_to_index_output_copy, invalid_req_indices) = {_READ}"
+    for more in ("", "num_nans_device, ")
+)
+_DRAFTERS = ("spec_config.use_eagle()", "spec_config.uses_draft_model()", "spec_config.uses_extract_hidden_states()")
+_DRAFTS_FIRST = (
+    *(f"use_gpu_toks = ({' or '.join(some)}) and not spec_config.{_OPTION}" for some in (_DRAFTERS[:2], _DRAFTERS)),
+    f"drafter_runs_model_forward = {' or '.join(_DRAFTERS)}",
+    f"use_gpu_toks = drafter_runs_model_forward and not spec_config.{_OPTION}",
+)
+"""The drafters that come before the bookkeeping."""
+_OTHER_DRAFTS = (
+    "if propose_drafts_after_bookkeeping:\n    ...",
+    "if draft_after_bookkeeping:\n    ...",
+    "if self.parallel_config.data_parallel_size > 1:\n    self.drafter.dummy_run(num_tokens=1)",
+)
+"""What drafts else: behind the bookkeeping, or for the sake of other ranks. `diagnose` looks at the first of all."""
 
 READ_AFTER_DRAFT = Event(
     "prompt-logprobs-after-draft",
@@ -38,29 +74,27 @@ READ_AFTER_DRAFT = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find the drafts, what computes prompt log-probabilities, and copies of the hidden states before the drafts."""
     if not all(source.says(_RUNNER, word) for word in ("_get_prompt_logprobs_dict", "propose_draft_token_ids")):
         return Diagnosis(Verdict.ABSENT, "no model runner V1 that drafts and returns prompt log-probabilities")
-    sample, bookkeep, prompts, execute = (
+    sample, bookkeep, execute = (
         source.function(_RUNNER, f"GPUModelRunner.{name}")
-        for name in ("sample_tokens", "_bookkeeping_sync", "_get_prompt_logprobs_dict", "execute_model")
+        for name in ("sample_tokens", "_bookkeeping_sync", "execute_model")
     )
-    if sample is not None and bookkeep is not None and prompts is not None:
-        drafts = _calls_of_drafter(sample)
-        read = sample.only(_READ if bookkeep.find(_PROMPTS) else _PROMPTS)
-        if drafts and read is not None and not (bookkeep.find(_PROMPTS) and sample.find(_PROMPTS)):
-            first = drafts[0]
-            if read.lineno < first.lineno and _is_done_whenever(first, sample, read):
+    if sample is not None and bookkeep is not None and execute is not None:
+        first = next(iter(_calls_of_drafter(sample)), None)
+        in_bookkeeping, directly = bookkeep.find(_PROMPTS), sample.find(_PROMPTS)
+        read = sample.only(_PROMPTS if directly else _READ)
+        if first is not None and read is not None and len(in_bookkeeping) + len(directly) == 1:
+            if read.lineno < first.lineno and _is_done_whenever_scored(sample.node.body, read):
                 reason = "prompt log-probabilities are computed before the drafter runs"
                 return Diagnosis(Verdict.FIXED, reason, sample.at(read))
-            copied = {name: copy for name, copy in _copies(sample) if copy.lineno < first.lineno}
-            kept = [copied[name] for name in _names_in(read) if name in copied]
-            if kept and _is_done_whenever(first, sample, kept[0]):
-                return Diagnosis(Verdict.FIXED, _COPIED, sample.at(kept[0]))
-            before = [copy for name, copy in _copies(execute) if name == "hidden_states"] if execute else []
-            if execute is not None and before and _is_done_whenever(None, execute, before[0]):
-                return Diagnosis(Verdict.FIXED, _COPIED, execute.at(before[0]))
-            late = first.lineno < read.lineno and not kept and not before
-            if late and _reads_late(source, sample, bookkeep, prompts):
+            handed = (getattr(read, "args", [])[0 if directly else 3 :] or [None])[0]
+            copied = _effective_copy(sample, execute, getattr(handed, "id", ""), first)
+            if copied is not None and (directly or bookkeep.only(_OF_ALL_TOKENS)):
+                return Diagnosis(Verdict.FIXED, "the hidden states are copied before the drafter runs", copied)
+            late = first.lineno < read.lineno and bookkeep.only(_OF_ALL_TOKENS)
+            if late and getattr(handed, "id", "") == "hidden_states" and not _all_copies(sample) + _all_copies(execute):
                 return Diagnosis(
                     Verdict.AFFECTED,
                     "the drafter runs before prompt log-probabilities are computed from the target's hidden states",
@@ -71,7 +105,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _calls_of_drafter(sample: Function) -> list[ast.stmt | ast.expr]:
-    """Where `sample_tokens` runs the drafter, in source order.
+    """Return where `sample_tokens` runs the drafter, in source order.
 
     It calls a function of its own, or the drafter's dummy run.
     """
@@ -79,72 +113,39 @@ def _calls_of_drafter(sample: Function) -> list[ast.stmt | ast.expr]:
     return sorted(calls, key=lambda call: call.lineno)
 
 
-def _copies(function: Function) -> list[tuple[str, ast.Assign]]:
-    """Assignments of a copy of the hidden states to a name, and that name."""
-    return [
-        (target.id, node)
-        for node in function.find("...")
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name) and "hidden_states" in _names_in(node.value)
-        if any(isinstance(part, ast.Attribute) and part.attr == "clone" for part in ast.walk(node.value))
-    ]
+def _all_copies(function: Function) -> list[ast.stmt | ast.expr]:
+    return [copy for patterns in _COPIES.values() for pattern in patterns for copy in function.find(pattern)]
 
 
-def _names_in(part: ast.AST) -> list[str]:
-    return [node.id for node in ast.walk(part) if isinstance(node, ast.Name)]
+def _effective_copy(sample: Function, execute: Function, name: str, first: ast.stmt | ast.expr) -> str | None:
+    """Return the place of the copy *name* that is made before the draft *first* in each step that scores a prompt."""
+    copies = [copy for pattern in _COPIES.get(name, ()) for copy in sample.find(pattern)]
+    if len(copies) == 1:
+        # Nothing else gives it a value, but what it is where no prompt is scored.
+        others = sample.find(f"{name} = hidden_states") if name != "hidden_states" else [sample.node.body[0]]
+        only = sample.assigned(name) == 1 + len(others) and all(other.lineno < copies[0].lineno for other in others)
+        if only and copies[0].lineno < first.lineno and _is_done_whenever_scored(sample.node.body, copies[0]):
+            return sample.at(copies[0])
+    state = execute.only(_HANDED_ON)
+    by_target = [copy for pattern in _COPIES["hidden_states"] for copy in execute.find(pattern)]
+    if name == "hidden_states" and len(by_target) == 1 and state is not None and not copies:
+        return execute.at(by_target[0]) if execute.in_one_block(by_target[0], state, at_once=True) else None
+    return None
 
 
-def _is_done_whenever(first: ast.stmt | ast.expr | None, function: Function, part: ast.stmt | ast.expr) -> bool:
-    """Whether *part* is done wherever the draft *first* is, or a prompt's log-probabilities are asked for."""
-    for node in ast.walk(function.node):
-        if isinstance(node, ast.If) and "prompt_logprobs" not in ast.unparse(node.test):
-            inside = set(ast.walk(node))
-            if part in inside and first not in inside:
-                return False
-    return True
-
-
-def _reads_late(source: Source, sample: Function, bookkeep: Function, prompts: Function) -> bool:
-    """Whether the layer knows all that it relies on, and nothing else is done to the hidden states."""
-    state = source.function(_RUNNER, "ExecuteModelState")
-    unpacked = sample.assignments("scheduler_output", _STATE)
-    if state is None or not state.find("NamedTuple") or len(unpacked) != 1 or len(sample.find(_STATE)) != 3:
-        return False
-    fields = [
-        node.target.id
-        for node in state.node.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    ]
-    names = [getattr(name, "id", None) for name in getattr(unpacked[0].targets[0], "elts", ())]
-    asked = {
-        node.attr
-        for node in ast.walk(sample.node)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "spec_config"
-    }
-    own = sample.find("self.propose_draft_token_ids(...)")  # in the function that it calls for each of its drafts
-    given = getattr(sample.only(_READ), "args", [])[3:4]
-    return (
-        names == fields
-        and "hidden_states" in fields
-        and sample.mentions(hidden_states=3)
-        and [getattr(argument, "id", None) for argument in given] == ["hidden_states"]
-        and len(own) == 1
-        and bool(sample.only("spec_config = self.speculative_config"))
-        and {_OPTION, _MODELS[0]} <= asked <= {_OPTION, *_MODELS, *_NO_MODELS}
-        and bookkeep.takes.startswith(
-            "self, scheduler_output, sampler_output, logits, hidden_states, num_scheduled_tokens"
-        )
-        and bookkeep.mentions(hidden_states=1)
-        and bool(bookkeep.only("hidden_states[:num_scheduled_tokens]"))
-        and prompts.takes == "self, hidden_states, num_scheduled_tokens"
-        and bool(prompts.only("num_prompt_logprobs_dict = self.num_prompt_logprobs"))
-        and bool(prompts.loops_over("num_prompt_logprobs_dict.items()"))
-    )
+def _is_done_whenever_scored(block: list[ast.stmt], part: ast.stmt | ast.expr) -> bool:
+    """Tell if *part* is done in each step that runs *block* and scores a prompt."""
+    for statement in block:
+        if part in ast.walk(statement):
+            if not hasattr(statement, "body"):
+                return True
+            scored = isinstance(statement, ast.If) and matches_any(statement.test, _IF_SCORED)
+            return (scored or isinstance(statement, ast.With)) and _is_done_whenever_scored(statement.body, part)
+    return False
 
 
 def _state_read_late(runner: Any) -> Any:
-    """The state of a step whose drafter runs before log-probabilities of a prompt are computed.
+    """Return the state of a step whose drafter runs before log-probabilities of a prompt are computed.
 
     None for every other step.
     """
@@ -166,12 +167,12 @@ def _state_read_late(runner: Any) -> Any:
 
 
 def _is_not_there() -> bool:
-    """In place of a method that a release does not have."""
+    """Stand in for a method that a release does not have."""
     return False
 
 
 def _copy_what_is_read_late(runner: Any, *, copies: bool) -> bool:
-    """Whether this step's state is read late, with the state copied if *copies*.
+    """Tell if this step's state is read late, and copy it if *copies*.
 
     In a function of its own, so that nothing here holds the copy when stock lets it go, at the end of the step.
     """
@@ -184,27 +185,20 @@ def _copy_what_is_read_late(runner: Any, *, copies: bool) -> bool:
 
 
 def _sample_with_a_copy(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `GPUModelRunner.sample_tokens(grammar_output)`, which drafts before it reads the prompts' hidden states."""
+    """Wrap `GPUModelRunner.sample_tokens(grammar_output)`, which drafts before it reads the prompts' hidden states."""
     read_after_draft, corrects = activity.counter(READ_AFTER_DRAFT), activity.corrects
 
     @functools.wraps(stock)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            # Nobody asks for them in most steps.
-            if self.num_prompt_logprobs and _copy_what_is_read_late(self, copies=corrects):
+            # Nobody asks for them in most steps; a runner that was made without `__init__` has no such attribute.
+            if getattr(self, "num_prompt_logprobs", None) and _copy_what_is_read_late(self, copies=corrects):
                 read_after_draft.count += 1
         except Exception as error:
             activity.failed(error)
         return stock(self, *args, **kwargs)
 
     return sample_tokens
-
-
-_TARGET = "GPUModelRunner.sample_tokens"
-
-
-def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_RUNNER_MODULE, _TARGET, _sample_with_a_copy),)
 
 
 def needs() -> tuple[Need, ...]:
@@ -221,43 +215,43 @@ def needs() -> tuple[Need, ...]:
     )
 
 
-FIX = Fix(
-    number=8,
-    name="prompt-logprobs",
+FIX = fix(
+    "prompt-logprobs",
     runner="V1",
-    reads=(_RUNNER,),
-    modules=(_RUNNER_MODULE,),
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # The order of drafts and of what reads the hidden states, and which drafters come first.
+        Slice(
+            _RUNNER,
+            "GPUModelRunner.sample_tokens",
+            f"hidden_states scored propose_draft_token_ids dummy_run _bookkeeping_sync _get_prompt_logprobs_dict "
+            f"use_gpu_toks drafter_runs_model_forward {' '.join((_OPTION, *_MODELS, *_NO_MODELS))}",
+        ),
+        Slice(_RUNNER, "GPUModelRunner._bookkeeping_sync", "hidden_states _get_prompt_logprobs_dict"),
+        Slice(
+            _RUNNER,
+            "GPUModelRunner._get_prompt_logprobs_dict",
+            "hidden_states prompt_hidden_states num_prompt_logprobs_dict",
+        ),
+        # The hidden states that the target hands on.
+        Slice(_RUNNER, "GPUModelRunner.execute_model", "hidden_states"),
+        Slice(_RUNNER, "ExecuteModelState", "hidden_states"),
+        # Whoever else scores prompts.
+        Slice(_RUNNER, "", "_get_prompt_logprobs_dict"),
+    ),
+    wordings=(
+        *(copy for copies in _COPIES.values() for copy in copies),
+        "scored = hidden_states",
+        *(f"{name} = {_PROMPTS}" for name in ("prompt_logprobs_dict", "scored")),
+        "prompt_logprobs_dict = scored",
+        *_OUTPUTS,
+        *_DRAFTS_FIRST,
+        *_OTHER_DRAFTS,
+        # Nothing is done to the values.
+        "hidden_states.kv_connector_output = kv_connector_output",
+    ),
+    corrections=(Patch(_RUNNER_MODULE, "GPUModelRunner.sample_tokens", _sample_with_a_copy),),
     events=(READ_AFTER_DRAFT,),
     needs=needs,
-    ground="answers",
-    evidence=(
-        f"{_RUNNER}::GPUModelRunner.propose_draft_token_ids",
-        f"{_RUNNER}::GPUModelRunner._sample",
-    ),
-)
-
-ABOUT = About(
-    pr=53520,
-    references=("issue 53488",),
-    summary="with a draft model, prompt_logprobs are the target's",
-    releases=f"0.14.1 - {NEWEST}; no stock release up to {NEWEST} has a remedy",
-    seen="wrong `prompt_logprobs` of short prompts; generated tokens are right",
-    first_test="the same prompt above and below the largest capture size",
-    symptom="With Eagle, MTP or a draft model, prompt_logprobs of prompts up to the largest capture size are silently "
-    "wrong. Generated tokens are right.",
-    cause="The drafter runs before prompt log-probabilities are computed from the target's hidden states. These are "
-    "the output of a CUDA graph, kept only as an address: their memory is in the pool that the drafter's graphs "
-    "share, and those graphs write there.",
-    remedy="In a step that computes prompt log-probabilities after a draft, the hidden states are copied before the "
-    "draft, for that step. Nothing is copied in a step without such a request, in one with more tokens than the "
-    "largest graph takes, or where the drafter runs afterwards.",
-    detect="The same prompt scored with and without --speculative-config, or just below and just above the largest "
-    "capture size: prompt_logprobs differ.",
-    workaround="Score prompts on an engine without --speculative-config, or with --enforce-eager, "
-    "or '\"disable_padded_drafter_batch\": true' in --speculative-config.",
-    removable="once PR 53520 is in the release that you run",
-    in_caches="nothing: log-probabilities are not stored, keys and values are right",
-    how_sure="follows from the code",
+    default_because="answers",
 )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-import re
+import sys
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict, Wrap
+from vllm_graphfix.fixes._stock_path import find_override
 
 if TYPE_CHECKING:
     import ast
+    from types import FrameType
 
     from vllm_graphfix.deployment import Deployment, Fact
     from vllm_graphfix.deployment.needs import Need
@@ -20,19 +22,18 @@ if TYPE_CHECKING:
 _MODELS = "vllm/model_executor/models/roberta.py"
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _MODELS_MODULE = "vllm.model_executor.models.roberta"
+_RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
 _ADDS = "replace_roberta_positions"
-_TARGETS = ("RobertaEmbeddingModel.forward", "RobertaForSequenceClassification.forward")
-"""Those that call what adds."""
-_ADDED = f"{_ADDS}(input_ids=input_ids, position_ids=positions, padding_idx=self.padding_idx)"
+_OWNERS = ("RobertaEmbeddingModel", "RobertaForSequenceClassification")
+"""Those whose `forward` calls what adds."""
 _IN_PLACE = "position_ids += padding_idx + 1"
 _OUT_OF_PLACE = "self.position_embeddings(position_ids + self.padding_idx + 1)"
-_HANDED_ON = tuple(f"self.{model}(*..., positions=positions)" for model in ("model", "roberta"))
-_GIVEN = "positions = self.positions.gpu[:num_input_tokens]"
-_REFRESHED = "self.positions.copy_to_gpu(total_num_scheduled_tokens)"
+_SELECTED = "positions = self.positions.gpu[:num_input_tokens]"
 _PADDED_ROWS = tuple(
     f"{buffer}[num_scheduled_tokens:num_input_tokens]" for buffer in ("self.positions", "self.positions.gpu")
 )
 _ZEROED = tuple(f"{rows}{zeroed}" for rows in _PADDED_ROWS for zeroed in (".zero_()", ".fill_(0)", " = 0"))
+_ALL_REFRESHED = "self.positions.copy_to_gpu()"
 _IF_PADDED = "if num_input_tokens > num_scheduled_tokens: ..."
 _ARCHITECTURES = frozenset(
     """BgeM3EmbeddingModel RobertaForMaskedLM RobertaForSequenceClassification RobertaModel XLMRobertaModel
@@ -48,38 +49,25 @@ PADDED_POSITIONS_SHIFTED = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find what adds the offset to positions, and what keeps padded rows from adding up."""
     if source.read(_MODELS) is None:
         return Diagnosis(Verdict.ABSENT, "no RoBERTa models")
-    give = source.function(_RUNNER, "GPUModelRunner._preprocess")
+    select = source.function(_RUNNER, "GPUModelRunner._preprocess")
     embed = source.function(_MODELS, "RobertaEmbedding.forward")
-    forwards = [source.function(_MODELS, name) for name in _TARGETS]
-    zeroed = give and _zeroing_statement(give)
-    if give is not None and zeroed:
-        return Diagnosis(Verdict.FIXED, "the positions of padded rows are 0 at every step", give.at(zeroed))
+    zeroed = select and _zeroing_statement(select)
+    if select is not None and zeroed:
+        return Diagnosis(Verdict.FIXED, "the positions of padded rows are 0 at every step", select.at(zeroed))
     looked_up = embed and embed.only(_OUT_OF_PLACE)
-    if (
-        embed is not None
-        and looked_up
-        and embed.confines("position_ids", _OUT_OF_PLACE)
-        and not source.says(_MODELS, _ADDS)
-        and all(each and _hands_on(each) for each in forwards)
-    ):
+    if embed is not None and looked_up and not source.says(_MODELS, _ADDS):
         return Diagnosis(
             Verdict.FIXED, "the offset of positions is added to a copy, in the embedding", embed.at(looked_up)
         )
     add = source.function(_MODELS, _ADDS)
     added = add and add.only(_IN_PLACE)
-    if (
-        add is not None
-        and added
-        and add.takes == "input_ids, position_ids, padding_idx"
-        and add.confines("position_ids", _IN_PLACE)
-        and not add.sets("padding_idx")
-        and all(each and _adds_first(each) for each in forwards)
-        # One definition and these two calls: no other model adds.
-        and len(re.findall(rb"\b%b\b" % _ADDS.encode(), source.read(_MODELS) or b"")) == 1 + len(_TARGETS)
-        and _only_tokens_are_refreshed(source, give)
-    ):
+    prepare = source.function(_RUNNER, "GPUModelRunner._prepare_inputs")
+    remedies = (*_ZEROED, _ALL_REFRESHED)
+    remedied = [part for each in (select, prepare) if each for pattern in remedies for part in each.find(pattern)]
+    if add is not None and added and not looked_up and not remedied:
         return Diagnosis(
             Verdict.AFFECTED,
             "the offset is added to positions where they are, and nothing refreshes those of padded rows",
@@ -89,87 +77,101 @@ def diagnose(source: Source) -> Diagnosis:
     return Diagnosis.unrecognised("positions of RoBERTa models are computed in a way", add or embed or _MODELS)
 
 
-def _zeroing_statement(give: Function) -> ast.stmt | ast.expr | None:
-    """Where the positions of padded rows become 0: whenever there are any."""
-    zeroed = next((found for found in map(give.only, _ZEROED) if found is not None), None)
-    given = give.only("positions = self.positions[:num_input_tokens]") or give.only(_GIVEN)
-    if zeroed is None or given is None:
+def _zeroing_statement(select: Function) -> ast.stmt | ast.expr | None:
+    """Return where the positions of padded rows become 0 whenever there are any, as soon as they are selected."""
+    zeroed = next((part for part in map(select.only, _ZEROED) if part is not None), None)
+    selected = select.only("positions = self.positions[:num_input_tokens]") or select.only(_SELECTED)
+    if zeroed is None or selected is None:
         return None
-    padded = give.only(_IF_PADDED)
-    rows = padded if padded is not None and give.in_one_block(zeroed) and _is_all_of(padded, zeroed) else zeroed
-    return zeroed if give.in_one_block(given, rows, at_once=True) else None
+    padded = select.only(_IF_PADDED)
+    rows = padded if padded is not None and select.in_one_block(zeroed) and _is_all_of(padded, zeroed) else zeroed
+    return zeroed if select.in_one_block(selected, rows, at_once=True) else None
 
 
 def _is_all_of(condition: Any, part: ast.stmt | ast.expr) -> bool:
-    """Whether the ``if`` statement *condition* has *part* for its body, and no other branch."""
+    """Tell if the ``if`` statement *condition* has *part* for its body, and no other branch."""
     (only, *further) = condition.body
     return not further and not condition.orelse and part in (only, getattr(only, "value", None))
 
 
-def _hands_on(forward: Function) -> bool:
-    """Whether positions go to the model behind, and nothing else is done to them."""
-    return forward.takes.startswith("self, input_ids, positions,") and forward.confines("positions", *_HANDED_ON)
+def _restore_positions_of(owner: str) -> Wrap:
+    """Make the wrapper of `forward(input_ids, positions, …)` of *owner*, which adds the offset where positions are.
 
-
-def _adds_first(forward: Function) -> bool:
-    """Whether positions are added to, before all else and whatever the batch, and then go to the model behind."""
-    added = forward.only(_ADDED)
-    return (
-        added is not None
-        and forward.takes.startswith("self, input_ids, positions,")
-        and added in [getattr(statement, "value", None) for statement in forward.node.body[:1]]
-        and forward.confines("positions", _ADDED, *_HANDED_ON)
-    )
-
-
-def _only_tokens_are_refreshed(source: Source, give: Function | None) -> bool:
-    """Whether models are given a view of the persistent positions, of which a step writes those of its tokens."""
-    prepare = source.function(_RUNNER, "GPUModelRunner._prepare_inputs")
-    return (
-        give is not None
-        and give.only(_GIVEN) is not None
-        and len(give.find("self.positions")) == 1
-        and prepare is not None
-        and len(prepare.find("self.positions.copy_to_gpu(...)")) == len(prepare.find(_REFRESHED)) == 1
-    )
-
-
-def _leaves_positions_as_they_were(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `forward(input_ids, positions, …)`, which adds the offset to positions where they are.
-
-    It is taken off again there, in the order of the device's stream. Positions at another address would not do:
-    piecewise graphs have recorded this one. So that the rows of every later batch are right, all rows are put back,
-    also those of a batch without padding, of a dummy run and of a capture.
+    What they were is copied back, in the order of the device's stream, whoever else has put them back by then.
+    Positions at another address would not do: piecewise graphs have recorded this one. So that the rows of every later
+    batch are right, all rows are put back, also those of a batch without padding, of a dummy run and of a capture.
     """
-    from torch.compiler import is_compiling  # the target is imported by now, and torch with it
 
-    shifted, corrects = activity.counter(PADDED_POSITIONS_SHIFTED), activity.corrects
+    def wrap(stock: StockFunction, activity: Activity) -> StockFunction:
+        from weakref import WeakKeyDictionary
 
-    @functools.wraps(stock)
-    def forward(self: Any, input_ids: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
-        corrected = corrects
-        try:
-            if is_compiling():  # the whole model is traced, for an engine without graphs and padding
-                corrected = False
-            elif _is_padded(positions):
-                shifted.count += 1
-        except Exception as error:
-            activity.failed(error)
-        if not corrected:
-            return stock(self, input_ids, positions, *args, **kwargs)
-        try:
-            return stock(self, input_ids, positions, *args, **kwargs)
-        finally:
+        from torch.compiler import is_compiling  # the target is imported by now, and torch with it
+
+        shifted, corrects = activity.counter(PADDED_POSITIONS_SHIFTED), activity.corrects
+        foreign_of = WeakKeyDictionary[Any, str | None]()
+
+        @functools.wraps(stock)
+        def forward(self: Any, input_ids: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
+            corrected, before = corrects, None
             try:
-                positions.sub_(self.padding_idx + 1)
+                if is_compiling():  # the whole model is traced, for an engine without graphs and padding
+                    corrected = False
+                else:
+                    if self not in foreign_of:
+                        foreign_of[self] = _find_foreign(self, owner, sys._getframe(1))
+                    foreign = foreign_of[self]
+                    if foreign is not None:
+                        # Positions that something else has put back would become smaller at every step.
+                        corrected = False
+                        activity.step_aside("roberta-positions", foreign)
+                    elif _is_padded(positions):
+                        shifted.count += 1
+                if corrected:
+                    before = positions.clone()
             except Exception as error:
                 activity.failed(error)
+            if before is None:
+                return stock(self, input_ids, positions, *args, **kwargs)
+            try:
+                return stock(self, input_ids, positions, *args, **kwargs)
+            finally:
+                try:
+                    positions.copy_(before)
+                except Exception as error:
+                    activity.failed(error)
 
-    return forward
+        return forward
+
+    return wrap
+
+
+def _find_foreign(model: Any, owner: str, caller: FrameType | None) -> str | None:
+    """Name the code that is not stock's own on a *model*'s way to add the offset, and back to its *caller*.
+
+    It is the function that adds, the model's `forward`, or the model runner's `_model_forward`.
+    """
+    add = getattr(sys.modules[_MODELS_MODULE], _ADDS, None)
+    if getattr(add, "__globals__", {}).get("__name__") != _MODELS_MODULE:
+        return f"{_ADDS} of {getattr(add, '__module__', None)}"
+    runner = _find_runner(caller)
+    return find_override(model, _MODELS_MODULE, owner, ("forward",)) or (
+        None if runner is None else find_override(runner, _RUNNER_MODULE, "GPUModelRunner", ("_model_forward",))
+    )
+
+
+def _find_runner(frame: FrameType | None) -> Any | None:
+    """Return the model runner that has called, on the stack from *frame* on; a dummy run does so without a helper."""
+    kind = getattr(sys.modules.get(_RUNNER_MODULE), "GPUModelRunner", None)
+    while frame is not None and isinstance(kind, type):
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, kind):
+            return candidate
+        frame = frame.f_back
+    return None
 
 
 def _is_padded(positions: Any) -> bool:
-    """Whether this step has more *positions* than tokens; dummy runs and captures have no metadata, and no tokens."""
+    """Tell if this step has more *positions* than tokens; dummy runs and captures have no metadata, and no tokens."""
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
     of_layers = get_forward_context().attn_metadata if is_forward_context_available() else None
@@ -177,10 +179,6 @@ def _is_padded(positions: Any) -> bool:
         return False
     metadata = next(iter(of_layers.values()))  # all layers have the same batch
     return bool(positions.shape[-1] > metadata.num_actual_tokens)
-
-
-def patches(shape: str) -> tuple[Patch, ...]:
-    return tuple(Patch(_MODELS_MODULE, target, _leaves_positions_as_they_were) for target in _TARGETS)
 
 
 def needs() -> tuple[Need, ...]:
@@ -207,43 +205,26 @@ def _serves_roberta(deployment: Deployment, _: str) -> Fact:
     return Fact(False, f"{deployment.model} is no RoBERTa model")
 
 
-FIX = Fix(
-    number=19,
-    name="roberta-positions",
+FIX = fix(
+    "roberta-positions",
     runner="V1",
-    reads=(_MODELS, _RUNNER),
-    modules=(_MODELS_MODULE,),
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # The positions that models get, and those of padded rows.
+        Slice(_RUNNER, "GPUModelRunner._preprocess", "positions"),
+        Slice(_RUNNER, "GPUModelRunner._prepare_inputs", "positions", Verdict.AFFECTED),
+        # Who adds the offset, and where: it is added whenever the model runs, once, to what the runner handed over.
+        # Whatever the runner does to them between its choice and the model, and behind it.
+        *(Slice(_RUNNER, f"GPUModelRunner.{name}", "positions") for name in ("execute_model", "_model_forward")),
+        Slice(_MODELS, "", _ADDS),
+        Slice(_MODELS, _ADDS, "position_ids padding_idx"),
+        Slice(_MODELS, "RobertaEmbedding.forward", "position_ids"),
+        *(Slice(_MODELS, f"{owner}.forward", f"positions {_ADDS}") for owner in _OWNERS),
+        *(Slice(_MODELS, f"{owner}.__init__", "padding_idx", Verdict.AFFECTED) for owner in _OWNERS),
+    ),
+    wordings=(*_ZEROED, _IN_PLACE, f"position_embeddings = {_OUT_OF_PLACE}"),
+    corrections=tuple(Patch(_MODELS_MODULE, f"{owner}.forward", _restore_positions_of(owner)) for owner in _OWNERS),
     events=(PADDED_POSITIONS_SHIFTED,),
     needs=needs,
-    ground="upstream",
-    evidence=(
-        *(f"{_MODELS}::{name.partition('.')[0]}.__init__" for name in _TARGETS),
-        f"{_RUNNER}::GPUModelRunner.execute_model",
-    ),
-)
-
-ABOUT = About(
-    pr=37884,
-    references=("issue 37648", "issue 37868", "PR 37873"),
-    summary="RoBERTa models leave the positions that they are given as they were",
-    releases="0.14.1 - 0.18.1",
-    seen="an embedding or reranker server dies after some thousand requests",
-    first_test="`--enforce-eager`: does it live on?",
-    symptom="With CUDA graphs, a server of a RoBERTa model dies after some thousand requests, of an index that is out "
-    "of bounds in the embedding of positions.",
-    cause="The model adds an offset, padding_idx + 1, to the positions in place, and these are the model runner's "
-    "persistent buffer. A step refreshes the rows of its own tokens. The rows with which a batch is padded to the size "
-    "of a graph keep what they had, and grow by the offset at every step until they exceed max_position_embeddings. "
-    "The rows of requests are right up to then.",
-    remedy="When the model has run, or has failed, the offset is taken off again in place. Piecewise graphs read the "
-    "positions where they have recorded them. The Transformers backend has the same addition in code that "
-    "torch.compile compiles; it is left as it is.",
-    detect="The log ends in 'index out of bounds: 0 <= tmp < N', N being max_position_embeddings (8194 for BGE-M3, 514 "
-    "for RoBERTa), sooner the smaller N is; short requests, one at a time, bring it about most reliably.",
-    workaround="--enforce-eager, or a restart in time.",
-    removable="with vLLM 0.19.0",
-    in_caches="nothing: these models have no KV cache",
-    how_sure="that follows from the code: their layers are encoders, without keys and values of earlier steps",
+    default_because="upstream",
 )

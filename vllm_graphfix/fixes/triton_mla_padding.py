@@ -6,9 +6,21 @@ import functools
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import NEWEST, About
-from vllm_graphfix.fixes._empty_rows import counts_empty_rows
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
+from vllm_graphfix.fixes._empty_rows import (
+    COMMON,
+    COMMON_BEFORE,
+    FULL_GRAPHS,
+    LENGTHS_OF_ROWS,
+    NO_FULL_GRAPHS,
+    NOT_OF_DECODES,
+    OUTPUT_OF_LAYER,
+    SUPPORT,
+    SUPPORT_NAMES,
+    clears_empty_rows,
+    counts_empty_rows,
+)
 from vllm_graphfix.log import logger
 
 if TYPE_CHECKING:
@@ -22,24 +34,36 @@ _KERNELS = "vllm/v1/attention/ops/triton_decode_attention.py"
 _KERNELS_MODULE = "vllm.v1.attention.ops.triton_decode_attention"
 _REDUCE = "_fwd_kernel_stage2"
 _LAUNCH = "_decode_softmax_reducev_fwd"
-_COMMON = "vllm/model_executor/layers/attention/mla_attention.py"
 _COMMON_MODULE = "vllm.model_executor.layers.attention.mla_attention"
-_COMMON_BEFORE = "vllm/v1/attention/backends/mla/common.py"
-_UTILS = "vllm/v1/attention/backends/utils.py"
 _BUILDER = "TritonMLAMetadataBuilder"
-_PARAMETERS = (
-    "q, k_buffer, v_buffer, o, lse, req_to_token, b_seq_len, attn_logits, num_kv_splits, sm_scale, page_size, "
-    "logit_cap, k_scale, v_scale, is_mla"
-)
-_LAUNCH_PARAMETERS = "logits, q, o, lse, v_buffer, b_seq_len, num_kv_splits"
-_REDUCE_PARAMETERS = (
-    "Mid_O, o, lse, B_Seqlen, stride_mid_ob, stride_mid_oh, stride_mid_os, stride_obs, stride_oh, stride_lse_bs, "
-    "NUM_KV_SPLITS, BLOCK_DV, Lv, OUTPUT_FP16"
-)
-_FULL = ("ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE")
+_PROGRAMS = ("cur_batch = tl.program_id(0)", "cur_head = tl.program_id(1)")
+_DIVIDED = "result = acc / e_sum"
+_STORED = "tl.store(o + cur_batch * stride_obs + cur_head * stride_oh + offs_d, result, mask=mask_d)"
 _EMPTY = ("e_sum == 0", "e_sum <= 0", "cur_batch_seq_len == 0", "cur_batch_seq_len <= 0", "cur_batch_seq_len < 1")
 _FILLED = ("e_sum > 0", "e_sum != 0", "cur_batch_seq_len > 0", "cur_batch_seq_len != 0", "cur_batch_seq_len >= 1")
-"""How a kernel may ask whether a row has tokens."""
+"""Questions by which a kernel may find out if a row has tokens."""
+_DIVISORS = (
+    *(f"tl.where({empty}, 1, e_sum)" for empty in _EMPTY),
+    *(f"tl.where({filled}, e_sum, 1)" for filled in _FILLED),
+    *(f"tl.maximum(e_sum, 1e-{digits})" for digits in (6, 8, 10, 12, 20, 30)),
+)
+"""The sum where there are tokens, and never 0. Of no tokens `acc` is 0."""
+_GUARDED = (
+    *((f"result = tl.where({empty}, 0, acc / e_sum)",) for empty in _EMPTY),
+    *((f"result = tl.where({filled}, acc / e_sum, 0)",) for filled in _FILLED),
+    *((f"result = acc / {divisor}",) for divisor in _DIVISORS),
+    *((f"safe = {divisor}", "result = acc / safe") for divisor in _DIVISORS),
+    *((f"e_sum = {divisor}", _DIVIDED) for divisor in _DIVISORS),
+    *(("result = acc", f"if {filled}:\n    {_DIVIDED}") for filled in _FILLED),
+)
+"""Statements in the place of the division that leave no 0/0."""
+_BY_SPECIFICATION = (
+    'if getattr(kv_cache_spec, "non_causal_multi_token_decode", False):\n    return AttentionCGSupport.UNIFORM_BATCH',
+    "return cls._cudagraph_support",
+)
+"""More graphs for a draft that is not causal (0.29.0 on), and what the builder says for all others."""
+_CALLED, _RETURNED = "decode_attention_fwd(...)", "return o, lse"
+_CLEARED = (*clears_empty_rows("o", "attn_metadata.decode.seq_lens"), *clears_empty_rows("o", "seq_lens"))
 
 EMPTY_ROWS_GIVEN = Event(
     "empty-rows-given",
@@ -49,10 +73,11 @@ _COUNT = counts_empty_rows(EMPTY_ROWS_GIVEN, _BUILDER, _BACKEND_MODULE)
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find the division by the sum over a row's tokens, and what keeps it, or its result, from rows without any."""
     if source.read(_BACKEND) is None:
         return Diagnosis(Verdict.ABSENT, "no Triton MLA")
     builder = source.function(_BACKEND, _BUILDER)
-    inherited = _COMMON if source.read(_COMMON) is not None else _COMMON_BEFORE
+    inherited = COMMON if source.read(COMMON) is not None else COMMON_BEFORE
     if source.says(inherited, "MLACommonMetadataBuilder") and not any(
         source.says(path, word) for path in (_BACKEND, inherited) for word in ("AttentionCGSupport", _BUILDER)
     ):
@@ -61,106 +86,60 @@ def diagnose(source: Source) -> Diagnosis:
         )
     forward = source.function(_BACKEND, "TritonMLAImpl.forward_mqa")
     reduce = source.function(_KERNELS, _REDUCE)
-    launch = source.function(_KERNELS, _LAUNCH)
-    decode = source.function(_KERNELS, "decode_attention_fwd")
-    build = source.function(_COMMON, "MLACommonMetadataBuilder.build")
-    if builder is None or forward is None or reduce is None or decode is None or build is None:
+    if builder is None or forward is None or reduce is None:
         return Diagnosis.unrecognised("Triton MLA decodes in a way", _BACKEND)
-    allowed = any(builder.find(f"AttentionCGSupport.{name}") for name in _FULL)
-    if not allowed and builder.find("AttentionCGSupport.NEVER"):
+    support = builder.only(SUPPORT)
+    allowed = any(map(builder.find, (*FULL_GRAPHS, *_BY_SPECIFICATION)))
+    if support is not None and support in builder.find(NO_FULL_GRAPHS) and not allowed:
         return Diagnosis(
             Verdict.FIXED, "Triton MLA allows no full graphs, without which no row is padded", builder.where
         )
-    remedy = _guard(reduce) or _zeroed(forward)
+    remedy = _find_guard(reduce) or _find_cleared(forward)
     if remedy is not None:
         return Diagnosis(Verdict.FIXED, "rows of length 0 leave no 0/0", remedy)
-    division = reduce.only("result = acc / e_sum")
-    called = forward.only("decode_attention_fwd(...)")
-    returned = forward.only("return o, lse")
+    guards = {statement for statements in _GUARDED for statement in statements} - {_DIVIDED}
+    # Programs are told apart as in the kernel of this fix; a slice does not show the numbers.
+    seen = bool(reduce.each(*_PROGRAMS)) and reduce.always(_DIVIDED) and not any(map(reduce.find, guards))
     if (
-        division is not None
-        and len(reduce.find("... / ...")) == 1
-        and not reduce.find("return")
-        and reduce.mentions(acc=4, e_sum=5, e_max=5, result=4, cur_batch_seq_len=3)
-        and _is_launched_as_known(reduce, launch)
-        and decode.takes == _PARAMETERS
-        and decode.mentions(o=2, b_seq_len=2)
-        and called is not None
-        and returned is not None
-        and [getattr(given, "id", "") for given in getattr(called, "args", ())][3:5] == ["o", "lse"]
-        and forward.in_one_block(called, returned, at_once=True)
-        and forward.mentions(o=3, lse=3)
-        and build.takes == "self, common_prefix_len, common_attn_metadata, fast_build"
-        and not _builds_otherwise(source)
-        and allowed
+        seen
+        and not any(map(forward.find, _CLEARED))
+        and any(support in builder.find(pattern) for pattern in FULL_GRAPHS)
     ):
         return Diagnosis(
             Verdict.AFFECTED,
             "full graphs are allowed, their padded rows have length 0, and the kernel divides by a sum over no tokens",
-            reduce.at(division),
+            reduce.at(reduce.find(_DIVIDED)[0]),
             "divides-by-nothing",
         )
-    return Diagnosis.unrecognised("Triton MLA decodes in a way", forward)
+    return Diagnosis.unrecognised("Triton MLA decodes in a way", forward)._replace(defect_seen=seen)
 
 
-def _guard(reduce: Function) -> str | None:
-    """Where the second stage sees to it that a row without tokens is not 0/0, or None."""
-    if reduce.find("acc / e_sum"):
-        right = [f"tl.where({empty}, 0, {value})" for empty in _EMPTY for value in ("acc / e_sum", "result")]
-        right += [f"tl.where({filled}, {value}, 0)" for filled in _FILLED for value in ("acc / e_sum", "result")]
-        right += [f"e_sum = tl.where({empty}, ..., e_sum)" for empty in _EMPTY]
-        right += [f"e_sum = tl.where({filled}, e_sum, ...)" for filled in _FILLED]
-        right.append("e_sum = tl.maximum(e_sum, ...)")
-        for asked in (*_EMPTY, *_FILLED):
-            right += [f"if {asked}:\n    ...", f"if {asked}:\n    ...\nelse:\n    ..."]
-    else:
-        right = [f"tl.where({empty}, ..., e_sum)" for empty in _EMPTY]
-        right += [f"tl.where({filled}, e_sum, ...)" for filled in _FILLED]
-        right += ["tl.maximum(e_sum, ...)", "acc / (e_sum + ...)"]
-    found = next((found for pattern in right for found in reduce.find(pattern)), None)
-    return None if found is None else reduce.at(found)
-
-
-def _zeroed(forward: Function) -> str | None:
-    """Where the backend itself clears what the kernel leaves in some rows, or None."""
-    called = forward.only("decode_attention_fwd(...)")
-    cleared = (
-        "o.masked_fill_(..., 0)",
-        "o = o.masked_fill(..., 0)",
-        "o = torch.where(..., 0, o)",
-        "o = torch.where(..., o, 0)",
-        "o[...] = 0",
-    )
-    for found in (found for pattern in cleared for found in forward.find(pattern)):
-        if called is not None and forward.in_one_block(called, found):
-            return forward.at(found)
+def _find_guard(reduce: Function) -> str | None:
+    """The place where the second stage sees to it that a row without tokens is not 0/0, on every path."""
+    for statements in _GUARDED:
+        guard = reduce.each(*statements)
+        if (
+            guard
+            and guard[0] in reduce.node.body
+            and reduce.in_one_block(*guard, at_once=True)
+            and reduce.in_one_block(*guard, *reduce.find(_STORED))
+            and len(reduce.find(_DIVIDED)) == sum(_DIVIDED in statement for statement in statements)
+        ):
+            return reduce.at(guard[0])
     return None
 
 
-def _is_launched_as_known(reduce: Function, launch: Function | None) -> bool:
-    """Whether a program of the second stage is for one row and head, told apart as the kernel of this fix does it."""
-    return (
-        reduce.takes == _REDUCE_PARAMETERS
-        and reduce.only("cur_batch = tl.program_id(0)") is not None
-        and reduce.only("cur_head = tl.program_id(1)") is not None
-        and reduce.only("tl.load(B_Seqlen + cur_batch)") is not None
-        and reduce.only("o + cur_batch * stride_obs + cur_head * stride_oh + offs_d") is not None
-        and reduce.only("lse + cur_batch * stride_lse_bs + cur_head") is not None
-        and len(reduce.find("tl.store(...)")) == 2
-        and launch is not None
-        and launch.takes == _LAUNCH_PARAMETERS
-        and len(launch.find(f"{_REDUCE}[grid](logits, o, lse, b_seq_len, *...)")) == 1
-        and launch.mentions(**{_REDUCE: 1})
-    )
-
-
-def _builds_otherwise(source: Source) -> bool:
-    """Whether Triton's builder makes its decode metadata itself: lengths may then be others."""
-    return any(source.function(_BACKEND, f"{_BUILDER}.{name}") for name in ("build", "_build_decode"))
+def _find_cleared(forward: Function) -> str | None:
+    """The place where the backend itself clears what the kernel leaves in empty rows, on every path."""
+    for pattern in _CLEARED:
+        found = forward.each(_CALLED, pattern, _RETURNED)
+        if found and found[2] in forward.node.body and forward.in_one_block(*found):
+            return forward.at(found[1])
+    return None
 
 
 def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `_decode_softmax_reducev_fwd`, which launches the second stage: rows whose length is below 1 become zeros.
+    """Wrap `_decode_softmax_reducev_fwd`, which launches the second stage: rows whose length is below 1 become zeros.
 
     Stock's own function runs, and finds another kernel under the name that it launches: one that has stock's compiled
     in, and leaves that out where the row has no tokens. So a graph records as many launches as on stock, each replay
@@ -180,7 +159,7 @@ def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunc
         logits: Any, q: Any, o: Any, lse: Any, v_buffer: Any, b_seq_len: Any, *args: Any, **kwargs: Any
     ) -> Any:
         nonlocal kernels
-        if kernels is not None:
+        if kernels is not None and not _is_anothers(stock.__globals__.get(_REDUCE), kernels):
             try:
                 # Not by setting the name in vLLM's module: other backends launch the kernel that they find there.
                 names = {**stock.__globals__, _REDUCE: kernels.reduce_kernel}
@@ -201,6 +180,12 @@ def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunc
     return _decode_softmax_reducev_fwd
 
 
+def _is_anothers(kernel: Any, kernels: Any) -> bool:
+    """Tell if *kernel*, which stock would launch, is neither vLLM's nor a stand-in of it: then it has to run."""
+    stock: Any = kernels._stock_reduce
+    return type(kernel) is type(stock) and kernel is not stock
+
+
 def _without_own_kernel(error: Exception) -> None:
     logger.warning(
         "graphfix: triton-mla-padding fills padded rows after vLLM's kernel, which takes longer: its own one could not "
@@ -209,14 +194,8 @@ def _without_own_kernel(error: Exception) -> None:
     )
 
 
-def patches(shape: str) -> tuple[Patch, ...]:
-    return (
-        Patch(_KERNELS_MODULE, _LAUNCH, _zeros_for_empty_rows, observes=False),
-        Patch(_COMMON_MODULE, "MLACommonMetadataBuilder.build", _COUNT),
-    )
-
-
 def needs() -> tuple[Need, ...]:
+    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need, unseen
 
@@ -229,49 +208,36 @@ def needs() -> tuple[Need, ...]:
     )
 
 
-FIX = Fix(
-    number=10,
-    name="triton-mla-padding",
-    runner=None,
-    reads=(_BACKEND, _KERNELS, _COMMON, _COMMON_BEFORE, _UTILS),
-    modules=(_KERNELS_MODULE, _COMMON_MODULE),
+FIX = fix(
+    "triton-mla-padding",
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # The division, what is stored of it, and the launch.
+        Slice(_KERNELS, _REDUCE, "e_sum acc result cur_batch_seq_len o B_Seqlen program_id"),
+        Slice(_KERNELS, _LAUNCH, f"{_REDUCE} b_seq_len o"),
+        *(Slice(_KERNELS, f"decode_attention_fwd{name}", "o b_seq_len") for name in ("", "_normal", "_grouped")),
+        # The output, and whatever the backend makes of lengths; the graphs that its builder allows.
+        Slice(_BACKEND, "TritonMLAImpl.forward_mqa", "o clamp clamp_ clamp_min clamp_min_ maximum where masked_fill"),
+        Slice(_BACKEND, _BUILDER, f"{SUPPORT_NAMES} seq_lens seq_lens_device _build_decode build"),
+        Slice(_BACKEND, "TritonMLABackend.get_builder_cls"),
+        Slice(_BACKEND, "", "decode_attention_fwd triton_decode_attention"),
+        *LENGTHS_OF_ROWS,
+        *OUTPUT_OF_LAYER,
+    ),
+    wordings=(
+        *{statement: None for statements in _GUARDED for statement in statements},
+        *_CLEARED,
+        NO_FULL_GRAPHS,
+        *FULL_GRAPHS,
+        *_BY_SPECIFICATION,
+        *NOT_OF_DECODES,
+        "if query_len > 1:\n    ...",
+    ),
+    corrections=(
+        Patch(_KERNELS_MODULE, _LAUNCH, _zeros_for_empty_rows, observes=False),
+        Patch(_COMMON_MODULE, "MLACommonMetadataBuilder.build", _COUNT),
+    ),
     events=(EMPTY_ROWS_GIVEN,),
     needs=needs,
-    ground="answers",
-    evidence=(
-        f"{_BACKEND}::TritonMLAImpl.forward_mqa",
-        f"{_BACKEND}::_compute_num_kv_splits",
-        *(
-            f"{_KERNELS}::{name}"
-            for name in ("decode_attention_fwd", "decode_attention_fwd_grouped", "_decode_softmax_reducev_fwd")
-        ),
-        *(f"{_COMMON}::MLACommonMetadataBuilder.{name}" for name in ("build", "_build_decode")),
-        f"{_UTILS}::split_decodes_and_prefills",
-    ),
-)
-
-ABOUT = About(
-    pr=None,
-    references=("issue 57017", "PR 57094", "PR 42885"),
-    summary="padded rows of Triton MLA are zeros, not NaN",
-    releases=f"0.22.0 - {NEWEST}",
-    seen="NaN in all answers of a batch, at sizes between two capture sizes",
-    first_test="`--enforce-eager`: gone?",
-    symptom="Wrong answers, or NaN logits, of every request of a batch whose size lies between two capture sizes "
-    "(issue 57017: DeepSeek-V2-Lite with --quantization fp8, from three requests on).",
-    cause="Since 0.22.0 Triton MLA decodes in full graphs, whose padded rows have length 0. The kernel divides their "
-    "sum over no tokens by 0. Code that quantises activations with one scale for the whole batch, as online fp8 MoE "
-    "does, then gets a scale by which other rows are NaN or zeros.",
-    remedy="The second stage of the kernel runs inside one that leaves it out in rows of length 0 and writes zeros "
-    "there: no launch more than on stock. Rows with tokens get the kernel's output; the log-sum-exp of padded rows is "
-    "-inf, as on stock.",
-    detect="Wrong output, or NaN log-probabilities, only at batch sizes between two capture sizes; with "
-    "--enforce-eager both are right.",
-    workaround='--compilation-config \'{"cudagraph_mode": "NONE"}\', or --enforce-eager.',
-    removable=f"not yet: no release up to {NEWEST} has a remedy",
-    in_caches="NaN in entries of generated tokens of whole batches, if the NaN of a padded row reached real rows "
-    "(online fp8 with one scale, mixture of experts); otherwise nothing",
-    how_sure="the kernel's NaN was shown; that it spreads was shown for one model",
+    default_because="answers",
 )

@@ -1,23 +1,23 @@
-"""`ubatch-max-seq-len`: micro-batches of a capture are told of the longest length that the capture is (PR 40961)."""
+"""`ubatch-max-seq-len`: micro-batches of a capture have the longest length of that capture (PR 40961)."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.authoring import correct_result, fix
+from vllm_graphfix.fix import Diagnosis, Event, Patch, Slice, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
-    from vllm_graphfix.source.functions import Function
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _PLACES = {"ubatch-utils": "vllm/v1/worker/ubatch_utils.py", "backend-utils": "vllm/v1/attention/backends/utils.py"}
 """Files by shape: it was in the second in 0.14.1."""
 _MODULES = {shape: path.removesuffix(".py").replace("/", ".") for shape, path in _PLACES.items()}
+_FLASH = "vllm/v1/attention/backends/flash_attn.py"
 _TARGET = "_make_metadata_with_slice"
 _SPLIT = "split_attn_metadata"
 _OWN = ("max_seq_len = int(seq_lens_cpu_upper_bound.max())", "max_seq_len = int(seq_lens_cpu.max())")
@@ -28,14 +28,7 @@ _LONGEST = tuple(
     for lengths in (f"{own}, attn_metadata.max_seq_len", f"attn_metadata.max_seq_len, {own}")
 )
 _BATCHS = "max_seq_len = attn_metadata.max_seq_len"
-_MADE = "CommonAttentionMetadata(*..., max_seq_len=max_seq_len)"
-_TOLD = """
-if for_cudagraph_capture:
-    max_seq_len = self.max_model_len
-else:
-    ...
-"""
-
+_READ = "max_seq_len = common_attn_metadata.max_seq_len"
 LONGEST_LENGTH_FORGOTTEN = Event(
     "longest-length-forgotten",
     "A micro-batch was made of a batch that is told of a longer length than any of its requests has, as a capture is: "
@@ -44,6 +37,7 @@ LONGEST_LENGTH_FORGOTTEN = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
+    """Find the longest length that the metadata of a micro-batch are made with: its own, or its batch's too."""
     found = {shape: source.function(path, _TARGET) for shape, path in _PLACES.items()}
     made = {shape: make for shape, make in found.items() if make is not None}
     if not made:
@@ -51,75 +45,41 @@ def diagnose(source: Source) -> Diagnosis:
             return Diagnosis.unrecognised("metadata of micro-batches are made in a way", _RUNNER)
         return Diagnosis(Verdict.ABSENT, "no metadata of micro-batches")
     ((shape, make), *others) = made.items()
-    told = _is_told_in_captures(source)
-    calls = source.function(_PLACES[shape], _SPLIT)
-    longest = [part for pattern in (*_LONGEST, _BATCHS) for part in make.find(pattern)]
+    longest = [pattern for pattern in (*_LONGEST, _BATCHS) if make.find(pattern)]
     own = [part for pattern in _OWN for part in make.find(pattern)]
-    if others or calls is None or not _hands_on(make, calls):
-        return Diagnosis.unrecognised("metadata of micro-batches are made in a way", make)
-    if len(longest) == 1 and make.confines("max_seq_len", *_LONGEST, _BATCHS, _MADE):
-        return Diagnosis(
-            Verdict.FIXED, "a micro-batch is told of the longest length that its batch is", make.at(longest[0])
-        )
-    if len(own) == 1 and make.confines("max_seq_len", *_OWN, _MADE) and told:
-        return Diagnosis(
-            Verdict.AFFECTED,
-            "a micro-batch is told of its own longest length, and in a capture that is the dummy requests'",
-            make.at(own[0]),
-            shape,
-        )
+    if not others and make.assigned("max_seq_len") == 1 and not make.sets("attn_metadata"):
+        schedule = source.function(_FLASH, "FlashAttentionMetadataBuilder.build")
+        read = schedule is not None and schedule.always(_READ) and schedule.assigned("max_seq_len") == 1
+        if len(longest) == 1 and make.always(longest[0]) and read:
+            return Diagnosis(
+                Verdict.FIXED,
+                "a micro-batch is told of the longest length that its batch is",
+                make.at(make.find(longest[0])[0]),
+            )
+        if len(own) == 1:
+            return Diagnosis(
+                Verdict.AFFECTED,
+                "a micro-batch is told of its own longest length, and in a capture that is the dummy requests'",
+                make.at(own[0]),
+                shape,
+            )
     return Diagnosis.unrecognised("the longest length of a micro-batch is found in a way", make)
 
 
-def _hands_on(make: Function, calls: Function) -> bool:
-    """Whether metadata of a micro-batch are made of those of the batch, whose longest length goes into them."""
-    return (
-        make.takes == "ubatch_slice, attn_metadata"
-        and not make.sets("attn_metadata")
-        and len(make.find(_MADE)) == len(make.find("CommonAttentionMetadata(...)")) == 1
-        and len(make.find("return ...")) == 1
-        and calls.takes == "ubatch_slices, common_attn_metadata"
-        and calls.only(f"results.append({_TARGET}(ubatch_slice, common_attn_metadata))") is not None
-    )
+def with_longest_length(made: Any, ubatch_slice: Any, attn_metadata: Any) -> Callable[[], None] | None:
+    """Hand on the longest length of a batch that is longer than all its requests, as a capture's is.
 
-
-def _is_told_in_captures(source: Source) -> bool:
-    """Whether a capture is told of the longest length possible, and its requests are as long as their queries."""
-    build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
-    dummy = source.function(_RUNNER, "GPUModelRunner._dummy_run")
-    return (
-        build is not None
-        and len(build.find(_TOLD)) == 1
-        and build.assigned("max_seq_len") == 2
-        and len(build.find(f"{_SPLIT}(ubatch_slices, cm)")) == 1
-        and dummy is not None
-        and len(dummy.find("seq_lens = max_query_len")) == 1
-        and len(dummy.find("self._build_attention_metadata(*..., for_cudagraph_capture=is_graph_capturing)")) == 1
-    )
-
-
-def _tell_of_the_longest(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `_make_metadata_with_slice(ubatch_slice, attn_metadata)`.
-
-    A batch that is told of a longer length than its requests have hands it on. In other steps, the longest request is
-    in one of the micro-batches, and none needs to know of another's; upstream tells them all the same.
+    In other steps the longest request is in one of the micro-batches, and the others do without; upstream hands it on
+    all the same.
     """
-    forgotten, corrects = activity.counter(LONGEST_LENGTH_FORGOTTEN), activity.corrects
+    longest = attn_metadata.max_seq_len
+    if made.max_seq_len >= longest or _longest_on_the_host(attn_metadata) >= longest:
+        return None
 
-    @functools.wraps(stock)
-    def _make_metadata_with_slice(ubatch_slice: Any, attn_metadata: Any) -> Any:
-        made = stock(ubatch_slice, attn_metadata)
-        try:
-            longest = attn_metadata.max_seq_len
-            if made.max_seq_len < longest and _longest_on_the_host(attn_metadata) < longest:
-                if corrects:
-                    made.max_seq_len = longest
-                forgotten.count += 1
-        except Exception as error:
-            activity.failed(error)
-        return made
+    def hand_on() -> None:
+        made.max_seq_len = longest
 
-    return _make_metadata_with_slice
+    return hand_on
 
 
 def _longest_on_the_host(batch: Any) -> int:
@@ -128,11 +88,13 @@ def _longest_on_the_host(batch: Any) -> int:
     return int((batch.seq_lens_cpu if lengths is None else lengths).max())
 
 
-def patches(shape: str) -> tuple[Patch, ...]:
-    return (Patch(_MODULES[shape], _TARGET, _tell_of_the_longest),)
+def corrections(shape: str) -> tuple[Patch, ...]:
+    """The patch of the module that makes the metadata."""
+    return (correct_result(_MODULES[shape], _TARGET, LONGEST_LENGTH_FORGOTTEN)(with_longest_length),)
 
 
 def needs() -> tuple[Need, ...]:
+    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need
 
@@ -172,38 +134,22 @@ def _has_a_window(deployment: Deployment, _: str) -> Fact:
     return Fact(True, f"{deployment.model} has a sliding_window of {min(sizes)}")
 
 
-FIX = Fix(
-    number=22,
-    name="ubatch-max-seq-len",
+FIX = fix(
+    "ubatch-max-seq-len",
     runner="V1",
-    reads=(*_PLACES.values(), _RUNNER),
-    modules=tuple(_MODULES.values()),
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # From the longest length of a batch to that of its micro-batches, and whatever else is done to either.
+        Slice(_RUNNER, "GPUModelRunner._build_attention_metadata", f"max_seq_len {_SPLIT}"),
+        *(Slice(path, _TARGET, "max_seq_len") for path in _PLACES.values()),
+        *(Slice(path, _SPLIT, f"{_TARGET} results max_seq_len") for path in _PLACES.values()),
+        # The lengths of dummy requests; and where kernels are chosen, for which the length might be raised again.
+        Slice(_RUNNER, "GPUModelRunner._dummy_run", "seq_lens for_cudagraph_capture", Verdict.AFFECTED),
+        Slice(_FLASH, "FlashAttentionMetadataBuilder.build", "max_seq_len", Verdict.AFFECTED),
+    ),
+    wordings=(*_OWN, *_LONGEST, _BATCHS),
+    corrections=corrections,
+    modules=tuple(_MODULES.values()),
     events=(LONGEST_LENGTH_FORGOTTEN,),
     needs=needs,
-    evidence=tuple(f"{path}::slice_query_start_locs" for path in _PLACES.values()),
-)
-
-ABOUT = About(
-    pr=40961,
-    references=(),
-    summary="micro-batches of a capture are told of the longest length that the capture is",
-    releases="0.14.1 - 0.20.2",
-    seen="with micro-batches, a model with sliding windows answers otherwise than without graphs",
-    first_test="`-cc.cudagraph_mode=PIECEWISE`: gone?",
-    symptom="With --enable-dbo and full CUDA graphs, layers with a sliding window attend to all that came before, and "
-    "not only to what is in the window: answers to long requests differ from those without graphs.",
-    cause="A capture has requests of one token each, and is told of the longest length possible, since kernels are "
-    "chosen by it: FlashAttention has no window if the longest length fits in it. With micro-batches the metadata of "
-    "each are made anew, and their longest length is that of the dummy requests. So the graph holds kernels without a "
-    "window, and is replayed for requests that are longer.",
-    remedy="A micro-batch is told of the longest length that its batch is, if that is longer than all of the batch's "
-    "requests. That is so in captures; other steps are as before.",
-    detect="Answers to requests longer than the window differ from those with cudagraph_mode PIECEWISE. The counter of "
-    "`observe` counts micro-batches of captures, whatever the model.",
-    workaround='--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or no --enable-dbo.',
-    removable="with vLLM 0.21.0",
-    in_caches="wrong entries of generated tokens, from the first layer with a window on",
-    how_sure="follows from the code: only decodes run in these graphs",
 )

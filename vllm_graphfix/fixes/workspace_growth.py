@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Counter, Diagnosis, Event, Fix, Patch, StockFunction, Verdict
-from vllm_graphfix.fixes._about import About
+from vllm_graphfix.authoring import fix
+from vllm_graphfix.fix import Activity, Counter, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -23,10 +23,27 @@ _WORKSPACE = "vllm/v1/worker/workspace.py"
 _RUNNER = "vllm/v1/worker/gpu/model_runner.py"
 _GRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
 _WORKER = "vllm/v1/worker/gpu_worker.py"
+_WARM_UP = "vllm/v1/worker/gpu/warmup.py"
+_LAYER = "vllm/v1/attention/backends/mla/triton_mla.py"
+_SCALING = "vllm/distributed/elastic_ep/elastic_execute.py"
 _WORKSPACE_MODULE = "vllm.v1.worker.workspace"
 _RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
+_OF_A_SLOT = "current_workspace = self._current_workspaces[...]"
+_CLEARED = "self._current_workspaces[...] = None"
 _ALLOCATED = "self._current_workspaces[...] = torch.empty((required_bytes,), dtype=torch.uint8, device=self._device)"
+_NONE_YET = "self._current_workspaces: list[torch.Tensor | None] = [None] * ..."
 _SLOTS = "for ubatch_id in range(self._num_ubatches): ..."
+_APPENDED = "(...).append(current_workspace)"
+"""A remedy: the outgrown workspace is put away."""
+_LOCK = "lock_workspace()"
+"""Upstream's correction."""
+_UNLESS_ON_TRIAL = "if not profile_only: ..."
+_UNLESS_EAGER = "if not self.model_config.enforce_eager: ..."
+_IMPORTED = tuple(
+    f"from vllm.v1.worker.workspace import {names}"
+    for names in ("lock_workspace, use_workspace_lane", "use_workspace_lane")
+)
+_LOCKED = "if self._locked: raise AssertionError(...)"
 
 RECORDED_WORKSPACE_OUTGROWN = Event(
     "recorded-workspace-outgrown",
@@ -40,119 +57,84 @@ Reference = Callable[[], "Workspace | None"]
 
 
 def diagnose(source: Source) -> Diagnosis:
-    if source.read(_WORKSPACE) is None or source.read(_RUNNER) is None:
-        return Diagnosis(Verdict.ABSENT, "no workspace manager, or no model runner V2 that captures graphs with it")
+    """Find what happens to a workspace that is too small, and the lock that keeps it from growing."""
+    manager = source.function(_WORKSPACE, "WorkspaceManager")
     ensure = source.function(_WORKSPACE, "WorkspaceManager._ensure_workspace_size")
     capture = source.function(_RUNNER, "GPUModelRunner.capture_model")
-    if ensure is not None and capture is not None:
-        locked = _place_of_lock(source, capture)
-        if locked and ensure.find("if self._locked: ...") and ensure.find("raise AssertionError(...)"):
+    if manager is not None and ensure is not None and capture is not None:
+        cleared = ensure.only(_CLEARED)
+        locked = _place_of_lock(source, manager, ensure, capture)
+        if locked is not None:
             return Diagnosis(
                 Verdict.FIXED, "the workspace is locked when graphs are captured, and growth is an error", locked
             )
-        cleared = ensure.only("self._current_workspaces[...] = None")
-        if cleared and not _mentions_lock(source):
-            kept = _keeping_statement(ensure, cleared)
-            if kept:
-                return Diagnosis(Verdict.FIXED, "an outgrown workspace is kept", ensure.at(kept))
-            shape = _shape(source, ensure, capture)
-            if shape:
+        if cleared is not None and not any(source.says(path, "lock_workspace") for path in (_RUNNER, _WORKER)):
+            holding = _holding_statement(manager, ensure, cleared)
+            if holding is not None:
+                return Diagnosis(Verdict.FIXED, "an outgrown workspace is kept", ensure.at(holding))
+            if not ensure.find(_APPENDED):
                 return Diagnosis(
                     Verdict.AFFECTED,
                     "model runner V2 lets the workspace grow after a capture, and the one that graphs have recorded "
                     "is freed",
                     ensure.at(cleared),
-                    shape,
+                    _shape(source, ensure),
                 )
     return Diagnosis.unrecognised("the workspace grows, or model runner V2 locks it, in a way", ensure or _WORKSPACE)
 
 
-def _place_of_lock(source: Source, capture: Function) -> str | None:
-    """Where the workspace is locked after every capture.
-
-    Model runner V2 locks it itself, or the worker of both runners does.
-    """
+def _place_of_lock(source: Source, manager: Function, ensure: Function, capture: Function) -> str | None:
+    """The place behind every capture where model runner V2, or the worker of both runners, locks the workspace."""
     lock = source.function(_WORKSPACE, "WorkspaceManager.lock")
-    if lock is None or not lock.only("self._locked = True"):
+    if lock is None or not lock.always("self._locked = True") or ensure.only(_LOCKED) is None:
+        return None
+    if len(manager.find("self._locked = ...")) != 2:  # by `lock` and `unlock`, whose callers are in slices
         return None
     if source.says(_RUNNER, "lock_workspace"):
-        return _place_of_lock_behind(
-            capture, "if not profile_only: ...", "(...).capture(...)", "(...).capture_model(...)"
-        )
-    if source.says(_WORKER, "lock_workspace"):
-        warm_up = source.function(_WORKER, "Worker.compile_or_warm_up_model")
-        unless_eager = "if not self.model_config.enforce_eager: ..."
-        return _place_of_lock_behind(warm_up, unless_eager, "self.model_runner.capture_model(...)") if warm_up else None
-    return None
+        return _place_behind(capture, _UNLESS_ON_TRIAL, "(...).capture(...)", "(...).capture_model(...)")
+    warm_up = source.function(_WORKER, "Worker.compile_or_warm_up_model")
+    return warm_up and _place_behind(warm_up, _UNLESS_EAGER, "self.model_runner.capture_model(...)")
 
 
-def _place_of_lock_behind(function: Function, condition: str, *captures: str) -> str | None:
-    """Where *function* locks the workspace behind all *captures*, always or under *condition*."""
-    locked = function.only("lock_workspace()")
-    captured = [found.lineno for pattern in captures for found in function.find(pattern)]
+def _place_behind(function: Function, condition: str, *captures: str) -> str | None:
+    """The place where *function* locks the workspace behind all *captures*, always or under *condition*."""
+    locked = function.only(_LOCK)
+    captured = [call.lineno for pattern in captures for call in function.find(pattern)]
     if locked is None or not captured or max(captured) > locked.lineno:
         return None
-    blocks = [function.node.body, *(found.body for found in function.find(condition) if isinstance(found, ast.If))]
-    always = any(isinstance(found, ast.Expr) and found.value is locked for block in blocks for found in block)
+    body = function.node.body
+    blocks = [body, *(part.body for part in function.find(condition) if isinstance(part, ast.If) and part in body)]
+    always = any(isinstance(part, ast.Expr) and part.value is locked for block in blocks for part in block)
     return function.at(locked) if always else None
 
 
-def _mentions_lock(source: Source) -> bool:
-    """Whether model runner V2 or the worker does something about the lock, or about the manager that has it."""
-    return any(
-        source.says(path, word)
-        for path in (_RUNNER, _WORKER)
-        for word in ("lock_workspace", "current_workspace_manager")
+def _holding_statement(manager: Function, ensure: Function, cleared: ast.stmt | ast.expr) -> ast.stmt | ast.expr | None:
+    """The statement that appends a slot's tensor, just before the slot is cleared, to a list that is never emptied."""
+    appended = ensure.only(_APPENDED)
+    holder: Any = getattr(getattr(appended, "func", None), "value", None)
+    if isinstance(holder, ast.Subscript):
+        holder = holder.value
+    if not isinstance(holder, ast.Attribute) or ast.unparse(holder.value) != "self":
+        return None
+    made, name = f"{ast.unparse(holder)} = ...", holder.attr
+    only_grows = manager.confines(name, made, ast.unparse(appended)) and len(manager.find(made)) <= 1  # type: ignore[arg-type]
+    return (
+        appended
+        if appended and only_grows and not ensure.find(made) and ensure.in_one_block(appended, cleared)
+        else None
     )
 
 
-def _keeping_statement(ensure: Function, cleared: ast.stmt | ast.expr) -> ast.stmt | ast.expr | None:
-    """Where, just before the slot is cleared, its tensor goes to a list that outlives the call."""
-    kept = ensure.only("(...).append(current_workspace)")
-    owner: Any = getattr(getattr(kept, "func", None), "value", None)
-    while isinstance(owner, (ast.Attribute, ast.Subscript)):
-        owner = owner.value
-    lasts = isinstance(owner, ast.Name) and owner.id == "self"
-    return kept if kept and lasts and ensure.in_one_block(kept, cleared) else None
-
-
-def _shape(source: Source, ensure: Function, capture: Function) -> str:
-    """The shape of code in which what is wrapped does what the layers rely on; empty for other code."""
-    manager = source.function(_WORKSPACE, "WorkspaceManager")
-    handed_out = source.function(_WORKSPACE, "WorkspaceManager.get_simultaneous")
-    slots = len(ensure.find(_SLOTS))
-    if (
-        manager is None
-        or handed_out is None
-        # Nobody else hands a workspace out, or puts one in a slot.
-        or not handed_out.only("current_workspace = self._ensure_workspace_size(total_bytes)")
-        or len(manager.find("self._ensure_workspace_size(...)")) != 1
-        or len(manager.find("self._current_workspaces[...] = ...")) != 2
-        or not ensure.takes.startswith("self, required_bytes")
-        or not ensure.only(_ALLOCATED)
-        or not ensure.only("return current_workspace")
-        or ensure.loops() != slots + len(ensure.find("while curr_frame is not None: ..."))
-        or not ensure.mentions(current_workspace=8 if slots else 5)
-        or len(ensure.find("self._current_workspaces")) != (5 if slots else 4)
-        or len(capture.find("self.cudagraph_manager.capture(...)")) != 1
-    ):
-        return ""
-    shape = "every-slot" if slots else "one-slot"
+def _shape(source: Source, ensure: Function) -> str:
+    """Name which slots grow, and whether graphs are captured on trial first."""
+    shape = "every-slot" if ensure.find(_SLOTS) else "one-slot"
     profile = source.function(_RUNNER, "GPUModelRunner.profile_cudagraph_memory")
-    if profile is None or profile.only("return 0"):
-        return shape if not source.says(_GRAPHS, "capture_model") else ""
-    on_trial = source.function(_GRAPHS, "profile_cudagraph_memory")
-    if (
-        on_trial
-        and profile.only("return _profile_cudagraph_memory(self)")
-        and on_trial.only("runner.capture_model(...)")
-    ):
-        return f"{shape}-on-trial"
-    return ""
+    on_trial = profile is not None and profile.only("return _profile_cudagraph_memory(self)") is not None
+    return f"{shape}-on-trial" if on_trial else shape
 
 
 class _Captures:
-    """Whether model runner V2 is capturing, and what trial captures have recorded.
+    """Captures of model runner V2 that are running, and what trial captures have recorded.
 
     The graphs of trial captures are thrown away again.
     """
@@ -183,8 +165,8 @@ class _RecordedWorkspaces:
             if self._captures.on_trial is not None:
                 self._captures.on_trial.append((self, held))
 
-    def look(self, workspaces: Sequence[Workspace | None]) -> None:
-        """Counts those that none of the manager's *workspaces* is any more."""
+    def count_outgrown(self, workspaces: Sequence[Workspace | None]) -> None:
+        """Count those that none of the manager's *workspaces* is any more."""
         before, self.current = self.current, []
         for held in before:
             there = any(one is not None and held() is one for one in workspaces)
@@ -210,7 +192,7 @@ class _StrongReference:
 
 
 def _hold_what_is_recorded(stock: StockFunction, activity: Activity, *, captures: _Captures) -> StockFunction:
-    """Wraps `WorkspaceManager._ensure_workspace_size(required_bytes)`: every request for a workspace goes through it.
+    """Wrap `WorkspaceManager._ensure_workspace_size(required_bytes)`: every request for a workspace goes through it.
 
     A workspace that a graph has recorded is held from then on. To count alone, it is only referred to.
     """
@@ -231,7 +213,7 @@ def _hold_what_is_recorded(stock: StockFunction, activity: Activity, *, captures
             if recorded is not None:
                 for held in recorded.current:
                     if held() is not workspace:  # another slot's, or outgrown
-                        recorded.look(self._current_workspaces)
+                        recorded.count_outgrown(self._current_workspaces)
                         break
         except Exception as error:
             activity.failed(error)
@@ -241,7 +223,7 @@ def _hold_what_is_recorded(stock: StockFunction, activity: Activity, *, captures
 
 
 def _mark_captures(stock: StockFunction, _: Activity, *, captures: _Captures) -> StockFunction:
-    """Wraps `GPUModelRunner.capture_model`, in which model runner V2 captures all of its graphs.
+    """Wrap `GPUModelRunner.capture_model`, in which model runner V2 captures all of its graphs.
 
     V1 captures elsewhere, and locks the workspace.
     """
@@ -258,7 +240,7 @@ def _mark_captures(stock: StockFunction, _: Activity, *, captures: _Captures) ->
 
 
 def _forget_what_was_on_trial(stock: StockFunction, _: Activity, *, captures: _Captures) -> StockFunction:
-    """Wraps `GPUModelRunner.profile_cudagraph_memory` (0.29.0), whose graphs are gone when it returns."""
+    """Wrap `GPUModelRunner.profile_cudagraph_memory` (0.29.0), whose graphs are gone when it returns."""
 
     @functools.wraps(stock)
     def profile_cudagraph_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -299,47 +281,40 @@ def needs() -> tuple[Need, ...]:
     return (needs.RUNNER_V2, needs.GRAPHS, unseen("layers that use the workspace", layers))
 
 
-FIX = Fix(
-    number=12,
-    name="workspace-growth",
+_LOCKS = "lock_workspace unlock_workspace lock unlock current_workspace_manager reset_workspace_manager"
+
+FIX = fix(
+    "workspace-growth",
     runner="V2",
-    reads=(_WORKSPACE, _RUNNER, _GRAPHS, _WORKER),
-    modules=(_WORKSPACE_MODULE, _RUNNER_MODULE),
     diagnose=diagnose,
-    patches=patches,
+    surroundings=(
+        # The slots, whoever is handed what is in them, and the lock.
+        Slice(_WORKSPACE, "", "_current_workspaces current_workspace _locked lock unlock"),
+        # Whoever locks or unlocks it, or makes another manager.
+        Slice(_RUNNER, "", _LOCKS),
+        Slice(_GRAPHS, "", _LOCKS),
+        Slice(_WORKER, "", _LOCKS),
+        Slice(_WARM_UP, "", _LOCKS, Verdict.FIXED),
+        Slice(_SCALING, "", _LOCKS, Verdict.FIXED),
+        # A layer that has its memory from the manager.
+        Slice(_LAYER, "TritonMLAImpl.forward_mqa", "attn_logits current_workspace_manager", Verdict.FIXED),
+        # The graphs that are captured on trial.
+        Slice(_RUNNER, "GPUModelRunner.profile_cudagraph_memory", "", Verdict.AFFECTED),
+        Slice(_GRAPHS, "profile_cudagraph_memory", "capture_model", Verdict.AFFECTED),
+    ),
+    wordings=(
+        *(2 * (_OF_A_SLOT,)),  # before it has grown, and after
+        _CLEARED,
+        _ALLOCATED,
+        _NONE_YET,
+        _APPENDED,
+        _LOCK,
+        f"if not profile_only: {_LOCK}",
+        *_IMPORTED,
+    ),
+    corrections=patches,
+    modules=(_WORKSPACE_MODULE, _RUNNER_MODULE),
     events=(RECORDED_WORKSPACE_OUTGROWN,),
     needs=needs,
-    ground="memory",
-    evidence=(
-        f"{_WORKSPACE}::WorkspaceManager",
-        *(
-            f"{_WORKSPACE}::{name}"
-            for name in ("current_workspace_manager", "init_workspace_manager", "reset_workspace_manager")
-        ),
-    ),
-)
-
-ABOUT = About(
-    pr=55341,
-    references=("issue 55336",),
-    summary="a workspace that a graph has recorded outlives its replacement",
-    releases="0.14.1 - 0.29.0",
-    seen="wrong tokens or illegal memory access some time after start, after a long prompt",
-    first_test="`VLLM_DEBUG_WORKSPACE=1`: does the workspace grow after the captures?",
-    symptom="With model runner V2, an illegal memory access right after the engine has captured its graphs, or at "
-    "some step while serving, or wrong output of requests whose tensors lie where the old workspace was. Upstream saw "
-    "a DeepSeek V4 engine abort during start-up.",
-    cause="Mixture-of-experts, sparse attention and other layers share one workspace, whose address their graphs "
-    "record. A batch that needs more makes the manager free it and allocate a larger one: the warm-up after the "
-    "captures (from 0.17.0 on), or a request. V1 locks the workspace when its graphs are captured; V2 does not, and "
-    "its graphs go on using memory that is no longer theirs.",
-    remedy="A workspace that was handed out while model runner V2 captured is kept by its manager when a larger one "
-    "replaces it. After the captures that is at most one for each slot, smaller than the one in use; without a "
-    "capture nothing is kept.",
-    detect="VLLM_DEBUG_WORKSPACE=1 logs 'Resized workspace' after 'Graph capturing finished'; --enforce-eager does "
-    "not fail.",
-    workaround="--enforce-eager, or model runner V1.",
-    removable="with vLLM 0.30.0",
-    in_caches="anything that was computed from or written over the freed workspace: nothing can be ruled out",
-    how_sure="not known",
+    default_because="memory",
 )

@@ -34,6 +34,8 @@ class Policy(NamedTuple):
     """Why nothing is patched although the switch is on."""
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value."""
+    trees: Mapping[str, str] = {}
+    """Fixes that are on for unrecognised code, each with the `Diagnosis.tree` of that code."""
 
     def required(self, name: str) -> bool:
         """Whether the engine must not start without the fix where it is needed."""
@@ -54,6 +56,7 @@ class AppliedFix:
     def __init__(self, fix: "Patchable", wanted: Policy) -> None:
         self.fix = fix
         self.mode = wanted.modes[fix.name]
+        self._tree = wanted.trees.get(fix.name)
         self.diagnosis: Diagnosis | None = None
         self._patches: tuple[Patch, ...] | None = None
         self.sites: list[sites.Site] = []
@@ -122,12 +125,17 @@ class AppliedFix:
 
     def judge(self, found: Diagnosis) -> None:
         """Goes by the diagnosis of its vLLM."""
+        if found.tree and found.tree == self._tree:
+            reason = f"{found.reason}; {self.fix.variable}=on:{found.tree} names this very code"
+            found = found._replace(verdict=Verdict.AFFECTED, reason=reason)
         self.diagnosis = found
         if found.verdict is Verdict.AFFECTED:
             done = "observed" if self.observes else "applied"
             self.set_state(State.WAITING, f"{found.reason} ({found.where}); to be {done} when vLLM imports that code")
         elif found.verdict is Verdict.UNRECOGNISED:
-            self.set_state(State.INCOMPATIBLE, f"{found.reason} ({found.where})")
+            named = f"; {self.fix.variable} names another tree, {self._tree}" if self._tree and found.tree else ""
+            state = State.INCOMPATIBLE if found.defect_seen else State.UNKNOWN
+            self.set_state(state, f"{found.reason} ({found.where}){named}")
         else:
             self.set_state(State.NOT_NEEDED, found.reason)
 

@@ -168,10 +168,7 @@ class Record(NamedTuple):
             "model": _cut_to_fit(self.model, longest),
             "rank": self.rank and self.rank._asdict(),
             "decision": self.decision._asdict(),
-            "fixes": {
-                name: fix._replace(reason=_cut_to_fit(fix.reason, longest))._asdict()
-                for name, fix in self.fixes.items()
-            },
+            "fixes": {name: _written(fix, longest) for name, fix in self.fixes.items()},
             "events": {name: dict(events) for name, events in self.events.items()},
             "agreement": self.agreement
             and self.agreement._replace(difference=_cut_to_fit(self.agreement.difference, longest))._asdict(),
@@ -260,7 +257,7 @@ class Record(NamedTuple):
                 decision.truth("inherited"),
             ),
             fixes={
-                name: FixReport(fix.one_of("mode", _MODES), fix.one_of("state", _STATES), fix.text("reason"))
+                name: FixReport(fix.one_of("mode", _MODES), _state(fix), fix.text("reason"))
                 for name, fix in fixes.items()
             },
             events={name: {event: counts.whole(event) for event in counts.names()} for name, counts in events.items()},
@@ -306,6 +303,17 @@ class Record(NamedTuple):
             kept=fields.truth("kept") if fields.has("kept") else False,
             written=fields.number("written", 1e11),
         )
+
+
+def _written(fix: FixReport, longest: int) -> dict[str, Any]:
+    """*fix* for the file: older readers refuse a state that they do not know, and skip a field."""
+    fields = fix._replace(reason=_cut_to_fit(fix.reason, longest))._asdict()
+    return fields if fix.state != State.UNKNOWN.value else fields | {"state": State.NOT_NEEDED.value, "unknown": True}
+
+
+def _state(fix: JsonObject) -> str:
+    unknown = fix.has("unknown") and fix.truth("unknown")
+    return State.UNKNOWN.value if unknown else fix.one_of("state", _STATES)
 
 
 def _numbered(each: Sequence[Wrong | MovedTensor | OverwrittenBlock], longest: int) -> dict[str, dict[str, Any]]:

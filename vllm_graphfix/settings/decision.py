@@ -104,6 +104,8 @@ class Decision(NamedTuple):
     kv_marks_action: shadow_rate.MarksAction = shadow_rate.MarksAction.REPORT
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value as `environment.brief` writes it."""
+    trees: Mapping[str, str] = {}
+    """Fixes that are on for unrecognised code, each with the `Diagnosis.tree` of that code."""
 
     @property
     def withheld(self) -> str | None:
@@ -153,7 +155,7 @@ class Decision(NamedTuple):
             shadow = decision.shadow, decision.shadow_action
             fixes = decision.withheld, decision.master, dict(decision.modes)
             marks = decision.kv_marks, decision.kv_marks_action
-            others = decision.agreement_timeout, decision.addresses, dict(decision.misconfigured)
+            others = decision.agreement_timeout, decision.addresses, dict(decision.misconfigured), dict(decision.trees)
             return (*fixes, *shadow, *marks, *others)
 
         return choice(self) == choice(other)
@@ -243,6 +245,7 @@ def decide(wanted: environment.Settings, vllm: str, *, host: str | None = None) 
         wanted.kv_marks,
         wanted.kv_marks_action,
         misconfigured,
+        dict(wanted.trees),
     )
 
 
@@ -292,6 +295,9 @@ _ADDED: dict[str, Callable[[JsonObject, str], Any]] = {
     "kv_marks": lambda said, key: shadow_rate.normal_fraction(said.text(key)),
     "kv_marks_action": lambda said, key: shadow_rate.MarksAction(said.get(key)),
     "misconfigured": lambda said, key: said.table(key, environment.is_brief),
+    "trees": lambda said, key: said.table(
+        key, lambda _, tree: isinstance(tree, str) and re.fullmatch(r"[0-9a-f]{16}", tree) is not None
+    ),
 }
 
 

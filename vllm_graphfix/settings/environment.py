@@ -38,6 +38,7 @@ _NAMED, _LISTED, _LONGEST_NAME = 20, 8, 80
 """Unknown names that are told one by one, and their characters: an environment may hold a hundred thousand, or one of a
 hundred thousand characters."""
 _LONGEST_VALUE = 40
+_ON_A_TREE = re.compile(r"on:([0-9a-f]{16})")
 _SAME = {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}
 
 
@@ -65,6 +66,8 @@ class Settings(NamedTuple):
     master: Master
     modes: Mapping[str, Mode]
     """By the name of the fix; every fix has one, and none is `auto` where the master switch says `observe`."""
+    trees: Mapping[str, str]
+    """Fixes that are on for unrecognised code, by ``on:TREE``, each with that `Diagnosis.tree`."""
     explicit: frozenset[str]
     """Fixes whose mode the user set by name."""
     problems: tuple[str, ...]
@@ -108,7 +111,11 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     values = _Values(environment, problems)
     master = values.one_of(PREFIX, {m.value: m for m in Master}, Master.ON, Master.OFF, "Nothing is patched")
     modes: dict[str, Mode] = {}
+    trees: dict[str, str] = {}
     for name in fixes:
+        if named := _ON_A_TREE.fullmatch(environment.get(variable(name), "").strip().lower()):
+            modes[name], trees[name] = Mode.ON, named[1]
+            continue
         default = Mode.OBSERVE if name in observed else Mode.AUTO
         choices = {m.value: m for m in Mode}
         modes[name] = values.one_of(variable(name), choices, default, Mode.OFF, f"{name} is off")
@@ -153,6 +160,7 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     return Settings(
         master,
         modes,
+        trees,
         explicit,
         tuple(problems),
         rollout,

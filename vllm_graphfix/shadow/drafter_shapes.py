@@ -125,7 +125,9 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis(
             Verdict.ABSENT, "when drafts replay a graph, nothing is built that a step without it needs", propose.where
         )
-    return Diagnosis(Verdict.UNRECOGNISED, "drafts replay full graphs in a way that is not recognised")
+    return Diagnosis(
+        Verdict.UNRECOGNISED, "drafts replay full graphs in a way that is not recognised", defect_seen=True
+    )
 
 
 def _has_shape(source: Source, speculator: Speculator, hook: Function) -> bool:

@@ -71,7 +71,10 @@ def diagnose(source: Source) -> Diagnosis:
             Verdict.AFFECTED, "full graphs of model runner V1 replay in CUDAGraphWrapper", call.where, shape
         )
     return Diagnosis(
-        Verdict.UNRECOGNISED, "full graphs of model runner V1 replay in a way that is not recognised", call.where
+        Verdict.UNRECOGNISED,
+        "full graphs of model runner V1 replay in a way that is not recognised",
+        call.where,
+        defect_seen=True,
     )
 
 

@@ -71,7 +71,8 @@ def diagnose(source: Source) -> Diagnosis:
         <= set(context.parameters)
     ):
         capture = source.function(GRAPHS, "CudaGraphManager.capture")
-        measured = capture and capture.takes.startswith("self, create_forward_fn, ") and forward_functions(capture)
+        asks = forward_functions(capture) if capture and capture.takes.startswith("self, create_forward_fn, ") else []
+        measured = asks and capture and capture.mentions(create_forward_fn=len(asks))
         shape = _SHAPE if measured else _UNMEASURED
         return Diagnosis(
             Verdict.AFFECTED,
@@ -80,7 +81,10 @@ def diagnose(source: Source) -> Diagnosis:
             shape if _agrees_with_the_others(source) else f"{shape}{_ALONE}",
         )
     return Diagnosis(
-        Verdict.UNRECOGNISED, "full graphs of model runner V2 replay in a way that is not recognised", run.where
+        Verdict.UNRECOGNISED,
+        "full graphs of model runner V2 replay in a way that is not recognised",
+        run.where,
+        defect_seen=True,
     )
 
 

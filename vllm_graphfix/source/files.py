@@ -20,10 +20,12 @@ from vllm_graphfix.text import brief_repr
 
 _LARGEST_FILE = 1024 * 1024
 """Bytes; the largest file that a diagnosis reads has 0.4 MB. More is not vLLM's, whoever wrote the archive."""
-_LARGEST_TREES = 5 * _LARGEST_FILE // 2
-"""Bytes of all files that are parsed, 2.1 MB of 0.33.0; syntax trees take up to a thousand times as much memory."""
+_LARGEST_TREES = 4 * _LARGEST_FILE
+"""Bytes of all files that are parsed, 2.7 MB of 0.33.0; syntax trees take up to a thousand times as much memory."""
 _LARGEST_DIRECTORY = 8 * 1024 * 1024
 """Bytes of an archive's list of members; vLLM's have some 0.5 MB."""
+_MOST_FILES = 30_000
+"""Python files of the package; 0.33.0 has 3,231."""
 _MOST_BRACES = 10_000
 """Up to Python 3.11 an f-string takes the square of its fields to parse; vLLM's longest file has a hundred braces."""
 _LONGEST_VERSION_FILE = 64 * 1024
@@ -51,8 +53,10 @@ class Source:
         read: Callable[[str], bytes | None],
         find_version: Callable[[], str | None],
         folder: Path | None = None,
+        list_sizes: Callable[[], dict[str, int]] = dict,
     ) -> None:
         self.label = label
+        self._list_sizes = list_sizes
         self._find_version = find_version
         self.folder = folder
         """The folder that holds ``vllm/``; None for a wheel file."""
@@ -78,8 +82,15 @@ class Source:
         except (SourceError, OSError):
             return None
 
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each Python file of the package, by its path. Raises `SourceError` where these are too many."""
+        return self._list_sizes()
+
     def read(self, path: str) -> bytes | None:
-        """The file's bytes, or None where this vLLM has no such file."""
+        """The file's bytes, or None where this vLLM has no such file, or imports a package of that name instead."""
+        if path.endswith(".py") and self._read(f"{path.removesuffix('.py')}/__init__.py") is not None:
+            return None
         return self._read(path)
 
     def says(self, path: str, word: str, of: str | None = None) -> bool:
@@ -119,6 +130,17 @@ class Source:
         if replaced or (tree and "." in qualname and any(sets(statement, qualname) for statement in tree.body)):
             self.replaced.append(found)
         return found
+
+    def module(self, path: str) -> Function | None:
+        """The whole file as a definition, whose body are its statements; None where there is no such file."""
+        tree = self._tree(path)
+        if tree is None:
+            return None
+        whole: ast.ClassDef | None = getattr(tree, "graphfix_whole", None)
+        if whole is None:
+            whole = ast.ClassDef("", [], [], tree.body, [])
+            tree.graphfix_whole = whole  # type: ignore[attr-defined]
+        return Function(path, "", whole)
 
     def _note_import(self, path: str, name: str) -> None:
         tree = self._tree(path)
@@ -236,7 +258,32 @@ def _directory(root: Path) -> Source:
         found = _metadata_version(read(metadata[0].relative_to(root).as_posix()) or b"") if metadata else None
         return found or _literal_version(read("vllm/_version.py"))
 
-    return Source(str(root), read, version, root)
+    return Source(str(root), read, version, root, functools.partial(_sizes_below, root))
+
+
+def _sizes_below(root: Path) -> dict[str, int]:
+    """Bytes of each Python file of the package in *root*; what cannot be listed can be imported by nobody."""
+    prefix, folders = f"{root}/", [f"{root}/vllm"]
+    sizes: dict[str, int] = {}
+    seen: set[tuple[int, int]] = set()
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.name.endswith(".py") and entry.is_file():
+                        sizes[entry.path[len(prefix) :]] = entry.stat().st_size
+                    elif entry.is_dir() and entry.name != "__pycache__":
+                        # A link may lead back to a folder above it.
+                        node = entry.stat()
+                        if (node.st_dev, node.st_ino) not in seen:
+                            seen.add((node.st_dev, node.st_ino))
+                            folders.append(entry.path)
+        except OSError:
+            continue
+        if len(sizes) > _MOST_FILES:
+            raise SourceError(f"{root / 'vllm'} has more files than any vLLM; is {root} the right folder?")
+    return sizes
 
 
 def _without_waiting(path: str, flags: int) -> int:
@@ -293,7 +340,11 @@ def _wheel(path: Path) -> Source:
         )
         return _metadata_version(read(metadata) or b"") if metadata else None
 
-    return Source(str(path), read, version)
+    def sizes() -> dict[str, int]:
+        found = {name: info.file_size for name, info in members.items() if name.startswith("vllm/")}
+        return {name: size for name, size in found.items() if name.endswith(".py")}
+
+    return Source(str(path), read, version, list_sizes=sizes)
 
 
 def _reason(error: Exception) -> str:

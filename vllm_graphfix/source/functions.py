@@ -16,6 +16,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _KNOWN_DECORATORS = frozenset(
     {
+        "CustomOp",  # notes the class by a name, and gives it back
         "MULTIMODAL_REGISTRY",  # notes which processor a model has, and gives the class back
         "abstractmethod",
         "classmethod",
@@ -248,7 +249,7 @@ class Function(NamedTuple):
 
         kept: str | None = getattr(self.node, "graphfix_fingerprint", None)  # several fixes look at one function
         if kept is None:
-            kept = hashlib.sha256(_canonical(self.node).encode()).hexdigest()[:24]
+            kept = hashlib.sha256(canonical(self.node).encode()).hexdigest()[:24]
             self.node.graphfix_fingerprint = kept  # type: ignore[union-attr]
         return kept
 
@@ -376,12 +377,20 @@ def _matches(node: object, pattern: object) -> bool:
     return bool(node == pattern)
 
 
-def _canonical(node: object) -> str:
+def matches_any(node: ast.AST, patterns: Iterable[str]) -> bool:
+    """Whether *node*, a statement or an expression, equals one of *patterns*."""
+    node = node.value if isinstance(node, ast.Expr) else node
+    kind = type(node)  # that of few patterns: to compare with the others would take most of the time
+    wanted = map(_pattern, patterns)
+    return any(_matches(node, pattern) for pattern in wanted if type(pattern) is kind)
+
+
+def canonical(node: object) -> str:
     """Like `ast.dump`, whose text differs between Python releases; empty fields and docstrings left out."""
     if isinstance(node, ast.AST):
         return f"{type(node).__name__}({','.join(_canonical_fields(node))})"
     if isinstance(node, list):
-        return f"[{','.join(map(_canonical, node))}]"
+        return f"[{','.join(map(canonical, node))}]"
     if isinstance(node, int) and node.bit_length() > _LONGEST_INTEGER:
         return hex(node)
     return repr(node)
@@ -396,4 +405,4 @@ def _canonical_fields(node: ast.AST) -> Iterator[str]:
             value = node.body[ast.get_docstring(node, clean=False) is not None :]
         if value is None or value == []:
             continue
-        yield f"{field}={_canonical(value)}"
+        yield f"{field}={canonical(value)}"

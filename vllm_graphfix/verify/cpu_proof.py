@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 _PACKAGE = Path(__file__).parents[3]
+_WORKER = (sys.executable, "-m", "vllm_graphfix.verify.double.worker")
 _TIMEOUT = 900
 """Seconds for one process; ten times what one takes on two slow cores."""
 
@@ -45,6 +46,12 @@ def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
     diagnoses = {fix.name: manifest.diagnose(fix, source) for fix in fixes}
     affected = [fix.name for fix in fixes if diagnoses[fix.name].verdict is Verdict.AFFECTED]
     others = [fix.name for fix in fixes if diagnoses[fix.name].verdict in (Verdict.FIXED, Verdict.ABSENT)]
+    # What is said to be fixed in code that is no stock release's is run as well: nobody has seen that code.
+    unrecognised = {
+        name: found.tree
+        for name, found in diagnoses.items()
+        if found.verdict is Verdict.UNRECOGNISED or (found.verdict is Verdict.FIXED and not found.known)
+    }
     columns = (TextColumn("{task.description:8}"), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn())
     # Where there is no terminal, bars that vanish leave an empty line.
     bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -55,8 +62,9 @@ def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
                 folder,
                 affected,
                 others if kind == "patched" else (),
+                unrecognised,
                 progress,
-                progress.add_task(kind, total=len(affected) + 1, doing="imports vLLM"),
+                progress.add_task(kind, total=len(affected) + len(unrecognised) + 1, doing="imports vLLM"),
             )
             for kind in ("stock", "patched")
         )
@@ -80,6 +88,7 @@ def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
                 stock.states[fix.name],
                 patched.states[fix.name],
                 why_unwatched=trial_of(fix.name).unwatched,
+                was_run=fix.name in unrecognised and diagnoses[fix.name].verdict is Verdict.FIXED,
                 poisoned={
                     worker.kind: worker.poisoned[fix.name] for worker in (stock, patched) if fix.name in worker.poisoned
                 },
@@ -104,6 +113,7 @@ class _Worker(threading.Thread):
         folder: Path,
         names: Sequence[str],
         others: Sequence[str],
+        unrecognised: Mapping[str, str],
         progress: Progress,
         task: TaskID,
     ) -> None:
@@ -115,15 +125,15 @@ class _Worker(threading.Thread):
         self.watched: dict[str, list[Watch]] = {}
         self.poisoned: dict[str, tuple[str, ...]] = {}
         self.torch = "unknown"
-        self._progress, self._task, self._names = progress, task, names
+        self._progress, self._task, self._names = progress, task, [*names, *unrecognised]
         # The log is kept for the user if the process fails.
         self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115
             prefix=f"graphfix-verify-{kind}-", suffix=".log", delete=False
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_graphfix.verify.double.worker", str(folder), *names, "--", *others],
+            [*_WORKER, str(folder), *names, "--", *others, "--", *unrecognised],
             cwd=_PACKAGE,  # `-m` looks there first, and the user's folder may hold a json.py of its own
-            env=_environment(kind),
+            env=_environment(kind, unrecognised),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -188,14 +198,18 @@ class _Worker(threading.Thread):
         self._progress.update(self._task, completed=done + 1, doing=following)
 
 
-def _environment(kind: str) -> dict[str, str]:
-    """The user's, less what would decide about fixes or devices in place of the proof."""
+def _environment(kind: str, trees: Mapping[str, str]) -> dict[str, str]:
+    """The user's, less what would decide about fixes or devices in place of the proof.
+
+    In the patched process unrecognised code is patched where a patch fits: *trees* has its `Diagnosis.tree`, by fix.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
     # The plugin is found wherever this very copy lies. The vLLM under test is an argument: a path may hold a colon.
     path = os.pathsep.join([str(_PACKAGE), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     return kept | {
         PREFIX: "off" if kind == "stock" else "on",
         **dict.fromkeys(map(variable, BY_NAME), "auto"),  # also those that are observed by default
+        **{variable(name): f"on:{tree}" for name, tree in trees.items() if tree},
         "PYTHONPATH": path,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",  # two processes share the machine, and the tensors are tiny

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = 1
+_RUN = ("affected", "right", "not decided")
+"""What running unrecognised code says of it; how outcomes begin."""
 MODES_OF_A_PROOF = f"{PREFIX}=off (stock), every fix auto (patched)"
 _TOLERANCE = 1e-6
 """The tolerance relative to the largest number. The same operations on the same device in float32 come out equal; this
@@ -52,6 +54,9 @@ class Proof:
     why_unwatched: str = ""
     """Why the shadow check cannot see the defect in a replay, as the fix's trial has it."""
 
+    was_run: bool = False
+    """Whether its scenario was to be run although its code says `fixed`: that it cannot run says nothing."""
+
     @property
     def title(self) -> str:
         return self.fix.name if self.further is None else f"{self.fix.name} ({self.further})"
@@ -62,9 +67,11 @@ class Proof:
         if self.skipped is not None:
             return "skipped"
         if self.diagnosis.verdict is Verdict.UNRECOGNISED:
-            return "unrecognised"
+            return self._outcome_of_a_run
         if self.diagnosis.verdict is not Verdict.AFFECTED:
-            if self.failure is not None:
+            if self.stock is not None and _shows_the_defect(self.stock):
+                return "affected: no patch fits"
+            if self.failure is not None and not self.was_run:
                 return "not left alone"
             expected = State.NOT_NEEDED.value
             return (
@@ -88,6 +95,24 @@ class Proof:
             return "missed by poison"
         return self._fault_of_checks() or "proven"
 
+    @property
+    def _outcome_of_a_run(self) -> str:
+        """What running it says of code that is not recognised: ``right``, ``affected: …`` or ``not decided``."""
+        if self.failure is not None or self.stock is None or self.patched is None:
+            return "not decided"
+        if not _shows_the_defect(self.stock):
+            return "right"
+        if self.patched_state[0] != State.ACTIVE.value:
+            return "affected: no patch fits"
+        still = self.patched.error or differing(self.patched.eager, self.patched.graphed)
+        return "affected: the fix does not help" if still else "affected: the fix helps"
+
+    @property
+    def names_tree(self) -> str | None:
+        """The setting that patches this very code, where running it has shown that this helps."""
+        helps = self.outcome == "affected: the fix helps"
+        return f"{self.fix.variable}=on:{self.diagnosis.tree}" if helps else None
+
     def _fault_of_checks(self) -> str | None:
         """What the shadow check did wrong."""
         stock, patched = (
@@ -103,7 +128,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        return self.outcome in ("proven", "nothing patched")
+        return self.outcome in ("proven", "nothing patched", "right")
 
 
 @dataclass(frozen=True)
@@ -125,8 +150,13 @@ class Report:
 
     @property
     def holds(self) -> bool:
-        """Whether everything that was run holds."""
-        return all(proof.holds for proof in self.proofs if proof.skipped is None)
+        """Whether everything that was run holds, less what was not decided."""
+        return all(proof.holds for proof in self.proofs if proof.skipped is None and proof.outcome != "not decided")
+
+    @property
+    def undecided(self) -> bool:
+        """Whether there is code that is not recognised, and that could not be run."""
+        return any(proof.outcome == "not decided" for proof in self.proofs)
 
     @property
     def complete(self) -> bool:
@@ -172,7 +202,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "source": report.source,
         "device": report.device,
         "environment": dict(report.environment),
-        "holds": report.holds and report.complete,
+        "holds": report.holds and report.complete and not report.undecided,
         "complete": report.complete,
         "logs": report.logs,
         "seconds": report.seconds,
@@ -199,6 +229,7 @@ def _entry(proof: Proof) -> dict[str, Any]:
         "diagnosis": proof.diagnosis.verdict.value,
         "outcome": proof.outcome,
         "holds": proof.holds,
+        "tree": proof.diagnosis.tree or None,
         "failure": proof.failure,
         "skipped": proof.skipped,
         "numbers": proof.stock.numbers if proof.stock else None,
@@ -225,10 +256,13 @@ def verdict(report: Report) -> str:
     """What came of all proofs, in one line."""
     outcomes = Counter(proof.outcome for proof in report.proofs)
     proven, skipped, nothing = outcomes["proven"], outcomes["skipped"], outcomes["nothing patched"]
-    tried = len(report.proofs) - nothing
-    if not tried:
+    run = {word: sum(n for outcome, n in outcomes.items() if outcome.startswith(word)) for word in _RUN}
+    tried = len(report.proofs) - nothing - sum(run.values())
+    if not tried and not any(run.values()):
         return f"No defect that is known here: nothing is patched ({report.device})."
     parts = [f"{proven} of {tried} defects shown on stock, {'all ' if proven > 1 else ''}gone with the fixes"]
+    if any(run.values()):
+        parts.append(f"of unrecognised code: {', '.join(f'{number} {word}' for word, number in run.items() if number)}")
     if failed := tried - proven - skipped:
         parts.append(f"{failed} NOT proven")
     if skipped:
@@ -251,7 +285,9 @@ def show(report: Report, console: Console, *, verbose: bool = False) -> None:
     for proof in report.proofs:
         if proof.outcome == "nothing patched" and not verbose:
             continue
-        colour = {"proven": "bold green", "nothing patched": "dim", "skipped": "yellow"}.get(proof.outcome, "bold red")
+        colours = {"proven": "bold green", "right": "bold green", "nothing patched": "dim"}
+        colours |= {"skipped": "yellow", "not decided": "yellow"}
+        colour = colours.get(proof.outcome, "bold red")
         first = _first_difference(proof.stock)
         table.add_row(
             f"[bold]{proof.title}[/]",
@@ -274,6 +310,8 @@ def show(report: Report, console: Console, *, verbose: bool = False) -> None:
         elif not proof.holds:
             told = ": ".join(filter(None, [proof.title, proof.outcome, proof.failure or proof.patched_state[1]]))
             console.print(f"[red]![/] {escape(told)}", highlight=False)
+            if proof.names_tree:
+                console.print(f"  to patch this very code: [bold]{proof.names_tree}[/]", highlight=False)
         if not verbose and proof.holds:
             if "stock" in proof.poison_notes and "stock" in proof.poisoned:
                 told = f"{proof.title}: {_told_of_poison(proof, 'stock')}"

@@ -16,7 +16,7 @@ from vllm_graphfix._version import __version__
 from vllm_graphfix.commands.doctor.nvidia_smi import ask
 from vllm_graphfix.commands.doctor.redaction import HIDDEN, NOT_SHOWN, VARIABLES, Mask, hosts_in
 from vllm_graphfix.deployment import hardware
-from vllm_graphfix.fix import Mode, State, Verdict, variable
+from vllm_graphfix.fix import Mode, State, variable
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
@@ -267,9 +267,8 @@ def _status(vllm: Path | None, environment: Mapping[str, str]) -> dict[str, Any]
     withheld = rollout.decide(settings.read(environment, [fix.name for fix in FIXES]), source.version or "").key
     told = found.as_json()
     told["notes"] = [note.replace(repr(withheld), HIDDEN) if withheld else note for note in told["notes"]]
-    needed = [row for row in found.rows if row.diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)]
     return {key: told[key] for key in ("vllm", "source", "misconfigured", "notes", "fixes")} | {
-        "verdict": f"vLLM {source.version or '(version unknown)'}: {verdict(needed, len(found.rows))}"
+        "verdict": f"vLLM {source.version or '(version unknown)'}: {verdict(found)}"
     }
 
 

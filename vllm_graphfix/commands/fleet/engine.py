@@ -304,6 +304,11 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
         # `waiting` is a rank that does not run what the fix concerns, as a drafter.
         if len(states.keys() - {State.WAITING.value}) > 1:
             wrong.append(f"{fix} differs: {_names_by_value(engine, states)}")
+    if unknown := [fix for fix in engine.fixes if State.UNKNOWN.value in engine.states(fix)]:
+        notes.append(
+            f"cannot be told, since this vLLM is newer than what is known: {', '.join(unknown)}. "
+            "`vllm-graphfix status` says more"
+        )
     if (found := engine.counts("shadow")).get("mismatches"):
         stopped = (
             f"; graphs no longer replayed: {found['quarantined-graphs']}" if found.get("quarantined-graphs") else ""

@@ -43,6 +43,7 @@ _STATE_COLOURS = {
     State.NOT_IN_CANARY.value: "yellow",
     State.NOT_NEEDED.value: "dim",
     State.WAITING.value: "dim",
+    State.UNKNOWN.value: "yellow",
     **dict.fromkeys(BAD, "bold red"),
 }
 _LIVENESS_COLOURS = {Liveness.ALIVE: "green", Liveness.DEAD: "red", Liveness.SILENT: "yellow"}

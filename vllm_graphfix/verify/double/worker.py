@@ -1,9 +1,9 @@
 """One process of `verify`: runs scenarios on the vLLM that its import path holds, and writes a line of JSON for each.
 
-    python -m vllm_graphfix.verify.double.worker FOLDER [FIX…] [-- FIX…]
+    python -m vllm_graphfix.verify.double.worker FOLDER [FIX…] [-- FIX… [-- FIX…]]
 
-FOLDER holds ``vllm/``. Behind the dashes: fixes that are not needed, whose code is imported to see that nobody touched
-it.
+FOLDER holds ``vllm/``. Behind the first dashes: fixes that are not needed, whose code is imported to see that nobody
+touched it. Behind the second: fixes that do not recognise this vLLM, whose scenarios have to show that they fit it.
 
 Whether the fixes are on is the environment's to say, as in production.
 """
@@ -162,8 +162,30 @@ def poisoned(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             yield name, [f"{type(error).__name__}: {error}".splitlines()[0]]
 
 
-def main(names: list[str], others: Sequence[str] = (), *, folder: str | None = None, watch: bool = False) -> None:
+def refuse_misfit(scenario: Scenario) -> None:
+    """Run *scenario* without the condition of its defect. Raises ValueError where the two runs differ all the same.
+
+    It was written for other code: then what it shows with that condition is not the defect.
+    """
+    from vllm_graphfix.verify.report import differing
+
+    found = scenario(hit=False)
+    if found.error or not found.eager or differing(found.eager, found.graphed):
+        why = found.error or "runs with and without graphs differ"
+        raise ValueError(f"the scenario does not fit this vLLM: without the defect's condition {why}")
+
+
+def main(
+    names: list[str],
+    others: Sequence[str] = (),
+    unrecognised: Sequence[str] = (),
+    *,
+    folder: str | None = None,
+    watch: bool = False,
+) -> None:
     """Runs the scenarios of the fixes *names*, and looks whether what *others* concern was left alone.
+
+    Those of *unrecognised* run behind them, if they fit this vLLM.
 
     *folder* holds the vLLM to import; None: the caller has seen to that.
 
@@ -182,11 +204,14 @@ def main(names: list[str], others: Sequence[str] = (), *, folder: str | None = N
 
     vllm_graphfix.register()
     say(event="registered", torch=importlib.metadata.version("torch"))
-    if names:
+    if names or unrecognised:
         _install_kernel_stand_ins()
-    for name in names:
+    for name in (*names, *unrecognised):
         try:
-            found = scenario_of(name)()
+            scenario = scenario_of(name)
+            if name in unrecognised:
+                refuse_misfit(scenario)
+            found = scenario()
         except Exception as error:
             traceback.print_exc()
             say(event="failed", fix=name, error=f"{type(error).__name__}: {error}")
@@ -215,6 +240,10 @@ def main(names: list[str], others: Sequence[str] = (), *, folder: str | None = N
 
 
 if __name__ == "__main__":
-    given = sys.argv[2:]
-    split = given.index("--") if "--" in given else len(given)
-    main(given[:split], given[split + 1 :], folder=sys.argv[1], watch=True)
+    groups: list[list[str]] = [[]]
+    for word in sys.argv[2:]:
+        if word == "--":
+            groups.append([])
+        else:
+            groups[-1].append(word)
+    main(*groups, folder=sys.argv[1], watch=True)

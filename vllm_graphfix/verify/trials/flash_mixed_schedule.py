@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from vllm_graphfix.fixes.flash_mixed_schedule import _v2_pads_before_it_schedules
 from vllm_graphfix.verify.engine.cases import LLAMA_FULL_FLASH_V1, LLAMA_FULL_FLASH_V2
 from vllm_graphfix.verify.trial import Trial, Watched
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source.files import Source
+
+
+def _v2_pads_before_it_schedules(source: Source) -> bool:
+    """Tell if the longest query is all that model runner V2 gets wrong; from 0.14.1 to 0.17.1 it is not."""
+    return source.says("vllm/v1/worker/gpu/model_states/default.py", "num_reqs_after_padding")
+
 
 TRIAL = Trial(
     watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.flash_mixed_schedule:watched"),

@@ -1,0 +1,145 @@
+"""What a fix is written with: trying, counting, observing and falling back are done here, once.
+
+A fix states what is particular to it. `correct_arguments` and `correct_result` put a function of the fix around one of
+vLLM's; whatever else a fix wraps is a `Patch` of its own. `fix` makes the record.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.fix import Activity, Event, Fix, Ground, Patch, Slice, StockFunction, Together
+
+if TYPE_CHECKING:
+    from vllm_graphfix.deployment.needs import Need
+    from vllm_graphfix.fix import Diagnosis
+    from vllm_graphfix.source.files import Source
+
+Patches = Callable[[str], Sequence[Patch]]
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def correct_arguments(
+    module: str, target: str, event: Event
+) -> Callable[[Callable[..., tuple[Any, ...] | None]], Patch]:
+    """Make a `Patch` of *target*, ``Class.method`` or a name of *module*, whose first arguments may be corrected.
+
+    The function below is called with the arguments of each call. It returns None where they are right, or else new
+    values of as many leading arguments as it likes, `self` included; *event* is then counted. It changes nothing
+    itself: while a fix only observes, what it returns is dropped. Where it raises, stock runs with what it was called
+    with.
+    """
+
+    def decorate(correct: Callable[..., tuple[Any, ...] | None]) -> Patch:
+        names = _named(correct)
+
+        def wrap(stock: StockFunction, activity: Activity) -> StockFunction:
+            met, corrects = activity.counter(event), activity.corrects
+
+            @functools.wraps(stock)
+            def corrected_call(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    corrected = correct(*args, **kwargs)
+                    if corrected is not None:
+                        met.count += 1
+                        if corrects:
+                            by_name = {n: v for n, v in zip(names, corrected, strict=False) if n in kwargs}
+                            by_position = corrected[: len(args)]
+                            args, kwargs = (*by_position, *args[len(by_position) :]), {**kwargs, **by_name}
+                except Exception as error:
+                    activity.failed(error)
+                return stock(*args, **kwargs)
+
+            return corrected_call
+
+        return Patch(module, target, wrap, leading=_leading(correct))
+
+    return decorate
+
+
+def correct_result(
+    module: str, target: str, event: Event
+) -> Callable[[Callable[..., Callable[[], Any] | None]], Patch]:
+    """Make a `Patch` of *target*, ``Class.method`` or a name of *module*, that puts right what the function leaves.
+
+    The function below is called after stock's, with its result and then its arguments. It returns None where all is
+    right, or else the correction to carry out, a function without arguments; *event* is then counted. While a fix only
+    observes, that function is not called. What it returns is dropped: it corrects in place. Where either raises, the
+    result is stock's.
+    """
+
+    def decorate(correct: Callable[..., Callable[[], Any] | None]) -> Patch:
+        def wrap(stock: StockFunction, activity: Activity) -> StockFunction:
+            met, corrects = activity.counter(event), activity.corrects
+
+            @functools.wraps(stock)
+            def call_and_correct(*args: Any, **kwargs: Any) -> Any:
+                result = stock(*args, **kwargs)
+                try:
+                    put_right = correct(result, *args, **kwargs)
+                    if put_right is not None:
+                        if corrects:
+                            put_right()
+                        met.count += 1
+                except Exception as error:
+                    activity.failed(error)
+                return result
+
+            return call_and_correct
+
+        return Patch(module, target, wrap, leading=_leading(correct, but=1))
+
+    return decorate
+
+
+def _named(correct: Callable[..., Any]) -> list[str]:
+    return [each.name for each in inspect.signature(correct).parameters.values() if each.kind in _POSITIONAL]
+
+
+def _leading(correct: Callable[..., Any], but: int = 0) -> int | None:
+    """How many parameters *correct* names, *but* its first ones; None if it does not take others as they come."""
+    kinds = {each.kind for each in inspect.signature(correct).parameters.values()}
+    takes_others = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+    return len(_named(correct)) - but if takes_others else None
+
+
+def fix(
+    name: str,
+    *,
+    diagnose: Callable[[Source], Diagnosis],
+    surroundings: tuple[Slice, ...],
+    corrections: tuple[Patch, ...] | Patches,
+    events: tuple[Event, ...],
+    needs: Callable[[], tuple[Need, ...]],
+    runner: str | None = None,
+    modules: tuple[str, ...] = (),
+    wordings: tuple[str, ...] = (),
+    together: tuple[Together, ...] = (),
+    default_because: Ground = None,
+) -> Fix:
+    """Make the record of a fix; `reads` is what *surroundings* name, `modules` what *corrections* patch.
+
+    *corrections* that differ by shape are a function of the shape, and *modules* then names what any of them patches.
+    *wordings* are patterns of statements that `diagnose` recognises, the defect's own and remedies in all wordings:
+    slices leave them out, so that a remedy in other words does not make its surroundings new.
+    """
+    if not callable(corrections):
+        patches: tuple[Patch, ...] = corrections
+        modules = modules or tuple(dict.fromkeys(patch.module for patch in patches))
+    return Fix(
+        name=name,
+        runner=runner,
+        reads=tuple(dict.fromkeys(part.path for part in surroundings)),
+        modules=modules,
+        diagnose=diagnose,
+        patches=corrections if callable(corrections) else lambda _: patches,
+        events=events,
+        needs=needs,
+        together=together,
+        ground=default_because,
+        surroundings=surroundings,
+        wordings=wordings,
+    )

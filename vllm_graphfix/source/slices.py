@@ -1,0 +1,226 @@
+"""Slices: the statements of a function that a defect's data pass through, and their fingerprints.
+
+A verdict rests on the code around a defect as much as on the defect itself. Whole functions change in every release of
+vLLM; the statements that name the data in question seldom do. A slice is those statements, with the conditions and
+loops that they stand in, and with whatever returns, or leaves their loop, between the first and the last of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from vllm_graphfix.source.functions import DEFINITIONS, Definition, Function, canonical, matches_any
+
+if TYPE_CHECKING:
+    from vllm_graphfix.source.files import Source
+    from vllm_graphfix.source.part import Slice
+
+MISSING = "missing"
+"""The fingerprint of a slice whose file or function is not there."""
+EMPTY = "empty"
+"""The fingerprint of a slice whose function names none of the data."""
+_LEAVES = (ast.Return, ast.Break, ast.Continue)
+"""What goes on silently elsewhere. An exception is not silent."""
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+
+
+def fingerprint(source: Source, part: Slice, left_out: Collection[str] = ()) -> str:
+    """Hash of the slice *part* of *source*, without the statements that equal one of the patterns *left_out*.
+
+    Positions, comments and docstrings do not matter, nor does an argument of a call that names none of the data, nor
+    such a keyword of a context that the data are in.
+    Raises `SourceError` where the file cannot be parsed.
+    """
+    function = _function(source, part)
+    if function is None:
+        return MISSING
+    if part.function and not part.names:
+        return function.fingerprint()
+    # Kept with the code: of a file that is as in another tree it is taken once.
+    kept: dict[tuple[str, tuple[str, ...]], str] = vars(function.node).setdefault("graphfix_slices", {})
+    key = part.names, tuple(left_out)
+    if key not in kept:
+        text = "\n".join(_Slicer(frozenset(part.names.split()), left_out).lines(function))
+        kept[key] = hashlib.sha256(text.encode()).hexdigest()[:16] if text else EMPTY
+    return kept[key]
+
+
+def lines(source: Source, part: Slice, left_out: Collection[str] = (), *, readable: bool = False) -> list[str] | None:
+    """The statements of the slice *part*, a line each; None where there is no such code.
+
+    As their fingerprint is taken, or *readable*, as Python.
+    """
+    function = _function(source, part)
+    slicer = _ReadableSlicer if readable else _Slicer
+    return None if function is None else slicer(frozenset(part.names.split()), left_out).lines(function)
+
+
+def lines_of(function: Function, part: Slice, left_out: Collection[str]) -> list[str]:
+    """The statements of *function* that name the data of *part*, whatever that is a slice of."""
+    return _Slicer(frozenset(part.names.split()), left_out).lines(function)
+
+
+def _function(source: Source, part: Slice) -> Function | None:
+    return source.function(part.path, part.function) if part.function else source.module(part.path)
+
+
+def joined(values: dict[str, str], whole: dict[str, str]) -> str:
+    """Hash of all slices, *values*, and the whole functions that they are of; "" where nothing of them is there."""
+    if all(value in (MISSING, EMPTY) for value in values.values()):
+        return ""
+    text = "\n".join(f"{place} {values[place]} {whole.get(place, '')}" for place in sorted(values))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class _Slicer:
+    """Writes the statements that mention one of the names, one a line, each behind the headers that it stands in."""
+
+    def __init__(self, names: frozenset[str], left_out: Collection[str]) -> None:
+        self._names, self._left_out = names, list(left_out)
+
+    def lines(self, function: Function) -> list[str]:
+        named = filter(self._mentions, _parameters(function.node))
+        found = [("", False, self._pruned(argument)) for argument in named] + self._block(function.node.body)
+        return [f"{where}{text}" for where, _, text in _between_uses(found)]
+
+    def _block(self, statements: list[ast.stmt]) -> list[tuple[str, bool, str]]:
+        return [line for statement in statements for line in self._statement(statement)]
+
+    def _statement(self, node: ast.AST) -> Iterator[tuple[str, bool, str]]:
+        """The lines of one statement: the headers that they stand in, whether they only leave, and their text."""
+        recognised = next((pattern for pattern in self._left_out if matches_any(node, [pattern])), None)
+        if recognised is not None:
+            # Once: a second pass, or a remedy that is there twice, is more than what was recognised.
+            self._left_out.remove(recognised)
+            return
+        blocks = [(name, block) for name in _BLOCKS if isinstance(block := getattr(node, name, None), list) and block]
+        if not blocks:
+            if self._mentions(node):
+                yield "", False, self._pruned(node)
+            elif isinstance(node, _LEAVES):
+                yield "", True, type(node).__name__
+            return
+        in_blocks = {id(each) for _, block in blocks for each in block}
+        header = [child for child in ast.iter_child_nodes(node) if id(child) not in in_blocks]
+        if isinstance(node, DEFINITIONS):  # of its parameters those alone that are named
+            header = [*node.decorator_list, *filter(self._mentions, _parameters(node)), *getattr(node, "bases", ())]
+        if any(map(self._mentions, header)):
+            yield "", False, f"{type(node).__name__}({','.join(map(self._pruned, header))})"
+        inside = [
+            (f".{key}: {where}", leaves, text) for key, block in blocks for where, leaves, text in self._block(block)
+        ]
+        if isinstance(node, DEFINITIONS):
+            inside = _between_uses(inside)
+        elif isinstance(node, _LOOPS) and all(leaves for _, leaves, _ in inside):
+            inside = [line for line in inside if line[2] == ast.Return.__name__]  # the others leave this loop alone
+        if inside:  # most statements hold nothing, and to write their headers takes most of the time
+            name = getattr(node, "name", "") or ""
+            within = f"{type(node).__name__} {name}({','.join(map(self._whole, header))})"
+            yield from ((f"{within}{where}", leaves, text) for where, leaves, text in inside)
+
+    def _whole(self, node: ast.AST) -> str:
+        """A header that names none of the data; of a context that is entered without keywords: it runs all the same."""
+        if isinstance(node, ast.withitem) and isinstance(node.context_expr, ast.Call):
+            call, named = node.context_expr, node.optional_vars
+            keywords = [each for each in call.keywords if each.arg is None or self._mentions(each)]
+            return ",".join(map(canonical, (call.func, call.args, keywords, named)))
+        return canonical(node)
+
+    def _mentions(self, node: ast.AST) -> bool:
+        return not self._names.isdisjoint(_names_below(node))
+
+    def _pruned(self, node: object) -> str:
+        """*node* as text, without what a call is given besides the data, and what is unpacked besides them.
+
+        Constants stay where a method of the data is called: ``lengths.clamp(min=0)`` is not ``lengths.clamp(min=1)``.
+        """
+        if isinstance(node, ast.Call) and self._mentions(node):
+            of_the_data = isinstance(node.func, ast.Attribute) and self._mentions(node.func.value)
+
+            def matters(given: ast.expr) -> bool:
+                return self._mentions(given) or (of_the_data and _is_constant(given))
+
+            arguments = [f"{place}:{self._pruned(each)}" for place, each in enumerate(node.args) if matters(each)]
+            keywords = [
+                f"{each.arg}={self._pruned(each.value)}"
+                for each in node.keywords
+                if each.arg is None or each.arg in self._names or matters(each.value)
+            ]
+            return f"{self._pruned(node.func)}({','.join([*arguments, *sorted(keywords)])})"
+        if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Store) and self._mentions(node):
+            return f"({','.join(self._pruned(each) for each in node.elts if self._mentions(each))})"
+        if isinstance(node, ast.AST):
+            fields = (
+                (name, getattr(node, name, None))
+                for name in node._fields
+                if name not in {"ctx", "kind", "type_comment", "annotation", "returns"}
+            )
+            return (
+                f"{type(node).__name__}({','.join(f'{n}={self._pruned(v)}' for n, v in fields if v not in (None, []))})"
+            )
+        if isinstance(node, list):
+            return f"[{','.join(map(self._pruned, node))}]"
+        return canonical(node)
+
+
+class _ReadableSlicer(_Slicer):
+    """Writes Python, for people; its text differs between Python releases."""
+
+    def _pruned(self, node: object) -> str:
+        return ast.unparse(node) if isinstance(node, ast.AST) else str(node)
+
+    def _whole(self, node: ast.AST) -> str:
+        return ast.unparse(node)
+
+
+def _is_constant(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant))
+
+
+def _between_uses(lines: list[tuple[str, bool, str]]) -> list[tuple[str, bool, str]]:
+    """*lines* of one function, without ways out of it before its first use of the data and behind its last.
+
+    Those do not part one use from another.
+    """
+    uses = [number for number, (_, leaves, _) in enumerate(lines) if not leaves]
+    return lines[uses[0] : uses[-1] + 1] if uses else []
+
+
+def _parameters(node: Definition) -> list[ast.arg]:
+    if isinstance(node, ast.ClassDef):
+        return []
+    arguments = node.args
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+
+
+def _names_below(node: ast.AST) -> frozenset[str]:
+    """All names in *node*; those of a statement are kept with it: slices of several fixes look at one function."""
+    if not isinstance(node, _STATEMENTS):
+        return frozenset(name for each in ast.walk(node) for name in _names_of(each))
+    kept: frozenset[str] | None = vars(node).get("graphfix_names")
+    if kept is None:
+        kept = frozenset(_names_of(node)).union(*map(_names_below, ast.iter_child_nodes(node)))
+        vars(node)["graphfix_names"] = kept
+    return kept
+
+
+def _names_of(node: ast.AST) -> tuple[str, ...]:
+    """The names that one node has: of a variable, an attribute, an argument, an import, a definition, or as text."""
+    if isinstance(node, ast.Name):
+        return (node.id,)
+    if isinstance(node, ast.Attribute):
+        return (node.attr,)
+    if isinstance(node, (ast.arg, ast.keyword)):
+        return (node.arg or "",)
+    if isinstance(node, ast.alias):
+        return (node.name.rpartition(".")[2], node.asname or "")
+    if isinstance(node, DEFINITIONS):
+        return (node.name,)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr(self, "name"), vars()["name"]
+        return (node.value,)
+    return ()
