@@ -9,7 +9,7 @@ from stock import release_root
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Slice, Verdict
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source.elsewhere import Search, digest, known_code
+from vllm_graphfix.source.elsewhere import KNOWN_FILES, Search, digest, known
 from vllm_graphfix.source.files import Source, SourceError
 
 OWN = "vllm/workspace.py"
@@ -86,7 +86,7 @@ def test_more_code_than_any_vllm_has_is_not_searched() -> None:
 def test_of_a_stock_release_no_file_is_searched(release: str) -> None:
     source = stock_source(release_root(release))
     assert len(source.sizes) > 1500
-    assert {digest(path, size) for path, size in source.sizes.items()} <= known_code()
+    assert {digest(path, size) for path, size in source.sizes.items()} <= known(KNOWN_FILES)
 
 
 def test_an_all_clear_is_refused_where_another_file_replaces_what_it_rests_on() -> None:

@@ -6,7 +6,7 @@ With versions: adds these (a new release) or looks at them again, and keeps the 
 `fetch_vllm.ALL_RELEASES`. With --fix: of this fix alone, what is recorded of the others stays. Prints the verdicts, so
 that a new release is looked at by a person before the manifest is committed. Exit code 1, and nothing written, where
 something cannot be judged. Of all files of the package it records what they may replace (source/elsewhere.py), and
-digests, in known_code.bin.
+digests, in known_files.bin and known_functions.bin.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fetch_vllm import ALL_RELEASES, FetchError, release
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES, module_of
-from vllm_graphfix.source.elsewhere import KNOWN_CODE, Reach, Search, family, known_code, reach_of
+from vllm_graphfix.source.elsewhere import KNOWN_FILES, KNOWN_FUNCTIONS, Reach, Search, family, known, reach_of
 from vllm_graphfix.source.elsewhere import digest as digest_of
 from vllm_graphfix.source.files import Source, SourceError, open_source
 
@@ -209,7 +209,8 @@ def make(versions: list[str], root: Path | None = None, *, afresh: bool = False,
     made = _merged(looked_at, kept) | {"elsewhere": replaced, "subclasses": subclasses, "reach": reach}
     manifest.PATH.write_text(json.dumps(made, indent=1) + "\n")
     files = {digest_of(path, size) for source in sources.values() for path, size in source.sizes.items()}
-    KNOWN_CODE.write_bytes(b"".join(sorted(files | units | (frozenset() if afresh else known_code()))))
+    for path, digests in ((KNOWN_FILES, files), (KNOWN_FUNCTIONS, units)):
+        path.write_bytes(b"".join(sorted(digests | (frozenset() if afresh else known(path)))))
     print(f"wrote {manifest.PATH.name}: {manifest.PATH.stat().st_size / 1024:.0f} KiB")
 
 

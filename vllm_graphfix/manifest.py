@@ -100,7 +100,7 @@ def _replaced_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Dia
             return Diagnosis(Verdict.UNRECOGNISED, reason, replacement.where)
     if search.is_fork and fix.name in load()["reach"]:
         for name, where, value in search.in_reach(load()["reach"][fix.name], basis_of_all_clear(own)):
-            if value not in elsewhere.known_code():
+            if value not in elsewhere.known(elsewhere.KNOWN_FUNCTIONS):
                 reason = f"{found.reason}; but code of no known release may act on it, by {name}"
                 return Diagnosis(Verdict.UNRECOGNISED, reason, where)
     return None

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from typer.testing import CliRunner
 
+import vllm_graphfix
 from vllm_graphfix.commands.cli import app
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -45,7 +46,7 @@ class Watched(NamedTuple):
     changes: tuple[str, ...]
     """Files opened for writing, folders made, names changed: each with its audit event."""
     runs: tuple[str, ...]
-    """Programs, modules that are not Python's own, and sockets: each with its audit event."""
+    """Programs, modules that are neither Python's nor ours, and sockets: each with its audit event."""
     looks: int
     """Folders listed and files opened."""
     grown: int
@@ -119,7 +120,8 @@ def _child(function: Callable[[], Any], writer: int, seconds: int, memory: int) 
             elif event in _LOOKS:
                 looks[0] += 1
             elif event in _RUNS and (
-                event != "import" or arguments[0].partition(".")[0] not in sys.stdlib_module_names
+                event != "import"
+                or arguments[0].partition(".")[0] not in {*sys.stdlib_module_names, vllm_graphfix.__name__}
             ):
                 runs.append(f"{event} {arguments[0]}")
 

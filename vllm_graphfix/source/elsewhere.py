@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.part import Slice
 
-KNOWN_CODE = Path(__file__).parents[1] / "known_code.bin"
-"""Digests of path and size of each Python file of the known releases, and of each function in reach of a verdict,
-sorted. Who changes a file to do something else without changing its size is not looked for."""
+KNOWN_FILES = Path(__file__).parents[1] / "known_files.bin"
+"""Digests of path and size of each Python file of the known releases, sorted. Who changes a file to do something else
+without changing its size is not looked for."""
+KNOWN_FUNCTIONS = KNOWN_FILES.with_name("known_functions.bin")
+"""Digests of each function of the known releases in reach of a verdict, sorted. Four times as many: read for a fork."""
 _REGISTERED = "vllm/model_executor/models/"
 """A registry names the classes of these files, as text."""
 _FORK = 10
@@ -86,10 +88,10 @@ def digest(path: str, size: int) -> bytes:
     return hashlib.blake2b(f"{path} {size}".encode(), digest_size=_DIGEST).digest()
 
 
-@functools.lru_cache(maxsize=1)
-def known_code() -> frozenset[bytes]:
-    """The digests of files and of functions that the known releases have."""
-    content = KNOWN_CODE.read_bytes()
+@functools.cache
+def known(path: Path) -> frozenset[bytes]:
+    """The digests in `KNOWN_FILES` or `KNOWN_FUNCTIONS`."""
+    content = path.read_bytes()
     return frozenset(content[start : start + _DIGEST] for start in range(0, len(content), _DIGEST))
 
 
@@ -98,10 +100,10 @@ class Search:
 
     def __init__(self, source: Source, paths: Iterable[str] | None = None) -> None:
         """Search *paths*, or all files that no known release has."""
-        known = known_code()
+        files = known(KNOWN_FILES)
         self._source = source
         self.paths: tuple[str, ...] = tuple(
-            sorted(path for path, size in source.sizes.items() if digest(path, size) not in known)
+            sorted(path for path, size in source.sizes.items() if digest(path, size) not in files)
             if paths is None
             else paths
         )

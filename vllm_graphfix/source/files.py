@@ -24,8 +24,8 @@ _LARGEST_TREES = 4 * _LARGEST_FILE
 """Bytes of all files that are parsed, 2.7 MB of 0.33.0; syntax trees take up to a thousand times as much memory."""
 _LARGEST_DIRECTORY = 8 * 1024 * 1024
 """Bytes of an archive's list of members; vLLM's have some 0.5 MB."""
-_MOST_FILES = 30_000
-"""Python files of the package; 0.33.0 has 3,231."""
+_MOST_ENTRIES = 60_000
+"""Files and folders of the package; 0.33.0 has 3,231 Python files."""
 _MOST_BRACES = 10_000
 """Up to Python 3.11 an f-string takes the square of its fields to parse; vLLM's longest file has a hundred braces."""
 _LONGEST_VERSION_FILE = 64 * 1024
@@ -266,23 +266,25 @@ def _sizes_below(root: Path) -> dict[str, int]:
     prefix, folders = f"{root}/", [f"{root}/vllm"]
     sizes: dict[str, int] = {}
     seen: set[tuple[int, int]] = set()
+    entries_left = _MOST_ENTRIES
     while folders:
         folder = folders.pop()
         try:
+            node = Path(folder).stat()
+            if (node.st_dev, node.st_ino) in seen:  # a link leads back to a folder above it
+                continue
+            seen.add((node.st_dev, node.st_ino))
             with os.scandir(folder) as entries:
                 for entry in entries:
+                    entries_left -= 1
+                    if entries_left < 0:  # links to folders are followed, and one may lead to a whole disk
+                        raise SourceError(f"{root / 'vllm'} has more files than any vLLM; is {root} the right folder?")
                     if entry.name.endswith(".py") and entry.is_file():
                         sizes[entry.path[len(prefix) :]] = entry.stat().st_size
                     elif entry.is_dir() and entry.name != "__pycache__":
-                        # A link may lead back to a folder above it.
-                        node = entry.stat()
-                        if (node.st_dev, node.st_ino) not in seen:
-                            seen.add((node.st_dev, node.st_ino))
-                            folders.append(entry.path)
+                        folders.append(entry.path)
         except OSError:
             continue
-        if len(sizes) > _MOST_FILES:
-            raise SourceError(f"{root / 'vllm'} has more files than any vLLM; is {root} the right folder?")
     return sizes
 
 
