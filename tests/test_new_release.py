@@ -6,6 +6,7 @@ The tools that write the manifest and the pages have tests of their own; here th
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import NamedTuple
 import pytest
 
 import fetch_vllm
+import make_manifest
 import new_release
-from edited import edited
+from edited import before, edited
 from stock import ALL_RELEASES, release_root
 from vllm_files import RUNNER
 from vllm_graphfix import manifest
@@ -23,6 +25,9 @@ from wheels import write_wheel
 
 NEWEST = ALL_RELEASES[-1]
 NEXT = "99.0.0"
+
+
+RUN_NEW_CODE = new_release.run_new_code
 
 
 class Tree(NamedTuple):
@@ -48,6 +53,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
         return int(tool in here.failing)
 
     names = {"FETCH": here.fetch, "ABOUT": here.about, "FRAGMENTS": tmp_path, "run": run}
+    names |= {"run_new_code": lambda root: {}}  # the tests that run the double take the real one back
     for name, value in (names | {"REPORT": tmp_path / "build" / "report.md"}).items():
         monkeypatch.setattr(new_release, name, value)
     (tmp_path / "cache").mkdir()
@@ -100,15 +106,45 @@ def test_nothing_is_written_of_a_release_that_a_fix_does_not_recognise(add: Call
     assert f"/{NEXT}/{RUNNER}`" in report, "a command shows what became of the file"
 
 
+def test_new_code_is_recorded_as_the_double_confirms_it(
+    add: Callable[..., str], tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row's count of blocks is read once more before it is cleared: new surroundings of a defect."""
+    monkeypatch.setattr(new_release, "run_new_code", RUN_NEW_CODE)
+    count = "self.num_blocks_per_row[row_idx]"
+    report = add({"vllm/v1/worker/block_table.py": before(f"{re.escape(count)} = 0", f"{count}.copy()")})
+    assert "| `idle-rank` | affected | affected: the fix helps |" in report
+    assert ("make_manifest.py", NEXT) in tree.called
+
+
+@pytest.mark.parametrize(("outcome", "said"), [("right", "contradicts"), ("not decided", "could not run")])
+def test_what_the_double_does_not_confirm_is_not_recorded_before_somebody_read_it(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str, said: str
+) -> None:
+    written = tree.written()
+    monkeypatch.setattr(new_release, "run_new_code", lambda root: {"triton-mla-padding": outcome})
+    edited((tmp_path / "cache" / NEWEST).resolve(), tmp_path / "cache" / NEXT, {})
+    assert new_release.main([NEXT, "--no-archive"]) == 3
+    report = new_release.REPORT.read_text()
+    assert f"| `triton-mla-padding` | affected | {outcome} |" in report
+    assert said in report
+    assert "READ='triton-mla-padding'" in report
+    assert (tree.written(), tree.called) == (written, [])
+    assert new_release.main([NEXT, "--no-archive", "--read", "triton-mla-padding"]) == 0
+    assert ("make_manifest.py", NEXT) in tree.called
+
+
 def test_another_verdict_is_said_with_what_has_to_be_written_by_hand() -> None:
     """0.33.0 beside 0.32.0, where upstream has put one defect right."""
     entries = json.loads(manifest.PATH.read_text())["fixes"]["compressor-skip"]
     assert [each["verdict"] for each in entries if "0.33.0" in each["releases"]] == ["fixed"]
-    changes = new_release.changed("0.33.0", release_root("0.33.0"), "0.32.0")
+    judged = make_manifest.look_at("0.33.0", release_root("0.33.0"))["fixes"]
+    changes = new_release.changed(judged, "0.32.0")
     report = "\n".join(new_release.to_look_at(changes, "0.33.0", "0.32.0"))
     assert "- `compressor-skip` was `affected`, is `fixed`: " in report
     assert "vllm_graphfix/fixes/compressor_skip.py have to say so" in report
-    assert "- `triton-mla-padding`, `affected`: `MLACommonMetadataBuilder.build`" in report
+    assert "- `draft-graph-support`, `fixed`: `GPUModelRunner.capture_model`" in report
+    assert "- `triton-mla-padding`, `affected`: outside of its slices" in report
 
 
 @pytest.mark.parametrize("version", [NEWEST, "0.1.0", "0.34", "0.34.0rc1"])

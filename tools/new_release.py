@@ -1,12 +1,13 @@
 """Adds a new release of vLLM: what can be done without a GPU, and what is to be run on one.
 
-    python tools/new_release.py [VERSION…] [--no-archive] [--report FILE] [--pack OPTION…]
+    python tools/new_release.py [VERSION…] [--no-archive] [--read FIX…] [--report FILE] [--pack OPTION…]
 
-Fetches the release, judges it by its code and compares the verdicts with those of the release before it; then adds it
-to `ALL_RELEASES`, to `NEWEST`, to the manifest and the tables, runs the CPU double on it and records that, and writes
-an archive for a GPU machine without network (tools/pack_gpu.py, which gets the OPTIONs). Without a VERSION: every
-release of the configured index that is newer than the newest known. Exit code 1: something could not be fetched, judged
-or proven. Exit code 3: the code has a shape that nobody has looked at; nothing is written then.
+Fetches the release and judges it by its code; runs the CPU double on each fix whose code changed, and compares. Only
+where the two agree is the release added to `ALL_RELEASES`, to `NEWEST`, to the manifest and the tables; the double's
+numbers are recorded, and an archive for a GPU machine without network is written (tools/pack_gpu.py, which gets the
+OPTIONs). Without a VERSION: every release of the configured index that is newer than the newest known. Exit code 1:
+something could not be fetched, judged or proven. Exit code 3, and nothing is written: the code has a shape that nobody
+has looked at, or the double says otherwise than the code, or cannot run the code and nobody has read it (--read).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from make_manifest import order
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.source.files import SourceError
+from vllm_graphfix.source.files import SourceError, open_source
 
 TOOLS = Path(__file__).parent
 PROJECT = TOOLS.parent
@@ -43,6 +44,12 @@ _STOCK = re.compile(r"\d+\.\d+\.\d+")
 _NEWEST = re.compile(r'(?<=^NEWEST = ")[\d.]+', re.MULTILINE)
 _MADE = re.compile(r"<!-- (?:generated|recorded): .*?<!-- end -->", re.DOTALL)
 _UNRECOGNISED = Verdict.UNRECOGNISED.value
+_AGREES = {
+    "affected": {"proven", "affected: the fix helps"},
+    "fixed": {"right"},
+    "absent": {"right", "nothing patched"},
+}
+"""The outcomes of `verify` that confirm a verdict."""
 
 
 class NewReleaseError(Exception):
@@ -68,7 +75,7 @@ class Change(NamedTuple):
     def functions(self) -> list[str]:
         """What changed of that which the verdict rests on."""
         changed = self.before["slices"].items() ^ self.after["slices"].items()
-        return [f"`{name}`" for name in sorted({place.partition("::")[2] for place, _ in changed})]
+        return [f"`{place.partition('::')[2] or place.partition('::')[0]}`" for place in sorted(dict(changed))]
 
     def rows(self, version: str, previous: str) -> Iterator[str]:
         """What there is to look at, and a command that shows what became of the file."""
@@ -85,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="such as 0.34.0; default: all that are newer")
     parser.add_argument("--no-archive", action="store_true", help="no archive for a GPU machine")
+    parser.add_argument("--read", nargs="+", default=[], metavar="FIX", help="whose code a person has read")
     parser.add_argument("--pack", nargs=argparse.REMAINDER, default=[], help="all that follows is for pack_gpu.py")
     options = parser.parse_args(arguments)
     report: list[str] = []
@@ -122,11 +130,17 @@ def add(version: str, report: list[str], options: argparse.Namespace) -> int:
     times = Times()
     root = release(version, keep_wheel=not options.no_archive)
     times.end("fetched")
-    changes = changed(version, root, before[-1])
+    judged = make_manifest.look_at(version, root)["fixes"]
+    changes = changed(judged, before[-1])
     times.end("judged")
-    report += [f"## vLLM {version}", ""]
+    runs = [Run(name, judged[name]["verdict"], outcome) for name, outcome in run_new_code(root).items()]
+    times.end("new code run")
+    report += [f"## vLLM {version}", "", *table_of(runs)]
     if unknown := [each for each in changes if each.verdict == _UNRECOGNISED]:
         report += not_recognised(unknown, version, before[-1])
+        return 3
+    if doubtful := [each for each in runs if not each.agrees and each.fix not in options.read]:
+        report += not_confirmed(doubtful, version)
         return 3
     write_releases([*releases, version])
     run("make_manifest.py", version)
@@ -158,6 +172,41 @@ def pack(version: str, options: Sequence[str], report: list[str]) -> bool:
     return True
 
 
+class Run(NamedTuple):
+    """A fix whose code no known release has, run on the CPU double."""
+
+    fix: str
+    verdict: str
+    """By its code, as the manifest would record it."""
+    outcome: str
+    """Of `verify`."""
+
+    @property
+    def agrees(self) -> bool:
+        return self.outcome in _AGREES.get(self.verdict, ())
+
+
+def run_new_code(root: Path) -> dict[str, str]:
+    """The outcome of ``verify --device cpu`` of each fix that would not be judged as on a known release."""
+    source = open_source(root)
+    names = [fix.name for fix in FIXES if not manifest.diagnose(fix, source).known]
+    if not names:
+        return {}
+    command = [sys.executable, "-m", "vllm_graphfix", "verify", *names, "--vllm", str(root), "--device=cpu", "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if not done.stdout:
+        raise NewReleaseError(f"the CPU double did not run: exit code {done.returncode}")
+    return {each["name"]: _outcome(each) for each in json.loads(done.stdout)["fixes"]}
+
+
+def _outcome(entry: dict[str, Any]) -> str:
+    """The outcome of *entry*, of `verify`, which runs what is ``fixed`` by its code, but counts it as not patched."""
+    outcome: str = entry["outcome"]
+    if entry["diagnosis"] == Verdict.FIXED.value and outcome == "nothing patched":
+        return "not decided" if entry["numbers"] is None else "right"
+    return outcome
+
+
 class Times:
     """How long each part took."""
 
@@ -187,15 +236,33 @@ def write_releases(versions: Sequence[str]) -> None:
     ABOUT.write_text(_NEWEST.sub(in_order[-1], ABOUT.read_text()))
 
 
-def changed(version: str, root: Path, previous: str) -> list[Change]:
-    """What is judged otherwise than on the release before, or by other code."""
+def changed(judged: dict[str, Any], previous: str) -> list[Change]:
+    """The fixes of which *judged* says otherwise than the manifest of *previous*, or by other code."""
     entries = json.loads(manifest.PATH.read_text())["fixes"]
     found = []
-    for name, after in make_manifest.look_at(version, root)["fixes"].items():
+    for name, after in judged.items():
         before = next(each for each in entries[name] if previous in each["releases"])
         if (after["verdict"], after["code"]) != (before["verdict"], before["code"]):
             found.append(Change(name, before, after))
     return found
+
+
+def table_of(runs: Sequence[Run]) -> Iterator[str]:
+    if runs:
+        yield "Code that no known release has; to be read before it is committed:"
+        yield ""
+        yield "| fix | by its code | run on the CPU double |"
+        yield "|---|---|---|"
+        yield from (f"| `{each.fix}` | {each.verdict} | {each.outcome} |" for each in runs)
+        yield ""
+
+
+def not_confirmed(doubtful: Sequence[Run], version: str) -> Iterator[str]:
+    yield f"**Not added**: {len(doubtful)} of {len(FIXES)} verdicts are not confirmed by a run. Nothing was written."
+    yield "One that it contradicts is wrong, or its scenario is. One that it could not run is yours to read; then"
+    names = " ".join(each.fix for each in doubtful)
+    yield f"`make new-release VERSION={version} READ='{names}'`."
+    yield ""
 
 
 def not_recognised(unknown: Sequence[Change], version: str, previous: str) -> Iterator[str]:
@@ -224,7 +291,10 @@ def to_look_at(changes: Sequence[Change], version: str, previous: str) -> Iterat
     if same := [each for each in changes if not each.other_verdict]:
         yield "The same verdict, by code that changed and was recognised by its structure:"
         yield ""
-        yield from (f"- `{each.fix}`, `{each.verdict}`: {', '.join(each.functions())}" for each in same)
+        yield from (
+            f"- `{each.fix}`, `{each.verdict}`: {', '.join(each.functions()) or 'outside of its slices'}"
+            for each in same
+        )
         yield ""
     by_hand = list(named_by_hand(previous)) if order(version) > order(ALL_RELEASES[-1]) else []
     if by_hand:
