@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -37,7 +38,7 @@ _LEARNING = 8
 _LOUD = 0.01
 """Beyond this error of eager runs among themselves a step says nothing: eight times as much would pass for rounding."""
 _TRIES = 3
-"""Further runs of a step without its graph, where runs have differed before, until one differs from the first."""
+"""Further runs of a step without its graph, where runs differ, before an error that they do not explain counts."""
 _FADING = 0.75
 """The part of a graph's noise that is left after its next check, so that a step which is noisy by chance blinds no
 later one for long."""
@@ -381,7 +382,7 @@ class Shadow:
         if of_first <= self._rounding(graph, 0.0) and not learning:
             self._count_check(known, 0.0)
             return
-        repeated = self._repeat(checked, first, known)
+        repeated = self._repeat(checked, first, known, graph)
         if repeated is None:
             return
         second, own_noise, worst, noise_before = repeated
@@ -410,13 +411,14 @@ class Shadow:
             )
 
     def _repeat(
-        self, checked: CheckedStep, first: FirstRun, known: GraphHistory
+        self, checked: CheckedStep, first: FirstRun, known: GraphHistory, graph: Graph
     ) -> tuple[SecondRun, float, float, float] | None:
-        """A further run without the graph, and the largest of all ranks: its noise, its error, the graph's noise.
+        """Further runs without the graph: the last one, and the largest of all ranks: noise, error, the graph's noise.
 
         Ranks go on by one measure, also where their batches differ in adapters and so belong to different graphs. None
         if a run failed on one of them, and the check is off.
         """
+        own_noise, error_of_all = 0.0, math.inf
         for remaining in reversed(range(_TRIES)):
             second, error = tried(lambda: SecondRun(checked, first))
             if second and (first.failure is None) != (second.failure is None):  # by chance, then, and not by the graph
@@ -426,9 +428,13 @@ class Shadow:
                 return None
             self.results.changed_inputs.update(second.changed_inputs)
             noise, worst, noise_before = agreed
-            # Runs that differ at times may be equal by chance, and then a replay seems to differ from both.
-            if noise or not remaining or not 0 < worst <= threshold(self.results.noise):
-                return second, noise, worst, noise_before
+            own_noise = max(noise, own_noise)  # in this order NaN stays NaN
+            error_of_all = min(error_of_all, worst)
+            explained = error_of_all <= self._rounding(graph, max(own_noise, noise_before))
+            # Runs that differ, now or at times, may be alike by chance: the replay then seems to differ from all.
+            by_chance = not explained if own_noise else 0 < worst <= threshold(self.results.noise)
+            if not remaining or not by_chance or not own_noise <= _LOUD:
+                return second, own_noise, error_of_all, noise_before
         return None
 
     def _count_check(self, known: GraphHistory, noise: float) -> None:
