@@ -114,7 +114,7 @@ PUBLISHED = {INSTALL, UNINSTALL, DOWNLOAD, CLONE, BUILDER}
 MADE = {
     "make demo",
     "make test",
-    "make generated",
+    "make generated FIX=mamba-padding",
     "make bench",
     "make bench-engine PYTHON=python3",
     "make venv",

@@ -189,7 +189,7 @@ class Faults:
                 yield f"{name} has no reason"
             if there and (state == "active") != all(there):
                 yield f"{name} says {state}, with layers {there} ({reason})"
-            if state not in ("active", "failed", "incompatible", "conflict", "waiting") and verdict not in (
+            if state not in ("active", "failed", "incompatible", "conflict", "waiting", "unknown") and verdict not in (
                 "fixed",
                 "absent",
             ):

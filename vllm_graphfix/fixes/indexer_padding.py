@@ -133,7 +133,7 @@ def _lengths_from_zero(stock: StockFunction, activity: Activity) -> StockFunctio
     def _prepare_decode_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = stock(self, *args, **kwargs)
         try:
-            if _clamp(corrects, self.decode_seq_lens_buffer, prepared[0], *args, **kwargs):
+            if _clamp(self.decode_seq_lens_buffer if corrects else None, prepared, *args, **kwargs):
                 padded_batches.count += 1
         except Exception as error:
             activity.failed(error)
@@ -143,9 +143,8 @@ def _lengths_from_zero(stock: StockFunction, activity: Activity) -> StockFunctio
 
 
 def _clamp(
-    corrects: bool,
     buffer: Any,
-    lengths: Any,
+    prepared: Any,
     seq_lens: Any,
     block_table: Any,
     decode_lens: Any,
@@ -157,13 +156,14 @@ def _clamp(
     next_n: Any,
     max_decode_len: Any,
 ) -> bool:
-    """Make *lengths* at least 0, if *corrects*, and tell whether the host knows of a padded row.
+    """Make the lengths that were *prepared* at least 0, where there is a *buffer*; True if the host knows of padding.
 
     `decode_lens_cpu` is (num_decodes,) int32 on the CPU.
     """
     if max_decode_len <= 1:
         return False
-    if corrects:
+    if buffer is not None:
+        lengths = prepared[0]
         if lengths.data_ptr() != buffer.data_ptr():
             return False  # never the runner's own lengths
         # Also without padding that the host can see: the dummy batch of an idle data-parallel rank has rows of length
