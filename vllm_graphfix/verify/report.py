@@ -260,9 +260,11 @@ def verdict(report: Report) -> str:
     tried = len(report.proofs) - nothing - sum(run.values())
     if not tried and not any(run.values()):
         return f"No defect that is known here: nothing is patched ({report.device})."
-    parts = [f"{proven} of {tried} defects shown on stock, {'all ' if proven > 1 else ''}gone with the fixes"]
+    parts = []
+    if tried:
+        parts.append(f"{proven} of {tried} defects shown on stock, {'all ' if proven > 1 else ''}gone with the fixes")
     if any(run.values()):
-        parts.append(f"of unrecognised code: {', '.join(f'{number} {word}' for word, number in run.items() if number)}")
+        parts.append(f"Of unrecognised code: {', '.join(f'{number} {word}' for word, number in run.items() if number)}")
     if failed := tried - proven - skipped:
         parts.append(f"{failed} NOT proven")
     if skipped:
