@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fetch_vllm import ALL_RELEASES, FetchError, release
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict
@@ -138,7 +140,7 @@ def reaches_of(
     above = [{base: {name} for base in of_it} for name, of_it in bases.items()]
     owners = {part.function.rpartition(".")[0] for fix in fixes.values() for part in fix.surroundings} - {""}
     ancestors = {owner: family({owner}, above) - {owner} for owner in owners}
-    common = {name for name, files in files_of.items() if len(files) > COMMON}
+    common = {name for name, files in files_of.items() if len(files) > COMMON}.union(dir(torch.Tensor))
     found = dict.fromkeys(fixes, NOTHING)
     for source in sources.values():
         afresh = open_source(source.folder)  # its syntax trees take 150 MB
@@ -153,7 +155,7 @@ def _together(reaches: Iterable[Reach]) -> Reach:
     return Reach(*(frozenset().union(*names) for names in zip(*reaches, strict=True)))
 
 
-def _merged(looked_at: dict[str, dict[str, Any]], kept: dict[str, Any]) -> dict[str, Any]:
+def merged(looked_at: dict[str, dict[str, Any]], kept: dict[str, Any]) -> dict[str, Any]:
     """One manifest; *kept* is an older one, which stays except for the fixes and releases that were looked at again."""
     digests = {
         (path, version): digest
@@ -206,7 +208,7 @@ def make(versions: list[str], root: Path | None = None, *, afresh: bool = False,
     for name in [fix.name for fix in fixes] if set(ALL_RELEASES) <= set(versions) else ():
         kept.get("elsewhere", {}).pop(name, None)
     replaced, subclasses, reach, units = search_all(sources, fixes, kept)
-    made = _merged(looked_at, kept) | {"elsewhere": replaced, "subclasses": subclasses, "reach": reach}
+    made = merged(looked_at, kept) | {"elsewhere": replaced, "subclasses": subclasses, "reach": reach}
     manifest.PATH.write_text(json.dumps(made, indent=1) + "\n")
     files = {digest_of(path, size) for source in sources.values() for path, size in source.sizes.items()}
     for path, digests in ((KNOWN_FILES, files), (KNOWN_FUNCTIONS, units)):

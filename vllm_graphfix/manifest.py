@@ -81,6 +81,8 @@ def diagnose(fix: Patchable, source: Source) -> Diagnosis:
         found = _by_files(fix, source) or _by_structure(fix, source)
         if found.verdict in (Verdict.FIXED, Verdict.ABSENT):
             found = _replaced_elsewhere(fix, source, found) or found
+        elif found.known and _replaced_elsewhere(fix, source, found):
+            found = found._replace(known=False)
         return found._replace(tree=tree_of(fix, source, found.shape)) if found.defect_seen else found
     except RecursionError as error:
         raise SourceError(f"the code of {source.label} is too deeply nested to be judged; is it vLLM's?") from error
@@ -99,7 +101,7 @@ def _replaced_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Dia
             reason = f"{found.reason}; but {part.function or part.path} may be replaced by code of no known release"
             return Diagnosis(Verdict.UNRECOGNISED, reason, replacement.where)
     if search.is_fork and fix.name in load()["reach"]:
-        for name, where, value in search.in_reach(load()["reach"][fix.name], basis_of_all_clear(own)):
+        for name, where, value in search.in_reach(load()["reach"][fix.name], _as_known(own, source)):
             if value not in elsewhere.known(elsewhere.KNOWN_FUNCTIONS):
                 reason = f"{found.reason}; but code of no known release may act on it, by {name}"
                 return Diagnosis(Verdict.UNRECOGNISED, reason, where)
@@ -109,6 +111,17 @@ def _replaced_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Dia
 def basis_of_all_clear(fix: Fix) -> list[Slice]:
     """The slices that one of ``fixed`` and ``absent`` rests on."""
     return [part for part in fix.surroundings if part.only_for is not Verdict.AFFECTED]
+
+
+def _as_known(fix: Fix, source: Source) -> list[Slice]:
+    """The slices that an all-clear rests on, and those besides that are as in some known release."""
+    entries = load()["fixes"].get(fix.name, ())
+
+    def is_known(part: Slice) -> bool:
+        value = slices.fingerprint(source, part, fix.wordings)
+        return any(entry["slices"].get(part.place) == value for entry in entries)
+
+    return [part for part in fix.surroundings if part.only_for is not Verdict.AFFECTED or is_known(part)]
 
 
 @functools.lru_cache(maxsize=1)

@@ -28,6 +28,16 @@ _CLEARED = tuple(
     for cleared in (" = False", ".fill_(False)", ".zero_()")
 )
 """Upstream's correction, the first; a pattern of False is one of 0 as well."""
+_FIRST_TOKENS = (
+    "is_prefilling = common_attn_metadata.is_prefilling",
+    "assert is_prefilling is not None",
+    "single_token_prefill_rows = is_prefilling & (... == 1)",
+    """if torch.any(...).item():
+    is_prefilling = is_prefilling.clone()
+    is_prefilling[...] = False
+    common_attn_metadata = common_attn_metadata.replace(is_prefilling=is_prefilling)""",
+)
+"""Since 0.22.0 the builder takes rows of one token with a state for decodes: no padded row is marked by that."""
 
 PADDED_ROW_PREFILLING = Event(
     "padded-row-prefilling",
@@ -135,11 +145,12 @@ FIX = fix(
             "BaseMambaAttentionMetadataBuilder._compute_common_metadata",
             "split_decodes_and_prefills is_prefilling",
         ),
+        Slice(_BUILDER, "BaseMambaAttentionMetadataBuilder.build", f"{_COMPUTE} is_prefilling common_attn_metadata"),
         *(
             Slice(
                 f"{_BACKENDS}/{name}_attn.py", f"{builder}AttentionMetadataBuilder.build", f"{_COMPUTE} is_prefilling"
             )
-            for name, builder in (("mamba", "BaseMamba"), ("mamba1", "Mamba1"), ("mamba2", "Mamba2"))
+            for name, builder in (("mamba1", "Mamba1"), ("mamba2", "Mamba2"))
         ),
         # The builders that this is said of: a subclass might mark padded rows again, or not.
         *(
@@ -147,7 +158,7 @@ FIX = fix(
             for name, backend in (("mamba1", "Mamba1"), ("mamba2", "Mamba2"), ("short_conv", "ShortConv"))
         ),
     ),
-    wordings=(_MARKED, *_CLEARED),
+    wordings=(_MARKED, *_CLEARED, *_FIRST_TOKENS),
     corrections=(without_padding,),
     events=(PADDED_ROW_PREFILLING,),
     needs=needs,

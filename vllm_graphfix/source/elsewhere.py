@@ -147,16 +147,19 @@ class Search:
         """The functions, and the other statements of classes and modules, that act on *parts*, which have this *reach*.
 
         The name by which they do, the place, ``path:line``, and a digest that does not depend on it. Not those of
-        which *parts* are slices.
+        which *parts* are slices, nor methods of a class that is one as a whole.
         """
         places = {each.place for part in parts for each in _functions_of(self._source, part)}
+        classes = {f"{part.place}." for part in parts if part.function}
         for path, names in self.names.items():
             if names is None or not _may_reach(reach, names, self._words(path)):
                 continue
             tree = self._tree(path)
             for owner, node in _units(tree) if tree is not None else ():
                 own = ".".join(filter(None, (owner, getattr(node, "name", ""))))
-                name = None if f"{path}::{own}" in places else _acts_by(reach, owner, node)
+                place = f"{path}::{own}"
+                is_sliced = place in places or f"{path}::{owner}." in classes
+                name = None if is_sliced else _acts_by(reach, owner, node)
                 if name is not None:
                     text = f"{owner}.{getattr(node, 'name', '')} {canonical(node)}"
                     value = hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()

@@ -24,6 +24,8 @@ EMPTY = "empty"
 """The fingerprint of a slice whose function names none of the data."""
 _LEAVES = (ast.Return, ast.Break, ast.Continue)
 """What goes on silently elsewhere. An exception is not silent."""
+_WITHOUT_GRADIENTS = ("torch.no_grad()", "torch.inference_mode()")
+"""Decorators under which a function does the same."""
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
@@ -108,7 +110,8 @@ class _Slicer:
         in_blocks = {id(each) for _, block in blocks for each in block}
         header = [child for child in ast.iter_child_nodes(node) if id(child) not in in_blocks]
         if isinstance(node, DEFINITIONS):  # of its parameters those alone that are named
-            header = [*node.decorator_list, *filter(self._mentions, _parameters(node)), *getattr(node, "bases", ())]
+            decorators = [each for each in node.decorator_list if not matches_any(each, _WITHOUT_GRADIENTS)]
+            header = [*decorators, *filter(self._mentions, _parameters(node)), *getattr(node, "bases", ())]
         if any(map(self._mentions, header)):
             yield "", False, f"{type(node).__name__}({','.join(map(self._pruned, header))})"
         inside = [
