@@ -575,7 +575,7 @@ def mamba_padding() -> Iterator[Case]:
         yield edit(
             fix,
             MAMBA_22,
-            LEFT_ALONE,
+            CURED,
             f"num_reqs is set before the clearing, {how}",
             RUNNER=before(MARKED, line),
         )

@@ -193,8 +193,7 @@ FIX = fix(
         Slice(
             EAGLE,
             "PrefillEagleCudaGraphManager.capture",
-            "full_cg_attn_states attn_state attn_metadata create_forward_fn",
-            Verdict.AFFECTED,
+            "attn_state attn_metadata create_forward_fn",
         ),
         Slice(
             DRAFT_MANAGERS[0],
@@ -209,7 +208,12 @@ FIX = fix(
         Slice(_SPECULATOR, "EagleSpeculator.init_cudagraph_manager", "prefill_cudagraph_manager", Verdict.AFFECTED),
         Slice(_DRAFT_SPECULATOR, "AutoRegressiveSpeculator.capture", "attn_states", Verdict.FIXED),
     ),
-    wordings=WORDINGS,
+    # Taken of the target, or of a pair: the patterns tell which.
+    wordings=(
+        *WORDINGS,
+        "attn_state = full_cg_attn_states[desc]",
+        "attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured",
+    ),
     corrections=(
         Patch(_MANAGER_MODULE, "CudaGraphManager.capture", _capture_and_remember_the_factory, observes=False),
         Patch(_EAGLE_MODULE, "PrefillEagleCudaGraphManager.capture", _capture_on_untouched_states),

@@ -120,8 +120,10 @@ class Source:
                 if tree and body is tree.body:
                     self._note_import(path, name)
                 return None
-            later = body[body.index(scope) + 1 :]
-            replaced = replaced or is_decorated(scope) or any(binds(statement, name) for statement in later)
+            at = body.index(scope)
+            replaced = replaced or is_decorated(scope) or any(binds(statement, name) for statement in body[at + 1 :])
+            # What stands between two classes of one name has the first one for its base.
+            replaced = replaced or (isinstance(scope, ast.ClassDef) and _is_class_in(body[:at], name))
             body = scope.body
         if scope is None:
             return None
@@ -180,6 +182,10 @@ class Source:
         if self._parsed > _LARGEST_TREES:
             raise SourceError(f"the code of {self.label} is larger than that of any vLLM; is it the right one?")
         return tree
+
+
+def _is_class_in(body: list[ast.stmt], name: str) -> bool:
+    return any(isinstance(node, ast.ClassDef) and node.name == name for node in body)
 
 
 def open_source(path: str | os.PathLike[str] | None = None) -> Source:
