@@ -190,10 +190,9 @@ FIX = fix(
         Slice(_OLDER, "EagleCudaGraphManager", "attn_states", Verdict.ABSENT),
         Slice(EAGLE, "EagleCudaGraphManager.capture", "create_forward_fn attn_metadata", Verdict.ABSENT),
         # The draft's passes on states of the target.
-        Slice(
-            EAGLE,
-            "PrefillEagleCudaGraphManager.capture",
-            "attn_state attn_metadata create_forward_fn",
+        *(
+            Slice(EAGLE, f"{kind}EagleCudaGraphManager.capture", "attn_state attn_metadata create_forward_fn")
+            for kind in ("Prefill", "Decode")
         ),
         Slice(
             DRAFT_MANAGERS[0],
