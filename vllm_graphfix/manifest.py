@@ -81,8 +81,8 @@ def diagnose(fix: Patchable, source: Source) -> Diagnosis:
         found = _by_files(fix, source) or _by_structure(fix, source)
         if found.verdict in (Verdict.FIXED, Verdict.ABSENT):
             found = _replaced_elsewhere(fix, source, found) or found
-        elif found.known and _replaced_elsewhere(fix, source, found):
-            found = found._replace(known=False)
+        elif found.known and not set(_search(source).paths).issubset(fix.reads):
+            found = found._replace(known=False)  # of a fork nobody has seen all
         return found._replace(tree=tree_of(fix, source, found.shape)) if found.defect_seen else found
     except RecursionError as error:
         raise SourceError(f"the code of {source.label} is too deeply nested to be judged; is it vLLM's?") from error

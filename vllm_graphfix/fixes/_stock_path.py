@@ -40,7 +40,7 @@ def _is_written_in(module: str, function: Any) -> bool:
         written_in = function.__globals__.get("__name__", "")
         inner = getattr(function, "__wrapped__", None)
         if inner is None:
-            return bool(written_in == module)
+            return function.__globals__ is vars(sys.modules[module])  # a module's name may be copied into another
         if written_in.split(".")[0] not in _TRANSPARENT:
             return False
         function = inner

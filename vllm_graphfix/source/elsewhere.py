@@ -259,7 +259,12 @@ def _units(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
         elif not isinstance(statement, (ast.If, ast.Try, ast.With, ast.Import, ast.ImportFrom)):
             rest[""].append(statement)
     for owner, statements in rest.items():
-        yield from ((owner, statement) for statement in statements)
+        yield from ((owner, statement) for statement in statements if not _is_text(statement))
+
+
+def _is_text(node: ast.stmt) -> bool:
+    """Tell if *node* is a docstring: of a class, or behind an attribute."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _acts_by(reach: Reach, owner: str, node: ast.AST) -> str | None:

@@ -311,7 +311,7 @@ def _first_word(node: ast.AST) -> str | None:
 
 
 def binds(statement: ast.stmt, name: str) -> bool:
-    """Whether *statement*, of a module or a class, gives *name* a value.
+    """Whether *statement*, of a module or a class, gives *name* a value, or may give one to every name.
 
     It may do so by assignment, import or a definition in a branch.
     """
@@ -322,7 +322,9 @@ def binds(statement: ast.stmt, name: str) -> bool:
             return True
         if isinstance(node, DEFINITIONS) and node.name == name:
             return True
-        if isinstance(node, ast.alias) and (node.asname or node.name) == name:
+        if isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"):
+            return True
+        if _matches(node, _pattern("globals()")) or _matches(node, _pattern("sys.modules")):
             return True
     return False
 
