@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edited import link
+from edited import link, stock_source
 from mutants_bases import shape_of, where_of
 from mutants_made import Base, Mutant
 from mutants_near import module_of
@@ -54,6 +54,8 @@ class Judged(NamedTuple):
     found: Diagnosis
     outcome: str
     why: str = ""
+    stock_is_right: bool | None = None
+    """Without the plugin; None where that was not asked for, or it is broken in itself."""
 
     def __str__(self) -> str:
         return f"{self.outcome} | {self.found.verdict.value} {self.found.shape} | {self.mutant} | {self.why}"
@@ -83,7 +85,9 @@ class _Mutated(Source):
 
     def __init__(self, release: str, files: dict[str, bytes], read: Callable[[str], bytes | None]) -> None:
         self._release, self._files = release, files
-        super().__init__("mutant", read, lambda: None)
+        sizes = stock_source(release_root(release)).sizes
+        changed = {path: len(content) for path, content in files.items()}
+        super().__init__("mutant", read, lambda: None, list_sizes=lambda: sizes | changed)
 
     def _parse(self, path: str) -> ast.Module | None:
         return super()._parse(path) if path in self._files else _stock_tree(self._release, path)
@@ -196,6 +200,11 @@ class Judge:
                 raise RuntimeError(f"{mutant.fix} on {base.name} as it is: {_told(found)}")
         return self._bases[key]
 
+    def stock_is_right(self, mutant: Mutant) -> bool | None:
+        """Whether *mutant* is right without the plugin; None where it is broken in itself."""
+        stock = self._run(mutant, on=False)
+        return None if "raised" in stock or not stock["eager"] else is_right(stock)
+
     def judge(self, mutant: Mutant, found: Diagnosis) -> Judged:
         if found.verdict is Verdict.UNRECOGNISED:
             return Judged(mutant, found, LEFT_ALONE)
@@ -277,17 +286,20 @@ def _told(run: dict[str, Any]) -> str:
     return f"{differing(tuple(run['eager']), tuple(run['graphed']))} of {len(run['eager'])} differ"
 
 
-def judged(mutants: Iterable[tuple[Mutant, Diagnosis]], *, together: bool = False) -> Iterator[Judged]:
+def judged(
+    mutants: Iterable[tuple[Mutant, Diagnosis]], *, together: bool = False, as_stock: bool = False
+) -> Iterator[Judged]:
     """Judges release by release and fix by fix: only what these mutants are about is not imported before.
 
-    Few mutants of several fixes are judged *together*.
+    Few mutants of several fixes are judged *together*. *as_stock*: each also runs without the plugin, those that the
+    plugin leaves alone included.
     """
     groups: dict[tuple[str, str], list[tuple[Mutant, Diagnosis]]] = {}
     for mutant, found in mutants:
         groups.setdefault((mutant.base.release, "" if together else mutant.fix), []).append((mutant, found))
     for (release, _), some in sorted(groups.items(), key=lambda group: group[0]):
-        to_run = [pair for pair in some if pair[1].verdict is not Verdict.UNRECOGNISED]
-        yield from (Judged(*pair, LEFT_ALONE) for pair in some if pair[1].verdict is Verdict.UNRECOGNISED)
+        to_run = [pair for pair in some if as_stock or pair[1].verdict is not Verdict.UNRECOGNISED]
+        yield from (Judged(*pair, LEFT_ALONE) for pair in some if pair not in to_run)
         if not to_run:
             continue
         with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as folder:
@@ -299,4 +311,5 @@ def judged(mutants: Iterable[tuple[Mutant, Diagnosis]], *, together: bool = Fals
             with Stage(release, Path(folder) / "vllm", paths).warm(without) as stage:
                 judge = Judge(stage)
                 for pair in to_run:
-                    yield judge.judge(*pair)
+                    outcome = judge.judge(*pair)
+                    yield outcome._replace(stock_is_right=judge.stock_is_right(pair[0])) if as_stock else outcome
