@@ -81,8 +81,8 @@ def diagnose(fix: Patchable, source: Source) -> Diagnosis:
         found = _by_files(fix, source) or _by_structure(fix, source)
         if found.verdict in (Verdict.FIXED, Verdict.ABSENT):
             found = _replaced_elsewhere(fix, source, found) or found
-        elif found.known and not set(_search(source).paths).issubset(fix.reads):
-            found = found._replace(known=False)  # of a fork nobody has seen all
+        elif found.known and _is_named_elsewhere(fix, source):
+            found = found._replace(known=False)
         return found._replace(tree=tree_of(fix, source, found.shape)) if found.defect_seen else found
     except RecursionError as error:
         raise SourceError(f"the code of {source.label} is too deeply nested to be judged; is it vLLM's?") from error
@@ -106,6 +106,15 @@ def _replaced_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Dia
                 reason = f"{found.reason}; but code of no known release may act on it, by {name}"
                 return Diagnosis(Verdict.UNRECOGNISED, reason, where)
     return None
+
+
+def _is_named_elsewhere(fix: Patchable, source: Source) -> bool:
+    """Tell if a file that no known release has, and *fix* does not read, names a function that a verdict rests on."""
+    search, reach = _search(source), load()["reach"].get(fix.name)
+    if reach is None:
+        return False
+    names = {name for name in reach.own if "_" in name or not name.islower()}  # `make` may be anybody's
+    return any(not names.isdisjoint(search.words(path)) for path in set(search.paths).difference(fix.reads))
 
 
 def basis_of_all_clear(fix: Fix) -> list[Slice]:

@@ -432,7 +432,8 @@ class Shadow:
             error_of_all = min(error_of_all, worst)
             explained = error_of_all <= self._rounding(graph, max(own_noise, noise_before))
             # Runs that differ, now or at times, may be alike by chance: the replay then seems to differ from all.
-            by_chance = not explained if own_noise else 0 < worst <= threshold(self.results.noise)
+            small = threshold(_LOUD if own_noise else self.results.noise)
+            by_chance = not (own_noise and explained) and 0 < error_of_all <= small
             if not remaining or not by_chance or not own_noise <= _LOUD:
                 return second, own_noise, error_of_all, noise_before
         return None

@@ -152,7 +152,7 @@ class Search:
         places = {each.place for part in parts for each in _functions_of(self._source, part)}
         classes = {f"{part.place}." for part in parts if part.function}
         for path, names in self.names.items():
-            if names is None or not _may_reach(reach, names, self._words(path)):
+            if names is None or not _may_reach(reach, names, self.words(path)):
                 continue
             tree = self._tree(path)
             for owner, node in _units(tree) if tree is not None else ():
@@ -166,7 +166,8 @@ class Search:
                     yield name, f"{path}:{getattr(node, 'lineno', 1)}", value
 
     @functools.cache  # noqa: B019 - one search at a time is kept
-    def _words(self, path: str) -> frozenset[str]:
+    def words(self, path: str) -> frozenset[str]:
+        """All words of the file."""
         return frozenset(word.decode("ascii", "replace") for word in _WORD.findall(self._source.read(path) or b""))
 
     def forget(self) -> None:
