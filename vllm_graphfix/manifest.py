@@ -123,14 +123,22 @@ def basis_of_all_clear(fix: Fix) -> list[Slice]:
 
 
 def _as_known(fix: Fix, source: Source) -> list[Slice]:
-    """The slices that an all-clear rests on, and those besides that are as in some known release."""
+    """The slices that an all-clear rests on, and those besides that are as in some known release.
+
+    Less those of whole classes that look for one thing that a remedy rests on.
+    """
     entries = load()["fixes"].get(fix.name, ())
 
     def is_known(part: Slice) -> bool:
         value = slices.fingerprint(source, part, fix.wordings)
         return any(entry["slices"].get(part.place) == value for entry in entries)
 
-    return [part for part in fix.surroundings if part.only_for is not Verdict.AFFECTED or is_known(part)]
+    return [
+        part
+        for part in fix.surroundings
+        if (part.only_for is not Verdict.FIXED or "." in part.function)
+        and (part.only_for is not Verdict.AFFECTED or is_known(part))
+    ]
 
 
 @functools.lru_cache(maxsize=1)
@@ -276,7 +284,12 @@ def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, Evidence]:
         found = Diagnosis.unrecognised("what is patched is defined in a way", missing[0])._replace(
             shape=found.shape, defect_seen=True
         )
-    whole = {part.place: slices.fingerprint(source, part._replace(names="")) for part in surroundings if part.function}
+    # What a remedy alone rests on may be a slice of a whole runner, of which the rest does not matter.
+    whole = {
+        part.place: slices.fingerprint(source, part._replace(names=""))
+        for part in surroundings
+        if part.function and part.only_for is not Verdict.FIXED
+    }
     if source.replaced and found.verdict is not Verdict.UNRECOGNISED:
         name = source.replaced[0].qualname
         seen = found.verdict is Verdict.AFFECTED

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import correct_arguments, fix
 from vllm_graphfix.fix import Diagnosis, Event, Slice, Verdict
+from vllm_graphfix.fixes._premises import BUILDERS_STAY
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
@@ -173,6 +174,7 @@ FIX = fix(
         Slice(_BACKEND, f"{_BUILDERS[0]}.build", f"{_METHOD} max_seq_len"),
         Slice(_BACKEND, f"{_BUILDERS[0]}.__init__", "c128a_max_compressed", Verdict.AFFECTED),
         Slice(_BACKEND, "", "_C128A_TOPK_ALIGNMENT", Verdict.AFFECTED),
+        *BUILDERS_STAY,
     ),
     wordings=(_WIDTH, _PACKED, *_AS_THEY_LIE, *_BUILT, _CHECKED),
     corrections=(with_rows_as_wide_as_their_buffer,),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import correct_result, fix
 from vllm_graphfix.fix import Diagnosis, Event, Slice, Verdict
+from vllm_graphfix.fixes._premises import BUILDERS_STAY
 
 if TYPE_CHECKING:
     import torch
@@ -153,6 +154,7 @@ FIX = fix(
         # A batch's metadata might be put in place once they are made, or the lengths where they are computed.
         Slice(_BACKEND, _BUILDER, "attn_metadata", Verdict.AFFECTED),
         Slice(_UTILS, "get_dcp_local_seq_lens", "dcp_local_seq_lens base remainder", Verdict.AFFECTED),
+        *BUILDERS_STAY,
     ),
     wordings=(
         f"{_LENGTHS} = {_COMPUTED}",

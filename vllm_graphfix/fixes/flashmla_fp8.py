@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Together, Verdict
+from vllm_graphfix.fixes._premises import BUILDERS_STAY
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -153,6 +154,7 @@ FIX = fix(
         Slice(_CALLER, "MLACommonMetadataBuilder.build", "decode_metadata _build_decode"),
         Slice(_OPERATORS, "get_mla_metadata_dense_fp8", "", Verdict.AFFECTED),
         Slice(_BACKEND, "FlashMLAImpl", "scheduler_metadata tile_scheduler_metadata num_splits", Verdict.AFFECTED),
+        *BUILDERS_STAY,
     ),
     wordings=(_PLANNED, *_POINTED_AT, *_REMEDY, *_CHECKED, _OTHER_CACHES),
     corrections=(Patch(_BACKEND_MODULE, "FlashMLAMetadataBuilder._build_decode", _plan_in_persistent_buffers),),

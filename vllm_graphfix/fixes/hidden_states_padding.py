@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
+from vllm_graphfix.fixes._premises import NULL_BLOCK
 
 if TYPE_CHECKING:
     import ast
@@ -171,6 +172,7 @@ FIX = fix(
         ),
         Slice(_PROPOSER, f"{_CLASS}.initialize_cudagraph_keys", "proposer_cudagraph_mode", Verdict.AFFECTED),
         Slice(_MODEL, "ExtractHiddenStatesModel.forward", "hidden_states", Verdict.AFFECTED),
+        NULL_BLOCK,
     ),
     wordings=(_PADDED, *_WRITTEN, *_RAISED),
     corrections=(

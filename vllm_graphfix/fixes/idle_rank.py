@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
+from vllm_graphfix.fixes._premises import NULL_BLOCK
 
 if TYPE_CHECKING:
     import ast
@@ -403,6 +404,7 @@ FIX = fix(
         Slice(_RUNNER_V2, "GPUModelRunner._dummy_run", "skip_attn dummy_run", Verdict.FIXED),
         Slice(_AUTOREGRESSIVE_V2, "", "_copy_request_inputs", Verdict.FIXED),
         Slice(_SPECULATOR_V2, "DraftModelSpeculator._copy_request_inputs", "idx_mapping dummy_run", Verdict.FIXED),
+        NULL_BLOCK,
     ),
     wordings=(
         _COMMIT,

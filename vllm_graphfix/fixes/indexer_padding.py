@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.authoring import fix
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
 from vllm_graphfix.fixes._empty_rows import LENGTHS_OF_RUNNERS
+from vllm_graphfix.fixes._premises import BUILDERS_STAY
 
 if TYPE_CHECKING:
     import ast
@@ -196,6 +197,8 @@ FIX = fix(
             "clamp_ clamp_min clamp_min_ min relu relu_ where masked_fill masked_fill_",
             Verdict.AFFECTED,
         ),
+        Slice(_LAYER, "", "seq_lens", Verdict.FIXED),
+        *BUILDERS_STAY,
     ),
     wordings=(
         *chain.from_iterable(_WRITTEN.values()),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import correct_result, fix
 from vllm_graphfix.fix import Diagnosis, Event, Slice, Verdict
+from vllm_graphfix.fixes._premises import BUILDERS_STAY
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
@@ -188,6 +189,7 @@ FIX = fix(
         Slice(_BUILDER, f"{_BASE}._compute_common_metadata", _INDEX_NAMES, Verdict.AFFECTED),
         Slice(_MAMBA2, "Mamba2AttentionMetadataBuilder.build", _INDEX_NAMES, Verdict.AFFECTED),
         Slice(_MIXER, "", _INDEX_NAMES, Verdict.AFFECTED),
+        *BUILDERS_STAY,
     ),
     wordings=(*itertools.chain(*_COPIES), *_GUARDED_COPIES),
     corrections=(indices_for_this_group,),
