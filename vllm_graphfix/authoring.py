@@ -1,4 +1,4 @@
-"""What a fix is written with: trying, counting, observing and falling back are done here, once.
+"""Decorators and a factory to write fixes with: they try, count, observe and fall back, once for all fixes.
 
 A fix states what is particular to it. `correct_arguments` and `correct_result` put a function of the fix around one of
 vLLM's; whatever else a fix wraps is a `Patch` of its own. `fix` makes the record.
@@ -100,7 +100,7 @@ def _named(correct: Callable[..., Any]) -> list[str]:
 
 
 def _leading(correct: Callable[..., Any], but: int = 0) -> int | None:
-    """How many parameters *correct* names, *but* its first ones; None if it does not take others as they come."""
+    """Count the parameters that *correct* names, less the first *but*; None unless it takes ``*args, **kwargs``."""
     kinds = {each.kind for each in inspect.signature(correct).parameters.values()}
     takes_others = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
     return len(_named(correct)) - but if takes_others else None

@@ -68,7 +68,7 @@ class Diagnosis(NamedTuple):
     known: bool = False
     """All functions that the verdict rests on are those of one stock release that was looked at."""
     defect_seen: bool = False
-    """Of `UNRECOGNISED`: the defect's code is there, and its surroundings are new. Otherwise nothing of it was seen."""
+    """True of an `UNRECOGNISED` verdict whose code has the defect in new surroundings; False where none was seen."""
     tree: str = ""
     """Of `UNRECOGNISED` code that a patch would fit: 16 hexadecimal digits that stand for this very code, as
     ``VLLM_GRAPHFIX_X=on:TREE`` names it. Only who has run it can know whether it has the defect."""
@@ -84,7 +84,7 @@ class Diagnosis(NamedTuple):
 
     @property
     def needs_action(self) -> bool:
-        """Whether the defect is there, or its code in surroundings that nobody knows."""
+        """Tell if the code of the defect is there, in known surroundings or in new ones."""
         return self.verdict is Verdict.AFFECTED or (self.verdict is Verdict.UNRECOGNISED and self.defect_seen)
 
 
@@ -142,7 +142,7 @@ class Activity:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often each event was met, by its name; and, if ever, how often the fix stepped aside."""
+        """The number of times that each event occurred, by its name, and that the fix stepped aside, if it ever did."""
         met = {name: counter.count for name, counter in self._counters.items()}
         return met | {STEPPED_ASIDE: self._aside.count} if self._aside.count else met
 

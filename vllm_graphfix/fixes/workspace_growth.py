@@ -114,15 +114,11 @@ def _holding_statement(manager: Function, ensure: Function, cleared: ast.stmt | 
     holder: Any = getattr(getattr(appended, "func", None), "value", None)
     if isinstance(holder, ast.Subscript):
         holder = holder.value
-    if not isinstance(holder, ast.Attribute) or ast.unparse(holder.value) != "self":
+    if appended is None or not isinstance(holder, ast.Attribute) or ast.unparse(holder.value) != "self":
         return None
     made, name = f"{ast.unparse(holder)} = ...", holder.attr
-    only_grows = manager.confines(name, made, ast.unparse(appended)) and len(manager.find(made)) <= 1  # type: ignore[arg-type]
-    return (
-        appended
-        if appended and only_grows and not ensure.find(made) and ensure.in_one_block(appended, cleared)
-        else None
-    )
+    only_grows = manager.confines(name, made, ast.unparse(appended)) and len(manager.find(made)) <= 1
+    return appended if only_grows and not ensure.find(made) and ensure.in_one_block(appended, cleared) else None
 
 
 def _shape(source: Source, ensure: Function) -> str:
