@@ -20,11 +20,6 @@ from vllm_graphfix.fixes import BY_NAME
 
 SAMPLED = ("mamba-padding", "flash-mixed-schedule", "prompt-logprobs")
 AT_ONCE = 6
-OPEN = {("draft-stale-views", "wrong elsewhere: names imported from another file")}
-"""Dishonest still: the classes that the remedy has taken away come back by an import."""
-
-FEWER = {"draft-stale-views": {RIGHT: 1, WRONG: 5}, "draft-graph-support": {RIGHT: 5, WRONG: 4}}
-"""Of remedies that add classes or methods less can take the place."""
 
 
 def test_a_sample_of_forks_is_judged_honestly() -> None:
@@ -41,7 +36,7 @@ def test_ten_forks_of_each_fix_are_judged_honestly(fix: str, record_property: Ca
     for (intent, verdict), number in Counter((each.mutant.kind, each.found.verdict.value) for each in found).items():
         record_property("counted", ("forks", fix, f"{intent}: {verdict}", number))
     assert not dishonest(found)
-    assert Counter(each.mutant.kind for each in found) == FEWER.get(fix, {RIGHT: OF_EACH, WRONG: OF_EACH})
+    assert Counter(each.mutant.kind for each in found) == {RIGHT: OF_EACH, WRONG: OF_EACH}
 
 
 def as_intended(fix: str) -> Iterator[Judged]:
@@ -67,4 +62,4 @@ def dishonest(found: Iterable[Judged]) -> list[str]:
             return True
         return each.outcome in (APPLIED_WRONGLY, MISSED, CLAIMED)
 
-    return [str(each) for each in found if is_dishonest(each) and (each.mutant.fix, each.mutant.name) not in OPEN]
+    return [str(each) for each in found if is_dishonest(each)]

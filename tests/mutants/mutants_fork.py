@@ -45,11 +45,11 @@ class Fork(NamedTuple):
     def own_path(self) -> str:
         return f"{self.path.removesuffix('.py')}_own.py"
 
-    def units(self) -> list[Unit]:
-        """The functions that differ, or are there in *effective* alone; empty where something else differs."""
+    def units(self) -> list[Unit] | None:
+        """The functions that differ, or are there in *effective* alone; None where something else differs."""
         ours, theirs = (dict(_functions(tree)) for tree in (self.standing, self.effective))
         if dict(_rests(self.standing)) != dict(_rests(self.effective)):
-            return []
+            return None
         return [Unit(*place, each) for place, each in theirs.items() if place not in ours or _differ(ours[place], each)]
 
 
@@ -79,9 +79,12 @@ def _mutant(fix: str, base: Base, way: str, intent: str) -> Mutant | None:
         without, remedied = (ast.parse(base.text(path, remedied=each)) for each in (False, True))
         fork = Fork(path, *((without, remedied) if intent == RIGHT else (remedied, without)))
         units = fork.units()
-        if not units and way not in OF_FILES:
+        if units is None and way not in OF_FILES:
             return None
-        statements, own = WAYS[way](fork, units)
+        if not units and way not in OF_FILES:
+            by_hand.append((path, lambda text: text))  # it defines more than what takes effect calls
+            continue
+        statements, own = WAYS[way](fork, units or [])
         text = ast.unparse(ast.fix_missing_locations(ast.Module(statements, [])))
         by_hand.append((path, lambda _, text=text: text))
         if own is not None:

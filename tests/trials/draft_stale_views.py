@@ -32,15 +32,21 @@ PREFILL_UNPACKED = r"attn_metadata, slot_mappings = attn_state\n(?=(?:.*\n)*?cla
 BUILT = r"attn_metadata, slot_mappings = prepare_inputs_to_capture\(((?:\n {16}.*)+)\n {12}\)"
 
 EDITS = (
-    Edit(
-        "states of its own, as the manager of its decodes has them",
-        "0.25.1",
-        DRAFT_MANAGERS[0],
-        r"^class DecodeSpeculatorCudaGraphManager",
-        "class SpeculatorCudaGraphManager",
-        Verdict.FIXED,
-        also=((DRAFT_MANAGERS[0], r"^class PrefillSpeculatorCudaGraphManager", "class PrefillsOfSpeculators"),),
-        remedy=True,
+    *(
+        Edit(
+            "states of its own, as the manager of its decodes has them",
+            release,
+            DRAFT_MANAGERS[0],
+            r"^class DecodeSpeculatorCudaGraphManager",
+            "class SpeculatorCudaGraphManager",
+            Verdict.FIXED,
+            also=(
+                (DRAFT_MANAGERS[0], r"^class PrefillSpeculatorCudaGraphManager", "class PrefillsOfSpeculators"),
+                (_SPECULATOR, r"(Prefill|Decode)SpeculatorCudaGraphManager", "SpeculatorCudaGraphManager"),
+            ),
+            remedy=True,
+        )
+        for release in ("0.23.0", "0.24.0", "0.25.1")
     ),
     Edit(
         "pairs asked for in another way",

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 _SPEC_DECODE = "vllm/v1/worker/gpu/spec_decode"
 _SPECULATOR = f"{_SPEC_DECODE}/autoregressive/speculator.py"
+_SPECULATORS = (
+    (_SPECULATOR, "AutoRegressiveSpeculator"),
+    (f"{_SPEC_DECODE}/target_dependent_ar/speculator.py", "TargetDependentARSpeculator"),
+)
+"""The class that drafts, before and after it was moved."""
 _PACKAGE = f"{_SPEC_DECODE}/__init__.py"
 _OLDER = f"{_SPEC_DECODE}/eagle_cudagraph.py"
 _RUNNER = "vllm/v1/worker/gpu/model_runner.py"
@@ -40,6 +45,7 @@ _DRAFT = "PrefillSpeculatorCudaGraphManager.capture"
 _PREPARED_WITH = ("model_state", "input_buffers", "block_tables", "attn_groups", "kv_cache_config")
 _PREPARED = f"prepare_inputs_to_capture(num_reqs, num_tokens, {', '.join(_PREPARED_WITH)}, *...)"
 _LOOKED_UP = "attn_state_pair = attn_states[desc]"
+_CONSTRUCTED = "self.prefill_cudagraph_manager = SpeculatorCudaGraphManager(...)"
 _CHOSEN = "attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured"
 
 VIEWS_OF_ANOTHER_BATCH = Event(
@@ -71,10 +77,11 @@ def diagnose(source: Source) -> Diagnosis:
                 "pairs-of-the-target",
             )
         return Diagnosis.unrecognised(in_a_way, capture)._replace(defect_seen=chosen is not None)
-    for path in DRAFT_MANAGERS:
+    for path, (speculator, owner) in zip(DRAFT_MANAGERS, _SPECULATORS, strict=True):
         own = source.function(path, "SpeculatorCudaGraphManager.capture")
         if own is not None:
-            if prepares_own_states(source, own):
+            init = source.function(speculator, f"{owner}.init_cudagraph_manager")
+            if prepares_own_states(source, own) and init is not None and init.only(_CONSTRUCTED):
                 return Diagnosis(Verdict.FIXED, "the draft's passes build attention states of their own", own.where)
             return Diagnosis.unrecognised(in_a_way, own)
     older = source.read(_OLDER) is not None or source.read(EAGLE) is not None
@@ -206,16 +213,12 @@ FIX = fix(
             Verdict.AFFECTED,
         ),
         *OWN_STATES,
+        # The manager that the speculator constructs.
+        *(Slice(path, f"{owner}.init_cudagraph_manager", "prefill_cudagraph_manager") for path, owner in _SPECULATORS),
         # The way of the pairs from the target's manager to the draft's, and of the metadata into its kernels.
         Slice(_RUNNER, "GPUModelRunner.capture_model", "attn_states cudagraph_manager", Verdict.AFFECTED),
         Slice(_SPECULATOR, "AutoRegressiveSpeculator.capture", "attn_states", Verdict.AFFECTED),
         Slice(_SPECULATOR, "AutoRegressiveSpeculator._prefill", "attn_metadata", Verdict.AFFECTED),
-        Slice(
-            _SPECULATOR,
-            "AutoRegressiveSpeculator.init_cudagraph_manager",
-            "prefill_cudagraph_manager",
-            Verdict.AFFECTED,
-        ),
         # The buffers that the metadata are views of.
         Slice(_BATCH, "InputBatch.make_dummy", "query_start_loc seq_lens", Verdict.AFFECTED),
     ),

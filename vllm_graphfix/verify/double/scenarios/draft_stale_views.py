@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ install_flashmla_stand_ins()
 
 from vllm.config.compilation import CUDAGraphMode  # noqa: E402 - FlashMLA is looked for when vLLM is imported
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager  # noqa: E402
-from vllm.v1.worker.gpu.spec_decode.autoregressive import cudagraph_utils  # noqa: E402
+from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import AutoRegressiveSpeculator  # noqa: E402
 
 from vllm_graphfix.verify.double.decoding import (  # noqa: E402
     DEVICE,
@@ -75,11 +77,11 @@ def capture(
     runner = RunnerStandIn(config, [LAYER])
     target: Any = ModelCudaGraphManager(config, DEVICE, mode, QUERY_TOKENS)
     pairs = target.capture(model=ModelStandIn([LAYER]), intermediate_tensors=None, **runner.capture_inputs(), **given)
-    prefill = getattr(cudagraph_utils, "PrefillSpeculatorCudaGraphManager", None)
-    if prefill is None:  # a remedy: one manager for all of the draft's graphs, which builds what it needs
-        manager: Any = cudagraph_utils.SpeculatorCudaGraphManager(config, DEVICE, mode, QUERY_TOKENS)
+    drafting = SimpleNamespace(vllm_config=config, device=DEVICE, num_speculative_steps=DRAFT_TOKENS)
+    AutoRegressiveSpeculator.init_cudagraph_manager(drafting, mode)
+    manager: Any = drafting.prefill_cudagraph_manager
+    if "attn_states" in inspect.signature(manager.capture).parameters:
+        manager.capture(draft, pairs)
+    else:  # a remedy: one manager for all of the draft's graphs, which builds what it needs
         manager.capture(draft, **runner.capture_inputs())
-        return manager
-    manager = prefill(config, DEVICE, mode, QUERY_TOKENS)
-    manager.capture(draft, pairs)
     return manager
