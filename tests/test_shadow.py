@@ -135,21 +135,7 @@ def test_a_draft_prefill_that_is_mended_is_no_mismatch(release: str) -> None:
     ("release", "scenarios"),
     [
         ("0.16.0", "mamba-all-mode"),
-        (
-            "0.18.1",
-            (
-                "not (mamba-padding or draft-prefill-state or draft-idx-mapping or mamba-all-mode or c128a-stride "
-                "or adaptive-schedule)"
-            ),
-        ),
-        (
-            "0.21.0",
-            "not (dcp-context-lens or mamba-all-mode or c128a-stride or adaptive-schedule or draft-graph-support)",
-        ),
-        (
-            "0.22.1",
-            "not (dcp-context-lens or mamba-all-mode or c128a-stride or adaptive-schedule or draft-graph-support)",
-        ),
+        *((release, "") for release in ("0.18.1", "0.21.0", "0.22.1")),
         ("0.33.0", "adaptive-schedule"),
         pytest.param("0.27.1", "c128a-stride", marks=pytest.mark.slow),
     ],
@@ -157,7 +143,7 @@ def test_a_draft_prefill_that_is_mended_is_no_mismatch(release: str) -> None:
 def test_defects_of_stock_releases_are_caught_and_releases_without_them_are_silent(
     release: str, scenarios: str
 ) -> None:
-    """Less scenarios that do not run there, of other releases' code. Model runner V1 is checked from 0.15.0 on."""
+    """Model runner V1 is checked from 0.15.0 on."""
     off = {variable(fix): "off" for fix in BY_NAME}
     check_behaviours(release, "shadow_defects", off, select=scenarios)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from trial_rows import observed_of
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.comparison import Answer
@@ -83,16 +84,8 @@ def observing(
     )
 
 
-OBSERVATIONS = {
-    "draft-prefill-state": ([0.0, 4.0], [4.0, 4.0]),
-    "draft-decode-mode": ([30.0, 90.0], [0.0, 90.0]),
-    "flashmla-padding": ([0.0, -1.0], [1.0, 0.0]),
-    "indexer-padding": ([-1.0], [0.0]),
-    "triton-mla-padding": ([80.0, 80.0], [0.0, 80.0]),
-    "workspace-growth": ([4096.0, 1.0], [0.0, 1.0]),
-    "idle-rank": ([4.0, 900.0], [0.0, 900.0]),
-}
-"""What the probes see on stock, and with the fix."""
+OBSERVATIONS = {name: observed for name in BY_NAME if (observed := observed_of(name)) is not None}
+"""The values of the probes on stock, and with the fix."""
 
 
 def shown(*proofs: Proof) -> str:

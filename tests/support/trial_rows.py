@@ -91,5 +91,11 @@ def served_of(fix: str) -> tuple[Served, ...]:
     return served
 
 
+def observed_of(fix: str) -> tuple[list[float], list[float]] | None:
+    """The values of the probe of its case on stock, and with the fix; None where the case has no judge."""
+    observed: tuple[list[float], list[float]] | None = getattr(_rows(fix), "OBSERVED", None)
+    return observed
+
+
 def _rows(fix: str) -> Any:
     return import_module(f"trials.{fix.replace('-', '_')}")

@@ -286,3 +286,6 @@ WORDINGS = (
         of="nightly without the zeros",
     ),
 )
+
+OBSERVED = ([30.0, 90.0], [0.0, 90.0])
+"""The values of its probe on stock, and with the fix."""

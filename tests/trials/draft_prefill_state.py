@@ -264,3 +264,6 @@ WORDINGS = (
         },
     ),
 )
+
+OBSERVED = ([0.0, 4.0], [4.0, 4.0])
+"""The values of its probe on stock, and with the fix."""

@@ -196,3 +196,6 @@ WORDINGS = (
         },
     ),
 )
+
+OBSERVED = ([0.0, -1.0], [1.0, 0.0])
+"""The values of its probe on stock, and with the fix."""

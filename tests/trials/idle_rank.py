@@ -278,3 +278,6 @@ WORDINGS = (
         },
     ),
 )
+
+OBSERVED = ([4.0, 900.0], [0.0, 900.0])
+"""The values of its probe on stock, and with the fix."""

@@ -213,3 +213,6 @@ WORDINGS = (
         },
     ),
 )
+
+OBSERVED = ([80.0, 80.0], [0.0, 80.0])
+"""The values of its probe on stock, and with the fix."""

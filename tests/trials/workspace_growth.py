@@ -214,3 +214,6 @@ SERVED = (
     Served("0.21.0", "VLLM_USE_V2_MODEL_RUNNER=1 ./v3", Concern.CONCERNS, "V2"),
     Served("0.21.0", "./v3", Concern.DOES_NOT, "V1"),
 )
+
+OBSERVED = ([4096.0, 1.0], [0.0, 1.0])
+"""The values of its probe on stock, and with the fix."""

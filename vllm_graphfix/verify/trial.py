@@ -31,6 +31,8 @@ class Watched(NamedTuple):
     """What it has to be wrapped around: a name of `shadow.runners.RUNNERS`."""
     scenario: str
     """``module:function``: takes *hit* as a `Scenario` does. False where this vLLM replays no such graphs in it."""
+    metadata: tuple[str, ...] = ()
+    """The classes of the attention metadata, of one of which each of these graphs has been captured; none without."""
 
 
 class Trial(NamedTuple):

@@ -20,7 +20,9 @@ def _counts_on_v2(source: Source) -> bool:
 TRIAL = Trial(
     case=LLAMA_LORA,
     further=(replace(LLAMA_LORA, name="llama-lora-v2", runner="V2", watched=False, shows_on=_counts_on_v2),),
-    watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.active_lora_count:watched"),
+    watched=Watched(
+        "shadow-v1", "vllm_graphfix.verify.double.scenarios.active_lora_count:watched", ("AttentionMetadataStandIn",)
+    ),
     engine="Llama with two LoRA adapters, `--specialize-active-lora`, requests of each and of none in one batch, model "
     "runner V1; from 0.24.0 on also V2, in a row of its own",
     shows_in="tokens",

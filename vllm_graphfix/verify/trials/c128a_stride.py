@@ -22,7 +22,9 @@ def judge(observed: Observed) -> Sign:
 
 TRIAL = Trial(
     case=replace(DEEPSEEK_V4_LONG, judge=judge),
-    watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.c128a_stride:watched"),
+    watched=Watched(
+        "shadow-v1", "vllm_graphfix.verify.double.scenarios.c128a_stride:watched", ("DeepseekV4FlashMLAMetadata",)
+    ),
     engine="DeepSeek V4 of two layers, FlashMLA, fp8 KV cache, a `--max-model-len` of 32768, model runner V1",
     shows_in="rows of slots that decode batches read in the graphs and that hold slots of other requests, or of "
     "nobody; tokens",

@@ -21,7 +21,9 @@ def judge(observed: Observed) -> Sign:
 
 
 TRIAL = Trial(
-    watched=Watched("shadow-v2-drafter", "vllm_graphfix.verify.double.scenarios.draft_prefill_state:watched"),
+    watched=Watched(
+        "shadow-v2-drafter", "vllm_graphfix.verify.double.scenarios.draft_prefill_state:watched", ("FlashMLAMetadata",)
+    ),
     case=replace(MLA_MTP, judge=judge),
     engine="MLA and MTP, FlashMLA, bf16, model runner V2",
     shows_in="FlashMLA's planner kernel among the nodes of the draft's captured graphs. Tokens do not show it: the "

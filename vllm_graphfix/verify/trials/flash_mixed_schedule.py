@@ -18,7 +18,9 @@ def _v2_pads_before_it_schedules(source: Source) -> bool:
 
 
 TRIAL = Trial(
-    watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.flash_mixed_schedule:watched"),
+    watched=Watched(
+        "shadow-v1", "vllm_graphfix.verify.double.scenarios.flash_mixed_schedule:watched", ("FlashAttentionMetadata",)
+    ),
     case=LLAMA_FULL_FLASH_V1,
     further=(replace(LLAMA_FULL_FLASH_V2, shows_on=_v2_pads_before_it_schedules),),
     engine="Llama, `cudagraph_mode=FULL`, model runner V1; V2 with prompts in chunks",

@@ -9,8 +9,18 @@ from vllm_graphfix.verify.engine.cases import LFM2_ONE_TOKEN, MAMBA2_ONE_TOKEN
 from vllm_graphfix.verify.trial import Trial, Watched
 
 TRIAL = Trial(
-    watched=Watched("shadow-v1", "vllm_graphfix.verify.double.scenarios.prefill_dispatch:watched"),
-    watched_further=(Watched("shadow-v2", "vllm_graphfix.verify.double.scenarios.prefill_dispatch:watched_v2"),),
+    watched=Watched(
+        "shadow-v1",
+        "vllm_graphfix.verify.double.scenarios.prefill_dispatch:watched",
+        ("GDNAttentionMetadata", "Mamba2AttentionMetadata"),
+    ),
+    watched_further=(
+        Watched(
+            "shadow-v2",
+            "vllm_graphfix.verify.double.scenarios.prefill_dispatch:watched_v2",
+            ("GDNAttentionMetadata", "Mamba2AttentionMetadata"),
+        ),
+    ),
     case=MAMBA2_ONE_TOKEN,
     further=(replace(LFM2_ONE_TOKEN, shows_on=_v2_serves_them_wrong),),
     engine="Mamba-2, prompts of one token; from 0.19.0 on, and `skipped` before: there Mamba treats such a prompt as a "
