@@ -101,16 +101,20 @@ def search_all(
     parts = {name: (manifest.basis_of_all_clear(fix), fix.wordings) for name, fix in full.items()}
     first: dict[str, dict[str, str]] = {name: dict(kept.get("elsewhere", {}).get(name, {})) for name in BY_NAME}
     reach = {name: Reach(*(frozenset(each.split()) for each in names)) for name, names in kept.get("reach", {}).items()}
-    whole = len(fixes) == len(FIXES)
-    for name, found in reaches_of(sources, searches, full).items() if whole else ():
+    for name, found in reaches_of(sources, searches, {fix.name: full[fix.name] for fix in fixes}).items():
         reach[name] = _together([found, reach.get(name, NOTHING)])
+    named = {fix.name for fix in fixes}
+    others = _together([NOTHING, *(of_it for name, of_it in reach.items() if name not in named)])
+    # By the names of other fixes it was searched before: all of it takes ten minutes.
+    new_names = Reach(
+        *(own - of_others for own, of_others in zip(_together(reach[name] for name in named), others, strict=True))
+    )
     units: set[bytes] = set()
     for version, search in searches.items():
         for fix in fixes:
             for _, each in search.replacements(*parts[fix.name], subclasses):
                 first[fix.name].setdefault(each.value, version)
-        if whole:  # it takes ten minutes; a fix without a reach is not judged by it
-            units.update(value for _, _, value in search.in_reach(_together(reach.values()), ()))
+        units.update(value for _, _, value in search.in_reach(new_names, ()))
         search.forget()
     return (
         first,
@@ -207,6 +211,7 @@ def make(versions: list[str], root: Path | None = None, *, afresh: bool = False,
     sources = {version: open_source(folder) for version, folder in folders.items()}
     for name in [fix.name for fix in fixes] if set(ALL_RELEASES) <= set(versions) else ():
         kept.get("elsewhere", {}).pop(name, None)
+        kept.get("reach", {}).pop(name, None)
     replaced, subclasses, reach, units = search_all(sources, fixes, kept)
     made = merged(looked_at, kept) | {"elsewhere": replaced, "subclasses": subclasses, "reach": reach}
     manifest.PATH.write_text(json.dumps(made, indent=1) + "\n")
