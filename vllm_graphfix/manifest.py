@@ -188,8 +188,26 @@ class Evidence(NamedTuple):
 
 def _by_structure(fix: Patchable, source: Source) -> Diagnosis:
     found, evidence = examine(fix, source)
-    # Nothing is recorded of what the shadow check wraps.
-    return judge(found, evidence, load()["fixes"].get(fix.name, [])) if evidence.slices else found
+    if not evidence.slices:
+        return found  # nothing is recorded of what the shadow check wraps
+    entries = load()["fixes"].get(fix.name, [])
+    judged = judge(found, evidence, entries)
+    if judged.known and not any(
+        _has_the_files_of(source, release, fix.reads)
+        for entry in entries
+        if entry["code"] == evidence.code
+        for release in entry["releases"]
+    ):
+        return judged._replace(known=False)
+    return judged
+
+
+def _has_the_files_of(source: Source, release: str, paths: Iterable[str]) -> bool:
+    """Tell if *source* has those of the files *paths* that *release* has, and no other: none was moved."""
+    files = load()["files"]
+    return all(
+        (source.read(path) is None) == (release in files.get(path, {}).get("absent", "").split()) for path in paths
+    )
 
 
 def judge(found: Diagnosis, evidence: Evidence, entries: list[dict[str, Any]]) -> Diagnosis:
